@@ -1,0 +1,37 @@
+# make demo   the whole road on generated data, with a few training steps
+# make test   all tests
+# make lint   ruff and mypy
+# Each sets up what it needs in .venv on a machine with Python 3.11 and pip, and reuses it.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+# Two OpenMP pools that spin while they wait slow each other down many times over.
+export OMP_WAIT_POLICY := PASSIVE
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/.demo
+	$(BIN)/offline-packing demo
+
+test: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) demo_output build *.egg-info
+
+$(VENV)/.demo $(VENV)/.test: $(VENV)/.%: setup.py constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	touch $@

@@ -1,0 +1,50 @@
+"""Package metadata. Tool settings live in pyproject.toml, tested versions in constraints.txt."""
+
+from setuptools import find_packages, setup
+
+CORE = [
+    "click>=8.1",
+    "dashscope>=1.20",  # carries the Qwen vocabulary, so that no model hub is needed
+    "numba>=0.61",
+    "numpy>=1.26",
+    "orjson>=3.10",
+    "pillow>=11.0",
+    "pyarrow>=17.0",
+    "pydantic>=2.9",
+    "pyyaml>=6.0",
+    "scipy>=1.13",
+    "tiktoken>=0.8",
+    "tqdm>=4.66",
+    "xxhash>=3.4",
+]
+TRAIN = ["megatron-core>=0.16", "megatron-energon>=7.4,<8", "torch>=2.11", "transformers>=5.20,<6"]
+DEMO = [*TRAIN, "matplotlib>=3.8"]
+TEST = [
+    *DEMO,
+    "hypothesis>=6.100",
+    "mypy>=1.13",
+    "pytest>=8.3",
+    "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
+    "ruff>=0.9",
+    "webdataset>=1.0",
+]
+
+setup(
+    name="offline-packing",
+    version="0.1.0",
+    description="Offline sample packing for vision-language training on Megatron and Energon",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["offline_packing*", "task_encoders*", "launch*"]),
+    package_data={"offline_packing": ["report/*.html"]},
+    install_requires=CORE,
+    extras_require={
+        "train": TRAIN,
+        "demo": DEMO,
+        "test": TEST,
+        "ray": ["ray[data]>=2.40"],
+        "gpu": [*TRAIN, "flash-attn>=2.7"],
+    },
+    entry_points={"console_scripts": ["offline-packing = offline_packing.cli:main"]},
+)

@@ -1,0 +1,42 @@
+"""What a sample and a pack are, and how they become tensors.
+
+In data order: `settings` (environment), `samples`, `pack_format` (pack <-> bytes), `tokenizer`,
+`chat_templates`, `vision`, `sample_encoder` (interface), `qwen2_vl` (a family), `concatenate`
+(samples -> row), `model_inputs` (row -> what a model takes), `energon_samples` and
+`packed_task_encoder` (the only modules that know Energon).
+
+Names below are imported on first use: measuring and planning need neither torch nor Energon.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from task_encoders.energon_samples import PackedBatch as PackedBatch
+    from task_encoders.model_inputs import to_packed_seq_params as to_packed_seq_params
+    from task_encoders.model_inputs import to_transformers_kwargs as to_transformers_kwargs
+    from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder as Qwen2VLTaskEncoder
+    from task_encoders.packed_task_encoder import (
+        get_packed_train_dataset as get_packed_train_dataset,
+    )
+    from task_encoders.packed_task_encoder import get_packed_val_dataset as get_packed_val_dataset
+    from task_encoders.sample_encoder import build_sample_encoder as build_sample_encoder
+    from task_encoders.settings import PackingSettings as PackingSettings
+
+_MODULE_OF = {
+    "PackedBatch": "energon_samples",
+    "PackingSettings": "settings",
+    "Qwen2VLTaskEncoder": "packed_task_encoder",
+    "build_sample_encoder": "sample_encoder",
+    "get_packed_train_dataset": "packed_task_encoder",
+    "get_packed_val_dataset": "packed_task_encoder",
+    "to_packed_seq_params": "model_inputs",
+    "to_transformers_kwargs": "model_inputs",
+}
+__all__ = list(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

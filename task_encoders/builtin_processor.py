@@ -1,0 +1,75 @@
+"""transformers' tokenizer and processor for the built-in Qwen vocabulary, without a hub.
+
+Encoding does not need them; models, checkpoints and the proofs of parity do.
+"""
+
+import functools
+import itertools
+from typing import Any
+
+from task_encoders.chat_templates import QWEN2_VL_TEMPLATE
+from task_encoders.tokenizer import QWEN_SPECIAL_TOKENS, byte_level_alphabet, qwen_ranks
+
+
+@functools.cache
+def builtin_tokenizer() -> Any:
+    """`Qwen2Tokenizer` (fast) with the ids of every published Qwen2-VL checkpoint."""
+    from transformers import AddedToken, Qwen2Tokenizer
+
+    ranks = qwen_ranks()
+    characters = {byte: character for character, byte in byte_level_alphabet().items()}
+
+    def spell(token: bytes) -> str:
+        return "".join(characters[byte] for byte in token)
+
+    merges = [
+        tuple(map(spell, _last_merge(ranks, token, rank)))
+        for token, rank in sorted(ranks.items(), key=lambda item: item[1])
+        if len(token) > 1
+    ]
+    tokenizer = Qwen2Tokenizer(
+        vocab={spell(token): rank for token, rank in ranks.items()},
+        merges=merges,
+        # Without fixed ids transformers would number the special tokens by itself.
+        added_tokens_decoder={
+            len(ranks) + i: AddedToken(token, special=True, normalized=False)
+            for i, token in enumerate(QWEN_SPECIAL_TOKENS)
+        },
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=list(QWEN_SPECIAL_TOKENS[1:]),
+        model_max_length=32768,
+    )
+    tokenizer.chat_template = QWEN2_VL_TEMPLATE
+    return tokenizer
+
+
+def _last_merge(ranks: dict[bytes, int], token: bytes, rank: int) -> tuple[bytes, bytes]:
+    """The two tokens whose merge makes this one: byte-pair merging, stopped before it."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        best, i = min(
+            (ranks.get(left + right, rank), i)
+            for i, (left, right) in enumerate(itertools.pairwise(parts))
+        )
+        if best >= rank:
+            raise ValueError(f"vocabulary is no byte-pair encoding: {token!r} has no last merge")
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts[0], parts[1]
+
+
+def builtin_processor(*, min_pixels: int, max_pixels: int) -> Any:
+    """A Qwen2-VL processor for images and text (its video part needs torchvision)."""
+    from transformers import Qwen2VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    class ImageTextProcessor(Qwen2VLProcessor):
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return ["image_processor", "tokenizer"]
+
+    return ImageTextProcessor(
+        image_processor=Qwen2VLImageProcessorPil(min_pixels=min_pixels, max_pixels=max_pixels),
+        tokenizer=builtin_tokenizer(),
+        chat_template=QWEN2_VL_TEMPLATE,
+    )

@@ -1,0 +1,114 @@
+"""Encoded samples to one packed row, and k rows to one.
+
+    samples of 3, 2 and 4 tokens
+    tokens       [a a a b b c c c c]
+    cu_lengths   [0 3 5 9]
+    position_ids [0 1 2 0 1 0 1 2 3]      (text; images as in M-RoPE), per sub-sample
+
+A row is never padded unless asked to. `pad_multiple` pads every sub-sample inside its own segment;
+`pad_to_length` adds a last segment of padding, so that `cu_lengths[-1]` is always the row's length.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """One row of S tokens in P segments, with N images of L patches of D values in all."""
+
+    tokens: torch.Tensor  #: (S,) int64
+    labels: torch.Tensor  #: (S,) int64, not shifted, IGNORE_INDEX at each sub-sample's first token
+    position_ids: torch.Tensor  #: (3, S) int64
+    attn_mask: torch.Tensor  #: (S,) bool, True = padding
+    cu_lengths: torch.Tensor  #: (P + 1,) int32
+    pixel_values: torch.Tensor  #: (L, D) float32
+    image_grid_thw: torch.Tensor  #: (N, 3) int32
+
+
+def concatenate(
+    samples: Sequence[EncodedSample],
+    *,
+    pad_token_id: int,
+    pad_multiple: int = 1,
+    pad_to_length: int | None = None,
+    cross_sample_attention: bool = False,
+) -> PackedRow:
+    """Concatenate a pack's samples into one row.
+
+    Args:
+        samples: at least one.
+        pad_multiple: every sub-sample is padded to a multiple of this many tokens.
+        pad_to_length: the row is padded to this length.
+        cross_sample_attention: make one segment of all sub-samples, with positions that go on from
+            one to the next. Tokens then attend across samples: not what unpacked training does.
+
+    Raises:
+        ValueError: no samples, or a row longer than `pad_to_length`.
+    """
+    if not samples:
+        raise ValueError("a row needs at least one sample")
+    lengths = np.array([len(sample.tokens) for sample in samples])
+    segments = -(-lengths // pad_multiple) * pad_multiple
+    starts = np.concatenate([[0], np.cumsum(segments)])
+    used = int(starts[-1])
+    if pad_to_length is not None and used > pad_to_length:
+        raise ValueError(f"a row of {used} tokens does not fit pad_to_length {pad_to_length}")
+    total = pad_to_length or used
+
+    tokens = np.full(total, pad_token_id, dtype=np.int64)
+    labels = np.full(total, IGNORE_INDEX, dtype=np.int64)
+    padding = np.ones(total, dtype=np.bool_)
+    position_ids = np.empty((3, total), dtype=np.int64)
+    position_ids[:, used:] = np.arange(total - used)
+    offset = 0
+    for sample, start, length, segment in zip(samples, starts, lengths, segments, strict=False):
+        real = slice(start, start + length)
+        tokens[real] = sample.tokens
+        labels[real] = sample.labels
+        labels[start] = IGNORE_INDEX  # so that shifting the whole row never crosses a boundary
+        padding[real] = False
+        position_ids[:, real] = sample.position_ids + offset
+        behind = position_ids[:, real].max() + 1
+        position_ids[:, start + length : start + segment] = behind + np.arange(segment - length)
+        if cross_sample_attention:
+            offset = behind + segment - length
+
+    cu_lengths = [0, used] if cross_sample_attention else starts.tolist()
+    if total > used:
+        cu_lengths.append(total)
+    return PackedRow(
+        tokens=torch.from_numpy(tokens),
+        labels=torch.from_numpy(labels),
+        position_ids=torch.from_numpy(position_ids),
+        attn_mask=torch.from_numpy(padding),
+        cu_lengths=torch.tensor(cu_lengths, dtype=torch.int32),
+        pixel_values=torch.from_numpy(np.concatenate([s.pixel_values for s in samples])),
+        image_grid_thw=torch.from_numpy(np.concatenate([s.image_grid_thw for s in samples])),
+    )
+
+
+def merge_rows(rows: Sequence[PackedRow]) -> PackedRow:
+    """k rows as one: a micro batch of k packs without padding.
+
+    Segments stay as they are: cu_lengths [0, 3, 5] and [0, 4] give [0, 3, 5, 9].
+    """
+    ends = [rows[0].cu_lengths[:1]]
+    length = 0
+    for row in rows:
+        ends.append(row.cu_lengths[1:] + length)
+        length += len(row.tokens)
+    return PackedRow(
+        tokens=torch.cat([row.tokens for row in rows]),
+        labels=torch.cat([row.labels for row in rows]),
+        position_ids=torch.cat([row.position_ids for row in rows], dim=1),
+        attn_mask=torch.cat([row.attn_mask for row in rows]),
+        cu_lengths=torch.cat(ends),
+        pixel_values=torch.cat([row.pixel_values for row in rows]),
+        image_grid_thw=torch.cat([row.image_grid_thw for row in rows]),
+    )

@@ -1,0 +1,144 @@
+"""Packs as Energon loads them, and the batch that a trainer receives.
+
+A written folder names one of the Packed*Sample classes in its dataset.yaml, and `sample_loader` and
+`part_filter` below through its `.nv-meta/sample_loader.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.energon import Batch, Sample
+from megatron.energon.edataclass import edataclass
+
+from task_encoders.concatenate import PackedRow, merge_rows
+from task_encoders.pack_format import IMAGE_EXTENSIONS, JSON_PART, PackFormatError, parse_json
+
+
+@edataclass
+class PackedSample(Sample):
+    """One pack, not restored yet. The lists are those of the pack's JSON, see pack_format.py."""
+
+    #: Media by member name: bytes, or whatever the encoder's `decoder` made of them.
+    images: dict[str, Any]
+    #: Member names per sub-sample.
+    image_names: list[Any]
+    prompts: list[Any]
+    captions: list[Any]
+    #: task, keys, num_tokens, system; None in packs written by others.
+    meta: dict[str, Any] | None = None
+
+
+@edataclass
+class PackedCaptioningSample(PackedSample):
+    """A pack of captioning samples."""
+
+
+@edataclass
+class PackedVQASample(PackedSample):
+    """A pack of single-turn VQA samples."""
+
+
+@edataclass
+class PackedMultiMixQASample(PackedSample):
+    """A pack of multi-turn and mixed samples."""
+
+
+#: The class in dataset.yaml, by task.
+SAMPLE_CLASS_OF_TASK = {
+    "captioning": "PackedCaptioningSample",
+    "vqa": "PackedVQASample",
+    "bmr": "PackedMultiMixQASample",
+}
+
+
+def part_filter(part: str) -> bool:
+    """Which members of a pack are read: its JSON and its images."""
+    return part == JSON_PART or part.rpartition(".")[2].lower() in IMAGE_EXTENSIONS
+
+
+def sample_loader(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Energon's raw sample (member name -> bytes or decoded) to the fields of PackedSample."""
+    key = str(parts.get("__key__"))
+    if JSON_PART not in parts:
+        raise PackFormatError(f"pack {key!r} has no .json member")
+    record = parse_json(parts[JSON_PART], key)
+    return {
+        "images": {k: v for k, v in parts.items() if not k.startswith("__") and k != JSON_PART},
+        "image_names": record.get("images"),
+        "prompts": record.get("prompt", record.get("prompts")),
+        "captions": record.get("captions"),
+        "meta": record.get("meta"),
+    }
+
+
+@edataclass
+class PackedRowSample(Sample):
+    """One encoded pack."""
+
+    row: PackedRow
+    #: Keys of the sub-samples in the row.
+    sub_sample_keys: list[str]
+    #: "key: reason: detail" of each sub-sample that had to be left out.
+    dropped: list[str]
+
+
+@edataclass
+class PackedBatch(Batch):
+    """k packs in one row of S tokens and P segments, under the names Megatron trainers read."""
+
+    #: (1, S) int64
+    tokens: torch.Tensor
+    #: (1, S) int64, not shifted; IGNORE_INDEX at every sub-sample's first token, so that a shift
+    #: of the whole row is safe.
+    labels: torch.Tensor
+    #: (1, S) float32, 1 where a label is.
+    loss_mask: torch.Tensor
+    #: (1, S) bool, True = padding
+    attn_mask: torch.Tensor
+    #: (3, 1, S) int64: M-RoPE's temporal, height and width position
+    position_ids: torch.Tensor
+    #: (1, P + 1) int32
+    cu_lengths: torch.Tensor
+    #: (1,) int32, the longest segment
+    max_lengths: torch.Tensor
+    #: (patches, C·T·p·p) float32; [[0.]] without images
+    imgs: torch.Tensor
+    #: (N, 3) int32, in patches
+    image_grid_thw: torch.Tensor
+    #: [[0.]]: packs hold no videos yet
+    pixel_values_videos: torch.Tensor
+    #: (0, 3) int32
+    video_grid_thw: torch.Tensor
+    #: (N,) int32, one tile per image
+    num_tiles: torch.Tensor
+    #: Keys of the sub-samples, in order
+    sub_sample_keys: list[str]
+    #: "key: reason: detail" of each sub-sample left out of this batch
+    dropped: list[str]
+
+
+def batch_rows(samples: Sequence[PackedRowSample], ignore_index: int) -> PackedBatch:
+    """k encoded packs as one batch."""
+    row = merge_rows([sample.row for sample in samples])
+    num_images = len(row.image_grid_thw)
+    return PackedBatch(
+        __key__=[sample.__key__ for sample in samples],
+        __restore_key__=tuple(sample.__restore_key__ for sample in samples),
+        __subflavors__=[sample.__subflavors__ for sample in samples],
+        __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
+        tokens=row.tokens[None],
+        labels=row.labels[None],
+        loss_mask=(row.labels != ignore_index)[None].float(),
+        attn_mask=row.attn_mask[None],
+        position_ids=row.position_ids[:, None],
+        cu_lengths=row.cu_lengths[None],
+        max_lengths=row.cu_lengths.diff().max()[None],
+        imgs=row.pixel_values if num_images else torch.zeros(1, 1),
+        image_grid_thw=row.image_grid_thw,
+        pixel_values_videos=torch.zeros(1, 1),
+        video_grid_thw=torch.zeros(0, 3, dtype=torch.int32),
+        num_tiles=torch.ones(num_images, dtype=torch.int32),
+        sub_sample_keys=[key for sample in samples for key in sample.sub_sample_keys],
+        dropped=[line for sample in samples for line in sample.dropped],
+    )

@@ -1,0 +1,94 @@
+"""From a batch to what a model takes: megatron-core's PackedSeqParams, transformers' arguments."""
+
+from typing import Any, Protocol
+
+import torch
+
+
+class Batch(Protocol):
+    """The fields of `energon_samples.PackedBatch` that are read here."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor
+    attn_mask: torch.Tensor
+    cu_lengths: torch.Tensor
+    imgs: torch.Tensor
+    image_grid_thw: torch.Tensor
+
+
+def required_pad_multiple(
+    *, context_parallel: int = 1, tensor_parallel: int = 1, sequence_parallel: bool = False
+) -> int:
+    """What `pack.pad_multiple` must be a multiple of, so that every sub-sample can be cut.
+
+    Context parallelism cuts each sub-sample into 2·CP chunks; sequence parallelism cuts the row
+    into TP. FP8 asks for 16 (or 128, by recipe) on top: pass the least common multiple.
+    """
+    multiple = 2 * context_parallel if context_parallel > 1 else 1
+    return multiple * (tensor_parallel if sequence_parallel else 1)
+
+
+def logical_cu_seqlens(cu_lengths: torch.Tensor, attn_mask: torch.Tensor) -> torch.Tensor:
+    """(P + 1,) int32: boundaries counting real tokens only.
+
+    A segment that is padding throughout (a row's tail) counts as it is: it harms no other segment,
+    and attention needs at least one key.
+
+        cu_lengths [0, 4, 8], attn_mask ...x ..xx -> [0, 3, 5]
+    """
+    boundaries = cu_lengths.flatten().long()
+    real = torch.cat([attn_mask.new_zeros(1), ~attn_mask.flatten()]).long().cumsum(0)
+    counts = real[boundaries[1:]] - real[boundaries[:-1]]
+    counts = torch.where(counts == 0, boundaries.diff(), counts)
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
+
+
+def to_packed_seq_params(batch: Batch) -> Any:
+    """megatron-core's `PackedSeqParams` in thd format.
+
+    `cu_seqlens_*` count real tokens. Where sub-samples are padded, `cu_seqlens_*_padded` hold the
+    boundaries in the row; otherwise they are None.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    padded = batch.cu_lengths.flatten()
+    logical = logical_cu_seqlens(batch.cu_lengths, batch.attn_mask)
+    is_padded = not torch.equal(logical, padded)
+    longest = int(padded.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=logical,
+        cu_seqlens_kv=logical,
+        cu_seqlens_q_padded=padded if is_padded else None,
+        cu_seqlens_kv_padded=padded if is_padded else None,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def to_transformers_kwargs(batch: Batch) -> dict[str, Any]:
+    """Arguments for the forward of transformers' Qwen2-VL and Qwen2.5-VL.
+
+    Two of its traps are closed here. Positions need four rows, the first restarting at every
+    boundary: from it transformers builds the block-diagonal mask, and with the three M-RoPE rows
+    alone it attends across samples without a word. And `use_cache` must be off, or it does the
+    same. No `attention_mask` is given, as that would switch the detection off.
+
+    Returns:
+        input_ids, labels (1, S), position_ids (4, 1, S), use_cache, and where there are images
+        pixel_values (L, D), image_grid_thw (N, 3). Labels are shifted inside the model.
+    """
+    boundaries = batch.cu_lengths.flatten().long()
+    starts = torch.repeat_interleave(boundaries[:-1], boundaries.diff())
+    text_positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device) - starts
+    kwargs: dict[str, Any] = {
+        "input_ids": batch.tokens,
+        "labels": batch.labels,
+        "position_ids": torch.cat([text_positions[None, None], batch.position_ids]),
+        "use_cache": False,
+    }
+    if len(batch.image_grid_thw):
+        kwargs["pixel_values"] = batch.imgs
+        kwargs["image_grid_thw"] = batch.image_grid_thw.long()
+    return kwargs

@@ -1,0 +1,191 @@
+"""A pack on disk, in both directions.
+
+A pack is one WebDataset sample: the media with their original bytes and extension, and one JSON.
+
+    ps_00000000.img000.jpg
+    ps_00000000.img001.png
+    ps_00000000.json
+
+The flat form holds one image and one turn per sub-sample (captioning, VQA):
+
+    {"images": ["img000.jpg", ...], "prompt": [str, ...], "captions": [str, ...], "meta": {...}}
+
+The nested form holds any number of either, and is used for the whole pack where any sub-sample
+needs it, and for every multi-turn pack:
+
+    {"images": [["img000.jpg"], [], ...], "prompt": [[str, ...], ...], "captions": [[str], ...]}
+
+`meta` holds `task`, and per sub-sample `keys`, `num_tokens` and `system` (null: the template's
+default). Packs written by others are read as well: `prompts` for `prompt`, `img0` for `img000`,
+empty or null image names for text-only sub-samples, no `meta`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+
+from task_encoders.samples import SampleError, SourceSample, Turn, check_sample
+
+JSON_PART: Final = "json"
+
+#: Extensions written as they are. Anything else is named after the image's own format: a member's
+#: name decides what readers do with it, so a source must not choose it freely.
+IMAGE_EXTENSIONS: Final = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"})
+
+
+class PackFormatError(ValueError):
+    """A pack whose JSON cannot be aligned with its sub-samples at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSubSample:
+    """One sub-sample on its way into a pack: the sample, one extension per image, its length."""
+
+    sample: SourceSample
+    extensions: tuple[str, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredPack:
+    """A pack read back.
+
+    `sub_samples` holds, in the order of the pack, a sample or the error that makes it unusable: a
+    pack is never lost for one sub-sample. `task` and `num_tokens` are None in packs without `meta`.
+    """
+
+    sub_samples: tuple[SourceSample | SampleError, ...]
+    keys: tuple[str, ...]
+    task: str | None
+    num_tokens: tuple[int, ...] | None
+
+
+def pack_key(index: int, prefix: str = "") -> str:
+    """`ps_00000042`. `prefix` keeps the keys of blended datasets apart."""
+    return f"{prefix}ps_{index:08d}"
+
+
+def image_extension(name: str, image_format: str) -> str:
+    """Extension for a pack member: the source's own if it is a known image extension, else the
+    one of the format found in the header ('JPEG' -> 'jpg')."""
+    extension = name.rpartition(".")[2].lower()
+    if extension in IMAGE_EXTENSIONS:
+        return extension
+    return {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}.get(image_format, image_format.lower())
+
+
+def image_part_names(extensions: Sequence[str]) -> list[str]:
+    """Member names of all images of a pack, in order: ['jpg', 'png'] -> ['img000.jpg', ...]."""
+    return [f"img{i:03d}.{extension}" for i, extension in enumerate(extensions)]
+
+
+def pack_json(sub_samples: Sequence[PackedSubSample], task: str) -> bytes:
+    """The JSON of a pack. Media are named in the order of `image_part_names` over all sub-samples.
+
+    Deterministic: same sub-samples, same bytes.
+    """
+    names = iter(image_part_names([e for sub in sub_samples for e in sub.extensions]))
+    images = [[next(names) for _ in sub.extensions] for sub in sub_samples]
+    samples = [sub.sample for sub in sub_samples]
+    prompts: list[Any] = [[turn.prompt for turn in sample.turns] for sample in samples]
+    captions: list[Any] = [[turn.answer for turn in sample.turns] for sample in samples]
+    record: dict[str, Any] = {"images": images, "prompt": prompts, "captions": captions}
+    if task != "bmr" and all(len(i) == len(p) == 1 for i, p in zip(images, prompts, strict=True)):
+        record = {name: [first for (first,) in column] for name, column in record.items()}
+    record["meta"] = {
+        "task": task,
+        "keys": [sample.key for sample in samples],
+        "num_tokens": [sub.num_tokens for sub in sub_samples],
+        "system": [sample.system for sample in samples],
+    }
+    return orjson.dumps(record)
+
+
+def parse_json(record: bytes | Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A pack's JSON as an object, from its bytes or as some decoder already parsed it.
+
+    Raises:
+        PackFormatError: it is no JSON object.
+    """
+    if isinstance(record, bytes | bytearray | memoryview):
+        try:
+            record = orjson.loads(record)
+        except orjson.JSONDecodeError as error:
+            raise PackFormatError(f"pack {key!r}: JSON cannot be parsed: {error}") from error
+    if not isinstance(record, Mapping):
+        raise PackFormatError(f"pack {key!r}: JSON is {type(record).__name__}, not an object")
+    return record
+
+
+def restore_pack(record: Mapping[str, Any], key: str, task: str | None) -> RestoredPack:
+    """Read a pack's JSON.
+
+    Args:
+        key: the pack's key, for the keys of sub-samples that have none of their own.
+        task: the task to restore as, where it is already known; otherwise `meta.task`; a pack
+            without either is restored as captioning.
+
+    Raises:
+        PackFormatError: a missing list, or lists of different length.
+    """
+    meta = record.get("meta") or {}
+    captions = _column(record, ("captions",), key)
+    count = len(captions)
+    images = _column(record, ("images",), key, count)
+    prompts = (
+        _column(record, ("prompt", "prompts"), key, count)
+        if "prompt" in record or "prompts" in record
+        else [""] * count
+    )
+    keys = tuple(meta.get("keys") or (f"{key}/{i}" for i in range(count)))
+    systems = tuple(meta.get("system") or (None,) * count)
+    num_tokens = tuple(meta["num_tokens"]) if "num_tokens" in meta else None
+    described = [keys, systems] if num_tokens is None else [keys, systems, num_tokens]
+    if any(len(column) != count for column in described):
+        raise PackFormatError(f"pack {key!r}: meta does not describe its {count} sub-samples")
+    sub_task = task or meta.get("task") or "captioning"
+    subs = tuple(
+        _restore_sub_sample(*columns, task=sub_task)
+        for columns in zip(keys, images, prompts, captions, systems, strict=True)
+    )
+    return RestoredPack(subs, keys, meta.get("task"), num_tokens)
+
+
+def _column(
+    record: Mapping[str, Any], names: tuple[str, ...], key: str, count: int | None = None
+) -> list[Any]:
+    column = next((record[name] for name in names if name in record), None)
+    if not isinstance(column, list):
+        raise PackFormatError(f"pack {key!r}: no list {names[0]!r}")
+    if count is not None and len(column) != count:
+        raise PackFormatError(f"pack {key!r}: {len(column)} {names[0]} for {count} captions")
+    return column
+
+
+def _strings(value: Any, what: str) -> list[str]:
+    """One sub-sample's entry in either form: 'x' -> ['x'], ['x', 'y'] -> ['x', 'y']."""
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(v, str) for v in values):
+        raise SampleError("bad_record", f"{what} is not text: {value!r}"[:200])
+    return values
+
+
+def _restore_sub_sample(
+    key: str, images: Any, prompts: Any, captions: Any, system: str | None, *, task: str
+) -> SourceSample | SampleError:
+    try:
+        names = tuple(_strings([] if images in (None, "") else images, "images"))
+        answers = _strings(captions, "captions")
+        questions = _strings(prompts, "prompt")
+        if task == "captioning" and not questions:
+            questions = [""] * len(answers)
+        if len(questions) != len(answers):
+            raise SampleError("bad_record", f"{len(questions)} prompts, {len(answers)} captions")
+        turns = tuple(map(Turn, questions, answers))
+        sample = SourceSample(key, task, turns, names, system)
+        check_sample(sample)
+    except SampleError as error:
+        return error
+    return sample

@@ -1,0 +1,284 @@
+"""The Energon task encoder: pack -> sub-samples -> encoded samples -> row -> batch.
+
+`Qwen2VLTaskEncoder` works in any Energon call. `get_packed_train_dataset` is Energon's
+`get_train_dataset` with the arguments that keep the order packs were written in.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.energon import (
+    Cooker,
+    CrudeSample,
+    DefaultTaskEncoder,
+    SavableDataset,
+    WorkerConfig,
+    basic_sample_keys,
+    get_train_dataset,
+    get_val_dataset,
+    stateless,
+)
+from megatron.energon.errors import FatalSampleError
+
+from task_encoders.concatenate import concatenate
+from task_encoders.energon_samples import (
+    PackedBatch,
+    PackedRowSample,
+    PackedSample,
+    batch_rows,
+    sample_loader,
+)
+from task_encoders.pack_format import RestoredPack, restore_pack
+from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample, build_sample_encoder
+from task_encoders.samples import SampleError
+from task_encoders.settings import PackingSettings, PackingSettingsError
+
+logger = logging.getLogger(__name__)
+
+
+@stateless
+def cook_pack(sample: CrudeSample) -> PackedSample:
+    """A pack in a folder that is declared as CrudeWebdataset."""
+    return PackedSample(**basic_sample_keys(sample), **sample_loader(sample))
+
+
+class Qwen2VLTaskEncoder(
+    DefaultTaskEncoder[PackedSample, PackedRowSample, PackedBatch, PackedBatch]
+):
+    """Restores packs, tokenizes each sub-sample as it was measured, and concatenates them.
+
+    Args:
+        processor: "builtin", a checkpoint folder or a hub name; as when the packs were measured.
+        seq_length: capacity of a pack in tokens. Sub-samples of a pack written by others that go
+            over it are dropped from its end, and counted.
+        min_pixels, max_pixels, max_aspect_ratio: as when the packs were measured.
+        family: model family, see `sample_encoder.FAMILIES`.
+        pad_multiple: pad every sub-sample to a multiple (see `required_pad_multiple`).
+        pad_to_seq_length: pad every pack to `seq_length`, for kernels compiled per shape.
+        cross_sample_attention: let a pack's samples attend to each other.
+        check_lengths: compare each sub-sample's tokens with the length stored in the pack, and
+            stop on the first that differs: the shards were measured with other settings.
+        settings: instead of the environment variables.
+    """
+
+    decoder = None  # images stay bytes until they are encoded
+    cookers = (Cooker(cook_pack),)
+
+    def __init__(
+        self,
+        *,
+        seq_length: int,
+        processor: str = "builtin",
+        family: str = "qwen2_vl",
+        min_pixels: int = 56 * 56,
+        max_pixels: int = 28 * 28 * 5120,
+        max_aspect_ratio: float = 200,
+        pad_multiple: int = 1,
+        pad_to_seq_length: bool = False,
+        cross_sample_attention: bool = False,
+        check_lengths: bool = True,
+        settings: PackingSettings | None = None,
+    ) -> None:
+        super().__init__()
+        self.settings = settings or PackingSettings.from_env()
+        self.encoder = build_sample_encoder(
+            family,
+            processor,
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
+            max_aspect_ratio=max_aspect_ratio,
+        )
+        self.seq_length = seq_length
+        self.pad_multiple = pad_multiple
+        self.pad_to_length = seq_length if pad_to_seq_length else None
+        self.cross_sample_attention = cross_sample_attention
+        self.check_lengths = check_lengths
+        self.is_blend = False
+
+    @stateless
+    def encode_sample(self, sample: PackedSample) -> PackedRowSample:
+        """One pack to one row. Bad sub-samples are dropped and listed, not their pack.
+
+        Raises:
+            FatalSampleError: the environment contradicts the pack, or lengths differ from those
+                measured; such a run must stop.
+            SampleError, PackFormatError: nothing of the pack can be used.
+        """
+        if not isinstance(sample, PackedSample):
+            raise FatalSampleError(
+                f"{type(self).__name__} reads packs, and {sample.__key__!r} is a "
+                f"{type(sample).__name__}; point it at a folder written by offline-packing"
+            )
+        restored = self._restore(sample)
+        encoded: list[EncodedSample] = []
+        dropped: list[str] = []
+        room = self.seq_length
+        for i, key in enumerate(restored.keys):
+            try:
+                sub_sample = self._encode_sub_sample(sample, restored, i)
+                padded = -(-len(sub_sample.tokens) // self.pad_multiple) * self.pad_multiple
+                if padded > room:
+                    raise SampleError("overlong", f"{padded} tokens do not fit the {room} left")
+            except SampleError as error:
+                logger.warning("pack %s: dropped sub-sample %s: %s", sample.__key__, key, error)
+                dropped.append(f"{key}: {error}")
+            else:
+                room -= padded
+                encoded.append(sub_sample)
+        if not encoded:
+            raise SampleError("bad_record", f"pack {sample.__key__!r} has no usable sub-sample")
+        row = concatenate(
+            encoded,
+            pad_token_id=self.encoder.pad_token_id,
+            pad_multiple=self.pad_multiple,
+            pad_to_length=self.pad_to_length,
+            cross_sample_attention=self.cross_sample_attention,
+        )
+        keys = [sub_sample.key for sub_sample in encoded]
+        return PackedRowSample.derive_from(sample, row=row, sub_sample_keys=keys, dropped=dropped)
+
+    @stateless
+    def batch(self, samples: list[PackedRowSample]) -> PackedBatch:
+        """k packs to one row with merged cu_lengths; nothing is padded."""
+        return batch_rows(samples, IGNORE_INDEX)
+
+    def build_train_datasets(self, *, datasets: Sequence[Any], **kwargs: Any) -> SavableDataset:
+        """Energon's hook, to check the environment against the datasets before the first pack."""
+        self._check_environment(datasets)
+        return super().build_train_datasets(datasets=datasets, **kwargs)
+
+    def build_val_datasets(self, *, datasets: Sequence[Any], **kwargs: Any) -> SavableDataset:
+        """As build_train_datasets."""
+        self._check_environment(datasets)
+        return super().build_val_datasets(datasets=datasets, **kwargs)
+
+    def _check_environment(self, datasets: Sequence[Any]) -> None:
+        self.is_blend = len(datasets) > 1
+        for loaded in datasets:
+            task = (loaded.dataset.subflavors or {}).get("offline_packing")
+            if task is not None:
+                self.settings.resolve_task(None, task, blend=self.is_blend)
+            elif not self.settings.packed:
+                self.settings.resolve_task(None)
+
+    def _restore(self, sample: PackedSample) -> RestoredPack:
+        meta_task = (sample.meta or {}).get("task")
+        subflavor_task = (sample.__subflavors__ or {}).get("offline_packing")
+        try:
+            task = self.settings.resolve_task(meta_task, subflavor_task, blend=self.is_blend)
+        except PackingSettingsError as error:
+            raise FatalSampleError(str(error)) from error
+        record = {
+            "images": sample.image_names,
+            "prompt": sample.prompts or [""] * len(sample.captions or ()),
+            "captions": sample.captions,
+            "meta": sample.meta,
+        }
+        return restore_pack(record, sample.__key__, task)
+
+    def _encode_sub_sample(
+        self, sample: PackedSample, restored: RestoredPack, index: int
+    ) -> EncodedSample:
+        sub_sample = restored.sub_samples[index]
+        if isinstance(sub_sample, SampleError):
+            raise sub_sample
+        missing = [name for name in sub_sample.images if name not in sample.images]
+        if missing:
+            raise SampleError("missing_image", f"no member {missing[0]!r}")
+        encoded = self.encoder.encode(sub_sample, [sample.images[n] for n in sub_sample.images])
+        if self.check_lengths and restored.num_tokens is not None:
+            measured = restored.num_tokens[index]
+            if measured != len(encoded.tokens):
+                raise FatalSampleError(
+                    f"sub-sample {sub_sample.key!r} of pack {sample.__key__!r} has "
+                    f"{len(encoded.tokens)} tokens but was measured with {measured}; give the "
+                    "task encoder the processor and pixel limits of the folder's manifest.json"
+                )
+        return encoded
+
+
+def get_packed_train_dataset(
+    path: str | Path,
+    task_encoder: Qwen2VLTaskEncoder,
+    *,
+    micro_batch_size: int = 1,
+    worker_config: WorkerConfig | None = None,
+    **kwargs: Any,
+) -> SavableDataset[PackedBatch]:
+    """Energon's `get_train_dataset`, keeping the order in which packs were written.
+
+    With its defaults Energon shuffles shards and reads several at once, which undoes an order that
+    gives all ranks packs of similar cost. The price of keeping it: every epoch has the same order.
+
+    Args:
+        path: a written folder, or a metadataset YAML that blends several.
+        micro_batch_size: packs per row.
+        worker_config: default: torch.distributed's rank and world size, two workers.
+        kwargs: any other argument of `megatron.energon.get_train_dataset`.
+
+    Raises:
+        PackingSettingsError: the environment contradicts the data.
+        ValueError: the folder was measured with other settings than the task encoder's.
+    """
+    _check_manifest(Path(path), task_encoder)
+    order = {
+        "shuffle_buffer_size": None,
+        "max_samples_per_sequence": None,
+        "shuffle_over_epochs_multiplier": None,
+        "parallel_shard_iters": 1,
+    }
+    return get_train_dataset(
+        path,
+        task_encoder=task_encoder,
+        batch_size=micro_batch_size,
+        worker_config=worker_config or WorkerConfig.default_worker_config(num_workers=2),
+        **(order | kwargs),
+    )
+
+
+def get_packed_val_dataset(
+    path: str | Path,
+    task_encoder: Qwen2VLTaskEncoder,
+    *,
+    micro_batch_size: int = 1,
+    worker_config: WorkerConfig | None = None,
+    **kwargs: Any,
+) -> SavableDataset[PackedBatch]:
+    """Energon's `get_val_dataset` with the same checks."""
+    _check_manifest(Path(path), task_encoder)
+    return get_val_dataset(
+        path,
+        task_encoder=task_encoder,
+        batch_size=micro_batch_size,
+        worker_config=worker_config or WorkerConfig.default_worker_config(num_workers=2),
+        **kwargs,
+    )
+
+
+def _check_manifest(path: Path, task_encoder: Qwen2VLTaskEncoder) -> None:
+    """Compare the settings the folder was measured with to the task encoder's."""
+    manifest_file = path / "manifest.json"
+    if not manifest_file.is_file():
+        return
+    manifest = json.loads(manifest_file.read_bytes())
+    ours: Mapping[str, Any] = task_encoder.encoder.fingerprint
+    theirs = manifest.get("fingerprint", {}).get("encoder", {})
+    for field, value in theirs.items():
+        if ours.get(field) != value:
+            raise ValueError(
+                f"{path}: packs were measured with {field} {value!r}, the task encoder has "
+                f"{ours.get(field)!r}; use the same, or measure and pack again"
+            )
+    if manifest["seq_length"] > task_encoder.seq_length:
+        raise ValueError(
+            f"{path}: packs hold up to {manifest['seq_length']} tokens > the task encoder's "
+            f"seq_length {task_encoder.seq_length}; raise it, or pack again"
+        )
+    if manifest.get("pad_multiple", 1) % task_encoder.pad_multiple:
+        raise ValueError(
+            f"{path}: packed with pad_multiple {manifest.get('pad_multiple', 1)}, the task "
+            f"encoder pads to multiples of {task_encoder.pad_multiple}; pack again with that"
+        )

@@ -1,0 +1,94 @@
+"""What a sample is: one conversation with the names of its images, whatever file it came from.
+
+Every source format and every pack is read into `SourceSample`; every sample encoder takes one. The
+media themselves travel beside it, as bytes in the order of `SourceSample.images`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+#: The three kinds of training sample. "bmr" is multi-turn and mixed data (blend, multi-round).
+TASKS: Final = ("captioning", "vqa", "bmr")
+
+#: Marks the place of the next image inside a prompt. In an answer it is ordinary text.
+IMAGE_PLACEHOLDER: Final = "<image>"
+
+#: Why a sample can be set aside. A reason is part of the artifacts: never rename one.
+REASONS: Final[Mapping[str, str]] = {
+    "bad_json": "the JSON cannot be parsed (also: not UTF-8, a lone surrogate, NaN)",
+    "bad_record": "the JSON parses but does not hold what its task needs",
+    "bad_roles": "messages are not [system,] user, assistant, user, assistant, ...",
+    "empty_answer": "an answer or caption is empty or only white space",
+    "image_count_mismatch": "the number of <image> placeholders is not the number of images",
+    "missing_image": "an image the record names does not exist",
+    "ambiguous_image": "several images share the record's name and the record names none",
+    "path_outside_root": "an image path leads outside the source's folder",
+    "bad_image": "an image is empty or of no supported format",
+    "truncated_image": "an image's data ends before the image does, or is corrupt",
+    "image_too_large": "an image has more pixels than max_image_pixels",
+    "aspect_ratio": "an image's longer side is more than max_aspect_ratio times the shorter",
+    "duplicate_key": "an earlier sample of the same source has the same key",
+    "overlong": "the sample has more tokens than seq_length",
+}
+
+
+class SampleError(ValueError):
+    """A sample that cannot be used: it is set aside, or dropped from its pack; the rest goes on."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        if reason not in REASONS:
+            raise KeyError(f"unknown reason {reason!r}; valid: {', '.join(REASONS)}")
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+    def __reduce__(self) -> tuple[type["SampleError"], tuple[str, str]]:
+        return type(self), (self.reason, self.detail)  # errors cross process boundaries
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One exchange. A caption is a turn whose prompt is not shown to the model."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSample:
+    """One conversation.
+
+    `images` holds names, in the order of their placeholders: relative paths in a source, member
+    names (`img000.jpg`) in a pack. `system` None means the chat template's default.
+    """
+
+    key: str
+    task: str
+    turns: tuple[Turn, ...]
+    images: tuple[str, ...] = ()
+    system: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ValueError(f"unknown task {self.task!r}; valid: {', '.join(TASKS)}")
+
+
+def check_sample(sample: SourceSample) -> None:
+    """Raise SampleError where no encoder could use the sample: no turn, an empty answer, or
+    placeholders that do not match the images (none at all means: images go in front)."""
+    if not sample.turns:
+        raise SampleError("bad_record", "no turns")
+    for i, turn in enumerate(sample.turns):
+        if not turn.answer.strip():
+            raise SampleError("empty_answer", f"turn {i} has an empty answer")
+    if sample.task == "captioning":
+        if len(sample.turns) != 1:
+            raise SampleError("bad_record", f"{len(sample.turns)} captions; one is expected")
+        return  # a caption's prompt is not encoded, and its images always go in front
+    placeholders = sum(turn.prompt.count(IMAGE_PLACEHOLDER) for turn in sample.turns)
+    if placeholders not in (0, len(sample.images)):
+        raise SampleError(
+            "image_count_mismatch",
+            f"{placeholders} {IMAGE_PLACEHOLDER} placeholders for {len(sample.images)} images",
+        )

@@ -1,0 +1,95 @@
+"""The three environment variables, read once and validated.
+
+    OFFLINE_PACKED_DATA=1   the dataset holds packs
+    OFFLINE_PACKING_VQA=1   ... of VQA samples
+    OFFLINE_PACKING_BMR=1   ... of multi-turn and mixed samples; with neither, of captioning samples
+
+What a pack is follows, in this order, from its own `meta.task`, from the dataset's
+`subflavors.offline_packing`, and from the variables. Variables that contradict the first two stop
+the run: training captions as dialogues is a mistake nobody sees in a loss curve.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+PACKED: Final = "OFFLINE_PACKED_DATA"
+VQA: Final = "OFFLINE_PACKING_VQA"
+BMR: Final = "OFFLINE_PACKING_BMR"
+
+#: What to set, by the task of the packs.
+ENVIRONMENT_OF_TASK: Final = {
+    "captioning": f"{PACKED}=1 (and neither {VQA} nor {BMR})",
+    "vqa": f"{PACKED}=1 {VQA}=1",
+    "bmr": f"{PACKED}=1 {BMR}=1",
+}
+
+
+class PackingSettingsError(ValueError):
+    """The environment contradicts itself or the data. One line, naming the variable to set."""
+
+
+def _flag(environ: Mapping[str, str], name: str) -> bool:
+    value = environ.get(name, "0")
+    if value not in ("0", "1"):
+        raise PackingSettingsError(f"{name}={value!r} is not accepted; set it to 1, 0 or nothing")
+    return value == "1"
+
+
+@dataclass(frozen=True, slots=True)
+class PackingSettings:
+    """What the environment says about the data."""
+
+    packed: bool
+    vqa: bool = False
+    bmr: bool = False
+
+    def __post_init__(self) -> None:
+        if self.vqa and self.bmr:
+            raise PackingSettingsError(
+                f"{VQA}=1 and {BMR}=1 exclude each other; set one of them to 0"
+            )
+        if (self.vqa or self.bmr) and not self.packed:
+            name = VQA if self.vqa else BMR
+            raise PackingSettingsError(f"{name}=1 needs packs; set {PACKED}=1 or {name}=0")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> "PackingSettings":
+        """Read the variables. Raises PackingSettingsError on any value but unset, 0 and 1."""
+        environ = os.environ if environ is None else environ
+        return cls(*(_flag(environ, name) for name in (PACKED, VQA, BMR)))
+
+    @property
+    def task(self) -> str:
+        """The task that the variables name."""
+        return "vqa" if self.vqa else "bmr" if self.bmr else "captioning"
+
+    def resolve_task(
+        self, meta_task: str | None, subflavor_task: str | None = None, *, blend: bool = False
+    ) -> str:
+        """The task of a pack.
+
+        In a blend of datasets `OFFLINE_PACKED_DATA=1` alone is enough, since one environment
+        cannot name several tasks; a task variable that is set must still agree.
+
+        Raises:
+            PackingSettingsError: packs read without `OFFLINE_PACKED_DATA=1` (they would train
+                across sample boundaries), or variables that contradict the data.
+        """
+        declared = meta_task or subflavor_task
+        if declared is not None and declared not in ENVIRONMENT_OF_TASK:
+            raise PackingSettingsError(
+                f"the data declare task {declared!r}; valid: {', '.join(ENVIRONMENT_OF_TASK)}"
+            )
+        if not self.packed:
+            remedy = ENVIRONMENT_OF_TASK[declared] if declared else f"{PACKED}=1"
+            raise PackingSettingsError(f"the dataset holds packs; set {remedy}")
+        if declared is None:
+            return self.task
+        if declared == self.task or (blend and not (self.vqa or self.bmr)):
+            return declared
+        raise PackingSettingsError(
+            f"the dataset holds {declared} packs but the environment says {self.task}; "
+            f"set {ENVIRONMENT_OF_TASK[declared]}"
+        )

@@ -1,0 +1,237 @@
+"""Images: their size without decoding them, and their patches as the vision tower reads them.
+
+Both stages go through `_open`, so that measuring and encoding agree on what an image's size and
+orientation are, and on which images are bad.
+"""
+
+import io
+import math
+import warnings
+from dataclasses import dataclass
+from typing import BinaryIO, Final
+
+import numpy as np
+import numpy.typing as npt
+from PIL import ExifTags, Image, ImageOps
+
+from task_encoders.samples import SampleError
+
+#: Formats that are read. Pillow knows more, some of which call external programs.
+FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO")
+
+#: Default limit on an image's own pixels; Pillow's threshold for a decompression bomb.
+MAX_IMAGE_PIXELS: Final = 89_478_485
+
+# The limit above is checked on every image, and is an error instead of Pillow's warning.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+_TAIL_BYTES: Final = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHeader:
+    """Size in pixels with EXIF orientation applied, and Pillow's name of the format."""
+
+    height: int
+    width: int
+    format: str
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSettings:
+    """How a model family cuts images into patches and how large they may become."""
+
+    min_pixels: int
+    max_pixels: int
+    max_aspect_ratio: float = 200
+    max_image_pixels: int = MAX_IMAGE_PIXELS
+    patch_size: int = 14
+    temporal_patch_size: int = 2
+    merge_size: int = 2
+    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+
+    def __post_init__(self) -> None:
+        smallest = self.factor**2
+        if not smallest <= self.min_pixels <= self.max_pixels:
+            raise ValueError(
+                f"min_pixels {self.min_pixels} and max_pixels {self.max_pixels} must satisfy "
+                f"{smallest} <= min_pixels <= max_pixels"
+            )
+
+    @property
+    def factor(self) -> int:
+        """Side in pixels of one image token: a square of merge_size² patches."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def patch_dim(self) -> int:
+        """Values in one row of pixel_values: C·T·p·p."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+
+def smart_resize(height: int, width: int, settings: VisionSettings) -> tuple[int, int]:
+    """Height and width an image is resized to: multiples of `factor`, total within the pixel
+    limits, aspect ratio kept as nearly as that allows.
+
+    The rule of Qwen2-VL (https://arxiv.org/abs/2409.12191, its image processor's smart_resize),
+    with Python's rounding of halves to even.
+
+    Raises:
+        SampleError: aspect ratio above the limit.
+    """
+    if max(height, width) > settings.max_aspect_ratio * min(height, width):
+        raise SampleError(
+            "aspect_ratio", f"{width}x{height} is longer than {settings.max_aspect_ratio:g}:1"
+        )
+    factor = settings.factor
+    rows, columns = round(height / factor), round(width / factor)
+    if rows * columns * factor**2 > settings.max_pixels:
+        shrink = math.sqrt((height * width) / settings.max_pixels)
+        rows = max(1, math.floor(height / shrink / factor))
+        columns = max(1, math.floor(width / shrink / factor))
+    elif rows * columns * factor**2 < settings.min_pixels:
+        grow = math.sqrt(settings.min_pixels / (height * width))
+        rows = math.ceil(height * grow / factor)
+        columns = math.ceil(width * grow / factor)
+    return rows * factor, columns * factor
+
+
+def image_grid(height: int, width: int, settings: VisionSettings) -> tuple[int, int, int]:
+    """(t, h, w) in patches of an image of this size; its tokens are t·h·w / merge_size²."""
+    resized_height, resized_width = smart_resize(height, width, settings)
+    return 1, resized_height // settings.patch_size, resized_width // settings.patch_size
+
+
+def read_image_header(file: BinaryIO, *, max_image_pixels: int = MAX_IMAGE_PIXELS) -> ImageHeader:
+    """Size of an image from the head and the tail of its file (seekable, binary).
+
+    Pixels are decoded only where the file does not end as its format ends, to tell a truncated
+    image from one with bytes behind it.
+
+    Raises:
+        SampleError: bad_image, truncated_image or image_too_large.
+    """
+    image, orientation = _open(file, max_image_pixels)
+    with image:
+        width, height = image.size
+        if orientation >= 5:  # 5 to 8 swap the axes
+            width, height = height, width
+        return ImageHeader(height, width, image.format or "")
+
+
+def decode_image(data: bytes, *, max_image_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
+    """An image file as an RGB image, EXIF orientation applied.
+
+    Raises:
+        SampleError: as read_image_header.
+    """
+    image, orientation = _open(io.BytesIO(data), max_image_pixels)
+    _load(image)
+    if orientation != 1:
+        image = ImageOps.exif_transpose(image)
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def image_patches(
+    data: bytes, settings: VisionSettings
+) -> tuple[npt.NDArray[np.float32], tuple[int, int, int]]:
+    """An image file as normalised patches, in the order the vision tower merges them.
+
+    Returns:
+        pixel_values (t·h·w, C·T·p·p) and the grid (t, h, w). Bit-identical to transformers' PIL
+        image processor: normalising is a table of 256 values per channel, computed as it does.
+
+    Raises:
+        SampleError: as read_image_header, or aspect_ratio.
+    """
+    image = decode_image(data, max_image_pixels=settings.max_image_pixels)
+    grid = image_grid(image.height, image.width, settings)
+    _, grid_h, grid_w = grid
+    patch, merge = settings.patch_size, settings.merge_size
+    resized = image.resize((grid_w * patch, grid_h * patch), Image.Resampling.BICUBIC)
+    # (H, W, C) -> (h/m, m, p, w/m, m, p, C) -> (h/m, w/m, m, m, C, p, p) -> (patches, C, p·p)
+    blocks = np.asarray(resized).reshape(
+        grid_h // merge, merge, patch, grid_w // merge, merge, patch, 3
+    )
+    patches = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(grid_h * grid_w, 3, patch**2)
+    table = _normalise_table(settings)
+    pixel_values = np.empty(
+        (len(patches), 3, settings.temporal_patch_size, patch**2), dtype=np.float32
+    )
+    for channel in range(3):
+        # An image is one frame, repeated to fill the temporal patch.
+        pixel_values[:, channel] = table[channel][patches[:, channel]][:, None]
+    return pixel_values.reshape(len(patches), settings.patch_dim), grid
+
+
+def _normalise_table(settings: VisionSettings) -> npt.NDArray[np.float32]:
+    """(3, 256): what transformers makes of each byte, in its order of operations and types."""
+    rescaled = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
+    mean = np.array(settings.mean, dtype=np.float32)[:, None]
+    std = np.array(settings.std, dtype=np.float32)[:, None]
+    return (rescaled - mean) / std
+
+
+def _open(file: BinaryIO, max_image_pixels: int) -> tuple[Image.Image, int]:
+    """Header of an image (pixels not decoded) and its EXIF orientation (1 to 8)."""
+    size = file.seek(0, io.SEEK_END)
+    if size == 0:
+        raise SampleError("bad_image", "the file is empty")
+    file.seek(max(0, size - _TAIL_BYTES))
+    tail = file.read(_TAIL_BYTES)
+    file.seek(0)
+    try:
+        image = Image.open(file, formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise SampleError("image_too_large", str(error)) from error
+    except Exception as error:
+        raise SampleError("bad_image", _one_line(error)) from error
+    if image.width * image.height > max_image_pixels:
+        raise SampleError(
+            "image_too_large",
+            f"{image.width}x{image.height} pixels > max_image_pixels {max_image_pixels}",
+        )
+    if not _ends_properly(image.format or "", size, tail, file):
+        _load(image)
+    return image, _orientation(image, tail)
+
+
+def _load(image: Image.Image) -> None:
+    try:
+        image.load()
+    except Exception as error:
+        raise SampleError("truncated_image", _one_line(error)) from error
+
+
+def _ends_properly(image_format: str, size: int, tail: bytes, file: BinaryIO) -> bool:
+    """Whether the file ends as a complete image of its format does."""
+    if image_format in ("JPEG", "MPO"):
+        return tail.endswith(b"\xff\xd9")
+    if image_format == "PNG":
+        return tail.endswith(b"IEND\xaeB`\x82")
+    if image_format == "GIF":
+        return tail.endswith(b"\x3b")
+    if image_format == "WEBP":
+        position = file.tell()
+        file.seek(4)
+        riff_size = int.from_bytes(file.read(4), "little")
+        file.seek(position)
+        return riff_size + 8 == size
+    return False
+
+
+def _orientation(image: Image.Image, tail: bytes) -> int:
+    """EXIF (or XMP) orientation, 1 where there is none or it cannot be parsed."""
+    if image.format == "PNG" and "exif" not in image.info and b"eXIf" in tail:
+        _load(image)  # the chunk stands behind the pixels, where only decoding finds it
+    try:
+        # Image's own method: PngImageFile.getexif would decode every image without EXIF.
+        orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
+    except Exception:  # noqa: BLE001 - broken EXIF is common, and no reason to lose an image
+        return 1
+    return orientation if orientation in range(1, 9) else 1
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

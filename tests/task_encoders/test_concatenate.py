@@ -1,0 +1,162 @@
+"""Rows and batches: shapes, boundaries and padding as the batch contract states them."""
+
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from task_encoders.concatenate import PackedRow, concatenate, merge_rows
+from task_encoders.model_inputs import (
+    logical_cu_seqlens,
+    required_pad_multiple,
+    to_packed_seq_params,
+    to_transformers_kwargs,
+)
+from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
+
+PAD = 0
+
+
+def sample(key: str, length: int, images: int = 0) -> EncodedSample:
+    tokens = np.arange(1, length + 1, dtype=np.int64) + 100 * len(key)
+    return EncodedSample(
+        key=key,
+        tokens=tokens,
+        labels=tokens.copy(),
+        position_ids=np.tile(np.arange(length), (3, 1)),
+        pixel_values=np.ones((4 * images, 1176), dtype=np.float32),
+        image_grid_thw=np.tile(np.array([1, 2, 2], dtype=np.int32), (images, 1)),
+    )
+
+
+def row(*lengths: int, **options: Any) -> PackedRow:
+    samples = [sample("x" * (i + 1), length) for i, length in enumerate(lengths)]
+    return concatenate(samples, pad_token_id=PAD, **options)
+
+
+def as_batch(packed: PackedRow) -> Any:
+    return types.SimpleNamespace(
+        tokens=packed.tokens[None],
+        labels=packed.labels[None],
+        position_ids=packed.position_ids[:, None],
+        attn_mask=packed.attn_mask[None],
+        cu_lengths=packed.cu_lengths[None],
+        imgs=packed.pixel_values,
+        image_grid_thw=packed.image_grid_thw,
+    )
+
+
+def test_the_documented_example() -> None:
+    packed = row(3, 2, 4)
+    assert packed.cu_lengths.tolist() == [0, 3, 5, 9]
+    assert packed.cu_lengths.dtype == torch.int32
+    assert packed.position_ids[0].tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
+    assert packed.tokens.tolist() == [101, 102, 103, 201, 202, 301, 302, 303, 304]
+    assert packed.labels[[0, 3, 5]].tolist() == [IGNORE_INDEX] * 3
+    assert not packed.attn_mask.any()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pad_to", "cu_lengths", "positions"),
+    [
+        # Worked examples of dynamic batching with padded packed inputs: tail padding is a segment.
+        ((4, 2), 8, [0, 4, 6, 8], [0, 1, 2, 3, 0, 1, 0, 1]),
+        ((3, 2, 2), 10, [0, 3, 5, 7, 10], [0, 1, 2, 0, 1, 0, 1, 0, 1, 2]),
+        ((4, 1), 8, [0, 4, 5, 8], [0, 1, 2, 3, 0, 0, 1, 2]),
+    ],
+)
+def test_padding_a_row_to_a_length(
+    lengths: tuple[int, ...], pad_to: int, cu_lengths: list[int], positions: list[int]
+) -> None:
+    packed = row(*lengths, pad_to_length=pad_to)
+    used = sum(lengths)
+    assert packed.cu_lengths.tolist() == cu_lengths
+    assert packed.position_ids[0].tolist() == positions
+    assert packed.labels[used:].tolist() == [IGNORE_INDEX] * (pad_to - used)
+    assert packed.attn_mask.tolist() == [False] * used + [True] * (pad_to - used)
+    assert (packed.tokens[used:] == PAD).all()
+
+
+def test_padding_each_sub_sample() -> None:
+    packed = row(3, 4, 5, pad_multiple=4)
+    assert packed.cu_lengths.tolist() == [0, 4, 8, 16]
+    assert packed.position_ids[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, *range(8)]
+    assert logical_cu_seqlens(packed.cu_lengths, packed.attn_mask).tolist() == [0, 3, 7, 12]
+
+
+def test_a_row_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="9 tokens does not fit pad_to_length 8"):
+        row(5, 4, pad_to_length=8)
+    with pytest.raises(ValueError, match="at least one"):
+        concatenate([], pad_token_id=PAD)
+
+
+def test_cross_sample_attention_is_one_segment_with_running_positions() -> None:
+    packed = row(3, 2, cross_sample_attention=True, pad_to_length=6)
+    assert packed.cu_lengths.tolist() == [0, 5, 6]
+    assert packed.position_ids[1].tolist() == [0, 1, 2, 3, 4, 0]
+    assert packed.labels[[0, 3]].tolist() == [IGNORE_INDEX] * 2
+
+
+def test_rows_merge_without_padding() -> None:
+    merged = merge_rows([row(3, 2), row(4)])
+    assert merged.cu_lengths.tolist() == [0, 3, 5, 9]
+    assert merged.tokens.shape == (9,)
+    one = merge_rows([row(3, 2)])
+    assert all(torch.equal(getattr(one, f), getattr(row(3, 2), f)) for f in PackedRow.__slots__)
+
+
+def test_a_shift_over_the_whole_row_stays_inside_every_sub_sample() -> None:
+    packed = merge_rows([row(3, 2), row(4, 1)])
+    shifted = packed.labels.roll(-1)
+    ends = packed.cu_lengths[1:].long() - 1
+    assert (shifted[ends] == IGNORE_INDEX).all()
+    inner = torch.ones_like(shifted, dtype=torch.bool)
+    inner[ends] = False
+    assert torch.equal(shifted[inner], packed.tokens[1:][inner[:-1]])
+
+
+def test_media_follow_the_order_of_sub_samples() -> None:
+    samples = [sample("a", 6, images=2), sample("bb", 3), sample("ccc", 5, images=1)]
+    packed = concatenate(samples, pad_token_id=PAD)
+    assert packed.image_grid_thw.shape == (3, 3)
+    assert packed.pixel_values.shape == (12, 1176)
+    text_only = concatenate(samples[1:2], pad_token_id=PAD)
+    assert text_only.pixel_values.shape == (0, 1176)
+    assert "pixel_values" not in to_transformers_kwargs(as_batch(text_only))
+
+
+def test_packed_seq_params_of_plain_and_padded_rows() -> None:
+    plain = to_packed_seq_params(as_batch(row(3, 2, 4)))
+    assert plain.qkv_format == "thd"
+    assert plain.cu_seqlens_q.tolist() == [0, 3, 5, 9]
+    assert plain.cu_seqlens_q_padded is None
+    assert plain.max_seqlen_q == 4
+    padded = to_packed_seq_params(as_batch(row(3, 6, pad_multiple=4, pad_to_length=16)))
+    assert padded.cu_seqlens_q.tolist() == [0, 3, 9, 13]  # the tail stays a segment
+    assert padded.cu_seqlens_q_padded.tolist() == [0, 4, 12, 16]
+    assert padded.max_seqlen_q == 8
+
+
+def test_transformers_positions_restart_in_the_first_row() -> None:
+    kwargs = to_transformers_kwargs(as_batch(row(3, 2, pad_to_length=7)))
+    assert kwargs["position_ids"].shape == (4, 1, 7)
+    assert kwargs["position_ids"][0, 0].tolist() == [0, 1, 2, 0, 1, 0, 1]
+    assert kwargs["use_cache"] is False
+    assert "attention_mask" not in kwargs
+
+
+@pytest.mark.parametrize(
+    ("parallel", "multiple"),
+    [
+        ({}, 1),
+        ({"context_parallel": 2}, 4),
+        ({"tensor_parallel": 4}, 1),
+        ({"tensor_parallel": 4, "sequence_parallel": True}, 4),
+        ({"context_parallel": 2, "tensor_parallel": 4, "sequence_parallel": True}, 16),
+    ],
+)
+def test_alignment(parallel: dict[str, Any], multiple: int) -> None:
+    assert required_pad_multiple(**parallel) == multiple

@@ -1,0 +1,145 @@
+"""Pack JSON: round trips in both forms, the layouts others write, and what cannot be aligned."""
+
+import json
+
+import pytest
+
+from task_encoders.pack_format import (
+    PackedSubSample,
+    PackFormatError,
+    image_extension,
+    image_part_names,
+    pack_json,
+    pack_key,
+    parse_json,
+    restore_pack,
+)
+from task_encoders.samples import SampleError, SourceSample, Turn
+
+
+def sub(key: str, task: str, turns: int, images: int, system: str | None = None) -> PackedSubSample:
+    sample = SourceSample(
+        key,
+        task,
+        tuple(Turn(f"q{i} of {key}", f"a{i} of {key}") for i in range(turns)),
+        tuple(f"path/{key}_{i}.jpg" for i in range(images)),
+        system,
+    )
+    return PackedSubSample(sample, ("jpg",) * images, num_tokens=10 + turns)
+
+
+PACKS = {
+    "flat captioning": ("captioning", [sub("a", "captioning", 1, 1), sub("b", "captioning", 1, 1)]),
+    "flat vqa": ("vqa", [sub("a:1", "vqa", 1, 1), sub("b/图", "vqa", 1, 1)]),
+    "vqa with text only": ("vqa", [sub("a", "vqa", 1, 1), sub("b", "vqa", 1, 0)]),
+    "vqa with two images": ("vqa", [sub("a", "vqa", 1, 2)]),
+    "bmr": (
+        "bmr",
+        [sub("a", "bmr", 3, 1), sub("b", "bmr", 1, 0, "Be brief."), sub("c", "bmr", 2, 2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_round_trip(name: str) -> None:
+    task, subs = PACKS[name]
+    restored = restore_pack(parse_json(pack_json(subs, task), "ps_0"), "ps_0", None)
+    assert restored.task == task
+    assert restored.keys == tuple(s.sample.key for s in subs)
+    assert restored.num_tokens == tuple(s.num_tokens for s in subs)
+    names = iter(image_part_names([e for s in subs for e in s.extensions]))
+    for before, after in zip(subs, restored.sub_samples, strict=True):
+        assert isinstance(after, SourceSample)
+        assert after.turns == before.sample.turns
+        assert after.system == before.sample.system
+        assert after.images == tuple(next(names) for _ in before.sample.images)
+
+
+@pytest.mark.parametrize(
+    ("name", "nested"),
+    [("flat captioning", False), ("flat vqa", False), ("vqa with text only", True), ("bmr", True)],
+)
+def test_the_nested_form_is_used_only_where_needed(name: str, nested: bool) -> None:
+    task, subs = PACKS[name]
+    record = json.loads(pack_json(subs, task))
+    for column in ("images", "prompt", "captions"):
+        assert all(isinstance(entry, list) == nested for entry in record[column])
+
+
+def test_the_documented_bytes() -> None:
+    assert pack_key(42) == "ps_00000042"
+    assert pack_key(42, "cap_") == "cap_ps_00000042"
+    assert image_part_names(["jpg", "png"]) == ["img000.jpg", "img001.png"]
+    assert image_extension("photo.v2.JPG", "JPEG") == "jpg"
+    assert image_extension("photo.pkl", "PNG") == "png"
+    assert image_extension("no extension", "JPEG") == "jpg"
+
+
+def test_packs_written_by_others_are_read() -> None:
+    record = {
+        "images": ["img0.jpg", ""],
+        "prompts": ["<image>\nWhat?", "Hi"],
+        "captions": ["a", "b"],
+    }
+    restored = restore_pack(record, "ps_7", "vqa")
+    first, second = restored.sub_samples
+    assert isinstance(first, SourceSample)
+    assert isinstance(second, SourceSample)
+    assert (first.key, first.images, first.turns[0].prompt) == (
+        "ps_7/0",
+        ("img0.jpg",),
+        "<image>\nWhat?",
+    )
+    assert second.images == ()
+    assert restored.task is None
+    assert restored.num_tokens is None
+    captions = restore_pack({"images": ["img0.jpg"], "captions": ["x"]}, "ps_8", None)
+    assert captions.sub_samples[0] == SourceSample(
+        "ps_8/0", "captioning", (Turn("", "x"),), ("img0.jpg",)
+    )
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"images": [[]], "prompt": [["q"]], "captions": [["a", "b"]]}, "bad_record"),
+        ({"images": [[]], "prompt": [["q"]], "captions": [[" "]]}, "empty_answer"),
+        ({"images": [[]], "prompt": [["q"]], "captions": [[3]]}, "bad_record"),
+        ({"images": [[]], "prompt": [[]], "captions": [[]]}, "bad_record"),
+        (
+            {"images": [["a", "b"]], "prompt": [["<image>"]], "captions": [["x"]]},
+            "image_count_mismatch",
+        ),
+    ],
+)
+def test_a_bad_sub_sample_is_an_entry_and_not_the_end_of_its_pack(
+    record: dict, reason: str
+) -> None:
+    good = {"images": [], "prompt": ["q"], "captions": ["a"]}
+    both = {name: [*record[name], good[name]] for name in good}
+    first, second = restore_pack(both, "ps_0", "bmr").sub_samples
+    assert isinstance(first, SampleError)
+    assert first.reason == reason
+    assert isinstance(second, SourceSample)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {},
+        {"images": [], "captions": "x"},
+        {"images": ["a"], "captions": ["x", "y"]},
+        {"images": ["a"], "captions": ["x"], "prompt": []},
+        {"images": ["a"], "captions": ["x"], "meta": {"keys": ["p", "q"]}},
+        {"images": ["a"], "captions": ["x"], "meta": {"num_tokens": []}},
+    ],
+)
+def test_lists_that_cannot_be_aligned_are_refused(record: dict) -> None:
+    with pytest.raises(PackFormatError, match="ps_0"):
+        restore_pack(record, "ps_0", None)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff\xfe", b'{"a": NaN}'])
+def test_bytes_that_are_no_object_are_refused(data: bytes) -> None:
+    with pytest.raises(PackFormatError, match="ps_0"):
+        parse_json(data, "ps_0")

@@ -1,0 +1,67 @@
+"""The fast road and transformers' give the same ids, and know where an answer begins."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from task_encoders.builtin_processor import builtin_tokenizer
+from task_encoders.tokenizer import (
+    QWEN_SPECIAL_TOKENS,
+    TiktokenTokenizer,
+    TransformersTokenizer,
+    load_tokenizer,
+)
+from tests.task_encoders.texts_and_images import random_text
+
+
+def texts(count: int) -> list[str]:
+    rng = np.random.default_rng(7)
+    return [random_text(rng, 30, chinese=i % 2 == 0) for i in range(count)]
+
+
+def test_tiktoken_and_transformers_agree_on_ids_and_answer_starts() -> None:
+    fast, slow = load_tokenizer("builtin"), TransformersTokenizer(builtin_tokenizer())
+    assert isinstance(fast, TiktokenTokenizer)
+    merged = 0
+    for i, text in enumerate(texts(400)):
+        answer = "\n" * (i % 4) + text
+        assert fast.encode(text) == slow.encode(text)
+        ids, start = fast.encode_answer("assistant\n", answer)
+        assert (ids, start) == slow.encode_answer("assistant\n", answer)
+        merged += start < len(fast.encode("assistant\n"))
+    assert merged > 50  # answers whose first newline merged into the header's token
+
+
+@pytest.mark.parametrize("token", QWEN_SPECIAL_TOKENS)
+def test_special_ids_are_those_of_published_checkpoints(token: str) -> None:
+    expected = 151_643 + QWEN_SPECIAL_TOKENS.index(token)
+    assert load_tokenizer("builtin").special_id(token) == expected
+    assert builtin_tokenizer().convert_tokens_to_ids(token) == expected
+
+
+def test_an_unknown_special_token_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"<\|nonsense\|>"):
+        load_tokenizer("builtin").special_id("<|nonsense|>")
+
+
+def test_a_saved_checkpoint_runs_on_tiktoken(tmp_path: Path) -> None:
+    builtin_tokenizer().save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert isinstance(loaded, TiktokenTokenizer)
+    for text in texts(50):
+        assert loaded.encode(text) == load_tokenizer("builtin").encode(text)
+
+
+def test_a_tokenizer_without_a_tiktoken_form_is_used_as_it_is(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<unk>": 0, "hello": 1, "world": 2, "assistant": 3}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.decoder = decoders.WordPiece()
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert isinstance(loaded, TransformersTokenizer)
+    assert loaded.encode_answer("assistant\n", "hello world") == ([3, 1, 2], 1)

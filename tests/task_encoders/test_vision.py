@@ -1,0 +1,163 @@
+"""Headers without decoding: right size, right orientation, and every kind of bad file."""
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from task_encoders import vision
+from task_encoders.samples import SampleError
+from task_encoders.vision import VisionSettings, decode_image, read_image_header, smart_resize
+from tests.task_encoders.texts_and_images import random_image
+
+SETTINGS = VisionSettings(min_pixels=56 * 56, max_pixels=28 * 28 * 256)
+
+
+def save(image: Image.Image, image_format: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, image_format, **options)
+    return buffer.getvalue()
+
+
+def picture(width: int = 60, height: int = 40) -> Image.Image:
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def header(data: bytes, **options: Any) -> vision.ImageHeader:
+    return read_image_header(io.BytesIO(data), **options)
+
+
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_size_without_decoding(image_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = save(picture(), image_format)
+    decoded = []
+    monkeypatch.setattr(vision, "_load", decoded.append)
+    assert header(data) == vision.ImageHeader(40, 60, image_format)
+    # Formats whose end cannot be recognised are decoded; the common ones never.
+    assert bool(decoded) == (image_format in ("BMP", "TIFF"))
+
+
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_is_applied_in_both_stages(image_format: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = save(picture(), image_format, exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    found = header(data)
+    assert (found.width, found.height) == expected.size
+    np.testing.assert_array_equal(np.asarray(decode_image(data)), np.asarray(expected))
+
+
+def png_chunk(kind: bytes, data: bytes) -> bytes:
+    checksum = struct.pack(">I", zlib.crc32(kind + data))
+    return struct.pack(">I", len(data)) + kind + data + checksum
+
+
+def test_exif_behind_a_pngs_pixels_is_found() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = save(picture(), "PNG")
+    late = data[:-12] + png_chunk(b"eXIf", exif.tobytes()[6:]) + data[-12:]
+    assert (header(late).width, header(late).height) == (40, 60)
+    assert decode_image(late).size == (40, 60)
+
+
+def test_broken_exif_is_no_reason_to_lose_an_image() -> None:
+    data = save(picture(), "JPEG", exif=b"Exif\x00\x00II*\x00\xff\xff\xff\xff")
+    assert (header(data).width, header(data).height) == decode_image(data).size == (60, 40)
+
+
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "GIF"])
+@pytest.mark.parametrize("keep", [0.3, 0.6, 0.95])
+def test_truncated_images_are_found_from_the_file_alone(image_format: str, keep: float) -> None:
+    data = save(picture(200, 160), image_format)
+    with pytest.raises(SampleError) as error:
+        header(data[: int(len(data) * keep)])
+    assert error.value.reason in ("truncated_image", "bad_image")
+
+
+def test_bytes_behind_a_complete_image_do_no_harm() -> None:
+    data = save(picture(), "JPEG") + b"\x00" * 100
+    assert header(data).width == 60
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff\xd8\xff",
+        b"no image",
+        b"<svg/>",
+        b"%!PS-Adobe",
+        b"\x89PNG\r\n\x1a\n",
+        b"\0" * 600,
+    ],
+)
+def test_what_is_no_image_is_bad(data: bytes) -> None:
+    with pytest.raises(SampleError) as error:
+        header(data)
+    assert error.value.reason == "bad_image"
+
+
+def test_a_pixel_bomb_is_refused_from_its_header() -> None:
+    ihdr = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", ihdr), (b"IDAT", b""), (b"IEND", b""))
+    bomb = b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*chunk) for chunk in chunks)
+    for data, options in ((bomb, {}), (save(picture(), "PNG"), {"max_image_pixels": 2_000})):
+        for stage in (header, decode_image):
+            with pytest.raises(SampleError) as error:
+                stage(data, **options)
+            assert error.value.reason == "image_too_large"
+
+
+def test_a_text_bomb_is_refused() -> None:
+    bomb = png_chunk(b"zTXt", b"Comment\0\0" + zlib.compress(b"0" * 200_000_000, 9))
+    data = save(picture(), "PNG")
+    with pytest.raises(SampleError) as error:
+        header(data[:33] + bomb + data[33:])
+    assert error.value.reason == "bad_image"
+
+
+def test_resized_images_keep_the_limits() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(2_000):
+        height, width = (int(side) for side in np.exp(rng.uniform(0, 8, 2)))
+        if max(height, width) > 200 * min(height, width):
+            continue
+        resized = smart_resize(height, width, SETTINGS)
+        assert all(side > 0 and side % 28 == 0 for side in resized)
+        # A side is never under one token, which may take an extreme image over the limit.
+        assert np.prod(resized) <= SETTINGS.max_pixels or 28 in resized
+        assert np.prod(resized) >= SETTINGS.min_pixels
+
+
+@pytest.mark.parametrize(("size", "fits"), [((2_000, 10), True), ((2_001, 10), False)])
+def test_the_aspect_limit_itself_is_allowed(size: tuple[int, int], fits: bool) -> None:
+    for height, width in (size, size[::-1]):
+        if fits:
+            smart_resize(height, width, SETTINGS)
+        else:
+            with pytest.raises(SampleError, match="200:1"):
+                smart_resize(height, width, SETTINGS)
+
+
+@pytest.mark.parametrize("limits", [(100, 10_000), (10_000, 5_000), (0, 784)])
+def test_impossible_limits_are_refused(limits: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="min_pixels"):
+        VisionSettings(*limits)
+
+
+def test_random_images_measure_as_they_decode() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(200):
+        width, height = (int(side) for side in rng.integers(1, 300, 2))
+        orientation = int(rng.integers(1, 9)) if rng.random() < 0.5 else None
+        data = random_image(rng, width, height, orientation=orientation)
+        found = header(data)
+        assert (found.width, found.height) == decode_image(data).size
