@@ -1,0 +1,155 @@
+"""A tiny Qwen2-VL of transformers on the written packs: the proof of exactness, and a few steps.
+
+The model is randomly initialised, with the real architecture and the real vocabulary. Losses are
+computed from the hidden states of labelled positions only, which is exact and keeps the logits of
+150,000 words small.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from megatron.energon import SavableDataset, WorkerConfig
+from torch.nn import functional as F
+
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.model_inputs import to_transformers_kwargs
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, get_packed_train_dataset
+from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.settings import PackingSettings
+
+VISION_START: Final = 151_652
+VISION_END: Final = 151_653
+IMAGE_TOKEN: Final = 151_655
+VIDEO_TOKEN: Final = 151_656
+
+
+@dataclass(frozen=True, slots=True)
+class LossDifference:
+    """Largest difference of a per-token loss to the unpacked one's, over `num_tokens` labels."""
+
+    packed: float
+    without_boundaries: float
+    num_tokens: int
+
+
+def tiny_qwen2_vl(*, seed: int = 0, weight_std: float | None = None) -> Any:
+    """A Qwen2-VL of about 10 million weights, nearly all of them word embeddings.
+
+    `weight_std` draws every weight from N(0, weight_std²). With transformers' own initialisation a
+    model hardly looks at its context, and a broken boundary would go unnoticed.
+    """
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    torch.manual_seed(seed)
+    config = Qwen2VLConfig(
+        text_config={
+            "vocab_size": 151_936,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [2, 3, 3],
+            },
+        },
+        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=VIDEO_TOKEN,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        tie_word_embeddings=True,
+    )
+    config._attn_implementation = "sdpa"
+    model = Qwen2VLForConditionalGeneration(config)
+    if weight_std is not None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(0, weight_std)
+    return model
+
+
+def token_losses(model: Any, labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """(number of labels,) loss of every labelled token of a row, in order. `labels` is (1, S)."""
+    hidden = model.model(**inputs).last_hidden_state[0, :-1]
+    targets = labels[0, 1:]  # the token at i is predicted from position i - 1
+    labelled = targets != IGNORE_INDEX
+    logits = model.lm_head(hidden[labelled])
+    return F.cross_entropy(logits.float(), targets[labelled], reduction="none")
+
+
+def packed_train_dataset(
+    path: Path, task: str, seq_length: int, *, num_workers: int = 0, **model_settings: Any
+) -> SavableDataset[PackedBatch]:
+    """The written folder through Energon, with the model settings it was measured with."""
+    settings = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
+    task_encoder = Qwen2VLTaskEncoder(seq_length=seq_length, settings=settings, **model_settings)
+    worker_config = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
+    return get_packed_train_dataset(path, task_encoder, worker_config=worker_config)
+
+
+@torch.no_grad()
+def compare_packed_with_unpacked(model: Any, batches: Iterable[PackedBatch]) -> LossDifference:
+    """Per-token losses of packed rows against those of their sub-samples alone.
+
+    Alone, a sub-sample goes through the model as anyone would run it: no packing, positions found
+    by the model itself. The control runs the packed row as one sequence.
+    """
+    model.eval()
+    packed_difference = control_difference = 0.0
+    num_tokens = 0
+    for batch in batches:
+        kwargs = to_transformers_kwargs(batch)
+        alone = torch.cat([token_losses(model, **inputs) for inputs in sub_sample_inputs(batch)])
+        packed = token_losses(model, **kwargs)
+        kwargs["position_ids"][0] = torch.arange(batch.tokens.shape[1])
+        control = token_losses(model, **kwargs)
+        packed_difference = max(packed_difference, float((packed - alone).abs().max()))
+        control_difference = max(control_difference, float((control - alone).abs().max()))
+        num_tokens += len(alone)
+    return LossDifference(packed_difference, control_difference, num_tokens)
+
+
+def sub_sample_inputs(batch: PackedBatch) -> Iterator[dict[str, Any]]:
+    """Each segment of a packed batch as the inputs of an unpacked forward."""
+    images = patches = 0
+    bounds = batch.cu_lengths[0].tolist()
+    for start, end in itertools.pairwise(bounds):
+        tokens = batch.tokens[:, start:end]
+        is_image = tokens == IMAGE_TOKEN
+        inputs = {
+            "input_ids": tokens,
+            "labels": batch.labels[:, start:end],
+            "mm_token_type_ids": is_image.int(),
+            "use_cache": False,
+        }
+        grids = batch.image_grid_thw[images : images + int((tokens == VISION_START).sum())].long()
+        if len(grids):
+            num_patches = int(grids.prod(dim=1).sum())
+            inputs["image_grid_thw"] = grids
+            inputs["pixel_values"] = batch.imgs[patches : patches + num_patches]
+            images, patches = images + len(grids), patches + num_patches
+        yield inputs
+
+
+def train(
+    model: Any, batches: Iterable[PackedBatch], *, learning_rate: float = 3e-3
+) -> list[float]:
+    """One AdamW step per batch. Returns the mean loss of each step, before the step."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    losses = []
+    for batch in batches:
+        loss = token_losses(model, **to_transformers_kwargs(batch)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

@@ -1,0 +1,263 @@
+"""The task encoder through the real Energon loader."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.energon import WorkerConfig, get_loader, get_savable_loader, get_train_dataset
+from megatron.energon.errors import FatalSampleError
+
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, get_packed_train_dataset
+from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
+from tests.task_encoders.legacy_packs import (
+    CRUDE_YAML,
+    DATASET_YAML,
+    legacy_vqa_folder,
+    vqa_pack,
+    write_folder,
+)
+
+PACKED_VQA = PackingSettings(packed=True, vqa=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return legacy_vqa_folder(tmp_path_factory.mktemp("legacy") / "vqa")
+
+
+def task_encoder(settings: PackingSettings | None = PACKED_VQA, **options: Any) -> Any:
+    return Qwen2VLTaskEncoder(**{"seq_length": 2048, "settings": settings} | options)
+
+
+def batches(
+    path: Path, encoder: Any = None, *, num_workers: int = 0, micro_batch_size: int = 1
+) -> Iterator[PackedBatch]:
+    dataset = get_packed_train_dataset(
+        path,
+        encoder or task_encoder(),
+        micro_batch_size=micro_batch_size,
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=num_workers),
+        repeat=False,
+    )
+    return iter(get_loader(dataset))
+
+
+def test_a_batch_has_the_documented_shapes(folder: Path) -> None:
+    batch = next(batches(folder))
+    seq = batch.tokens.shape[1]
+    subs = batch.cu_lengths.shape[1] - 1
+    assert batch.__key__ == ["ps_00000000"]
+    assert batch.tokens.shape == batch.labels.shape == batch.attn_mask.shape == (1, seq)
+    assert batch.loss_mask.shape == (1, seq)
+    assert batch.position_ids.shape == (3, 1, seq)
+    assert int(batch.cu_lengths[0, -1]) == seq
+    assert int(batch.max_lengths) == int(batch.cu_lengths.diff().max())
+    assert batch.image_grid_thw.shape == (subs, 3)
+    assert batch.imgs.shape == (int(batch.image_grid_thw.prod(1).sum()), 1176)
+    assert batch.sub_sample_keys == [f"ps_00000000/{i}" for i in range(subs)]
+    dtypes = [t.dtype for t in (batch.tokens, batch.labels, batch.attn_mask, batch.cu_lengths)]
+    assert dtypes == [torch.int64, torch.int64, torch.bool, torch.int32]
+    assert torch.equal(batch.loss_mask[0].bool(), batch.labels[0] != IGNORE_INDEX)
+
+
+@pytest.mark.parametrize("dataset_yaml", [DATASET_YAML, CRUDE_YAML], ids=["typed", "crude"])
+def test_the_layout_people_already_have_loads(dataset_yaml: str, tmp_path: Path) -> None:
+    encoder = task_encoder()
+    tokenizer_text = []
+    for batch in batches(legacy_vqa_folder(tmp_path / "vqa", dataset_yaml), encoder):
+        assert not batch.dropped
+        tokenizer_text += batch.__key__
+        labelled = batch.tokens[batch.labels != IGNORE_INDEX].tolist()
+        expected = [
+            token
+            for i in range(len(batch.sub_sample_keys))
+            for token in [
+                *encoder.encoder.tokenizer.encode(f"It is {i} in {batch.__key__[0]}."),
+                encoder.encoder.tokenizer.special_id("<|im_end|>"),
+            ]
+        ]
+        assert labelled == expected
+    assert tokenizer_text == [f"ps_{i:08d}" for i in range(12)]
+
+
+def test_micro_batches_merge_packs_into_one_row(folder: Path) -> None:
+    singles = list(batches(folder))
+    doubles = list(batches(folder, micro_batch_size=2))
+    assert len(doubles) == 6
+    for first, second, double in zip(singles[::2], singles[1::2], doubles, strict=True):
+        assert torch.equal(double.tokens, torch.cat([first.tokens, second.tokens], dim=1))
+        ends = second.cu_lengths[:, 1:] + first.tokens.shape[1]
+        assert torch.equal(double.cu_lengths, torch.cat([first.cu_lengths, ends], dim=1))
+        assert torch.equal(double.imgs, torch.cat([first.imgs, second.imgs]))
+
+
+@pytest.mark.parametrize(("num_workers", "repeat"), [(0, True), (0, False), (2, False)])
+def test_a_restored_loader_gives_the_identical_remaining_packs(
+    folder: Path, num_workers: int, repeat: bool
+) -> None:
+    def loader() -> Any:
+        dataset = get_packed_train_dataset(
+            folder,
+            task_encoder(),
+            worker_config=WorkerConfig(rank=0, world_size=1, num_workers=num_workers),
+            repeat=repeat,
+        )
+        return get_savable_loader(dataset)
+
+    first = loader()
+    iterator = iter(first)
+    seen = [next(iterator).__key__ for _ in range(5)]
+    state = first.save_state_rank()
+    expected = list(itertools.islice(iterator, 20))  # to, or over, the end of the epoch
+    assert len(expected) == (20 if repeat else 7)
+    second = loader()
+    second.restore_state_rank(state)
+    restored = list(itertools.islice(iter(second), 20))
+    assert [b.__key__ for b in restored] == [b.__key__ for b in expected]
+    assert seen != [b.__key__ for b in restored[:5]]
+    for ours, theirs in zip(restored, expected, strict=True):
+        assert torch.equal(ours.tokens, theirs.tokens)
+        assert torch.equal(ours.imgs, theirs.imgs)
+
+
+def test_one_sample_can_be_restored_by_its_key(folder: Path) -> None:
+    dataset = get_packed_train_dataset(
+        folder, task_encoder(), worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0)
+    )
+    loader = get_savable_loader(dataset)
+    third = list(itertools.islice(iter(loader), 3))[2]
+    again = loader.restore_sample(third.__restore_key__)
+    assert again.__key__ == third.__key__
+    assert torch.equal(again.tokens, third.tokens)
+
+
+@pytest.mark.parametrize(
+    ("environ", "names"),
+    [
+        ({}, f"set {PACKED}=1"),
+        ({PACKED: "true"}, f"{PACKED}='true'"),
+        ({PACKED: "1", VQA: "1", BMR: "1"}, f"{VQA}=1 and {BMR}=1"),
+        ({VQA: "1"}, f"{PACKED}=1"),
+    ],
+)
+def test_a_wrong_environment_stops_with_one_line(
+    environ: dict[str, str], names: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (PACKED, VQA, BMR):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PackingSettingsError) as error:
+        next(batches(folder, task_encoder(settings=None)))
+    assert names in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("where", ["subflavors", "meta"])
+def test_an_environment_that_contradicts_the_shards_stops(where: str, tmp_path: Path) -> None:
+    pack = vqa_pack(np.random.default_rng(0), "x", 2)
+    yaml = DATASET_YAML
+    if where == "meta":
+        record = json.loads(pack["json"])
+        record["meta"] = {"task": "vqa"}
+        pack["json"] = json.dumps(record).encode()
+    else:
+        yaml += "subflavors: {offline_packing: vqa}\n"
+    path = write_folder(tmp_path / "packs", [{"ps_00000000": pack}], yaml)
+    assert next(batches(path)).__key__ == ["ps_00000000"]
+    with pytest.raises((PackingSettingsError, FatalSampleError), match=rf"set {PACKED}=1 {VQA}=1"):
+        next(batches(path, task_encoder(PackingSettings(packed=True))))
+
+
+def test_a_blend_needs_packed_data_alone(folder: Path, tmp_path: Path) -> None:
+    other = legacy_vqa_folder(tmp_path / "b", DATASET_YAML + "subflavors: {offline_packing: vqa}\n")
+    blend = tmp_path / "blend.yaml"
+    blend.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
+        f"      - {{path: {folder}, weight: 1, subflavors: {{offline_packing: vqa}}}}\n"
+        f"      - {{path: {other}, weight: 1}}\n"
+    )
+    dataset = get_train_dataset(
+        blend,
+        task_encoder=task_encoder(PackingSettings(packed=True)),
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+        batch_size=1,
+        shuffle_buffer_size=None,
+        max_samples_per_sequence=None,
+    )
+    seen = list(itertools.islice(iter(get_loader(dataset)), 8))
+    assert len(seen) == 8
+    assert all((batch.labels != IGNORE_INDEX).any() for batch in seen)
+
+
+def sub_sample_faults() -> dict[str, Any]:
+    def drop_image(pack: dict[str, bytes], record: dict[str, Any]) -> None:
+        del pack["img1.jpg"]
+
+    def truncate_image(pack: dict[str, bytes], record: dict[str, Any]) -> None:
+        pack["img1.jpg"] = pack["img1.jpg"][:-100]
+
+    def empty_answer(pack: dict[str, bytes], record: dict[str, Any]) -> None:
+        record["captions"][1] = "  "
+
+    def two_placeholders(pack: dict[str, bytes], record: dict[str, Any]) -> None:
+        record["prompts"][1] = "<image><image>"
+
+    def too_long(pack: dict[str, bytes], record: dict[str, Any]) -> None:
+        record["captions"][1] = "word " * 3_000
+
+    return {
+        "missing_image": drop_image,
+        "truncated_image": truncate_image,
+        "empty_answer": empty_answer,
+        "image_count_mismatch": two_placeholders,
+        "overlong": too_long,
+    }
+
+
+@pytest.mark.parametrize("reason", sub_sample_faults())
+def test_a_bad_sub_sample_is_dropped_and_its_pack_goes_on(reason: str, tmp_path: Path) -> None:
+    pack = vqa_pack(np.random.default_rng(0), "x", 3)
+    record = json.loads(pack["json"])
+    sub_sample_faults()[reason](pack, record)
+    pack["json"] = json.dumps(record).encode()
+    path = write_folder(tmp_path / "packs", [{"ps_00000000": pack}], DATASET_YAML)
+    batch = next(batches(path))
+    assert batch.sub_sample_keys == ["ps_00000000/0", "ps_00000000/2"]
+    assert len(batch.dropped) == 1
+    assert batch.dropped[0].startswith(f"ps_00000000/1: {reason}")
+    assert len(batch.image_grid_thw) == 2
+
+
+def test_lengths_that_differ_from_the_measured_ones_stop(tmp_path: Path) -> None:
+    pack = vqa_pack(np.random.default_rng(0), "x", 1)
+    record = json.loads(pack["json"])
+    record["meta"] = {"task": "vqa", "keys": ["x"], "num_tokens": [7]}
+    pack["json"] = json.dumps(record).encode()
+    path = write_folder(tmp_path / "packs", [{"ps_00000000": pack}], DATASET_YAML)
+    with pytest.raises(FatalSampleError, match="measured with 7"):
+        next(batches(path))
+    unchecked = next(batches(path, task_encoder(check_lengths=False)))
+    assert unchecked.sub_sample_keys == ["x"]
+
+
+def test_a_sample_that_is_no_pack_stops(folder: Path) -> None:
+    from megatron.energon import VQASample
+
+    sample = VQASample(__key__="k", __restore_key__=(), image=None, context="q", answers="a")
+    with pytest.raises(FatalSampleError, match="offline-packing"):
+        task_encoder().encode_sample(sample)
+
+
+def test_rows_can_be_padded_to_the_sequence_length(folder: Path) -> None:
+    for batch in itertools.islice(batches(folder, task_encoder(pad_to_seq_length=True)), 3):
+        assert batch.tokens.shape == (1, 2048)
+        used = int((~batch.attn_mask).sum())
+        assert batch.cu_lengths[0, -2:].tolist() == [used, 2048]
