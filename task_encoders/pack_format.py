@@ -119,7 +119,9 @@ def parse_json(record: bytes | Mapping[str, Any], key: str) -> Mapping[str, Any]
     return record
 
 
-def restore_pack(record: Mapping[str, Any], key: str, task: str | None) -> RestoredPack:
+def restore_pack(
+    record: bytes | Mapping[str, Any], key: str, task: str | None = None
+) -> RestoredPack:
     """Read a pack's JSON.
 
     Args:
@@ -128,8 +130,9 @@ def restore_pack(record: Mapping[str, Any], key: str, task: str | None) -> Resto
             without either is restored as captioning.
 
     Raises:
-        PackFormatError: a missing list, or lists of different length.
+        PackFormatError: no JSON object, a missing list, or lists of different length.
     """
+    record = parse_json(record, key)
     meta = record.get("meta") or {}
     captions = _column(record, ("captions",), key)
     count = len(captions)

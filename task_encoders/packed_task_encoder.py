@@ -265,12 +265,12 @@ def _check_manifest(path: Path, task_encoder: Qwen2VLTaskEncoder) -> None:
         return
     manifest = json.loads(manifest_file.read_bytes())
     ours: Mapping[str, Any] = task_encoder.encoder.fingerprint
-    theirs = manifest.get("fingerprint", {}).get("encoder", {})
-    for field, value in theirs.items():
-        if ours.get(field) != value:
+    for field, value in manifest["fingerprint"].items():
+        name = field.removeprefix("model.")
+        if field.startswith("model.") and ours.get(name) != value:
             raise ValueError(
-                f"{path}: packs were measured with {field} {value!r}, the task encoder has "
-                f"{ours.get(field)!r}; use the same, or measure and pack again"
+                f"{path}: packs were measured with {name} {value!r}, the task encoder has "
+                f"{ours.get(name)!r}; use the same, or measure and pack again"
             )
     if manifest["seq_length"] > task_encoder.seq_length:
         raise ValueError(

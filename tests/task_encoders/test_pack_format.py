@@ -43,7 +43,7 @@ PACKS = {
 @pytest.mark.parametrize("name", PACKS)
 def test_round_trip(name: str) -> None:
     task, subs = PACKS[name]
-    restored = restore_pack(parse_json(pack_json(subs, task), "ps_0"), "ps_0", None)
+    restored = restore_pack(pack_json(subs, task), "ps_0")
     assert restored.task == task
     assert restored.keys == tuple(s.sample.key for s in subs)
     assert restored.num_tokens == tuple(s.num_tokens for s in subs)

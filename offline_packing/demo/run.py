@@ -1,0 +1,197 @@
+"""The demo: draw a dataset, pack it for the three tasks, verify, train, print one table.
+
+FOLDER/data/                        the drawn dataset in its pre-packing forms, truth.json
+FOLDER/{captioning,vqa,bmr}.yaml    configurations, to be run again with `offline-packing run`
+FOLDER/{captioning,vqa,bmr}/        packed datasets
+FOLDER/contact_sheet.png, *_packs.png, table.txt
+"""
+
+import itertools
+import logging
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import yaml
+
+from offline_packing.config import PackingConfig, load_config
+from offline_packing.demo.contact_sheet import contact_sheet
+from offline_packing.demo.generate import generate_demo_dataset
+from offline_packing.errors import StageError
+from offline_packing.measure import measure
+from offline_packing.plan_stage import plan
+from offline_packing.report.pack_picture import draw_packs
+from offline_packing.stage import Stage, build_engine, listed
+from offline_packing.summary import PlanSummary, summarize
+from offline_packing.verify import VerifyResult, verify
+from offline_packing.write import open_plan, write
+
+logger = logging.getLogger(__name__)
+
+SEQ_LENGTH: Final = 2048
+MODEL: Final = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 128}
+TRAIN_STEPS: Final = 8
+COMPARED_PACKS: Final = 2
+
+#: Source folders of each task. The multi-turn data come in two forms, packed together.
+SOURCES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
+    "captioning": (("pairs", "captioning"),),
+    "vqa": (("pairs", "vqa"),),
+    "bmr": (("pairs", "bmr"), ("jsonl", "bmr_jsonl/dialogues.jsonl")),
+}
+
+#: What the demo promises; a figure outside these limits fails it.
+MAX_PACKED_DIFFERENCE: Final = 1e-4
+MIN_CONTROL_DIFFERENCE: Final = 1e-1
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """Everything the table says of one task, as measured."""
+
+    summary: PlanSummary
+    verified: VerifyResult
+    packed_difference: float
+    control_difference: float
+    losses: list[float]
+
+    def failures(self, task: str) -> list[str]:
+        """Promises that were not kept."""
+        bound, packs = self.summary.lower_bound, self.summary.num_packs
+        packed, control = self.packed_difference, self.control_difference
+        checks = {
+            f"{self.verified.num_problems} problems found by verify": self.verified.ok,
+            f"{packs} packs > lower bound {bound} + 1": packs <= bound + 1,
+            f"packed and unpacked loss differ by {packed:.1e}": packed <= MAX_PACKED_DIFFERENCE,
+            f"without boundaries the loss moves by {control:.1e} only": (
+                control >= MIN_CONTROL_DIFFERENCE
+            ),
+            f"training loss went from {self.losses[0]:.2f} to {self.losses[-1]:.2f}": (
+                self.losses[-1] < self.losses[0]
+            ),
+        }
+        return [f"{task}: {failure}" for failure, kept in checks.items() if not kept]
+
+
+def main(folder: Path, *, num_samples: int, seed: int) -> None:
+    """Run the demo in `folder`; what an earlier run completed is not done again.
+
+    Raises:
+        StageError: a stage failed, or a figure is not as promised.
+    """
+    progress = sys.stderr.isatty()
+    data = folder / "data"
+    generate_demo_dataset(data, seed=seed, num_samples=num_samples, progress=progress)
+    pictures = sorted(p for p in data.glob("*/*") if p.suffix in (".jpg", ".png"))
+    contact_sheet(pictures[:: max(1, len(pictures) // 25)][:25], folder / "contact_sheet.png")
+    results = {task: _run_task(folder, task, seed, progress) for task in SOURCES}
+    table = render_table(results)
+    (folder / "table.txt").write_text(table)
+    click.echo(f"\n{table}\nThe pictures, packs and configurations are in {folder}.")
+    failures = [f for task, result in results.items() for f in result.failures(task)]
+    if failures:
+        raise StageError("; ".join(failures))
+
+
+def _run_task(folder: Path, task: str, seed: int, progress: bool) -> TaskResult:
+    config = _write_config(folder, task, seed)
+    click.echo(f"== {task}: offline-packing run {folder / task}.yaml")
+    with build_engine(config) as engine:
+        stage = Stage(config, engine, progress=progress)
+        with stage.workspace.lock():
+            measure(stage)
+            plan(stage)
+            write(stage)
+            verified = verify(stage)
+    index, packs, info = open_plan(stage)
+    lengths = index.array("num_tokens")
+    reasons = Counter(index.info.set_aside) + Counter(info["set_aside"])
+    summary = summarize(config, index.info, lengths[packs.sample_ids], packs, reasons)
+    draw_packs(lengths, packs, folder / f"{task}_packs.png")
+    difference, losses = _train(Path(config.output.path), task)
+    return TaskResult(summary, verified, *difference, losses)
+
+
+def _write_config(folder: Path, task: str, seed: int) -> PackingConfig:
+    """A configuration as a user would write it."""
+    source = [
+        {"format": source_format, "path": str(folder / "data" / path), "task": task}
+        for source_format, path in SOURCES[task]
+    ]
+    content: dict[str, Any] = {
+        "source": source[0] if len(source) == 1 else source,
+        "model": {"family": "qwen2_vl", "processor": "builtin", **MODEL},
+        "pack": {"seq_length": SEQ_LENGTH, "strategy": "auto", "seed": seed},
+        "output": {
+            "path": str(folder / task),
+            "packs_per_shard": 50,
+            "split": {"train": 0.95, "val": 0.05},
+            "overwrite": True,
+        },
+        "report": {"global_batch_size": 8},
+    }
+    path = folder / f"{task}.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return load_config(path)
+
+
+def _train(path: Path, task: str) -> tuple[tuple[float, float], list[float]]:
+    """Packed against unpacked loss before training, and the losses of a few steps."""
+    click.echo(f"   comparing packed with unpacked losses, then {TRAIN_STEPS} training steps")
+    from megatron.energon import get_loader  # torch and Energon take seconds to import
+
+    from offline_packing.demo import training
+
+    dataset = training.packed_train_dataset(path, task, SEQ_LENGTH, **MODEL)
+    batches = list(itertools.islice(get_loader(dataset), max(TRAIN_STEPS, COMPARED_PACKS)))
+    difference = training.compare_packed_with_unpacked(
+        training.tiny_qwen2_vl(weight_std=0.08), batches[:COMPARED_PACKS]
+    )
+    losses = training.train(training.tiny_qwen2_vl(), batches[:TRAIN_STEPS])
+    return (difference.packed, difference.without_boundaries), losses
+
+
+def render_table(results: Mapping[str, TaskResult]) -> str:
+    """One column per task, one line per figure."""
+
+    def line(name: str, cells: list[str]) -> str:
+        return f"{name:<44}" + "".join(f"{cell:>14}" for cell in cells)
+
+    values = list(results.values())
+    batch = values[0].summary.global_batch_size
+    rows = [
+        ("samples", lambda r: f"{r.summary.num_samples:,}"),
+        ("set aside", lambda r: f"{sum(r.summary.set_aside.values()):,}"),
+        ("packed", lambda r: f"{r.verified.num_samples:,}"),
+        ("packs", lambda r: f"{r.summary.num_packs:,}"),
+        ("lower bound of packs", lambda r: f"{r.summary.lower_bound:,}"),
+        ("fill", lambda r: f"{r.summary.fill:.2%}"),
+        ("samples per pack (packing factor)", lambda r: f"{r.summary.packing_factor:.2f}"),
+        (
+            f"padding, batches of {values[0].summary.padded_batch_size} padded to longest",
+            lambda r: f"{r.summary.padding_before:.1%}",
+        ),
+        ("padding, packed", lambda r: f"{r.summary.padding_after:.2%}"),
+        (
+            f"iterations per epoch, {batch} samples a step",
+            lambda r: f"{r.summary.iterations_before:,}",
+        ),
+        (
+            f"iterations per epoch, {batch} packs a step",
+            lambda r: f"{r.summary.iterations_after:,}",
+        ),
+        ("problems found by verify", lambda r: f"{r.verified.num_problems:,}"),
+        ("per-token loss, packed - unpacked", lambda r: f"{r.packed_difference:.1e}"),
+        ("... with the boundaries removed", lambda r: f"{r.control_difference:.1e}"),
+        ("training loss, first step", lambda r: f"{r.losses[0]:.3f}"),
+        (f"training loss, step {TRAIN_STEPS}", lambda r: f"{r.losses[-1]:.3f}"),
+    ]
+    lines = [line("", list(results))]
+    lines += [line(name, [figure(result) for result in values]) for name, figure in rows]
+    for task, result in results.items():
+        lines.append(f"set aside in {task}: {listed(result.summary.set_aside.items())}")
+    return "\n".join(lines) + "\n"

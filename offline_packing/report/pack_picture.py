@@ -1,0 +1,75 @@
+"""The same samples padded and packed, as a picture."""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from offline_packing.pack_plan import PackPlan
+
+_PADDING = "0.85"
+
+
+def draw_packs(
+    lengths: npt.NDArray[np.integer],
+    plan: PackPlan,
+    path: Path,
+    *,
+    padded_batch_size: int = 8,
+    num_rows: int = 40,
+    seed: int = 0,
+) -> Path:
+    """Draw rows of batches padded to their longest sample beside rows of packs.
+
+    Args:
+        lengths: (num_samples,) tokens of every sample of the index.
+        plan: a plan over that index.
+        path: the PNG to write.
+        padded_batch_size: samples in a padded batch, drawn in random order.
+        num_rows: rows drawn of each.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    seq_length = plan.info.seq_length
+    packed_ids = np.asarray(plan.sample_ids)
+    shuffled = np.random.default_rng(seed).permutation(lengths[packed_ids])
+    batches = [
+        batch
+        for start in range(0, min(num_rows, len(shuffled)), padded_batch_size)
+        for batch in [shuffled[start : start + padded_batch_size]]
+    ]
+    padded = [([length], batch.max()) for batch in batches for length in batch]
+    offsets = plan.pack_offsets
+    packed = [
+        (lengths[packed_ids[offsets[i] : offsets[i + 1]]], seq_length)
+        for i in range(min(num_rows, plan.num_packs))
+    ]
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 6), sharex=True)
+    titles = (f"padded to the longest of {padded_batch_size}", f"packed to {seq_length:,} tokens")
+    for axis, rows, title in zip(axes, (padded, packed), titles, strict=True):
+        real = sum(int(np.sum(row)) for row, _ in rows)
+        total = sum(int(width) for _, width in rows)
+        _draw_rows(axis, rows)
+        axis.set_title(f"{title}\n{1 - real / total:.1%} padding (grey)")
+        axis.set_xlabel("tokens")
+    axes[0].set_ylabel("row")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return path
+
+
+def _draw_rows(axis: object, rows: list[tuple[npt.NDArray[np.integer], int]]) -> None:
+    """One bar per sub-sample in alternating colours, grey up to the row's width."""
+    from matplotlib import colormaps
+
+    colours = colormaps["tab20"].colors  # type: ignore[attr-defined]
+    axis.barh(range(len(rows)), [width for _, width in rows], color=_PADDING, height=0.9)  # type: ignore[attr-defined]
+    for row, (segments, _) in enumerate(rows):
+        starts = np.concatenate([[0], np.cumsum(segments)[:-1]])
+        shades = [colours[(7 * row + i) % len(colours)] for i in range(len(segments))]
+        axis.barh([row] * len(segments), segments, left=starts, color=shades, height=0.9)  # type: ignore[attr-defined]
+    axis.set_ylim(len(rows), -1)  # type: ignore[attr-defined]
