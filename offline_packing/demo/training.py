@@ -86,13 +86,19 @@ def token_losses(model: Any, labels: torch.Tensor, **inputs: Any) -> torch.Tenso
 
 
 def packed_train_dataset(
-    path: Path, task: str, seq_length: int, *, num_workers: int = 0, **model_settings: Any
+    path: Path,
+    task: str,
+    seq_length: int,
+    *,
+    num_workers: int = 0,
+    repeat: bool = True,
+    **model_settings: Any,
 ) -> SavableDataset[PackedBatch]:
     """The written folder through Energon, with the model settings it was measured with."""
     settings = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
     task_encoder = Qwen2VLTaskEncoder(seq_length=seq_length, settings=settings, **model_settings)
     worker_config = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
-    return get_packed_train_dataset(path, task_encoder, worker_config=worker_config)
+    return get_packed_train_dataset(path, task_encoder, worker_config=worker_config, repeat=repeat)
 
 
 @torch.no_grad()

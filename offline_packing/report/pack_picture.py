@@ -1,6 +1,7 @@
 """The same samples padded and packed, as a picture."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -62,14 +63,15 @@ def draw_packs(
     return path
 
 
-def _draw_rows(axis: object, rows: list[tuple[npt.NDArray[np.integer], int]]) -> None:
+def _draw_rows(axis: Any, rows: list[tuple[npt.NDArray[np.integer], int]]) -> None:
     """One bar per sub-sample in alternating colours, grey up to the row's width."""
     from matplotlib import colormaps
 
-    colours = colormaps["tab20"].colors  # type: ignore[attr-defined]
-    axis.barh(range(len(rows)), [width for _, width in rows], color=_PADDING, height=0.9)  # type: ignore[attr-defined]
+    # tab20 without its two greys, which would look like padding
+    colours = [colormaps["tab20"](i) for i in range(20) if i not in (14, 15)]
+    axis.barh(range(len(rows)), [width for _, width in rows], color=_PADDING, height=0.9)
     for row, (segments, _) in enumerate(rows):
         starts = np.concatenate([[0], np.cumsum(segments)[:-1]])
         shades = [colours[(7 * row + i) % len(colours)] for i in range(len(segments))]
-        axis.barh([row] * len(segments), segments, left=starts, color=shades, height=0.9)  # type: ignore[attr-defined]
-    axis.set_ylim(len(rows), -1)  # type: ignore[attr-defined]
+        axis.barh([row] * len(segments), segments, left=starts, color=shades, height=0.9)
+    axis.set_ylim(len(rows), -1)

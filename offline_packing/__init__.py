@@ -1,0 +1,22 @@
+"""Offline sample packing: samples of different lengths become packs that fill one sequence."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offline_packing.pack_plan import PackPlan
+    from offline_packing.plan import plan_packs
+
+__all__ = ["PackPlan", "plan_packs"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use (PEP 562): the planner's compiled parts cost half a second."""
+    if name == "PackPlan":
+        from offline_packing.pack_plan import PackPlan
+
+        return PackPlan
+    if name == "plan_packs":
+        from offline_packing.plan import plan_packs
+
+        return plan_packs
+    raise AttributeError(f"module 'offline_packing' has no attribute {name!r}")

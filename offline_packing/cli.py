@@ -1,0 +1,190 @@
+"""The command line: `offline-packing VERB CONFIG.yaml [key.sub=value ...]`.
+
+Exit status: 0 done, 1 a stage or a check failed, 2 the command or the configuration is wrong.
+A verb imports what it needs when it runs.
+"""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from offline_packing.config import load_config
+from offline_packing.errors import ConfigError, StageError
+from offline_packing.stage import Stage, build_engine
+from task_encoders.samples import TASKS
+
+logger = logging.getLogger(__name__)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="offline-packing")
+def cli() -> None:
+    """Pack a vision-language dataset into full training sequences, before training.
+
+    CONFIG is a YAML file; its fields can be set on the command line: pack.seq_length=8192
+    """
+
+
+def measure_verb(stage: Stage, dry_run: bool) -> None:
+    """Measure every sample: source -> index."""
+    from offline_packing.measure import measure, scan_counts
+
+    if dry_run:
+        for source, count in zip(stage.config.source, scan_counts(stage), strict=True):
+            click.echo(f"would measure {count:,} records of {source.path}")
+        return
+    info = measure(stage)
+    click.echo(
+        f"measured {info.num_samples:,} samples, {info.num_tokens:,} tokens; "
+        f"set aside {info.num_set_aside:,}"
+    )
+
+
+def plan_verb(stage: Stage, dry_run: bool) -> None:
+    """Decide which samples form which pack: index -> plan."""
+    from offline_packing.plan_stage import plan, preview_plan
+
+    click.echo(preview_plan(stage) if dry_run else plan(stage), nl=False)
+
+
+def write_verb(stage: Stage, dry_run: bool) -> None:
+    """Write the packed dataset: plan -> shards, Energon metadata, manifest."""
+    from offline_packing.write import preview_write, write
+
+    if dry_run:
+        click.echo(preview_write(stage))
+        return
+    counts = write(stage)["counts"]
+    packs = ", ".join(f"{name} {count:,}" for name, count in counts["packs"].items())
+    click.echo(f"wrote {counts['packed']:,} samples to {stage.workspace.root}; packs: {packs}")
+
+
+def verify_verb(stage: Stage, dry_run: bool) -> None:
+    """Re-read everything that was written and compare it with the source."""
+    from offline_packing.verify import render_result, verify
+    from offline_packing.write import open_plan
+
+    if dry_run:
+        _, plan, _ = open_plan(stage)
+        click.echo(f"would check {len(plan.sample_ids):,} samples in {plan.num_packs:,} packs")
+        return
+    result = verify(stage)
+    click.echo(render_result(result), nl=False)
+    if not result.ok:
+        raise StageError(
+            f"{stage.workspace.root} has {result.num_problems:,} problems; "
+            "write it again with output.overwrite=true"
+        )
+
+
+def run_verb(stage: Stage, dry_run: bool) -> None:
+    """measure, plan, write and verify; what is complete is not done again."""
+    verbs = (measure_verb, plan_verb, write_verb, verify_verb)
+    needed = (stage.workspace.index_info, stage.workspace.plan_info, stage.workspace.manifest)
+    for verb, artifact in zip(verbs, (None, *needed), strict=True):
+        if dry_run and artifact is not None and not artifact.exists():
+            click.echo(f"what follows depends on {artifact}, which is not there yet")
+            return
+        verb(stage, dry_run)
+
+
+def _output_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    quiet = click.option("--quiet", is_flag=True, help="Show warnings, errors and results only.")
+    debug = click.option(
+        "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."
+    )
+    return quiet(debug(function))
+
+
+def _add_stage_command(name: str, verb: Callable[[Stage, bool], None]) -> None:
+    @cli.command(name, help=verb.__doc__)
+    @click.argument("config", type=click.Path(dir_okay=False))
+    @click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
+    @click.option("--dry-run", is_flag=True, help="Say what would be done; write nothing.")
+    @click.option(
+        "--accept-mismatch",
+        multiple=True,
+        metavar="FIELD",
+        help="Use an index although this field of its fingerprint differs.",
+    )
+    @_output_options
+    def command(
+        config: str,
+        overrides: tuple[str, ...],
+        dry_run: bool,
+        accept_mismatch: tuple[str, ...],
+        quiet: bool,
+    ) -> None:
+        _start_logging(quiet)
+        parsed = load_config(config, overrides)
+        with build_engine(parsed) as engine:
+            stage = Stage(
+                parsed,
+                engine,
+                accept_mismatch=frozenset(accept_mismatch),
+                progress=not quiet and sys.stderr.isatty(),
+            )
+            with contextlib.nullcontext() if dry_run else stage.workspace.lock():
+                verb(stage, dry_run)
+
+
+for _verb in (measure_verb, plan_verb, write_verb, verify_verb, run_verb):
+    _add_stage_command(_verb.__name__.removesuffix("_verb"), _verb)
+
+
+@cli.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--task", type=click.Choice(TASKS), help="For packs that do not name their task.")
+@_output_options
+def index(folder: Path, task: str | None, quiet: bool) -> None:
+    """Give a FOLDER of pack tars, written by others, the metadata that Energon needs."""
+    from offline_packing.energon_metadata import index_pack_folder
+
+    _start_logging(quiet)
+    click.echo(f"indexed {index_pack_folder(folder, task):,} packs in {folder}")
+
+
+@cli.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path), default="demo_output")
+@click.option("--num-samples", default=2000, show_default=True, help="Samples to draw.")
+@click.option("--seed", default=0, show_default=True, help="Decides everything that is drawn.")
+@_output_options
+def demo(folder: Path, num_samples: int, seed: int, quiet: bool) -> None:
+    """Draw a dataset into FOLDER, pack it, and train a tiny model on the packs."""
+    from offline_packing.demo.run import main as run_demo
+
+    _start_logging(quiet)
+    run_demo(folder, num_samples=num_samples, seed=seed)
+
+
+def _start_logging(quiet: bool) -> None:
+    level = logging.WARNING if quiet else logging.INFO
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+
+
+def main() -> None:
+    """Entry point: an error is one line on stderr."""
+    try:
+        cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted; run again to go on", err=True)
+        sys.exit(130)
+    except Exception as error:
+        if "--debug" in sys.argv[1:]:
+            raise
+        known = isinstance(error, StageError | OSError)
+        text = str(error) if known else f"{type(error).__name__}: {error} (--debug shows where)"
+        click.echo(f"error: {' '.join(text.split())}", err=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""The configuration: one YAML file, with overrides `a.b=value` from the command line.
+
+Every model is frozen and refuses unknown keys. Relative paths are relative to the current folder.
+"""
+
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from offline_packing.engines import ENGINES
+from offline_packing.errors import ConfigError
+from offline_packing.sources import SOURCES
+from offline_packing.yaml_text import parse_yaml
+from task_encoders.sample_encoder import FAMILIES
+
+
+def _not_bool(value: Any) -> Any:
+    if isinstance(value, bool):  # pydantic would read true as 1
+        raise ValueError("a number is needed")
+    return value
+
+
+def one_of(registry: Collection[str]) -> AfterValidator:
+    """A check that a value is a name in a registry."""
+
+    def check(name: str) -> str:
+        if name not in registry:
+            raise ValueError(f"not a known name; choose one of: {', '.join(registry)}")
+        return name
+
+    return AfterValidator(check)
+
+
+Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
+NonNegative = Annotated[int, BeforeValidator(_not_bool), Field(ge=0)]
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class SourceConfig(_Config):
+    """Where samples come from."""
+
+    #: how they are stored: a name in SOURCES
+    format: Annotated[str, one_of(SOURCES)]
+    #: a folder, or for jsonl also a file
+    path: str
+    #: what they are trained as
+    task: Literal["captioning", "vqa", "bmr"]
+    #: put before every key; needed to tell several sources apart (default: the path's last part)
+    name: str | None = None
+    #: jsonl: image paths are relative to this folder instead of the file's own
+    image_root: str | None = None
+
+
+class ModelConfig(_Config):
+    """What lengths depend on; the same values must be used in training."""
+
+    #: a name in FAMILIES
+    family: Annotated[str, one_of(FAMILIES)] = "qwen2_vl"
+    #: "builtin", a checkpoint folder, or a hub name
+    processor: str = "builtin"
+    min_pixels: Count = 56 * 56
+    max_pixels: Count = 28 * 28 * 5120
+    max_aspect_ratio: Annotated[float, BeforeValidator(_not_bool), Field(ge=1)] = 200
+    #: an image with more pixels in its file is set aside (default: Pillow's bomb threshold)
+    max_image_pixels: Count | None = None
+
+    @model_validator(mode="after")
+    def _check_pixels(self) -> "ModelConfig":
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(
+                f"min_pixels {self.min_pixels} > max_pixels {self.max_pixels}; lower min_pixels"
+            )
+        return self
+
+
+class PackConfig(_Config):
+    """How samples are put together."""
+
+    seq_length: Count = 8192
+    strategy: str = "auto"
+    seed: NonNegative = 0
+    #: what happens to a sample with more tokens than seq_length
+    on_overlong: Literal["set_aside", "error"] = "set_aside"
+    #: each sample counts as its length rounded up to this multiple
+    pad_multiple: Count = 1
+
+    @field_validator("strategy")
+    @classmethod
+    def _check_strategy(cls, strategy: str) -> str:
+        if strategy != "auto":  # the planner's compiled parts take half a second to import
+            from offline_packing.strategies import STRATEGIES
+
+            one_of(STRATEGIES).func(strategy)  # type: ignore[call-arg]
+        return strategy
+
+
+class OutputConfig(_Config):
+    """What is written, and where."""
+
+    #: the folder a trainer is given
+    path: str
+    packs_per_shard: Count = 1000
+    #: a shard is closed before it would grow beyond this
+    max_shard_bytes: Count | None = None
+    #: share of the packs per split
+    split: dict[str, float] = {"train": 1.0}
+    #: put before every pack's key, to keep blended datasets apart
+    key_prefix: str = ""
+    #: replace artifacts of another configuration instead of refusing to go on
+    overwrite: bool = False
+
+    @field_validator("split")
+    @classmethod
+    def _check_split(cls, split: dict[str, float]) -> dict[str, float]:
+        if not split:
+            raise ValueError("no split; write for example {train: 1.0}")
+        for name, share in split.items():
+            if not re.fullmatch(r"[A-Za-z0-9_]+", name):
+                raise ValueError(f"split name {name!r} may hold letters, digits and _ only")
+            if not 0 < share <= 1:
+                raise ValueError(f"share of {name!r} is {share}; it must be in (0, 1]")
+        if abs(sum(split.values()) - 1) > 1e-6:
+            raise ValueError(f"shares sum to {sum(split.values()):g}; make them sum to 1")
+        return split
+
+    @field_validator("key_prefix")
+    @classmethod
+    def _check_key_prefix(cls, prefix: str) -> str:
+        # A dot would end the key early in every WebDataset reader.
+        if not re.fullmatch(r"[A-Za-z0-9_-]{0,48}", prefix):
+            raise ValueError(f"{prefix!r} may hold at most 48 letters, digits, _ and -")
+        return prefix
+
+
+class EngineConfig(_Config):
+    """What runs the tasks. Nothing here changes any result."""
+
+    #: a name in ENGINES
+    name: Annotated[str, one_of(ENGINES)] = "local"
+    #: processes; 0 runs everything in this one
+    workers: NonNegative = Field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    #: records per measuring task, and rows per part of the index
+    samples_per_part: Count = 4096
+
+
+class ReportConfig(_Config):
+    """What the summary compares with."""
+
+    #: sequences per training step, before and after packing
+    global_batch_size: Count = 256
+    #: samples padded to the longest among them, in a run without packing
+    padded_batch_size: Count = 8
+
+
+class PackingConfig(_Config):
+    """Everything one packed dataset is made from."""
+
+    source: tuple[SourceConfig, ...]
+    model: ModelConfig = ModelConfig()
+    pack: PackConfig = PackConfig()
+    output: OutputConfig
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    report: ReportConfig = ReportConfig()
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _one_or_many(cls, source: Any) -> Any:
+        return [source] if isinstance(source, Mapping) else source
+
+    @field_validator("source")
+    @classmethod
+    def _check_sources(cls, sources: tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
+        if not sources:
+            raise ValueError("no source; name at least one")
+        tasks = sorted({source.task for source in sources})
+        if len(tasks) > 1:
+            raise ValueError(
+                f"tasks {' and '.join(tasks)} in one output; pack each by itself and blend the "
+                "datasets in training"
+            )
+        if any(source.image_root and source.format != "jsonl" for source in sources):
+            raise ValueError("image_root applies to format jsonl only; remove it")
+        names = [_source_name(source) for source in sources]
+        repeated = {name for name in names if names.count(name) > 1}
+        if repeated:
+            raise ValueError(f"two sources are called {min(repeated)!r}; give each its own name")
+        return sources
+
+    @property
+    def task(self) -> str:
+        """What the packs are trained as."""
+        return self.source[0].task
+
+    def key_prefixes(self) -> list[str]:
+        """What stands before the keys of each source; nothing where there is but one."""
+        if len(self.source) == 1 and self.source[0].name is None:
+            return [""]
+        return [f"{_source_name(source)}/" for source in self.source]
+
+
+def _source_name(source: SourceConfig) -> str:
+    return source.name or Path(source.path).resolve().stem
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PackingConfig:
+    """Read a YAML file, apply the overrides `a.b=value` (values are YAML), validate.
+
+    Raises:
+        ConfigError: the file cannot be read or parsed, or a field is unknown or has a bad value.
+    """
+    try:
+        text = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {str(path)!r} cannot be read: {error}") from error
+    content = parse_yaml(text, f"config {str(path)!r}")
+    if not isinstance(content, dict):
+        raise ConfigError(f"config {str(path)!r} holds no mapping; see the example in the README")
+    for override in overrides:
+        _apply_override(content, override)
+    return parse_config(content, f"config {str(path)!r}")
+
+
+def parse_config(content: Mapping[str, Any], name: str = "config") -> PackingConfig:
+    """Validate a mapping. Raises ConfigError naming field, value and remedy."""
+    try:
+        return PackingConfig.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(f"{name}: {_explain(error)}") from error
+
+
+def _apply_override(content: dict[str, Any], override: str) -> None:
+    """Set one value: `source.0.path=x` and, where there is one source, `source.path=x`."""
+    name, separator, text = override.partition("=")
+    if not separator or not all(name.split(".")):
+        raise ConfigError(f"override {override!r} is not of the form a.b=value")
+    value = parse_yaml(text, f"override {override!r}")
+    *parents, last = name.split(".")
+    target: Any = content
+    for depth, key in enumerate(parents):
+        if isinstance(target, list):
+            target = _item(target, key, override)
+        else:
+            if target.get(key) is None:
+                target[key] = {}
+            target = target[key]
+        if not isinstance(target, dict | list):
+            where = ".".join(parents[: depth + 1])
+            raise ConfigError(f"override {override!r}: {where} is {target!r}, not a mapping")
+    if isinstance(target, list):
+        _item(target, last, override)
+        target[int(last)] = value
+    else:
+        target[last] = value
+
+
+def _item(items: list[Any], key: str, override: str) -> Any:
+    if not key.isdecimal() or int(key) >= len(items):
+        raise ConfigError(
+            f"override {override!r}: {key!r} is no item of a list of {len(items)}; "
+            "number the items from 0"
+        )
+    return items[int(key)]
+
+
+def _explain(error: ValidationError) -> str:
+    """All problems on one line: field, value, what is valid."""
+    return "; ".join(_explain_one(dict(problem)) for problem in error.errors())
+
+
+def _explain_one(problem: Mapping[str, Any]) -> str:
+    location = list(problem["loc"])
+    field = ".".join(map(str, location))
+    if problem["type"] == "extra_forbidden":
+        valid = ", ".join(_model_at(location[:-1]).model_fields)
+        return f"{field} is no known field; valid: {valid}"
+    if problem["type"] == "missing":
+        return f"{field} is missing; set it"
+    if problem["type"] == "literal_error":
+        return f"{field}={problem['input']!r} is not valid; choose {problem['ctx']['expected']}"
+    message = problem["msg"].removeprefix("Value error, ")
+    value = problem["input"]
+    shown = f"={value!r}" if isinstance(value, str | int | float | None) else ""
+    return f"{field}{shown}: {message[:1].lower()}{message[1:]}"
+
+
+def _model_at(location: Sequence[str | int]) -> type[BaseModel]:
+    """The model that holds the field at this location: ['source', 0] -> SourceConfig."""
+    models: dict[str, type[BaseModel]] = {
+        "source": SourceConfig,
+        "model": ModelConfig,
+        "pack": PackConfig,
+        "output": OutputConfig,
+        "engine": EngineConfig,
+        "report": ReportConfig,
+    }
+    return models[str(location[0])] if location else PackingConfig

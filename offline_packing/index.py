@@ -1,0 +1,225 @@
+"""The index: one row per usable sample, and a second table of the samples set aside.
+
+    _packing/index/part-00000.parquet       rows in the order of the source
+    _packing/set_aside/part-00000.parquet   key, source, reason, detail
+    _packing/index.json                     parts, counts, fingerprint; written last
+
+A sample's id is its row number over all parts. Containers are paths relative to the source's root,
+so that data and index can move.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from offline_packing.errors import StageError
+from offline_packing.files import atomic_file, read_json, to_json, write_atomically
+from offline_packing.sources import Locator
+from task_encoders.sample_encoder import SampleLength
+
+INDEX_VERSION: Final = 1
+
+_LOCATOR_FIELDS: Final = [
+    pa.field("kind", pa.string()),
+    pa.field("container", pa.large_string()),
+    pa.field("offset", pa.int64()),
+    pa.field("size", pa.int64()),
+]
+INDEX_SCHEMA: Final = pa.schema(
+    [
+        pa.field("key", pa.large_string()),
+        pa.field("key_hash", pa.uint64()),  # xxh3_64 of "source_id/key"
+        pa.field("source_id", pa.int32()),
+        pa.field("task", pa.string()),
+        pa.field("num_tokens", pa.int32()),
+        pa.field("num_loss_tokens", pa.int32()),
+        pa.field("num_vision_patches", pa.int32()),
+        pa.field("num_images", pa.int32()),
+        pa.field("num_turns", pa.int32()),
+        pa.field("grid_thw", pa.list_(pa.int32())),  # (t, h, w) of each image, one after another
+        pa.field("json", pa.struct(_LOCATOR_FIELDS)),
+        pa.field(
+            "media",
+            pa.large_list(pa.struct([*_LOCATOR_FIELDS, pa.field("extension", pa.string())])),
+        ),
+    ]
+)
+SET_ASIDE_SCHEMA: Final = pa.schema(
+    [
+        pa.field("key", pa.large_string()),
+        pa.field("source", pa.string()),
+        pa.field("reason", pa.string()),
+        pa.field("detail", pa.large_string()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSample:
+    """One row of the index. `media` holds locator and extension of each image."""
+
+    key: str
+    source_id: int
+    task: str
+    num_turns: int
+    length: SampleLength
+    json: Locator
+    media: tuple[tuple[Locator, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SetAsideSample:
+    """One row of the set-aside table."""
+
+    key: str
+    source: str
+    reason: str
+    detail: str
+
+
+def key_hash(source_id: int, key: str) -> int:
+    """What identifies a sample in 8 bytes."""
+    return xxhash.xxh3_64_intdigest(f"{source_id}/{key}".encode())
+
+
+def index_table(samples: Sequence[MeasuredSample]) -> pa.Table:
+    """Samples as rows of INDEX_SCHEMA."""
+    lengths = [sample.length for sample in samples]
+    columns: dict[str, Iterable[Any]] = {
+        "key": [sample.key for sample in samples],
+        "key_hash": np.array([key_hash(s.source_id, s.key) for s in samples], dtype=np.uint64),
+        "source_id": [sample.source_id for sample in samples],
+        "task": [sample.task for sample in samples],
+        "num_tokens": [length.num_tokens for length in lengths],
+        "num_loss_tokens": [length.num_loss_tokens for length in lengths],
+        "num_vision_patches": [length.num_vision_patches for length in lengths],
+        "num_images": [len(sample.media) for sample in samples],
+        "num_turns": [sample.num_turns for sample in samples],
+        "grid_thw": [[n for grid in length.grid_thw for n in grid] for length in lengths],
+        "json": [asdict(sample.json) for sample in samples],
+        "media": [
+            [{**asdict(locator), "extension": extension} for locator, extension in sample.media]
+            for sample in samples
+        ],
+    }
+    arrays = [pa.array(columns[name.name], name.type) for name in INDEX_SCHEMA]
+    return pa.Table.from_arrays(arrays, schema=INDEX_SCHEMA)
+
+
+def set_aside_table(samples: Sequence[SetAsideSample]) -> pa.Table:
+    """Samples as rows of SET_ASIDE_SCHEMA; text that is not UTF-8 is escaped."""
+    rows = [
+        {
+            name: value.encode("utf-8", "backslashreplace").decode()
+            for name, value in asdict(sample).items()
+        }
+        for sample in samples
+    ]
+    return pa.Table.from_pylist(rows, SET_ASIDE_SCHEMA)
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write a Parquet file that is complete or absent."""
+    with atomic_file(path) as file:
+        pq.write_table(table, file, compression="zstd")
+
+
+@dataclass(frozen=True)
+class IndexInfo:
+    """What index.json holds."""
+
+    fingerprint: dict[str, str | int]
+    versions: dict[str, str]
+    #: rows of each part, in order
+    part_rows: list[int]
+    #: samples set aside while measuring, by reason
+    set_aside: dict[str, int]
+    #: image files that no sample uses
+    num_unused_images: int = 0
+    #: sum of num_tokens
+    num_tokens: int = 0
+    version: int = INDEX_VERSION
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of the index."""
+        return sum(self.part_rows)
+
+    @property
+    def num_set_aside(self) -> int:
+        """Samples set aside while measuring."""
+        return sum(self.set_aside.values())
+
+    def save(self, path: Path) -> None:
+        """Write index.json: from now on the index is complete."""
+        write_atomically(path, to_json(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> "IndexInfo | None":
+        """Read index.json; None if the index is not complete.
+
+        Raises:
+            StageError: it is of another format version.
+        """
+        content = read_json(path)
+        if content is None:
+            return None
+        if content.get("version") != INDEX_VERSION:
+            raise StageError(
+                f"{path} has format version {content.get('version')}, this version reads "
+                f"{INDEX_VERSION}; measure again with another output.path"
+            )
+        return cls(**content)
+
+
+def part_name(number: int) -> str:
+    """File name of a part."""
+    return f"part-{number:05d}.parquet"
+
+
+class Index:
+    """A complete index, read column by column."""
+
+    def __init__(self, folder: Path, info: IndexInfo) -> None:
+        self._paths = [folder / part_name(i) for i in range(len(info.part_rows))]
+        self.info = info
+
+    def table(self, *columns: str) -> pa.Table:
+        """Columns of all rows; every column where none is named.
+
+        Raises:
+            StageError: a part is missing or has another number of rows than index.json says.
+        """
+        columns = columns or tuple(INDEX_SCHEMA.names)
+        tables = []
+        for path, rows in zip(self._paths, self.info.part_rows, strict=True):
+            try:
+                table = pq.read_table(path, columns=list(columns), memory_map=True)
+            except (OSError, pa.ArrowInvalid) as error:
+                raise StageError(f"index part {path} cannot be read: {error}") from error
+            if len(table) != rows:
+                raise StageError(f"index part {path} has {len(table)} rows, {rows} were written")
+            tables.append(table)
+        if not tables:
+            return INDEX_SCHEMA.empty_table().select(list(columns))
+        return pa.concat_tables(tables)
+
+    def array(self, column: str) -> npt.NDArray[Any]:
+        """A numeric column as an array (num_samples,)."""
+        return self.table(column)[column].to_numpy()
+
+
+def read_set_aside(folder: Path, num_parts: int) -> list[Mapping[str, str]]:
+    """All rows of the set-aside table."""
+    return [
+        row
+        for number in range(num_parts)
+        for row in pq.read_table(folder / part_name(number)).to_pylist()
+    ]

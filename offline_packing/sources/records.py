@@ -1,0 +1,135 @@
+"""One JSON object to one sample. The forms that are read:
+
+    {"messages": [{"role": "user", "content": str}, {"role": "assistant", "content": str}, ...],
+     "images": [str, ...]}                                     a leading system message is allowed
+    {"captions": [{"content": str}]}, {"captions": [str]}, {"caption": str}
+    {"question" | "prompt" | "context": str, "answer" | "answers": str}
+
+The prompts and answers of the last form may also be two lists of equal length: turns. Images are
+named by "images" or "image". Other fields are ignored.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, cast
+
+import orjson
+
+from task_encoders.samples import SampleError, SourceSample, Turn, check_sample
+
+_UTF8_BOM: Final = b"\xef\xbb\xbf"
+_PROMPT_FIELDS: Final = ("question", "prompt", "context")
+_ANSWER_FIELDS: Final = ("answer", "answers", "captions", "caption")
+
+
+def load_json(data: bytes) -> Mapping[str, Any]:
+    """Parse a record.
+
+    Raises:
+        SampleError: bad_json, or bad_record if it is no object.
+    """
+    try:
+        content = orjson.loads(data.removeprefix(_UTF8_BOM))
+    except orjson.JSONDecodeError as error:
+        raise SampleError("bad_json", " ".join(str(error).split())[:200]) from error
+    if not isinstance(content, dict):
+        raise SampleError("bad_record", f"the JSON is {_kind(content)}, not an object")
+    return content
+
+
+def to_sample(
+    content: Mapping[str, Any],
+    key: str,
+    task: str,
+    paired_images: Sequence[str] | None = None,
+) -> SourceSample:
+    """Make a sample of a parsed record.
+
+    Args:
+        paired_images: images with the record's name, where the format pairs by name.
+
+    Raises:
+        SampleError: the record cannot be used.
+    """
+    for name in ("video", "videos"):
+        if content.get(name):
+            raise SampleError("bad_record", f"{name!r} is not supported")
+    if content.get("messages") is not None:
+        system, turns = _dialogue(content["messages"])
+    else:
+        system, turns = None, _turns(content, task)
+    images = _images(content, paired_images)
+    sample = SourceSample(key, task, tuple(turns), tuple(images), system)
+    check_sample(sample)
+    return sample
+
+
+def _dialogue(messages: Any) -> tuple[str | None, list[Turn]]:
+    """[system,] user, assistant, user, assistant, ..."""
+    if not isinstance(messages, list) or not messages:
+        raise SampleError("bad_record", f"'messages' is {_kind(messages)}, not a list of messages")
+    pairs = [_message(message) for message in messages]
+    system = pairs.pop(0)[1] if pairs[0][0] == "system" else None
+    roles = [role for role, _ in pairs]
+    if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
+        raise SampleError("bad_roles", f"roles are {', '.join(roles[:8]) or 'system only'}")
+    texts = [text for _, text in pairs]
+    return system, [Turn(*turn) for turn in zip(texts[::2], texts[1::2], strict=True)]
+
+
+def _message(message: Any) -> tuple[str, str]:
+    if not isinstance(message, dict):
+        raise SampleError("bad_record", f"a message is {_kind(message)}, not an object")
+    role, text = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not isinstance(text, str):
+        raise SampleError("bad_record", "a message needs the texts 'role' and 'content'")
+    return role, text
+
+
+def _turns(content: Mapping[str, Any], task: str) -> list[Turn]:
+    answers = _texts(content, _ANSWER_FIELDS)
+    if answers is None:
+        raise SampleError("bad_record", f"none of 'messages', {_names(_ANSWER_FIELDS)}")
+    prompts = _texts(content, _PROMPT_FIELDS)
+    if prompts is None:
+        if task != "captioning":
+            raise SampleError("bad_record", f"no prompt: none of {_names(_PROMPT_FIELDS)}")
+        prompts = [""] * len(answers)
+    if len(prompts) != len(answers):
+        raise SampleError("bad_record", f"{len(prompts)} prompts for {len(answers)} answers")
+    return [Turn(*turn) for turn in zip(prompts, answers, strict=True)]
+
+
+def _texts(content: Mapping[str, Any], names: Sequence[str]) -> list[str] | None:
+    """The first of the fields that is there, as a list: 'x', ['x'] and [{"content": 'x'}]."""
+    name = next((name for name in names if content.get(name) is not None), None)
+    if name is None:
+        return None
+    values = content[name] if isinstance(content[name], list) else [content[name]]
+    texts = [value.get("content") if isinstance(value, dict) else value for value in values]
+    if any(not isinstance(text, str) for text in texts):
+        raise SampleError("bad_record", f"{name!r} holds something other than text")
+    return cast(list[str], texts)
+
+
+def _images(content: Mapping[str, Any], paired_images: Sequence[str] | None) -> Sequence[str]:
+    named = content.get("image") if content.get("images") is None else content["images"]
+    if named is not None:
+        names = named if isinstance(named, list) else [named]
+        if not all(isinstance(name, str) for name in names):
+            raise SampleError("bad_record", "'images' holds something other than file names")
+        return names
+    if paired_images is None:
+        return ()
+    if not paired_images:
+        raise SampleError("missing_image", "no image of the record's name beside it")
+    if len(paired_images) > 1:
+        raise SampleError("ambiguous_image", f"the record names none of {_names(paired_images)}")
+    return paired_images
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,105 @@
+"""What every stage is given, and the sources and the encoder that a configuration names."""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from offline_packing.config import ModelConfig, PackingConfig
+from offline_packing.engines import ENGINES, Engine
+from offline_packing.errors import ConfigError
+from offline_packing.fingerprint import Fingerprint
+from offline_packing.sources import SOURCES, Source
+from offline_packing.workspace import Workspace
+from task_encoders.sample_encoder import SampleEncoder, build_sample_encoder
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run over one output: the configuration and what belongs to it."""
+
+    config: PackingConfig
+    engine: Engine
+    #: fields of the fingerprint that may differ
+    accept_mismatch: frozenset[str] = frozenset()
+    #: whether to show progress bars
+    progress: bool = False
+
+    @property
+    def workspace(self) -> Workspace:
+        """Where the artifacts lie."""
+        return Workspace(Path(self.config.output.path))
+
+    def bar(self, name: str, total: int, unit: str) -> "tqdm[None]":
+        """A progress bar."""
+        return tqdm(total=total, desc=name, unit=unit, disable=not self.progress)
+
+
+def build_engine(config: PackingConfig) -> Engine:
+    """The engine that the configuration names."""
+    return ENGINES[config.engine.name](config.engine.workers)
+
+
+def open_sources(config: PackingConfig) -> list[Source]:
+    """The sources of a configuration; a source's id is its place in this list.
+
+    Raises:
+        ConfigError: the output lies inside a source, which would find its own packs.
+    """
+    output = Path(config.output.path).resolve()
+    for source in config.source:
+        if output.is_relative_to(Path(source.path).resolve()):
+            raise ConfigError(
+                f"output.path {config.output.path!r} lies inside source.path {source.path!r}; "
+                "choose a folder outside"
+            )
+    return [
+        SOURCES[source.format](
+            source.path, source.task, key_prefix=prefix, image_root=source.image_root
+        )
+        for source, prefix in zip(config.source, config.key_prefixes(), strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=4)
+def open_encoder(model: ModelConfig) -> SampleEncoder:
+    """The sample encoder of a model, built once per process.
+
+    Raises:
+        ConfigError: there is no such model, or its limits contradict each other.
+    """
+    try:
+        return build_sample_encoder(
+            model.family,
+            model.processor,
+            min_pixels=model.min_pixels,
+            max_pixels=model.max_pixels,
+            max_aspect_ratio=model.max_aspect_ratio,
+            max_image_pixels=model.max_image_pixels,
+        )
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model: {' '.join(str(error).split())}") from error
+
+
+def config_fingerprint(config: PackingConfig) -> Fingerprint:
+    """What the index depends on, as far as the configuration alone says it."""
+    fields: dict[str, str | int] = {
+        f"model.{name}": value for name, value in open_encoder(config.model).fingerprint.items()
+    }
+    for i, (source, prefix) in enumerate(zip(config.source, config.key_prefixes(), strict=True)):
+        fields[f"source.{i}.format"] = source.format
+        fields[f"source.{i}.task"] = source.task
+        fields[f"source.{i}.key_prefix"] = prefix
+    return fields
+
+
+def without_listings(fingerprint: Fingerprint) -> dict[str, str | int]:
+    """The part of an index's fingerprint that `config_fingerprint` gives."""
+    return {name: value for name, value in fingerprint.items() if not name.endswith(".listing")}
+
+
+def listed(reasons: Iterable[tuple[str, int]]) -> str:
+    """'bad_json 2, overlong 11', or 'none'."""
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(reasons)) or "none"

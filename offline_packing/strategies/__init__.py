@@ -1,0 +1,65 @@
+"""Packing strategies: pure functions from lengths to packs, found by name in STRATEGIES.
+
+Two kinds share one registry. A *composer* decides on the histogram of lengths which multisets fill
+the packs, and leaves open which sample of a length is used (COMPOSERS); the others name the samples
+themselves. To add a strategy, write its function and add one line here.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from offline_packing.strategies.auto import auto, tilted_sampling
+from offline_packing.strategies.composition import Composition
+from offline_packing.strategies.exact_fill import exact_fill
+from offline_packing.strategies.expand import expand_composition
+from offline_packing.strategies.histogram import (
+    best_fit_decreasing,
+    count_lengths,
+    greedy_knapsack,
+)
+from offline_packing.strategies.packs import Packs
+from offline_packing.strategies.pattern_lp import pattern_lp
+
+
+class Strategy(Protocol):
+    """Packs samples of ``num_tokens`` (integers (num_samples,), all in 1..seq_length)."""
+
+    def __call__(
+        self, num_tokens: np.ndarray, seq_length: int, *, seed: int = 0, **options: object
+    ) -> Packs:
+        """Every sample in exactly one pack, no pack over ``seq_length``."""
+
+
+#: Decides the packs on ``counts``, int64 (seq_length + 1,): f(counts, *, seed=0, **options).
+Composer = Callable[..., Composition]
+
+COMPOSERS: dict[str, Composer] = {
+    "auto": auto,
+    "best_fit_decreasing": best_fit_decreasing,
+    "exact_fill": exact_fill,
+    "tilted_sampling": tilted_sampling,
+    "pattern_lp": pattern_lp,
+    "greedy_knapsack": greedy_knapsack,
+}
+
+
+def pack_composed(
+    composer: Composer,
+    num_tokens: np.ndarray,
+    seq_length: int,
+    *,
+    seed: int = 0,
+    **options: object,
+) -> Packs:
+    """Packs of a composer, samples of equal length taken in their order."""
+    lengths = np.ascontiguousarray(num_tokens, np.int32)
+    counts = count_lengths(lengths, seq_length)
+    return expand_composition(composer(counts, seed=seed, **options), lengths, counts)
+
+
+STRATEGIES: dict[str, Strategy] = {
+    **{name: partial(pack_composed, composer) for name, composer in COMPOSERS.items()},
+}

@@ -1,0 +1,54 @@
+"""The default strategy: as much effort as the distance from the bound calls for."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from offline_packing.strategies.composition import Composition, join_compositions
+from offline_packing.strategies.exact_fill import exact_fill
+from offline_packing.strategies.histogram import best_fit_decreasing, lower_bound
+from offline_packing.strategies.pattern_lp import pattern_lp
+from offline_packing.strategies.tilted_sampling import tilted_fills
+
+#: packs above the bound that are not worth the linear program: at most 2, or this share
+TOLERANCE = 3e-5
+
+
+def tilted_sampling(counts: np.ndarray, *, seed: int = 0) -> Composition:
+    """Random exact fills of narrow laws, what is left by exact fills longest first."""
+    drawn, left = tilted_fills(counts, seed=seed)
+    return join_compositions([drawn, exact_fill(left)])
+
+
+def auto(counts: np.ndarray, *, seed: int = 0) -> Composition:
+    """Best-fit-decreasing; exact fills unless at the bound; the linear program if far from it.
+
+    Broad laws end after the first or second method, in milliseconds. Narrow ones, such as captions
+    behind a fixed number of vision tokens, take the linear program; where there are very many
+    different lengths, random exact fills are tried before it. The best plan is returned, with the
+    best proved lower bound.
+    """
+    bound = lower_bound(counts)
+    best: Composition | None = None
+    for method, goal in _methods(counts, bound):
+        if best is not None and best.num_packs <= goal:
+            continue
+        composition = method(counts, seed=seed)
+        bound = max(bound, composition.lower_bound)
+        if best is None or composition.num_packs < best.num_packs:
+            best = composition
+    assert best is not None
+    return best._replace(lower_bound=bound)
+
+
+def _methods(counts: np.ndarray, bound: int) -> list[tuple[Callable[..., Composition], int]]:
+    """Methods in order of cost, each with the number of packs that makes it unnecessary."""
+    tolerated = bound + max(2, int(TOLERANCE * bound))
+    methods: list[tuple[Callable[..., Composition], int]] = [
+        (best_fit_decreasing, bound),
+        (exact_fill, bound),
+        (pattern_lp, tolerated),
+    ]
+    if np.count_nonzero(counts) > 1000:
+        methods.insert(2, (tilted_sampling, tolerated))
+    return methods

@@ -1,0 +1,310 @@
+"""What each kind of bad, and of merely unusual, input becomes: one real run of measure over all."""
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offline_packing.measure import measure
+from offline_packing.plan_stage import make_plan, open_index, plan
+from offline_packing.sources import jsonl, pairs
+from offline_packing.write import write
+from tests.offline_packing.datasets import (
+    dialogue,
+    image_bytes,
+    make_stage,
+    outcomes,
+    write_json,
+)
+
+JPEG = image_bytes()
+ASK = dialogue("<image>\nWhat is this?", "A square.")
+
+#: File name -> content: bytes as they are, a function that makes the file, anything else as JSON.
+Files = dict[str, Any]
+
+
+def record(messages: Any = ASK, **fields: Any) -> dict[str, Any]:
+    return {"messages": messages, **fields}
+
+
+def said(*texts: str) -> dict[str, Any]:
+    return record(dialogue(*texts), images=[])
+
+
+def spoken(*roles: str) -> dict[str, Any]:
+    return record([{"role": role, "content": "text"} for role in roles], images=[])
+
+
+def nested(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
+
+
+def huge_png(width: int, height: int) -> bytes:
+    """A complete PNG of a few bytes that claims to be enormous."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checksum = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + checksum
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
+
+
+def link_to(target: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(target)
+
+
+BAD: dict[str, tuple[str, Files]] = {
+    "json_broken": ("bad_json", {".json": b'{"messages": ['}),
+    "json_empty": ("bad_json", {".json": b""}),
+    "json_not_utf8": ("bad_json", {".json": '{"caption": "é"}'.encode("latin-1")}),
+    "json_nan": ("bad_json", {".json": b'{"caption": NaN}'}),
+    "json_lone_surrogate": ("bad_json", {".json": rb'{"caption": "\ud800"}'}),
+    "json_too_deep": ("bad_json", {".json": nested(100_000)}),
+    "json_dangling_link": ("bad_json", {".json": link_to("nowhere.json")}),
+    "json_link_outside": ("path_outside_root", {".json": link_to("../outside.json")}),
+    "json_list": ("bad_record", {".json": [1, 2]}),
+    "json_text": ("bad_record", {".json": "hello"}),
+    "record_empty": ("bad_record", {".json": {}}),
+    "messages_text": ("bad_record", {".json": record("hello", images=[])}),
+    "messages_empty": ("bad_record", {".json": record([], images=[])}),
+    "message_no_content": ("bad_record", {".json": record([{"role": "user"}], images=[])}),
+    "message_content_list": (
+        "bad_record",
+        {".json": record([{"role": "user", "content": [{"type": "text"}]}], images=[])},
+    ),
+    "images_numbers": ("bad_record", {".json": record(images=[7])}),
+    "video": ("bad_record", {".json": record(images=[], videos=["a.mp4"])}),
+    "no_question": ("bad_record", {".json": {"answer": "Blue.", "images": []}}),
+    "two_questions_one_answer": (
+        "bad_record",
+        {".json": {"question": ["a", "b"], "answer": "Blue.", "images": []}},
+    ),
+    "answer_number": ("bad_record", {".json": {"question": "a", "answer": 7, "images": []}}),
+    "roles_assistant_first": ("bad_roles", {".json": spoken("assistant", "user")}),
+    "roles_two_users": ("bad_roles", {".json": spoken("user", "user", "assistant")}),
+    "roles_ends_with_user": ("bad_roles", {".json": spoken("user", "assistant", "user")}),
+    "roles_system_only": ("bad_roles", {".json": spoken("system")}),
+    "roles_system_inside": ("bad_roles", {".json": spoken("user", "assistant", "system")}),
+    "roles_unknown": ("bad_roles", {".json": spoken("human", "gpt")}),
+    "answer_empty": ("empty_answer", {".json": said("Hello", "")}),
+    "answer_blank": ("empty_answer", {".json": said("Hello", " \n\t")}),
+    "second_answer_empty": ("empty_answer", {".json": said("Hello", "Hi", "And?", "")}),
+    "count_too_many_tags": (
+        "image_count_mismatch",
+        {".json": record(dialogue("<image><image>", "x")), ".jpg": JPEG},
+    ),
+    "count_too_many_images": (
+        "image_count_mismatch",
+        {".json": record(images=["a.jpg", "b.jpg"]), "/a.jpg": JPEG},
+    ),
+    "count_tag_without_image": ("image_count_mismatch", {".json": record(images=[])}),
+    "image_missing": ("missing_image", {".json": record(images=["nowhere.jpg"])}),
+    "image_not_beside": ("missing_image", {".json": record()}),
+    "image_other_format": ("missing_image", {".json": record(), ".heic": JPEG}),
+    "image_is_folder": ("missing_image", {".json": record(images=["image_is_folder"])}),
+    "image_is_pipe": ("missing_image", {".json": record(), ".jpg": lambda path: os.mkfifo(path)}),
+    "image_name_empty": ("missing_image", {".json": record(images=[""])}),
+    "image_name_nul": ("missing_image", {".json": record(images=["a\0.jpg"])}),
+    "image_name_too_long": ("missing_image", {".json": record(images=["a" * 300 + ".jpg"])}),
+    "image_url": ("missing_image", {".json": record(images=["https://example.org/a.jpg"])}),
+    "image_link_loop": ("missing_image", {".json": record(), ".jpg": link_to("image_link_loop.jpg")}),
+    "image_ambiguous": ("ambiguous_image", {".json": record(), ".jpg": JPEG, ".png": JPEG}),
+    "path_parent": ("path_outside_root", {".json": record(images=["../outside.jpg"])}),
+    "path_absolute": ("path_outside_root", {".json": record(images=["/etc/hostname"])}),
+    "path_sibling": ("path_outside_root", {".json": record(images=["../data_secret/a.jpg"])}),
+    "path_link": ("path_outside_root", {".json": record(), ".jpg": link_to("../outside.jpg")}),
+    "path_link_folder": (
+        "path_outside_root",
+        {".json": record(images=["linked/outside.jpg"]), "/../linked": link_to("..")},
+    ),
+    "image_zero_bytes": ("bad_image", {".json": record(), ".jpg": b""}),
+    "image_text": ("bad_image", {".json": record(), ".jpg": b"<html>404 not found</html>"}),
+    "image_pickle": ("bad_image", {".json": record(), ".png": b"\x80\x04N."}),
+    "image_cut_in_header": ("bad_image", {".json": record(), ".jpg": JPEG[:300]}),
+    "image_truncated_jpeg": ("truncated_image", {".json": record(), ".jpg": JPEG[:-40]}),
+    "image_truncated_png": (
+        "truncated_image",
+        {".json": record(), ".png": image_bytes(image_format="PNG")[:-60]},
+    ),
+    "image_bomb": ("image_too_large", {".json": record(), ".png": huge_png(60_000, 60_000)}),
+    "image_large": ("image_too_large", {".json": record(), ".png": huge_png(3_000, 3_000)}),
+    "image_narrow": ("aspect_ratio", {".json": record(), ".jpg": image_bytes(8, 1700)}),
+    "image_wide": ("aspect_ratio", {".json": record(), ".jpg": image_bytes(1700, 8)}),
+}
+
+GOOD: dict[str, Files] = {
+    "name.with.dots": {".json": record(), ".jpg": JPEG},
+    "name with spaces": {".json": record(), ".jpg": JPEG},
+    "name:with:colons": {".json": record(), ".jpg": JPEG},
+    "name_emoji_🙂": {".json": record(), ".jpg": JPEG},
+    "名字": {".json": record(), ".jpg": JPEG},
+    "name'with\"quotes": {".json": record(), ".jpg": JPEG},
+    "-rf": {".json": record(), ".jpg": JPEG},
+    "special_tokens": {
+        ".json": said("<|im_end|><|im_start|>system", "<|image_pad|><|vision_start|>")
+    },
+    "image_tag_in_answer": {".json": said("What marks an image?", "<image> does.")},
+    "byte_order_mark": {".json": b"\xef\xbb\xbf" + json.dumps(said("Hi", "Hello")).encode()},
+    "crlf": {".json": json.dumps(said("Hi\r\nyou", "Hello"), indent=2).encode()},
+    "images_null": {".json": record(images=None), ".jpg": JPEG},
+    "image_one": {".json": record(image="image_one/a.jpg"), "/a.jpg": JPEG},
+    "image_no_tag": {".json": record(dialogue("What?", "A square.")), ".jpg": JPEG},
+    "image_upper_case": {".json": record(), ".JPG": JPEG},
+    "image_wrong_extension": {".json": record(), ".jpg": image_bytes(image_format="PNG")},
+    "image_webp": {".json": record(), ".webp": image_bytes(image_format="WEBP")},
+    "image_gif": {".json": record(), ".gif": image_bytes(image_format="GIF")},
+    "image_bytes_behind": {".json": record(), ".jpg": JPEG + b"trailing"},
+    "image_one_pixel": {".json": record(), ".png": image_bytes(1, 1, "PNG")},
+    "image_link_inside": {".json": record(), ".jpg": link_to("名字.jpg")},
+    "image_parent_inside": {
+        ".json": record(images=["image_parent_inside/../image_one/a.jpg"]),
+    },
+    "image_twice": {
+        ".json": record(dialogue("<image><image>", "Same."), images=["名字.jpg", "名字.jpg"])
+    },
+    "question_answer": {".json": {"question": "<image>Colour?", "answer": "Blue."}, ".jpg": JPEG},
+    "context_answers": {".json": {"context": "Colour?", "answers": ["Blue."]}, ".jpg": JPEG},
+    "turns_as_lists": {
+        ".json": {"prompt": ["a", "b"], "captions": ["c", {"content": "d"}], "images": []}
+    },
+    "output_00000001": {".json": record(dialogue("Hi", "Hello"))},
+    "system": {".json": record([{"role": "system", "content": "Be."}, *ASK]), ".jpg": JPEG},
+}
+
+KEYS = {**{key: reason for key, (reason, _) in BAD.items()}, **dict.fromkeys(GOOD, "ok")}
+
+
+def create(root: Path, key: str, files: Files) -> None:
+    for suffix, content in files.items():
+        path = Path(os.path.normpath(f"{root / key}{suffix}"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if callable(content):
+            content(path)
+        elif isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            write_json(path, content)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Every case in one folder, measured at once."""
+    base = tmp_path_factory.mktemp("bad_input")
+    root = base / "data"
+    (base / "data_secret").mkdir()
+    (root / "image_is_folder").mkdir(parents=True)
+    (base / "outside.json").write_text('{"caption": "secret"}')
+    for name in ("outside.jpg", "data_secret/a.jpg"):
+        (base / name).write_bytes(JPEG)
+    for key, (_, files) in BAD.items():
+        create(root, key, files)
+    for key, files in GOOD.items():
+        create(root, key, files)
+    source = {"format": "pairs", "path": str(root), "task": "bmr"}
+    return outcomes(make_stage(source, base / "out", model={"max_image_pixels": 4_000_000}))
+
+
+def test_every_sample_is_accounted_for(results: dict[str, str]) -> None:
+    assert len(BAD) >= 30
+    assert set(results) == set(KEYS)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_outcome(results: dict[str, str], key: str) -> None:
+    assert results[key] == KEYS[key]
+
+
+def test_captioning_takes_one_caption(tmp_path: Path) -> None:
+    for key, captions in {"one": ["a"], "two": ["a", "b"], "none": []}.items():
+        create(tmp_path / "data", key, {".json": {"captions": captions}, ".jpg": JPEG})
+    assert outcomes(make_stage(tmp_path / "data", tmp_path / "out")) == {
+        "one": "ok",
+        "two": "bad_record",
+        "none": "bad_record",
+    }
+
+
+def test_file_name_that_is_not_utf8(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    root.mkdir()
+    name = os.path.join(os.fsencode(root), b"caf\xe9")
+    try:
+        for suffix, content in ((b".json", b'{"caption": "a"}'), (b".jpg", JPEG)):
+            with open(name + suffix, "wb") as file:
+                file.write(content)
+    except OSError:
+        pytest.skip("the file system takes UTF-8 names only")
+    assert outcomes(make_stage(root, tmp_path / "out")) == {r"caf\xe9": "bad_record"}
+
+
+def test_json_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "MAX_JSON_BYTES", 1000)
+    create(tmp_path / "data", "small", {".json": {"caption": "a"}, ".jpg": JPEG})
+    create(tmp_path / "data", "large", {".json": {"caption": "a" * 1000}, ".jpg": JPEG})
+    results = outcomes(make_stage(tmp_path / "data", tmp_path / "out"))
+    assert results == {"small": "ok", "large": "bad_record"}
+
+
+def test_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "MAX_JSON_BYTES", 1000)
+    good = json.dumps(said("Hi", "Hello")).encode()
+    lines = [
+        good,  # 1
+        b"",
+        b"{broken",  # 3
+        b"   ",
+        b'["no object"]',  # 5
+        json.dumps(said("Hi", "a" * 2500)).encode(),  # 6
+        good.replace(b"{", b'{"id": "named", ', 1),
+        good.replace(b"{", b'{"id": 17, ', 1),
+        good.replace(b"{", b'{"id": null, ', 1) + b"\r",  # 9
+        good.replace(b"{", b'{"id": "no image", "image": "nowhere.jpg", ', 1),
+        good[:-10],  # 11: cut off, without a line end
+    ]
+    path = tmp_path / "data" / "chat.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(b"\n".join(lines))
+    source = {"format": "jsonl", "path": str(path), "task": "bmr"}
+    assert outcomes(make_stage(source, tmp_path / "out", engine={"samples_per_part": 2})) == {
+        "chat:1": "ok",
+        "chat:3": "bad_json",
+        "chat:5": "bad_record",
+        "chat:6": "bad_record",
+        "named": "ok",
+        "17": "ok",
+        "chat:9": "ok",
+        "no image": "missing_image",
+        "chat:11": "bad_json",
+    }
+
+
+def test_duplicate_keys_and_overlong_samples(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    texts = {"a": "first", "b": "word " * 600, "c": "third"}
+    for i, key in enumerate(["a", "b", "a", "c", "a"]):
+        line = {"id": key, **said("Hi", f"{texts[key]} {i}")}
+        root.mkdir(exist_ok=True)
+        with open(root / "chat.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+    stage = make_stage({"format": "jsonl", "path": str(root), "task": "bmr"}, tmp_path / "out")
+    info = measure(stage)
+    packs, aside = make_plan(stage, open_index(stage))
+    assert [(sample.key, sample.reason) for sample in aside] == [
+        ("b", "overlong"),
+        ("a", "duplicate_key"),
+        ("a", "duplicate_key"),
+    ]
+    assert sorted(packs.sample_ids) == [0, 3]  # the first 'a' stays
+    assert len(packs.sample_ids) + len(aside) == info.num_samples == 5
+    plan(stage)
+    counts = write(stage)["counts"]
+    assert (counts["samples"], counts["packed"]) == (5, 2)
+    assert counts["set_aside"] == {"duplicate_key": 2, "overlong": 1}

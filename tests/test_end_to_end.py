@@ -1,0 +1,183 @@
+"""The whole road on drawn data: measure, plan, write, verify, and what reads the result."""
+
+import itertools
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import webdataset
+from megatron.energon import WorkerConfig, get_loader, get_savable_loader
+
+from offline_packing.config import PackingConfig, parse_config
+from offline_packing.demo import generate_demo_dataset, training
+from offline_packing.engines.local import LocalEngine
+from offline_packing.index import Index
+from offline_packing.measure import measure
+from offline_packing.plan_stage import plan
+from offline_packing.stage import Stage
+from offline_packing.verify import VerifyResult, verify
+from offline_packing.write import open_plan, write
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, get_packed_val_dataset
+from task_encoders.settings import PackingSettings
+
+SEQ_LENGTH = 2048
+MODEL = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 64}
+TASKS = {
+    "captioning": [("pairs", "captioning")],
+    "vqa": [("pairs", "vqa")],
+    "bmr": [("pairs", "bmr"), ("jsonl", "bmr_jsonl/dialogues.jsonl")],
+}
+
+
+@dataclass
+class Written:
+    path: Path
+    config: PackingConfig
+    manifest: dict[str, Any]
+    verified: VerifyResult
+    index: Index
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
+    root = tmp_path_factory.mktemp("road")
+    generate_demo_dataset(root / "data", num_samples=240, progress=False)
+    results = {}
+    for task, sources in TASKS.items():
+        config = parse_config(
+            {
+                "source": [
+                    {"format": form, "path": str(root / "data" / path), "task": task}
+                    for form, path in sources
+                ],
+                "model": MODEL,
+                "pack": {"seq_length": SEQ_LENGTH},
+                "output": {
+                    "path": str(root / task),
+                    "packs_per_shard": 4,
+                    "split": {"train": 0.8, "val": 0.2},
+                },
+            }
+        )
+        with LocalEngine(0) as engine:
+            stage = Stage(config, engine)
+            measure(stage)
+            plan(stage)
+            manifest = write(stage)
+            verified = verify(stage)
+            index, _, _ = open_plan(stage)
+        results[task] = Written(root / task, config, manifest, verified, index)
+    return results
+
+
+def task_encoder(task: str) -> Qwen2VLTaskEncoder:
+    settings = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
+    return Qwen2VLTaskEncoder(seq_length=SEQ_LENGTH, settings=settings, **MODEL)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_nothing_is_lost_doubled_or_mismeasured(task: str, written: dict[str, Written]) -> None:
+    result = written[task]
+    counts = result.manifest["counts"]
+    assert result.verified.ok, result.verified.problems
+    assert counts["samples"] == counts["packed"] + sum(counts["set_aside"].values())
+    assert counts["set_aside"]  # the drawn data hold samples that must be set aside
+    assert result.verified.num_samples == counts["packed"] > 50
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_loader_gives_every_sample_once(task: str, written: dict[str, Written]) -> None:
+    result = written[task]
+    train = training.packed_train_dataset(result.path, task, SEQ_LENGTH, repeat=False, **MODEL)
+    worker_config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    val = get_packed_val_dataset(result.path, task_encoder(task), worker_config=worker_config)
+    batches = [*get_loader(train), *get_loader(val)]
+    keys = [key for batch in batches for key in batch.sub_sample_keys]
+    assert not any(batch.dropped for batch in batches)
+    assert len(keys) == len(set(keys)) == result.manifest["counts"]["packed"]
+    assert sum(batch.tokens.shape[1] for batch in batches) == result.manifest["counts"]["tokens"]
+    assert all(batch.tokens.shape[1] <= SEQ_LENGTH for batch in batches)
+    measured = dict(zip(*result.index.table("key", "num_tokens").to_pydict().values(), strict=True))
+    for batch in batches:
+        lengths = batch.cu_lengths[0].diff().tolist()
+        assert lengths == [measured[key] for key in batch.sub_sample_keys]
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("command", [["info"], ["lint"], ["preview", "--split-parts", "train"]])
+def test_energons_own_commands_accept_the_folder(
+    task: str, command: list[str], written: dict[str, Written]
+) -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("energon"), *command, written[task].path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        input="n\n",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_plain_webdataset_library_reads_every_sample(
+    task: str, written: dict[str, Written]
+) -> None:
+    result = written[task]
+    shards = sorted(map(str, result.path.glob("*.tar")))
+    samples = list(webdataset.WebDataset(shards, shardshuffle=False, empty_check=False).decode())
+    assert (
+        sum(len(sample["json"]["captions"]) for sample in samples)
+        == (result.manifest["counts"]["packed"])
+    )
+    for sample in samples:
+        nested = [name if isinstance(name, list) else [name] for name in sample["json"]["images"]]
+        assert all(name in sample for names in nested for name in names)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_restored_loader_goes_on_with_the_identical_packs(
+    num_workers: int, written: dict[str, Written]
+) -> None:
+    def loader() -> Any:
+        return get_savable_loader(
+            training.packed_train_dataset(
+                written["bmr"].path, "bmr", SEQ_LENGTH, num_workers=num_workers, repeat=False,
+                **MODEL,
+            )
+        )  # fmt: skip
+
+    first = loader()
+    iterator = iter(first)
+    for _ in range(3):
+        next(iterator)
+    state = first.save_state_rank()
+    expected = list(iterator)
+    second = loader()
+    second.restore_state_rank(state)
+    restored = list(second)
+    assert len(expected) > 3
+    assert [batch.__key__ for batch in restored] == [batch.__key__ for batch in expected]
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(restored, expected, strict=True))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_packed_equals_unpacked_token_by_token(task: str, written: dict[str, Written]) -> None:
+    dataset = training.packed_train_dataset(written[task].path, task, SEQ_LENGTH, **MODEL)
+    batches = list(itertools.islice(get_loader(dataset), 1))
+    model = training.tiny_qwen2_vl(weight_std=0.08)
+    difference = training.compare_packed_with_unpacked(model, batches)
+    assert difference.num_tokens > 50
+    assert difference.packed <= 1e-4
+    assert difference.without_boundaries >= 1e-1
+
+
+def test_a_task_encoder_with_other_settings_is_refused(written: dict[str, Written]) -> None:
+    other = MODEL | {"max_pixels": 28 * 28 * 32}
+    with pytest.raises(ValueError, match="max_pixels"):
+        training.packed_train_dataset(written["vqa"].path, "vqa", SEQ_LENGTH, **other)
+    with pytest.raises(ValueError, match="seq_length 1024"):
+        training.packed_train_dataset(written["vqa"].path, "vqa", 1024, **MODEL)
