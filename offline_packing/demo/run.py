@@ -33,7 +33,7 @@ from offline_packing.write import open_plan, write
 logger = logging.getLogger(__name__)
 
 SEQ_LENGTH: Final = 2048
-MODEL: Final = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 128}
+MODEL: Final[Mapping[str, Any]] = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 128}
 TRAIN_STEPS: Final = 8
 COMPARED_PACKS: Final = 2
 
