@@ -15,7 +15,7 @@ import click
 
 from offline_packing.config import load_config
 from offline_packing.errors import ConfigError, StageError
-from offline_packing.stage import Stage, build_engine
+from offline_packing.stage import Stage, build_engine, listed
 from task_encoders.samples import TASKS
 
 logger = logging.getLogger(__name__)
@@ -39,10 +39,10 @@ def measure_verb(stage: Stage, dry_run: bool) -> None:
             click.echo(f"would measure {count:,} records of {source.path}")
         return
     info = measure(stage)
-    click.echo(
-        f"measured {info.num_samples:,} samples, {info.num_tokens:,} tokens; "
-        f"set aside {info.num_set_aside:,}"
-    )
+    click.echo(f"measured {info.num_samples:,} samples, {info.num_tokens:,} tokens")
+    if info.num_set_aside:
+        reasons = listed(info.set_aside.items())
+        click.echo(f"set aside: {reasons}; details in {stage.workspace.set_aside}")
 
 
 def plan_verb(stage: Stage, dry_run: bool) -> None:

@@ -23,7 +23,7 @@ from pydantic import (
 from offline_packing.engines import ENGINES
 from offline_packing.errors import ConfigError
 from offline_packing.sources import SOURCES
-from offline_packing.yaml_text import parse_yaml
+from offline_packing.yaml_text import apply_override, parse_yaml
 from task_encoders.sample_encoder import FAMILIES
 
 
@@ -232,7 +232,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PackingConfi
     if not isinstance(content, dict):
         raise ConfigError(f"config {str(path)!r} holds no mapping; see the example in the README")
     for override in overrides:
-        _apply_override(content, override)
+        apply_override(content, override)
     return parse_config(content, f"config {str(path)!r}")
 
 
@@ -242,40 +242,6 @@ def parse_config(content: Mapping[str, Any], name: str = "config") -> PackingCon
         return PackingConfig.model_validate(content)
     except ValidationError as error:
         raise ConfigError(f"{name}: {_explain(error)}") from error
-
-
-def _apply_override(content: dict[str, Any], override: str) -> None:
-    """Set one value: `source.0.path=x` and, where there is one source, `source.path=x`."""
-    name, separator, text = override.partition("=")
-    if not separator or not all(name.split(".")):
-        raise ConfigError(f"override {override!r} is not of the form a.b=value")
-    value = parse_yaml(text, f"override {override!r}")
-    *parents, last = name.split(".")
-    target: Any = content
-    for depth, key in enumerate(parents):
-        if isinstance(target, list):
-            target = _item(target, key, override)
-        else:
-            if target.get(key) is None:
-                target[key] = {}
-            target = target[key]
-        if not isinstance(target, dict | list):
-            where = ".".join(parents[: depth + 1])
-            raise ConfigError(f"override {override!r}: {where} is {target!r}, not a mapping")
-    if isinstance(target, list):
-        _item(target, last, override)
-        target[int(last)] = value
-    else:
-        target[last] = value
-
-
-def _item(items: list[Any], key: str, override: str) -> Any:
-    if not key.isdecimal() or int(key) >= len(items):
-        raise ConfigError(
-            f"override {override!r}: {key!r} is no item of a list of {len(items)}; "
-            "number the items from 0"
-        )
-    return items[int(key)]
 
 
 def _explain(error: ValidationError) -> str:

@@ -1,6 +1,7 @@
 """Which packs go in which shard, and the task that holds all a worker needs for one shard."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from offline_packing.pack_plan import PackPlan
 from offline_packing.sources import Locator, Source
 from offline_packing.sources.records import to_sample
 from offline_packing.stage import Stage, open_sources
-from offline_packing.tar_shards import member_size
+from offline_packing.tar_shards import member_size, tar_size
 from task_encoders.pack_format import pack_key
 from task_encoders.samples import SourceSample
 
@@ -106,7 +107,8 @@ def split_packs(num_packs: int, shares: Mapping[str, float]) -> dict[str, range]
 
 
 def lay_out_shards(output: OutputConfig, pack_bytes: npt.NDArray[np.int64]) -> list[Shard]:
-    """Cut the packs into shards; no shard holds packs of two splits.
+    """Cut the packs into shards; no shard holds packs of two splits. A pack that is larger than
+    max_shard_bytes by itself gets a shard of its own.
 
     Args:
         pack_bytes: (num_packs,) bytes that each pack takes in a tar, or more.
@@ -117,7 +119,7 @@ def lay_out_shards(output: OutputConfig, pack_bytes: npt.NDArray[np.int64]) -> l
         cuts = [packs.start]
         held = 0
         for pack, size in zip(packs, sizes, strict=True):
-            full = output.max_shard_bytes is not None and held + size > output.max_shard_bytes
+            full = tar_size(held + size) > (output.max_shard_bytes or math.inf)
             if pack > cuts[-1] and (full or pack - cuts[-1] == output.packs_per_shard):
                 cuts.append(pack)
                 held = 0

@@ -87,6 +87,11 @@ def member_size(size: int) -> int:
     return _BLOCK + size + -size % _BLOCK
 
 
+def tar_size(content: int) -> int:
+    """Bytes of a tar whose members take `content` bytes: end marker and padding included."""
+    return -(-(content + len(_END)) // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
+
+
 def index_bytes(entries: Sequence[PackEntry]) -> bytes:
     """Content of the `.tar.idx` beside a tar."""
     end = entries[-1].offset + entries[-1].size if entries else 0

@@ -19,7 +19,7 @@ from offline_packing.errors import StageError
 from offline_packing.files import hash_file, read_json
 from offline_packing.index import Index, key_hash
 from offline_packing.pack_plan import PackPlan
-from offline_packing.shard_tasks import Row, ShardTask, iterate_tasks, plan_shards
+from offline_packing.shard_tasks import Row, Shard, ShardTask, iterate_tasks, plan_shards
 from offline_packing.stage import Stage, open_encoder
 from offline_packing.tar_shards import PackEntry, index_bytes, scan_tar
 from offline_packing.write import check_layout, layout_fingerprint, open_plan
@@ -94,9 +94,10 @@ def verify(stage: Stage) -> VerifyResult:
     started = read_json(stage.workspace.write / "started.json") or {}
     check_layout(stage, started, layout_fingerprint(stage, info["hash"]))
     total = ShardReport()
-    _check_shard_list(stage, samples, plan, manifest, total)
+    shards = plan_shards(stage, samples, plan)
+    _check_shard_list(stage, shards, manifest, total)
     with stage.bar("verify", plan.num_packs, "pack") as bar:
-        tasks = _tasks(stage, samples, plan, manifest)
+        tasks = _tasks(stage, samples, plan, shards, manifest)
         for report in stage.engine.run(verify_shard, tasks):
             bar.update(report.num_packs)
             _merge(total, report)
@@ -135,20 +136,23 @@ def render_result(result: VerifyResult) -> str:
 
 
 def _tasks(
-    stage: Stage, samples: Index, plan: PackPlan, manifest: Mapping[str, Any]
+    stage: Stage,
+    samples: Index,
+    plan: PackPlan,
+    shards: Sequence[Shard],
+    manifest: Mapping[str, Any],
 ) -> Iterator[VerifyTask]:
     expected = {shard["name"]: shard for shard in manifest["shards"]}
-    shards = plan_shards(stage, samples, plan)
     listed = [shard for shard in shards if f"{shard.name}.tar" in expected]
     for task in iterate_tasks(stage, samples, plan, listed):
         yield VerifyTask(task, expected[task.tar_path.name], stage.config.pack.pad_multiple)
 
 
 def _check_shard_list(
-    stage: Stage, samples: Index, plan: PackPlan, manifest: Mapping[str, Any], total: ShardReport
+    stage: Stage, shards: Sequence[Shard], manifest: Mapping[str, Any], total: ShardReport
 ) -> None:
     """The manifest, Energon's counts and the plan name the same shards."""
-    planned = {f"{shard.name}.tar": shard.num_packs for shard in plan_shards(stage, samples, plan)}
+    planned = {f"{shard.name}.tar": shard.num_packs for shard in shards}
     named = {shard["name"]: shard["packs"] for shard in manifest["shards"]}
     energon = (read_json(stage.workspace.nv_meta / ".info.json") or {}).get("shard_counts")
     for name, found in (("manifest.json", named), (".nv-meta/.info.json", energon)):

@@ -41,3 +41,41 @@ def parse_yaml(text: str, name: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ConfigError, ValueError, TypeError) as error:
         raise ConfigError(f"{name} is no valid YAML: {' '.join(str(error).split())}") from error
+
+
+def apply_override(content: dict[str, Any], override: str) -> None:
+    """Set one value in a document: `pack.seed=1`, or in a list `source.0.path=x`.
+
+    Raises:
+        ConfigError: the override is not of the form a.b=value, or leads through a plain value.
+    """
+    name, separator, text = override.partition("=")
+    if not separator or not all(name.split(".")):
+        raise ConfigError(f"override {override!r} is not of the form a.b=value")
+    value = parse_yaml(text, f"override {override!r}")
+    *parents, last = name.split(".")
+    target: Any = content
+    for depth, key in enumerate(parents):
+        if isinstance(target, list):
+            target = _item(target, key, override)
+        else:
+            if target.get(key) is None:
+                target[key] = {}
+            target = target[key]
+        if not isinstance(target, dict | list):
+            where = ".".join(parents[: depth + 1])
+            raise ConfigError(f"override {override!r}: {where} is {target!r}, not a mapping")
+    if isinstance(target, list):
+        _item(target, last, override)
+        target[int(last)] = value
+    else:
+        target[last] = value
+
+
+def _item(items: list[Any], key: str, override: str) -> Any:
+    if not key.isdecimal() or int(key) >= len(items):
+        raise ConfigError(
+            f"override {override!r}: {key!r} is no item of a list of {len(items)}; "
+            "number the items from 0"
+        )
+    return items[int(key)]

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from offline_packing.strategies import first_fit, hash_bucket, knapsack, sequential, volume
 from offline_packing.strategies.auto import auto, tilted_sampling
 from offline_packing.strategies.composition import Composition
 from offline_packing.strategies.exact_fill import exact_fill
@@ -20,6 +21,7 @@ from offline_packing.strategies.histogram import (
     count_lengths,
     greedy_knapsack,
 )
+from offline_packing.strategies.narrow_fill import narrow_fill
 from offline_packing.strategies.packs import Packs
 from offline_packing.strategies.pattern_lp import pattern_lp
 
@@ -40,6 +42,7 @@ COMPOSERS: dict[str, Composer] = {
     "auto": auto,
     "best_fit_decreasing": best_fit_decreasing,
     "exact_fill": exact_fill,
+    "narrow_fill": narrow_fill,
     "tilted_sampling": tilted_sampling,
     "pattern_lp": pattern_lp,
     "greedy_knapsack": greedy_knapsack,
@@ -62,4 +65,9 @@ def pack_composed(
 
 STRATEGIES: dict[str, Strategy] = {
     **{name: partial(pack_composed, composer) for name, composer in COMPOSERS.items()},
+    **hash_bucket.STRATEGIES,
+    **first_fit.STRATEGIES,
+    **volume.STRATEGIES,
+    **sequential.STRATEGIES,
+    **knapsack.STRATEGIES,
 }

@@ -6,10 +6,11 @@ from numba import njit
 from offline_packing.strategies.packs import Packs
 
 
-def check_lengths(num_tokens: np.ndarray, seq_length: int) -> np.ndarray:
+def check_lengths(num_tokens: np.ndarray, seq_length: int, *, first_sample: int = 0) -> np.ndarray:
     """The lengths as contiguous int32 (num_samples,), all in 1..seq_length.
 
-    Raises ValueError for a wrong type or shape, and for the first length that no pack can hold.
+    Raises ValueError for a wrong type or shape, and for the first length that no pack can hold;
+    samples are counted from ``first_sample``.
     """
     lengths = np.asarray(num_tokens)
     if lengths.ndim != 1 or (lengths.size and lengths.dtype.kind not in "iu"):
@@ -21,8 +22,8 @@ def check_lengths(num_tokens: np.ndarray, seq_length: int) -> np.ndarray:
     if bad.any():
         sample = int(bad.argmax())
         raise ValueError(
-            f"sample {sample} has {lengths[sample]} tokens, not in 1..seq_length {seq_length}; "
-            "set such samples aside before packing"
+            f"sample {first_sample + sample} has {lengths[sample]} tokens, not in 1..seq_length "
+            f"{seq_length}; set such samples aside before packing"
         )
     return np.ascontiguousarray(lengths, np.int32)
 

@@ -5,6 +5,7 @@ every sample, O(n**2); here the first pack with room is found in a tree of resid
 and first-fit-decreasing is decided on the histogram of lengths. The packs are the same.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -103,7 +104,7 @@ def shuffle_and_pack(num_tokens: np.ndarray, seq_length: int, *, seed: int = 0) 
     return Packs(order, next_fit(lengths[order], seq_length, max_samples=None))
 
 
-STRATEGIES = {
+STRATEGIES: dict[str, Callable[..., Packs]] = {
     "first_fit_decreasing": first_fit_decreasing,
     "first_fit_shuffle": first_fit_shuffle,
     "shuffle_and_pack": shuffle_and_pack,

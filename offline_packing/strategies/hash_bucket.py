@@ -7,7 +7,7 @@ an order that depends on its threads; here the phases run on the histogram of le
 order, and only the choice among samples of equal length is random.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -277,4 +277,4 @@ def hash_bucket(
     return expand_composition(join_compositions(parts), lengths, counts, seed=seed)
 
 
-STRATEGIES = {"hash_bucket": hash_bucket}
+STRATEGIES: dict[str, Callable[..., Packs]] = {"hash_bucket": hash_bucket}

@@ -1,9 +1,10 @@
 """Balanced greedy knapsack: tokens spread evenly over k packs, images within a budget."""
 
+from collections.abc import Callable
+
 import numpy as np
 from numba import njit
 
-from offline_packing.pack_order import reorder_packs, shuffled_order
 from offline_packing.strategies.by_sample import check_lengths, decreasing_order, group_into_packs
 from offline_packing.strategies.heaps import heap_pop, heap_push, lighter
 from offline_packing.strategies.packs import Packs
@@ -123,9 +124,9 @@ def knapsack(
     pack_of, _ = _balance(
         lengths[order], images[order], seq_length, budget, num_packs + extra_packs
     )
-    _, pack_of = np.unique(pack_of, return_inverse=True)  # packs that stayed empty have no number
-    packs = group_into_packs(order, pack_of, int(pack_of.max(initial=-1)) + 1)
-    return reorder_packs(packs, shuffled_order(packs.num_packs, seed))
+    used, pack_of = np.unique(pack_of, return_inverse=True)  # packs that stayed empty drop out
+    shuffled = np.random.default_rng(seed).permutation(len(used))
+    return group_into_packs(order, shuffled[pack_of], len(used))
 
 
-STRATEGIES = {"knapsack": knapsack}
+STRATEGIES: dict[str, Callable[..., Packs]] = {"knapsack": knapsack}

@@ -8,6 +8,8 @@ seq_length / (k + 1) for the packs of k + 1, and the rest, whose mean is then se
 either part random samples nearly fill a pack, and the last two are looked up to end exactly.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
@@ -29,112 +31,121 @@ from offline_packing.strategies.kernels import (
 _TRIES = 50  # random starts of one pack before a part counts as used up
 
 
-@njit(cache=True)
-def _take(counts: np.ndarray, present: np.ndarray, length: int) -> None:
-    counts[length] -= 1
-    if counts[length] == 0:
-        bitset_remove(present, length)
+class _Pool(NamedTuple):
+    """Samples that are in no pack yet, to be taken at random or by their length."""
+
+    #: int64 (capacity + 1,): samples of each length
+    counts: np.ndarray
+    #: bit set of the lengths with samples
+    present: np.ndarray
+    #: int32 (num_samples,): lengths in random order, a ring
+    queue: np.ndarray
+    #: int64 (2,): head and tail of the queue
+    ends: np.ndarray
+    #: int64 (capacity + 1,): entries of the queue whose sample was taken by its length
+    stale: np.ndarray
 
 
 @njit(cache=True)
-def _draw(
-    counts: np.ndarray, present: np.ndarray, queue: np.ndarray, ends: np.ndarray, stale: np.ndarray
-) -> int:
-    """Take the next sample from the shuffled queue.
+def _make_pool(counts: np.ndarray, state: np.ndarray) -> _Pool:
+    present = np.zeros((counts.shape[0] >> 6) + 1, np.uint64)
+    queue = np.empty(counts.sum(), np.int32)
+    end = 0
+    for length in range(1, counts.shape[0]):
+        if counts[length] > 0:
+            bitset_add(present, length)
+            queue[end : end + counts[length]] = length
+            end += counts[length]
+    for last in range(end - 1, 0, -1):
+        other = random_below(state, last + 1)
+        queue[last], queue[other] = queue[other], queue[last]
+    return _Pool(counts.copy(), present, queue, np.array([0, end]), np.zeros_like(counts))
 
-    ``queue`` is a ring with ``ends`` [head, tail]; ``stale[l]`` of its entries of length l belong
-    to samples that were taken by their length, and are skipped.
-    """
+
+@njit(cache=True)
+def _remove(pool: _Pool, length: int) -> None:
+    pool.counts[length] -= 1
+    if pool.counts[length] == 0:
+        bitset_remove(pool.present, length)
+
+
+@njit(cache=True)
+def _take(pool: _Pool, length: int) -> None:
+    """Take a sample by its length; its entry stays in the queue, to be skipped there."""
+    _remove(pool, length)
+    pool.stale[length] += 1
+
+
+@njit(cache=True)
+def _draw(pool: _Pool) -> int:
+    """Take a random sample, and return its length; there must be one."""
     while True:
-        length = queue[ends[0] % queue.shape[0]]
-        ends[0] += 1
-        if stale[length] == 0:
-            _take(counts, present, length)
+        length = pool.queue[pool.ends[0] % pool.queue.shape[0]]
+        pool.ends[0] += 1
+        if pool.stale[length] == 0:
+            _remove(pool, length)
             return length
-        stale[length] -= 1
+        pool.stale[length] -= 1
 
 
 @njit(cache=True)
-def _put_back(
-    counts: np.ndarray,
-    present: np.ndarray,
-    queue: np.ndarray,
-    ends: np.ndarray,
-    stale: np.ndarray,
-    length: int,
-) -> None:
-    if stale[length] > 0:
-        stale[length] -= 1
+def _put_back(pool: _Pool, length: int) -> None:
+    if pool.stale[length] > 0:
+        pool.stale[length] -= 1
     else:
-        queue[ends[1] % queue.shape[0]] = length
-        ends[1] += 1
-    if counts[length] == 0:
-        bitset_add(present, length)
-    counts[length] += 1
+        pool.queue[pool.ends[1] % pool.queue.shape[0]] = length
+        pool.ends[1] += 1
+    pool.counts[length] += 1
+    bitset_add(pool.present, length)
 
 
 @njit(cache=True)
-def _find_pair(counts: np.ndarray, present: np.ndarray, space: int, state: np.ndarray) -> int:
+def _find_pair(pool: _Pool, space: int, state: np.ndarray) -> int:
     """The shorter of two lengths with samples that add up to ``space``, or -1."""
-    first = max(bitset_at_least(present, 1), space - (counts.shape[0] - 1))
+    first = max(bitset_at_least(pool.present, 1), space - (pool.counts.shape[0] - 1))
     if first > space // 2:
         return -1
     start = first + random_below(state, space // 2 - first + 1)
     for low, high in ((start, space // 2), (first, start - 1)):
-        length = bitset_at_least(present, low)
+        length = bitset_at_least(pool.present, low)
         while 0 < length <= high:
             other = space - length
-            if counts[other] > (1 if other == length else 0):
+            if pool.counts[other] > (1 if other == length else 0):
                 return length
-            length = bitset_at_least(present, length + 1)
+            length = bitset_at_least(pool.present, length + 1)
     return -1
 
 
 @njit(cache=True)
-def _draw_pack(
-    pack: np.ndarray,
-    by_extreme: int,
-    counts: np.ndarray,
-    present: np.ndarray,
-    queue: np.ndarray,
-    ends: np.ndarray,
-    stale: np.ndarray,
-    state: np.ndarray,
-) -> bool:
-    """Fill ``pack``, int32 (k,), exactly; on failure everything is put back.
+def _draw_pack(pool: _Pool, pack: np.ndarray, first: int, state: np.ndarray) -> bool:
+    """Fill ``pack``, int32 (k,), exactly, from a sample of length ``first``.
 
-    ``by_extreme``: 1 to start with the longest sample, -1 with the shortest, 0 with a random one.
+    If no two samples fill it up, everything is put back.
     """
-    capacity = counts.shape[0] - 1
+    capacity = pool.counts.shape[0] - 1
     size = pack.shape[0]
-    if by_extreme == 0:
-        pack[0] = _draw(counts, present, queue, ends, stale)
-    else:
-        extreme = bitset_at_most(present, capacity) if by_extreme > 0 else bitset_at_least(present, 1)
-        _take(counts, present, extreme)
-        stale[extreme] += 1
-        pack[0] = extreme
-    tokens = np.int64(pack[0])
-    spare = _draw(counts, present, queue, ends, stale)
+    _take(pool, first)
+    pack[0] = first
+    tokens = first
+    spare = _draw(pool)
     for place in range(1, size - 2):
         # Of two candidates, take the one that brings the pack closer to an even filling.
         wanted = capacity * (place + 1) // size - tokens
-        length = _draw(counts, present, queue, ends, stale)
+        length = _draw(pool)
         if abs(spare - wanted) < abs(length - wanted):
             length, spare = spare, length
         pack[place] = length
         tokens += length
-    _put_back(counts, present, queue, ends, stale, spare)
-    length = _find_pair(counts, present, capacity - tokens, state)
+    _put_back(pool, spare)
+    length = _find_pair(pool, capacity - tokens, state)
     if length < 0:
         for place in range(size - 2):
-            _put_back(counts, present, queue, ends, stale, pack[place])
+            _put_back(pool, pack[place])
         return False
-    pack[size - 2] = capacity - tokens - length
-    pack[size - 1] = length
-    for place in range(size - 2, size):
-        _take(counts, present, pack[place])
-        stale[pack[place]] += 1
+    pack[size - 2] = length
+    pack[size - 1] = capacity - tokens - length
+    _take(pool, pack[size - 2])
+    _take(pool, pack[size - 1])
     return True
 
 
@@ -145,32 +156,23 @@ def _fill_part(part: np.ndarray, samples_per_pack: int, state: np.ndarray) -> np
     ``part`` int64 (capacity + 1,) counts per length, of a mean near capacity / samples_per_pack.
     Returns the lengths, int32 (num_packs, samples_per_pack).
     """
-    counts = part.copy()
-    capacity = counts.shape[0] - 1
-    present = np.zeros((capacity >> 6) + 1, np.uint64)
-    num_samples = counts.sum()
-    queue = np.empty(num_samples, np.int32)
-    stale = np.zeros(capacity + 1, np.int64)
-    end = 0
-    tokens = np.int64(0)
-    for length in range(1, capacity + 1):
-        if counts[length] > 0:
-            bitset_add(present, length)
-            queue[end : end + counts[length]] = length
-            end += counts[length]
-            tokens += counts[length] * length
-    for last in range(num_samples - 1, 0, -1):
-        other = random_below(state, last + 1)
-        queue[last], queue[other] = queue[other], queue[last]
-    ends = np.array([0, num_samples])
+    capacity = part.shape[0] - 1
+    num_samples = part.sum()
+    tokens = (part * np.arange(part.shape[0])).sum()
+    pool = _make_pool(part, state)
     packs = np.empty((num_samples // samples_per_pack, samples_per_pack), np.int32)
     num_packs = 0
     failures = 0
     while num_samples >= samples_per_pack and failures < _TRIES:
-        extreme = 1 if tokens * samples_per_pack > num_samples * capacity else -1
+        # Extremes first, from the side that moves the mean of the rest to where it should be.
         if failures % 2 == 1:
-            extreme = 0
-        if _draw_pack(packs[num_packs], extreme, counts, present, queue, ends, stale, state):
+            first = _draw(pool)
+            _put_back(pool, first)
+        elif tokens * samples_per_pack > num_samples * capacity:
+            first = bitset_at_most(pool.present, capacity)
+        else:
+            first = bitset_at_least(pool.present, 1)
+        if _draw_pack(pool, packs[num_packs], first, state):
             num_packs += 1
             num_samples -= samples_per_pack
             tokens -= capacity
@@ -225,17 +227,22 @@ def narrow_fills(
     left = counts.copy()
     state = random_state(seed)
     parts = [empty_composition()]
-    copies = -1
-    while copies != 1:
-        num_packs = int(left @ np.arange(len(left))) // (len(left) - 1)
-        copies = max(1, num_packs // max_patterns)
+    num_packs = int(left @ np.arange(len(left))) // (len(left) - 1)
+    copies = max(1, num_packs // max_patterns)
+    while True:
         smaller, larger, k = _divide(left // copies)
         if k < 3:
             break
+        before = left.sum()
         for part, size in ((smaller, k), (larger, k + 1)):
             packs = np.sort(_fill_part(part, size, state), axis=1)
             parts.append(_as_composition(packs, copies))
             left -= parts[-1].used_counts(len(left))
+        # Dividing again what two parts could not use takes the means to where they should be.
+        if left.sum() == before:
+            if copies == 1:
+                break
+            copies //= 2
     return join_compositions(parts), left
 
 

@@ -3,6 +3,8 @@
 A length and its samples are one bucket; the kernels work on the number of samples in each.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
@@ -89,6 +91,33 @@ def pack_divisors(
         num_patterns += 1
 
 
+class _Buckets(NamedTuple):
+    """Samples by length, and two ways to find a length."""
+
+    #: int64 (capacity + 1,): samples of each length
+    counts: np.ndarray
+    #: bit set of the lengths with samples
+    present: np.ndarray
+    #: int64 (2 * leaves,): tournament tree over the lengths for most samples per token; empty if
+    #: never asked
+    densest: np.ndarray
+
+
+@njit(cache=True)
+def _make_buckets(counts: np.ndarray, with_densest: bool) -> _Buckets:
+    num_leaves = 0
+    if with_densest:
+        num_leaves = 1
+        while num_leaves < counts.shape[0]:
+            num_leaves *= 2
+    present = np.zeros((counts.shape[0] >> 6) + 1, np.uint64)
+    buckets = _Buckets(counts.copy(), present, np.zeros(2 * num_leaves, np.int64))
+    for length in range(1, counts.shape[0]):
+        if counts[length] > 0:
+            _add_samples(buckets, length, 0)
+    return buckets
+
+
 @njit(cache=True)
 def _denser(counts: np.ndarray, a: int, b: int) -> int:
     """The length of more samples per token, the shorter if equal; 0 is no length."""
@@ -102,22 +131,21 @@ def _denser(counts: np.ndarray, a: int, b: int) -> int:
 
 
 @njit(cache=True)
-def _densest_up_to(densest: np.ndarray, counts: np.ndarray, last: int) -> int:
+def _densest_up_to(buckets: _Buckets, last: int) -> int:
     """The densest length in 1..last with samples, or 0. Walks up the tournament tree."""
-    node = densest.shape[0] // 2 + last
-    best = densest[node]
+    node = buckets.densest.shape[0] // 2 + last
+    best = buckets.densest[node]
     while node > 1:
         if node % 2 == 1:
-            best = _denser(counts, densest[node - 1], best)
+            best = _denser(buckets.counts, buckets.densest[node - 1], best)
         node //= 2
     return best
 
 
 @njit(cache=True)
-def _add_samples(
-    counts: np.ndarray, present: np.ndarray, densest: np.ndarray, length: int, number: int
-) -> None:
+def _add_samples(buckets: _Buckets, length: int, number: int) -> None:
     """Put ``number`` samples (negative: take them) into a bucket, and update its indices."""
+    counts, present, densest = buckets
     counts[length] += number
     if counts[length] > 0:
         bitset_add(present, length)
@@ -133,45 +161,33 @@ def _add_samples(
 
 
 @njit(cache=True)
-def _choose_filler(
-    counts: np.ndarray,
-    present: np.ndarray,
-    densest: np.ndarray,
-    room: int,
-    num_samples: int,
-    min_samples: int,
-) -> int:
+def _choose_filler(buckets: _Buckets, room: int, num_samples: int, min_samples: int) -> int:
     """Next length for a pack of ``num_samples`` so far, or -1 if nothing fits.
 
     Far from the required number of samples the shortest, close to it the length with most samples
     per token, beyond it the longest that fits.
     """
     if num_samples >= min_samples:
-        length = bitset_at_most(present, room)
+        length = bitset_at_most(buckets.present, room)
     elif 5 * num_samples < 4 * min_samples:
-        length = bitset_at_least(present, 1)
+        length = bitset_at_least(buckets.present, 1)
     else:
-        length = _densest_up_to(densest, counts, room)
+        length = _densest_up_to(buckets, room)
     return length if 0 < length <= room else -1
 
 
 @njit(cache=True)
 def _fill_pack(
-    pack: np.ndarray,
-    counts: np.ndarray,
-    present: np.ndarray,
-    densest: np.ndarray,
-    min_samples: int,
-    max_samples: int,
+    buckets: _Buckets, pack: np.ndarray, min_samples: int, max_samples: int
 ) -> tuple[int, int]:
     """Fill up a pack that holds the seed ``pack[0]``; returns its samples and the room left."""
     num_samples = 1
-    room = counts.shape[0] - 1 - pack[0]
+    room = buckets.counts.shape[0] - 1 - pack[0]
     while room > 0 and num_samples < max_samples:
-        length = _choose_filler(counts, present, densest, room, num_samples, min_samples)
+        length = _choose_filler(buckets, room, num_samples, min_samples)
         if length < 0:
             break
-        _add_samples(counts, present, densest, length, -1)
+        _add_samples(buckets, length, -1)
         pack[num_samples] = length
         num_samples += 1
         room -= length
@@ -194,19 +210,9 @@ def pack_seeds(
     ``min_tokens`` tokens is undone; its seed becomes a filler if ``reuse_failed``.
     Returns the lengths in all packs, int32, and the end of each pack in them, int64 (num_packs,).
     """
-    counts = fillers.copy()
-    capacity = counts.shape[0] - 1
-    present = np.zeros((capacity >> 6) + 1, np.uint64)
-    num_leaves = 0  # the tournament is only asked between 80% of min_samples and min_samples
-    if 5 * (min_samples - 1) >= 4 * min_samples:
-        num_leaves = 1
-        while num_leaves <= capacity:
-            num_leaves *= 2
-    densest = np.zeros(2 * num_leaves, np.int64)
-    for length in range(1, capacity + 1):
-        if counts[length] > 0:
-            _add_samples(counts, present, densest, length, 0)
-    lengths = np.empty(seeds[:, 1].sum() + counts.sum(), np.int32)
+    # The densest length is only asked for between 80% of min_samples and min_samples.
+    buckets = _make_buckets(fillers, 5 * (min_samples - 1) >= 4 * min_samples)
+    lengths = np.empty(seeds[:, 1].sum() + fillers.sum(), np.int32)
     ends = np.empty(seeds[:, 1].sum(), np.int64)
     end = 0
     num_packs = 0
@@ -214,15 +220,15 @@ def pack_seeds(
         for _ in range(seeds[kind, 1]):
             pack = lengths[end:]
             pack[0] = seeds[kind, 0]
-            num_samples, room = _fill_pack(pack, counts, present, densest, min_samples, max_samples)
-            if num_samples >= min_samples and capacity - room >= min_tokens:
+            num_samples, room = _fill_pack(buckets, pack, min_samples, max_samples)
+            if num_samples >= min_samples and fillers.shape[0] - 1 - room >= min_tokens:
                 end += num_samples
                 ends[num_packs] = end
                 num_packs += 1
                 continue
             for place in range(1, num_samples):
-                _add_samples(counts, present, densest, pack[place], 1)
+                _add_samples(buckets, pack[place], 1)
             if not reuse_failed:
                 break  # another seed of this length would fail on the same fillers
-            _add_samples(counts, present, densest, seeds[kind, 0], 1)
+            _add_samples(buckets, seeds[kind, 0], 1)
     return lengths[:end].copy(), ends[:num_packs].copy()

@@ -1,5 +1,7 @@
 """Sequential greedy packing: samples keep their order, one pack is open at a time."""
 
+from collections.abc import Callable
+
 import numpy as np
 from numba import njit
 
@@ -50,4 +52,4 @@ def sequential(
     return Packs(np.arange(len(lengths)), offsets)
 
 
-STRATEGIES = {"sequential": sequential}
+STRATEGIES: dict[str, Callable[..., Packs]] = {"sequential": sequential}

@@ -1,5 +1,7 @@
 """``to_constant_volume`` of the PyPI package binpacking 1.5, which ms-swift packs with."""
 
+from collections.abc import Callable
+
 import numpy as np
 from numba import njit
 
@@ -56,4 +58,4 @@ def to_constant_volume(num_tokens: np.ndarray, seq_length: int, *, seed: int = 0
     return group_into_packs(order, pack_of, num_packs)
 
 
-STRATEGIES = {"to_constant_volume": to_constant_volume}
+STRATEGIES: dict[str, Callable[..., Packs]] = {"to_constant_volume": to_constant_volume}

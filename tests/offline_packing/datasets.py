@@ -19,11 +19,11 @@ from offline_packing.write import write
 WORDS = "red green blue circle square above below left right of the a picture shows".split()
 
 
-def image_bytes(width: int = 56, height: int = 56, image_format: str = "JPEG", **save: Any) -> bytes:
+def image_bytes(width: int = 56, height: int = 56, image_format: str = "JPEG") -> bytes:
     """A picture that depends on its size only."""
     pixels = np.indices((height, width)).sum(0)[..., None] * [1, 2, 3] % 251
     buffer = io.BytesIO()
-    Image.fromarray(pixels.astype(np.uint8)).save(buffer, image_format, **save)
+    Image.fromarray(pixels.astype(np.uint8)).save(buffer, image_format)
     return buffer.getvalue()
 
 
@@ -69,23 +69,23 @@ def mixed_pairs(root: Path, count: int = 30, seed: int = 0) -> Path:
     return root
 
 
-def make_config(source: Any, output: Path, **sections: dict[str, Any]) -> PackingConfig:
-    """A configuration with small limits; `source` is a mapping, several, or a folder of captions."""
+def make_config(source: Any, folder: Path, /, **sections: dict[str, Any]) -> PackingConfig:
+    """A configuration with small limits; a source that is a path is a folder of captions."""
     if isinstance(source, Path):
         source = {"format": "pairs", "path": str(source), "task": "captioning"}
     defaults: dict[str, dict[str, Any]] = {
         "model": {"max_pixels": 28 * 28 * 64},
         "pack": {"seq_length": 512},
-        "output": {"path": str(output), "packs_per_shard": 3},
+        "output": {"path": str(folder), "packs_per_shard": 2},
         "engine": {"workers": 0, "samples_per_part": 16},
     }
     merged = {name: {**content, **sections.get(name, {})} for name, content in defaults.items()}
     return parse_config({"source": source, **merged})
 
 
-def make_stage(source: Any, output: Path, **sections: dict[str, Any]) -> Stage:
+def make_stage(source: Any, folder: Path, /, **sections: dict[str, Any]) -> Stage:
     """A stage that runs in this process unless engine.workers says otherwise."""
-    config = make_config(source, output, **sections)
+    config = make_config(source, folder, **sections)
     return Stage(config, LocalEngine(config.engine.workers))
 
 

@@ -115,7 +115,10 @@ BAD: dict[str, tuple[str, Files]] = {
     "image_name_nul": ("missing_image", {".json": record(images=["a\0.jpg"])}),
     "image_name_too_long": ("missing_image", {".json": record(images=["a" * 300 + ".jpg"])}),
     "image_url": ("missing_image", {".json": record(images=["https://example.org/a.jpg"])}),
-    "image_link_loop": ("missing_image", {".json": record(), ".jpg": link_to("image_link_loop.jpg")}),
+    "image_link_loop": (
+        "missing_image",
+        {".json": record(), ".jpg": link_to("image_link_loop.jpg")},
+    ),
     "image_ambiguous": ("ambiguous_image", {".json": record(), ".jpg": JPEG, ".png": JPEG}),
     "path_parent": ("path_outside_root", {".json": record(images=["../outside.jpg"])}),
     "path_absolute": ("path_outside_root", {".json": record(images=["/etc/hostname"])}),
@@ -266,7 +269,7 @@ def test_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         good.replace(b"{", b'{"id": "named", ', 1),
         good.replace(b"{", b'{"id": 17, ', 1),
         good.replace(b"{", b'{"id": null, ', 1) + b"\r",  # 9
-        good.replace(b"{", b'{"id": "no image", "image": "nowhere.jpg", ', 1),
+        json.dumps(record(id="no image", image="nowhere.jpg")).encode(),
         good[:-10],  # 11: cut off, without a line end
     ]
     path = tmp_path / "data" / "chat.jsonl"

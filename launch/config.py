@@ -1,0 +1,190 @@
+"""The configuration of a training run: one YAML file, with overrides `a.b=value`.
+
+Every model is frozen and refuses unknown keys. Relative paths are relative to the current folder.
+What the packs say themselves (seq_length, pixel limits, tokenizer) is read from their manifest.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from launch.config_file import read_config
+from launch.model_config import ModelConfig
+
+
+def _not_bool(value: Any) -> Any:
+    if isinstance(value, bool):  # pydantic would read true as 1
+        raise ValueError("a number is needed")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
+NonNegative = Annotated[int, BeforeValidator(_not_bool), Field(ge=0)]
+Rate = Annotated[float, BeforeValidator(_not_bool), Field(ge=0)]
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class DataConfig(_Config):
+    """The packs, and how they are read."""
+
+    #: a folder written by offline-packing, or a metadataset YAML that blends several
+    path: str
+    #: packs in one row
+    micro_batch_size: Count = 1
+    #: processes per data parallel rank; 0 reads in the trainer's own
+    num_workers: NonNegative = 2
+    #: start over at the end of the data; false ends the run there, each pack trained once
+    repeat: bool = True
+    #: instead of what the manifest says: the same tokenizer and pixel limits in another place
+    processor: str | None = None
+    #: pad every pack to seq_length, for kernels compiled per shape
+    pad_to_seq_length: bool = False
+    #: let the samples of a pack attend to each other (not what unpacked training does)
+    cross_sample_attention: bool = False
+
+
+class BatchConfig(_Config):
+    """How much data makes a step. One of the two."""
+
+    #: samples, as in the recipe without packing; divided by the samples in a pack
+    global_batch_size: Count | None = None
+    #: packs
+    global_batch_packs: Count | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "BatchConfig":
+        if (self.global_batch_size is None) == (self.global_batch_packs is None):
+            raise ValueError("set one of global_batch_size (samples) and global_batch_packs")
+        return self
+
+
+class TrainConfig(_Config):
+    """How long, and what is minimised."""
+
+    #: passes over the packs; iterations, where given, count instead
+    epochs: Annotated[float, BeforeValidator(_not_bool), Field(gt=0)] = 1
+    iterations: Count | None = None
+    #: whether every labelled token of a step weighs the same, or every sample
+    normalization: Literal["token", "sample"] = "token"
+    seed: NonNegative = 0
+
+
+class OptimizerConfig(_Config):
+    """AdamW."""
+
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    #: of matrices; biases and norms do not decay
+    weight_decay: Rate = 0.01
+    #: larger gradients are scaled down to this norm over all ranks; null: never
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+
+
+class ScheduleConfig(_Config):
+    """The learning rate."""
+
+    learning_rate: Annotated[float, BeforeValidator(_not_bool), Field(gt=0)] = 1e-5
+    min_learning_rate: Rate = 0.0
+    #: share of the iterations
+    warmup: Annotated[float, BeforeValidator(_not_bool), Field(ge=0, lt=1)] = 0.03
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+
+    @model_validator(mode="after")
+    def _check_rates(self) -> "ScheduleConfig":
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate {self.min_learning_rate:g} > learning_rate "
+                f"{self.learning_rate:g}; lower it"
+            )
+        return self
+
+
+class ParallelConfig(_Config):
+    """How ranks share the work. What is left over of the ranks is data parallel."""
+
+    tensor: Count = 1
+    pipeline: Count = 1
+
+    @field_validator("pipeline")
+    @classmethod
+    def _no_pipeline(cls, pipeline: int) -> int:
+        if pipeline > 1:
+            raise ValueError("pipeline parallelism is not supported; use tensor, and set 1")
+        return pipeline
+
+
+class CheckpointConfig(_Config):
+    """What can be gone back to."""
+
+    #: steps; 0: only at the end, and on SIGTERM
+    every: NonNegative = 500
+    #: the newest so many stay
+    keep: Count = 2
+    #: go on from the newest one in output.path, if there is any
+    resume: bool = True
+    #: write the trained model in Hugging Face's format at the end
+    export: bool = True
+
+
+class ValidationConfig(_Config):
+    """Loss on the val split."""
+
+    #: steps; 0: never
+    every: NonNegative = 0
+    #: micro batches per rank; null: the whole split
+    limit: Count | None = None
+
+
+class MetricsConfig(_Config):
+    """What is reported."""
+
+    #: steps between lines in the log
+    log_every: Count = 10
+    #: needs the tensorboard package
+    tensorboard: bool = False
+
+
+class OutputConfig(_Config):
+    """Where results go: metrics.jsonl, checkpoints/, hf/, tensorboard/."""
+
+    path: Path
+
+
+class LaunchConfig(_Config):
+    """Everything one training run is made from."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig
+    batch: BatchConfig
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    validation: ValidationConfig = ValidationConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    output: OutputConfig
+
+    @model_validator(mode="after")
+    def _check_normalization(self) -> "LaunchConfig":
+        if self.data.cross_sample_attention and self.train.normalization == "sample":
+            raise ValueError(
+                "train.normalization=sample needs the boundaries that "
+                "data.cross_sample_attention removes; set train.normalization=token"
+            )
+        return self
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LaunchConfig:
+    """Read a YAML file, apply the overrides, validate.
+
+    Raises:
+        ConfigError: the file cannot be read or parsed, or a field is unknown or has a bad value.
+    """
+    return read_config(LaunchConfig, path, overrides)

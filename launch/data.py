@@ -1,0 +1,201 @@
+"""Packs from Energon's loader to the ranks, with a state that can be saved.
+
+The first rank of every tensor parallel group reads; it gives each row to the others, which need the
+same one. So there is one loader per data parallel rank, and no pack is decoded twice.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+from megatron.core import parallel_state
+from megatron.energon import WorkerConfig, get_savable_loader
+from torch import distributed
+
+from launch.config import DataConfig
+from launch.data_manifest import PackedData
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.packed_task_encoder import (
+    Qwen2VLTaskEncoder,
+    get_packed_train_dataset,
+    get_packed_val_dataset,
+)
+
+logger = logging.getLogger(__name__)
+
+#: Seconds without a row after which Energon's loader reports a hang. The first comes late: workers
+#: build the tokenizer and seek in the shards.
+FIRST_ROW_TIMEOUT: Final = 600
+ROW_TIMEOUT: Final = 120
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """What one forward needs of a `PackedBatch`, by the same names, on the rank's device."""
+
+    tokens: torch.Tensor  #: (1, S) int64
+    labels: torch.Tensor  #: (1, S) int64, not shifted
+    attn_mask: torch.Tensor  #: (1, S) bool, True = padding
+    position_ids: torch.Tensor  #: (3, 1, S) int64
+    cu_lengths: torch.Tensor  #: (1, P + 1) int32
+    imgs: torch.Tensor  #: (patches, C·T·p·p) float32
+    image_grid_thw: torch.Tensor  #: (N, 3) int32
+    num_tokens: int  #: without padding
+    pack_keys: tuple[str, ...]
+    sub_sample_keys: tuple[str, ...]
+
+
+_TENSORS: Final = tuple(f.name for f in fields(MicroBatch) if f.type is torch.Tensor)
+_OTHERS: Final = ("num_tokens", "pack_keys", "sub_sample_keys")
+
+
+class MicroBatches(Protocol):
+    """Where a trainer takes its rows from."""
+
+    def next(self) -> MicroBatch | None:
+        """The next row; None, from then on always, at the end of the data."""
+
+    def state(self) -> Any:
+        """What `restore` needs to go on with the next row."""
+
+    def restore(self, state: Any) -> None:
+        """Go on where `state` was taken. Before the first `next` only."""
+
+
+def build_task_encoder(config: DataConfig, data: PackedData) -> Qwen2VLTaskEncoder:
+    """The task encoder with the settings that the packs were measured with."""
+    settings = dict(data.model)
+    if config.processor is not None:
+        settings["processor"] = config.processor
+    return Qwen2VLTaskEncoder(
+        seq_length=data.seq_length,
+        pad_to_seq_length=config.pad_to_seq_length,
+        cross_sample_attention=config.cross_sample_attention,
+        **settings,
+    )
+
+
+class EnergonMicroBatches:
+    """`MicroBatches` from a packed folder or a blend.
+
+    Args:
+        split: "train" repeats as `config.repeat` says; "val" gives every pack once per `restart`.
+        limit: micro batches per rank and pass, for "val".
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        task_encoder: Qwen2VLTaskEncoder,
+        device: torch.device,
+        *,
+        split: str = "train",
+        limit: int | None = None,
+    ) -> None:
+        self._device = device
+        self._ended = False
+        self._iterator: Any = None
+        self._loader: Any = None
+        if parallel_state.get_tensor_model_parallel_rank() == 0:
+            self._loader = _build_loader(config, task_encoder, split, limit)
+
+    def next(self) -> MicroBatch | None:
+        batch = None
+        if self._loader is not None and not self._ended:
+            if self._iterator is None:
+                self._iterator = iter(self._loader)
+            batch = next(self._iterator, None)
+            self._ended = batch is None
+        row = None if batch is None else _to_micro_batch(batch, self._device)
+        return _share_in_tensor_group(row, self._device)
+
+    def restart(self) -> None:
+        """Begin another pass."""
+        self._ended, self._iterator = False, None
+
+    def state(self) -> Any:
+        if self._loader is None:
+            return None
+        return {"ended": self._ended, "loader": self._loader.save_state_rank()}
+
+    def restore(self, state: Any) -> None:
+        if self._loader is not None:
+            self._ended = state["ended"]
+            self._loader.restore_state_rank(state["loader"])
+
+
+def _build_loader(
+    config: DataConfig, task_encoder: Qwen2VLTaskEncoder, split: str, limit: int | None
+) -> Any:
+    worker_config = WorkerConfig(
+        rank=parallel_state.get_data_parallel_rank(),
+        world_size=parallel_state.get_data_parallel_world_size(),
+        num_workers=config.num_workers,
+    )
+    options: dict[str, Any] = {
+        "micro_batch_size": config.micro_batch_size,
+        "worker_config": worker_config,
+    }
+    path = Path(config.path)
+    if split == "train":
+        dataset = get_packed_train_dataset(path, task_encoder, repeat=config.repeat, **options)
+    else:
+        dataset = get_packed_val_dataset(path, task_encoder, limit=limit, **options)
+    loader = get_savable_loader(
+        dataset,
+        watchdog_timeout_seconds=ROW_TIMEOUT,
+        watchdog_initial_timeout_seconds=FIRST_ROW_TIMEOUT,
+    )
+    loader.worker_init_fn = partial(_init_worker, loader.worker_init_fn)
+    return loader
+
+
+def _init_worker(energon_init: Callable[[int], None], worker_id: int) -> None:
+    """Leave the trainer's process group: torchrun sends SIGTERM to all of that, and a trainer that
+    is to save must not find its loader dead. A worker ends when its trainer does, in any case."""
+    os.setpgid(0, 0)
+    energon_init(worker_id)
+
+
+def _to_micro_batch(batch: PackedBatch, device: torch.device) -> MicroBatch:
+    for line in batch.dropped:
+        logger.warning("left out of pack %s: %s", ", ".join(batch.__key__), line)
+    tensors = {name: getattr(batch, name).to(device, non_blocking=True) for name in _TENSORS}
+    return MicroBatch(
+        **tensors,
+        num_tokens=int((~batch.attn_mask).sum()),
+        pack_keys=tuple(batch.__key__),
+        sub_sample_keys=tuple(batch.sub_sample_keys),
+    )
+
+
+def _share_in_tensor_group(row: MicroBatch | None, device: torch.device) -> MicroBatch | None:
+    """The first tensor parallel rank's row, on all ranks of the group."""
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return row
+    group = parallel_state.get_tensor_model_parallel_group()
+    source = parallel_state.get_tensor_model_parallel_src_rank()
+    header = [None if row is None else _header(row)]
+    distributed.broadcast_object_list(header, source, group=group, device=device)
+    if header[0] is None:
+        return None
+    layout, others = header[0]
+    received: dict[str, Any] = {}
+    for name, (shape, dtype) in layout.items():
+        given = None if row is None else getattr(row, name).contiguous()
+        received[name] = torch.empty(shape, dtype=dtype, device=device) if given is None else given
+        bits = received[name].view(torch.uint8) if dtype == torch.bool else received[name]
+        distributed.broadcast(bits, source, group=group)  # gloo knows no bool
+    return MicroBatch(**received, **others)
+
+
+def _header(row: MicroBatch) -> tuple[dict[str, tuple[torch.Size, torch.dtype]], dict[str, Any]]:
+    """Shape and type by tensor, so that they can be received, and what is no tensor."""
+    tensors = {name: getattr(row, name) for name in _TENSORS}
+    layout = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    return layout, {name: getattr(row, name) for name in _OTHERS}

@@ -1,0 +1,123 @@
+"""What a trainer takes from the manifests of its packs: how many there are, how they were measured.
+
+From them follow the steps of an epoch and the batch size. The unit of a recipe is the sample; with
+n samples in a pack, a step of G samples takes G / n packs. That keeps the recipe: each step sees as
+many tokens and samples as without packing, on average.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from offline_packing.errors import StageError
+from offline_packing.files import hash_bytes, read_json
+
+#: Settings that measuring and training must share.
+MODEL_FIELDS: Final = ("family", "processor", "min_pixels", "max_pixels", "max_aspect_ratio")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedData:
+    """A packed folder, or a blend of several, as its manifests describe it."""
+
+    #: packs and samples in the train split; in a blend, of all its datasets
+    num_packs: int
+    num_samples: int
+    #: samples in a pack as drawn: in a blend, weighted by the share of packs from each dataset
+    samples_per_pack: float
+    #: of the longest packs
+    seq_length: int
+    #: how the samples were measured, by name in MODEL_FIELDS
+    model: Mapping[str, Any]
+    #: changes with the content of any of the datasets
+    content_hash: str
+
+    def packs_per_step(self, global_batch_size: int, multiple: int) -> int:
+        """The packs that hold about `global_batch_size` samples, as a multiple of `multiple`."""
+        return max(1, round(global_batch_size / self.samples_per_pack / multiple)) * multiple
+
+    def iterations(self, epochs: float, packs_per_step: int) -> int:
+        """Steps of `packs_per_step` packs that see every pack `epochs` times; the last may be part
+        of a step."""
+        return max(1, -(-round(epochs * self.num_packs) // packs_per_step))
+
+
+def read_packed_data(path: Path) -> PackedData:
+    """Read the manifest of a folder, or those of the folders in a metadataset YAML.
+
+    Raises:
+        StageError: a folder has no manifest, or those of a blend were measured differently.
+    """
+    folders = [(path, 1.0)] if path.is_dir() else _folders_of_blend(path)
+    manifests = [_read_manifest(folder) for folder, _ in folders]
+    models = [_model_settings(manifest) for manifest in manifests]
+    for (folder, _), model in zip(folders, models, strict=True):
+        differing = [name for name in MODEL_FIELDS if model[name] != models[0][name]]
+        if differing:
+            name = differing[0]
+            raise StageError(
+                f"{path}: {folders[0][0]} was measured with {name} {models[0][name]!r}, {folder} "
+                f"with {model[name]!r}; pack both with the same"
+            )
+    packs = [_count_train(manifest, "packs") for manifest in manifests]
+    samples = [_count_train(manifest, "samples") for manifest in manifests]
+    weights = [weight for _, weight in folders]
+    per_pack = [s / p for s, p in zip(samples, packs, strict=True)]
+    drawn = sum(w * n for w, n in zip(weights, per_pack, strict=True)) / sum(weights)
+    return PackedData(
+        num_packs=sum(packs),
+        num_samples=sum(samples),
+        samples_per_pack=drawn,
+        seq_length=max(manifest["seq_length"] for manifest in manifests),
+        model=models[0],
+        content_hash=_common_hash([manifest["content_hash"] for manifest in manifests]),
+    )
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    manifest = read_json(folder / "manifest.json")
+    if manifest is None:
+        raise StageError(
+            f"{folder} has no manifest.json; write it with offline-packing, or wait until that is "
+            "finished"
+        )
+    if not _count_train(manifest, "packs"):
+        raise StageError(f"{folder} has no packs in its train split; pack it with output.split")
+    return manifest
+
+
+def _model_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: manifest["config"]["model"][name] for name in MODEL_FIELDS}
+
+
+def _count_train(manifest: Mapping[str, Any], what: str) -> int:
+    return sum(shard[what] for shard in manifest["shards"] if shard["split"] == "train")
+
+
+def _common_hash(hashes: Sequence[str]) -> str:
+    return hashes[0] if len(hashes) == 1 else hash_bytes("".join(hashes).encode())
+
+
+def _folders_of_blend(path: Path) -> list[tuple[Path, float]]:
+    """(folder, weight per pack) of a metadataset, as Energon resolves it."""
+    from megatron.energon import WorkerConfig
+    from megatron.energon.metadataset import load_dataset
+
+    if not path.is_file():
+        raise StageError(f"{path} is neither a packed folder nor a metadataset YAML")
+    loaded = load_dataset(str(path)).get_datasets(
+        training=True,
+        split_part="train",
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+        max_samples_per_sequence=None,
+        decoder=None,
+    )
+    folders = [Path(str(entry.dataset.path)) for entry in loaded.datasets]
+    if any(entry.weight is None for entry in loaded.datasets):  # blend_epochized: by repetitions
+        sizes = [_count_train(_read_manifest(folder), "packs") for folder in folders]
+        repetitions = [entry.repetitions or 1 for entry in loaded.datasets]
+        return [
+            (f, size * times) for f, size, times in zip(folders, sizes, repetitions, strict=True)
+        ]
+    return [(f, float(entry.weight)) for f, entry in zip(folders, loaded.datasets, strict=True)]

@@ -1,0 +1,132 @@
+"""The language model: megatron-core's GPTModel with packed attention in its layer spec."""
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from launch.packed_attention import PackedCoreAttention
+
+
+class RecomputedTransformerLayer(TransformerLayer):
+    """A layer that keeps its input only, and runs again in the backward pass.
+
+    megatron-core's own recompute saves the state of CUDA's generators and needs a CUDA device;
+    there is no dropout here, so there is no state to save.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As TransformerLayer's."""
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        return checkpoint(
+            super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+        )
+
+
+def layer_spec(*, backend: str, recompute: bool) -> ModuleSpec:
+    """megatron-core's local layer spec with `PackedCoreAttention` as its core attention."""
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    if recompute:
+        spec.module = RecomputedTransformerLayer
+    spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
+        module=PackedCoreAttention, params={"backend": backend}
+    )
+    return spec
+
+
+def transformer_config(
+    text_config: Any, *, tensor_parallel: int, dtype: torch.dtype, device: torch.device
+) -> TransformerConfig:
+    """megatron-core's config of a Qwen2 text model, with nothing that needs a CUDA device.
+
+    Fusions are off: on a CPU they do not exist, and what is tested should be what trains.
+    """
+    return TransformerConfig(
+        num_layers=text_config.num_hidden_layers,
+        hidden_size=text_config.hidden_size,
+        ffn_hidden_size=text_config.intermediate_size,
+        num_attention_heads=text_config.num_attention_heads,
+        num_query_groups=text_config.num_key_value_heads,
+        layernorm_epsilon=text_config.rms_norm_eps,
+        normalization="RMSNorm",
+        activation_func=F.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tensor_parallel,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=device.type == "cpu",
+        perform_initialization=False,  # weights are loaded, see hf_weights
+        apply_rope_fusion=False,  # TransformerEngine's restarts the angles in every segment
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def build_language_model(
+    hf_config: Any,
+    *,
+    tensor_parallel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: str,
+    recompute: bool,
+) -> GPTModel:
+    """This rank's part of the language model, its weights not yet set.
+
+    Args:
+        hf_config: transformers' config of the whole model.
+        backend: see `packed_attention.select_backend`.
+        recompute: whether layers run again in the backward pass instead of keeping activations.
+
+    Raises:
+        ValueError: the config asks for something that is not built here.
+    """
+    text_config = hf_config.text_config
+    check_supported(text_config, tensor_parallel)
+    model = GPTModel(
+        transformer_config(
+            text_config, tensor_parallel=tensor_parallel, dtype=dtype, device=device
+        ),
+        layer_spec(backend=backend, recompute=recompute),
+        vocab_size=text_config.vocab_size,
+        max_sequence_length=text_config.max_position_embeddings,
+        share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+        position_embedding_type="none",  # M-RoPE's angles are made once per row, see rotary
+        scatter_embedding_sequence_parallel=False,
+    )
+    return model.to(dtype)  # torch's norms do not follow params_dtype
+
+
+def check_supported(text_config: Any, tensor_parallel: int) -> None:
+    """Refuse what would otherwise train a different model than the config describes."""
+    divided = {
+        "num_attention_heads": text_config.num_attention_heads,
+        "num_key_value_heads": text_config.num_key_value_heads,
+        "intermediate_size": text_config.intermediate_size,
+        "vocab_size": text_config.vocab_size,
+    }
+    for name, value in divided.items():
+        if value % tensor_parallel:
+            raise ValueError(
+                f"{name} {value} cannot be divided by tensor_parallel {tensor_parallel}; "
+                "choose a smaller tensor_parallel"
+            )
+    rope_type = text_config.rope_parameters["rope_type"]
+    if rope_type != "default":
+        raise ValueError(f"rope_type {rope_type!r} is not supported, only 'default'")
+    if "sliding_attention" in text_config.layer_types:
+        raise ValueError("use_sliding_window is not supported; set it to false in config.json")

@@ -1,0 +1,74 @@
+"""What a training step minimises: per-token losses to one number, the same however it is cut.
+
+The sum and its denominator are kept apart until the end of a step, so that neither the number of
+ranks nor that of micro batches changes what a token weighs:
+
+    loss = Σ weight · token loss / Σ denominator        both over all ranks and micro batches
+
+Averaging per micro batch first, and then over micro batches, would weigh a token of a pack with few
+labels more than one of a pack with many.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from task_encoders.sample_encoder import IGNORE_INDEX
+
+Normalization = Literal["token", "sample"]
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """How the token losses of one row enter the step's loss."""
+
+    weights: torch.Tensor  #: (1, S) float32, 0 where there is no label
+    denominator: torch.Tensor  #: () float32: labelled tokens, or samples that have any
+
+
+def shift_labels(labels: torch.Tensor) -> torch.Tensor:
+    """(1, S) labels -> (1, S): position i holds what position i predicts, token i + 1.
+
+    Shifting the whole row is safe: every sub-sample's first label is IGNORE_INDEX, so the last
+    token of one never predicts the first of the next.
+
+        [_ a b | _ c] -> [a b _ c _]        (_ is IGNORE_INDEX)
+    """
+    shifted = labels.roll(-1, dims=1)
+    shifted[:, -1] = IGNORE_INDEX
+    return shifted
+
+
+def loss_terms(
+    shifted_labels: torch.Tensor, cu_lengths: torch.Tensor, normalization: Normalization
+) -> LossTerms:
+    """Weights and denominator of one row.
+
+    "token": every labelled token of a step weighs the same.
+    "sample": every sample of a step weighs the same, and so do the labelled tokens within one;
+    samples without labels, and the padding at a row's end, count for nothing.
+
+    Args:
+        shifted_labels: (1, S) int64, see `shift_labels`.
+        cu_lengths: (1, P + 1) int32, the row's boundaries.
+    """
+    labelled = (shifted_labels != IGNORE_INDEX).float()
+    if normalization == "token":
+        return LossTerms(labelled, labelled.sum())
+    boundaries = cu_lengths.flatten().long()
+    before = torch.cat([labelled.new_zeros(1), labelled.flatten().cumsum(0)])
+    per_segment = before[boundaries[1:]] - before[boundaries[:-1]]  # labels in each segment
+    share = 1 / per_segment.clamp(min=1)
+    weights = labelled * share.repeat_interleave(boundaries.diff())
+    return LossTerms(weights, (per_segment > 0).sum().float())
+
+
+def weighted_sum(token_losses: torch.Tensor, terms: LossTerms) -> torch.Tensor:
+    """() float32: Σ weight · loss of one row; 0, and finite, for a row without labels.
+
+    Args:
+        token_losses: (1, S) float32. Values where there is no label do not matter, not even NaN.
+    """
+    labelled = terms.weights > 0
+    return (torch.where(labelled, token_losses, 0.0) * terms.weights).sum()

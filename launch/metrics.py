@@ -1,0 +1,206 @@
+"""What a step measured, over all ranks, and where it is written.
+
+metrics.jsonl holds one line per step, and one per validation. A resumed run first removes the lines
+of steps that it will do again, so that every step stands there once.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from offline_packing.files import write_atomically
+
+
+class StepCounts:
+    """Sums of one rank over the micro batches of a step.
+
+    Losses stay on the device until `reduce`, so that no micro batch waits for the one before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        #: loss, denominator, labelled tokens
+        self._losses = torch.zeros(3, dtype=torch.float64, device=device)
+        self._tokens = self._samples = self._packs = 0
+        self._watch = Stopwatch(device)
+        self._data_seconds = 0.0
+
+    def add(
+        self,
+        *,
+        loss: torch.Tensor,
+        denominator: torch.Tensor,
+        tokens: int,
+        loss_tokens: torch.Tensor,
+        samples: int,
+        packs: int,
+    ) -> None:
+        """Count one micro batch: the sum of its losses, and what that is to be divided by."""
+        self._losses += torch.stack([loss.detach(), denominator, loss_tokens]).double()
+        self._tokens += tokens
+        self._samples += samples
+        self._packs += packs
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Time a forward and a backward."""
+        with self._watch:
+            yield
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time the wait for the loader."""
+        started = time.perf_counter()
+        yield
+        self._data_seconds += time.perf_counter() - started
+
+    def reduce(self, *, counts: bool, stop: bool) -> "StepTotals":
+        """Add up over all ranks. A collective.
+
+        Args:
+            counts: whether this rank's rows count (of a tensor parallel group, one rank's do).
+            stop: whether this rank was asked to stop; one is enough for all.
+        """
+        compute = self._watch.seconds()
+        own = self._losses.new_tensor([self._tokens, self._samples, self._packs])
+        sums = torch.cat([self._losses, own]) * counts
+        sums = torch.cat([sums, sums.new_tensor([compute])])
+        worst = sums.new_tensor([compute, self._data_seconds, float(stop)])
+        distributed.all_reduce(sums)
+        distributed.all_reduce(worst, op=distributed.ReduceOp.MAX)
+        loss, denominator, loss_tokens, tokens, samples, packs, total_compute = sums.tolist()
+        slowest, data_seconds, stopped = worst.tolist()
+        # Where nothing is labelled at all, the gradient is to be zero, not NaN.
+        denominator = max(denominator, 1.0)
+        mean_compute = total_compute / distributed.get_world_size()
+        return StepTotals(
+            loss=loss / denominator,
+            denominator=denominator,
+            loss_tokens=round(loss_tokens),
+            tokens=round(tokens),
+            samples=round(samples),
+            packs=round(packs),
+            imbalance=slowest / mean_compute if mean_compute else 1.0,
+            data_seconds=data_seconds,
+            stop=bool(stopped),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """A step over all ranks."""
+
+    loss: float
+    denominator: float
+    loss_tokens: int
+    tokens: int
+    samples: int
+    packs: int
+    #: compute seconds of the slowest rank over the mean
+    imbalance: float
+    #: the longest that any rank waited for its loader
+    data_seconds: float
+    #: whether any rank was asked to stop
+    stop: bool
+
+    def metrics(self, seconds: float, seq_length: int) -> dict[str, float]:
+        """The step's line. `fill`: real tokens as a share of seq_length per pack."""
+        return {
+            "loss": self.loss,
+            "tokens_per_second": self.tokens / seconds,
+            "samples_per_second": self.samples / seconds,
+            "fill": self.tokens / (self.packs * seq_length),
+            "packs": self.packs,
+            "sub_samples": self.samples,
+            "tokens": self.tokens,
+            "loss_tokens": self.loss_tokens,
+            "step_seconds": seconds,
+            "data_wait": self.data_seconds / seconds,
+            "rank_imbalance": self.imbalance,
+        }
+
+
+class Stopwatch:
+    """Seconds of work on a device: by events on CUDA, which do not make the host wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._started = 0.0
+
+    def __enter__(self) -> None:
+        if self._is_cuda:
+            self._events.append(
+                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            )
+            self._events[-1][0].record()
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_cuda:
+            self._events[-1][1].record()
+        else:
+            self._seconds += time.perf_counter() - self._started
+
+    def seconds(self) -> float:
+        """All of them so far. On CUDA this waits for the last to end."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        return self._seconds + sum(start.elapsed_time(end) / 1e3 for start, end in self._events)
+
+
+class MetricsLog:
+    """metrics.jsonl, and TensorBoard where asked for. Only rank 0 has one."""
+
+    def __init__(self, folder: Path, *, tensorboard: bool, iteration: int) -> None:
+        """Open the log to go on behind step `iteration` (0: a new run).
+
+        Raises:
+            ValueError: TensorBoard is asked for and not installed.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "metrics.jsonl"
+        _remove_lines_behind(self._path, iteration)
+        self._writer = _tensorboard_writer(folder, iteration) if tensorboard else None
+
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Add one line."""
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"iteration": iteration, **metrics}) + "\n")
+        if self._writer is not None:
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, iteration)
+
+    def close(self) -> None:
+        """Finish what TensorBoard has not written yet."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl. A last line that a kill cut off is left out."""
+    lines = path.read_text("utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _remove_lines_behind(path: Path, iteration: int) -> None:
+    if path.exists():
+        kept = [line for line in read_metrics(path) if line["iteration"] <= iteration]
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+
+
+def _tensorboard_writer(folder: Path, iteration: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError(
+            "metrics.tensorboard=true needs the tensorboard package; install it, or set false"
+        ) from error
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=iteration + 1)

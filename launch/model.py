@@ -1,0 +1,198 @@
+"""Qwen2-VL and Qwen2.5-VL for packed rows: megatron-core's GPTModel and transformers' vision tower.
+
+patches ─▶ vision tower ─▶ features ┐ (replicated on tensor parallel ranks)
+tokens  ─▶ embedding ───────────────┴▶ decoder, attention inside segments ─▶ loss of labels
+"""
+
+import copy
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from launch.hf_checkpoint import CheckpointReader, write_checkpoint
+from launch.hf_weights import RandomWeights, gather_weights, load_weights, published_shapes
+from launch.language_model import build_language_model
+from launch.model_config import ModelConfig, transformers_classes
+from launch.packed_attention import register_vision_attention, select_backend
+from launch.rotary import mrope_frequencies
+from task_encoders.sample_encoder import IGNORE_INDEX
+
+#: Labels whose logits exist at once: in float32, 152,000 words for 2,048 labels are 1.2 GB.
+LOSS_CHUNK: Final = 2048
+
+
+class PackedQwen2VL(torch.nn.Module):
+    """A Qwen2-VL that reads packed rows. Made by `build_model`."""
+
+    def __init__(self, hf_config: Any, language_model: GPTModel, visual: torch.nn.Module) -> None:
+        super().__init__()
+        self.hf_config = hf_config
+        #: folder the weights came from, whose tokenizer belongs to them
+        self.checkpoint: Path | None = None
+        self.language_model = language_model
+        self.visual = visual
+        text_config = hf_config.text_config
+        self._head_dim = text_config.hidden_size // text_config.num_attention_heads
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        packed_seq_params: PackedSeqParams,
+        imgs: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One packed row of S tokens.
+
+        Args:
+            tokens: (1, S) int64.
+            position_ids: (3, 1, S) int64.
+            packed_seq_params: the segments, see `task_encoders.to_packed_seq_params`.
+            imgs: (patches, C·T·p·p), read only if there are grids.
+            image_grid_thw: (N, 3), in patches.
+            labels: (1, S) int64, shifted: the token that follows, or IGNORE_INDEX.
+
+        Returns:
+            With labels the loss of every token, (1, S) float32, 0 where ignored. Without, this
+            tensor parallel rank's part of the logits, (1, S, vocab_size / TP).
+        """
+        rope = self.hf_config.text_config.rope_parameters
+        hidden = self.language_model.decoder(
+            hidden_states=self._embed(tokens, imgs, image_grid_thw),
+            attention_mask=None,
+            rotary_pos_emb=mrope_frequencies(
+                position_ids,
+                head_dim=self._head_dim,
+                base=rope["rope_theta"],
+                sections=rope["mrope_section"],
+            ),
+            # The angles are exact per position. Under "thd" megatron-core would look them up
+            # segment by segment, which on a GPU waits for the device at every segment and layer.
+            packed_seq_params=dataclasses.replace(packed_seq_params, qkv_format="sbhd"),
+        )
+        if labels is None:
+            return self._logits(hidden).transpose(0, 1)
+        return self._token_losses(hidden, labels[0])
+
+    def _embed(
+        self,
+        tokens: torch.Tensor,
+        imgs: torch.Tensor | None,
+        image_grid_thw: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """(S, 1, H): word embeddings, with image features in the places of image tokens."""
+        embeddings = self.language_model.embedding(input_ids=tokens, position_ids=None)
+        if imgs is not None and image_grid_thw is not None and len(image_grid_thw):
+            grids = image_grid_thw.long()
+            features = self.visual(imgs.to(embeddings.dtype), grid_thw=grids).pooler_output
+            is_image = tokens[0] == self.hf_config.image_token_id
+            if int(is_image.sum()) != len(features):
+                raise ValueError(
+                    f"{int(is_image.sum())} image tokens in the row, {len(features)} image "
+                    "features; tokens and images were encoded with different settings"
+                )
+            embeddings = embeddings.masked_scatter(is_image[:, None, None], features)
+        if self.training and not embeddings.requires_grad:
+            # Only the projector is trained, and this row has no image: keep backward() possible.
+            embeddings.requires_grad_()
+        return embeddings
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(n, 1, H) -> (n, 1, vocab_size / TP)."""
+        tied = self.language_model.share_embeddings_and_output_weights
+        weight = self.language_model.shared_embedding_or_output_weight() if tied else None
+        return self.language_model.output_layer(hidden, weight=weight)[0]
+
+    def _token_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """(S, 1, H) and (S,) -> (1, S). Logits are made for labelled positions only, in chunks."""
+
+        def chunk_losses(positions: torch.Tensor) -> torch.Tensor:
+            logits = self._logits(hidden[positions]).squeeze(1)
+            return vocab_parallel_cross_entropy(logits, labels[positions])
+
+        positions = (labels != IGNORE_INDEX).nonzero()[:, 0]
+        chunks = positions.split(LOSS_CHUNK)  # one, empty, where nothing is labelled
+        if len(chunks) == 1:
+            losses = chunk_losses(positions)
+        else:
+            recomputed = functools.partial(
+                checkpoint, chunk_losses, use_reentrant=False, preserve_rng_state=False
+            )
+            losses = torch.cat([recomputed(chunk) for chunk in chunks])
+        row = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device)
+        return row.index_copy(0, positions, losses.float())[None]
+
+
+def build_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> PackedQwen2VL:
+    """The model on this rank: its share of the language model, and the whole vision tower.
+
+    Needs `launch.parallel.initialize_parallel`. Weights are the same on all data parallel ranks
+    and do not depend on tensor parallelism.
+
+    Args:
+        config: what to build.
+        device: where.
+        seed: of random weights.
+
+    Raises:
+        ValueError: the checkpoint or the sizes cannot be used.
+    """
+    hf_config = config.build_transformers_config()
+    classes = transformers_classes(config.family)
+    dtype = config.resolve_dtype(device)
+    language_model = build_language_model(
+        hf_config,
+        tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
+        dtype=dtype,
+        device=device,
+        backend=select_backend(device, dtype, config.attention),
+        recompute=config.recompute == "full",
+    )
+    with torch.device(device):
+        visual = classes.vision_tower._from_config(
+            copy.deepcopy(hf_config.vision_config), dtype=dtype, attn_implementation="sdpa"
+        )
+    # Set afterwards: at construction transformers would look for "flash" kernels on the hub.
+    visual.config._attn_implementation = register_vision_attention()
+    if config.recompute == "full":
+        visual.gradient_checkpointing_enable({"use_reentrant": False})
+    model = PackedQwen2VL(hf_config, language_model, visual).to(device)
+    shapes = published_shapes(hf_config, classes.model)
+    if config.checkpoint is None:
+        load_weights(model, hf_config, RandomWeights(hf_config, shapes, seed))
+    else:
+        with CheckpointReader(config.checkpoint, shapes) as reader:
+            load_weights(model, hf_config, reader)
+        model.checkpoint = config.checkpoint
+    freeze(model, config.freeze)
+    return model
+
+
+def freeze(model: PackedQwen2VL, parts: frozenset[str]) -> None:
+    """Take parts out of training: "vision", "projector" (the vision tower's merger), "language"."""
+    for name, parameter in model.named_parameters():
+        if name.startswith("visual.merger."):
+            part = "projector"
+        else:
+            part = "vision" if name.startswith("visual.") else "language"
+        parameter.requires_grad_(part not in parts)
+
+
+def save_hf_checkpoint(model: PackedQwen2VL, folder: str | Path) -> None:
+    """Write a folder that transformers' `from_pretrained` loads. Every rank must call this.
+
+    Tensors are gathered over the first tensor parallel group and written by rank 0.
+    """
+    if parallel_state.get_data_parallel_rank() == 0:
+        tensors = gather_weights(model, model.hf_config)
+        write_checkpoint(Path(folder), tensors, model.hf_config, like=model.checkpoint)
+    torch.distributed.barrier()

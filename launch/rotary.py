@@ -1,0 +1,34 @@
+"""Multimodal rotary positions (M-RoPE, https://arxiv.org/abs/2409.12191, section 2.1).
+
+megatron-core's own module of the same purpose asks for a CUDA device; this is its formula as a
+function that runs anywhere.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def mrope_frequencies(
+    position_ids: torch.Tensor, *, head_dim: int, base: float, sections: Sequence[int]
+) -> torch.Tensor:
+    """Rotation angles of every position, as megatron-core's attention takes them.
+
+    The head_dim / 2 frequencies are dealt out in `sections`: the first follow the temporal
+    position, then height, then width, and so on in turns.
+
+    Args:
+        position_ids: (3, 1, S) temporal, height and width position.
+        head_dim: channels of one attention head.
+        base: rope_theta.
+        sections: frequencies per section, head_dim / 2 in all.
+
+    Returns:
+        (S, 1, 1, head_dim) float32.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_ids.device)
+    inverse_frequencies = 1.0 / base ** (exponents / head_dim)
+    angles = position_ids.float()[..., None] * inverse_frequencies  # (3, 1, S, head_dim / 2)
+    pieces = angles.split(list(sections), dim=-1)
+    angles = torch.cat([piece[i % 3] for i, piece in enumerate(pieces)], dim=-1)
+    return torch.cat([angles, angles], dim=-1).transpose(0, 1)[:, :, None]

@@ -1,0 +1,53 @@
+"""Train on packs: `torchrun ... -m launch.train CONFIG.yaml [key.sub=value ...]`.
+
+Exit status: 0 done, 1 the run failed, 2 the command or the configuration is wrong, 143 stopped by
+SIGTERM after saving.
+"""
+
+import logging
+import os
+import sys
+import warnings
+from typing import Final
+
+import click
+
+from offline_packing.errors import ConfigError, StageError
+
+STOPPED: Final = 128 + 15
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("config", type=click.Path(dir_okay=False))
+@click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def cli(config: str, overrides: tuple[str, ...], debug: bool) -> None:
+    """Train as CONFIG says; its fields can be set on the command line: data.path=out/packed"""
+    _start_logging()
+    try:
+        from launch.config import load_config
+        from launch.train_setup import run
+
+        finished = run(load_config(config, overrides))
+    except Exception as error:
+        if debug:
+            raise
+        known = isinstance(error, StageError | ValueError | RuntimeError | OSError)
+        text = str(error) if known else f"{type(error).__name__}: {error} (--debug shows where)"
+        click.echo(f"error: {' '.join(text.split())}", err=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    sys.exit(0 if finished else STOPPED)
+
+
+def _start_logging() -> None:
+    """Ours from rank 0, warnings from all; not the remarks of libraries on what is not there."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    if os.environ.get("RANK", "0") == "0":
+        logging.getLogger("launch").setLevel(logging.INFO)
+    warnings.filterwarnings(
+        "ignore", message=".*(Apex|Transformer Engine|pin_memory|full scope is deprecated)"
+    )
+
+
+if __name__ == "__main__":
+    cli()

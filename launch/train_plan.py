@@ -1,0 +1,58 @@
+"""How many steps a run has and what each takes, from the configuration and the manifest."""
+
+import logging
+from dataclasses import dataclass
+
+from launch.config import LaunchConfig
+from launch.data_manifest import PackedData
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainPlan:
+    """The shape of a run."""
+
+    iterations: int
+    #: over all ranks
+    packs_per_step: int
+    #: micro batches per rank and step
+    accumulation: int
+    warmup_iterations: int
+
+
+def plan_training(config: LaunchConfig, data: PackedData, data_parallel: int) -> TrainPlan:
+    """Steps and batch of a run.
+
+    A batch size in samples becomes packs: divided by the samples in a pack, and rounded to what the
+    ranks can share out evenly. One given in packs must be such a multiple already.
+
+    Raises:
+        ValueError: `global_batch_packs` cannot be shared out evenly.
+    """
+    per_round = data_parallel * config.data.micro_batch_size
+    packs = config.batch.global_batch_packs
+    if packs is None:
+        assert config.batch.global_batch_size is not None  # the config holds one of the two
+        packs = data.packs_per_step(config.batch.global_batch_size, per_round)
+    elif packs % per_round:
+        raise ValueError(
+            f"batch.global_batch_packs {packs} is no multiple of {per_round} = {data_parallel} "
+            f"data parallel ranks × micro_batch_size {config.data.micro_batch_size}; set "
+            f"{-(-packs // per_round) * per_round}"
+        )
+    iterations = config.train.iterations or data.iterations(config.train.epochs, packs)
+    logger.info(
+        "%d packs of %.2f samples each; a step takes %d packs, about %.0f samples; %d steps",
+        data.num_packs,
+        data.samples_per_pack,
+        packs,
+        packs * data.samples_per_pack,
+        iterations,
+    )
+    return TrainPlan(
+        iterations=iterations,
+        packs_per_step=packs,
+        accumulation=packs // per_round,
+        warmup_iterations=round(config.schedule.warmup * iterations),
+    )

@@ -1,0 +1,96 @@
+"""Puts a training run together: groups, data, model, optimizer, trainer."""
+
+import logging
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+
+from launch.checkpoint import CheckpointFolder
+from launch.config import LaunchConfig
+from launch.data import EnergonMicroBatches, build_task_encoder
+from launch.data_manifest import PackedData, read_packed_data
+from launch.model import PackedQwen2VL, build_model, save_hf_checkpoint
+from launch.optimizer import ShardedAdamW
+from launch.parallel import initialize_parallel
+from launch.train_plan import TrainPlan, plan_training
+from launch.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: LaunchConfig) -> bool:
+    """Train as the configuration says, and write the trained model in Hugging Face's format.
+
+    Returns:
+        Whether the run is finished; False after SIGTERM.
+    """
+    device = initialize_parallel(config.parallel.tensor, seed=config.train.seed)
+    trainer, model = build_trainer(config, device)
+    if config.checkpoint.resume:
+        trainer.resume()
+    finished = trainer.run()
+    if finished and config.checkpoint.export:
+        folder = config.output.path / "hf"
+        save_hf_checkpoint(model, folder)
+        logger.info("wrote the trained model to %s", folder)
+    return finished
+
+
+def build_trainer(config: LaunchConfig, device: torch.device) -> tuple[Trainer, PackedQwen2VL]:
+    """The trainer of this rank, and its model. Needs `initialize_parallel`."""
+    data = read_packed_data(Path(config.data.path))
+    plan = plan_training(config, data, parallel_state.get_data_parallel_world_size())
+    # The environment is checked here, before a checkpoint of many gigabytes is read.
+    task_encoder = build_task_encoder(config.data, data)
+    train_data = EnergonMicroBatches(config.data, task_encoder, device)
+    validation_data = None
+    if config.validation.every:
+        validation_data = EnergonMicroBatches(
+            config.data, task_encoder, device, split="val", limit=config.validation.limit
+        )
+    model = build_model(config.model, device=device, seed=config.train.seed)
+    trainer = Trainer(
+        config,
+        plan,
+        model=model,
+        optimizer=build_optimizer(config, model),
+        train_data=train_data,
+        validation_data=validation_data,
+        checkpoints=build_checkpoints(config, data, plan),
+        seq_length=data.seq_length,
+        device=device,
+    )
+    return trainer, model
+
+
+def build_optimizer(config: LaunchConfig, model: torch.nn.Module) -> ShardedAdamW:
+    """The optimizer over this rank's groups."""
+    options = config.optimizer
+    return ShardedAdamW(
+        model,
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        data_parallel_group=parallel_state.get_data_parallel_group(),
+        tensor_parallel_group=parallel_state.get_tensor_model_parallel_group(),
+    )
+
+
+def build_checkpoints(config: LaunchConfig, data: PackedData, plan: TrainPlan) -> CheckpointFolder:
+    """The run's checkpoints. What decides the order of packs must not change on resuming."""
+    return CheckpointFolder(
+        config.output.path / "checkpoints",
+        {
+            "content_hash of the packs": data.content_hash,
+            "data.num_workers": config.data.num_workers,
+            "data.micro_batch_size": config.data.micro_batch_size,
+            "data.repeat": config.data.repeat,
+            "packs per step": plan.packs_per_step,
+            "parallel.tensor": config.parallel.tensor,
+            "data parallel ranks": parallel_state.get_data_parallel_world_size(),
+        },
+        keep=config.checkpoint.keep,
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        writes_model=parallel_state.get_data_parallel_rank() == 0,
+    )

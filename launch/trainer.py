@@ -1,0 +1,289 @@
+"""The training loop: packs in, steps, checkpoints, metrics out.
+
+A step is `accumulation` micro batches on every rank. All ranks leave a step together, also where
+one has no pack left, was asked to stop, or met a gradient that is not finite.
+"""
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from megatron.core import parallel_state
+from torch import distributed
+from tqdm import tqdm
+
+from launch.checkpoint import CheckpointFolder
+from launch.config import LaunchConfig
+from launch.data import MicroBatch, MicroBatches
+from launch.loss import loss_terms, shift_labels, weighted_sum
+from launch.metrics import MetricsLog, StepCounts, StepTotals
+from launch.optimizer import ShardedAdamW
+from launch.schedule import learning_rate
+from launch.train_plan import TrainPlan
+from task_encoders.model_inputs import to_packed_seq_params
+from task_encoders.sample_encoder import IGNORE_INDEX
+
+logger = logging.getLogger(__name__)
+
+
+class StepError(RuntimeError):
+    """A step failed. The text names the packs it was working on."""
+
+
+class ValidationBatches(MicroBatches, Protocol):
+    """Micro batches that can be gone through again."""
+
+    def restart(self) -> None:
+        """Begin another pass."""
+
+
+class StopRequest:
+    """Whether SIGTERM arrived. Use as a context manager, around what it is to interrupt."""
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def __enter__(self) -> "StopRequest":
+        self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._previous)
+
+    def _on_signal(self, *_: object) -> None:
+        self.received = True
+
+
+class Trainer:
+    """One rank's part of a training run.
+
+    Args:
+        config: the run.
+        plan: its steps.
+        model: see `launch.model.PackedQwen2VL`; its weights already belong to the optimizer.
+        train_data: this rank's packs.
+        checkpoints: where to save.
+        seq_length: capacity of a pack in tokens.
+        validation_data: packs of the val split.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        plan: TrainPlan,
+        *,
+        model: torch.nn.Module,
+        optimizer: ShardedAdamW,
+        train_data: MicroBatches,
+        checkpoints: CheckpointFolder,
+        seq_length: int,
+        device: torch.device,
+        validation_data: ValidationBatches | None = None,
+    ) -> None:
+        self._config = config
+        self._plan = plan
+        self._model = model
+        self._optimizer = optimizer
+        self._train_data = train_data
+        self._validation_data = validation_data
+        self._checkpoints = checkpoints
+        self._seq_length = seq_length
+        self._device = device
+        self._is_main = distributed.get_rank() == 0
+        self._reports = parallel_state.get_tensor_model_parallel_rank() == 0
+        self._log: MetricsLog | None = None
+        #: steps done
+        self.iteration = 0
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint, if there is one. A collective."""
+        path = self._checkpoints.newest()
+        if path is None:
+            return
+        self.iteration, model_state, state = self._checkpoints.load(path, self._device)
+        self._model.load_state_dict(model_state)
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._train_data.restore(state["data"])
+        logger.info("resumed from %s", path)
+
+    def run(self) -> bool:
+        """Train to the last step, the end of the data, or SIGTERM. Saves at the end.
+
+        Returns:
+            Whether the run is finished; False after SIGTERM.
+
+        Raises:
+            StepError: a step failed.
+        """
+        if self._is_main:
+            self._log = MetricsLog(
+                self._config.output.path,
+                tensorboard=self._config.metrics.tensorboard,
+                iteration=self.iteration,
+            )
+        bar = tqdm(
+            total=self._plan.iterations,
+            initial=self.iteration,
+            unit="step",
+            disable=None if self._is_main else True,  # None: only on a terminal
+        )
+        self._model.train()
+        with StopRequest() as stop, bar:
+            finished = self._run_steps(stop, bar)
+        if self._log is not None:
+            self._log.close()
+        return finished
+
+    def _run_steps(self, stop: StopRequest, bar: Any) -> bool:
+        saved = self.iteration
+        stopped = False
+        while self.iteration < self._plan.iterations and not stopped:
+            totals = self._step(stop, bar)
+            if totals is None:
+                logger.info("end of the data after %d steps", self.iteration)
+                break
+            stopped = totals.stop
+            if _is_due(self.iteration, self._config.validation.every):
+                self._validate()
+            if _is_due(self.iteration, self._config.checkpoint.every):
+                saved = self._save()
+        if saved < self.iteration:
+            self._save()
+        if stopped:
+            logger.info("stopped by SIGTERM after %d steps; run again to go on", self.iteration)
+        return not stopped
+
+    def _step(self, stop: StopRequest, bar: Any) -> StepTotals | None:
+        """One step; None, without one, if no rank has a pack left."""
+        started = time.perf_counter()
+        counts = StepCounts(self._device)
+        pack_keys: list[str] = []
+        for _ in range(self._plan.accumulation):
+            with counts.waiting():
+                row = self._train_data.next()
+            if row is not None:
+                pack_keys += row.pack_keys
+                self._forward_backward(row, counts)
+            self._optimizer.accumulate()
+        totals = counts.reduce(counts=self._reports, stop=stop.received)
+        if not totals.packs:
+            return None
+        rate = self._learning_rate()
+        norm = self._optimizer.step(
+            learning_rate=rate,
+            denominator=totals.denominator,
+            max_norm=self._config.optimizer.max_grad_norm,
+        )
+        if not math.isfinite(norm):
+            raise StepError(
+                f"step {self.iteration + 1}: the gradient's norm is {norm} and the loss "
+                f"{totals.loss}; packs: {', '.join(_on_all_ranks(pack_keys))}"
+            )
+        self.iteration += 1
+        metrics = totals.metrics(time.perf_counter() - started, self._seq_length)
+        self._report({**metrics, "learning_rate": rate, "grad_norm": norm}, bar)
+        return totals
+
+    def _forward_backward(self, row: MicroBatch, counts: StepCounts) -> None:
+        try:
+            with counts.computing():
+                loss = self._count_loss(row, counts)
+                loss.backward()
+        except Exception as error:
+            raise StepError(
+                f"step {self.iteration + 1}: packs {', '.join(row.pack_keys)} of "
+                f"{row.tokens.shape[1]} tokens and {len(row.image_grid_thw)} images, samples "
+                f"{', '.join(row.sub_sample_keys)}: {error}"
+            ) from error
+
+    def _count_loss(self, row: MicroBatch, counts: StepCounts) -> torch.Tensor:
+        """The sum of one row's weighted losses, entered into the counts."""
+        labels = shift_labels(row.labels)
+        terms = loss_terms(labels, row.cu_lengths, self._config.train.normalization)
+        has_images = len(row.image_grid_thw) > 0
+        token_losses = self._model(
+            tokens=row.tokens,
+            position_ids=row.position_ids,
+            packed_seq_params=to_packed_seq_params(row),
+            imgs=row.imgs if has_images else None,
+            image_grid_thw=row.image_grid_thw if has_images else None,
+            labels=labels,
+        )
+        loss = weighted_sum(token_losses, terms)
+        counts.add(
+            loss=loss,
+            denominator=terms.denominator,
+            tokens=row.num_tokens,
+            loss_tokens=(labels != IGNORE_INDEX).sum(),
+            samples=len(row.sub_sample_keys),
+            packs=len(row.pack_keys),
+        )
+        return loss
+
+    @torch.no_grad()
+    def _validate(self) -> None:
+        """Loss over the val split, on all ranks."""
+        if self._validation_data is None:
+            return
+        self._model.eval()
+        counts = StepCounts(self._device)
+        while (row := self._validation_data.next()) is not None:
+            self._count_loss(row, counts)
+        self._validation_data.restart()
+        self._model.train()
+        totals = counts.reduce(counts=self._reports, stop=False)
+        logger.info("step %d: validation loss %.4f", self.iteration, totals.loss)
+        if self._log is not None:
+            self._log.write(
+                self.iteration, {"validation_loss": totals.loss, "validation_packs": totals.packs}
+            )
+
+    def _learning_rate(self) -> float:
+        schedule = self._config.schedule
+        return learning_rate(
+            self.iteration,
+            iterations=self._plan.iterations,
+            warmup_iterations=self._plan.warmup_iterations,
+            max_rate=schedule.learning_rate,
+            min_rate=schedule.min_learning_rate,
+            decay=schedule.decay,
+        )
+
+    def _report(self, metrics: Mapping[str, float], bar: Any) -> None:
+        if self._log is None:
+            return
+        self._log.write(self.iteration, metrics)
+        bar.set_postfix(loss=f"{metrics['loss']:.4f}", refresh=False)
+        bar.update()
+        if bar.disable and _is_due(self.iteration, self._config.metrics.log_every):
+            logger.info(
+                "step %d/%d: loss %.4f, %.0f tokens/s, %.1f samples/s, fill %.1f%%, data wait "
+                "%.1f%%",
+                self.iteration,
+                self._plan.iterations,
+                metrics["loss"],
+                metrics["tokens_per_second"],
+                metrics["samples_per_second"],
+                100 * metrics["fill"],
+                100 * metrics["data_wait"],
+            )
+
+    def _save(self) -> int:
+        state = {"optimizer": self._optimizer.state_dict(), "data": self._train_data.state()}
+        path = self._checkpoints.save(self.iteration, self._model.state_dict(), state)
+        logger.info("saved %s", path)
+        return self.iteration
+
+
+def _is_due(iteration: int, every: int) -> bool:
+    return every > 0 and iteration % every == 0
+
+
+def _on_all_ranks(keys: list[str]) -> list[str]:
+    gathered: list[list[str]] = [[] for _ in range(distributed.get_world_size())]
+    distributed.all_gather_object(gathered, keys)
+    return sorted({key for rank_keys in gathered for key in rank_keys})

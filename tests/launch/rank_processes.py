@@ -1,0 +1,35 @@
+"""Run a function in several processes that form a torch.distributed group."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, multiprocessing
+
+
+def run_ranks(world_size: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`function(*args)` on `world_size` gloo ranks. Returns what each rank returned.
+
+    `folder` carries the rendezvous and the results; results must be picklable.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    multiprocessing.spawn(_run_rank, (world_size, folder, function, args), nprocs=world_size)
+    return [
+        torch.load(folder / f"result_{rank}.pt", weights_only=False) for rank in range(world_size)
+    ]
+
+
+def _run_rank(
+    rank: int, world_size: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
+    )
+    try:
+        torch.save(function(*args), folder / f"result_{rank}.pt")
+    finally:
+        distributed.destroy_process_group()

@@ -1,0 +1,168 @@
+"""Hugging Face -> megatron-core -> Hugging Face gives back every bit, whatever the sharding."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from launch.hf_checkpoint import INDEX_FILE, SINGLE_FILE, weight_files, write_checkpoint
+from launch.hf_weights import gather_weights, join_qkv, split_qkv
+from launch.model import build_model, save_hf_checkpoint
+from launch.model_config import ModelConfig, transformers_classes
+from launch.parallel import initialize_parallel
+from tests.launch import tiny_checkpoints
+from tests.launch.rank_processes import run_ranks
+from tests.launch.tiny_checkpoints import transformers_model
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in weight_files(folder) for name, t in load_file(file).items()}
+
+
+def assert_same_tensors(folder: Path, other: Path) -> None:
+    ours, theirs = all_tensors(folder), all_tensors(other)
+    assert set(ours) == set(theirs)
+    assert len(ours) > 60
+    for name, tensor in theirs.items():
+        assert tensor.dtype == ours[name].dtype
+        assert torch.equal(tensor, ours[name]), name
+
+
+def round_trip(source: Path, family: str, target: Path, tensor_parallel: int, dtype: str) -> None:
+    device = initialize_parallel(tensor_parallel)
+    config = ModelConfig(family=family, checkpoint=source, dtype=dtype)
+    save_hf_checkpoint(build_model(config, device=device), target)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("qwen2_vl", False), ("qwen2_vl", True), ("qwen2_5_vl", False)]
+)
+def test_round_trip_is_bit_identical(family: str, tied: bool, dtype: str, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    model = transformers_model(family, tied=tied).to(getattr(torch, dtype))
+    model.save_pretrained(source, max_shard_size="500KB")
+    (source / "tokenizer.json").write_text("{}")
+    assert len(weight_files(source)) > 2
+    round_trip(source, family, target, 1, dtype)
+    assert_same_tensors(target, source)
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (target / name).read_bytes() == (source / name).read_bytes()
+
+    loaded = transformers_classes(family).model.from_pretrained(target, dtype="auto")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name])
+
+
+def test_round_trip_over_two_tensor_parallel_ranks(tmp_path: Path) -> None:
+    source = tiny_checkpoints.write_checkpoint(tmp_path / "source", "qwen2_vl", tied=False)
+    target = tmp_path / "target"
+    run_ranks(2, tmp_path / "ranks", round_trip, source, "qwen2_vl", target, 2, "float32")
+    assert_same_tensors(target, source)
+
+
+def test_large_checkpoints_are_written_in_shards(tmp_path: Path) -> None:
+    source = tiny_checkpoints.write_checkpoint(tmp_path / "source", "qwen2_vl", tied=True)
+    device = initialize_parallel()
+    model = build_model(ModelConfig(checkpoint=source), device=device)
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "of_an_older_run").touch()
+    tensors = gather_weights(model, model.hf_config)
+    write_checkpoint(target, tensors, model.hf_config, like=source, max_shard_bytes=500_000)
+    files = weight_files(target)
+    assert len(files) > 2
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert not (target / "of_an_older_run").exists()
+    assert_same_tensors(target, source)
+    total = sum(tensor.nbytes for tensor in all_tensors(source).values())
+    assert json.loads((target / INDEX_FILE).read_text())["metadata"]["total_size"] == total
+    transformers_classes("qwen2_vl").model.from_pretrained(target)
+
+
+def test_names_that_transformers_has_in_memory_are_read_as_well(tmp_path: Path) -> None:
+    source = tiny_checkpoints.write_checkpoint(tmp_path / "source", "qwen2_vl", tied=False)
+    renamed = tmp_path / "renamed"
+    renamed.mkdir()
+    (renamed / "config.json").write_bytes((source / "config.json").read_bytes())
+    state = transformers_model("qwen2_vl", tied=False).state_dict()
+    assert "model.language_model.norm.weight" in state
+    save_file(state, renamed / SINGLE_FILE)
+    round_trip(renamed, "qwen2_vl", tmp_path / "target", 1, "float32")
+    assert_same_tensors(tmp_path / "target", source)
+
+
+def test_another_dtype_is_written_into_the_config(tmp_path: Path) -> None:
+    source = tiny_checkpoints.write_checkpoint(tmp_path / "source", "qwen2_vl", tied=True)
+    round_trip(source, "qwen2_vl", tmp_path / "target", 1, "bfloat16")
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert {t.dtype for t in all_tensors(tmp_path / "target").values()} == {torch.bfloat16}
+
+
+def test_random_weights_make_a_checkpoint_that_transformers_loads(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    device = initialize_parallel()
+    model = build_model(ModelConfig(preset="tiny"), device=device, seed=3)
+    save_hf_checkpoint(model, tmp_path / "target")
+    loaded = transformers_classes("qwen2_vl").model.from_pretrained(tmp_path / "target")
+    ours = model.language_model.embedding.word_embeddings.weight
+    assert torch.equal(loaded.model.language_model.embed_tokens.weight, ours)
+    assert 0.019 < float(ours.std()) < 0.021
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "target")
+    assert tokenizer("Hello world")["input_ids"] == [9707, 1879]
+    assert (tmp_path / "target" / "preprocessor_config.json").is_file()
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(8, 8), (8, 2), (6, 1)])
+def test_qkv_splits_into_what_it_was_joined_from(heads: int, groups: int) -> None:
+    head_dim = 3
+    shapes = (heads * head_dim, 5), (groups * head_dim, 5), (groups * head_dim, 5)
+    parts = [torch.rand(shape) for shape in shapes]
+    joined = join_qkv(parts, head_dim)
+    for part, expected in zip(split_qkv(joined, head_dim, heads // groups), parts, strict=True):
+        assert torch.equal(part, expected)
+
+
+def test_qkv_is_joined_group_by_group() -> None:
+    # 4 query heads in 2 groups of one channel each
+    query, key, value = torch.arange(4), torch.tensor([10, 11]), torch.tensor([20, 21])
+    assert join_qkv([query, key, value], 1).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+
+
+def test_incomplete_checkpoints_are_refused(tmp_path: Path) -> None:
+    source = tiny_checkpoints.write_checkpoint(tmp_path / "source", "qwen2_vl", tied=False)
+    device = initialize_parallel()
+    config = ModelConfig(checkpoint=source)
+
+    tensors = load_file(source / SINGLE_FILE)
+    norm = tensors.pop("model.norm.weight")
+    save_file(tensors, source / SINGLE_FILE)
+    with pytest.raises(
+        ValueError, match=r"lacks 1 of .* tensors, the first is 'model.norm.weight'"
+    ):
+        build_model(config, device=device)
+
+    save_file({**tensors, "model.norm.weight": norm[:-1]}, source / SINGLE_FILE)
+    with pytest.raises(ValueError, match=r"model.norm.weight: shape \(127,\)"):
+        build_model(config, device=device)
+
+    (source / INDEX_FILE).write_text('{"weight_map": {"model.norm.weight": "../outside"}}')
+    with pytest.raises(ValueError, match=r"no file '\.\./outside'"):
+        build_model(config, device=device)
+
+    (source / INDEX_FILE).unlink()
+    (source / SINGLE_FILE).rename(source / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no file 'model\.safetensors'"):
+        build_model(config, device=device)
+
+
+def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path) -> None:
+    source = tiny_checkpoints.write_checkpoint(tmp_path / "source", "qwen2_vl", tied=True)
+    device = initialize_parallel()
+    config = ModelConfig(family="qwen2_5_vl", checkpoint=source)
+    with pytest.raises(ValueError, match="is a 'qwen2_vl'; set family: qwen2_vl"):
+        build_model(config, device=device)

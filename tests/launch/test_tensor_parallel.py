@@ -1,0 +1,150 @@
+"""Two tensor parallel ranks hold one model: same weights, same gradients where they overlap."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from launch.hf_weights import gather_weights
+from launch.language_model import check_supported
+from launch.loss import shift_labels
+from launch.model import PackedQwen2VL, build_model
+from launch.model_config import ModelConfig
+from launch.parallel import (
+    ParallelError,
+    average_replicated_gradients,
+    initialize_parallel,
+    is_sharded,
+)
+from task_encoders.model_inputs import to_packed_seq_params
+from tests.launch.rank_processes import run_ranks
+from tests.launch.tiny_checkpoints import packed_batch, row_samples, transformers_model
+
+#: A tiny model with a small vocabulary, so that all that is compared is quick.
+CONFIG = ModelConfig(text={"vocab_size": 151_656 + 8})
+
+
+def gathered(model: PackedQwen2VL) -> dict[str, torch.Tensor]:
+    tensors = gather_weights(model, model.hf_config)
+    return {name: tensor for name, tensor in tensors if tensor is not None}
+
+
+def equal_on_all_ranks(tensor: torch.Tensor) -> bool:
+    copies = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(copies, tensor.contiguous())
+    return all(torch.equal(copy, tensor) for copy in copies)
+
+
+def examine_rank() -> dict[str, Any]:
+    """What one of two ranks sees of a model and of its gradients."""
+    model = build_model(CONFIG, device=initialize_parallel(2), seed=5)
+    weights = gathered(model)
+    reference = transformers_model("qwen2_vl", tied=True)  # finds positions, is not compared
+    batch = packed_batch(row_samples(reference, "mixed"))
+    batch.tokens[batch.tokens == reference.config.image_token_id] = model.hf_config.image_token_id
+    inputs = (batch.tokens, batch.position_ids, to_packed_seq_params(batch))
+    losses = model(*inputs, batch.imgs, batch.image_grid_thw, shift_labels(batch.labels))
+    losses.sum().backward()
+
+    parameters = dict(model.named_parameters())
+    replicated = [name for name, parameter in parameters.items() if not is_sharded(parameter)]
+    same = [equal_on_all_ranks(parameters[name].grad) for name in replicated]
+    norm = parameters["language_model.decoder.final_layernorm.weight"].grad
+    sharded = parameters["language_model.embedding.word_embeddings.weight"].grad
+    exact, sharded_before = norm.clone(), sharded.clone()
+    norm *= 1 + 2 * dist.get_rank()  # 1 and 3 times the gradient, 2 on average
+    average_replicated_gradients(parameters.values())
+    return {
+        "weights": weights,
+        "replicated": replicated,
+        "same": same,
+        "averaged": torch.equal(norm, 2 * exact),
+        "sharded_untouched": torch.equal(sharded, sharded_before),
+        "num_parameters": len(parameters),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(2, tmp_path_factory.mktemp("ranks"), examine_rank)
+
+
+def test_weights_do_not_depend_on_tensor_parallelism(ranks: list[dict[str, Any]]) -> None:
+    model = build_model(CONFIG, device=initialize_parallel(1), seed=5)
+    expected = gathered(model)
+    assert set(ranks[0]["weights"]) == set(expected)
+    assert ranks[1]["weights"] == {}
+    for name, tensor in expected.items():
+        assert torch.equal(ranks[0]["weights"][name], tensor), name
+    other = gathered(build_model(CONFIG, device=initialize_parallel(1), seed=6))
+    assert not torch.equal(
+        other["visual.merger.mlp.0.weight"], expected["visual.merger.mlp.0.weight"]
+    )
+
+
+def test_norms_and_vision_tower_are_replicated(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        language = {name for name in rank["replicated"] if not name.startswith("visual.")}
+        norms = {
+            f"decoder.layers.{i}.{n}_layernorm.weight" for i in (0, 1) for n in ("input", "pre_mlp")
+        }
+        norms.add("decoder.final_layernorm.weight")
+        assert language == {f"language_model.{name}" for name in norms}
+        # embedding, and five sharded tensors in each of two layers
+        assert rank["num_parameters"] == len(rank["replicated"]) + 1 + 2 * 5
+
+
+def test_replicated_gradients_are_the_same_without_a_reduction(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert len(rank["same"]) > 20
+        assert all(rank["same"])
+
+
+def test_averaging_brings_drifted_copies_together(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["averaged"]
+        assert rank["sharded_untouched"]
+
+
+def test_averaging_leaves_a_single_rank_alone() -> None:
+    initialize_parallel(1)
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([1.0, 2.0])
+    average_replicated_gradients([parameter, torch.nn.Parameter(torch.zeros(3))])
+    assert parameter.grad.tolist() == [1, 2]
+
+
+def test_ranks_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(ParallelError, match="tensor_parallel 2 does not divide the 1 processes"):
+        initialize_parallel(2)
+
+
+def test_sizes_that_cannot_be_divided_are_refused() -> None:
+    text_config = CONFIG.build_transformers_config().text_config
+    check_supported(text_config, 2)
+    with pytest.raises(ValueError, match="num_key_value_heads 2 cannot be divided"):
+        check_supported(text_config, 4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("rope_parameters", {"rope_type": "yarn"}, "rope_type 'yarn' is not supported"),
+        ("layer_types", ["full_attention", "sliding_attention"], "use_sliding_window"),
+    ],
+)
+def test_what_the_model_does_not_compute_is_refused(field: str, value: Any, message: str) -> None:
+    text_config = CONFIG.build_transformers_config().text_config
+    setattr(text_config, field, value)
+    with pytest.raises(ValueError, match=message):
+        check_supported(text_config, 1)
+
+
+def test_saved_copy_is_written_once(tmp_path: Path) -> None:
+    from launch.model import save_hf_checkpoint
+
+    model = build_model(CONFIG, device=initialize_parallel(1))
+    save_hf_checkpoint(model, tmp_path / "step_1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1"]

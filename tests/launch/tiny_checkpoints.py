@@ -1,0 +1,148 @@
+"""Small Qwen2-VL and Qwen2.5-VL of transformers with random weights, and samples to feed them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from task_encoders.concatenate import concatenate
+from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
+from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
+
+VOCAB_SIZE = 1024
+#: ordinary tokens are below
+VISION_START, VISION_END, IMAGE, VIDEO = 1012, 1013, 1015, 1016
+SPECIAL = {
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+}
+TEXT = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+}
+VISION: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"depth": 2, "embed_dim": 64, "hidden_size": 128, "num_heads": 4, "mlp_ratio": 2},
+    "qwen2_5_vl": {
+        "depth": 4,
+        "hidden_size": 64,
+        "out_hidden_size": 128,
+        "intermediate_size": 96,
+        "num_heads": 4,
+        "fullatt_block_indexes": [1, 3],
+    },
+}
+
+
+def transformers_model(family: str, *, tied: bool, seed: int = 0) -> Any:
+    """A model whose every weight counts.
+
+    Weights are N(0, 0.08²): with transformers' own initialisation a model hardly looks at its
+    context, and a broken boundary would go unnoticed.
+    """
+    import transformers
+
+    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}[family]
+    config = getattr(transformers, f"{name}Config")(
+        text_config=TEXT, vision_config=VISION[family], tie_word_embeddings=tied, **SPECIAL
+    )
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.empty_like(parameter).normal_(0, 0.08, generator=generator)
+            is_norm = parameter.ndim == 1 and name.endswith("weight")
+            parameter.copy_(noise + 1 if is_norm else noise)
+    return model.eval()
+
+
+def write_checkpoint(folder: Path, family: str, *, tied: bool, **options: Any) -> Path:
+    """`transformers_model` as transformers saves it; options are those of save_pretrained."""
+    transformers_model(family, tied=tied).save_pretrained(folder, **options)
+    return folder
+
+
+def random_sample(
+    reference: Any, num_text: int, grids: Sequence[tuple[int, int]], seed: int
+) -> EncodedSample:
+    """Text, then images of these (height, width) in patches with a little text, then text.
+
+    The first quarter of the text has no labels, nor have images. Positions are transformers'.
+    """
+    rng = np.random.default_rng(seed)
+    half = num_text // 2
+    pieces = [rng.integers(3, 1000, half)]
+    for height, width in grids:
+        pads = np.full(height * width // 4, IMAGE)
+        pieces += [[VISION_START], pads, [VISION_END], rng.integers(3, 1000, 3)]
+    tokens = np.concatenate([*pieces, rng.integers(3, 1000, num_text - half)]).astype(np.int64)
+    labels = np.where(tokens < 1000, tokens, IGNORE_INDEX)
+    labels[: max(1, num_text // 4)] = IGNORE_INDEX
+    num_patches = sum(height * width for height, width in grids)
+    grid_thw = np.array([(1, *grid) for grid in grids], dtype=np.int32).reshape(-1, 3)
+    positions, _ = reference.model.get_rope_index(
+        torch.from_numpy(tokens)[None],
+        mm_token_type_ids=torch.from_numpy(tokens == IMAGE).int()[None],
+        image_grid_thw=torch.from_numpy(grid_thw).long() if grids else None,
+    )
+    return EncodedSample(
+        key=f"sample-{seed}",
+        tokens=tokens,
+        labels=labels,
+        position_ids=positions[:, 0].numpy(),
+        pixel_values=rng.standard_normal((num_patches, 3 * 2 * 14 * 14), dtype=np.float32),
+        image_grid_thw=grid_thw,
+    )
+
+
+#: What a row holds: (text tokens, images) per sub-sample.
+ROWS: dict[str, list[tuple[int, list[tuple[int, int]]]]] = {
+    "one_image": [(12, [(4, 6)]), (7, [(8, 4)]), (15, [(6, 10)])],
+    "several_images": [(9, [(8, 4), (2, 2)]), (20, [(4, 4), (2, 6), (4, 2)])],
+    "no_image": [(20, []), (1, []), (33, [])],
+    "mixed": [(12, [(4, 6)]), (20, []), (9, [(8, 4), (2, 2)]), (1, []), (15, [(6, 10)])],
+}
+
+
+def row_samples(reference: Any, name: str, seed: int = 1) -> list[EncodedSample]:
+    """The sub-samples of a row in ROWS."""
+    return [
+        random_sample(reference, num_text, grids, seed + i)
+        for i, (num_text, grids) in enumerate(ROWS[name])
+    ]
+
+
+def packed_batch(samples: Sequence[EncodedSample], **options: Any) -> PackedBatch:
+    """Samples as one batch, on the road every pack takes; options are those of concatenate."""
+    row = concatenate(samples, pad_token_id=0, **options)
+    sample = PackedRowSample(
+        __key__="pack",
+        __restore_key__=(),
+        __subflavors__=None,
+        row=row,
+        sub_sample_keys=[sample.key for sample in samples],
+        dropped=[],
+    )
+    return batch_rows([sample], IGNORE_INDEX)
+
+
+def unpacked_inputs(sample: EncodedSample) -> dict[str, Any]:
+    """A sample alone, as anyone would give it to transformers, which finds its positions."""
+    tokens = torch.from_numpy(sample.tokens)[None]
+    inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+    if len(sample.image_grid_thw):
+        inputs["mm_token_type_ids"] = (tokens == IMAGE).int()
+        inputs["pixel_values"] = torch.from_numpy(sample.pixel_values)
+        inputs["image_grid_thw"] = torch.from_numpy(sample.image_grid_thw).long()
+    return inputs

@@ -1,0 +1,92 @@
+"""Record forms: that each means what it says (test_bad_input.py has the refusals)."""
+
+from typing import Any
+
+import pytest
+
+from offline_packing.sources.records import to_sample
+from task_encoders.samples import SampleError, SourceSample, Turn
+from tests.offline_packing.datasets import dialogue
+
+
+def turns(*texts: str) -> tuple[Turn, ...]:
+    return tuple(Turn(*pair) for pair in zip(texts[::2], texts[1::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("content", "task", "expected"),
+    [
+        (
+            {"messages": dialogue("<image>a", "b", "c", "d"), "images": ["x.jpg"]},
+            "bmr",
+            SourceSample("k", "bmr", turns("<image>a", "b", "c", "d"), ("x.jpg",)),
+        ),
+        (
+            {"messages": [{"role": "system", "content": "s"}, *dialogue("a", "b")], "images": []},
+            "bmr",
+            SourceSample("k", "bmr", turns("a", "b"), (), "s"),
+        ),
+        (
+            {"captions": [{"content": "a"}], "images": ["x.jpg", "y.jpg"]},
+            "captioning",
+            SourceSample("k", "captioning", turns("", "a"), ("x.jpg", "y.jpg")),
+        ),
+        (
+            {"captions": ["a"], "image": "x.jpg"},
+            "captioning",
+            SourceSample("k", "captioning", turns("", "a"), ("x.jpg",)),
+        ),
+        (
+            {"caption": " a\n", "image": "x.jpg", "images": None},
+            "captioning",
+            SourceSample("k", "captioning", turns("", " a\n"), ("x.jpg",)),
+        ),
+        (
+            {"prompt": "q", "answers": ["a"], "captions": None, "images": []},
+            "vqa",
+            SourceSample("k", "vqa", turns("q", "a")),
+        ),
+        (
+            {"context": "q", "answer": "a", "other": {"deep": 1}},
+            "vqa",
+            SourceSample("k", "vqa", turns("q", "a")),
+        ),
+        (
+            {"question": ["q", "r"], "answers": ["a", {"content": "b"}], "images": []},
+            "bmr",
+            SourceSample("k", "bmr", turns("q", "a", "r", "b")),
+        ),
+        (
+            {"messages": dialogue("Describe it.", "a"), "images": ["x.jpg"]},
+            "captioning",
+            SourceSample("k", "captioning", turns("Describe it.", "a"), ("x.jpg",)),
+        ),
+    ],
+)
+def test_forms(content: dict[str, Any], task: str, expected: SourceSample) -> None:
+    assert to_sample(content, "k", task) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "paired", "images"),
+    [
+        ({}, None, ()),  # a format that does not pair by name
+        ({}, ["a.jpg"], ("a.jpg",)),
+        ({"images": []}, ["a.jpg"], ()),  # names none, and says so
+        ({"images": ["b.jpg"]}, ["a.jpg", "a.png"], ("b.jpg",)),
+        ({"images": None}, ["a.jpg"], ("a.jpg",)),
+        ({"image": "b.jpg"}, [], ("b.jpg",)),
+    ],
+)
+def test_images(fields: dict[str, Any], paired: Any, images: tuple[str, ...]) -> None:
+    content = {"caption": "a", **fields}
+    assert to_sample(content, "k", "captioning", paired).images == images
+
+
+@pytest.mark.parametrize(
+    ("paired", "reason"), [([], "missing_image"), (["a.jpg", "a.png"], "ambiguous_image")]
+)
+def test_images_that_are_not_clear(paired: list[str], reason: str) -> None:
+    with pytest.raises(SampleError) as error:
+        to_sample({"caption": "a"}, "k", "captioning", paired)
+    assert error.value.reason == reason

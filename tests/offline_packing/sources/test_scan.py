@@ -1,0 +1,122 @@
+"""Scanning: parts hold every record once, in one order, however they are cut."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from offline_packing.errors import StageError
+from offline_packing.sources import JsonlSource, PairsSource, Source, SourceRecord
+from offline_packing.sources import jsonl as jsonl_module
+
+
+def records(source: Source, samples_per_part: int) -> list[SourceRecord]:
+    scan = source.scan(samples_per_part)
+    found = [list(source.records(part)) for part in scan.parts]
+    for part, rows in zip(scan.parts, found, strict=True):
+        assert len(rows) <= part.num_records <= samples_per_part
+    return [record for rows in found for record in rows]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(
+    lines=st.lists(
+        st.sampled_from(['{"id": 1}', "", "  ", "broken", '{"a": "é\\n"}']), max_size=30
+    ),
+    ends_with_newline=st.booleans(),
+    samples_per_part=st.integers(1, 8),
+    block=st.integers(1, 64),
+)
+def test_jsonl_parts_equal_the_lines(
+    tmp_path: Path, lines: list[str], ends_with_newline: bool, samples_per_part: int, block: int
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines) + "\n" * ends_with_newline, "utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jsonl_module, "_BLOCK", block)
+        found = records(JsonlSource(str(path), "bmr"), samples_per_part)
+    data = path.read_bytes()
+    expected = [(n, line) for n, line in enumerate(data.split(b"\n"), 1) if line.strip()]
+    texts = [data[r.locator.offset :][: r.locator.size].rstrip(b"\n") for r in found]
+    assert texts == [line for _, line in expected]
+    numbers = [n for n, line in expected if line != b'{"id": 1}']
+    assert [r.key for r in found if r.key != "1"] == [f"a:{n}" for n in numbers]
+
+
+def test_jsonl_folder(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "sub/a.jsonl", "a.jsonl", "notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"a": 1}\n')
+    keys = [record.key for record in records(JsonlSource(str(tmp_path), "bmr"), 10)]
+    assert keys == ["a:1", "b:1", "sub/a:1"]
+
+
+def test_jsonl_image_root(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_text(json.dumps({"images": ["x.jpg"]}))
+    path = str(tmp_path / "text" / "a.jsonl")
+    beside = JsonlSource(path, "bmr")
+    elsewhere = JsonlSource(path, "bmr", image_root=str(tmp_path / "images"))
+    for source, folder in ((beside, "text"), (elsewhere, "images")):
+        (record,) = records(source, 10)
+        container = source.media.locate(source.image_folder(record.locator.container), "x.jpg")
+        assert source.media.path(container) == str((tmp_path / folder / "x.jpg").resolve())
+    with pytest.raises(StageError, match=r"image_root .* is no folder"):
+        JsonlSource(path, "bmr", image_root=str(tmp_path / "nowhere"))
+
+
+def make_pairs(root: Path, names: list[str]) -> PairsSource:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    return PairsSource(str(root), "captioning")
+
+
+def test_pairs_by_stem(tmp_path: Path) -> None:
+    names = ["a.json", "a.jpg", "a-1.json", "a-1.PNG", "a.b.json", "a.b.jpg", "sub/a.json"]
+    source = make_pairs(
+        tmp_path, [*names, "lonely.jpg", "notes.txt", ".hidden.json", ".git/x.json"]
+    )
+    found = {record.key: record.paired_images for record in records(source, 2)}
+    assert found == {"a": ("a.jpg",), "a-1": ("a-1.PNG",), "a.b": ("a.b.jpg",), "sub/a": ()}
+    assert source.scan(2).unpaired_images == ("lonely.jpg",)
+
+
+def test_pairs_text_only_name(tmp_path: Path) -> None:
+    source = make_pairs(tmp_path, ["output_00000001.json", "output_1.json"])
+    found = {record.key: record.paired_images for record in records(source, 2)}
+    assert found == {"output_00000001": None, "output_1": ()}
+
+
+@pytest.mark.parametrize("samples_per_part", [1, 3, 100])
+def test_pairs_parts(tmp_path: Path, samples_per_part: int) -> None:
+    names = [f"{i % 3}/{i:03d}.json" for i in range(20)]
+    source = make_pairs(tmp_path, names)
+    found = [record.key for record in records(source, samples_per_part)]
+    assert found == sorted(name.removesuffix(".json") for name in names)
+
+
+def test_fingerprint_changes_with_the_files(tmp_path: Path) -> None:
+    source = make_pairs(tmp_path / "pairs", ["a.json", "a.jpg"])
+    first = source.scan(10).fingerprint
+    assert source.scan(1).fingerprint == first
+    (tmp_path / "pairs" / "a.jpg").write_text("larger")
+    second = source.scan(10).fingerprint
+    (tmp_path / "pairs" / "b.json").write_text("{}")
+    assert len({first, second, source.scan(10).fingerprint}) == 3
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}')
+    before = JsonlSource(str(path), "bmr").scan(10).fingerprint
+    path.write_text('{"a": 2}')  # the same size
+    assert JsonlSource(str(path), "bmr").scan(10).fingerprint != before
+
+
+def test_missing_source(tmp_path: Path) -> None:
+    with pytest.raises(StageError, match=r"source path .*nowhere' does not exist"):
+        PairsSource(str(tmp_path / "nowhere"), "vqa")
+    with pytest.raises(StageError, match=r"holds no \*\.jsonl"):
+        JsonlSource(str(tmp_path), "vqa").scan(10)

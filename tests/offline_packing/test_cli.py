@@ -1,0 +1,168 @@
+"""The command line as a user sees it: output, one-line errors, exit status."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from offline_packing import cli as cli_module
+from tests.offline_packing.datasets import captioning_pairs
+
+VERBS = ("measure", "plan", "write", "verify", "run")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    captioning_pairs(tmp_path / "data", 20)
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"source: {{format: pairs, path: {tmp_path}/data, task: captioning}}\n"
+        "model: {max_pixels: 50176}\n"
+        "pack: {seq_length: 512}\n"
+        f"output: {{path: {tmp_path}/out}}\n"
+        "engine: {workers: 0}\n"
+    )
+    return path
+
+
+def invoke(*arguments: str | Path) -> Result:
+    result = CliRunner().invoke(cli_module.cli, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def main(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str | Path
+) -> tuple[int, str]:
+    """Exit status and stderr of the real entry point."""
+    monkeypatch.setattr(sys, "argv", ["offline-packing", *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        cli_module.main()
+    return int(end.value.code or 0), capsys.readouterr().err
+
+
+def test_verbs_in_turn(config: Path, tmp_path: Path) -> None:
+    assert "measured 20 samples" in invoke("measure", config).stdout
+    assert "packing factor" in invoke("plan", config, "pack.seed=1").stdout
+    assert "packing factor" in invoke("plan", config).stdout
+    assert "wrote 20 samples" in invoke("write", config).stdout
+    assert "20 packed, 0 set aside" in invoke("verify", config).stdout
+    assert (tmp_path / "out" / "manifest.json").exists()
+    again = invoke("run", config)
+    assert "problems        0" in again.stdout
+
+
+def test_dry_run_writes_nothing(config: Path, tmp_path: Path) -> None:
+    result = invoke("run", config, "--dry-run")
+    assert "would measure 20 records" in result.stdout
+    assert not (tmp_path / "out").exists()
+    invoke("measure", config)
+    assert "packing factor" in invoke("plan", config, "--dry-run").stdout
+    assert not (tmp_path / "out/_packing/plan").exists()
+    invoke("plan", config)
+    assert "would write 20 samples in" in invoke("write", config, "--dry-run").stdout
+    assert not list((tmp_path / "out").glob("*.tar"))
+    invoke("write", config)
+    assert "would check 20 samples" in invoke("verify", config, "--dry-run").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["run", "nowhere.yaml"], 2, "error: config 'nowhere.yaml' cannot be read"),
+        (["run", "CONFIG", "pack.seqlen=1"], 2, "pack.seqlen is no known field; valid: seq_length"),
+        (
+            ["run", "CONFIG", "source.path=nowhere"],
+            1,
+            "error: source path 'nowhere' does not exist",
+        ),
+        (["run", "CONFIG", "output.path=DATA/out"], 2, "lies inside source.path"),
+        (["plan", "CONFIG"], 1, "error: no complete index in"),
+        (["run", "CONFIG", "model.processor=/nowhere"], 2, "error: model: "),
+        (["run", "CONFIG", "pack.seq_length=20"], 1, "error: nothing to pack in"),
+        (["pack", "CONFIG"], 2, "No such command 'pack'"),
+        (["run"], 2, "Missing argument 'CONFIG'"),
+        (["index", "nowhere"], 2, "'nowhere' does not exist"),
+        (["index", "DATA"], 1, "holds no *.tar"),
+    ],
+)
+def test_errors(
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: int,
+    message: str,
+) -> None:
+    names = {"CONFIG": str(config), "DATA": str(tmp_path / "data")}
+    given = [argument.replace("DATA", names["DATA"]) for argument in arguments]
+    code, error = main(monkeypatch, capsys, *(names.get(argument, argument) for argument in given))
+    assert code == status
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_failed_check(
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    invoke("run", config)
+    (tmp_path / "out/train-000000.tar.idx").unlink()
+    code, error = main(monkeypatch, capsys, "verify", config)
+    assert code == 1
+    assert error.endswith("has 1 problems; write it again with output.overwrite=true\n")
+
+
+def test_unexpected_errors_are_one_line(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def explode(config: object) -> None:
+        raise ZeroDivisionError("first line\nsecond line")
+
+    monkeypatch.setattr(cli_module, "build_engine", explode)
+    code, error = main(monkeypatch, capsys, "run", config)
+    assert code == 1
+    assert error == "error: ZeroDivisionError: first line second line (--debug shows where)\n"
+    monkeypatch.setattr(sys, "argv", ["offline-packing", "run", str(config), "--debug"])
+    with pytest.raises(ZeroDivisionError):
+        cli_module.main()
+
+
+def test_index_verb(config: Path, tmp_path: Path) -> None:
+    invoke("run", config)
+    folder = tmp_path / "others"
+    folder.mkdir()
+    for path in (tmp_path / "out").glob("*.tar"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    packs = sum(
+        json.loads((tmp_path / "out/manifest.json").read_text())["counts"]["packs"].values()
+    )
+    assert f"indexed {packs} packs" in invoke("index", folder).stdout
+
+
+def test_installed_command_with_workers(config: Path) -> None:
+    command = Path(sys.executable).with_name("offline-packing")
+    result = subprocess.run(
+        [command, "run", config, "engine.workers=2", "--quiet"],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "OFFLINE_PACKED_DATA": "0"},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "problems        0" in result.stdout
+    assert result.stderr == ""
+
+
+def test_help_lists_every_verb() -> None:
+    text = invoke("--help").stdout
+    assert all(verb in text for verb in (*VERBS, "index", "demo"))
+    assert "--accept-mismatch" in invoke("run", "--help").stdout

@@ -1,0 +1,167 @@
+"""The configuration: what is accepted, and that every refusal names field, value and remedy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offline_packing.config import PackingConfig, load_config, parse_config
+from offline_packing.errors import ConfigError
+
+EXAMPLE = """
+source: {format: pairs, path: data/pairs, task: captioning}   # captioning | vqa | bmr
+model:
+  {family: qwen2_vl, processor: builtin,
+   min_pixels: 3136, max_pixels: 4014080, max_aspect_ratio: 200}
+pack: {seq_length: 8192, strategy: auto, seed: 0, on_overlong: set_aside}
+output: {path: out/packed, packs_per_shard: 1000, split: {train: 1.0}}
+engine: {name: local, workers: 2}
+"""
+SMALLEST = """
+source: {format: jsonl, path: chat.jsonl, task: bmr}
+output: {path: out}
+"""
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> PackingConfig:
+    path = tmp_path / "config.yaml"
+    path.write_text(text, "utf-8")
+    return load_config(path, overrides)
+
+
+def test_example_holds_the_defaults(tmp_path: Path) -> None:
+    example, smallest = load(tmp_path, EXAMPLE), load(tmp_path, SMALLEST)
+    assert example.model == smallest.model
+    assert example.pack == smallest.pack
+    assert example.output.packs_per_shard == smallest.output.packs_per_shard
+    assert example.task == "captioning"
+    assert smallest.engine.workers >= 1
+
+
+def test_overrides(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        EXAMPLE,
+        "pack.seq_length=4096",
+        "source.path=other/data=set",
+        "output.split={train: 0.9, val: 0.1}",
+        "report.global_batch_size=32",
+        "source.name=no",
+    )
+    assert config.pack.seq_length == 4096
+    assert config.source[0].path == "other/data=set"
+    assert config.output.split == {"train": 0.9, "val": 0.1}
+    assert config.report.global_batch_size == 32
+    assert config.source[0].name == "no"  # not False
+
+
+def test_overrides_of_a_list(tmp_path: Path) -> None:
+    text = SMALLEST.replace("{format", "[{format").replace("bmr}", "bmr}]")
+    assert load(tmp_path, text, "source.0.path=b.jsonl").source[0].path == "b.jsonl"
+    replaced = load(tmp_path, text, "source.0={format: pairs, path: p, task: vqa}")
+    assert replaced.task == "vqa"
+
+
+def test_yaml_numbers(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        SMALLEST,
+        "pack.seq_length=1e4",
+        "output.split={train: 1e0}",
+        "model.max_aspect_ratio=5e1",
+    )
+    assert config.pack.seq_length == 10_000
+    assert config.output.split == {"train": 1.0}
+    assert config.model.max_aspect_ratio == 50
+
+
+def test_frozen(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load(tmp_path, SMALLEST).pack.seq_length = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("pack.seq_len=1", r"pack\.seq_len is no known field; valid: seq_length, strategy, seed"),
+        ("packing.seed=1", r"packing is no known field; valid: source, model, pack, output"),
+        ("source.fmt=x", r"source\.0\.fmt is no known field; valid: format, path, task"),
+        ("source.format=tar", r"source\.0\.format='tar': .*choose one of: pairs, jsonl"),
+        ("source.task=caption", r"source\.0\.task='caption' .*choose 'captioning', 'vqa' or 'bmr'"),
+        ("model.family=llama", r"model\.family='llama': .*choose one of: qwen2_vl"),
+        (
+            "pack.strategy=best",
+            r"pack\.strategy='best': .*choose one of: auto, best",
+        ),
+        ("engine.name=spark", r"engine\.name='spark': .*choose one of: local"),
+        ("pack.on_overlong=drop", r"pack\.on_overlong='drop' .*choose 'set_aside' or 'error'"),
+        ("pack.seq_length=0", r"pack\.seq_length=0: .*greater than or equal to 1"),
+        ("pack.seq_length=8192.5", r"pack\.seq_length=8192\.5: .*valid integer"),
+        ("pack.seq_length=many", r"pack\.seq_length='many': .*valid integer"),
+        ("engine.workers=true", r"engine\.workers=True: a number is needed"),
+        ("engine.workers=-1", r"engine\.workers=-1"),
+        ("model.max_pixels=100", r"min_pixels 3136 > max_pixels 100; lower min_pixels"),
+        ("output.split={}", r"output\.split: no split"),
+        ("output.split={train: 0.5}", r"shares sum to 0\.5; make them sum to 1"),
+        ("output.split={train: 1.5, val: -0.5}", r"share of 'train' is 1\.5"),
+        ("output.split={a/b: 1.0}", r"split name 'a/b' may hold letters"),
+        ("output.key_prefix=a.b", r"'a\.b' may hold"),
+        ("source.path=", r"source\.0\.path=None: .*valid string"),
+        ("output=", r"output=None"),
+        ("source=[]", r"source.*no source; name at least one"),
+        ("pack.seed", r"'pack\.seed' is not of the form a\.b=value"),
+        ("pack..seed=1", r"not of the form a\.b=value"),
+        ("pack.seed.more=1", r"pack\.seed is 0, not a mapping"),
+        ("pack.seed={", r"override 'pack\.seed=\{' is no valid YAML"),
+    ],
+)
+def test_refusals(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load(tmp_path, EXAMPLE, override)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no mapping"),
+        ("- a\n- b\n", "holds no mapping"),
+        ("source: {", "is no valid YAML"),
+        ("source: &a [*b]", "is no valid YAML"),
+        ("pack: {seed: 1, seed: 2}", "key 'seed' stands twice in the mapping at line 1"),
+        ("output: {path: out}", "source is missing; set it"),
+        ("source: {format: pairs}", "source.0.path is missing.*source.0.task is missing"),
+        ("source: !!python/object:os.system {}", "is no valid YAML"),
+    ],
+)
+def test_refused_files(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, text)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml' cannot be read: .*No such file"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def sources(*changes: dict[str, Any]) -> dict[str, Any]:
+    common = {"format": "pairs", "path": "a", "task": "vqa"}
+    return {"source": [{**common, **change} for change in changes], "output": {"path": "out"}}
+
+
+def test_sources_of_two_tasks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tasks captioning and vqa in one output; .*blend"):
+        parse_config(sources({}, {"path": "b", "task": "captioning"}))
+
+
+def test_key_prefixes() -> None:
+    assert parse_config(sources({})).key_prefixes() == [""]
+    assert parse_config(sources({"name": "x"})).key_prefixes() == ["x/"]
+    assert parse_config(sources({}, {"path": "d/b"})).key_prefixes() == ["a/", "b/"]
+    with pytest.raises(ConfigError, match="two sources are called 'a'; give each its own name"):
+        parse_config(sources({}, {"path": "b/a"}))
+
+
+def test_image_root_belongs_to_jsonl() -> None:
+    with pytest.raises(ConfigError, match="image_root applies to format jsonl only"):
+        parse_config(sources({"image_root": "images"}))

@@ -1,0 +1,58 @@
+"""Measuring and planning, and importing for it, need no training library."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.offline_packing.datasets import captioning_pairs
+
+BLOCKED = ("torch", "transformers", "megatron", "ray", "webdataset", "matplotlib")
+
+PROGRAM = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Refuse(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ImportError(f"{{name}} was imported")
+
+sys.meta_path.insert(0, Refuse())
+import offline_packing, task_encoders
+from offline_packing.cli import cli
+cli({arguments!r}, standalone_mode=False)
+"""
+
+
+def run_blocked(blocked: tuple[str, ...], *arguments: str) -> subprocess.CompletedProcess[str]:
+    program = PROGRAM.format(blocked=blocked, arguments=list(arguments))
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    captioning_pairs(tmp_path / "data", 8)
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"source: {{format: pairs, path: {tmp_path}/data, task: captioning}}\n"
+        f"output: {{path: {tmp_path}/out}}\n"
+        "engine: {workers: 0}\n"
+    )
+    return str(path)
+
+
+def test_measure_and_plan(config: str) -> None:
+    for verb in ("measure", "plan"):
+        result = run_blocked(BLOCKED, verb, config)
+        assert result.returncode == 0, result.stderr
+    assert "packs           " in result.stdout
+
+
+def test_the_block_works(config: str) -> None:
+    result = run_blocked(("tiktoken",), "measure", config)
+    assert result.returncode != 0
+    assert "tiktoken was imported" in result.stderr

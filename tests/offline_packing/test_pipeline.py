@@ -1,0 +1,474 @@
+"""The whole road on real files: determinism, resuming, refusing what changed, finding damage."""
+
+import io
+import json
+import re
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from offline_packing import measure as measure_module
+from offline_packing import write as write_module
+from offline_packing.engines.local import LocalEngine
+from offline_packing.errors import ConfigError, StageError
+from offline_packing.index import part_name
+from offline_packing.measure import MeasureTask, PartResult, measure, measure_part
+from offline_packing.plan_stage import plan
+from offline_packing.shard_tasks import ShardTask
+from offline_packing.stage import Stage
+from offline_packing.tar_shards import scan_tar
+from offline_packing.verify import VerifyResult, verify
+from offline_packing.write import write, write_shard
+from task_encoders.pack_format import parse_json, restore_pack
+from task_encoders.samples import SourceSample
+from tests.offline_packing.datasets import (
+    captioning_pairs,
+    index_rows,
+    make_stage,
+    mixed_pairs,
+    pack_all,
+)
+
+
+@pytest.fixture(scope="module")
+def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return captioning_pairs(tmp_path_factory.mktemp("captions"))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mixed_pairs(tmp_path_factory.mktemp("mixed"))
+
+
+def shard_files(stage: Stage) -> dict[str, bytes]:
+    """Content of the tars, their indices and the manifest."""
+    paths = [*stage.workspace.root.glob("*.tar*"), stage.workspace.manifest]
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def flip_byte(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0xFF
+    path.write_bytes(data)
+
+
+def test_packs_hold_the_source(mixed: Path, tmp_path: Path) -> None:
+    source = {"format": "pairs", "path": str(mixed), "task": "bmr"}
+    stage = make_stage(source, tmp_path / "out")
+    manifest = pack_all(stage)
+    rows = {row["key"]: row for row in index_rows(stage)}
+    found: dict[str, SourceSample] = {}
+    for path in stage.workspace.root.glob("*.tar"):
+        data = path.read_bytes()
+        for entry in scan_tar(path):
+            parts = {part.name: data[part.offset :][: part.size] for part in entry.parts}
+            pack = restore_pack(parse_json(parts["json"], entry.key), entry.key, None)
+            assert sum(pack.num_tokens or ()) <= 512
+            for sub in pack.sub_samples:
+                assert isinstance(sub, SourceSample)
+                found[sub.key] = sub
+                sources = [mixed / image["container"] for image in rows[sub.key]["media"]]
+                assert [parts[name] for name in sub.images] == [p.read_bytes() for p in sources]
+    assert found.keys() == rows.keys()
+    assert len(found) == manifest["counts"]["packed"] == 30
+    for key, sub in found.items():
+        messages = json.loads((mixed / f"{key}.json").read_text())["messages"]
+        texts = [message["content"] for message in messages]
+        assert [text for turn in sub.turns for text in (turn.prompt, turn.answer)] == texts
+
+
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG"])
+def test_rotated_images_are_measured_as_they_are_seen(tmp_path: Path, image_format: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    Image.new("RGB", (280, 84)).save(buffer, image_format, exif=exif)
+    root = tmp_path / "data"
+    root.mkdir()
+    (root / "a.json").write_text('{"caption": "A strip."}')
+    (root / f"a.{image_format.lower()}").write_bytes(buffer.getvalue())
+    stage = make_stage(root, tmp_path / "out")
+    pack_all(stage)
+    assert index_rows(stage)[0]["grid_thw"] == [1, 20, 6]  # upright
+    assert verify(stage).ok
+
+
+def test_same_bytes_on_any_number_of_workers(mixed: Path, tmp_path: Path) -> None:
+    source = {"format": "pairs", "path": str(mixed), "task": "bmr"}
+    results = []
+    for workers in (0, 1, 2):
+        output = {"split": {"train": 0.7, "val": 0.3}, "packs_per_shard": 2}
+        engine = {"workers": workers, "samples_per_part": 4 + workers}
+        stage = make_stage(source, tmp_path / str(workers), output=output, engine=engine)
+        with stage.engine:
+            pack_all(stage)
+            assert verify(stage).ok
+        results.append(shard_files(stage))
+    assert len(results[0]) > 6
+    assert results[0] == results[1] == results[2]
+
+
+def test_row_order_does_not_depend_on_parts(captions: Path, tmp_path: Path) -> None:
+    orders = []
+    for size in (1, 7, 1000):
+        stage = make_stage(captions, tmp_path / str(size), engine={"samples_per_part": size})
+        measure(stage)
+        orders.append([row["key"] for row in index_rows(stage)])
+    assert orders[0] == orders[1] == orders[2]
+    assert len(orders[0]) == 40
+
+
+def test_seed_changes_the_packs(captions: Path, tmp_path: Path) -> None:
+    stages = [make_stage(captions, tmp_path / str(s), pack={"seed": s}) for s in (0, 1)]
+    manifests = [pack_all(stage) for stage in stages]
+    assert manifests[0]["content_hash"] != manifests[1]["content_hash"]
+
+
+class KilledError(Exception):
+    """Stands for a kill between two tasks."""
+
+
+def killing(function: Callable[[Any], Any], after: int) -> Callable[[Any], Any]:
+    calls = []
+
+    def run(task: Any) -> Any:
+        if len(calls) == after:
+            raise KilledError
+        calls.append(task)
+        return function(task)
+
+    return run
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_killed_between_tasks(
+    captions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    undisturbed = make_stage(captions, tmp_path / "undisturbed")
+    pack_all(undisturbed)
+    stage = make_stage(captions, tmp_path / "killed")
+    with monkeypatch.context() as patch:
+        patch.setattr(measure_module, "measure_part", killing(measure_part, after))
+        with pytest.raises(KilledError):
+            measure(stage)
+    assert len(list(stage.workspace.index.glob("*.parquet"))) == after
+    measured: list[int] = []
+
+    def counted(task: MeasureTask) -> PartResult:
+        measured.append(task.number)
+        return measure_part(task)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measure_module, "measure_part", counted)
+        measure(stage)
+    assert measured == list(range(after, 3))
+    plan(stage)
+    with monkeypatch.context() as patch:
+        patch.setattr(write_module, "write_shard", killing(write_shard, after))
+        with pytest.raises(KilledError):
+            write(stage)
+    assert not stage.workspace.manifest.exists()
+    (stage.workspace.root / "train-000001.tar.4711.tmp").write_bytes(b"half")  # left by kill -9
+    write(stage)
+    assert shard_files(stage) == shard_files(undisturbed)
+    assert verify(stage).ok
+
+
+def test_complete_stages_are_not_done_again(
+    captions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = make_stage(captions, tmp_path / "out")
+    pack_all(stage)
+    before = shard_files(stage)
+    for module, name in ((measure_module, "measure_part"), (write_module, "write_shard")):
+        monkeypatch.setattr(module, name, killing(lambda task: task, 0))
+    pack_all(stage)
+    assert shard_files(stage) == before
+
+
+def test_changed_model_is_refused_by_name(captions: Path, tmp_path: Path) -> None:
+    pack_all(make_stage(captions, tmp_path / "out"))
+    changed = {"model": {"max_pixels": 28 * 28 * 32}}
+    stage = make_stage(captions, tmp_path / "out", **changed)
+    for verb in (measure, plan, write, verify):
+        with pytest.raises(StageError, match=r"model\.max_pixels was 50176, is 25088"):
+            verb(stage)
+    accepting = Stage(stage.config, LocalEngine(0), frozenset({"model.max_pixels"}))
+    pack_all(accepting)
+    assert not verify(accepting).ok  # larger pictures now encode to fewer tokens
+    with pytest.raises(ConfigError, match=r"model\.maxpixels: no such field; valid: model\."):
+        measure(Stage(stage.config, LocalEngine(0), frozenset({"model.maxpixels"})))
+    overwriting = make_stage(captions, tmp_path / "out", output={"overwrite": True}, **changed)
+    pack_all(overwriting)
+    assert verify(overwriting).ok
+
+
+def test_changed_source_is_refused_by_name(tmp_path: Path) -> None:
+    root = captioning_pairs(tmp_path / "data", 8)
+    stage = make_stage(root, tmp_path / "out", engine={"samples_per_part": 2})
+    measure(stage)
+    (root / "part0" / "000000.json").write_text('{"caption": "another length"}')
+    with pytest.raises(StageError, match=r"source\.0\.listing was"):
+        measure(stage)
+    stage.workspace.index_info.unlink()  # as if the run had been killed
+    with pytest.raises(StageError, match=r"unfinished index .* source\.0\.listing"):
+        measure(stage)
+
+
+def test_plans_are_free_until_shards_are_written(captions: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    measure(make_stage(captions, out))
+    texts = {n: plan(make_stage(captions, out, pack={"seq_length": n})) for n in (256, 512)}
+    assert "of 256 tokens" in texts[256]
+    assert "of 512 tokens" in texts[512]
+    with pytest.raises(StageError, match=r"pack\.seq_length was 512, is 256"):
+        write(make_stage(captions, out, pack={"seq_length": 256}))
+    write(make_stage(captions, out))
+    with pytest.raises(StageError, match=r"pack\.seq_length was 512, is 256"):
+        plan(make_stage(captions, out, pack={"seq_length": 256}))
+    with pytest.raises(StageError, match=r"output\.packs_per_shard was 2, is 4"):
+        write(make_stage(captions, out, output={"packs_per_shard": 4}))
+    other = make_stage(
+        captions, out, output={"packs_per_shard": 4, "overwrite": True}, pack={"seq_length": 256}
+    )
+    pack_all(other)
+    assert verify(other).ok
+    assert other.workspace.manifest.exists()
+
+
+@pytest.mark.parametrize("what", ["image", "record", "record_gone"])
+def test_source_that_changes_before_writing(tmp_path: Path, what: str) -> None:
+    root = captioning_pairs(tmp_path / "data", 8)
+    stage = make_stage(root, tmp_path / "out")
+    measure(stage)
+    plan(stage)
+    path = root / "part0" / ("000000.png" if what == "image" else "000000.json")
+    if what == "record_gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(StageError, match=r"000000\.\w+ (changed since|cannot be read)"):
+        write(stage)
+    assert not stage.workspace.manifest.exists()
+
+
+def remove_shard(root: Path) -> None:
+    (root / "train-000001.tar").unlink()
+
+
+def flip_bit(root: Path) -> None:
+    with tarfile.open(root / "train-000001.tar") as tar:
+        offset = next(m for m in tar if not m.name.endswith("json")).offset_data
+    flip_byte(root / "train-000001.tar", offset + 100)
+
+
+def cut_at_pack(root: Path) -> None:
+    path = root / "train-000001.tar"
+    path.write_bytes(path.read_bytes()[: list(scan_tar(path))[1].offset])
+
+
+def swap_shards(root: Path) -> None:
+    first, second = root / "train-000000.tar", root / "train-000001.tar"
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+def damage_index(root: Path) -> None:
+    flip_byte(root / "train-000001.tar.idx", 8)
+
+
+def change_length(root: Path) -> None:
+    path = root / "train-000001.tar"
+    data = path.read_bytes()
+    found = re.search(rb'"num_tokens":\[(\d)', data)
+    assert found is not None
+    flipped = b"9" if found[1] != b"9" else b"8"
+    path.write_bytes(data[: found.start(1)] + flipped + data[found.end(1) :])
+
+
+def change_text(root: Path) -> None:
+    path = root / "train-000001.tar"
+    data = path.read_bytes()
+    start = data.index(b'"captions":["') + len(b'"captions":["')
+    path.write_bytes(data[:start] + b"#" + data[start + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (remove_shard, "train-000001.tar is missing"),
+        (flip_bit, "image bytes differ from the source"),
+        (cut_at_pack, "is cut off after"),
+        (swap_shards, "does not hold the packs"),
+        (damage_index, "train-000001.tar.idx does not match"),
+        (change_length, "meta.num_tokens is not what was measured"),
+        (change_text, "text or number of images differs"),
+    ],
+)
+def test_verify_names_the_damage(
+    captions: Path, tmp_path: Path, damage: Callable[[Path], None], problem: str
+) -> None:
+    stage = make_stage(captions, tmp_path / "out")
+    pack_all(stage)
+    assert verify(stage).ok
+    damage(stage.workspace.root)
+    result = verify(stage)
+    assert not result.ok
+    assert any(problem in found for found in result.problems), result.problems
+
+
+def test_verify_finds_a_wrong_length(
+    captions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A measuring encoder that is off by one in one sample."""
+    stage = make_stage(captions, tmp_path / "out")
+    true_measure = measure_module.measure_record
+
+    def off_by_one(record: Any, key: str, *args: Any) -> Any:
+        measured = true_measure(record, key, *args)
+        if key == "part0/000004":
+            length = measured.length
+            wrong = type(length)(length.num_tokens + 1, 1, length.num_vision_patches, ())
+            measured = type(measured)(key, 0, "captioning", 1, wrong, measured.json, measured.media)
+        return measured
+
+    monkeypatch.setattr(measure_module, "measure_record", off_by_one)
+    pack_all(stage)
+    result = verify(stage)
+    assert result.num_problems == 1
+    assert re.search(r"'part0/000004': encodes to \d+ tokens, measured", result.problems[0])
+
+
+def test_verify_counts(captions: Path, tmp_path: Path) -> None:
+    stage = make_stage(captions, tmp_path / "out")
+    manifest = pack_all(stage)
+    result = verify(stage)
+    tokens = sum(row["num_tokens"] for row in index_rows(stage))
+    assert result == VerifyResult(
+        num_shards=len(manifest["shards"]),
+        num_packs=manifest["counts"]["packs"]["train"],
+        num_samples=40,
+        num_set_aside=0,
+        num_images=40,
+        num_tokens=tokens,
+        num_problems=0,
+        problems=(),
+    )
+
+
+def test_two_sources_with_the_same_keys(tmp_path: Path) -> None:
+    sources = [
+        {"format": "pairs", "path": str(captioning_pairs(tmp_path / name, 6)), "task": "captioning"}
+        for name in ("first", "second")
+    ]
+    stage = make_stage(sources, tmp_path / "out")
+    assert pack_all(stage)["counts"]["packed"] == 12
+    keys = {row["key"] for row in index_rows(stage)}
+    assert {"first/part0/000000", "second/part0/000000"} <= keys
+    assert verify(stage).ok
+
+
+def test_unused_images_are_counted(tmp_path: Path) -> None:
+    root = captioning_pairs(tmp_path / "data", 6)
+    (root / "nobody's.jpg").write_bytes((root / "part1" / "000001.jpg").read_bytes())
+    stage = make_stage(root, tmp_path / "out")
+    assert measure(stage).num_unused_images == 1
+    assert re.search(r"unused images +1\n", plan(stage))
+
+
+def test_on_overlong_error_names_the_sample(captions: Path, tmp_path: Path) -> None:
+    stage = make_stage(captions, tmp_path / "out", pack={"seq_length": 60, "on_overlong": "error"})
+    measure(stage)
+    with pytest.raises(StageError, match=r"sample 'part\S+' has \d+ tokens > seq_length 60 .*set_"):
+        plan(stage)
+
+
+def test_nothing_to_pack(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    root.mkdir()
+    for name in ("a", "b"):
+        (root / f"{name}.json").write_text("{")
+    stage = make_stage(root, tmp_path / "out")
+    measure(stage)
+    with pytest.raises(StageError, match=r"nothing to pack .* bad_json 2"):
+        plan(stage)
+
+
+@pytest.mark.parametrize("verb", [plan, write, verify])
+def test_stages_say_what_is_missing(captions: Path, tmp_path: Path, verb: Any) -> None:
+    with pytest.raises(StageError, match=r"no complete index in .*; run measure first"):
+        verb(make_stage(captions, tmp_path / "out"))
+
+
+def test_foreign_folder_is_left_alone(captions: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    stage = make_stage(captions, tmp_path)
+    message = "is not empty and holds no earlier run"
+    with pytest.raises(StageError, match=message), stage.workspace.lock():
+        pytest.fail("the folder was taken")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_two_runs_at_once(captions: Path, tmp_path: Path) -> None:
+    stage = make_stage(captions, tmp_path / "out")
+    message = "another run is working on"
+    with (
+        stage.workspace.lock(),
+        pytest.raises(StageError, match=message),
+        stage.workspace.lock(),
+    ):
+        pytest.fail("the lock was taken twice")
+
+
+def test_damaged_index_part_is_named(captions: Path, tmp_path: Path) -> None:
+    stage = make_stage(captions, tmp_path / "out")
+    measure(stage)
+    path = stage.workspace.index / part_name(1)
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(StageError, match=r"part-00001\.parquet"):
+        plan(stage)
+
+
+def test_shards_hold_the_planned_splits(captions: Path, tmp_path: Path) -> None:
+    output = {"split": {"train": 0.6, "val": 0.4}, "packs_per_shard": 2, "key_prefix": "cc-"}
+    stage = make_stage(captions, tmp_path / "out", output=output)
+    manifest = pack_all(stage)
+    assert min(manifest["counts"]["packs"].values()) >= 1
+    names = [shard["name"] for shard in manifest["shards"]]
+    assert names[0] == "train-000000.tar"
+    assert "val-000000.tar" in names
+    keys = [entry.key for name in names for entry in scan_tar(stage.workspace.root / name)]
+    assert keys == [f"cc-ps_{i:08d}" for i in range(len(keys))]
+
+
+def test_max_shard_bytes(captions: Path, tmp_path: Path) -> None:
+    output = {"packs_per_shard": 1000, "max_shard_bytes": 80_000}
+    stage = make_stage(captions, tmp_path / "out", output=output)
+    sizes = [shard["bytes"] for shard in pack_all(stage)["shards"]]
+    assert len(sizes) > 1
+    assert 40_000 < max(sizes) <= 80_000
+    small = make_stage(captions, tmp_path / "small", output={"max_shard_bytes": 1})
+    assert [shard["packs"] for shard in pack_all(small)["shards"]] == [1] * 5
+
+
+def test_task_of_worker_is_small(captions: Path, tmp_path: Path) -> None:
+    """What a worker is sent holds the rows of its own shard only."""
+    stage = make_stage(captions, tmp_path / "out")
+    measure(stage)
+    plan(stage)
+    sizes: list[int] = []
+
+    def remember(task: ShardTask) -> int:
+        sizes.append(len(task.rows))
+        return write_shard(task)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write_module, "write_shard", remember)
+        write(stage)
+    assert sum(sizes) == 40
+    assert len(sizes) > 1
