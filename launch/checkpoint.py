@@ -6,8 +6,8 @@
         state.json          which run this is; written last
     checkpoints/iter_00001000.tmp/      being written, or left behind by a kill: never read
 
-A folder takes its name when all ranks have written and synced their files. Files are read with
-torch's weights_only loader: they hold tensors, numbers and the few classes listed below, no code.
+A folder takes its name when all ranks have written and synced their files. They hold tensors,
+numbers and text, and are read with torch's weights_only loader, which runs no code.
 """
 
 import os
@@ -16,36 +16,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
-from megatron.energon.flavors.webdataset.sample_loader import SliceState
-from megatron.energon.rng import SystemRng, SystemRngState
-from megatron.energon.savable_loader import (
-    SavableDataLoaderState,
-    SavableDatasetCheckpoint,
-    SavableDatasetState,
-)
-from megatron.energon.state import FlexState
+from megatron.energon.rng import SystemRng
 from torch import distributed
 
+from launch.loader_state import from_plain, to_plain
 from offline_packing.errors import StageError
 from offline_packing.files import read_json, to_json, write_atomically
 
 VERSION: Final = 1
-
-#: Classes in a loader's state.
-_LOADER_CLASSES: Final = [
-    FlexState,
-    SavableDataLoaderState,
-    SavableDatasetCheckpoint,
-    SavableDatasetState,
-    SliceState,
-    SystemRngState,
-    np.ndarray,
-    np.dtype,
-    type(np.dtype(np.uint32)),
-    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
-]
 
 
 class CheckpointFolder:
@@ -148,16 +127,15 @@ def _save_tensors(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _load_tensors(path: Path, device: torch.device) -> Any:
-    with torch.serialization.safe_globals(_LOADER_CLASSES):
-        return torch.load(path, map_location=device, weights_only=True)
+    return torch.load(path, map_location=device, weights_only=True)
 
 
 def _generator_state() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {"system": SystemRng.save_state(), "cuda": cuda}
+    return {"system": to_plain(SystemRng.save_state()), "cuda": cuda}
 
 
 def _restore_generators(state: Mapping[str, Any]) -> None:
-    SystemRng.restore_state(state["system"])
+    SystemRng.restore_state(from_plain(state["system"]))
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

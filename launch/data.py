@@ -19,6 +19,7 @@ from torch import distributed
 
 from launch.config import DataConfig
 from launch.data_manifest import PackedData
+from launch.loader_state import from_plain, to_plain
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.packed_task_encoder import (
     Qwen2VLTaskEncoder,
@@ -61,7 +62,7 @@ class MicroBatches(Protocol):
         """The next row; None, from then on always, at the end of the data."""
 
     def state(self) -> Any:
-        """What `restore` needs to go on with the next row."""
+        """What `restore` needs to go on with the next row: tensors, numbers, mappings."""
 
     def restore(self, state: Any) -> None:
         """Go on where `state` was taken. Before the first `next` only."""
@@ -121,12 +122,12 @@ class EnergonMicroBatches:
     def state(self) -> Any:
         if self._loader is None:
             return None
-        return {"ended": self._ended, "loader": self._loader.save_state_rank()}
+        return {"ended": self._ended, "loader": to_plain(self._loader.save_state_rank())}
 
     def restore(self, state: Any) -> None:
         if self._loader is not None:
             self._ended = state["ended"]
-            self._loader.restore_state_rank(state["loader"])
+            self._loader.restore_state_rank(from_plain(state["loader"]))
 
 
 def _build_loader(

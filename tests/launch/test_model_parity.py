@@ -1,6 +1,7 @@
-"""Packed megatron-core equals unpacked transformers: logits, losses and gradients, at TP 1 and 2."""
+"""Packed megatron-core equals unpacked transformers: logits, losses, gradients, at TP 1 and 2."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.launch.tiny_checkpoints import (
     write_checkpoint,
 )
 
-CASES = [("qwen2_vl", False), ("qwen2_vl", True), ("qwen2_5_vl", False), ("qwen2_5_vl", True)]
+CASES = [("qwen2_vl", False), ("qwen2_vl", True), ("qwen2_5_vl", False)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +119,7 @@ def compare_all(folder: Path, tensor_parallel: int) -> dict[tuple[str, bool, str
     for family, tied in CASES:
         checkpoint = folder / f"{family}-{tied}"
         reference = transformers_classes(family).model.from_pretrained(checkpoint).eval()
-        config = ModelConfig(family=family, checkpoint=checkpoint)
+        config = ModelConfig.model_validate({"family": family, "checkpoint": checkpoint})
         for row in ROWS:
             model = build_model(config, device=device)
             assert dist.get_world_size() == parallel_state.get_tensor_model_parallel_world_size()
@@ -175,7 +176,7 @@ def test_a_changed_sub_sample_changes_no_other(checkpoints: Path) -> None:
             )
             row = [*samples[:changed], other, *samples[changed + 1 :]]
             after = forward(model, packed_batch(row), None)[0]
-            for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            for i, (start, end) in enumerate(itertools.pairwise(bounds)):
                 assert torch.equal(before[start:end], after[start:end]) == (i != changed)
 
 

@@ -10,7 +10,7 @@ from torch import distributed as dist
 from launch.hf_weights import gather_weights
 from launch.language_model import check_supported
 from launch.loss import shift_labels
-from launch.model import PackedQwen2VL, build_model
+from launch.model import PackedQwen2VL, build_model, save_hf_checkpoint
 from launch.model_config import ModelConfig
 from launch.parallel import (
     ParallelError,
@@ -20,7 +20,13 @@ from launch.parallel import (
 )
 from task_encoders.model_inputs import to_packed_seq_params
 from tests.launch.rank_processes import run_ranks
-from tests.launch.tiny_checkpoints import packed_batch, row_samples, transformers_model
+from tests.launch.tiny_checkpoints import (
+    assert_same_tensors,
+    packed_batch,
+    row_samples,
+    transformers_model,
+    write_checkpoint,
+)
 
 #: A tiny model with a small vocabulary, so that all that is compared is quick.
 CONFIG = ModelConfig(text={"vocab_size": 151_656 + 8})
@@ -37,9 +43,11 @@ def equal_on_all_ranks(tensor: torch.Tensor) -> bool:
     return all(torch.equal(copy, tensor) for copy in copies)
 
 
-def examine_rank() -> dict[str, Any]:
-    """What one of two ranks sees of a model and of its gradients."""
-    model = build_model(CONFIG, device=initialize_parallel(2), seed=5)
+def examine_rank(source: Path, target: Path) -> dict[str, Any]:
+    """What one of two ranks sees of a model and its gradients. Also copies a checkpoint."""
+    device = initialize_parallel(2)
+    save_hf_checkpoint(build_model(ModelConfig(checkpoint=source), device=device), target)
+    model = build_model(CONFIG, device=device, seed=5)
     weights = gathered(model)
     reference = transformers_model("qwen2_vl", tied=True)  # finds positions, is not compared
     batch = packed_batch(row_samples(reference, "mixed"))
@@ -49,10 +57,11 @@ def examine_rank() -> dict[str, Any]:
     losses.sum().backward()
 
     parameters = dict(model.named_parameters())
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     replicated = [name for name, parameter in parameters.items() if not is_sharded(parameter)]
-    same = [equal_on_all_ranks(parameters[name].grad) for name in replicated]
-    norm = parameters["language_model.decoder.final_layernorm.weight"].grad
-    sharded = parameters["language_model.embedding.word_embeddings.weight"].grad
+    same = [equal_on_all_ranks(gradients[name]) for name in replicated]
+    norm = gradients["language_model.decoder.final_layernorm.weight"]
+    sharded = gradients["language_model.embedding.word_embeddings.weight"]
     exact, sharded_before = norm.clone(), sharded.clone()
     norm *= 1 + 2 * dist.get_rank()  # 1 and 3 times the gradient, 2 on average
     average_replicated_gradients(parameters.values())
@@ -67,8 +76,19 @@ def examine_rank() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(2, tmp_path_factory.mktemp("ranks"), examine_rank)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    source = write_checkpoint(folder / "source", "qwen2_vl", tied=False)
+    return run_ranks(2, folder / "ranks", examine_rank, source, folder / "target")
+
+
+def test_round_trip_is_bit_identical(ranks: list[dict[str, Any]], folder: Path) -> None:
+    assert len(ranks) == 2
+    assert_same_tensors(folder / "target", folder / "source")
 
 
 def test_weights_do_not_depend_on_tensor_parallelism(ranks: list[dict[str, Any]]) -> None:
@@ -140,11 +160,3 @@ def test_what_the_model_does_not_compute_is_refused(field: str, value: Any, mess
     setattr(text_config, field, value)
     with pytest.raises(ValueError, match=message):
         check_supported(text_config, 1)
-
-
-def test_saved_copy_is_written_once(tmp_path: Path) -> None:
-    from launch.model import save_hf_checkpoint
-
-    model = build_model(CONFIG, device=initialize_parallel(1))
-    save_hf_checkpoint(model, tmp_path / "step_1")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1"]

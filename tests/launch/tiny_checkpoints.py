@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
+from launch.hf_checkpoint import weight_files
 from task_encoders.concatenate import concatenate
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
@@ -146,3 +148,18 @@ def unpacked_inputs(sample: EncodedSample) -> dict[str, Any]:
         inputs["pixel_values"] = torch.from_numpy(sample.pixel_values)
         inputs["image_grid_thw"] = torch.from_numpy(sample.image_grid_thw).long()
     return inputs
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint folder."""
+    return {name: t for file in weight_files(folder) for name, t in load_file(file).items()}
+
+
+def assert_same_tensors(folder: Path, other: Path) -> None:
+    """Two checkpoints hold the same bits under the same names."""
+    ours, theirs = all_tensors(folder), all_tensors(other)
+    assert set(ours) == set(theirs)
+    assert len(ours) > 60
+    for name, tensor in theirs.items():
+        assert tensor.dtype == ours[name].dtype
+        assert torch.equal(tensor, ours[name]), name
