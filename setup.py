@@ -21,6 +21,7 @@ TRAIN = ["megatron-core>=0.16", "megatron-energon>=7.4,<8", "torch>=2.11", "tran
 DEMO = [*TRAIN, "matplotlib>=3.8"]
 TEST = [
     *DEMO,
+    "binpacking==1.5",  # to_constant_volume must give the packs of this version
     "hypothesis>=6.100",
     "mypy>=1.13",
     "pytest>=8.3",
