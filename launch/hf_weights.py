@@ -174,11 +174,20 @@ class RandomWeights:
     """Random weights that depend on seed and name only, not on the number of ranks.
 
     Matrices are drawn from N(0, initializer_range²), norms are 1, biases 0, as transformers has it.
+    They are drawn on the device that trains: 2 billion on a CPU core take half a minute.
     """
 
-    def __init__(self, hf_config: Any, shapes: Mapping[str, Sequence[int]], seed: int) -> None:
+    def __init__(
+        self,
+        hf_config: Any,
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        seed: int,
+        device: torch.device,
+    ) -> None:
         self._shapes = shapes
         self._seed = seed
+        self._device = device
         self._std = {
             True: hf_config.vision_config.initializer_range,
             False: hf_config.text_config.initializer_range,
@@ -186,15 +195,13 @@ class RandomWeights:
 
     def read(self, name: str, dim: int | None, rank: int, size: int) -> torch.Tensor:
         """See WeightSource."""
-        shape = self._shapes[name]
-        if len(shape) > 1:
-            generator = torch.Generator().manual_seed(
-                self._seed + (zlib.crc32(name.encode()) << 16)
-            )
-            std = self._std[name.startswith("visual.")]
-            tensor = torch.empty(*shape).normal_(0, std, generator=generator)
-        else:
-            tensor = torch.zeros(*shape) if name.endswith("bias") else torch.ones(*shape)
+        tensor = torch.ones(*self._shapes[name], device=self._device)
+        if tensor.ndim > 1:
+            name_seed = zlib.crc32(name.encode()) << 16
+            generator = torch.Generator(self._device).manual_seed(self._seed + name_seed)
+            tensor.normal_(0, self._std[name.startswith("visual.")], generator=generator)
+        elif name.endswith("bias"):
+            tensor.zero_()
         return tensor if dim is None else tensor.chunk(size, dim)[rank]
 
 

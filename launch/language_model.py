@@ -125,8 +125,11 @@ def check_supported(text_config: Any, tensor_parallel: int) -> None:
                 f"{name} {value} cannot be divided by tensor_parallel {tensor_parallel}; "
                 "choose a smaller tensor_parallel"
             )
-    rope_type = text_config.rope_parameters["rope_type"]
-    if rope_type != "default":
-        raise ValueError(f"rope_type {rope_type!r} is not supported, only 'default'")
+    rope = text_config.rope_parameters
+    if rope["rope_type"] != "default" or "mrope_section" not in rope:
+        raise ValueError(
+            f"rope_parameters {rope} are not supported, only rope_type 'default' (in older files "
+            "'mrope') with an mrope_section"
+        )
     if "sliding_attention" in text_config.layer_types:
         raise ValueError("use_sliding_window is not supported; set it to false in config.json")

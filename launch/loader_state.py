@@ -19,8 +19,8 @@ from megatron.energon.savable_loader import (
 )
 from megatron.energon.state import FlexState
 
-#: What stands for the class of a mapping that was an object.
-_CLASS: Final = "__class__"
+#: Names the class of a mapping that was an object. Energon uses "__class__" itself.
+_CLASS: Final = "class of"
 _DATACLASSES: Final = {
     cls.__name__: cls
     for cls in (

@@ -40,7 +40,13 @@ class PackedQwen2VL(torch.nn.Module):
         self.language_model = language_model
         self.visual = visual
         text_config = hf_config.text_config
-        self._head_dim = text_config.hidden_size // text_config.num_attention_heads
+        rope = text_config.rope_parameters
+        self._frequencies = functools.partial(
+            mrope_frequencies,
+            head_dim=text_config.hidden_size // text_config.num_attention_heads,
+            base=rope["rope_theta"],
+            sections=rope["mrope_section"],
+        )
 
     def forward(
         self,
@@ -65,18 +71,12 @@ class PackedQwen2VL(torch.nn.Module):
             With labels the loss of every token, (1, S) float32, 0 where ignored. Without, this
             tensor parallel rank's part of the logits, (1, S, vocab_size / TP).
         """
-        rope = self.hf_config.text_config.rope_parameters
         hidden = self.language_model.decoder(
             hidden_states=self._embed(tokens, imgs, image_grid_thw),
             attention_mask=None,
-            rotary_pos_emb=mrope_frequencies(
-                position_ids,
-                head_dim=self._head_dim,
-                base=rope["rope_theta"],
-                sections=rope["mrope_section"],
-            ),
-            # The angles are exact per position. Under "thd" megatron-core would look them up
-            # segment by segment, which on a GPU waits for the device at every segment and layer.
+            rotary_pos_emb=self._frequencies(position_ids),
+            # Angles are given per position. Under "thd" megatron-core would look them up segment by
+            # segment, which waits for the GPU 2 · layers · (segments + 1) times in a forward pass.
             packed_seq_params=dataclasses.replace(packed_seq_params, qkv_format="sbhd"),
         )
         if labels is None:
@@ -168,7 +168,8 @@ def build_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> 
     model = PackedQwen2VL(hf_config, language_model, visual).to(device)
     shapes = published_shapes(hf_config, classes.model)
     if config.checkpoint is None:
-        load_weights(model, hf_config, RandomWeights(hf_config, shapes, seed))
+        random = RandomWeights(hf_config, shapes, seed=seed, device=device)
+        load_weights(model, hf_config, random)
     else:
         with CheckpointReader(config.checkpoint, shapes) as reader:
             load_weights(model, hf_config, reader)

@@ -10,7 +10,8 @@ One function, `varlen_attention`, serves the language model (through the layer s
 """
 
 import dataclasses
-import importlib.util
+import functools
+import importlib
 import inspect
 import itertools
 import math
@@ -99,6 +100,15 @@ KERNELS: Final[Mapping[str, VarlenKernel]] = {
 BACKENDS: Final = ("auto", "flash_attn", "transformer_engine", "torch_varlen", "sdpa")
 
 
+@functools.cache
+def _is_importable(package: str) -> bool:
+    try:  # finding it is not enough: a build for another torch is found, and fails here
+        importlib.import_module(package)
+    except ImportError:
+        return False
+    return True
+
+
 def select_backend(device: torch.device, dtype: torch.dtype, requested: str = "auto") -> str:
     """The backend of the language model's attention for tensors of this kind.
 
@@ -111,9 +121,9 @@ def select_backend(device: torch.device, dtype: torch.dtype, requested: str = "a
     available = ["sdpa"]
     if on_gpu:
         available.insert(0, "torch_varlen")
-        if importlib.util.find_spec("transformer_engine"):
+        if _is_importable("transformer_engine"):
             available.insert(0, "transformer_engine")
-        if importlib.util.find_spec("flash_attn"):
+        if _is_importable("flash_attn"):
             available.insert(0, "flash_attn")
     if requested == "auto":
         return available[0]
@@ -208,7 +218,7 @@ class PackedCoreAttention(torch.nn.Module):
             packed_seq_params: required; without boundaries samples would attend to each other.
 
         Returns:
-            (S, 1, H·D), or (S, H, D) for "thd".
+            (S, 1, H·D); for "thd" (S, H, D), or (S, H·D) from TransformerEngine.
         """
         if packed_seq_params is None:
             raise ValueError("packed attention needs packed_seq_params; see to_packed_seq_params")

@@ -5,7 +5,6 @@ world of 4, tensor_parallel 2:   ranks 0 1 | 2 3   share one model (tensor paral
 """
 
 import os
-from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -79,22 +78,3 @@ def shutdown_parallel() -> None:
 def is_sharded(parameter: torch.Tensor) -> bool:
     """Whether tensor parallel ranks hold different parts of this parameter."""
     return bool(getattr(parameter, "tensor_model_parallel", False))
-
-
-def average_replicated_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Make the gradients of parameters that every tensor parallel rank holds whole the same again.
-
-    In exact arithmetic they are: all ranks of the group see the same tokens and images. On a GPU
-    some kernels add in no fixed order, and without this the copies would drift apart.
-    """
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    gradients = [p.grad for p in parameters if p.grad is not None and not is_sharded(p)]
-    if size == 1 or not gradients:
-        return
-    group = parallel_state.get_tensor_model_parallel_group()
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat, group=group)
-    flat /= size
-    parts = flat.split([gradient.numel() for gradient in gradients])
-    for gradient, part in zip(gradients, parts, strict=True):
-        gradient.copy_(part.view_as(gradient))

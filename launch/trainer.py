@@ -111,7 +111,7 @@ class Trainer:
         logger.info("resumed from %s", path)
 
     def run(self) -> bool:
-        """Train to the last step, the end of the data, or SIGTERM. Saves at the end.
+        """Train to the last step, the end of the data, or SIGTERM. Saves at the end. Once only.
 
         Returns:
             Whether the run is finished; False after SIGTERM.
@@ -132,11 +132,18 @@ class Trainer:
             disable=None if self._is_main else True,  # None: only on a terminal
         )
         self._model.train()
-        with StopRequest() as stop, bar:
-            finished = self._run_steps(stop, bar)
+        try:
+            with StopRequest() as stop, bar:
+                return self._run_steps(stop, bar)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         if self._log is not None:
             self._log.close()
-        return finished
+        self._train_data.close()
+        if self._validation_data is not None:
+            self._validation_data.close()
 
     def _run_steps(self, stop: StopRequest, bar: Any) -> bool:
         saved = self.iteration

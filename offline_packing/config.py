@@ -22,7 +22,8 @@ from pydantic import (
 
 from offline_packing.engines import ENGINES
 from offline_packing.errors import ConfigError
-from offline_packing.sources import SOURCES
+from offline_packing.sources import SOURCES, source_class
+from offline_packing.sources.fields import FieldMap
 from offline_packing.yaml_text import apply_override, parse_yaml
 from task_encoders.sample_encoder import FAMILIES
 
@@ -55,16 +56,48 @@ class _Config(BaseModel):
 class SourceConfig(_Config):
     """Where samples come from."""
 
-    #: how they are stored: a name in SOURCES
-    format: Annotated[str, one_of(SOURCES)]
-    #: a folder, or for jsonl also a file
+    #: how they are stored: a name in SOURCES, or "module:Class" of a Source of your own
+    format: str
+    #: a folder or a file, here or of a storage that fsspec knows
     path: str
     #: what they are trained as
     task: Literal["captioning", "vqa", "bmr"]
     #: put before every key; needed to tell several sources apart (default: the path's last part)
     name: str | None = None
-    #: jsonl: image paths are relative to this folder instead of the file's own
+    #: image paths are relative to this folder instead of the file's own
     image_root: str | None = None
+    #: where a record keeps what a sample needs: {caption: "captions[0].content"}
+    fields: dict[str, str] = {}
+    #: which split of a dataset that has several (default: train)
+    split: str | None = None
+    #: which of several datasets the path describes
+    dataset: str | None = None
+    #: how often each sample is used; of a fraction, a part of the samples once more
+    repeat: Annotated[float, BeforeValidator(_not_bool), Field(gt=0)] = 1
+    #: share of all samples that this source is to have, in proportion to the other sources' weights
+    weight: Annotated[float, BeforeValidator(_not_bool), Field(gt=0)] | None = None
+
+    @field_validator("format")
+    @classmethod
+    def _check_format(cls, name: str) -> str:
+        try:
+            source_class(name)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return name
+
+    @model_validator(mode="after")
+    def _check_options(self) -> "SourceConfig":
+        allowed = source_class(self.format).OPTIONS
+        for name in ("image_root", "fields", "split", "dataset"):
+            if getattr(self, name) and name not in allowed:
+                fitting = [key for key, known in SOURCES.items() if name in known.OPTIONS]
+                raise ValueError(f"{name} applies to format {', '.join(fitting)} only; remove it")
+        try:
+            FieldMap(self.fields)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
 
 
 class ModelConfig(_Config):
@@ -99,6 +132,8 @@ class PackConfig(_Config):
     on_overlong: Literal["set_aside", "error"] = "set_aside"
     #: each sample counts as its length rounded up to this multiple
     pad_multiple: Count = 1
+    #: what the strategy understands beside seq_length and seed, such as hash_bucket's phases
+    strategy_options: dict[str, Any] = {}
 
     @field_validator("strategy")
     @classmethod
@@ -115,6 +150,8 @@ class OutputConfig(_Config):
 
     #: the folder a trainer is given
     path: str
+    #: how packs lie on disk: a name in LAYOUTS
+    layout: str = "energon"
     packs_per_shard: Count = 1000
     #: a shard is closed before it would grow beyond this
     max_shard_bytes: Count | None = None
@@ -124,6 +161,13 @@ class OutputConfig(_Config):
     key_prefix: str = ""
     #: replace artifacts of another configuration instead of refusing to go on
     overwrite: bool = False
+
+    @field_validator("layout")
+    @classmethod
+    def _check_layout(cls, layout: str) -> str:
+        from offline_packing.layouts import LAYOUTS  # imports this module
+
+        return str(one_of(LAYOUTS).func(layout))  # type: ignore[call-arg]
 
     @field_validator("split")
     @classmethod
@@ -194,13 +238,28 @@ class PackingConfig(_Config):
                 f"tasks {' and '.join(tasks)} in one output; pack each by itself and blend the "
                 "datasets in training"
             )
-        if any(source.image_root and source.format != "jsonl" for source in sources):
-            raise ValueError("image_root applies to format jsonl only; remove it")
+        if any(source.weight for source in sources):
+            if not all(source.weight for source in sources):
+                raise ValueError("some sources have a weight and some have none; give all one")
+            if any(source.repeat != 1 for source in sources):
+                raise ValueError("a source has a weight and a repeat; remove one of them")
         names = [_source_name(source) for source in sources]
         repeated = {name for name in names if names.count(name) > 1}
         if repeated:
             raise ValueError(f"two sources are called {min(repeated)!r}; give each its own name")
         return sources
+
+    @model_validator(mode="after")
+    def _check_layout_holds_task(self) -> "PackingConfig":
+        from offline_packing.layouts import LAYOUTS  # imports this module
+
+        tasks = LAYOUTS[self.output.layout].TASKS
+        if self.task not in tasks:
+            raise ValueError(
+                f"output.layout={self.output.layout!r} holds {' and '.join(tasks)} only, not "
+                f"{self.task}; choose another layout"
+            )
+        return self
 
     @property
     def task(self) -> str:

@@ -14,14 +14,20 @@ shard that it cannot read.
 import importlib.util
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import yaml
 
 from offline_packing.errors import StageError
-from offline_packing.files import hash_bytes, hash_file, to_json, write_atomically
+from offline_packing.files import (
+    hash_bytes,
+    hash_file,
+    to_json,
+    translate_disk_full,
+    write_atomically,
+)
 from offline_packing.tar_shards import PackEntry, index_bytes, scan_tar
 from task_encoders.pack_format import JSON_PART, PackFormatError, parse_json, restore_pack
 from task_encoders.samples import TASKS
@@ -51,7 +57,7 @@ def write_energon_metadata(
     folder: Path,
     task: str,
     splits: Mapping[str, Sequence[str]],
-    packs: Mapping[str, Sequence[PackEntry]],
+    packs: Iterable[tuple[str, Sequence[PackEntry]]],
     *,
     content_hash: str,
 ) -> None:
@@ -61,7 +67,7 @@ def write_energon_metadata(
         folder: the folder with the shards and their .tar.idx.
         task: what the packs are trained as.
         splits: file names of the shards of each split.
-        packs: packs of each shard, shards in order.
+        packs: name and packs of each shard, in order; drawn once.
         content_hash: changes when any shard does.
     """
     from megatron.energon import __version__ as energon_version
@@ -81,10 +87,9 @@ def write_energon_metadata(
     }
     parts = {name: list(splits.get(name, ())) for name in (*_DEFAULT_SPLITS, *splits)}
     split = {"split_parts": parts, "exclude": []}
-    counts = {name: len(entries) for name, entries in packs.items()}
-    info = {"energon_version": energon_version, "shard_counts": counts}
     identity = str(uuid.uuid5(_NAMESPACE, content_hash))
-    _write_sqlite(meta / "index.sqlite", packs)
+    counts = _write_sqlite(meta / "index.sqlite", packs)
+    info = {"energon_version": energon_version, "shard_counts": counts}
     write_atomically(meta / "sample_loader.py", _SAMPLE_LOADER.encode())
     write_atomically(meta / "dataset.yaml", yaml.safe_dump(dataset, sort_keys=False).encode())
     write_atomically(meta / "split.yaml", yaml.safe_dump(split, sort_keys=False).encode())
@@ -92,16 +97,18 @@ def write_energon_metadata(
     write_atomically(meta / ".info.json", to_json(info))
 
 
-def _write_sqlite(path: Path, packs: Mapping[str, Sequence[PackEntry]]) -> None:
-    """The tables of `energon prepare`, with its own writer."""
+def _write_sqlite(path: Path, packs: Iterable[tuple[str, Sequence[PackEntry]]]) -> dict[str, int]:
+    """The tables of `energon prepare`, with its own writer; returns the packs of each shard."""
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.indexing import SqliteIndexWriter
     from megatron.energon.flavors.webdataset.prepare import IndexSample, IndexSamplePart
 
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
-    with SqliteIndexWriter(EPath(temporary)) as writer:
-        for shard, entries in enumerate(packs.values()):
+    counts: dict[str, int] = {}
+    with translate_disk_full(path), SqliteIndexWriter(EPath(temporary)) as writer:
+        for shard, (name, entries) in enumerate(packs):
+            counts[name] = len(entries)
             writer.append_samples(
                 [
                     IndexSample(
@@ -128,6 +135,7 @@ def _write_sqlite(path: Path, packs: Mapping[str, Sequence[PackEntry]]) -> None:
                 ]
             )
     os.replace(temporary, path)
+    return counts
 
 
 def index_pack_folder(path: Path, task: str | None = None, split: str = "train") -> int:
@@ -160,7 +168,7 @@ def index_pack_folder(path: Path, task: str | None = None, split: str = "train")
     for tar in tars:
         write_atomically(tar.with_suffix(".tar.idx"), index_bytes(packs[tar.name]))
     hashes = hash_bytes(to_json({tar.name: hash_file(tar) for tar in tars}))
-    write_energon_metadata(path, task, {split: list(packs)}, packs, content_hash=hashes)
+    write_energon_metadata(path, task, {split: list(packs)}, packs.items(), content_hash=hashes)
     return len(seen)
 
 

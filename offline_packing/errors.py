@@ -7,3 +7,12 @@ class StageError(RuntimeError):
 
 class ConfigError(StageError):
     """The configuration, or the command line, cannot be used."""
+
+
+class DiskFullError(StageError):
+    """There is no room for what a stage writes; no other task would fare better."""
+
+
+class ShareDoneError(StageError):
+    """One of several ranks has done its share of a stage, and the others have not: the stage goes
+    on when it is run again after them."""

@@ -1,34 +1,72 @@
 """Files that are either complete or absent, and reads that notice a changed file."""
 
+import errno
 import fcntl
+import logging
 import os
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
 import xxhash
 
-from offline_packing.errors import StageError
+from offline_packing.errors import DiskFullError, StageError
+
+logger = logging.getLogger(__name__)
 
 TEMPORARY_SUFFIX = ".tmp"
+#: no space, quota used up, file larger than allowed
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its name when the block ends well: written beside it, synced, renamed."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    """A file that takes its name when the block ends well: written beside it, synced, renamed.
+
+    Raises:
+        StageError: the disk is full.
+    """
+    with translate_disk_full(path):
+        temporary, file = _open_temporary(path)
+        try:
+            with file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+@contextmanager
+def translate_disk_full(path: Path) -> Iterator[None]:
+    """Raise DiskFullError where the block, which writes to `path`, finds no room."""
     try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_FULL:
+            raise
+        raise DiskFullError(
+            f"{path} cannot be written: {error.strerror}; free some space and run again"
+        ) from error
+
+
+def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
+    """A file with a name that no process on any machine uses, locked while it is open: that tells
+    `remove_temporaries` that its writer is alive."""
+    while True:
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}{TEMPORARY_SUFFIX}")
+        file = open(temporary, "wb")  # noqa: SIM115 - the caller closes it
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if temporary.exists():  # else it was taken for a leftover before it was locked
+            return temporary, file
+        file.close()
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -65,14 +103,17 @@ def read_range(path: str | Path, offset: int, size: int, *, whole: bool) -> byte
     """
     remedy = "restore it, or measure again with output.overwrite=true"
     try:
-        with open(path, "rb", buffering=0) as file:
-            actual = os.fstat(file.fileno()).st_size
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            actual = os.fstat(descriptor).st_size
             if actual < offset + size or (whole and actual != size):
                 raise StageError(
                     f"{path} changed since it was measured: it has {actual} bytes, "
                     f"{offset + size} were expected; {remedy}"
                 )
-            data = os.pread(file.fileno(), size, offset)
+            data = os.pread(descriptor, size, offset)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise StageError(f"{path} cannot be read: {error.strerror}; {remedy}") from error
     if len(data) != size:
@@ -95,24 +136,33 @@ def hash_file(path: Path) -> str:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove what a killed run left half-written in a folder."""
+    """Remove what killed runs left half-written in a folder; what is being written stays."""
     for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):
-        path.unlink()
+        with suppress(OSError), open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 @contextmanager
-def exclusive(path: Path, what: str) -> Iterator[None]:
-    """Hold a lock file while the block runs. Raises StageError if another process holds it."""
+def hold_lock(path: Path, what: str, *, shared: bool = False) -> Iterator[None]:
+    """Hold a lock file while the block runs; shared locks only keep exclusive ones away.
+
+    Raises:
+        StageError: another process holds it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
             raise StageError(f"another run is working on {what}; wait for it to end") from error
+        except OSError as error:
+            logger.warning("no locks here (%s): start no second run on %s", error.strerror, what)
         yield
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the renames in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

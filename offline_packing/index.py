@@ -8,7 +8,8 @@ A sample's id is its row number over all parts. Containers are paths relative to
 so that data and index can move.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +32,9 @@ _LOCATOR_FIELDS: Final = [
     pa.field("container", pa.large_string()),
     pa.field("offset", pa.int64()),
     pa.field("size", pa.int64()),
+    pa.field("column", pa.string()),
 ]
+_MEDIA_FIELDS: Final = [*_LOCATOR_FIELDS, pa.field("extension", pa.string())]
 INDEX_SCHEMA: Final = pa.schema(
     [
         pa.field("key", pa.large_string()),
@@ -45,10 +48,7 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("num_turns", pa.int32()),
         pa.field("grid_thw", pa.list_(pa.int32())),  # (t, h, w) of each image, one after another
         pa.field("json", pa.struct(_LOCATOR_FIELDS)),
-        pa.field(
-            "media",
-            pa.large_list(pa.struct([*_LOCATOR_FIELDS, pa.field("extension", pa.string())])),
-        ),
+        pa.field("media", pa.large_list(pa.struct(_MEDIA_FIELDS))),
     ]
 )
 SET_ASIDE_SCHEMA: Final = pa.schema(
@@ -92,6 +92,7 @@ def key_hash(source_id: int, key: str) -> int:
 def index_table(samples: Sequence[MeasuredSample]) -> pa.Table:
     """Samples as rows of INDEX_SCHEMA."""
     lengths = [sample.length for sample in samples]
+    grids = [[n for grid in length.grid_thw for n in grid] for length in lengths]
     columns: dict[str, Iterable[Any]] = {
         "key": [sample.key for sample in samples],
         "key_hash": np.array([key_hash(s.source_id, s.key) for s in samples], dtype=np.uint64),
@@ -102,15 +103,33 @@ def index_table(samples: Sequence[MeasuredSample]) -> pa.Table:
         "num_vision_patches": [length.num_vision_patches for length in lengths],
         "num_images": [len(sample.media) for sample in samples],
         "num_turns": [sample.num_turns for sample in samples],
-        "grid_thw": [[n for grid in length.grid_thw for n in grid] for length in lengths],
-        "json": [asdict(sample.json) for sample in samples],
-        "media": [
-            [{**asdict(locator), "extension": extension} for locator, extension in sample.media]
-            for sample in samples
-        ],
+        "grid_thw": grids,
     }
-    arrays = [pa.array(columns[name.name], name.type) for name in INDEX_SCHEMA]
+    arrays = [pa.array(columns[f.name], f.type) for f in INDEX_SCHEMA if f.name in columns]
+    arrays += [_locators([sample.json for sample in samples]), _media(samples)]
     return pa.Table.from_arrays(arrays, schema=INDEX_SCHEMA)
+
+
+def _locators(locators: Sequence[Locator]) -> pa.StructArray:
+    return pa.StructArray.from_arrays(_locator_columns(locators), fields=_LOCATOR_FIELDS)
+
+
+def _locator_columns(locators: Sequence[Locator]) -> list[pa.Array]:
+    return [
+        pa.array([getattr(locator, name) for locator in locators], kind)
+        for name, kind in ((field.name, field.type) for field in _LOCATOR_FIELDS)
+    ]
+
+
+def _media(samples: Sequence[MeasuredSample]) -> pa.LargeListArray:
+    """The lists of media, of one array of all of them."""
+    offsets = np.cumsum([0, *(len(sample.media) for sample in samples)], dtype=np.int64)
+    flat = [medium for sample in samples for medium in sample.media]
+    extensions = pa.array([extension for _, extension in flat], pa.string())
+    structs = pa.StructArray.from_arrays(
+        [*_locator_columns([locator for locator, _ in flat]), extensions], fields=_MEDIA_FIELDS
+    )
+    return pa.LargeListArray.from_arrays(offsets, structs)
 
 
 def set_aside_table(samples: Sequence[SetAsideSample]) -> pa.Table:
@@ -129,6 +148,13 @@ def write_table(path: Path, table: pa.Table) -> None:
     """Write a Parquet file that is complete or absent."""
     with atomic_file(path) as file:
         pq.write_table(table, file, compression="zstd")
+
+
+@contextmanager
+def table_writer(path: Path, schema: pa.Schema) -> Iterator[Callable[[pa.Table], None]]:
+    """Write a Parquet file table by table; it is complete when the block ends well, or absent."""
+    with atomic_file(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        yield writer.write_table
 
 
 @dataclass(frozen=True)
@@ -192,24 +218,31 @@ class Index:
         self.info = info
 
     def table(self, *columns: str) -> pa.Table:
-        """Columns of all rows; every column where none is named.
-
-        Raises:
-            StageError: a part is missing or has another number of rows than index.json says.
-        """
+        """Columns of all rows; every column where none is named. Raises StageError as `part`."""
         columns = columns or tuple(INDEX_SCHEMA.names)
-        tables = []
-        for path, rows in zip(self._paths, self.info.part_rows, strict=True):
-            try:
-                table = pq.read_table(path, columns=list(columns), memory_map=True)
-            except (OSError, pa.ArrowInvalid) as error:
-                raise StageError(f"index part {path} cannot be read: {error}") from error
-            if len(table) != rows:
-                raise StageError(f"index part {path} has {len(table)} rows, {rows} were written")
-            tables.append(table)
+        tables = list(self.parts(*columns))
         if not tables:
             return INDEX_SCHEMA.empty_table().select(list(columns))
         return pa.concat_tables(tables)
+
+    def parts(self, *columns: str) -> Iterator[pa.Table]:
+        """Columns of the rows, part by part. Raises StageError as `part`."""
+        return (self.part(number, *columns) for number in range(len(self._paths)))
+
+    def part(self, number: int, *columns: str) -> pa.Table:
+        """Columns of one part.
+
+        Raises:
+            StageError: the part is missing or has another number of rows than index.json says.
+        """
+        path, rows = self._paths[number], self.info.part_rows[number]
+        try:
+            table = pq.read_table(path, columns=list(columns), memory_map=True)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise StageError(f"index part {path} cannot be read: {error}") from error
+        if len(table) != rows:
+            raise StageError(f"index part {path} has {len(table)} rows, {rows} were written")
+        return table
 
     def array(self, column: str) -> npt.NDArray[Any]:
         """A numeric column as an array (num_samples,)."""

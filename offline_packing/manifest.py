@@ -1,78 +1,71 @@
 """The manifest: what a packed dataset holds, and that it is complete.
 
 The same input, configuration and seed give the same manifest on any number of workers. It is put
-together from one fragment per shard, kept in _packing/write/.
+together from one fragment per shard, kept in _packing/write/. Data that were appended later have a
+generation of their own, numbered from 1.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from offline_packing.energon_metadata import write_energon_metadata
 from offline_packing.errors import StageError
 from offline_packing.files import hash_bytes, read_json, to_json, write_atomically
+from offline_packing.fragments import ShardFragment, ShardFragments
 from offline_packing.index import IndexInfo
+from offline_packing.layouts import LAYOUTS
+from offline_packing.shard_layout import Earlier
 from offline_packing.stage import Stage
-from offline_packing.tar_shards import PackEntry, Part
 
 MANIFEST_VERSION: Final = 1
 
+Manifest = Mapping[str, Any]
 
-@dataclass(frozen=True)
-class ShardFragment:
-    """One finished shard."""
 
-    name: str
-    split: str
-    num_samples: int
-    num_tokens: int
-    num_bytes: int
-    xxh3_128: str
-    packs: Sequence[PackEntry]
+def read_manifest(stage: Stage) -> Manifest | None:
+    """The manifest of a dataset that is complete as far as this stage's generation; or None."""
+    manifest = read_json(stage.workspace.manifest)
+    if manifest is None or len(manifest["appended"]) < stage.generation:
+        return None
+    return dict(manifest)
 
-    def save(self, path: Path) -> None:
-        """Write the fragment: from now on the shard is finished."""
-        write_atomically(path, to_json(asdict(self)))
 
-    @classmethod
-    def load(cls, path: Path) -> "ShardFragment":
-        """Read a fragment. Raises StageError where there is none."""
-        content = read_json(path)
-        if content is None:
-            raise StageError(f"{path} is missing; run write again")
-        packs = [
-            PackEntry(**{**pack, "parts": tuple(Part(**part) for part in pack["parts"])})
-            for pack in content["packs"]
-        ]
-        return cls(**{**content, "packs": packs})
+def earlier_shards(stage: Stage) -> Earlier:
+    """What the generations before this stage's wrote."""
+    shards = _shards_before(stage, read_json(stage.workspace.manifest))
+    return Earlier(
+        num_packs=sum(shard["packs"] for shard in shards),
+        num_shards=Counter(shard["split"] for shard in shards),
+    )
 
 
 def write_manifest(
-    stage: Stage,
-    index: IndexInfo,
-    plan: Mapping[str, Any],
-    fragments: Sequence[ShardFragment],
-) -> dict[str, Any]:
-    """Write Energon's metadata and then the manifest, which makes the dataset complete.
+    stage: Stage, index: IndexInfo, plan: Mapping[str, Any], fragments: ShardFragments
+) -> Manifest:
+    """Write the layout's metadata and then the manifest, which makes the dataset complete.
 
     Args:
         plan: content of the plan's stage.json.
-        fragments: all shards, in order.
+        fragments: the shards of this stage's generation, in order.
     """
-    manifest = build_manifest(stage, index, plan, fragments)
-    splits: dict[str, list[str]] = {split: [] for split in stage.config.output.split}
-    for fragment in fragments:
-        splits[fragment.split].append(fragment.name)
-    write_energon_metadata(
-        stage.workspace.root,
+    workspace = stage.workspace
+    before = read_json(workspace.manifest) if stage.generation else None
+    manifest = build_manifest(stage, index, plan, fragments, before)
+    splits: dict[str, list[str]] = {split: [] for split in manifest["counts"]["packs"]}
+    for shard in manifest["shards"]:
+        splits[shard["split"]].append(shard["name"])
+    everything = [
+        workspace.of_generation(shard["generation"]).fragment(shard["name"])
+        for shard in manifest["shards"]
+    ]
+    LAYOUTS[stage.config.output.layout].finish(
+        workspace.root,
         stage.config.task,
         splits,
-        {fragment.name: fragment.packs for fragment in fragments},
-        content_hash=manifest["content_hash"],
+        ShardFragments(everything),
+        manifest["content_hash"],
     )
-    write_atomically(stage.workspace.manifest, to_json(manifest))
+    write_atomically(workspace.manifest, to_json(manifest))
     return manifest
 
 
@@ -80,42 +73,91 @@ def build_manifest(
     stage: Stage,
     index: IndexInfo,
     plan: Mapping[str, Any],
-    fragments: Sequence[ShardFragment],
+    fragments: ShardFragments,
+    before: Manifest | None,
 ) -> dict[str, Any]:
-    """The manifest's content; `content_hash` covers everything but the versions of libraries."""
-    config = stage.config
+    """The manifest's content; `content_hash` covers everything but the versions of libraries.
+
+    Args:
+        before: the manifest that data are appended to.
+    """
+    shards = [*_shards_before(stage, before), *_describe(fragments, stage.generation)]
     set_aside = Counter(index.set_aside) + Counter(plan["set_aside"])
-    packs = Counter[str]()
-    for fragment in fragments:
-        packs[fragment.split] += len(fragment.packs)
+    set_aside -= Counter(plan["repeated_set_aside"])
+    num_samples = index.num_samples + index.num_set_aside
+    num_samples -= plan["repeated"] + sum(plan["repeated_set_aside"].values())
+    if before is not None:
+        set_aside += Counter(before["counts"]["set_aside"])
+        num_samples += before["counts"]["samples"]
     content = {
         "version": MANIFEST_VERSION,
-        "task": config.task,
-        "seq_length": config.pack.seq_length,
-        "pad_multiple": config.pack.pad_multiple,
+        "task": stage.config.task,
+        "layout": stage.config.output.layout,
+        "seq_length": stage.config.pack.seq_length,
+        "pad_multiple": stage.config.pack.pad_multiple,
         "counts": {
-            "samples": index.num_samples + index.num_set_aside,
-            "packed": sum(fragment.num_samples for fragment in fragments),
+            "samples": num_samples,
+            "packed": sum(shard["samples"] for shard in shards),
             "set_aside": dict(set_aside),
-            "tokens": sum(fragment.num_tokens for fragment in fragments),
-            "packs": {split: packs[split] for split in config.output.split},
+            "tokens": sum(shard["tokens"] for shard in shards),
+            "packs": {
+                split: sum(shard["packs"] for shard in shards if shard["split"] == split)
+                for split in _splits(stage, before)
+            },
         },
-        "shards": [
-            {
-                "name": fragment.name,
-                "split": fragment.split,
-                "packs": len(fragment.packs),
-                "samples": fragment.num_samples,
-                "tokens": fragment.num_tokens,
-                "bytes": fragment.num_bytes,
-                "xxh3_128": fragment.xxh3_128,
-            }
-            for fragment in fragments
-        ],
-        "fingerprint": index.fingerprint,
-        "config": config.model_dump(
-            mode="json", exclude={"engine": True, "report": True, "output": {"path", "overwrite"}}
-        ),
+        "shards": shards,
+        **_origin(stage, index, before),
     }
     content_hash = hash_bytes(to_json(content))
     return {**content, "content_hash": content_hash, "library_versions": index.versions}
+
+
+def _shards_before(stage: Stage, manifest: Manifest | None) -> list[dict[str, Any]]:
+    shards = [] if manifest is None else manifest["shards"]
+    return [shard for shard in shards if shard["generation"] < stage.generation]
+
+
+def _describe(fragments: ShardFragments, generation: int) -> Iterator[dict[str, Any]]:
+    def describe(fragment: ShardFragment) -> dict[str, Any]:
+        return {
+            "name": fragment.name,
+            "split": fragment.split,
+            "packs": fragment.num_packs,
+            "samples": fragment.num_samples,
+            "tokens": fragment.num_tokens,
+            "bytes": fragment.num_bytes,
+            "xxh3_128": fragment.xxh3_128,
+            "generation": generation,
+        }
+
+    return map(describe, fragments)
+
+
+def _splits(stage: Stage, before: Manifest | None) -> list[str]:
+    """Names of the splits, those of earlier generations first."""
+    earlier = [] if before is None else before["counts"]["packs"]
+    return list(dict.fromkeys([*earlier, *stage.config.output.split]))
+
+
+def _origin(stage: Stage, index: IndexInfo, before: Manifest | None) -> dict[str, Any]:
+    """What the shards were made from: first the original data, then what was appended."""
+    config = stage.config.model_dump(
+        mode="json", exclude={"engine": True, "report": True, "output": {"path", "overwrite"}}
+    )
+    origin = {"fingerprint": index.fingerprint, "config": config}
+    if before is None:
+        return {**origin, "appended": []}
+    appended = [*before["appended"][: stage.generation - 1], origin]
+    return {
+        "fingerprint": before["fingerprint"],
+        "config": before["config"],
+        "appended": appended,
+    }
+
+
+def require_manifest(stage: Stage) -> Manifest:
+    """The manifest. Raises StageError if the dataset is not complete."""
+    manifest = read_manifest(stage)
+    if manifest is None:
+        raise StageError(f"no manifest in {stage.workspace.root}; run write first")
+    return manifest

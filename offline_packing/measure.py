@@ -5,16 +5,21 @@ that a run that was killed goes on after its last finished part. Images are not 
 is read from the header.
 """
 
+import itertools
 import logging
+import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from offline_packing import index
+from offline_packing.blend import copy_key, num_copies, repeats_of_weights
 from offline_packing.config import ModelConfig
 from offline_packing.errors import StageError
 from offline_packing.files import read_json, remove_temporaries, to_json, write_atomically
@@ -35,6 +40,9 @@ from task_encoders.vision import MAX_IMAGE_PIXELS, read_image_header
 
 logger = logging.getLogger(__name__)
 
+#: Records that a worker holds at a time: a part of a compressed source may have any number.
+_ROWS_AT_ONCE: Final = 1024
+
 _REMEDY = (
     "set output.overwrite=true to make it anew, choose another output.path, "
     "or pass --accept-mismatch FIELD"
@@ -52,6 +60,9 @@ class MeasureTask:
     model: ModelConfig
     index_path: Path
     set_aside_path: Path
+    #: how often each sample is used, and what decides where that is no whole number
+    repeat: float = 1
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,9 +114,10 @@ def measure(stage: Stage) -> IndexInfo:
 
 
 def scan_counts(stage: Stage) -> list[int]:
-    """Records (at most) in each source, for a dry run."""
+    """Records (at most) in each source, for a dry run; those of parts that must be read to be
+    counted are left out."""
     scans = [source.scan(4096) for source in open_sources(stage.config)]
-    return [sum(part.num_records for part in scan.parts) for scan in scans]
+    return [sum(part.num_records or 0 for part in scan.parts) for scan in scans]
 
 
 def _fingerprint(stage: Stage, scans: Sequence[Scan]) -> Fingerprint:
@@ -147,6 +159,7 @@ def _existing_index(stage: Stage, fingerprint: Fingerprint) -> IndexInfo | None:
 
 
 def _tasks(stage: Stage, sources: Sequence[Source], scans: Sequence[Scan]) -> list[MeasureTask]:
+    repeats = _repeats(stage, sources, scans)
     parts = [(i, part) for i, scan in enumerate(scans) for part in scan.parts]
     return [
         MeasureTask(
@@ -157,9 +170,35 @@ def _tasks(stage: Stage, sources: Sequence[Source], scans: Sequence[Scan]) -> li
             stage.config.model,
             stage.workspace.index / index.part_name(number),
             stage.workspace.set_aside / index.part_name(number),
+            repeats[source_id],
+            stage.config.pack.seed,
         )
         for number, (source_id, part) in enumerate(parts)
     ]
+
+
+def _repeats(stage: Stage, sources: Sequence[Source], scans: Sequence[Scan]) -> list[float]:
+    """How often the samples of each source are used."""
+    configs = stage.config.source
+    weights = [config.weight for config in configs if config.weight is not None]
+    if not weights:
+        return [config.repeat for config in configs]
+    counts = [
+        sum(_counts(stage, source, scan)) for source, scan in zip(sources, scans, strict=True)
+    ]
+    return repeats_of_weights(weights, counts)
+
+
+def _counts(stage: Stage, source: Source, scan: Scan) -> Iterator[int]:
+    """Records in each part of a source; where the scan does not tell, they are read."""
+    unknown = [(source, part) for part in scan.parts if part.num_records is None]
+    yield from (part.num_records for part in scan.parts if part.num_records is not None)
+    yield from stage.engine.run(_count_part, unknown)
+
+
+def _count_part(task: tuple[Source, SourcePart]) -> int:
+    source, part = task
+    return sum(1 for _ in source.records(part))
 
 
 def _run_tasks(stage: Stage, tasks: Sequence[MeasureTask]) -> list[PartResult]:
@@ -168,7 +207,7 @@ def _run_tasks(stage: Stage, tasks: Sequence[MeasureTask]) -> list[PartResult]:
     remaining = [task for task in tasks if task.number not in results]
     if results and remaining:
         logger.info("measure: %d of %d parts are there already", len(results), len(tasks))
-    total = sum(task.part.num_records for task in tasks)
+    total = sum(task.part.num_records or 0 for task in tasks)
     done = sum(result.num_rows + sum(result.set_aside.values()) for result in results.values())
     with stage.bar("measure", total, "sample") as bar:
         bar.update(done)
@@ -188,26 +227,49 @@ def _finished_part(task: MeasureTask) -> PartResult:
 def measure_part(task: MeasureTask) -> PartResult:
     """Measure one part and write its two tables. The index part comes last: it marks the end."""
     encoder = open_encoder(task.model)
+    with (
+        index.table_writer(task.index_path, index.INDEX_SCHEMA) as write_measured,
+        index.table_writer(task.set_aside_path, index.SET_ASIDE_SCHEMA) as write_aside,
+    ):
+        total = PartResult(task.number, 0, 0, {})
+        records = task.source.records(task.part)
+        while some := list(itertools.islice(records, _ROWS_AT_ONCE)):
+            measured, aside = _measure_some(task, some, encoder)
+            write_measured(index.index_table(measured))
+            write_aside(index.set_aside_table(aside))
+            total = PartResult(
+                task.number,
+                total.num_rows + len(measured),
+                total.num_tokens + sum(sample.length.num_tokens for sample in measured),
+                dict(Counter(total.set_aside) + Counter(sample.reason for sample in aside)),
+            )
+    return total
+
+
+def _measure_some(
+    task: MeasureTask, records: Sequence[SourceRecord], encoder: SampleEncoder
+) -> tuple[list[MeasuredSample], list[SetAsideSample]]:
+    """Rows of both tables; a repeated sample is measured once."""
     max_image_pixels = task.model.max_image_pixels or MAX_IMAGE_PIXELS
+    source = task.source
     measured: list[MeasuredSample] = []
     aside: list[SetAsideSample] = []
-    for record in task.source.records(task.part):
-        key = task.source.key_prefix + record.key
+    for record in records:
+        key = source.key_prefix + record.key
         try:
-            measured.append(
-                measure_record(record, key, task.source, task.source_id, encoder, max_image_pixels)
-            )
+            copies = num_copies(key, task.repeat, task.seed)
+            if copies == 0:
+                raise SampleError("not_drawn", f"repeat {task.repeat:g}")
+            row = measure_record(record, key, source, task.source_id, encoder, max_image_pixels)
         except SampleError as error:
-            aside.append(SetAsideSample(key, str(task.source.path), error.reason, error.detail))
+            aside.append(SetAsideSample(key, source.path, error.reason, error.detail))
+            continue
         except Exception as error:
             raise StageError(
-                f"sample {key!r} in {task.source.path}: {type(error).__name__}: {error}"
+                f"sample {key!r} in {source.path}: {type(error).__name__}: {error}"
             ) from error
-    index.write_table(task.set_aside_path, index.set_aside_table(aside))
-    index.write_table(task.index_path, index.index_table(measured))
-    tokens = sum(sample.length.num_tokens for sample in measured)
-    reasons = Counter(sample.reason for sample in aside)
-    return PartResult(task.number, len(measured), tokens, dict(reasons))
+        measured += [replace(row, key=copy_key(key, i)) if i else row for i in range(copies)]
+    return measured, aside
 
 
 def measure_record(
@@ -222,16 +284,13 @@ def measure_record(
     if isinstance(record.content, SampleError):
         raise record.content
     sample = to_sample(record.content, key, source.task, record.paired_images)
-    folder = source.image_folder(record.locator.container)
     media: list[tuple[Locator, str]] = []
     sizes: list[tuple[int, int]] = []
     for name in sample.images:
-        container = source.media.locate(folder, name)
-        with source.media.open(container) as file:
+        locator, file = source.open_media(record, name)
+        with file:
             header = read_image_header(file, max_image_pixels=max_image_pixels)
-            size = file.seek(0, 2)
-        extension = image_extension(container, header.format)
-        media.append((Locator("file", container, 0, size), extension))
+        media.append((locator, image_extension(name, header.format)))
         sizes.append((header.height, header.width))
     length = encoder.measure(sample, sizes)
     return MeasuredSample(
@@ -241,9 +300,16 @@ def measure_record(
 
 def _with_unused_images(folder: Path, info: IndexInfo, scans: Sequence[Scan]) -> IndexInfo:
     """Count the image files that neither stand beside a record nor are named by a row."""
-    unused = {(i, name) for i, scan in enumerate(scans) for name in scan.unpaired_images}
-    if unused:
-        table = Index(folder, info).table("source_id", "media")
-        for source_id, media in zip(*(column.to_pylist() for column in table.columns), strict=True):
-            unused.difference_update((source_id, image["container"]) for image in media)
-    return IndexInfo(**{**vars(info), "num_unused_images": len(unused)})
+    unpaired = {i: scan.unpaired_images for i, scan in enumerate(scans) if scan.unpaired_images}
+    if not unpaired:
+        return info
+    unused = {  # names need not be UTF-8
+        i: pa.array(map(os.fsencode, names), pa.large_binary()) for i, names in unpaired.items()
+    }
+    for table in Index(folder, info).parts("source_id", "media"):
+        for i in unused:
+            rows = table.filter(pc.equal(table["source_id"], i))
+            media = rows["media"].combine_chunks().flatten()
+            used = pc.is_in(unused[i], media.field("container").cast(pa.large_binary()))
+            unused[i] = unused[i].filter(pc.invert(used))
+    return replace(info, num_unused_images=sum(map(len, unused.values())))

@@ -1,7 +1,7 @@
 """plan: index -> plan. Duplicate keys and over-long samples are set aside, the rest is packed.
 
 _packing/plan/*.npy, plan.json      the plan; sample ids are row numbers of the index
-_packing/plan/set_aside.parquet     duplicate_key and overlong, with their details
+_packing/plan/set_aside.parquet     duplicate_key, not_in_layout and overlong, with their details
 _packing/plan/summary.txt           the figures, to be shared
 _packing/plan/stage.json            fingerprint; written last
 """
@@ -9,23 +9,47 @@ _packing/plan/stage.json            fingerprint; written last
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 
 from offline_packing import index
+from offline_packing.eligible import (
+    Rows,
+    count_repeated_set_aside,
+    find_duplicates,
+    find_repeated,
+    find_unfit,
+    name_rows,
+)
 from offline_packing.errors import StageError
 from offline_packing.files import hash_file, read_json, to_json, write_atomically
 from offline_packing.fingerprint import Fingerprint, changed_fields, check_fingerprint
 from offline_packing.index import Index, IndexInfo, SetAsideSample
+from offline_packing.layouts import LAYOUTS
 from offline_packing.pack_plan import PackPlan
 from offline_packing.stage import Stage, config_fingerprint, listed, without_listings
 from offline_packing.summary import render_summary, summarize
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan whose ids are rows of the index, and what it leaves out."""
+
+    packs: PackPlan
+    set_aside: list[SetAsideSample]
+    #: samples that an earlier generation has, and those of them that it had set aside, by reason
+    num_repeated: int
+    repeated_set_aside: dict[str, int]
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """Samples set aside while planning, by reason."""
+        return Counter(sample.reason for sample in self.set_aside)
 
 
 def open_index(stage: Stage) -> Index:
@@ -65,13 +89,19 @@ def plan(stage: Stage) -> str:
         logger.info("plan: complete (%s packs), nothing to do", f"{packs.num_packs:,}")
         return _summary(stage, samples, packs, found["set_aside"])
     _discard_previous(stage, {} if found is None else found["fingerprint"], fingerprint)
-    packs, aside = make_plan(stage, samples)
-    packs.save(workspace.plan)
-    index.write_table(workspace.plan / "set_aside.parquet", index.set_aside_table(aside))
-    reasons = Counter(sample.reason for sample in aside)
-    text = _summary(stage, samples, packs, reasons)
+    planned = make_plan(stage, samples)
+    planned.packs.save(workspace.plan)
+    table = index.set_aside_table(planned.set_aside)
+    index.write_table(workspace.plan / "set_aside.parquet", table)
+    text = _summary(stage, samples, planned.packs, planned.reasons)
     write_atomically(workspace.plan / "summary.txt", text.encode())
-    document = {"fingerprint": fingerprint, "hash": _hash(stage), "set_aside": dict(reasons)}
+    document = {
+        "fingerprint": fingerprint,
+        "hash": _hash(stage),
+        "set_aside": dict(planned.reasons),
+        "repeated": planned.num_repeated,
+        "repeated_set_aside": planned.repeated_set_aside,
+    }
     write_atomically(workspace.plan_info, to_json(document))
     return text
 
@@ -89,19 +119,24 @@ def check_plan(stage: Stage, info: Mapping[str, Any]) -> None:
 def preview_plan(stage: Stage) -> str:
     """The summary of the plan that `plan` would make; nothing is written."""
     samples = open_index(stage)
-    packs, aside = make_plan(stage, samples)
-    return _summary(stage, samples, packs, Counter(sample.reason for sample in aside))
+    planned = make_plan(stage, samples)
+    return _summary(stage, samples, planned.packs, planned.reasons)
 
 
-def make_plan(stage: Stage, samples: Index) -> tuple[PackPlan, list[SetAsideSample]]:
-    """Plan without writing: the plan (its ids are rows of the index), and what it leaves out."""
+def make_plan(stage: Stage, samples: Index) -> Planned:
+    """Plan without writing.
+
+    Raises:
+        StageError: nothing to pack, an over-long sample under on_overlong: error, or options that
+            the strategy does not have.
+    """
     from offline_packing.plan import plan_packs  # its compiled parts take time to import
 
     pack = stage.config.pack
-    names = samples.table("source_id", "key", "key_hash")
     num_tokens = samples.array("num_tokens")
-    duplicates = find_duplicates(names)
-    kept = np.delete(np.arange(len(num_tokens)), duplicates)
+    repeated = find_repeated(stage, samples)
+    aside = _find_set_aside(stage, samples, repeated)
+    kept = np.delete(np.arange(len(num_tokens)), np.union1d(repeated, list(aside)).astype(np.int64))
     try:
         packs = plan_packs(
             num_tokens[kept],
@@ -109,62 +144,64 @@ def make_plan(stage: Stage, samples: Index) -> tuple[PackPlan, list[SetAsideSamp
             strategy=pack.strategy,
             seed=pack.seed,
             pad_multiple=pack.pad_multiple,
+            strategy_options=pack.strategy_options,
         )
-    except ValueError as error:
+    except (TypeError, ValueError) as error:  # TypeError: an option that the strategy has not
         raise StageError(f"plan: {error}") from error
     packs = replace(
         packs, sample_ids=kept[packs.sample_ids], set_aside_ids=kept[packs.set_aside_ids]
     )
-    details = {int(row): ("duplicate_key", "an earlier sample has this key") for row in duplicates}
     limit = f"seq_length {pack.seq_length}"
     if pack.pad_multiple > 1:
         limit += f" (in multiples of {pack.pad_multiple})"
     for row in packs.set_aside_ids.tolist():
-        details[row] = ("overlong", f"{num_tokens[row]} tokens > {limit}")
-    aside = _set_aside(stage, names, details)
-    overlong = [sample for sample in aside if sample.reason == "overlong"]
-    if overlong and pack.on_overlong == "error":
+        aside[row] = ("overlong", f"{num_tokens[row]} tokens > {limit}")
+    planned = Planned(
+        packs,
+        _name_set_aside(stage, samples, aside),
+        len(repeated),
+        count_repeated_set_aside(stage, samples),
+    )
+    _check_planned(stage, samples, planned)
+    return planned
+
+
+def _find_set_aside(stage: Stage, samples: Index, repeated: Rows) -> dict[int, tuple[str, str]]:
+    """Reason and detail of the rows that are not planned, beside the repeated ones."""
+    duplicates = find_duplicates(samples.array("key_hash"), partial(name_rows, samples))
+    layout = stage.config.output.layout
+    unfit = find_unfit(samples) if LAYOUTS[layout].ONE_IMAGE_ONE_TURN else duplicates[:0]
+    aside = {
+        row: ("not_in_layout", f"layout {layout} holds one image and one turn")
+        for row in np.setdiff1d(unfit, repeated).tolist()
+    }
+    for row in np.setdiff1d(duplicates, repeated).tolist():
+        aside[row] = ("duplicate_key", "an earlier sample has this key")
+    return aside
+
+
+def _check_planned(stage: Stage, samples: Index, planned: Planned) -> None:
+    overlong = [sample for sample in planned.set_aside if sample.reason == "overlong"]
+    if overlong and stage.config.pack.on_overlong == "error":
         raise StageError(
             f"sample {overlong[0].key!r} has {overlong[0].detail} ({len(overlong):,} such samples);"
             " set pack.on_overlong: set_aside, or a longer pack.seq_length"
         )
-    if packs.num_packs == 0:
-        reasons = Counter(samples.info.set_aside) + Counter(sample.reason for sample in aside)
+    if planned.packs.num_packs == 0 and stage.generation == 0:
+        reasons = Counter(samples.info.set_aside) + planned.reasons
         raise StageError(
             f"nothing to pack in {stage.workspace.root}; set aside: {listed(reasons.items())}; "
             "check source.path and source.task"
         )
-    return packs, aside
 
 
-def find_duplicates(names: pa.Table) -> npt.NDArray[np.int64]:
-    """Rows whose key an earlier row of the same source has, ascending.
-
-    Equal hashes are found by sorting; the few rows that have one are compared by their keys.
-    """
-    hashes = names["key_hash"].to_numpy()
-    order = np.argsort(hashes, kind="stable")
-    equal = hashes[order[1:]] == hashes[order[:-1]]
-    suspects = np.union1d(order[1:][equal], order[:-1][equal])
-    seen: set[tuple[int, str]] = set()
-    repeated: list[int] = []
-    chosen = names.take(suspects).select(["source_id", "key"]).to_pylist()
-    for row, name in zip(suspects.tolist(), chosen, strict=True):
-        identity = (name["source_id"], name["key"])
-        if identity in seen:
-            repeated.append(row)
-        seen.add(identity)
-    return np.array(repeated, dtype=np.int64)
-
-
-def _set_aside(
-    stage: Stage, names: pa.Table, details: Mapping[int, tuple[str, str]]
+def _name_set_aside(
+    stage: Stage, samples: Index, aside: Mapping[int, tuple[str, str]]
 ) -> list[SetAsideSample]:
-    rows = sorted(details)
-    chosen = names.take(np.array(rows, dtype=np.int64)).select(["source_id", "key"]).to_pylist()
+    rows = np.array(sorted(aside), dtype=np.int64)
     return [
-        SetAsideSample(name["key"], stage.config.source[name["source_id"]].path, *details[row])
-        for row, name in zip(rows, chosen, strict=True)
+        SetAsideSample(named["key"], stage.config.source[named["source_id"]].path, *aside[row])
+        for row, named in zip(rows.tolist(), name_rows(samples, rows).to_pylist(), strict=True)
     ]
 
 
@@ -176,8 +213,10 @@ def _summary(stage: Stage, samples: Index, packs: PackPlan, plan_reasons: Mappin
 
 def _fingerprint(stage: Stage) -> Fingerprint:
     pack = stage.config.pack.model_dump()
+    pack["strategy_options"] = to_json(pack["strategy_options"]).decode()
     return {
         "index": hash_file(stage.workspace.index_info),
+        "output.layout": stage.config.output.layout,
         **{f"pack.{name}": value for name, value in pack.items()},
     }
 

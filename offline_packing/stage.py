@@ -7,11 +7,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from offline_packing.config import ModelConfig, PackingConfig
+from offline_packing.config import ModelConfig, PackingConfig, SourceConfig
 from offline_packing.engines import ENGINES, Engine
 from offline_packing.errors import ConfigError
 from offline_packing.fingerprint import Fingerprint
-from offline_packing.sources import SOURCES, Source
+from offline_packing.sources import Source, source_class
 from offline_packing.workspace import Workspace
 from task_encoders.sample_encoder import SampleEncoder, build_sample_encoder
 
@@ -26,11 +26,13 @@ class Stage:
     accept_mismatch: frozenset[str] = frozenset()
     #: whether to show progress bars
     progress: bool = False
+    #: 0, or the number of the append
+    generation: int = 0
 
     @property
     def workspace(self) -> Workspace:
         """Where the artifacts lie."""
-        return Workspace(Path(self.config.output.path))
+        return Workspace(Path(self.config.output.path), self.generation)
 
     def bar(self, name: str, total: int, unit: str) -> "tqdm[None]":
         """A progress bar."""
@@ -55,9 +57,17 @@ def open_sources(config: PackingConfig) -> list[Source]:
                 f"output.path {config.output.path!r} lies inside source.path {source.path!r}; "
                 "choose a folder outside"
             )
+    unpack_folder = output / "_packing" / "unpacked"
     return [
-        SOURCES[source.format](
-            source.path, source.task, key_prefix=prefix, image_root=source.image_root
+        source_class(source.format)(
+            source.path,
+            source.task,
+            key_prefix=prefix,
+            image_root=source.image_root,
+            fields=source.fields,
+            split=source.split,
+            dataset=source.dataset,
+            unpack_folder=unpack_folder,
         )
         for source, prefix in zip(config.source, config.key_prefixes(), strict=True)
     ]
@@ -92,6 +102,12 @@ def config_fingerprint(config: PackingConfig) -> Fingerprint:
         fields[f"source.{i}.format"] = source.format
         fields[f"source.{i}.task"] = source.task
         fields[f"source.{i}.key_prefix"] = prefix
+        for name in ("fields", "split", "dataset", "repeat", "weight"):
+            value = getattr(source, name)
+            if value != SourceConfig.model_fields[name].default:
+                fields[f"source.{i}.{name}"] = str(value)
+        if source.repeat % 1 or source.weight:
+            fields[f"source.{i}.seed"] = config.pack.seed
     return fields
 
 

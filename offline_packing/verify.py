@@ -1,32 +1,32 @@
-"""verify: re-read everything that was written and compare it with the source and the index.
+"""verify: re-read what was written and compare it with the plan; `deep`: also with the source.
 
-shards      hash, .tar.idx, pack keys, Energon's counts
-samples     each one in exactly one pack or set aside; same turns and media bytes as the source
-packs       within seq_length
-lengths     re-encoded from the pack's own bytes: equal to the measured number of tokens
+shards      there, with the hash they were written with; .tar.idx; the layout's own counts
+packs       the planned keys, within seq_length
+samples     each one in exactly one pack or set aside, with its measured length
+deep        same turns and media bytes as the source; re-encoded from the pack's own bytes, as many
+            tokens as measured
 """
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, BinaryIO, Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from offline_packing.config import PackingConfig
 from offline_packing.errors import StageError
-from offline_packing.files import hash_file, read_json
+from offline_packing.files import read_json
 from offline_packing.index import Index, key_hash
+from offline_packing.layouts import LAYOUTS
+from offline_packing.manifest import Manifest, earlier_shards, require_manifest
 from offline_packing.pack_plan import PackPlan
-from offline_packing.shard_tasks import Row, Shard, ShardTask, iterate_tasks, plan_shards
+from offline_packing.shard_layout import Shard, plan_shards
+from offline_packing.shard_tasks import Row, ShardTask, iterate_tasks
 from offline_packing.stage import Stage, open_encoder
-from offline_packing.tar_shards import PackEntry, index_bytes, scan_tar
 from offline_packing.write import check_layout, layout_fingerprint, open_plan
 from task_encoders.pack_format import JSON_PART, PackFormatError, parse_json, restore_pack
 from task_encoders.samples import SampleError, SourceSample
-
-logger = logging.getLogger(__name__)
 
 #: Problems kept per shard; all are counted.
 _KEPT: Final = 20
@@ -51,6 +51,15 @@ class ShardReport:
         if len(self.problems) < _KEPT:
             self.problems.append(text)
 
+    def add(self, other: "ShardReport") -> None:
+        """Add what was found elsewhere, all but the hashes."""
+        self.num_packs += other.num_packs
+        self.num_samples += other.num_samples
+        self.num_tokens += other.num_tokens
+        self.num_images += other.num_images
+        self.num_problems += other.num_problems
+        self.problems = (self.problems + other.problems)[:_KEPT]
+
 
 @dataclass(frozen=True)
 class VerifyResult:
@@ -60,6 +69,7 @@ class VerifyResult:
     num_packs: int
     num_samples: int
     num_set_aside: int
+    #: compared with the source, and encoded again; 0 unless deep
     num_images: int
     num_tokens: int
     num_problems: int
@@ -79,30 +89,29 @@ class VerifyTask:
     shard: ShardTask
     expected: Mapping[str, Any]
     pad_multiple: int
+    deep: bool
+
+    @property
+    def number(self) -> int:
+        """What tells the task from the others."""
+        return self.shard.number
 
 
-def verify(stage: Stage) -> VerifyResult:
-    """Check the packed dataset against its source.
+def verify(stage: Stage, *, deep: bool = False) -> VerifyResult:
+    """Check the packed dataset, what was appended to it included.
+
+    Args:
+        deep: also compare with the source, and encode every sample again.
 
     Raises:
         StageError: there is no complete dataset to check, or the source cannot be read.
     """
-    samples, plan, info = open_plan(stage)
-    manifest = read_json(stage.workspace.manifest)
-    if manifest is None:
-        raise StageError(f"no manifest in {stage.workspace.root}; run write first")
-    started = read_json(stage.workspace.write / "started.json") or {}
-    check_layout(stage, started, layout_fingerprint(stage, info["hash"]))
+    manifest = require_manifest(stage)
     total = ShardReport()
-    shards = plan_shards(stage, samples, plan)
-    _check_shard_list(stage, shards, manifest, total)
-    with stage.bar("verify", plan.num_packs, "pack") as bar:
-        tasks = _tasks(stage, samples, plan, shards, manifest)
-        for report in stage.engine.run(verify_shard, tasks):
-            bar.update(report.num_packs)
-            _merge(total, report)
-    _check_each_once(samples, plan, total)
-    num_set_aside = samples.info.num_set_aside + sum(info["set_aside"].values())
+    num_set_aside = 0
+    for generation in range(len(manifest["appended"]) + 1):
+        own = _of_generation(stage, manifest, generation)
+        num_set_aside += _verify_generation(own, manifest, deep, total)
     counts = manifest["counts"]
     if counts["samples"] != counts["packed"] + num_set_aside:
         total.problem(
@@ -121,18 +130,57 @@ def verify(stage: Stage) -> VerifyResult:
     )
 
 
-def render_result(result: VerifyResult) -> str:
+def render_result(result: VerifyResult, *, deep: bool) -> str:
     """The result as a table, problems below."""
-    lines = [
-        f"{'shards':<16}{result.num_shards:,}",
-        f"{'packs':<16}{result.num_packs:,}",
-        f"{'samples':<16}{result.num_samples:,} packed, {result.num_set_aside:,} set aside",
+    deep_lines = [
         f"{'images':<16}{result.num_images:,}, bytes compared with the source",
         f"{'tokens':<16}{result.num_tokens:,}, encoded again",
+    ]
+    lines = [
+        f"{'shards':<16}{result.num_shards:,}, bytes compared with their hash",
+        f"{'packs':<16}{result.num_packs:,}",
+        f"{'samples':<16}{result.num_samples:,} packed, {result.num_set_aside:,} set aside",
+        *(deep_lines if deep else []),
         f"{'problems':<16}{result.num_problems:,}",
         *(f"  {problem}" for problem in result.problems),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _of_generation(stage: Stage, manifest: Manifest, generation: int) -> Stage:
+    """The stage that wrote a generation: of appended data the manifest holds the configuration."""
+    if generation == 0:
+        return stage
+    config = manifest["appended"][generation - 1]["config"]
+    own = PackingConfig.model_validate(
+        {
+            **config,
+            "output": {**config["output"], "path": stage.config.output.path},
+            "engine": stage.config.engine.model_dump(),
+        }
+    )
+    return replace(stage, config=own, generation=generation)
+
+
+def _verify_generation(stage: Stage, manifest: Manifest, deep: bool, total: ShardReport) -> int:
+    """Check the shards of one generation; returns how many samples it set aside."""
+    samples, plan, info = open_plan(stage)
+    started = read_json(stage.workspace.write / "started.json") or {}
+    check_layout(stage, started, layout_fingerprint(stage, info["hash"]))
+    shards = plan_shards(stage.config.output, samples, plan, earlier_shards(stage))
+    own = [shard for shard in shards if stage.engine.owns(shard)]
+    lines = [line for line in manifest["shards"] if line["generation"] == stage.generation]
+    _check_shard_list(stage, shards, manifest, total)
+    hashes: list[npt.NDArray[np.uint64]] = []
+    with stage.bar("verify", sum(shard.num_packs for shard in own), "pack") as bar:
+        tasks = _tasks(stage, samples, plan, own, lines, deep)
+        for report in stage.engine.run(verify_shard, tasks):
+            bar.update(report.num_packs)
+            hashes += report.key_hashes
+            total.add(report)
+    _check_each_once(samples, plan, own, hashes, total)
+    repeated = sum(info["repeated_set_aside"].values())
+    return samples.info.num_set_aside - repeated + sum(info["set_aside"].values())
 
 
 def _tasks(
@@ -140,41 +188,54 @@ def _tasks(
     samples: Index,
     plan: PackPlan,
     shards: Sequence[Shard],
-    manifest: Mapping[str, Any],
+    lines: Sequence[Mapping[str, Any]],
+    deep: bool,
 ) -> Iterator[VerifyTask]:
-    expected = {shard["name"]: shard for shard in manifest["shards"]}
-    listed = [shard for shard in shards if f"{shard.name}.tar" in expected]
+    layout = LAYOUTS[stage.config.output.layout]
+    expected = {line["name"]: line for line in lines}
+    listed = [shard for shard in shards if layout.shard_file(shard.name) in expected]
     for task in iterate_tasks(stage, samples, plan, listed):
-        yield VerifyTask(task, expected[task.tar_path.name], stage.config.pack.pad_multiple)
+        line = expected[layout.shard_file(task.shard.name)]
+        yield VerifyTask(task, line, stage.config.pack.pad_multiple, deep)
 
 
 def _check_shard_list(
-    stage: Stage, shards: Sequence[Shard], manifest: Mapping[str, Any], total: ShardReport
+    stage: Stage, shards: Sequence[Shard], manifest: Manifest, total: ShardReport
 ) -> None:
-    """The manifest, Energon's counts and the plan name the same shards."""
-    planned = {f"{shard.name}.tar": shard.num_packs for shard in shards}
-    named = {shard["name"]: shard["packs"] for shard in manifest["shards"]}
-    energon = (read_json(stage.workspace.nv_meta / ".info.json") or {}).get("shard_counts")
-    for name, found in (("manifest.json", named), (".nv-meta/.info.json", energon)):
-        if found != planned:
-            total.problem(f"{name} does not list the planned shards with their packs")
+    """The manifest and the plan name the same shards, the layout's metadata those of the manifest."""
+    layout = LAYOUTS[stage.config.output.layout]
+    planned = {layout.shard_file(shard.name): shard.num_packs for shard in shards}
+    lines = manifest["shards"]
+    named = {
+        line["name"]: line["packs"] for line in lines if line["generation"] == stage.generation
+    }
+    if named != planned:
+        total.problem("manifest.json does not list the planned shards with their packs")
+    all_packs = {line["name"]: line["packs"] for line in lines}
+    if stage.generation == 0:
+        for problem in layout.find_wrong_counts(stage.workspace.root, all_packs):
+            total.problem(problem)
 
 
-def _merge(total: ShardReport, report: ShardReport) -> None:
-    total.num_packs += report.num_packs
-    total.num_samples += report.num_samples
-    total.num_tokens += report.num_tokens
-    total.num_images += report.num_images
-    total.num_problems += report.num_problems
-    total.problems = (total.problems + report.problems)[:_KEPT]
-    total.key_hashes += report.key_hashes
-
-
-def _check_each_once(samples: Index, plan: PackPlan, total: ShardReport) -> None:
+def _check_each_once(
+    samples: Index,
+    plan: PackPlan,
+    shards: Sequence[Shard],
+    found_hashes: Sequence[npt.NDArray[np.uint64]],
+    total: ShardReport,
+) -> None:
     """The samples found are those of the plan, and no row of the index is in two places."""
+    ids = [
+        plan.sample_ids[
+            plan.pack_offsets[shard.first_pack] : plan.pack_offsets[
+                shard.first_pack + shard.num_packs
+            ]
+        ]
+        for shard in shards
+    ]
     hashes = samples.array("key_hash")
-    expected = np.sort(hashes[plan.sample_ids])
-    found = np.sort(np.concatenate([*total.key_hashes, np.empty(0, np.uint64)]))
+    expected = np.sort(hashes[np.concatenate([*ids, np.empty(0, np.int64)])])
+    found = np.sort(np.concatenate([*found_hashes, np.empty(0, np.uint64)]))
     if len(np.unique(plan.sample_ids)) != len(plan.sample_ids):
         total.problem("the plan holds a sample twice")
     lost = len(np.setdiff1d(expected, found))
@@ -186,92 +247,83 @@ def _check_each_once(samples: Index, plan: PackPlan, total: ShardReport) -> None
 def verify_shard(task: VerifyTask) -> ShardReport:
     """Re-read one shard."""
     report = ShardReport()
-    path = task.shard.tar_path
-    if not path.is_file():
-        report.problem(f"{path.name} is missing")
-        return report
-    if hash_file(path) != task.expected["xxh3_128"]:
-        report.problem(f"{path.name} is not what was written: its hash differs")
+    layout = LAYOUTS[task.shard.layout]
+    for problem in layout.find_damage(task.shard, task.expected["xxh3_128"]):
+        report.problem(problem)
+    keys = task.shard.keys()
+    planned = task.shard.packs()
     try:
-        entries = list(scan_tar(path))
-    except StageError as error:
-        report.problem(str(error))
-        return report
-    _check_index(path, entries, report)
-    packs = list(task.shard.packs())
-    if [entry.key for entry in entries] != [key for key, _ in packs]:
-        report.problem(f"{path.name} does not hold the packs {packs[0][0]} to {packs[-1][0]}")
-        return report
-    with open(path, "rb") as file:
-        for entry, (_, rows) in zip(entries, packs, strict=True):
+        for key, parts in layout.read_packs(task.shard):
+            planned_key, rows = next(planned, ("", []))
+            if key != planned_key:
+                report.problem(
+                    f"{task.expected['name']} does not hold the packs {keys[0]} to {keys[-1]}"
+                )
+                return report
             report.num_packs += 1
-            _verify_pack(task, entry, rows, file, report)
+            _verify_pack(task, key, parts, rows, report)
+    except StageError as error:
+        if not report.num_problems:
+            report.problem(str(error))
+        return report
+    if next(planned, None) is not None:
+        report.problem(f"{task.expected['name']} does not hold all packs up to {keys[-1]}")
     return report
 
 
-def _check_index(path: Path, entries: Sequence[PackEntry], report: ShardReport) -> None:
-    try:
-        found = path.with_suffix(".tar.idx").read_bytes()
-    except OSError:
-        report.problem(f"{path.name}.idx is missing")
-        return
-    if found != index_bytes(entries):
-        report.problem(f"{path.name}.idx does not match the tar")
-
-
 def _verify_pack(
-    task: VerifyTask, entry: PackEntry, rows: Sequence[Row], file: BinaryIO, report: ShardReport
+    task: VerifyTask,
+    key: str,
+    parts: Mapping[str, bytes],
+    rows: Sequence[Row],
+    report: ShardReport,
 ) -> None:
-    """Compare one pack with its rows of the index and with their sources."""
-    where = f"{task.shard.tar_path.name}: {entry.key}"
-    parts: dict[str, bytes] = {}
-    for part in entry.parts:
-        file.seek(part.offset)
-        parts[part.name] = file.read(part.size)
+    """Compare one pack with its rows of the index, and with their sources if the task is deep."""
+    where = f"{task.expected['name']}: {key}"
     try:
-        pack = restore_pack(parse_json(parts[JSON_PART], entry.key), entry.key, None)
+        pack = restore_pack(parse_json(parts[JSON_PART], key), key, None)
     except (KeyError, PackFormatError) as error:
         report.problem(f"{where}: no usable JSON: {error}")
         return
     if pack.task != task.shard.task:
         report.problem(f"{where}: task is {pack.task}, not {task.shard.task}")
-    if list(pack.keys) != [row["key"] for row in rows]:
+    if list(pack.keys) != [row.key for row in rows]:
         report.problem(f"{where}: it does not hold the planned samples")
         return
-    lengths = [row["num_tokens"] for row in rows]
+    lengths = [row.num_tokens for row in rows]
     if list(pack.num_tokens or ()) != lengths:
         report.problem(f"{where}: meta.num_tokens is not what was measured")
     padded = sum(-(-length // task.pad_multiple) * task.pad_multiple for length in lengths)
     if padded > task.shard.seq_length:
         report.problem(f"{where}: {padded} tokens > seq_length {task.shard.seq_length}")
-    hashes = [key_hash(row["source_id"], key) for row, key in zip(rows, pack.keys, strict=True)]
+    hashes = [key_hash(row.source_id, row.key) for row in rows]
     report.key_hashes.append(np.array(hashes, dtype=np.uint64))
+    report.num_samples += len(rows)
     for row, sub in zip(rows, pack.sub_samples, strict=True):
-        report.num_samples += 1
-        _verify_sub_sample(task.shard, row, sub, parts, f"{where}: {row['key']!r}", report)
+        sub_where = f"{where}: {row.key!r}"
+        if isinstance(sub, SampleError):
+            report.problem(f"{sub_where}: {sub}")
+        elif any(name not in parts for name in sub.images) or len(sub.images) != len(row.media):
+            report.problem(f"{sub_where}: its images are not those that were measured")
+        elif task.deep:
+            _verify_sub_sample(task.shard, row, sub, parts, sub_where, report)
 
 
 def _verify_sub_sample(
     task: ShardTask,
     row: Row,
-    sub: SourceSample | SampleError,
+    sub: SourceSample,
     parts: Mapping[str, bytes],
     where: str,
     report: ShardReport,
 ) -> None:
     """Compare one sub-sample with its source, and encode it."""
+    images = [parts[name] for name in sub.images]
     try:
-        if isinstance(sub, SampleError):
-            raise sub
-        source = task.read_sample(row)
-        if (sub.turns, sub.system, len(sub.images)) != (
-            source.turns,
-            source.system,
-            len(source.images),
-        ):
-            report.problem(f"{where}: text or number of images differs from the source")
+        source = LAYOUTS[task.layout].stored_form(task.read_sample(row))
+        if (sub.turns, sub.system) != (source.turns, source.system):
+            report.problem(f"{where}: text differs from the source")
             return
-        images = [parts.get(name, b"") for name in sub.images]
         if images != task.read_images(row):
             report.problem(f"{where}: image bytes differ from the source")
             return
@@ -281,5 +333,5 @@ def _verify_sub_sample(
         return
     report.num_images += len(images)
     report.num_tokens += num_tokens
-    if num_tokens != row["num_tokens"]:
-        report.problem(f"{where}: encodes to {num_tokens} tokens, measured {row['num_tokens']}")
+    if num_tokens != row.num_tokens:
+        report.problem(f"{where}: encodes to {num_tokens} tokens, measured {row.num_tokens}")

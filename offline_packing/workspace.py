@@ -4,20 +4,17 @@ OUT/train-000000.tar, .tar.idx, .nv-meta/, manifest.json    the packed dataset
 OUT/_packing/index/, set_aside/, index.json                 measure
 OUT/_packing/plan/                                          plan
 OUT/_packing/write/                                         write: one fragment per shard
+OUT/_packing/append-0001/                                   the same, of data appended later
 """
 
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
 from offline_packing.errors import StageError
-from offline_packing.files import exclusive
-
-_SHARD: Final = re.compile(r"[A-Za-z0-9_]+-\d{6}\.tar(\.idx)?")
+from offline_packing.files import hold_lock, read_json
 
 
 @dataclass(frozen=True)
@@ -25,6 +22,8 @@ class Workspace:
     """Paths below one output folder."""
 
     root: Path
+    #: 0, or the number of the append
+    generation: int = 0
 
     @property
     def packing(self) -> Path:
@@ -32,24 +31,33 @@ class Workspace:
         return self.root / "_packing"
 
     @property
+    def stages(self) -> Path:
+        """Artifacts of the stages of this generation."""
+        return self.packing / f"append-{self.generation:04d}" if self.generation else self.packing
+
+    def of_generation(self, generation: int) -> "Workspace":
+        """The same output, another generation."""
+        return replace(self, generation=generation)
+
+    @property
     def index(self) -> Path:
         """Folder of the index parts."""
-        return self.packing / "index"
+        return self.stages / "index"
 
     @property
     def set_aside(self) -> Path:
         """Folder of the parts of the set-aside table."""
-        return self.packing / "set_aside"
+        return self.stages / "set_aside"
 
     @property
     def index_info(self) -> Path:
         """Present when the index is complete."""
-        return self.packing / "index.json"
+        return self.stages / "index.json"
 
     @property
     def plan(self) -> Path:
         """Folder of the plan."""
-        return self.packing / "plan"
+        return self.stages / "plan"
 
     @property
     def plan_info(self) -> Path:
@@ -59,7 +67,11 @@ class Workspace:
     @property
     def write(self) -> Path:
         """Folder of one fragment per finished shard."""
-        return self.packing / "write"
+        return self.stages / "write"
+
+    def fragment(self, shard_name: str) -> Path:
+        """The fragment of a shard, by its name with or without `.tar`."""
+        return self.write / f"{shard_name.removesuffix('.tar')}.json"
 
     @property
     def nv_meta(self) -> Path:
@@ -72,8 +84,8 @@ class Workspace:
         return self.root / "manifest.json"
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Keep other runs away from this output.
+    def lock(self, *, shared: bool = False) -> Iterator[None]:
+        """Keep other runs away from this output; with `shared`, only those that do not share it.
 
         Raises:
             StageError: another run holds it, or the folder holds something that is not ours.
@@ -83,7 +95,7 @@ class Workspace:
                 f"output.path {str(self.root)!r} is not empty and holds no earlier run; "
                 "choose another folder"
             )
-        with exclusive(self.packing / "lock", f"output {str(self.root)!r}"):
+        with hold_lock(self.packing / "lock", f"output {str(self.root)!r}", shared=shared):
             yield
 
     def discard_index(self) -> None:
@@ -99,12 +111,25 @@ class Workspace:
         shutil.rmtree(self.plan, ignore_errors=True)
 
     def discard_shards(self) -> None:
-        """Remove the packed dataset; the manifest, which says that it is complete, goes first."""
-        self.manifest.unlink(missing_ok=True)
+        """Remove the shards of this generation and of what was appended to it; the manifest, which
+        says that they are complete, goes first."""
+        from offline_packing.layouts import LAYOUTS  # imports this module
+
+        manifest = read_json(self.manifest)
+        kept: list[str] = []
+        if self.generation and manifest is not None:
+            if len(manifest["appended"]) >= self.generation:
+                raise StageError(
+                    f"what was appended to {self.root} cannot be made anew by itself; pack all "
+                    "data again with another output.path"
+                )
+            kept = [shard["name"] for shard in manifest["shards"]]
+        else:
+            self.manifest.unlink(missing_ok=True)
+            for folder in self.packing.glob("append-*"):
+                shutil.rmtree(folder)
         if not self.write.exists():
             return
-        for path in self.root.iterdir():
-            if _SHARD.fullmatch(path.name):
-                path.unlink()
-        shutil.rmtree(self.nv_meta, ignore_errors=True)
+        for layout in LAYOUTS.values():
+            layout.remove(self.root, kept)
         shutil.rmtree(self.write)

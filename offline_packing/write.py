@@ -1,41 +1,45 @@
-"""write: plan -> packed shards, Energon metadata, manifest.
+"""write: plan -> packed shards, metadata, manifest.
 
 A task is one output shard: it reads the records and media of its samples from the source, copies
 the bytes of the media as they are, and leaves a fragment that says what the shard holds. The
 manifest is put together from the fragments and written last.
+
+A shard that cannot be written does not stop the others: why is kept beside the fragments, and the
+stage fails when the others are done.
 """
 
 import logging
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
-from offline_packing.energon_metadata import check_energon
-from offline_packing.errors import StageError
-from offline_packing.files import (
-    atomic_file,
-    read_json,
-    remove_temporaries,
-    to_json,
-    write_atomically,
-)
+from offline_packing.errors import DiskFullError, ShareDoneError, StageError
+from offline_packing.files import read_json, remove_temporaries, to_json, write_atomically
 from offline_packing.fingerprint import Fingerprint, changed_fields, check_fingerprint
+from offline_packing.fragments import ShardFragments
 from offline_packing.index import Index
-from offline_packing.manifest import ShardFragment, write_manifest
+from offline_packing.layouts import LAYOUTS
+from offline_packing.manifest import Manifest, earlier_shards, read_manifest, write_manifest
 from offline_packing.pack_plan import PackPlan
 from offline_packing.plan_stage import check_plan, open_index
-from offline_packing.shard_tasks import (
-    Row,
-    Shard,
-    ShardTask,
-    estimate_pack_bytes,
-    iterate_tasks,
-    plan_shards,
-)
+from offline_packing.shard_layout import Shard, estimate_pack_bytes, plan_shards
+from offline_packing.shard_tasks import ShardTask, iterate_tasks
 from offline_packing.stage import Stage
-from offline_packing.tar_shards import TarShardWriter, index_bytes
-from task_encoders.pack_format import JSON_PART, PackedSubSample, image_part_names, pack_json
-from task_encoders.samples import SampleError
 
 logger = logging.getLogger(__name__)
+
+#: So many failed shards say that the next would fail as well.
+_MAX_FAILURES: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class WriteResult:
+    """What became of one shard."""
+
+    name: str
+    num_packs: int
+    #: why it could not be written
+    failure: str | None = None
 
 
 def open_plan(stage: Stage) -> tuple[Index, PackPlan, dict[str, Any]]:
@@ -49,32 +53,35 @@ def open_plan(stage: Stage) -> tuple[Index, PackPlan, dict[str, Any]]:
     return samples, PackPlan.load(stage.workspace.plan), info
 
 
-def write(stage: Stage) -> dict[str, Any]:
+def write(stage: Stage) -> Manifest:
     """Write the packed dataset, or find it complete; returns the manifest.
 
     Raises:
-        StageError: no plan, shards of another plan or layout, or a source that changed.
+        StageError: no plan, shards of another plan or layout, a full disk, or shards that could
+            not be written, perhaps because the source changed.
+        ShareDoneError: this rank's shards are written, those of others are not.
     """
     workspace = stage.workspace
     samples, plan, info = open_plan(stage)
     _start(stage, layout_fingerprint(stage, info["hash"]))
-    manifest = read_json(workspace.manifest)
+    manifest = read_manifest(stage)
     if manifest is not None:
         logger.info("write: complete (%d shards), nothing to do", len(manifest["shards"]))
-        return dict(manifest)
-    check_energon()
+        return manifest
+    LAYOUTS[stage.config.output.layout].check_ready()
     remove_temporaries(workspace.root)
     remove_temporaries(workspace.write)
-    shards = plan_shards(stage, samples, plan)
+    shards = plan_shards(stage.config.output, samples, plan, earlier_shards(stage))
     _run_tasks(stage, samples, plan, shards)
-    fragments = [ShardFragment.load(workspace.write / f"{shard.name}.json") for shard in shards]
+    remove_temporaries(workspace.root)  # of workers that died
+    fragments = ShardFragments([workspace.fragment(shard.name) for shard in shards])
     return write_manifest(stage, samples.info, info, fragments)
 
 
 def preview_write(stage: Stage) -> str:
     """What `write` would write; nothing is written."""
     samples, plan, _ = open_plan(stage)
-    shards = plan_shards(stage, samples, plan)
+    shards = plan_shards(stage.config.output, samples, plan)
     num_bytes = int(estimate_pack_bytes(samples, plan).sum())
     return (
         f"would write {len(plan.sample_ids):,} samples in {plan.num_packs:,} packs, "
@@ -87,6 +94,7 @@ def layout_fingerprint(stage: Stage, plan_hash: str) -> Fingerprint:
     output = stage.config.output
     return {
         "plan": plan_hash,
+        "output.layout": output.layout,
         "output.packs_per_shard": output.packs_per_shard,
         "output.max_shard_bytes": output.max_shard_bytes or 0,
         "output.split": ", ".join(f"{name} {share:g}" for name, share in output.split.items()),
@@ -118,59 +126,59 @@ def _start(stage: Stage, fingerprint: Fingerprint) -> None:
 
 
 def _run_tasks(stage: Stage, samples: Index, plan: PackPlan, shards: list[Shard]) -> None:
-    folder = stage.workspace.write
-    remaining = [shard for shard in shards if not (folder / f"{shard.name}.json").exists()]
+    """Write the shards that are not there yet. Raises StageError where any is not in the end."""
+    remaining = unfinished(stage, shards)
     if len(remaining) < len(shards):
         finished = len(shards) - len(remaining)
         logger.info("write: %d of %d shards are there already", finished, len(shards))
+    own = [shard for shard in remaining if stage.engine.owns(shard)]
+    failures: dict[str, str] = {}
     with stage.bar("write", plan.num_packs, "pack") as bar:
         bar.update(plan.num_packs - sum(shard.num_packs for shard in remaining))
-        tasks = iterate_tasks(stage, samples, plan, remaining)
-        for num_packs in stage.engine.run(write_shard, tasks):
-            bar.update(num_packs)
+        for result in stage.engine.run(write_shard, iterate_tasks(stage, samples, plan, own)):
+            bar.update(result.num_packs)
+            if result.failure is not None:
+                logger.error("write: %s failed: %s", result.name, result.failure)
+                failures[result.name] = result.failure
+            if len(failures) == _MAX_FAILURES:
+                break
+    if failures:
+        name = min(failures)
+        raise StageError(
+            f"{len(failures)} of {len(own)} shards could not be written; {name}: {failures[name]}"
+        )
+    left = len(unfinished(stage, shards))
+    if left:
+        raise ShareDoneError(
+            f"this rank's {len(own)} shards are written, {left} are left to other ranks; "
+            "run write again when all are done"
+        )
 
 
-def write_shard(task: ShardTask) -> int:
-    """Write one shard, its index, and last its fragment; returns the number of packs."""
-    with atomic_file(task.tar_path) as file:
-        writer = TarShardWriter(file)
-        for key, rows in task.packs():
-            writer.add(key, pack_members(task, rows))
-        digest = writer.finish()
-    write_atomically(task.tar_path.with_suffix(".tar.idx"), index_bytes(writer.entries))
-    fragment = ShardFragment(
-        name=task.tar_path.name,
-        split=task.shard.split,
-        num_samples=len(task.rows),
-        num_tokens=sum(task.rows["num_tokens"].to_pylist()),
-        num_bytes=writer.size,
-        xxh3_128=digest,
-        packs=writer.entries,
-    )
+def unfinished(stage: Stage, shards: list[Shard]) -> list[Shard]:
+    """The shards that are not written yet."""
+    return [s for s in shards if not stage.workspace.fragment(s.name).exists()]
+
+
+def failure_path(fragment_path: Path) -> Path:
+    """Where it is kept why a shard could not be written."""
+    return fragment_path.with_suffix(".failed")
+
+
+def write_shard(task: ShardTask) -> WriteResult:
+    """Write one shard, and last its fragment.
+
+    Raises:
+        DiskFullError: no other shard could be written either.
+    """
+    failed = failure_path(task.fragment_path)
+    try:
+        fragment = LAYOUTS[task.layout].write(task)
+    except DiskFullError:
+        raise
+    except (StageError, OSError) as error:
+        write_atomically(failed, str(error).encode())
+        return WriteResult(task.shard.name, task.shard.num_packs, str(error))
     fragment.save(task.fragment_path)
-    return task.shard.num_packs
-
-
-def pack_members(task: ShardTask, rows: list[Row]) -> list[tuple[str, bytes]]:
-    """Names and content of one pack's members: the media in order, then the JSON."""
-    images: list[bytes] = []
-    subs: list[PackedSubSample] = []
-    for row in rows:
-        try:
-            sample = task.read_sample(row)
-        except SampleError as error:
-            raise StageError(
-                f"sample {row['key']!r} changed since it was measured: {error}; restore it, or "
-                "measure again with output.overwrite=true"
-            ) from error
-        extensions = tuple(image["extension"] for image in row["media"])
-        if len(sample.images) != len(extensions):
-            raise StageError(
-                f"sample {row['key']!r} changed since it was measured: it names "
-                f"{len(sample.images)} images, was {len(extensions)}; restore it, or measure again "
-                "with output.overwrite=true"
-            )
-        images += task.read_images(row)
-        subs.append(PackedSubSample(sample, extensions, row["num_tokens"]))
-    names = image_part_names([extension for sub in subs for extension in sub.extensions])
-    return [*zip(names, images, strict=True), (JSON_PART, pack_json(subs, task.task))]
+    failed.unlink(missing_ok=True)
+    return WriteResult(task.shard.name, task.shard.num_packs)

@@ -17,6 +17,7 @@ IMAGE_PLACEHOLDER: Final = "<image>"
 #: Why a sample can be set aside. A reason is part of the artifacts: never rename one.
 REASONS: Final[Mapping[str, str]] = {
     "bad_json": "the JSON cannot be parsed (also: not UTF-8, a lone surrogate, NaN)",
+    "damaged_source": "the file that holds the sample, and maybe more, ends or is damaged before it",
     "bad_record": "the JSON parses but does not hold what its task needs",
     "bad_roles": "messages are not [system,] user, assistant, user, assistant, ...",
     "empty_answer": "an answer or caption is empty or only white space",
@@ -28,7 +29,9 @@ REASONS: Final[Mapping[str, str]] = {
     "truncated_image": "an image's data ends before the image does, or is corrupt",
     "image_too_large": "an image has more pixels than max_image_pixels",
     "aspect_ratio": "an image's longer side is more than max_aspect_ratio times the shorter",
+    "not_drawn": "the repeat or weight of its source is below 1 and left it out",
     "duplicate_key": "an earlier sample of the same source has the same key",
+    "not_in_layout": "the output layout cannot hold such a sample (several images or turns)",
     "overlong": "the sample has more tokens than seq_length",
 }
 

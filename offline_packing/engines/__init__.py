@@ -2,9 +2,13 @@
 
 from offline_packing.engines.base import Engine
 from offline_packing.engines.local import LocalEngine
+from offline_packing.engines.ray_cluster import RayEngine
+from offline_packing.engines.slurm_array import SlurmEngine
 
 ENGINES: dict[str, type[Engine]] = {
     "local": LocalEngine,
+    "ray": RayEngine,
+    "slurm": SlurmEngine,
 }
 
 __all__ = ["ENGINES", "Engine"]

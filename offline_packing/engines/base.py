@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -11,6 +11,9 @@ Result = TypeVar("Result")
 
 class Engine(ABC):
     """Runs tasks that depend on nothing but their arguments. Used as a context manager."""
+
+    #: whether several engines work on one output at the same time, each on its share of the tasks
+    IS_SHARED: ClassVar[bool] = False
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -22,6 +25,10 @@ class Engine(ABC):
 
         The first exception that a task raises is raised here; tasks not yet begun are dropped.
         """
+
+    def owns(self, task: Any) -> bool:
+        """Whether `run` would run this task, or leave it to another engine; see IS_SHARED."""
+        return True
 
     def close(self) -> None:  # noqa: B027 - an engine without resources has nothing to close
         """Release what the engine holds."""

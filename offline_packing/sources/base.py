@@ -1,46 +1,39 @@
-"""What every source format offers: a scan into independent parts, and the records of a part.
+"""What every source format offers, to the stage that measures and to those that read again.
 
-scan()         -> parts of bounded size, and a hash of everything that was listed
-records(part)  -> each record as found: key, where its JSON lies, the JSON
-media          -> where the files that records name lie, and nothing outside the root
+scan()                    -> parts of bounded size, and a hash of everything that was listed
+records(part)             -> each record as found: key, where its JSON lies, the JSON
+open_media(record, name)  -> where a medium that a record names lies, open for reading its header
+read_sample, read_media   -> the same again, from nothing but locators
 """
 
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, ClassVar, Final
 
 from offline_packing.errors import StageError
-from offline_packing.files import read_range
+from offline_packing.sources.fields import FieldMap
+from offline_packing.sources.locators import Locator, RangeFile, read_locator
 from offline_packing.sources.media_root import MediaRoot
-from offline_packing.sources.records import load_json
-from task_encoders.samples import SampleError
+from offline_packing.sources.records import load_json, to_sample
+from offline_packing.sources.remote_root import RemoteRoot, is_remote
+from task_encoders.samples import SampleError, SourceSample
 
 #: A record with a larger JSON is refused before it is read into memory.
 MAX_JSON_BYTES: Final = 32 << 20
 
-
-@dataclass(frozen=True, slots=True)
-class Locator:
-    """Where bytes lie: `size` bytes at `offset` of `container`.
-
-    `kind` is "file" (all of the file, which must have that size) or "bytes" (a range of it).
-    `container` is a POSIX path relative to the source's root.
-    """
-
-    kind: str
-    container: str
-    offset: int
-    size: int
+_CHANGED: Final = "restore it, or measure again with output.overwrite=true"
 
 
 @dataclass(frozen=True, slots=True)
 class SourcePart:
-    """A task's share of a source. `items` is the format's own; `num_records` an upper bound."""
+    """A task's share of a source. `items` is the format's own; `num_records` an upper bound, None
+    where only reading the part would tell."""
 
     items: Any
-    num_records: int
+    num_records: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,39 +50,81 @@ class Scan:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedded:
+    """A medium inside the record's own container; `data` where it had to be read on the way."""
+
+    locator: Locator
+    data: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SourceRecord:
     """A record as found. `content` is its JSON object, or why there is none.
 
     `paired_images` are the images that belong to it by their name, where the format pairs by name
-    (None where it does not); they count only if the content names no images itself.
+    (None where it does not); they count only if the content names no images itself. `embedded`
+    holds, by the name that the content or `paired_images` use, the media in the record's container.
     """
 
     key: str
     locator: Locator
     content: Mapping[str, Any] | SampleError
     paired_images: tuple[str, ...] | None = None
+    embedded: Mapping[str, Embedded] = field(default_factory=dict)
 
 
 class Source(ABC):
     """One source. Cheap to build and to send to another process."""
 
+    #: options beside `path`, `task` and `name` that the format understands
+    OPTIONS: ClassVar[frozenset[str]] = frozenset({"fields"})
+
     def __init__(
-        self, path: str, task: str, *, key_prefix: str = "", image_root: str | None = None
+        self,
+        path: str,
+        task: str,
+        *,
+        key_prefix: str = "",
+        image_root: str | None = None,
+        fields: Mapping[str, str] | None = None,
+        split: str | None = None,
+        dataset: str | None = None,
+        unpack_folder: Path | None = None,
     ) -> None:
-        """Raises StageError if the path does not exist."""
-        given = Path(path)
-        if not given.exists():
-            raise StageError(f"source path {path!r} does not exist; set source.path")
-        self.path = given
+        """Options are those of SourceConfig; `unpack_folder` is where a compressed container may be
+        unpacked when it is read out of order.
+
+        Raises:
+            StageError: the path does not exist.
+        """
+        self.path = path
         self.task = task
         self.key_prefix = key_prefix
-        self.root = MediaRoot(given if given.is_dir() else given.parent)
-        self.media = self.root
         self.image_root = image_root
+        self.fields = FieldMap(fields or {})
+        self.split = split
+        self.dataset = dataset
+        self.unpack_folder = unpack_folder
+        #: container of the source's file, where `path` is a file and not a folder
+        self.file_name: str | None = None
+        self.root = self._open_root()
+        self.media = self.root
         if image_root is not None:
-            if not Path(image_root).is_dir():
+            if not is_remote(image_root) and not Path(image_root).is_dir():
                 raise StageError(f"image_root {image_root!r} is no folder; set source.image_root")
-            self.media = MediaRoot(Path(image_root))
+            self.media = _root_at(image_root)
+
+    def _open_root(self) -> MediaRoot | RemoteRoot:
+        if is_remote(self.path):
+            root, self.file_name = RemoteRoot.at(self.path)
+            return root
+        given = Path(self.path)
+        if not given.exists():
+            raise StageError(f"source path {self.path!r} does not exist; set source.path")
+        if given.is_dir():
+            return MediaRoot(given)
+        self.file_name = given.name
+        return MediaRoot(given.parent)
 
     @abstractmethod
     def scan(self, samples_per_part: int) -> Scan:
@@ -100,9 +135,49 @@ class Source(ABC):
     def records(self, part: SourcePart) -> Iterator[SourceRecord]:
         """The records of a part, in order. A record that cannot be read is yielded as its error."""
 
+    def open_container(self, container: str) -> BinaryIO:
+        """Open one of the source's own files. Raises StageError where that must not be."""
+        try:
+            return self.root.open(container)
+        except SampleError as error:
+            raise self.unreadable(container, error) from error
+
+    def unreadable(self, container: str, error: SampleError) -> StageError:
+        """What to raise where one of the source's own files may not be read."""
+        return StageError(
+            f"{self.root.path(container)} cannot be read: {error.detail}; restore it, or set "
+            "source.path to a folder that holds the files themselves"
+        )
+
     def image_folder(self, container: str) -> str:
         """Folder that image names in the JSON file `container` are relative to, within `media`."""
         return "" if self.image_root is not None else container.rpartition("/")[0]
+
+    def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
+        """A record's bytes, at a locator with this `column`, as the object that `to_sample` reads.
+
+        Raises:
+            SampleError: they are no such object.
+        """
+        return self.fields.apply(load_json(data))
+
+    def open_media(self, record: SourceRecord, name: str) -> tuple[Locator, BinaryIO]:
+        """Where an image of a record lies, and a file of its bytes.
+
+        Raises:
+            SampleError: missing_image or path_outside_root.
+        """
+        found = record.embedded.get(name)
+        if found is None:
+            container = self.media.locate(self.image_folder(record.locator.container), name)
+            file = self.media.open(container)
+            return Locator("file", container, 0, self.media.size(file)), file
+        if found.data is not None:
+            return found.locator, io.BytesIO(found.data)
+        container_file = self.root.open(found.locator.container)
+        return found.locator, RangeFile.open(
+            container_file, found.locator.offset, found.locator.size
+        )
 
     def read(self, locator: Locator) -> Mapping[str, Any]:
         """The JSON object at a locator.
@@ -110,15 +185,50 @@ class Source(ABC):
         Raises:
             StageError: the bytes are not there any more, or are no longer the record.
         """
-        data = read_range(
-            self.root.path(locator.container),
-            locator.offset,
-            locator.size,
-            whole=locator.kind == "file",
-        )
         try:
-            return load_json(data)
+            data = read_locator(self.root, locator, self.unpack_folder)
+            return self.parse(data, locator.column)
         except SampleError as error:
             raise StageError(
-                f"{self.root.path(locator.container)} changed since it was measured: {error}"
+                f"{self.root.path(locator.container)} changed since it was measured: {error}; "
+                f"{_CHANGED}"
             ) from error
+
+    def read_sample(self, key: str, locator: Locator, num_images: int) -> SourceSample:
+        """The sample whose record lies at a locator and had this many images.
+
+        Raises:
+            StageError: it is not there any more, or is no longer what was measured.
+        """
+        # A record that names no images was paired with one; its name does not matter any more.
+        paired = ("paired",) if num_images else None
+        try:
+            sample = to_sample(self.read(locator), key, self.task, paired)
+        except SampleError as error:
+            raise StageError(
+                f"sample {key!r} changed since it was measured: {error}; {_CHANGED}"
+            ) from error
+        if len(sample.images) != num_images:
+            raise StageError(
+                f"sample {key!r} changed since it was measured: it names {len(sample.images)} "
+                f"images, was {num_images}; {_CHANGED}"
+            )
+        return sample
+
+    def read_media(self, locator: Locator) -> bytes:
+        """The bytes of a medium. Raises StageError if they are not there any more."""
+        # A medium that is a file of its own may lie under image_root; all others in the source.
+        root = self.media if locator.kind == "file" else self.root
+        return read_locator(root, locator, self.unpack_folder)
+
+
+def _root_at(folder: str) -> MediaRoot | RemoteRoot:
+    return RemoteRoot.at(folder)[0] if is_remote(folder) else MediaRoot(Path(folder))
+
+
+def record_key(content: Mapping[str, Any], default: str) -> str:
+    """The key of a record that may have one of its own: "id", text or a whole number."""
+    identity = content.get("id")
+    if isinstance(identity, bool) or not isinstance(identity, str | int) or identity == "":
+        return default
+    return str(identity)

@@ -1,101 +1,187 @@
-"""JSON Lines: one record per line, with the names of its images.
+"""Files of many records: JSON Lines, and JSON arrays; plain, or compressed (.gz, .zst).
 
-    {"id": "a-17", "messages": [...], "images": ["images/17.jpg"]}
+    {"id": "a-17", "messages": [...], "images": ["images/17.jpg"]}      one line, or one element
 
-The path is one file, or a folder of which every `*.jsonl` is read. A record's key is its "id" (text
-or a whole number), or else `FILE:LINE`, lines counted from 1. Blank lines are no records.
+The path is one file, or a folder of which every file with the format's suffix is read. A record's
+key is its "id" (text or a whole number), or else `FILE:NUMBER`, lines or elements counted from 1.
+Blank lines are no records.
 """
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, Final
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import BinaryIO, ClassVar, Final
 
 import numpy as np
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import MAX_JSON_BYTES, Locator, Scan, Source, SourcePart
+from offline_packing.sources.base import MAX_JSON_BYTES, Scan, Source, SourcePart, record_key
 from offline_packing.sources.base import SourceRecord as Record
-from offline_packing.sources.records import load_json
+from offline_packing.sources.json_array import ArrayCutter, split_elements
+from offline_packing.sources.locators import Locator
+from offline_packing.sources.streams import CODECS, DamagedStreamError, codec_of, open_unpacked
 from task_encoders.samples import SampleError
 
 _BLOCK: Final = 8 << 20
+_ARRAY_BLOCK: Final = 1 << 20
+
+#: Offset of a record in its file, its bytes (None where they are too many), their number.
+_Found = tuple[int, bytes | None, int]
 
 
-class JsonlSource(Source):
-    """Records by their byte range in a file. A part is (container, begin, end, first line)."""
+class RecordFilesSource(Source):
+    """Records by their byte range in a file. A part is (container, begin, end, first number); of a
+    compressed file, which can only be read from its beginning, the whole, with no end."""
+
+    OPTIONS = frozenset({"fields", "image_root"})
+    #: suffix of the files that are read in a folder
+    SUFFIX: ClassVar[str]
+
+    @abstractmethod
+    def _cut(
+        self, container: str, records_per_part: int, digest: "xxhash.xxh3_128"
+    ) -> tuple[list[int], int]:
+        """Offsets at which parts begin, and the end; number of records (blank ones included).
+
+        The content goes into the digest on the way.
+        """
+
+    @abstractmethod
+    def _split(self, file: BinaryIO, begin: int, end: int | None) -> Iterator[_Found]:
+        """What lies between two offsets of an open file, record by record. With no end, the file
+        may not be able to seek, and is read from its beginning."""
 
     def scan(self, samples_per_part: int) -> Scan:
         digest = xxhash.xxh3_128()
         parts: list[SourcePart] = []
         for container in self._containers():
             digest.update(os.fsencode(container) + b"\0")
-            cuts, num_lines = _cut_lines(self.root.path(container), samples_per_part, digest)
+            if codec_of(container):
+                self._digest_file(container, digest)
+                parts.append(SourcePart((container, 0, None, 1), None))
+                continue
+            cuts, num_records = self._cut(container, samples_per_part, digest)
             for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
-                first_line = i * samples_per_part
-                lines = min(samples_per_part, num_lines - first_line)
-                parts.append(SourcePart((container, begin, end, first_line + 1), lines))
+                first = i * samples_per_part
+                count = min(samples_per_part, num_records - first)
+                parts.append(SourcePart((container, begin, end, first + 1), count))
         return Scan(tuple(parts), digest.hexdigest())
 
     def records(self, part: SourcePart) -> Iterator[Record]:
-        container, begin, end, first_line = part.items
-        stem = container.removesuffix(".jsonl")
-        with open(self.root.path(container), "rb") as file:
-            file.seek(begin)
-            line_number = first_line
-            while (offset := file.tell()) < end:
-                line = rest = file.readline(MAX_JSON_BYTES)
-                while len(rest) == MAX_JSON_BYTES and not rest.endswith(b"\n"):
-                    rest = file.readline(MAX_JSON_BYTES)
-                too_long = rest is not line
-                if line.strip():
-                    locator = Locator("bytes", container, offset, len(line))
-                    yield _record(f"{stem}:{line_number}", locator, line, too_long=too_long)
-                line_number += 1
+        container, begin, end, number = part.items
+        packed = codec_of(container) is not None
+        stem = container[: container.rfind(f".{self.SUFFIX}")] or container
+        kind = "stream" if packed else "bytes"
+        with self._open(container) as file:
+            found = self._split(file, begin, end)
+            for number in itertools.count(number):  # noqa: B020 - goes on from where it is
+                try:
+                    offset, data, size = next(found)
+                except StopIteration:
+                    return
+                except DamagedStreamError as error:
+                    at = Locator(kind, container, 0, 0)
+                    yield Record(container, at, SampleError("damaged_source", str(error)))
+                    return
+                if data is None or data.strip():
+                    at = Locator(kind, container, offset, size)
+                    yield self._record(f"{stem}:{number}", at, data)
+
+    def _record(self, key: str, locator: Locator, data: bytes | None) -> Record:
+        try:
+            if data is None:
+                raise SampleError("bad_record", f"the JSON is longer than {MAX_JSON_BYTES} bytes")
+            content = self.parse(data)
+        except SampleError as error:
+            return Record(key, locator, error)
+        return Record(record_key(content, key), locator, content)
+
+    def _open(self, container: str) -> BinaryIO:
+        file = self.open_container(container)
+        return open_unpacked(file, container, self.root.size(file))
+
+    def _digest_file(self, container: str, digest: "xxhash.xxh3_128") -> None:
+        with self.open_container(container) as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
 
     def _containers(self) -> list[str]:
-        if self.path.is_file():
-            return [self.path.name]
-        root = Path(self.root.folder)
-        found = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.jsonl"))
+        if self.file_name is not None:
+            return [self.file_name]
+        suffixes = tuple(f".{self.SUFFIX}{end}" for end in ("", *(f".{name}" for name in CODECS)))
+        found = sorted(name for name, _ in self.root.walk() if name.lower().endswith(suffixes))
         if not found:
-            raise StageError(f"source path {str(self.path)!r} holds no *.jsonl; set source.path")
+            raise StageError(f"source path {self.path!r} holds no *.{self.SUFFIX}; set source.path")
         return found
 
 
-def _record(key: str, locator: Locator, line: bytes, *, too_long: bool) -> Record:
-    try:
-        if too_long:
-            raise SampleError("bad_record", f"the line is longer than {MAX_JSON_BYTES} bytes")
-        content = load_json(line)
-    except SampleError as error:
-        return Record(key, locator, error)
-    return Record(_record_key(content, key), locator, content)
+class JsonlSource(RecordFilesSource):
+    """One record per line."""
+
+    SUFFIX = "jsonl"
+
+    def _cut(
+        self, container: str, records_per_part: int, digest: "xxhash.xxh3_128"
+    ) -> tuple[list[int], int]:
+        cuts, num_lines, offset, last = [0], 0, 0, b"\n"
+        with self.open_container(container) as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+                ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + offset + 1
+                # Line `num_lines + j` ends at ends[j]; every records_per_part-th closes a part.
+                cuts += ends[(-num_lines - 1) % records_per_part :: records_per_part].tolist()
+                num_lines += len(ends)
+                offset += len(block)
+                last = block[-1:]
+        num_lines += last != b"\n"
+        return (cuts if cuts[-1] == offset else [*cuts, offset]), num_lines
+
+    def _split(self, file: BinaryIO, begin: int, end: int | None) -> Iterator[_Found]:
+        offset = begin
+        if begin:
+            file.seek(begin)
+        while (end is None or offset < end) and (line := file.readline(MAX_JSON_BYTES)):
+            size, rest = len(line), line
+            while len(rest) == MAX_JSON_BYTES and not rest.endswith(b"\n"):
+                rest = file.readline(MAX_JSON_BYTES)
+                size += len(rest)
+            yield offset, line if rest is line else None, size
+            offset += size
 
 
-def _record_key(content: Mapping[str, Any], default: str) -> str:
-    identity = content.get("id")
-    if isinstance(identity, bool) or not isinstance(identity, str | int) or identity == "":
-        return default
-    return str(identity)
+class JsonSource(RecordFilesSource):
+    """Each file is one JSON array of records."""
 
+    SUFFIX = "json"
 
-def _cut_lines(path: str, lines_per_part: int, digest: "xxhash.xxh3_128") -> tuple[list[int], int]:
-    """Offsets at which parts of `lines_per_part` lines begin, and the file's size; number of lines.
+    def _cut(
+        self, container: str, records_per_part: int, digest: "xxhash.xxh3_128"
+    ) -> tuple[list[int], int]:
+        cutter = ArrayCutter()
+        cuts, num_records, offset, complete = [0], 0, 0, True
+        with self.open_container(container) as file:
+            while block := file.read(_ARRAY_BLOCK):
+                digest.update(block)
+                if offset == 0 and block.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+                    raise StageError(
+                        f"{self.root.path(container)} holds no JSON array; use format pairs for "
+                        "one record per file, jsonl for one per line"
+                    )
+                ends = cutter.feed(block)
+                cuts += (ends[(-num_records - 1) % records_per_part :: records_per_part]).tolist()
+                num_records += len(ends)
+                behind = block[int(ends[-1]) - offset :] if len(ends) else block
+                complete = (complete or len(ends) > 0) and not behind.strip()
+                offset += len(block)
+        if not complete:  # the array was cut off
+            num_records += 1
+        elif num_records and num_records % records_per_part == 0:
+            offset = cuts[-1]  # nothing but white space is left
+        return (cuts if cuts[-1] == offset else [*cuts, offset]), num_records
 
-    The content goes into the digest on the way.
-    """
-    cuts, num_lines, offset, last = [0], 0, 0, b"\n"
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + offset + 1
-            # Line `num_lines + j` ends at ends[j]; every lines_per_part-th one closes a part.
-            cuts += ends[(-num_lines - 1) % lines_per_part :: lines_per_part].tolist()
-            num_lines += len(ends)
-            offset += len(block)
-            last = block[-1:]
-    num_lines += last != b"\n"
-    return (cuts if cuts[-1] == offset else [*cuts, offset]), num_lines
+    def _split(self, file: BinaryIO, begin: int, end: int | None) -> Iterator[_Found]:
+        if begin:
+            file.seek(begin)
+        return split_elements(file, begin, end, _ARRAY_BLOCK, MAX_JSON_BYTES)

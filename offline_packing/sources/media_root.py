@@ -3,9 +3,11 @@
 import functools
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from offline_packing.files import read_range
 from task_encoders.samples import SampleError
 
 
@@ -14,6 +16,7 @@ class MediaRoot:
 
     def __init__(self, folder: Path) -> None:
         self.folder = os.path.realpath(folder)
+        self._inside = self.folder.rstrip("/") + "/"
 
     def path(self, container: str) -> str:
         """Path of a file for opening it and for messages."""
@@ -39,23 +42,88 @@ class MediaRoot:
             SampleError: path_outside_root if a symlink leads outside; missing_image if there is no
                 such file, or it is a folder, a pipe or a device, or may not be read.
         """
+        return open(self._open(container), "rb")
+
+    def size(self, file: BinaryIO) -> int:
+        """Bytes of an open file."""
+        return os.fstat(file.fileno()).st_size
+
+    def stamp(self, container: str) -> str:
+        """Changes when a file is replaced or written to."""
+        found = os.stat(self.path(container))
+        return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
+
+    def read(self, container: str, limit: int) -> bytes:
+        """A whole file.
+
+        Raises:
+            SampleError: as `open`; bad_record if it is larger than `limit` bytes.
+        """
+        descriptor = self._open(container)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size > limit:
+                raise SampleError("bad_record", f"the JSON is larger than {limit} bytes")
+            data = os.read(descriptor, size + 1)
+            while data and len(data) < size and (rest := os.read(descriptor, size - len(data))):
+                data += rest
+        finally:
+            os.close(descriptor)
+        return data
+
+    def read_range(self, container: str, offset: int, size: int, *, whole: bool) -> bytes:
+        """`size` bytes at `offset`; with `whole`, the file must have exactly that size.
+
+        Raises:
+            StageError: the file is gone, shorter, or has another size than when it was measured.
+        """
+        return read_range(self.path(container), offset, size, whole=whole)
+
+    def walk(self) -> Iterator[tuple[str, int]]:
+        """(container, size) of every file, links not followed. What begins with a dot is left out;
+        the order is the file system's own."""
+        return _walk(self.folder, "")
+
+    def _open(self, container: str) -> int:
+        """A descriptor of a regular file under the root."""
         path = self.path(container)
         try:
-            if not self._holds(_real_folder(os.path.dirname(path))) or (
-                os.path.islink(path) and not self._holds(os.path.realpath(path))
-            ):
-                raise SampleError("path_outside_root", f"{container!r} is a link to outside")
-            # Non-blocking: opening a named pipe would wait for a writer.
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            if not self._holds(_real_folder(os.path.dirname(path))):
+                raise SampleError("path_outside_root", f"{container!r} is behind a link to outside")
+            descriptor = self._open_here(path, container)
         except OSError as error:
             raise _as_sample_error(container, error) from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise SampleError("missing_image", f"{container!r} is not a regular file")
-        return open(descriptor, "rb")
+        return descriptor
+
+    def _open_here(self, path: str, container: str) -> int:
+        # Non-blocking: opening a named pipe would wait for a writer.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            return os.open(path, flags | os.O_NOFOLLOW)
+        except OSError:
+            if not os.path.islink(path):
+                raise
+        if not self._holds(os.path.realpath(path)):
+            raise SampleError("path_outside_root", f"{container!r} is a link to outside")
+        return os.open(path, flags)
 
     def _holds(self, path: str) -> bool:
-        return path.startswith(self.folder.rstrip("/") + "/") or path == self.folder
+        return path.startswith(self._inside) or path == self.folder
+
+
+def _walk(folder: str, relative: str) -> Iterator[tuple[str, int]]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            path = f"{relative}{entry.name}"
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(entry.path, f"{path}/")
+            else:
+                yield path, entry.stat(follow_symlinks=False).st_size
 
 
 @functools.lru_cache(maxsize=1024)

@@ -14,48 +14,48 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-import xxhash
+import numpy as np
 
-from offline_packing.sources.base import MAX_JSON_BYTES, Locator, Scan, Source, SourcePart
+from offline_packing.errors import StageError
+from offline_packing.sources import listing
+from offline_packing.sources.base import MAX_JSON_BYTES, Scan, Source, SourcePart
 from offline_packing.sources.base import SourceRecord as Record
-from offline_packing.sources.records import load_json
+from offline_packing.sources.locators import Locator
 from task_encoders.pack_format import IMAGE_EXTENSIONS
 from task_encoders.samples import SampleError
 
 _TEXT_ONLY_NAME: Final = re.compile(r"output_\d{8}")
 
-#: A JSON file's container, and the names of the images beside it that share its stem.
-_Entry = tuple[str, tuple[str, ...]]
-
 
 class PairsSource(Source):
-    """One JSON file per sample, images beside it."""
+    """One JSON file per sample, images beside it.
+
+    A part is (rows of the listing as bytes, records to leave out in front): stems stay together.
+    """
 
     def scan(self, samples_per_part: int) -> Scan:
-        digest = xxhash.xxh3_128()
-        entries: list[_Entry] = []
-        unpaired: list[str] = []
-        # Sorted by (stem, suffix), the files of one stem stand together.
-        files = sorted((_split(path), size) for path, size in _walk(self.root.folder, ""))
-        for stem, group in itertools.groupby(files, key=lambda file: file[0][0]):
-            names = [(f"{stem}.{suffix}", suffix, size) for (_, suffix), size in group]
-            for name, _, size in names:
-                digest.update(os.fsencode(name) + b"\0%d\n" % size)
-            images = [name for name, suffix, _ in names if suffix.lower() in IMAGE_EXTENSIONS]
-            records = [name for name, suffix, _ in names if suffix.lower() == "json"]
-            beside = tuple(name.rpartition("/")[2] for name in images)
-            entries.extend((record, beside) for record in records)
-            if not records:
-                unpaired.extend(images)
-        chunks = (
-            tuple(entries[start : start + samples_per_part])
-            for start in range(0, len(entries), samples_per_part)
+        if self.file_name is not None:
+            raise StageError(f"source path {self.path!r} is a file; pairs lie in a folder")
+        files = listing.list_files(self.root.walk())
+        is_json = listing.suffix_in(files, ["json"])
+        is_image = listing.suffix_in(files, IMAGE_EXTENSIONS)
+        groups = listing.stem_groups(files)
+        has_json = np.bincount(groups, is_json, minlength=1) > 0
+        unpaired = np.flatnonzero(is_image & ~has_json[groups])
+        useful = files.filter(is_json | is_image)
+        return Scan(
+            tuple(_parts(useful, samples_per_part)),
+            listing.listing_hash(files),
+            tuple(listing.full_names(files.take(unpaired))),
         )
-        parts = tuple(SourcePart(chunk, len(chunk)) for chunk in chunks)
-        return Scan(parts, digest.hexdigest(), tuple(unpaired))
 
     def records(self, part: SourcePart) -> Iterator[Record]:
-        for container, beside in part.items:
+        data, skip = part.items
+        names = listing.full_names(listing.from_bytes(data))
+        files = ((name, *os.path.splitext(name)) for name in names)
+        stems = itertools.groupby(files, key=lambda file: file[1])
+        found = (record for _, group in stems for record in _pair(name for name, *_ in group))
+        for container, beside in itertools.islice(found, skip, skip + (part.num_records or 0)):
             yield self._record(container, beside)
 
     def _record(self, container: str, beside: tuple[str, ...]) -> Record:
@@ -67,38 +67,38 @@ class PairsSource(Source):
             if key != stem:
                 raise SampleError("bad_record", "the file name is not UTF-8")
             data = self._read(container)
-            content = load_json(data)
+            content = self.parse(data)
         except SampleError as error:
             return Record(key, Locator("file", container, 0, 0), error)
         return Record(key, Locator("file", container, 0, len(data)), content, paired)
 
     def _read(self, container: str) -> bytes:
         try:
-            with self.root.open(container) as file:
-                data = file.read(MAX_JSON_BYTES + 1)
+            return self.root.read(container, MAX_JSON_BYTES)
         except SampleError as error:
-            if error.reason == "path_outside_root":
-                raise
-            raise SampleError("bad_json", error.detail) from error
-        if len(data) > MAX_JSON_BYTES:
-            raise SampleError("bad_record", f"the JSON is larger than {MAX_JSON_BYTES} bytes")
-        return data
+            if error.reason == "missing_image":  # a link to nowhere, or no regular file
+                raise SampleError("bad_json", error.detail) from error
+            raise
 
 
-def _walk(folder: str, relative: str) -> Iterator[tuple[str, int]]:
-    """(path relative to the root, size) of every file below a folder, links not followed."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            path = f"{relative}{entry.name}"
-            if entry.is_dir(follow_symlinks=False):
-                yield from _walk(entry.path, f"{path}/")
-            else:
-                yield path, entry.stat(follow_symlinks=False).st_size
+def _parts(files: "listing.pa.Table", samples_per_part: int) -> Iterator[SourcePart]:
+    """Parts of JSON files with the images that share their stem."""
+    groups = listing.stem_groups(files)
+    records = np.flatnonzero(listing.suffix_in(files, ["json"]))
+    for start in range(0, len(records), samples_per_part):
+        chosen = records[start : start + samples_per_part]
+        begin = int(np.searchsorted(groups, groups[chosen[0]]))
+        end = int(np.searchsorted(groups, groups[chosen[-1]], "right"))
+        skip = start - int(np.searchsorted(records, begin))
+        rows = files.slice(begin, end - begin)
+        yield SourcePart((listing.to_bytes(rows), skip), len(chosen))
 
 
-def _split(path: str) -> tuple[str, str]:
-    """'a/b.c.json' -> ('a/b.c', 'json')."""
-    stem, _, suffix = path.rpartition(".")
-    return (stem, suffix) if stem and "/" not in suffix else (path, "")
+def _pair(names: Iterator[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Files of one stem -> each JSON file, with the names of the images beside it."""
+    records: list[str] = []
+    images: list[str] = []
+    for name in names:
+        (records if name.lower().endswith(".json") else images).append(name)
+    beside = tuple(name.rpartition("/")[2] for name in images)
+    return ((record, beside) for record in records)

@@ -2,6 +2,8 @@
 
     {"messages": [{"role": "user", "content": str}, {"role": "assistant", "content": str}, ...],
      "images": [str, ...]}                                     a leading system message is allowed
+    {"conversations": [{"from": "human", "value": str}, {"from": "gpt", "value": str}, ...],
+     "image": str, "system": str}                              ShareGPT, LLaVA
     {"captions": [{"content": str}]}, {"captions": [str]}, {"caption": str}
     {"question" | "prompt" | "context": str, "answer" | "answers": str}
 
@@ -19,6 +21,16 @@ from task_encoders.samples import SampleError, SourceSample, Turn, check_sample
 _UTF8_BOM: Final = b"\xef\xbb\xbf"
 _PROMPT_FIELDS: Final = ("question", "prompt", "context")
 _ANSWER_FIELDS: Final = ("answer", "answers", "captions", "caption")
+_DIALOGUE_FIELDS: Final = ("messages", "conversations")
+
+#: Every field that `to_sample` reads, and "id".
+RECORD_FIELDS: Final = (
+    *("id", "image", "images", "video", "videos", "system"),
+    *(*_DIALOGUE_FIELDS, *_PROMPT_FIELDS, *_ANSWER_FIELDS),
+)
+
+#: Names that roles have in one form or another.
+_ROLES: Final[Mapping[str, str]] = {"human": "user", "gpt": "assistant"}
 
 
 def load_json(data: bytes) -> Mapping[str, Any]:
@@ -53,8 +65,10 @@ def to_sample(
     for name in ("video", "videos"):
         if content.get(name):
             raise SampleError("bad_record", f"{name!r} is not supported")
-    if content.get("messages") is not None:
-        system, turns = _dialogue(content["messages"])
+    dialogue = next((name for name in _DIALOGUE_FIELDS if content.get(name) is not None), None)
+    if dialogue is not None:
+        system, turns = _dialogue(content[dialogue], dialogue)
+        system = _system(content) if system is None else system
     else:
         system, turns = None, _turns(content, task)
     images = _images(content, paired_images)
@@ -63,10 +77,28 @@ def to_sample(
     return sample
 
 
-def _dialogue(messages: Any) -> tuple[str | None, list[Turn]]:
+def has_answer(content: Mapping[str, Any]) -> bool:
+    """Whether a record holds what is to be learned, in any of the forms."""
+    return any(content.get(name) is not None for name in (*_DIALOGUE_FIELDS, *_ANSWER_FIELDS))
+
+
+def image_names(content: Mapping[str, Any]) -> list[Any] | None:
+    """What a record names as its images, unchecked; None where it names none."""
+    named = content.get("image") if content.get("images") is None else content["images"]
+    return named if named is None or isinstance(named, list) else [named]
+
+
+def _system(content: Mapping[str, Any]) -> str | None:
+    system = content.get("system")
+    if system is not None and not isinstance(system, str):
+        raise SampleError("bad_record", f"'system' is {_kind(system)}, not text")
+    return system or None
+
+
+def _dialogue(messages: Any, name: str) -> tuple[str | None, list[Turn]]:
     """[system,] user, assistant, user, assistant, ..."""
     if not isinstance(messages, list) or not messages:
-        raise SampleError("bad_record", f"'messages' is {_kind(messages)}, not a list of messages")
+        raise SampleError("bad_record", f"{name!r} is {_kind(messages)}, not a list of messages")
     pairs = [_message(message) for message in messages]
     system = pairs.pop(0)[1] if pairs[0][0] == "system" else None
     roles = [role for role, _ in pairs]
@@ -79,9 +111,15 @@ def _dialogue(messages: Any) -> tuple[str | None, list[Turn]]:
 def _message(message: Any) -> tuple[str, str]:
     if not isinstance(message, dict):
         raise SampleError("bad_record", f"a message is {_kind(message)}, not an object")
-    role, text = message.get("role"), message.get("content")
+    if "from" in message:
+        role, text = message["from"], message.get("value")
+        role = _ROLES.get(role, role) if isinstance(role, str) else role
+    else:
+        role, text = message.get("role"), message.get("content")
     if not isinstance(role, str) or not isinstance(text, str):
-        raise SampleError("bad_record", "a message needs the texts 'role' and 'content'")
+        raise SampleError(
+            "bad_record", "a message needs the texts 'role' and 'content', or 'from' and 'value'"
+        )
     return role, text
 
 
@@ -112,9 +150,8 @@ def _texts(content: Mapping[str, Any], names: Sequence[str]) -> list[str] | None
 
 
 def _images(content: Mapping[str, Any], paired_images: Sequence[str] | None) -> Sequence[str]:
-    named = content.get("image") if content.get("images") is None else content["images"]
-    if named is not None:
-        names = named if isinstance(named, list) else [named]
+    names = image_names(content)
+    if names is not None:
         if not all(isinstance(name, str) for name in names):
             raise SampleError("bad_record", "'images' holds something other than file names")
         return names

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from offline_packing.strategies import first_fit, hash_bucket, knapsack, sequential, volume
-from offline_packing.strategies.auto import auto, tilted_sampling
+from offline_packing.strategies.auto import auto, mixed, tilted_sampling
 from offline_packing.strategies.composition import Composition
 from offline_packing.strategies.exact_fill import exact_fill
 from offline_packing.strategies.expand import expand_composition
@@ -45,6 +45,7 @@ COMPOSERS: dict[str, Composer] = {
     "narrow_fill": narrow_fill,
     "tilted_sampling": tilted_sampling,
     "pattern_lp": pattern_lp,
+    "mixed": mixed,
     "greedy_knapsack": greedy_knapsack,
 }
 

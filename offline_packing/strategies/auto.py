@@ -1,12 +1,14 @@
 """The default strategy: as much effort as the distance from the bound calls for."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from offline_packing.strategies.composition import Composition, join_compositions
 from offline_packing.strategies.exact_fill import exact_fill
 from offline_packing.strategies.histogram import best_fit_decreasing, lower_bound
+from offline_packing.strategies.narrow_fill import narrow_fill
 from offline_packing.strategies.pattern_lp import pattern_lp
 from offline_packing.strategies.tilted_sampling import tilted_fills
 
@@ -39,6 +41,31 @@ def auto(counts: np.ndarray, *, seed: int = 0) -> Composition:
             best = composition
     assert best is not None
     return best._replace(lower_bound=bound)
+
+
+def mixed(counts: np.ndarray, *, seed: int = 0) -> Composition:
+    """As many packs as ``auto``, but of randomly mixed lengths where that is possible.
+
+    Longest first puts alike samples together; a random mix leaves far more freedom to even out
+    another quantity by exchanging samples of equal length. Takes up to some seconds.
+    """
+    plain = auto(counts, seed=seed)
+    for method in (
+        partial(_drawn_then_auto, rest=30),
+        partial(_drawn_then_auto, rest=4),
+        narrow_fill,
+    ):
+        composition = method(counts, seed=seed)
+        if composition.num_packs <= plain.num_packs:
+            return composition._replace(lower_bound=plain.lower_bound)
+    return plain
+
+
+def _drawn_then_auto(counts: np.ndarray, *, seed: int, rest: int) -> Composition:
+    """Random exact fills of all but one ``rest``-th of the tokens, which are left to ``auto``."""
+    stop_packs = max(30, lower_bound(counts) // rest)
+    drawn, left = tilted_fills(counts, seed=seed, stop_packs=stop_packs)
+    return join_compositions([drawn, auto(left, seed=seed)])
 
 
 def _methods(counts: np.ndarray, bound: int) -> list[tuple[Callable[..., Composition], int]]:

@@ -7,12 +7,10 @@ the two scarcest. Several such tries are made per pack and the best is kept. Ran
 the mix of what is left as it was, so that the last packs are nearly as full as the first.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 from numba import njit
 
-from offline_packing.strategies.histogram import count_lengths, lower_bound
+from offline_packing.strategies.histogram import lower_bound
 from offline_packing.strategies.kernels import random_below, random_state
 from offline_packing.strategies.packs import Packs
 from offline_packing.strategies.sample_pool import (
@@ -24,6 +22,7 @@ from offline_packing.strategies.sample_pool import (
     take_out,
 )
 
+_MAX_HISTOGRAM = 1 << 24  # limits up to which the sharper bound is worth its memory
 _TRIES = 24  # tries for one pack
 _PAIRS = 40  # first samples of a closing pair in one try
 _REACH = 6  # rings of cells searched around the ideal partner
@@ -36,7 +35,7 @@ _UNEVEN_ANYWAY = 0.2  # share by which a pack may differ from the mix at no cost
 
 @njit(cache=True)
 def _fits(sizes: np.ndarray, sample: int, room: np.ndarray) -> bool:
-    for limit in range(room.shape[0]):
+    for limit in range(room.shape[0]):  # noqa: SIM110 (numba compiles no generators)
         if sizes[sample, limit] > room[limit]:
             return False
     return True
@@ -65,7 +64,12 @@ def _loss(room: np.ndarray, sizes: np.ndarray, sample: int, need: np.ndarray) ->
 
 @njit(cache=True)
 def _join(
-    sizes: np.ndarray, sample: int, room: np.ndarray, chosen: np.ndarray, pack: np.ndarray, size: int
+    sizes: np.ndarray,
+    sample: int,
+    room: np.ndarray,
+    chosen: np.ndarray,
+    pack: np.ndarray,
+    size: int,
 ) -> int:
     pack[size] = sample
     chosen[sample] = True
@@ -221,11 +225,20 @@ def _pack_pool(
     return sample_ids, pack_offsets[: num_packs + 1]
 
 
+def size_lower_bound(sizes: np.ndarray, limit: int) -> int:
+    """Packs that one budget needs at least; ``sizes`` integers (num_samples,) in 0..limit."""
+    if limit > _MAX_HISTOGRAM:
+        return -(-int(sizes.sum(dtype=np.int64)) // limit)
+    counts = np.bincount(sizes, minlength=limit + 1).astype(np.int64)
+    counts[0] = 0
+    return max(lower_bound(counts), int(len(sizes) > 0))
+
+
 def pack_budgets(sizes: np.ndarray, limits: np.ndarray, *, seed: int = 0) -> Packs:
     """Pack samples under several limits.
 
     ``sizes`` integers (num_samples, num_limits), ``limits`` integers (num_limits,), every sample
-    within every limit. Near 1 ms per 30 packs.
+    within every limit. Takes about 0.1 ms per pack.
     """
     shares = sizes / limits
     scarcest_first = np.argsort(-shares.sum(axis=0), kind="stable")

@@ -76,16 +76,23 @@ def join_compositions(parts: Sequence[Composition]) -> Composition:
     )
 
 
-def select_patterns(composition: Composition, keep: np.ndarray) -> Composition:
-    """The patterns where ``keep`` (bool, (num_patterns,)) holds, with their multiplicity."""
-    sizes = np.diff(composition.offsets)
-    entries = np.repeat(keep, sizes)
+def select_patterns(composition: Composition, chosen: np.ndarray) -> Composition:
+    """The patterns with these indices, in this order, with their multiplicity."""
+    sizes = np.diff(composition.offsets)[chosen]
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    starts = np.repeat(composition.offsets[:-1][chosen] - offsets[:-1], sizes)
+    entries = starts + np.arange(offsets[-1])
     return Composition(
         composition.lengths[entries],
         composition.repeats[entries],
-        np.concatenate([[0], np.cumsum(sizes[keep])]).astype(np.int64),
-        composition.multiplicity[keep],
+        offsets,
+        composition.multiplicity[chosen],
     )
+
+
+def fullest_first(composition: Composition) -> Composition:
+    """The same packs, from the fullest pattern to the emptiest."""
+    return select_patterns(composition, np.argsort(-composition.pattern_tokens(), kind="stable"))
 
 
 @njit(cache=True)

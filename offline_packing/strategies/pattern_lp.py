@@ -191,7 +191,7 @@ def _rounded(
     packs = np.floor(solution.packs + 1e-9).astype(np.int64)
     left = counts.copy()
     _take_patterns(patterns.lengths, patterns.repeats, patterns.offsets, packs, left)
-    whole = select_patterns(patterns._replace(multiplicity=packs), packs > 0)
+    whole = select_patterns(patterns._replace(multiplicity=packs), np.flatnonzero(packs))
     return join_compositions([whole, pack_residue(left, seed)])
 
 

@@ -112,6 +112,12 @@ class RecordedBatches:
     def restore(self, state: Any) -> None:
         self._batches.restore(state)
 
+    def restart(self) -> None:
+        self._batches.restart()
+
+    def close(self) -> None:
+        self._batches.close()
+
 
 class KilledError(BaseException):
     """Stands for the end of the process: nothing catches it, nothing is saved."""
@@ -128,7 +134,9 @@ def make_trainer(
     if batches is None:
         batches = EnergonMicroBatches(config.data, task_encoder, device)
     recorded = RecordedBatches(batches, fail_at)
-    validation = EnergonMicroBatches(config.data, task_encoder, device, split="val")
+    validation = RecordedBatches(
+        EnergonMicroBatches(config.data, task_encoder, device, split="val")
+    )
     model = build_model(config.model, device=device, seed=config.train.seed)
     model.hf_config.image_token_id = IMAGE_TOKEN
     trainer = Trainer(

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from launch.hf_checkpoint import INDEX_FILE, SINGLE_FILE, weight_files, write_checkpoint
 from launch.hf_weights import gather_weights, join_qkv, split_qkv
+from launch.language_model import check_supported
 from launch.model import build_model, save_hf_checkpoint
 from launch.model_config import ModelConfig, transformers_classes
 from launch.parallel import initialize_parallel
@@ -150,3 +151,55 @@ def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path) -> None:
     config = ModelConfig(family="qwen2_5_vl", checkpoint=source)
     with pytest.raises(ValueError, match="is a 'qwen2_vl'; set family: qwen2_vl"):
         build_model(config, device=device)
+
+
+def test_the_flat_config_of_published_checkpoints_is_read(tmp_path: Path) -> None:
+    """config.json of Qwen2-VL-2B-Instruct, where the text model's fields are at the top."""
+    published = {
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 28,
+        "model_type": "qwen2_vl",
+        "num_attention_heads": 12,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vision_config": {
+            "depth": 32,
+            "embed_dim": 1280,
+            "hidden_size": 1536,
+            "in_chans": 3,
+            "mlp_ratio": 4,
+            "num_heads": 16,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        "vocab_size": 151936,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    found = ModelConfig(checkpoint=tmp_path).build_transformers_config()
+    check_supported(found.text_config, 2)
+    expected = ModelConfig(preset="2b").build_transformers_config()
+    assert found.tie_word_embeddings
+    assert found.image_token_id == expected.image_token_id
+    for part in ("text_config", "vision_config"):
+        ours, theirs = getattr(expected, part).to_dict(), getattr(found, part).to_dict()
+        for name in ("num_hidden_layers", "hidden_size", "num_heads", "intermediate_size", "depth"):
+            assert ours.get(name) == theirs.get(name)
+    rope = expected.text_config.rope_parameters
+    assert rope.items() <= found.text_config.rope_parameters.items()

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from launch import model as model_module
 from launch.loss import shift_labels
@@ -87,6 +88,33 @@ def test_loss_in_chunks_is_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     for name, gradient in expected_gradients.items():
         torch.testing.assert_close(gradients(model)[name], gradient, atol=1e-4, rtol=1e-4)
+
+
+class CountReads(TorchDispatchMode):
+    """Counts how often the value of a tensor is asked for, which on a GPU waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_layers_ask_for_no_value_of_a_tensor() -> None:
+    batch = batch_of("mixed")
+    params = to_packed_seq_params(batch)
+    reads = []
+    for num_layers in (1, 3):
+        model = build(text={"num_hidden_layers": num_layers})
+        with CountReads() as counter:
+            model(batch.tokens, batch.position_ids, params)
+        reads.append(counter.count)
+    assert reads[0] == reads[1]
+    with CountReads() as counter:
+        int(batch.tokens.sum())
+    assert counter.count == 1
 
 
 @pytest.mark.parametrize("row", ["mixed", "no_image"])

@@ -3,6 +3,7 @@
 import itertools
 import types
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from launch.packed_attention import (
     KERNELS,
     PackedCoreAttention,
+    _is_importable,
     register_vision_attention,
     select_backend,
     varlen_attention,
@@ -119,8 +121,8 @@ def test_padded_boundaries_are_those_of_the_row() -> None:
     )
     out = core_attention()(query, key, value, None, packed_seq_params=params)
     for start, end in ((0, 3), (4, 6)):
-        alone = (t[start:end] for t in (query, key, value))
-        expected = masked_attention(*alone, [end - start], causal=True, scale=8**-0.5)
+        q, k, v = (t[start:end] for t in (query, key, value))
+        expected = masked_attention(q, k, v, [end - start], causal=True, scale=8**-0.5)
         torch.testing.assert_close(out[start:end], expected, atol=1e-5, rtol=1e-5)
 
 
@@ -138,7 +140,7 @@ def test_what_it_lacks_is_refused(config: dict[str, Any]) -> None:
 
 def test_backend_is_the_best_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     installed: set[str] = set()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
+    monkeypatch.setattr("launch.packed_attention._is_importable", installed.__contains__)
     assert select_backend(CPU, torch.bfloat16) == "sdpa"
     assert select_backend(CUDA, torch.float32) == "sdpa"
     assert select_backend(CUDA, torch.bfloat16) == "torch_varlen"
@@ -148,6 +150,17 @@ def test_backend_is_the_best_that_is_installed(monkeypatch: pytest.MonkeyPatch) 
     assert select_backend(CUDA, torch.bfloat16) == "flash_attn"
     assert select_backend(CUDA, torch.bfloat16, "torch_varlen") == "torch_varlen"
     assert select_backend(CPU, torch.bfloat16) == "sdpa"
+
+
+def test_a_package_that_fails_to_load_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol')\n")
+    (tmp_path / "transformer_engine.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    _is_importable.cache_clear()
+    assert select_backend(CUDA, torch.bfloat16) == "transformer_engine"
+    _is_importable.cache_clear()
 
 
 def test_a_backend_that_cannot_run_is_refused() -> None:

@@ -84,10 +84,11 @@ def random_sample(
     """
     rng = np.random.default_rng(seed)
     half = num_text // 2
+    start, end = np.array([VISION_START]), np.array([VISION_END])
     pieces = [rng.integers(3, 1000, half)]
     for height, width in grids:
         pads = np.full(height * width // 4, IMAGE)
-        pieces += [[VISION_START], pads, [VISION_END], rng.integers(3, 1000, 3)]
+        pieces += [start, pads, end, rng.integers(3, 1000, 3)]
     tokens = np.concatenate([*pieces, rng.integers(3, 1000, num_text - half)]).astype(np.int64)
     labels = np.where(tokens < 1000, tokens, IGNORE_INDEX)
     labels[: max(1, num_text // 4)] = IGNORE_INDEX

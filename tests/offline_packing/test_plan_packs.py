@@ -1,5 +1,6 @@
 """plan_packs: every sample once, nothing over a limit, the same plan for the same seed."""
 
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing import plan_packs
+from offline_packing.pack_order import RankLayout
 from offline_packing.pack_plan import PackPlan
 from offline_packing.strategies import STRATEGIES
 
@@ -48,7 +50,7 @@ def test_each_sample_once_nothing_over_capacity(strategy, lengths, seed, pad_mul
 def test_shuffle_changes_the_choice_but_not_the_composition() -> None:
     num_tokens = np.random.default_rng(0).integers(1, 900, 5000)
     plans = [plan_packs(num_tokens, 1024, seed=seed) for seed in (1, 2)]
-    plans.append(plan_packs(num_tokens, 1024, shuffle=False))
+    plans.append(plan_packs(num_tokens, 1024, assignment=()))
     for plan in plans:
         assert_valid(plan, num_tokens)
     assert not np.array_equal(plans[0].sample_ids, plans[1].sample_ids)
@@ -63,7 +65,7 @@ def test_shuffled_packs_do_not_come_sorted_by_length() -> None:
     num_tokens = np.random.default_rng(0).integers(1, 900, 20_000)
     longest = {}
     for shuffle in (False, True):
-        plan = plan_packs(num_tokens, 1024, shuffle=shuffle)
+        plan = plan_packs(num_tokens, 1024, assignment=("shuffle",) if shuffle else ())
         maxima = np.maximum.reduceat(num_tokens[plan.sample_ids], plan.pack_offsets[:-1])
         longest[shuffle] = abs(np.corrcoef(maxima, np.arange(len(maxima)))[0, 1])
     assert longest[False] > 0.5
@@ -113,3 +115,98 @@ import numpy as np
 assert offline_packing.plan_packs(np.array([3, 4, 5]), 8).num_packs == 2
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_short_packs_are_dissolved_with_a_reason() -> None:
+    num_tokens = np.array([90, 5, 60, 60, 40])
+    plan = plan_packs(num_tokens, 100, min_fill=0.7, min_samples=2)
+    assert sorted(plan.sample_ids.tolist()) in ([0, 1, 2, 4], [0, 1, 3, 4])
+    assert plan.set_aside_counts() == {"below_min_fill": 1}
+    assert plan.info.lower_bound == plan.num_packs == 2
+    lonely = plan_packs(np.array([90, 60, 40]), 100, min_samples=2)
+    assert lonely.set_aside_ids.tolist() == [0]
+    assert lonely.set_aside_counts() == {"below_min_samples": 1}
+
+
+def test_homogeneous_packs_hold_one_group() -> None:
+    rng = np.random.default_rng(2)
+    num_tokens = rng.integers(1, 500, 2000)
+    groups = rng.integers(0, 3, 2000)
+    plan = plan_packs(num_tokens, 1024, groups=groups, homogeneous=True)
+    assert_valid(plan, num_tokens)
+    for index in range(plan.num_packs):
+        assert len(set(groups[plan.pack(index)])) == 1
+    assert plan.gap < 0.02
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 120), st.integers(0, 40)), max_size=60),
+    limit=st.integers(1, 60),
+    max_samples=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_no_budget_is_exceeded(rows, limit, max_samples, seed) -> None:
+    num_tokens = np.array([row[0] for row in rows], np.int64)
+    patches = np.array([row[1] for row in rows], np.int64)
+    arguments = {"budgets": {"patches": (patches, limit)}, "max_samples": max_samples}
+    plan = plan_packs(num_tokens, 100, seed=seed, **arguments)
+    assert_valid(plan, num_tokens)
+    for index in range(plan.num_packs):
+        pack = plan.pack(index)
+        assert patches[pack].sum() <= limit
+        assert len(pack) <= max_samples
+    again = plan_packs(num_tokens, 100, seed=seed, **arguments)
+    assert np.array_equal(plan.sample_ids, again.sample_ids)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"assignment": "locallity"}, "'locallity' is unknown; choose among shuffle, locality"),
+        ({"assignment": "locality"}, "assignment locality needs source_order"),
+        ({"assignment": ["mix"]}, "assignment mix needs groups"),
+        ({"assignment": "balance"}, "assignment balance needs balance_by"),
+        ({"homogeneous": True}, "homogeneous needs groups"),
+        ({"groups": np.zeros(2)}, r"groups has shape \(2,\) for 3 samples"),
+        ({"min_fill": 1.5}, "min_fill is 1.5"),
+        ({"max_samples": 0}, "limit 0"),
+        ({"max_samples": 2, "min_samples": 3}, "min_samples is 3 > max_samples 2"),
+        ({"max_samples": 2, "strategy": "best_fit_decreasing"}, "needs strategy 'auto'"),
+        (
+            {"assignment": "mix", "groups": np.zeros(3, int), "weights": {1: 2.0}},
+            r"weights\[0\] is None",
+        ),
+        (
+            {"assignment": "mix", "groups": np.zeros(3, int), "order": RankLayout(2)},
+            "choose one of them",
+        ),
+    ],
+)
+def test_contradicting_arguments_are_named(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_packs(np.array([3, 4, 5]), 10, **arguments)
+
+
+def test_first_run_says_that_it_compiles(tmp_path) -> None:
+    code = """
+import logging, time
+logging.basicConfig(level=logging.INFO)
+import numpy as np
+from offline_packing import plan_packs
+plan_packs(np.array([3, 4, 5]), 8, strategy="best_fit_decreasing")
+"""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    first, second = (
+        subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            timeout=300,
+            env=environment,
+            capture_output=True,
+            text=True,
+        ).stderr
+        for _ in range(2)
+    )
+    assert first.count("compiling the planner") == 1
+    assert "compiling" not in second

@@ -20,7 +20,9 @@ def records(source: Source, samples_per_part: int) -> list[SourceRecord]:
     return [record for rows in found for record in rows]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None
+)
 @given(
     lines=st.lists(
         st.sampled_from(['{"id": 1}', "", "  ", "broken", '{"a": "é\\n"}']), max_size=30

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing.strategies import COMPOSERS, STRATEGIES
-from offline_packing.strategies.composition import join_compositions, select_patterns
+from offline_packing.strategies.composition import fullest_first, join_compositions, select_patterns
 from offline_packing.strategies.histogram import (
     best_fit_decreasing,
     count_lengths,
@@ -121,7 +121,10 @@ def test_join_and_select_keep_patterns_whole() -> None:
     second = best_fit_decreasing(count_lengths(np.array([2, 2, 2], np.int32), 8))
     joined = join_compositions([first, second])
     assert multisets(joined) == sorted(multisets(first) + multisets(second))
-    assert multisets(select_patterns(joined, joined.pattern_tokens() == 6)) == [(2, 2, 2)]
+    short = np.flatnonzero(joined.pattern_tokens() == 6)
+    assert multisets(select_patterns(joined, short)) == [(2, 2, 2)]
+    assert multisets(fullest_first(joined)) == multisets(joined)
+    assert (np.diff(fullest_first(joined).pattern_tokens()) <= 0).all()
     assert join_compositions([]).num_packs == 0
 
 

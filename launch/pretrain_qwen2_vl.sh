@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Pretrain Qwen2-VL on packs. STAGE=1: captions, the projector only. STAGE=1.5: VQA, everything.
+#
+#   bash launch/pretrain_qwen2_vl.sh                        # the demo's captions, after `make demo`
+#   STAGE=1.5 bash launch/pretrain_qwen2_vl.sh data.path=/data/vqa model.checkpoint=out/stage1/hf
+#   NNODES=4 NODE_RANK=0 MASTER_ADDR=node0 NPROC_PER_NODE=8 bash launch/pretrain_qwen2_vl.sh ...
+set -euo pipefail
+
+OFFLINE_PACKED_DATA=1
+OFFLINE_PACKING_BMR=0
+case "${STAGE:=1}" in
+    1)   OFFLINE_PACKING_VQA=0 CONFIG=${CONFIG:-launch/pretrain_stage1.yaml} ;;
+    1.5) OFFLINE_PACKING_VQA=1 CONFIG=${CONFIG:-launch/pretrain_stage1_5.yaml} ;;
+    *)   echo "STAGE=$STAGE is not known; set it to 1 or 1.5" >&2; exit 2 ;;
+esac
+
+source "$(dirname "$0")/run_training.sh"

@@ -1,0 +1,32 @@
+# Sourced by the scripts beside it: start launch.train under torchrun. They set CONFIG and OFFLINE_*.
+# Needs bash, is run from anywhere; paths in CONFIG and "$@" are relative to the repository.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# One line per node, the same everywhere but for NODE_RANK.
+NNODES=${NNODES:-1}
+NODE_RANK=${NODE_RANK:-0}
+MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
+MASTER_PORT=${MASTER_PORT:-29500}
+# Processes on this node: one per GPU, or one on a CPU.
+NPROC_PER_NODE=${NPROC_PER_NODE:-$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)}
+[ "$NPROC_PER_NODE" -gt 0 ] || NPROC_PER_NODE=1
+
+BIN=${BIN-.venv/bin}    # where `make demo` installs; BIN= uses the PATH
+
+# What each pack is: see task_encoders/settings.py.
+export OFFLINE_PACKED_DATA OFFLINE_PACKING_VQA OFFLINE_PACKING_BMR
+# Two OpenMP pools that spin while they wait slow each other down many times over.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+export TOKENIZERS_PARALLELISM=false
+# Tensor parallel layers overlap communication with work only in this order.
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+# Rows differ in length; growing segments keep that from fragmenting the memory.
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+
+# On SIGTERM torchrun gives its processes 30 s to save; SHUTDOWN_TIMEOUT=300 gives them more.
+exec "${BIN:+$BIN/}torchrun" \
+    --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC_PER_NODE" \
+    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
+    ${SHUTDOWN_TIMEOUT:+--shutdown-timeout "$SHUTDOWN_TIMEOUT"} \
+    -m launch.train "$CONFIG" "$@"

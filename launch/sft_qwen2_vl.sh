@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Fine-tune Qwen2-VL on packed multi-turn and mixed conversations.
+#
+#   bash launch/sft_qwen2_vl.sh                             # the demo's dialogues, after `make demo`
+#   bash launch/sft_qwen2_vl.sh data.path=/data/sft model.checkpoint=/models/Qwen2-VL-7B \
+#       parallel.tensor=2 train.epochs=1 schedule.learning_rate=1e-5 output.path=out/sft
+#   BLEND=1 bash launch/sft_qwen2_vl.sh data.path=launch/blend.yaml     # captions, VQA and dialogues
+set -euo pipefail
+
+OFFLINE_PACKED_DATA=1
+OFFLINE_PACKING_VQA=0
+# In a blend each pack says itself what it is.
+OFFLINE_PACKING_BMR=$([ "${BLEND:-0}" = 1 ] && echo 0 || echo 1)
+CONFIG=${CONFIG:-launch/sft.yaml}
+
+source "$(dirname "$0")/run_training.sh"

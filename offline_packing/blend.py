@@ -1,0 +1,39 @@
+"""How often each sample of a source is used: repeats, and the weights of blended sources.
+
+`repeat: 2.3` uses every sample twice and three in ten of them once more; `repeat: 0.5` every second
+one. Which ones is drawn from their keys: it depends on nothing but the seed. `weight` says which
+share of all samples a source is to have; nothing is left out for it: the source that is largest for
+its weight is used once, the others are repeated.
+"""
+
+from collections.abc import Sequence
+
+import xxhash
+
+_WHOLE = 2**64
+
+
+def repeats_of_weights(weights: Sequence[float], counts: Sequence[int]) -> list[float]:
+    """Repeats that give sources of these many samples shares in proportion to the weights.
+
+    [1, 3] for counts [100, 100] -> [1.0, 3.0]; the smallest repeat is 1. A source without samples
+    gets 1.
+    """
+    wanted = [
+        weight / count if count else 0.0 for weight, count in zip(weights, counts, strict=True)
+    ]
+    smallest = min((ratio for ratio in wanted if ratio), default=1.0)
+    return [ratio / smallest if ratio else 1.0 for ratio in wanted]
+
+
+def num_copies(key: str, repeat: float, seed: int) -> int:
+    """How often the sample with this key is used."""
+    whole = int(repeat)
+    if repeat == whole:
+        return whole
+    return whole + (xxhash.xxh3_64_intdigest(key.encode(), seed=seed) < (repeat - whole) * _WHOLE)
+
+
+def copy_key(key: str, copy: int) -> str:
+    """Key of a copy, the first being 0: 'a/17', 'a/17#2', 'a/17#3'."""
+    return f"{key}#{copy + 1}" if copy else key

@@ -1,0 +1,88 @@
+"""Tasks on a Ray cluster: the one at RAY_ADDRESS, or one started on this machine.
+
+All machines must see source and output under the same paths and have this package installed. A
+worker that dies is replaced, and its task runs again: a task leaves nothing under a final name
+until it is complete.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, Final
+
+from offline_packing.engines.base import Engine, Result, Task
+from offline_packing.errors import StageError
+
+#: Tasks handed out per CPU of the cluster: one at work, one waiting.
+_TASKS_PER_CPU: Final = 2
+#: How often a task is run again because its worker died.
+_MAX_RETRIES: Final = 5
+
+
+class RayEngine(Engine):
+    """Ray tasks of one CPU each. `workers` is the size of a cluster started here; a cluster that is
+    there already is used as it is."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        self._ray: Any = None
+
+    def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        ray = self._connected()
+        remote = ray.remote(function).options(num_cpus=1, max_retries=_MAX_RETRIES)
+        remaining = iter(tasks)
+        pending: list[Any] = []
+        try:
+            while True:
+                room = _TASKS_PER_CPU * self._num_cpus() - len(pending)
+                pending += [remote.remote(task) for task in islice(remaining, room)]
+                if not pending:
+                    return
+                done, pending = ray.wait(pending)
+                yield from map(self._result, done)
+        finally:
+            for reference in pending:
+                ray.cancel(reference)
+
+    def close(self) -> None:
+        if self._ray is not None:
+            self._ray.shutdown()
+            self._ray = None
+
+    def _result(self, reference: Any) -> Any:
+        """A task's result, or what it raised, as on local processes."""
+        errors = self._ray.exceptions
+        try:
+            return self._ray.get(reference)
+        except errors.RayTaskError as error:
+            raise error.cause from None
+        except (errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError) as error:
+            raise StageError(
+                f"a task's worker died {_MAX_RETRIES + 1} times, perhaps for lack of memory; "
+                "see Ray's logs, and run again"
+            ) from error
+
+    def _num_cpus(self) -> int:
+        return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+
+    def _connected(self) -> Any:
+        """The module, with a cluster behind it. Raises StageError if Ray is not installed."""
+        if self._ray is None:
+            # A local cluster needs no token under the home folder, and tells nobody.
+            os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            try:
+                import ray
+            except ImportError as error:
+                raise StageError(
+                    "engine.name=ray needs Ray; pip install 'offline-packing[ray]'"
+                ) from error
+            if "RAY_ADDRESS" in os.environ:
+                ray.init(log_to_driver=False)
+            else:
+                ray.init(
+                    num_cpus=max(1, self.workers), include_dashboard=False, log_to_driver=False
+                )
+            self._ray = ray
+        return self._ray

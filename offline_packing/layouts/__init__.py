@@ -1,0 +1,14 @@
+"""Layouts: how packs lie on disk. A new one is a file here and a line in LAYOUTS."""
+
+from offline_packing.layouts.base import Layout
+from offline_packing.layouts.energon import EnergonLayout
+from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout
+from offline_packing.layouts.raw_packing import RawPackingLayout
+
+LAYOUTS: dict[str, Layout] = {
+    "energon": EnergonLayout(),
+    "llava_onevision": LlavaOneVisionLayout(),
+    "raw_packing": RawPackingLayout(),
+}
+
+__all__ = ["LAYOUTS", "Layout"]

@@ -1,0 +1,83 @@
+"""What every layout offers: writing one shard, the metadata of all, and reading both again."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from offline_packing.fragments import ShardFragment, ShardFragments
+from offline_packing.shard_tasks import Row, ShardTask
+from task_encoders.pack_format import JSON_PART, PackedSubSample, image_part_names, pack_json
+from task_encoders.samples import TASKS, SourceSample
+
+#: Name of a pack's member without its key, and content.
+Member = tuple[str, bytes]
+
+
+class Layout(ABC):
+    """Packs on disk. Has no state: it is named in tasks, and found again in LAYOUTS."""
+
+    #: the tasks whose packs it holds
+    TASKS: ClassVar[Sequence[str]] = TASKS
+    #: whether each sample must have exactly one image and one turn
+    ONE_IMAGE_ONE_TURN: ClassVar[bool] = False
+
+    @abstractmethod
+    def shard_file(self, shard_name: str) -> str:
+        """A shard's name in the manifest, relative to the output: 'train-000000.tar'."""
+
+    def check_ready(self) -> None:  # noqa: B027 - most need nothing
+        """Raise StageError if something that `finish` needs is not installed."""
+
+    @abstractmethod
+    def write(self, task: ShardTask) -> ShardFragment:
+        """Write a shard; nothing has its final name before it is complete."""
+
+    @abstractmethod
+    def finish(
+        self,
+        folder: Path,
+        task: str,
+        splits: Mapping[str, Sequence[str]],
+        fragments: ShardFragments,
+        content_hash: str,
+    ) -> None:
+        """Write what describes all shards.
+
+        Args:
+            folder: the output.
+            task: what the packs are trained as.
+            splits: names of the shards of each split, as `shard_file` gives them.
+            fragments: all shards, in order.
+            content_hash: changes when any shard does.
+        """
+
+    def find_wrong_counts(self, folder: Path, num_packs: Mapping[str, int]) -> list[str]:
+        """What is wrong with the metadata, given the packs of each shard."""
+        return []
+
+    @abstractmethod
+    def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
+        """What is wrong with a shard as a whole: it is missing, or is not what was written."""
+
+    @abstractmethod
+    def read_packs(self, task: ShardTask) -> Iterator[tuple[str, Mapping[str, bytes]]]:
+        """Key and members of each pack. Raises StageError where the shard cannot be read."""
+
+    @abstractmethod
+    def remove(self, folder: Path, kept: Sequence[str]) -> None:
+        """Remove all shards but those with the kept names, and what describes them."""
+
+    def stored_form(self, sample: SourceSample) -> SourceSample:
+        """The sample as reading it back gives it."""
+        return sample
+
+    def members(self, task: ShardTask, rows: Sequence[Row]) -> list[Member]:
+        """A pack's members: the media in order, then the JSON. Raises StageError where a sample
+        changed since it was measured."""
+        subs = [
+            PackedSubSample(task.read_sample(row), row.extensions, row.num_tokens) for row in rows
+        ]
+        images = [data for row in rows for data in task.read_images(row)]
+        names = image_part_names([extension for row in rows for extension in row.extensions])
+        return [*zip(names, images, strict=True), (JSON_PART, pack_json(subs, task.task))]

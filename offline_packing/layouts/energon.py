@@ -1,0 +1,99 @@
+"""WebDataset shards with Energon's metadata: the layout that the task encoder here reads.
+
+train-000000.tar, train-000000.tar.idx    see tar_shards.py
+.nv-meta/                                 see energon_metadata.py
+"""
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from offline_packing.energon_metadata import check_energon, write_energon_metadata
+from offline_packing.errors import StageError
+from offline_packing.files import atomic_file, hash_file, read_json, write_atomically
+from offline_packing.fragments import ShardFragment, ShardFragments
+from offline_packing.layouts.base import Layout
+from offline_packing.shard_tasks import ShardTask
+from offline_packing.tar_shards import TarShardWriter, index_bytes, scan_tar
+
+_SHARD: Final = re.compile(r"([A-Za-z0-9_]+-\d{6}\.tar)(\.idx)?")
+
+
+class EnergonLayout(Layout):
+    """Tar shards."""
+
+    def shard_file(self, shard_name: str) -> str:
+        return f"{shard_name}.tar"
+
+    def check_ready(self) -> None:
+        check_energon()
+
+    def write(self, task: ShardTask) -> ShardFragment:
+        path = task.folder / self.shard_file(task.shard.name)
+        with atomic_file(path) as file:
+            writer = TarShardWriter(file)
+            for key, rows in task.packs():
+                writer.add(key, self.members(task, rows))
+            digest = writer.finish()
+        write_atomically(path.with_suffix(".tar.idx"), index_bytes(writer.entries))
+        return ShardFragment.of(task, path.name, writer.size, digest, writer.entries)
+
+    def finish(
+        self,
+        folder: Path,
+        task: str,
+        splits: Mapping[str, Sequence[str]],
+        fragments: ShardFragments,
+        content_hash: str,
+    ) -> None:
+        packs = ((fragment.name, fragment.packs) for fragment in fragments)
+        write_energon_metadata(folder, task, splits, packs, content_hash=content_hash)
+
+    def find_wrong_counts(self, folder: Path, num_packs: Mapping[str, int]) -> list[str]:
+        counts = (read_json(folder / ".nv-meta" / ".info.json") or {}).get("shard_counts")
+        if counts != num_packs:
+            return [".nv-meta/.info.json does not list the shards with their packs"]
+        return []
+
+    def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
+        path = task.folder / self.shard_file(task.shard.name)
+        if not path.is_file():
+            return [f"{path.name} is missing"]
+        found = []
+        if hash_file(path) != expected_hash:
+            found.append(f"{path.name} is not what was written: its hash differs")
+        try:
+            entries = list(scan_tar(path))
+        except StageError as error:
+            return [*found, str(error)]
+        try:
+            if path.with_suffix(".tar.idx").read_bytes() != index_bytes(entries):
+                found.append(f"{path.name}.idx does not match the tar")
+        except OSError:
+            found.append(f"{path.name}.idx is missing")
+        return found
+
+    def read_packs(self, task: ShardTask) -> Iterator[tuple[str, Mapping[str, bytes]]]:
+        path = task.folder / self.shard_file(task.shard.name)
+        entries = list(scan_tar(path))
+        with open(path, "rb") as file:
+            for entry in entries:
+                file.seek(entry.offset)
+                data = file.read(entry.size)
+                yield (
+                    entry.key,
+                    {
+                        part.name: data[(start := part.offset - entry.offset) : start + part.size]
+                        for part in entry.parts
+                    },
+                )
+
+    def remove(self, folder: Path, kept: Sequence[str]) -> None:
+        for path in folder.iterdir():
+            match = _SHARD.fullmatch(path.name)
+            if match and match[1] not in kept:
+                path.unlink()
+        if not kept:
+            shutil.rmtree(folder / ".nv-meta", ignore_errors=True)

@@ -1,0 +1,110 @@
+"""Packs as single files in one folder: to look at them, and for tools that want it so.
+
+    raw_packing_data/ps_00000000.img000.jpg
+    raw_packing_data/ps_00000000.img001.jpg
+    raw_packing_data/ps_00000000.json
+
+A shard is then only the task that writes its packs; the split of each stands in the manifest.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from offline_packing.errors import StageError
+from offline_packing.files import sync_folder, translate_disk_full
+from offline_packing.fragments import ShardFragment, ShardFragments
+from offline_packing.layouts.base import Layout
+from offline_packing.shard_tasks import ShardTask
+from offline_packing.tar_shards import PackEntry, Part
+from task_encoders.pack_format import JSON_PART
+
+FOLDER: Final = "raw_packing_data"
+
+
+class RawPackingLayout(Layout):
+    """One file per image and per pack's JSON."""
+
+    def shard_file(self, shard_name: str) -> str:
+        return shard_name
+
+    def write(self, task: ShardTask) -> ShardFragment:
+        folder = task.folder / FOLDER
+        partial = task.fragment_path.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
+        partial.mkdir()
+        folder.mkdir(exist_ok=True)
+        entries: list[PackEntry] = []
+        digest = xxhash.xxh3_128()
+        offset = 0
+        with translate_disk_full(partial):
+            for key, rows in task.packs():
+                parts = []
+                for name, data in self.members(task, rows):
+                    (partial / f"{key}.{name}").write_bytes(data)
+                    digest.update(data)
+                    parts.append(Part(name, offset, len(data)))
+                    offset += len(data)
+                start = parts[0].offset
+                entries.append(PackEntry(key, start, offset - start, tuple(parts)))
+            os.sync()  # once, where a sync of each small file would take most of the time
+            for path in partial.iterdir():
+                path.rename(folder / path.name)
+        sync_folder(folder)
+        partial.rmdir()
+        name = self.shard_file(task.shard.name)
+        return ShardFragment.of(task, name, offset, digest.hexdigest(), entries)
+
+    def finish(
+        self,
+        folder: Path,
+        task: str,
+        splits: Mapping[str, Sequence[str]],
+        fragments: ShardFragments,
+        content_hash: str,
+    ) -> None:
+        """Nothing: each pack's JSON says all there is to say."""
+
+    def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
+        digest = xxhash.xxh3_128()
+        fragment = ShardFragment.load(task.fragment_path)
+        for entry in fragment.packs:
+            for part in entry.parts:
+                path = task.folder / FOLDER / f"{entry.key}.{part.name}"
+                try:
+                    digest.update(path.read_bytes())
+                except FileNotFoundError:
+                    return [f"{FOLDER}/{path.name} is missing"]
+        if digest.hexdigest() != expected_hash:
+            return [
+                f"{FOLDER}: packs {fragment.packs[0].key} to {fragment.packs[-1].key} are not what "
+                "was written: their hash differs"
+            ]
+        return []
+
+    def read_packs(self, task: ShardTask) -> Iterator[tuple[str, Mapping[str, bytes]]]:
+        for entry in ShardFragment.load(task.fragment_path).packs:
+            paths = {p.name: task.folder / FOLDER / f"{entry.key}.{p.name}" for p in entry.parts}
+            try:
+                yield entry.key, {name: path.read_bytes() for name, path in paths.items()}
+            except OSError as error:
+                raise StageError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+    def remove(self, folder: Path, kept: Sequence[str]) -> None:
+        if not kept:
+            shutil.rmtree(folder / FOLDER, ignore_errors=True)
+            return
+        fragments = folder.glob("_packing/**/write/*.json")
+        kept_keys = {
+            pack.key
+            for path in fragments
+            if path.stem in kept
+            for pack in ShardFragment.load(path).packs
+        }
+        for path in (folder / FOLDER).glob("*"):
+            if path.name.partition(".")[0] not in kept_keys:
+                path.unlink()

@@ -1,0 +1,102 @@
+"""What plan_packs was asked for, checked, with all arrays cut to the samples to pack."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from offline_packing.pack_order import RankLayout
+from offline_packing.strategies import STRATEGIES
+
+ASSIGNMENTS = ("shuffle", "locality", "mix", "balance")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The arguments of plan_packs that decide how admitted samples are packed.
+
+    Arrays are per admitted sample.
+    """
+
+    seq_length: int
+    strategy: str
+    seed: int
+    assignment: frozenset[str]
+    window_packs: int
+    homogeneous: bool
+    min_fill: float
+    min_samples: int
+    lengths: np.ndarray
+    sizes: Mapping[str, tuple[np.ndarray, int]] = field(default_factory=dict)
+    groups: np.ndarray | None = None
+    weights: Mapping[int, float] | None = None
+    cost: np.ndarray | None = None
+    source_order: np.ndarray | None = None
+    balance_by: np.ndarray | None = None
+    order: RankLayout | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def subset(self, chosen: np.ndarray) -> "PlanRequest":
+        """The same request for some of the samples: bool or index array."""
+        arrays = {
+            name: getattr(self, name)[chosen]
+            for name in ("lengths", "groups", "cost", "source_order", "balance_by")
+            if getattr(self, name) is not None
+        }
+        sizes = {name: (array[chosen], limit) for name, (array, limit) in self.sizes.items()}
+        return replace(self, sizes=sizes, **arrays)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether packs follow a given order of the samples."""
+        return not self.assignment.isdisjoint(("locality", "mix"))
+
+
+def check_request(request: PlanRequest) -> None:
+    """Raise ValueError for names that do not exist and arguments that do not go together."""
+    check_strategy(request.strategy)
+    unknown = request.assignment - set(ASSIGNMENTS)
+    if unknown:
+        raise ValueError(
+            f"assignment {min(unknown)!r} is unknown; choose among {', '.join(ASSIGNMENTS)}"
+        )
+    wants = request.assignment
+    _check_given("assignment locality", "locality" in wants, source_order=request.source_order)
+    _check_given("assignment mix", "mix" in wants, groups=request.groups)
+    _check_given("assignment balance", "balance" in wants, balance_by=request.balance_by)
+    _check_given("homogeneous", request.homogeneous, groups=request.groups)
+    windowed = sorted(wants & {"locality", "mix"})
+    if windowed and request.order is not None:
+        raise ValueError(
+            f"order puts packs of similar cost side by side, assignment {windowed[0]} packs of the "
+            "same stretch of the source; choose one of them"
+        )
+    exact = windowed or request.sizes
+    if exact and request.strategy != "auto":
+        asked = f"assignment {windowed[0]}" if windowed else f"budget {min(request.sizes)!r}"
+        raise ValueError(f"{asked} needs strategy 'auto', not {request.strategy!r}")
+    if request.sizes and wants & {"locality", "mix", "balance"}:
+        raise ValueError(
+            f"assignment {min(wants - {'shuffle'})} exchanges samples of equal length, which may "
+            "break a budget; leave out one of the two"
+        )
+    if not 0 <= request.min_fill <= 1:
+        raise ValueError(f"min_fill is {request.min_fill}; it is a share of seq_length, 0 to 1")
+    limit = request.sizes["samples"][1] if "samples" in request.sizes else None
+    if limit is not None and request.min_samples > limit:
+        raise ValueError(
+            f"min_samples is {request.min_samples} > max_samples {limit}; no pack can be both"
+        )
+
+
+def check_strategy(name: str) -> None:
+    """Raise ValueError with the valid names if there is no such strategy."""
+    if name not in STRATEGIES:
+        raise ValueError(f"strategy {name!r} is unknown; choose one of {', '.join(STRATEGIES)}")
+
+
+def _check_given(what: str, asked: bool, **arrays: np.ndarray | None) -> None:
+    for name, array in arrays.items():
+        if asked and array is None:
+            raise ValueError(f"{what} needs {name}, an array with one entry per sample")

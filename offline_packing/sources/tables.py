@@ -1,0 +1,196 @@
+"""Rows as records: Parquet files, and Hugging Face datasets saved to disk (Arrow files).
+
+    id: string    image: binary | {bytes, path} | string    caption: string
+    id: string    images: list of the same                  messages: list of {role, content}
+
+Columns have the names that the fields of a JSON record have, or are named by `source.fields`. An
+image that is a path, and no bytes, is a file below `image_root` or beside the table.
+A record's key is its id, or else `FILE:ROW`, rows counted from 0.
+"""
+
+import os
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import orjson
+import pyarrow as pa
+import xxhash
+
+from offline_packing.errors import StageError
+from offline_packing.sources import row_files
+from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, record_key
+from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.locators import Locator
+from offline_packing.sources.records import RECORD_FIELDS
+from offline_packing.sources.row_files import RowFile
+from task_encoders.samples import SampleError
+
+_DAMAGE = (OSError, ValueError, pa.ArrowException)
+
+
+class TableSource(Source):
+    """A part is (container, row groups as a range, first row); of a damaged file, the reason."""
+
+    OPTIONS = frozenset({"fields", "image_root"})
+    #: kind of the locators
+    KIND: ClassVar[str]
+
+    @abstractmethod
+    def _containers(self) -> list[tuple[str, int]]:
+        """Files to be read, and their sizes, in order."""
+
+    def scan(self, samples_per_part: int) -> Scan:
+        digest = xxhash.xxh3_128()
+        parts: list[SourcePart] = []
+        for container, size in self._containers():
+            digest.update(os.fsencode(container) + b"\0%d\n" % size)
+            parts += self._scan_file(container, samples_per_part)
+        return Scan(tuple(parts), digest.hexdigest())
+
+    def _scan_file(self, container: str, samples_per_part: int) -> Iterator[SourcePart]:
+        try:
+            rows = self._open(container)
+        except _DAMAGE as error:
+            yield SourcePart((container, " ".join(str(error).split())[:200], 0), 1)
+            return
+        self._columns(rows.schema, container)
+        first = 0
+        for last in range(len(rows.group_rows)):
+            held = rows.group_starts[last + 1] - rows.group_starts[first]
+            following = rows.group_rows[last + 1] if last + 1 < len(rows.group_rows) else None
+            if following is None or held + following > samples_per_part:
+                items = (container, range(first, last + 1), rows.group_starts[first])
+                yield SourcePart(items, held)
+                first = last + 1
+
+    def records(self, part: SourcePart) -> Iterator[Record]:
+        container, groups, row = part.items
+        if isinstance(groups, str):
+            yield self._lost(container, container, 0, groups)
+            return
+        stem = container.rpartition(".")[0]
+        end = row + (part.num_records or 0)
+        try:
+            rows = self._open(container)
+            columns = self._columns(rows.schema, container)
+            for batch in rows.batches(groups, columns):
+                for values in _to_rows(batch):
+                    yield self._record(container, f"{stem}:{row}", row, values, batch.schema)
+                    row += 1
+        except _DAMAGE as error:
+            detail = " ".join(str(error).split())[:200]
+            for lost in range(row, end):
+                yield self._lost(container, f"{stem}:{lost}", lost, detail)
+
+    def _open(self, container: str) -> RowFile:
+        try:
+            return RowFile.open(self.root, container, self.KIND)
+        except SampleError as error:
+            raise self.unreadable(container, error) from error
+
+    def _lost(self, container: str, key: str, row: int, detail: str) -> Record:
+        at = Locator(self.KIND, container, row, 0)
+        return Record(key, at, SampleError("damaged_source", f"{container}: {detail}"))
+
+    def _record(
+        self,
+        container: str,
+        default_key: str,
+        row: int,
+        values: Mapping[str, Any] | SampleError,
+        schema: pa.Schema,
+    ) -> Record:
+        column = row_files.record_column(schema.names)
+        at = Locator(self.KIND, container, row, 0, column)
+        if isinstance(values, SampleError):
+            return Record(default_key, at, values)
+        media_columns = [f.name for f in schema if row_files.is_media_type(f.type)]
+        embedded: dict[str, Embedded] = {}
+        key = default_key
+        try:
+            data, media = row_files.record_json(values, media_columns)
+            at = Locator(self.KIND, container, row, len(data), column)
+            content = self.parse(data)
+            key = record_key(content, default_key)
+        except SampleError as error:
+            return Record(key, at, error)
+        except orjson.JSONEncodeError as error:
+            return Record(key, at, SampleError("bad_json", str(error)))
+        for name, image in media.items():
+            embedded[name] = Embedded(Locator(self.KIND, container, row, len(image), name), image)
+        return Record(key, at, content, () if self.task == "captioning" else None, embedded)
+
+    def _columns(self, schema: pa.Schema, container: str) -> list[str]:
+        """The columns that records are made of. Raises StageError where there are none."""
+        wanted = self.fields.columns() or set(RECORD_FIELDS)
+        columns = [name for name in schema.names if name in wanted]
+        if not set(columns) - {"id", self.fields.column("id")}:
+            raise StageError(
+                f"{self.root.path(container)} has the columns {', '.join(schema.names)}; name "
+                "those to be used, for example source.fields={images: jpg, caption: text}"
+            )
+        return columns
+
+
+def _to_rows(batch: pa.RecordBatch) -> Sequence[Mapping[str, Any] | SampleError]:
+    """Rows of a batch; one whose text is not UTF-8 as its error."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        return [_to_row(batch, i) for i in range(len(batch))]
+
+
+def _to_row(batch: pa.RecordBatch, i: int) -> Mapping[str, Any] | SampleError:
+    try:
+        row: Mapping[str, Any] = batch.slice(i, 1).to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return SampleError("bad_json", str(error))
+    return row
+
+
+class ParquetSource(TableSource):
+    """Parquet files: one, or all below a folder."""
+
+    KIND = "parquet_row"
+
+    def _containers(self) -> list[tuple[str, int]]:
+        found = sorted(
+            (name, size)
+            for name, size in self.root.walk()
+            if (self.file_name is None and name.endswith(".parquet")) or name == self.file_name
+        )
+        if not found:
+            raise StageError(f"source path {self.path!r} holds no *.parquet; set source.path")
+        return found
+
+
+class HuggingFaceSource(TableSource):
+    """A folder that `datasets` wrote with save_to_disk. Of several splits `split` is read."""
+
+    OPTIONS = TableSource.OPTIONS | {"split"}
+    KIND = "arrow_row"
+
+    def _containers(self) -> list[tuple[str, int]]:
+        folder = ""
+        if self.file_name is None and (Path(self.path) / "dataset_dict.json").exists():
+            splits = orjson.loads((Path(self.path) / "dataset_dict.json").read_bytes())["splits"]
+            split = self.split or "train"
+            if split not in splits:
+                raise StageError(
+                    f"{self.path} has the splits {', '.join(splits)}, not {split!r}; "
+                    "set source.split"
+                )
+            folder = f"{split}/"
+        found = sorted(
+            (name, size)
+            for name, size in self.root.walk()
+            if name.startswith(folder) and name.endswith(".arrow")
+        )
+        if not found:
+            raise StageError(
+                f"source path {self.path!r} holds no *.arrow; save the dataset with save_to_disk, "
+                "or use format parquet"
+            )
+        return found

@@ -1,0 +1,76 @@
+"""The configuration of a run, and the files in launch/ that hold one."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from launch.config import LaunchConfig, load_config
+from offline_packing.errors import ConfigError
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+EXAMPLES = ["pretrain_stage1.yaml", "pretrain_stage1_5.yaml", "sft.yaml"]
+MINIMAL = "data: {path: out/packed}\nbatch: {global_batch_size: 64}\noutput: {path: out/run}\n"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_are_valid(name: str) -> None:
+    config = load_config(LAUNCH / name)
+    assert config.data.path.startswith("demo_output/")
+    assert config.model.preset == "tiny"
+
+
+def test_overrides_are_yaml(file: Path) -> None:
+    config = load_config(
+        file,
+        ["schedule.learning_rate=1e-5", "model.freeze=[vision, projector]", "train.iterations=7"],
+    )
+    assert config.schedule.learning_rate == 1e-5
+    assert config.model.freeze == {"vision", "projector"}
+    assert config.train.iterations == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.pth=x", "data.pth is no known field; valid: path, micro_batch_size"),
+        ("optimiser.eps=1", "optimiser is no known field; valid: model, data, batch"),
+        ("parallel.pipeline=2", "parallel.pipeline=2: pipeline parallelism is not supported"),
+        ("train.normalization=tokens", "choose 'token' or 'sample'"),
+        ("train.iterations=true", "a number is needed"),
+        ("schedule.min_learning_rate=1", "min_learning_rate 1 > learning_rate 1e-05"),
+        ("batch.global_batch_packs=8", "set one of global_batch_size (samples) and"),
+        ("model.preset=13b", "choose one of: tiny, 2b, 7b"),
+        ("data.path.x=1", "data.path is 'out/packed', not a mapping"),
+        ("data.path", "is not of the form a.b=value"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_remedy(override: str, message: str, file: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(file, [override])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_samples_without_boundaries_cannot_weigh_the_same(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.normalization=token"):
+        load_config(file, ["data.cross_sample_attention=true", "train.normalization=sample"])
+
+
+def test_a_config_cannot_be_changed(file: Path) -> None:
+    config = load_config(file)
+    with pytest.raises(ValidationError):
+        config.train.seed = 3  # type: ignore[misc]
+    assert isinstance(config, LaunchConfig)
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "none.yaml")

@@ -1,0 +1,112 @@
+"""The Megatron-LM example: what tensor parallel ranks receive, and that it trains."""
+
+import dataclasses
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from launch.megatron_lm_batch import FIELDS, MegatronBatch, forward_step, get_batch, main
+from launch.model import build_model
+from launch.model_config import ModelConfig
+from launch.parallel import initialize_parallel
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.sample_encoder import IGNORE_INDEX
+from tests.launch.rank_processes import run_ranks
+from tests.launch.tiny_checkpoints import (
+    ROWS,
+    packed_batch,
+    row_samples,
+    transformers_model,
+    write_checkpoint,
+)
+from tests.task_encoders.legacy_packs import legacy_vqa_folder
+
+
+def example_batches() -> list[PackedBatch]:
+    reference = transformers_model("qwen2_vl", tied=False)
+    return [
+        packed_batch(row_samples(reference, row), pad_multiple=pad)
+        for row, pad in zip(ROWS, (1, 4, 1, 1), strict=True)
+    ]
+
+
+def as_tensors(batch: MegatronBatch) -> dict[str, Any]:
+    """The fields as tensors with memory of their own, which can be sent to another process."""
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    values |= vars(values.pop("packed_seq_params"))
+    return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
+
+
+def read_all(checkpoint: Path, tensor_parallel: int) -> tuple[list[dict[str, Any]], list[float]]:
+    """Every batch and its loss on this rank; only the first tensor parallel rank has data."""
+    device = initialize_parallel(tensor_parallel)
+    batches = example_batches() if torch.distributed.get_rank() == 0 else None
+    received = []
+    data_iterator = iter(batches) if batches is not None else None
+    for _ in ROWS:
+        received.append(as_tensors(get_batch(data_iterator, device)))
+    with pytest.raises(StopIteration):
+        get_batch(data_iterator, device)
+
+    model = build_model(ModelConfig(checkpoint=checkpoint), device=device)
+    data_iterator = iter(batches) if batches is not None else None
+    losses = []
+    for _ in ROWS:
+        output_tensor, reduce = forward_step(data_iterator, model)
+        loss, num_tokens, _ = reduce(output_tensor)
+        losses.append(float(loss.detach() / num_tokens))
+    return received, losses
+
+
+def test_every_rank_receives_what_the_first_has_read(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", "qwen2_vl", tied=False)
+    expected, expected_losses = read_all(checkpoint, 1)
+    assert len(expected) == len(ROWS)
+    for received, losses in run_ranks(2, tmp_path / "ranks", read_all, checkpoint, 2):
+        assert losses == pytest.approx(expected_losses, abs=1e-5)
+        for ours, theirs in zip(received, expected, strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, value in theirs.items():
+                if isinstance(value, torch.Tensor):
+                    assert torch.equal(ours[name], value)
+                    assert ours[name].dtype == value.dtype
+                else:
+                    assert ours[name] == value
+
+
+def test_labels_are_those_of_the_next_token() -> None:
+    initialize_parallel(1)
+    batches = example_batches()
+    for batch in batches:
+        found = get_batch(iter([batch]), torch.device("cpu"))
+        assert torch.equal(found.labels[:, :-1], batch.labels[:, 1:])
+        assert found.labels[0, -1] == IGNORE_INDEX
+        assert torch.equal(found.loss_mask.bool(), found.labels != IGNORE_INDEX)
+        assert found.loss_mask.sum() == batch.loss_mask.sum() > 10
+
+
+def test_fields_are_aligned_in_the_buffer() -> None:
+    sizes = [dtype.itemsize for _, dtype, _ in FIELDS]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_the_example_trains_on_packs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OFFLINE_PACKED_DATA", "1")
+    monkeypatch.setenv("OFFLINE_PACKING_VQA", "1")
+    folder = legacy_vqa_folder(tmp_path / "vqa")
+    with caplog.at_level(logging.INFO):
+        CliRunner().invoke(main, [str(folder), "--steps", "6"], catch_exceptions=False)
+    steps = [record for record in caplog.records if record.msg.startswith("step")]
+    losses = [
+        float(word) for record in steps for word in re.findall(r"loss ([0-9.]+)", record.message)
+    ]
+    assert len(losses) == 6
+    assert 11 < losses[0] < 12.5  # about ln 151,936 = 11.93
+    assert losses[-1] < losses[0] - 0.1

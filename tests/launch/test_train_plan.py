@@ -1,0 +1,121 @@
+"""Steps and batch sizes from manifests."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.config import LaunchConfig
+from launch.data_manifest import PackedData, read_packed_data
+from launch.train_plan import plan_training
+from offline_packing.errors import StageError
+from tests.launch.packed_runs import SEQ_LENGTH, bmr_folder, captioning_folder
+
+BLEND = """\
+__module__: megatron.energon
+__class__: MetadatasetV2
+splits:
+  train:
+    blend:
+      - {{path: {captions}, weight: 3}}
+      - {{path: {dialogues}, weight: 1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return captioning_folder(tmp_path_factory.mktemp("captions"))
+
+
+@pytest.fixture(scope="module")
+def dialogues(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bmr_folder(tmp_path_factory.mktemp("dialogues"))
+
+
+def plan_of(packed: PackedData, data_parallel: int = 1, /, **sections: Any) -> Any:
+    content: dict[str, Any] = {
+        "data": {"path": "unused"},
+        "batch": {"global_batch_size": 256},
+        "output": {"path": "unused"},
+    }
+    config = LaunchConfig.model_validate(content | sections)
+    return plan_training(config, packed, data_parallel)
+
+
+def data_of(num_packs: int, num_samples: int) -> PackedData:
+    return PackedData(num_packs, num_samples, num_samples / num_packs, 8192, {}, "0")
+
+
+def test_a_folder_is_counted_by_its_train_split(captions: Path) -> None:
+    manifest = json.loads((captions / "manifest.json").read_bytes())
+    data = read_packed_data(captions)
+    assert data.num_packs == manifest["counts"]["packs"]["train"]
+    assert manifest["counts"]["packs"]["val"] > 0
+    assert data.num_samples < manifest["counts"]["packed"]
+    assert data.samples_per_pack == data.num_samples / data.num_packs
+    assert data.seq_length == SEQ_LENGTH
+
+
+def test_a_blend_is_weighed_as_it_is_drawn(captions: Path, dialogues: Path, tmp_path: Path) -> None:
+    blend = tmp_path / "blend.yaml"
+    blend.write_text(BLEND.format(captions=captions, dialogues=dialogues))
+    first, second = read_packed_data(captions), read_packed_data(dialogues)
+    data = read_packed_data(blend)
+    assert data.num_packs == first.num_packs + second.num_packs
+    expected = 0.75 * first.samples_per_pack + 0.25 * second.samples_per_pack
+    assert data.samples_per_pack == pytest.approx(expected)
+    assert data.content_hash not in (first.content_hash, second.content_hash)
+
+
+def test_datasets_measured_differently_cannot_be_blended(
+    captions: Path, dialogues: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    manifest = json.loads((dialogues / "manifest.json").read_bytes())
+    manifest["config"]["model"]["max_pixels"] = 12_544
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    (other / ".nv-meta").symlink_to(dialogues / ".nv-meta")
+    for shard in dialogues.glob("*.tar*"):
+        (other / shard.name).symlink_to(shard)
+    blend = tmp_path / "blend.yaml"
+    blend.write_text(BLEND.format(captions=captions, dialogues=other))
+    with pytest.raises(StageError, match=r"max_pixels 50176, .* with 12544"):
+        read_packed_data(blend)
+
+
+def test_packs_without_manifest_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(StageError, match=r"has no manifest\.json"):
+        read_packed_data(tmp_path)
+    with pytest.raises(StageError, match="neither a packed folder nor"):
+        read_packed_data(tmp_path / "none")
+
+
+def test_the_batch_keeps_the_samples_of_the_recipe() -> None:
+    # 1,000 packs of 8 samples: 256 samples are 32 packs; an epoch of 8,000 samples is 32 steps
+    plan = plan_of(data_of(1_000, 8_000), 4)
+    assert plan.packs_per_step == 32
+    assert plan.accumulation == 8
+    assert plan.iterations == 32  # 31 whole steps, and 8 packs
+
+
+@pytest.mark.parametrize(("data_parallel", "packs"), [(1, 26), (8, 24), (16, 32), (64, 64)])
+def test_the_batch_is_shared_out_evenly(data_parallel: int, packs: int) -> None:
+    plan = plan_of(data_of(1_000, 10_000), data_parallel)  # 25.6 packs
+    assert plan.packs_per_step == packs
+    assert plan.accumulation * data_parallel == packs
+
+
+def test_epochs_and_iterations() -> None:
+    data = data_of(1_000, 8_000)
+    assert plan_of(data, train={"epochs": 2}).iterations == 63
+    assert plan_of(data, train={"epochs": 0.5}).iterations == 16
+    plan = plan_of(data, train={"iterations": 7}, schedule={"warmup": 0.3})
+    assert (plan.iterations, plan.warmup_iterations) == (7, 2)
+
+
+def test_packs_that_cannot_be_shared_out_are_refused() -> None:
+    batch = {"global_batch_packs": 10}
+    with pytest.raises(ValueError, match="is no multiple of 8 = 4 data parallel ranks"):
+        plan_of(data_of(10, 20), 4, batch=batch, data={"path": "x", "micro_batch_size": 2})

@@ -1,0 +1,103 @@
+"""The transformers example: the collator's arguments, Trainer's loss, and that it trains."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch.nn import functional as F
+from transformers import TrainingArguments
+
+from launch.transformers_trainer import PackedRows, PackedTrainer, collate_packed, main
+from task_encoders.sample_encoder import IGNORE_INDEX
+from tests.launch.tiny_checkpoints import (
+    packed_batch,
+    row_samples,
+    transformers_model,
+    unpacked_inputs,
+)
+from tests.task_encoders.legacy_packs import legacy_vqa_folder
+
+
+def trainer(folder: Path, rows: list[Any], **options: Any) -> PackedTrainer:
+    args = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=1,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
+    model = transformers_model("qwen2_vl", tied=False)
+    dataset = PackedRows(rows)
+    return PackedTrainer(args=args, model=model, train_dataset=dataset, eval_dataset=dataset)
+
+
+def test_loss_of_a_step_is_the_mean_over_all_tokens_of_the_samples_alone(tmp_path: Path) -> None:
+    """Two packs with unlike numbers of labels, accumulated: each token counts the same."""
+    model = transformers_model("qwen2_vl", tied=False)
+    packs = [row_samples(model, "mixed"), row_samples(model, "several_images", seed=40)]
+    losses = []
+    with torch.no_grad():
+        for sample in [sample for pack in packs for sample in pack]:
+            logits = model(**unpacked_inputs(sample)).logits[0, :-1]
+            labels = torch.from_numpy(sample.labels[1:])
+            losses.append(F.cross_entropy(logits, labels, reduction="none")[labels >= 0])
+    tokens = torch.cat(losses)
+    assert len(tokens) > 80
+
+    rows = [packed_batch(pack) for pack in packs]
+    run = trainer(tmp_path, rows, max_steps=1, gradient_accumulation_steps=2, learning_rate=0.0)
+    run.train()
+    assert run.state.log_history[0]["loss"] == pytest.approx(float(tokens.mean()), abs=2e-4)
+    weighted_by_pack = [float(torch.cat(part).mean()) for part in (losses[:5], losses[5:])]
+    assert abs(sum(weighted_by_pack) / 2 - float(tokens.mean())) > 1e-3  # what else it could be
+
+
+def test_evaluation_reads_the_same_rows(tmp_path: Path) -> None:
+    model = transformers_model("qwen2_vl", tied=False)
+    rows = [packed_batch(row_samples(model, "mixed"))]
+    run = trainer(tmp_path, rows, max_steps=1, prediction_loss_only=True)
+    with torch.no_grad():
+        expected = float(run.model.eval()(**collate_packed(rows)).loss)
+    assert run.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_several_rows_are_refused() -> None:
+    rows = [packed_batch(row_samples(transformers_model("qwen2_vl", tied=True), "no_image"))] * 2
+    with pytest.raises(ValueError, match="2 rows in a batch; set per_device_train_batch_size=1"):
+        collate_packed(rows)
+
+
+def test_a_process_with_several_gpus_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: 2))
+    with pytest.raises(ValueError, match="start with torchrun --nproc-per-node 2"):
+        trainer(tmp_path, [], max_steps=1)
+
+
+def test_collated_labels_are_counted_as_they_are_used() -> None:
+    batch = packed_batch(row_samples(transformers_model("qwen2_vl", tied=True), "mixed"))
+    labels = collate_packed([batch])["labels"]
+    counted_by_trainer = int((labels != IGNORE_INDEX).sum())
+    used_by_model = int((labels[:, 1:] != IGNORE_INDEX).sum())
+    assert counted_by_trainer == used_by_model > 20
+
+
+def test_the_example_trains_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Qwen2VLForConditionalGeneration
+
+    monkeypatch.setenv("OFFLINE_PACKED_DATA", "1")
+    monkeypatch.setenv("OFFLINE_PACKING_VQA", "1")
+    folder = legacy_vqa_folder(tmp_path / "vqa")
+    arguments = [str(folder), str(tmp_path / "checkpoint"), "--steps", "2"]
+    result = CliRunner().invoke(main, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "config.json" in os.listdir(tmp_path / "checkpoint")
+    Qwen2VLForConditionalGeneration.from_pretrained(tmp_path / "checkpoint")

@@ -1,0 +1,58 @@
+"""Seeded laws of sample lengths for the benchmarks, near to those of vision-language data."""
+
+from pathlib import Path
+
+import numpy as np
+
+LAWS = ("captions", "sft", "uniform", "half", "narrow")
+MAX_TOKENS = 8192
+
+
+def _lognormal(
+    rng: np.random.Generator, n: int, median: float, sigma: float, low: int, high: int
+) -> np.ndarray:
+    values = np.exp(np.log(median) + sigma * rng.standard_normal(n))
+    return np.clip(values, low, high).astype(np.int32)
+
+
+def draw_lengths(law: str, num_samples: int, seed: int = 1234) -> np.ndarray:
+    """Tokens per sample, int32 (num_samples,), all in 1..8192; or a measured index (.npy file).
+
+    captions: images of all sizes with a caption; sft: text, single images, conversations, long
+    ones; uniform: 1..8192; half: 40% above half of 8192; narrow: 596 tokens plus a short text.
+    """
+    rng = np.random.default_rng(seed)
+    if law == "captions":
+        return _lognormal(rng, num_samples, 400, 0.8, 16, MAX_TOKENS)
+    if law == "uniform":
+        return rng.integers(1, MAX_TOKENS + 1, num_samples, dtype=np.int32)
+    if law == "half":
+        long = rng.random(num_samples) < 0.40
+        above = rng.integers(MAX_TOKENS // 2 + 1, MAX_TOKENS + 1, num_samples, dtype=np.int32)
+        below = rng.integers(64, MAX_TOKENS // 2 + 1, num_samples, dtype=np.int32)
+        return np.where(long, above, below)
+    if law == "sft":
+        return draw_sft(num_samples, seed)[0]
+    if law == "narrow":
+        return 596 + _lognormal(rng, num_samples, 60, 0.6, 4, 1500)
+    if Path(law).suffix == ".npy":
+        return rng.choice(np.load(law), num_samples).astype(np.int32)
+    raise ValueError(f"law {law!r} is unknown; choose one of {', '.join(LAWS)} or an .npy file")
+
+
+def draw_sft(num_samples: int, seed: int = 1234) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and vision patches, int32 (num_samples,) each; four patches make one vision token.
+
+    30% text, 40% one image (60-95% vision tokens), 20% conversations (30-90%), 10% long ones.
+    """
+    rng = np.random.default_rng(seed)
+    kind = rng.random(num_samples)
+    text = _lognormal(rng, num_samples, 180, 0.9, 8, 4096)
+    image = rng.integers(256, 1501, num_samples, dtype=np.int32)
+    talk = rng.integers(1000, 4001, num_samples, dtype=np.int32)
+    long = rng.integers(3000, MAX_TOKENS + 1, num_samples, dtype=np.int32)
+    tokens = np.select([kind < 0.3, kind < 0.7, kind < 0.9], [text, image, talk], long)
+    low = np.select([kind < 0.3, kind < 0.7, kind < 0.9], [0.0, 0.6, 0.3], 0.2)
+    high = np.select([kind < 0.3, kind < 0.7, kind < 0.9], [0.0, 0.95, 0.9], 0.95)
+    vision_tokens = tokens * rng.uniform(low, high)
+    return tokens, np.minimum(4 * vision_tokens.astype(np.int32), 14_000)

@@ -1,0 +1,108 @@
+"""Packing functions of other projects, called the way those projects call them.
+
+Each takes lengths as a list and returns packs as lists of sample indices. A project that is not
+installed is named as missing; nothing is installed from here.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+
+PeerFunction = Callable[[Sequence[int], int], Sequence[Sequence[int]]]
+
+
+class Peer(NamedTuple):
+    """A packing function of another project."""
+
+    function: PeerFunction
+    package: str
+    #: beyond this many samples it takes too long to be measured
+    max_samples: int
+
+
+def _load_file(package: str, *path: str) -> ModuleType:
+    """One file of a package, without the package's own imports."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    file = Path(spec.origin).parent.joinpath(*path)
+    module_spec = importlib.util.spec_from_file_location(f"peer_{file.stem}", file)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses look their module up
+    module_spec.loader.exec_module(module)
+    return module
+
+
+def _lightbinpack(name: str) -> PeerFunction:
+    def pack(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[int]]:
+        import lightbinpack
+
+        return getattr(lightbinpack, name)(lengths, seq_length)
+
+    return pack
+
+
+def _trl(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[int]]:
+    """Best-fit-decreasing of trl; the rows carry sample indices in place of tokens."""
+    import pyarrow as pa
+    from trl.data_utils import _pack_bfd
+
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    rows = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    ids = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(rows))
+    packed = _pack_bfd(pa.table({"input_ids": ids}), seq_length)
+    column = packed["input_ids"].combine_chunks()
+    values = column.values.to_numpy()
+    ends = column.offsets.to_numpy()
+    return [np.unique(values[a:b]) for a, b in pairwise(ends)]
+
+
+def _binpacking(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[int]]:
+    """As ms-swift calls it: (index, length) pairs."""
+    import binpacking
+
+    packs = binpacking.to_constant_volume(list(enumerate(lengths)), seq_length, weight_pos=1)
+    return [[index for index, _ in pack] for pack in packs]
+
+
+def _ms_swift(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[int]]:
+    """ms-swift packs each 1,000 samples by themselves (PackingDataset.PACKING_BATCH_SIZE)."""
+    packs = []
+    for start in range(0, len(lengths), 1000):
+        window = _binpacking(lengths[start : start + 1000], seq_length)
+        packs += [[start + index for index in pack] for pack in window]
+    return packs
+
+
+def _llamafactory(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[int]]:
+    """LLaMA-Factory's greedy knapsack; it returns lengths, which its caller maps to indices."""
+    module = _load_file("llamafactory", "data", "processor", "processor_utils.py")
+    waiting: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        waiting.setdefault(length, []).append(index)
+    packs = module.greedy_knapsack(list(lengths), seq_length)
+    return [[waiting[length].pop() for length in pack] for pack in packs]
+
+
+PEERS: dict[str, Peer] = {
+    "lightbinpack obfd": Peer(_lightbinpack("obfd"), "lightbinpack", 10_000_000),
+    "lightbinpack obfdp": Peer(_lightbinpack("obfdp"), "lightbinpack", 10_000_000),
+    "trl bfd": Peer(_trl, "trl", 100_000),
+    "binpacking": Peer(_binpacking, "binpacking", 10_000),
+    "ms-swift (windows of 1,000)": Peer(_ms_swift, "binpacking", 100_000),
+    "llamafactory greedy_knapsack": Peer(_llamafactory, "llamafactory", 100_000),
+}
+
+
+def missing_packages() -> list[str]:
+    """Packages of peers that are not installed."""
+    packages = sorted({peer.package for peer in PEERS.values()})
+    return [package for package in packages if importlib.util.find_spec(package) is None]
