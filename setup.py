@@ -17,10 +17,17 @@ CORE = [
     "tqdm>=4.66",
     "xxhash>=3.4",
 ]
-TRAIN = ["megatron-core>=0.16", "megatron-energon>=7.4,<8", "torch>=2.11", "transformers>=5.20,<6"]
+TRAIN = [
+    "megatron-core>=0.16",
+    "megatron-energon>=7.4,<8",
+    "safetensors>=0.5",
+    "torch>=2.11",
+    "transformers>=5.20,<6",
+]
 DEMO = [*TRAIN, "matplotlib>=3.8"]
 TEST = [
     *DEMO,
+    "accelerate>=1.1",  # transformers' Trainer needs it
     "binpacking==1.5",  # to_constant_volume must give the packs of this version
     "hypothesis>=6.100",
     "mypy>=1.13",
