@@ -85,7 +85,7 @@ class CheckpointFolder:
         distributed.broadcast_object_list(found)
         return found[0]
 
-    def load(self, path: Path, device: torch.device) -> tuple[int, Any, Any]:
+    def load(self, path: Path) -> tuple[int, Any, Any]:
         """Iteration, model state and rank state of a checkpoint; restores the generators.
 
         Raises:
@@ -104,8 +104,11 @@ class CheckpointFolder:
                     f"run has {value!r}; resume with the same, or start a new run in another "
                     "output.path"
                 )
-        model_state = _load_tensors(path / self._model_file, device)
-        rank_state = _load_tensors(path / self._rank_file, torch.device("cpu"))
+        # Weights are copied into the model from the mapped file, a tensor at a time.
+        model_state = torch.load(
+            path / self._model_file, map_location="cpu", weights_only=True, mmap=True
+        )
+        rank_state = torch.load(path / self._rank_file, map_location="cpu", weights_only=True)
         _restore_generators(rank_state.pop("generators"))
         return content["iteration"], model_state, rank_state
 
@@ -124,10 +127,6 @@ def _save_tensors(path: Path, state: Mapping[str, Any]) -> None:
         torch.save(dict(state), file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _load_tensors(path: Path, device: torch.device) -> Any:
-    return torch.load(path, map_location=device, weights_only=True)
 
 
 def _generator_state() -> dict[str, Any]:

@@ -12,9 +12,10 @@ from launch.data import EnergonMicroBatches, build_task_encoder
 from launch.data_manifest import PackedData, read_packed_data
 from launch.model import PackedQwen2VL, build_model, save_hf_checkpoint
 from launch.optimizer import ShardedAdamW
-from launch.parallel import initialize_parallel
+from launch.parallel import initialize_parallel, shutdown_parallel
 from launch.train_plan import TrainPlan, plan_training
 from launch.trainer import Trainer
+from offline_packing.errors import StageError
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,16 @@ def run(config: LaunchConfig) -> bool:
 
     Returns:
         Whether the run is finished; False after SIGTERM.
+
+    Raises:
+        StageError: the data cannot be used, or a run that is not to be resumed is already there.
     """
+    checkpoints = config.output.path / "checkpoints"
+    if not config.checkpoint.resume and any(checkpoints.glob("iter_*")):
+        raise StageError(
+            f"{checkpoints} holds another run; set checkpoint.resume=true to go on with it, or "
+            "give another output.path"
+        )
     device = initialize_parallel(config.parallel.tensor, seed=config.train.seed)
     trainer, model = build_trainer(config, device)
     if config.checkpoint.resume:
@@ -34,6 +44,7 @@ def run(config: LaunchConfig) -> bool:
         folder = config.output.path / "hf"
         save_hf_checkpoint(model, folder)
         logger.info("wrote the trained model to %s", folder)
+    shutdown_parallel()
     return finished
 
 

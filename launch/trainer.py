@@ -104,7 +104,7 @@ class Trainer:
         path = self._checkpoints.newest()
         if path is None:
             return
-        self.iteration, model_state, state = self._checkpoints.load(path, self._device)
+        self.iteration, model_state, state = self._checkpoints.load(path)
         self._model.load_state_dict(model_state)
         self._optimizer.load_state_dict(state["optimizer"])
         self._train_data.restore(state["data"])
@@ -160,9 +160,10 @@ class Trainer:
                 saved = self._save()
         if saved < self.iteration:
             self._save()
-        if stopped:
-            logger.info("stopped by SIGTERM after %d steps; run again to go on", self.iteration)
-        return not stopped
+        if not stopped or self.iteration == self._plan.iterations:
+            return True
+        logger.info("stopped by SIGTERM after %d steps; run again to go on", self.iteration)
+        return False
 
     def _step(self, stop: StopRequest, bar: Any) -> StepTotals | None:
         """One step; None, without one, if no rank has a pack left."""

@@ -70,7 +70,7 @@ def pack_in_order(
     """
     ends = np.cumsum(lengths[order], dtype=np.int64)  # tokens up to and with each sample
     wanted = seq_length * (window_packs + max(_MIN_SPARE_PACKS, round(_SPARE * window_packs)))
-    parts = []
+    parts: list[Packs] = []
     carried = np.zeros(0, np.int64)
     start = 0
     while start < len(order) or len(carried):
@@ -153,8 +153,9 @@ def balance_packs(
 ) -> Packs:
     """Even out ``quantity`` (one number per sample) over the packs by exchanging equal lengths.
 
-    Random pairs of equal length swap where that brings the sums of their packs closer. With ``window_packs`` only packs of the
-    same run of that many packs exchange samples, which keeps locality.
+    Random pairs of equal length swap where that brings the sums of their packs closer. With
+    ``window_packs`` only packs of the same run of that many packs exchange samples, which keeps
+    locality.
     """
     sample_ids = packs.sample_ids.copy()
     pack_of_slot = np.repeat(np.arange(packs.num_packs), np.diff(packs.pack_offsets))

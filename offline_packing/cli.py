@@ -5,6 +5,7 @@ A verb imports what it needs when it runs.
 """
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 import click
 
 from offline_packing.config import load_config
-from offline_packing.errors import ConfigError, StageError
+from offline_packing.errors import ConfigError, ShareDoneError, StageError
 from offline_packing.stage import Stage, build_engine, listed
 from task_encoders.samples import TASKS
 
@@ -64,8 +65,8 @@ def write_verb(stage: Stage, dry_run: bool) -> None:
     click.echo(f"wrote {counts['packed']:,} samples to {stage.workspace.root}; packs: {packs}")
 
 
-def verify_verb(stage: Stage, dry_run: bool) -> None:
-    """Re-read everything that was written and compare it with the source."""
+def verify_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
+    """Re-read everything that was written; --deep: compare it with the source, encode it again."""
     from offline_packing.verify import render_result, verify
     from offline_packing.write import open_plan
 
@@ -73,24 +74,57 @@ def verify_verb(stage: Stage, dry_run: bool) -> None:
         _, plan, _ = open_plan(stage)
         click.echo(f"would check {len(plan.sample_ids):,} samples in {plan.num_packs:,} packs")
         return
-    result = verify(stage)
-    click.echo(render_result(result), nl=False)
+    result = verify(stage, deep=deep)
+    click.echo(render_result(result, deep=deep), nl=False)
     if not result.ok:
         raise StageError(
-            f"{stage.workspace.root} has {result.num_problems:,} problems; "
-            "write it again with output.overwrite=true"
+            f"{stage.workspace.root} has {result.num_problems:,} problems; retry writes damaged "
+            "shards again, output.overwrite=true all of them"
         )
 
 
-def run_verb(stage: Stage, dry_run: bool) -> None:
+def run_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
     """measure, plan, write and verify; what is complete is not done again."""
-    verbs = (measure_verb, plan_verb, write_verb, verify_verb)
+    verbs: tuple[Callable[[Stage, bool], None], ...]
+    verbs = (measure_verb, plan_verb, write_verb, functools.partial(verify_verb, deep=deep))
     needed = (stage.workspace.index_info, stage.workspace.plan_info, stage.workspace.manifest)
     for verb, artifact in zip(verbs, (None, *needed), strict=True):
         if dry_run and artifact is not None and not artifact.exists():
             click.echo(f"what follows depends on {artifact}, which is not there yet")
             return
         verb(stage, dry_run)
+
+
+def append_verb(stage: Stage, dry_run: bool) -> None:
+    """Pack further data into further shards of a complete output; the old ones stay."""
+    from offline_packing.append import append
+
+    if dry_run:
+        measure_verb(stage, dry_run)
+        return
+    manifest = append(stage)
+    counts = manifest["counts"]
+    click.echo(
+        f"{stage.workspace.root} holds {counts['packed']:,} samples in "
+        f"{sum(counts['packs'].values()):,} packs, {len(manifest['shards']):,} shards"
+    )
+
+
+def retry_verb(stage: Stage, dry_run: bool) -> None:
+    """Go on where a run ended; write missing and damaged shards of a complete output again."""
+    from offline_packing.retry import retry
+
+    if dry_run:
+        status_verb(stage, dry_run)
+        return
+    click.echo(retry(stage))
+
+
+def status_verb(stage: Stage, dry_run: bool) -> None:
+    """Show how far an output is; also while a run is at work on it."""
+    from offline_packing.status import status
+
+    click.echo(status(stage), nl=False)
 
 
 def _output_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,7 +135,16 @@ def _output_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return quiet(debug(function))
 
 
-def _add_stage_command(name: str, verb: Callable[[Stage, bool], None]) -> None:
+_deep_option = click.option(
+    "--deep", is_flag=True, help="Verify against the source, and encode every sample again."
+)
+
+
+def _no_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def _add_stage_command(name: str, verb: Callable[..., None]) -> None:
     @cli.command(name, help=verb.__doc__)
     @click.argument("config", type=click.Path(dir_okay=False))
     @click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
@@ -112,6 +155,7 @@ def _add_stage_command(name: str, verb: Callable[[Stage, bool], None]) -> None:
         metavar="FIELD",
         help="Use an index although this field of its fingerprint differs.",
     )
+    @(_deep_option if verb in (verify_verb, run_verb) else _no_option)
     @_output_options
     def command(
         config: str,
@@ -119,21 +163,41 @@ def _add_stage_command(name: str, verb: Callable[[Stage, bool], None]) -> None:
         dry_run: bool,
         accept_mismatch: tuple[str, ...],
         quiet: bool,
+        **verb_options: bool,
     ) -> None:
         _start_logging(quiet)
         parsed = load_config(config, overrides)
         with build_engine(parsed) as engine:
+            if engine.IS_SHARED and verb not in _SHARED_VERBS:
+                raise ConfigError(
+                    f"engine.name={parsed.engine.name} shares measure, write and verify among "
+                    f"ranks; run {name} with engine.name=local"
+                )
             stage = Stage(
                 parsed,
                 engine,
                 accept_mismatch=frozenset(accept_mismatch),
                 progress=not quiet and sys.stderr.isatty(),
             )
-            with contextlib.nullcontext() if dry_run else stage.workspace.lock():
-                verb(stage, dry_run)
+            reads_only = dry_run or verb is status_verb
+            lock = stage.workspace.lock(shared=engine.IS_SHARED)
+            with contextlib.nullcontext() if reads_only else lock:
+                verb(stage, dry_run, **verb_options)
 
 
-for _verb in (measure_verb, plan_verb, write_verb, verify_verb, run_verb):
+#: What several ranks can do to one output at the same time.
+_SHARED_VERBS = (measure_verb, write_verb, verify_verb, status_verb)
+
+for _verb in (
+    measure_verb,
+    plan_verb,
+    write_verb,
+    verify_verb,
+    run_verb,
+    append_verb,
+    status_verb,
+    retry_verb,
+):
     _add_stage_command(_verb.__name__.removesuffix("_verb"), _verb)
 
 
@@ -177,6 +241,8 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted; run again to go on", err=True)
         sys.exit(130)
+    except ShareDoneError as done:
+        click.echo(str(done), err=True)
     except Exception as error:
         if "--debug" in sys.argv[1:]:
             raise

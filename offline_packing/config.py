@@ -122,6 +122,14 @@ class ModelConfig(_Config):
         return self
 
 
+class OrderConfig(_Config):
+    """The loader that will read the packs, for an order that gives its ranks equal work."""
+
+    num_ranks: Count
+    #: loader workers on each rank
+    num_workers: NonNegative = 1
+
+
 class PackConfig(_Config):
     """How samples are put together."""
 
@@ -134,6 +142,21 @@ class PackConfig(_Config):
     pad_multiple: Count = 1
     #: what the strategy understands beside seq_length and seed, such as hash_bucket's phases
     strategy_options: dict[str, Any] = {}
+    #: which sample of a length goes where: shuffle, locality (packs follow the source), mix (packs
+    #: interleave the sources by weight), balance (vision patches evened out); they combine
+    assignment: tuple[Literal["shuffle", "locality", "mix", "balance"], ...] = ("shuffle",)
+    #: write the packs so that the ranks of this loader get packs of similar cost at each step
+    order: OrderConfig | None = None
+    #: further limits per pack: {vision_patches: 22000, images: 16}
+    budgets: dict[Literal["vision_patches", "images"], Count] = {}
+    #: packs hold only samples with images, or only samples without
+    homogeneous: bool = False
+    #: samples that a pack may hold
+    max_samples: Count | None = None
+    #: packs with fewer samples are dissolved, their samples set aside
+    min_samples: Count = 1
+    #: likewise for packs with fewer tokens than this share of seq_length
+    min_fill: Annotated[float, BeforeValidator(_not_bool), Field(ge=0, le=1)] = 0.0
 
     @field_validator("strategy")
     @classmethod

@@ -104,7 +104,8 @@ def _write_sqlite(path: Path, packs: Iterable[tuple[str, Sequence[PackEntry]]]) 
     from megatron.energon.flavors.webdataset.prepare import IndexSample, IndexSamplePart
 
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
+    for leftover in path.parent.glob(f"{temporary.name}*"):  # a journal would be rolled back
+        leftover.unlink()
     counts: dict[str, int] = {}
     with translate_disk_full(path), SqliteIndexWriter(EPath(temporary)) as writer:
         for shard, (name, entries) in enumerate(packs):

@@ -47,6 +47,7 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("num_images", pa.int32()),
         pa.field("num_turns", pa.int32()),
         pa.field("grid_thw", pa.list_(pa.int32())),  # (t, h, w) of each image, one after another
+        pa.field("stamp", pa.uint64()),  # of the files' modification times, see stamps.py
         pa.field("json", pa.struct(_LOCATOR_FIELDS)),
         pa.field("media", pa.large_list(pa.struct(_MEDIA_FIELDS))),
     ]
@@ -63,7 +64,8 @@ SET_ASIDE_SCHEMA: Final = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSample:
-    """One row of the index. `media` holds locator and extension of each image."""
+    """One row of the index. `media` holds locator and extension of each image; `stamp` changes when
+    a file of the sample is written to."""
 
     key: str
     source_id: int
@@ -72,6 +74,7 @@ class MeasuredSample:
     length: SampleLength
     json: Locator
     media: tuple[tuple[Locator, str], ...]
+    stamp: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +107,13 @@ def index_table(samples: Sequence[MeasuredSample]) -> pa.Table:
         "num_images": [len(sample.media) for sample in samples],
         "num_turns": [sample.num_turns for sample in samples],
         "grid_thw": grids,
+        "stamp": np.array([sample.stamp for sample in samples], dtype=np.uint64),
     }
-    arrays = [pa.array(columns[f.name], f.type) for f in INDEX_SCHEMA if f.name in columns]
-    arrays += [_locators([sample.json for sample in samples]), _media(samples)]
+    nested = {"json": _locators([sample.json for sample in samples]), "media": _media(samples)}
+    arrays = [
+        nested[f.name] if f.name in nested else pa.array(columns[f.name], f.type)
+        for f in INDEX_SCHEMA
+    ]
     return pa.Table.from_arrays(arrays, schema=INDEX_SCHEMA)
 
 

@@ -7,8 +7,10 @@ generation of their own, numbered from 1.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
+from offline_packing.config import parse_config
 from offline_packing.errors import StageError
 from offline_packing.files import hash_bytes, read_json, to_json, write_atomically
 from offline_packing.fragments import ShardFragment, ShardFragments
@@ -51,22 +53,41 @@ def write_manifest(
     workspace = stage.workspace
     before = read_json(workspace.manifest) if stage.generation else None
     manifest = build_manifest(stage, index, plan, fragments, before)
+    finish_layout(stage, manifest)
+    write_atomically(workspace.manifest, to_json(manifest))
+    return manifest
+
+
+def finish_layout(stage: Stage, manifest: Manifest) -> None:
+    """Write what the layout says of all shards in a manifest."""
+    workspace = stage.workspace
     splits: dict[str, list[str]] = {split: [] for split in manifest["counts"]["packs"]}
     for shard in manifest["shards"]:
         splits[shard["split"]].append(shard["name"])
-    everything = [
+    fragments = [
         workspace.of_generation(shard["generation"]).fragment(shard["name"])
         for shard in manifest["shards"]
     ]
-    LAYOUTS[stage.config.output.layout].finish(
+    LAYOUTS[manifest["layout"]].finish(
         workspace.root,
-        stage.config.task,
+        manifest["task"],
         splits,
-        ShardFragments(everything),
+        ShardFragments(fragments),
         manifest["content_hash"],
     )
-    write_atomically(workspace.manifest, to_json(manifest))
-    return manifest
+
+
+def stages_of_manifest(stage: Stage, manifest: Manifest) -> Iterator[Stage]:
+    """The stage itself, and those that appended: the manifest holds their configurations."""
+    yield stage
+    for i, origin in enumerate(manifest["appended"]):
+        config = origin["config"]
+        content = {
+            **config,
+            "output": {**config["output"], "path": stage.config.output.path},
+            "engine": stage.config.engine.model_dump(),
+        }
+        yield replace(stage, config=parse_config(content, f"append {i + 1}"), generation=i + 1)
 
 
 def build_manifest(

@@ -33,6 +33,7 @@ from offline_packing.index import Index, IndexInfo, MeasuredSample, SetAsideSamp
 from offline_packing.sources import Locator, Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.records import to_sample
 from offline_packing.stage import Stage, config_fingerprint, open_encoder, open_sources
+from offline_packing.stamps import sample_stamp
 from task_encoders.pack_format import image_extension
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SampleError
@@ -293,8 +294,10 @@ def measure_record(
         media.append((locator, image_extension(name, header.format)))
         sizes.append((header.height, header.width))
     length = encoder.measure(sample, sizes)
+    stamp = sample_stamp(source, record.locator, (locator for locator, _ in media))
+    num_turns = len(sample.turns)
     return MeasuredSample(
-        key, source_id, source.task, len(sample.turns), length, record.locator, tuple(media)
+        key, source_id, source.task, num_turns, length, record.locator, tuple(media), stamp
     )
 
 

@@ -15,7 +15,7 @@ from offline_packing.pack_order import (
     shuffled_order,
 )
 from offline_packing.pack_plan import PackPlan, PlanInfo
-from offline_packing.plan_request import PlanRequest, check_request
+from offline_packing.plan_request import PlanRequest, check_request, is_per_sample
 from offline_packing.strategies import COMPOSERS, STRATEGIES
 from offline_packing.strategies.budgets import pack_budgets, size_lower_bound
 from offline_packing.strategies.compile_notice import announce_compilation
@@ -75,7 +75,7 @@ def plan_packs(
         min_samples: packs with fewer samples are dissolved, their samples set aside.
         min_fill: likewise for packs with fewer tokens than this share of seq_length.
         window_packs: packs that locality and mix compose at a time; best the packs of a shard.
-        strategy_options: keyword arguments of the strategy.
+        strategy_options: keyword arguments of the strategy; arrays may be per sample.
 
     Returns:
         The plan. Samples that fit no pack are in ``set_aside_ids``, with a reason each.
@@ -111,7 +111,12 @@ def plan_packs(
         },
         weights=weights,
         order=order,
-        options=strategy_options or {},
+        options={
+            name: _admitted(name, value, admission, len(num_tokens))
+            if is_per_sample(value, len(num_tokens))
+            else value
+            for name, value in (strategy_options or {}).items()
+        },
         **{
             name: _admitted(name, array, admission, len(num_tokens))
             for name, array in arrays.items()

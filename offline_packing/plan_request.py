@@ -45,12 +45,21 @@ class PlanRequest:
             if getattr(self, name) is not None
         }
         sizes = {name: (array[chosen], limit) for name, (array, limit) in self.sizes.items()}
-        return replace(self, sizes=sizes, **arrays)
+        options = {
+            name: value[chosen] if is_per_sample(value, len(self.lengths)) else value
+            for name, value in self.options.items()
+        }
+        return replace(self, sizes=sizes, options=options, **arrays)
 
     @property
     def windowed(self) -> bool:
         """Whether packs follow a given order of the samples."""
         return not self.assignment.isdisjoint(("locality", "mix"))
+
+
+def is_per_sample(value: object, num_samples: int) -> bool:
+    """Whether an option of a strategy is an array with one entry per sample."""
+    return isinstance(value, np.ndarray) and value.shape == (num_samples,)
 
 
 def check_request(request: PlanRequest) -> None:

@@ -30,6 +30,7 @@ from offline_packing.fingerprint import Fingerprint, changed_fields, check_finge
 from offline_packing.index import Index, IndexInfo, SetAsideSample
 from offline_packing.layouts import LAYOUTS
 from offline_packing.pack_plan import PackPlan
+from offline_packing.plan_arguments import plan_arguments, set_aside_reason
 from offline_packing.stage import Stage, config_fingerprint, listed, without_listings
 from offline_packing.summary import render_summary, summarize
 
@@ -132,7 +133,6 @@ def make_plan(stage: Stage, samples: Index) -> Planned:
     """
     from offline_packing.plan import plan_packs  # its compiled parts take time to import
 
-    pack = stage.config.pack
     num_tokens = samples.array("num_tokens")
     repeated = find_repeated(stage, samples)
     aside = _find_set_aside(stage, samples, repeated)
@@ -140,22 +140,18 @@ def make_plan(stage: Stage, samples: Index) -> Planned:
     try:
         packs = plan_packs(
             num_tokens[kept],
-            pack.seq_length,
-            strategy=pack.strategy,
-            seed=pack.seed,
-            pad_multiple=pack.pad_multiple,
-            strategy_options=pack.strategy_options,
+            stage.config.pack.seq_length,
+            **plan_arguments(stage.config, samples, kept),
         )
     except (TypeError, ValueError) as error:  # TypeError: an option that the strategy has not
         raise StageError(f"plan: {error}") from error
     packs = replace(
         packs, sample_ids=kept[packs.sample_ids], set_aside_ids=kept[packs.set_aside_ids]
     )
-    limit = f"seq_length {pack.seq_length}"
-    if pack.pad_multiple > 1:
-        limit += f" (in multiples of {pack.pad_multiple})"
-    for row in packs.set_aside_ids.tolist():
-        aside[row] = ("overlong", f"{num_tokens[row]} tokens > {limit}")
+    names = packs.info.reason_names
+    reasons = packs.set_aside_reasons.tolist()
+    for row, reason in zip(packs.set_aside_ids.tolist(), reasons, strict=True):
+        aside[row] = set_aside_reason(names[reason], int(num_tokens[row]), stage.config)
     planned = Planned(
         packs,
         _name_set_aside(stage, samples, aside),
@@ -171,10 +167,8 @@ def _find_set_aside(stage: Stage, samples: Index, repeated: Rows) -> dict[int, t
     duplicates = find_duplicates(samples.array("key_hash"), partial(name_rows, samples))
     layout = stage.config.output.layout
     unfit = find_unfit(samples) if LAYOUTS[layout].ONE_IMAGE_ONE_TURN else duplicates[:0]
-    aside = {
-        row: ("not_in_layout", f"layout {layout} holds one image and one turn")
-        for row in np.setdiff1d(unfit, repeated).tolist()
-    }
+    reason = ("not_in_layout", f"layout {layout} holds one image and one turn")
+    aside = dict.fromkeys(np.setdiff1d(unfit, repeated).tolist(), reason)
     for row in np.setdiff1d(duplicates, repeated).tolist():
         aside[row] = ("duplicate_key", "an earlier sample has this key")
     return aside
@@ -207,13 +201,17 @@ def _name_set_aside(
 
 def _summary(stage: Stage, samples: Index, packs: PackPlan, plan_reasons: Mapping[str, int]) -> str:
     reasons = Counter(samples.info.set_aside) + Counter(plan_reasons)
+    if packs.num_packs == 0:  # of an append only
+        return f"no new samples; set aside: {listed(reasons.items())}\n"
     lengths = samples.array("num_tokens")[packs.sample_ids]
     return render_summary(summarize(stage.config, samples.info, lengths, packs, reasons))
 
 
 def _fingerprint(stage: Stage) -> Fingerprint:
-    pack = stage.config.pack.model_dump()
-    pack["strategy_options"] = to_json(pack["strategy_options"]).decode()
+    pack = {
+        name: value if isinstance(value, str | int) else to_json(value).decode()
+        for name, value in stage.config.pack.model_dump(mode="json").items()
+    }
     return {
         "index": hash_file(stage.workspace.index_info),
         "output.layout": stage.config.output.layout,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 
 from offline_packing.config import OutputConfig
 from offline_packing.index import Index
@@ -109,7 +110,7 @@ def estimate_pack_bytes(samples: Index, plan: PackPlan) -> npt.NDArray[np.int64]
         ends = np.concatenate([[0], np.cumsum(in_tar)])
         last = np.cumsum(counts)
         record = part["json"].combine_chunks().field("size").to_numpy()
-        keys = np.diff(part["key"].combine_chunks().cast("large_binary").offsets_numpy())
+        keys = pc.binary_length(part["key"]).to_numpy()
         per_sample[first : first + len(part)] = (
             ends[last] - ends[last - counts] + record + keys + _EXTRA_BYTES
         )

@@ -10,17 +10,19 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from offline_packing.config import ModelConfig
+from offline_packing.errors import StageError
 from offline_packing.index import Index
 from offline_packing.pack_plan import PackPlan
 from offline_packing.shard_layout import Shard
 from offline_packing.shard_rows import rows_of_shards
 from offline_packing.sources import Locator, Source
 from offline_packing.stage import Stage, open_sources
+from offline_packing.stamps import sample_stamp
 from task_encoders.pack_format import pack_key
 from task_encoders.samples import SourceSample
 
 #: Columns of the index that a task carries.
-COLUMNS: Final = ("key", "source_id", "num_tokens", "json", "media")
+COLUMNS: Final = ("key", "source_id", "num_tokens", "stamp", "json", "media")
 #: Packs whose rows are Python objects at a time.
 _PACKS_AT_ONCE: Final = 64
 
@@ -32,6 +34,7 @@ class Row:
     key: str
     source_id: int
     num_tokens: int
+    stamp: int
     json: Locator
     media: tuple[Locator, ...]
     extensions: tuple[str, ...]
@@ -87,9 +90,20 @@ class ShardTask:
         return self.sources[row.source_id].read_sample(row.key, row.json, len(row.media))
 
     def read_images(self, row: Row) -> list[bytes]:
-        """The bytes of a sample's images as they are now. Raises StageError where one changed."""
+        """The bytes of a sample's images.
+
+        Raises:
+            StageError: a file of the sample was written to since it was measured.
+        """
         source = self.sources[row.source_id]
-        return [source.read_media(locator) for locator in row.media]
+        images = [source.read_media(locator) for locator in row.media]
+        if sample_stamp(source, row.json, row.media) != row.stamp:
+            paths = sorted({locator.container for locator in (row.json, *row.media)})
+            raise StageError(
+                f"sample {row.key!r} changed since it was measured: {' or '.join(paths)} has "
+                "another modification time; restore it, or pack again with another output.path"
+            )
+        return images
 
 
 def read_rows(table: pa.Table) -> list[Row]:
@@ -102,13 +116,15 @@ def read_rows(table: pa.Table) -> list[Row]:
         table["key"].to_pylist(),
         table["source_id"].to_pylist(),
         table["num_tokens"].to_pylist(),
+        table["stamp"].to_pylist(),
         _locators(table["json"].combine_chunks()),
     )
     rows = []
     start = 0
-    for *fields, end in zip(*columns, ends, strict=True):
-        own = files[start:end]
-        rows.append(Row(*fields, tuple(at for at, _ in own), tuple(name for _, name in own)))
+    for key, source_id, num_tokens, stamp, json, end in zip(*columns, ends, strict=True):
+        media_at = tuple(at for at, _ in files[start:end])
+        extensions = tuple(name for _, name in files[start:end])
+        rows.append(Row(key, source_id, num_tokens, stamp, json, media_at, extensions))
         start = end
     return rows
 

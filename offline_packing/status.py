@@ -1,30 +1,15 @@
-"""status: how far the stages of an output are. retry: do again what failed or was damaged."""
+"""status: how far the stages of an output are."""
 
-import logging
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
-
-from offline_packing.append import append
 from offline_packing.files import read_json
 from offline_packing.index import IndexInfo
-from offline_packing.layouts import LAYOUTS
-from offline_packing.manifest import earlier_shards, read_manifest
-from offline_packing.measure import measure
-from offline_packing.plan_stage import plan
-from offline_packing.shard_layout import plan_shards
-from offline_packing.shard_tasks import ShardTask, iterate_tasks
 from offline_packing.stage import Stage, listed
 from offline_packing.workspace import Workspace
-from offline_packing.write import failure_path, open_plan, unfinished, write
-
-logger = logging.getLogger(__name__)
 
 
 def status(stage: Stage) -> str:
     """How far an output is, as text; nothing is written, and a run may be at work on it."""
     root = stage.workspace
-    generations = [root, *map(root.of_generation, range(1, _num_appends(root) + 1))]
+    generations = [root, *map(root.of_generation, range(1, num_appends(root) + 1))]
     lines = [line for workspace in generations for line in _status_of(workspace)]
     manifest = read_json(root.manifest)
     if manifest is not None:
@@ -37,27 +22,6 @@ def status(stage: Stage) -> str:
     return "\n".join(lines) + "\n"
 
 
-def retry(stage: Stage) -> str:
-    """Bring an output to completion: go on where a run ended, and write again the shards that
-    failed, are missing, or are not what was written. All others stay as they are.
-
-    Returns:
-        What was done, as text.
-    """
-    if read_manifest(stage) is None:
-        measure(stage)
-        plan(stage)
-        before = len(list(stage.workspace.write.glob("*-*.json")))
-        shards = write(stage)["shards"]
-        return f"wrote {len(shards) - before:,} of {len(shards):,} shards"
-    if _num_appends(stage.workspace) > len(read_json(stage.workspace.manifest)["appended"]):
-        return f"appended; {len(append(stage)['shards']):,} shards"
-    damaged = _forget_damaged(stage)
-    if damaged:
-        write(stage)
-    return f"wrote {len(damaged):,} damaged shards again: {', '.join(damaged) or 'none'}"
-
-
 def _status_of(workspace: Workspace) -> list[str]:
     name = f"append {workspace.generation} " if workspace.generation else ""
     info = IndexInfo.load(workspace.index_info)
@@ -68,7 +32,7 @@ def _status_of(workspace: Workspace) -> list[str]:
         return [*lines, f"{name}plan      not done"]
     packs = plan_document["statistics"]["num_packs"]
     lines.append(f"{name}plan      done: {packs:,} packs")
-    fragments = [path for path in workspace.write.glob("*-??????.json")]
+    fragments = list(workspace.write.glob("*-??????.json"))
     failed = sorted(workspace.write.glob("*.failed"))
     lines.append(f"{name}write     {len(fragments):,} shards written, {len(failed):,} failed")
     return [*lines, *(f"  {path.stem}: {path.read_text()}" for path in failed)]
@@ -82,5 +46,6 @@ def _measure_status(workspace: Workspace, info: IndexInfo | None) -> str:
     return f"{parts:,} parts measured" if workspace.index.exists() else "not begun"
 
 
-def _num_appends(workspace: Workspace) -> int:
+def num_appends(workspace: Workspace) -> int:
+    """How often data were appended, counting an append that did not end."""
     return len(list(workspace.packing.glob("append-*")))

@@ -8,18 +8,22 @@ deep        same turns and media bytes as the source; re-encoded from the pack's
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.config import PackingConfig
 from offline_packing.errors import StageError
 from offline_packing.files import read_json
 from offline_packing.index import Index, key_hash
 from offline_packing.layouts import LAYOUTS
-from offline_packing.manifest import Manifest, earlier_shards, require_manifest
+from offline_packing.manifest import (
+    Manifest,
+    earlier_shards,
+    require_manifest,
+    stages_of_manifest,
+)
 from offline_packing.pack_plan import PackPlan
 from offline_packing.shard_layout import Shard, plan_shards
 from offline_packing.shard_tasks import Row, ShardTask, iterate_tasks
@@ -106,11 +110,11 @@ def verify(stage: Stage, *, deep: bool = False) -> VerifyResult:
     Raises:
         StageError: there is no complete dataset to check, or the source cannot be read.
     """
+    open_plan(stage)  # where a stage is missing, this says which
     manifest = require_manifest(stage)
     total = ShardReport()
     num_set_aside = 0
-    for generation in range(len(manifest["appended"]) + 1):
-        own = _of_generation(stage, manifest, generation)
+    for own in stages_of_manifest(stage, manifest):
         num_set_aside += _verify_generation(own, manifest, deep, total)
     counts = manifest["counts"]
     if counts["samples"] != counts["packed"] + num_set_aside:
@@ -145,21 +149,6 @@ def render_result(result: VerifyResult, *, deep: bool) -> str:
         *(f"  {problem}" for problem in result.problems),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _of_generation(stage: Stage, manifest: Manifest, generation: int) -> Stage:
-    """The stage that wrote a generation: of appended data the manifest holds the configuration."""
-    if generation == 0:
-        return stage
-    config = manifest["appended"][generation - 1]["config"]
-    own = PackingConfig.model_validate(
-        {
-            **config,
-            "output": {**config["output"], "path": stage.config.output.path},
-            "engine": stage.config.engine.model_dump(),
-        }
-    )
-    return replace(stage, config=own, generation=generation)
 
 
 def _verify_generation(stage: Stage, manifest: Manifest, deep: bool, total: ShardReport) -> int:
@@ -202,7 +191,7 @@ def _tasks(
 def _check_shard_list(
     stage: Stage, shards: Sequence[Shard], manifest: Manifest, total: ShardReport
 ) -> None:
-    """The manifest and the plan name the same shards, the layout's metadata those of the manifest."""
+    """Plan, manifest and the layout's metadata name the same shards."""
     layout = LAYOUTS[stage.config.output.layout]
     planned = {layout.shard_file(shard.name): shard.num_packs for shard in shards}
     lines = manifest["shards"]

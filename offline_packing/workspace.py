@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offline_packing.errors import StageError
-from offline_packing.files import hold_lock, read_json
+from offline_packing.files import hold_lock, read_json, remove_temporaries
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,12 @@ class Workspace:
             )
         with hold_lock(self.packing / "lock", f"output {str(self.root)!r}", shared=shared):
             yield
+
+    def remove_temporaries(self) -> None:
+        """Remove what killed runs left half-written."""
+        stages = (self.stages, self.index, self.set_aside, self.plan, self.write)
+        for folder in (self.root, self.nv_meta, self.packing, *stages):
+            remove_temporaries(folder)
 
     def discard_index(self) -> None:
         """Remove the index and all that was made from it."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from offline_packing.errors import DiskFullError, ShareDoneError, StageError
-from offline_packing.files import read_json, remove_temporaries, to_json, write_atomically
+from offline_packing.files import read_json, to_json, write_atomically
 from offline_packing.fingerprint import Fingerprint, changed_fields, check_fingerprint
 from offline_packing.fragments import ShardFragments
 from offline_packing.index import Index
@@ -69,11 +69,9 @@ def write(stage: Stage) -> Manifest:
         logger.info("write: complete (%d shards), nothing to do", len(manifest["shards"]))
         return manifest
     LAYOUTS[stage.config.output.layout].check_ready()
-    remove_temporaries(workspace.root)
-    remove_temporaries(workspace.write)
     shards = plan_shards(stage.config.output, samples, plan, earlier_shards(stage))
     _run_tasks(stage, samples, plan, shards)
-    remove_temporaries(workspace.root)  # of workers that died
+    workspace.remove_temporaries()  # of this and earlier runs, and of workers that died
     fragments = ShardFragments([workspace.fragment(shard.name) for shard in shards])
     return write_manifest(stage, samples.info, info, fragments)
 
@@ -147,11 +145,11 @@ def _run_tasks(stage: Stage, samples: Index, plan: PackPlan, shards: list[Shard]
         raise StageError(
             f"{len(failures)} of {len(own)} shards could not be written; {name}: {failures[name]}"
         )
-    left = len(unfinished(stage, shards))
-    if left:
+    if stage.engine.IS_SHARED:
+        left = len(unfinished(stage, shards))
         raise ShareDoneError(
-            f"this rank's {len(own)} shards are written, {left} are left to other ranks; "
-            "run write again when all are done"
+            f"this rank's shards are written, {left} are left to other ranks; when none is, run "
+            "write with engine.name=local to complete the dataset"
         )
 
 

@@ -1,9 +1,8 @@
 """Qwen2-VL's sample encoder. `measure` and `encode` share `_layout`, so they cannot disagree."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +19,7 @@ Grid = tuple[int, int, int]
 TEMPLATE_VERSION: Final = 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(NamedTuple):
     """Consecutive tokens: `ids` with loss from `loss_from` on, or one image's `grid`."""
 
     ids: Sequence[int]

@@ -17,7 +17,7 @@ IMAGE_PLACEHOLDER: Final = "<image>"
 #: Why a sample can be set aside. A reason is part of the artifacts: never rename one.
 REASONS: Final[Mapping[str, str]] = {
     "bad_json": "the JSON cannot be parsed (also: not UTF-8, a lone surrogate, NaN)",
-    "damaged_source": "the file that holds the sample, and maybe more, ends or is damaged before it",
+    "damaged_source": "the file that holds the sample, and perhaps more, ends or is damaged there",
     "bad_record": "the JSON parses but does not hold what its task needs",
     "bad_roles": "messages are not [system,] user, assistant, user, assistant, ...",
     "empty_answer": "an answer or caption is empty or only white space",
@@ -33,6 +33,8 @@ REASONS: Final[Mapping[str, str]] = {
     "duplicate_key": "an earlier sample of the same source has the same key",
     "not_in_layout": "the output layout cannot hold such a sample (several images or turns)",
     "overlong": "the sample has more tokens than seq_length",
+    "over_budget": "the sample alone is over a budget of its pack (vision patches, images)",
+    "poor_pack": "its pack has fewer samples or tokens than min_samples or min_fill ask for",
 }
 
 

@@ -1,7 +1,7 @@
 """Images: their size without decoding them, and their patches as the vision tower reads them.
 
 Both stages go through `_open`, so that measuring and encoding agree on what an image's size and
-orientation are, and on which images are bad.
+orientation are, and on which images are bad. Measuring spares itself that for a plain JPEG.
 """
 
 import io
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps
 
+from task_encoders.jpeg_header import HEAD_BYTES, jpeg_size
 from task_encoders.samples import SampleError
 
 #: Formats that are read. Pillow knows more, some of which call external programs.
@@ -25,7 +26,10 @@ MAX_IMAGE_PIXELS: Final = 89_478_485
 # The limit above is checked on every image, and is an error instead of Pillow's warning.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
+#: At the end of a PNG its EXIF may stand behind the pixels; elsewhere only the end marker counts.
 _TAIL_BYTES: Final = 65_536
+_END_BYTES: Final = 16
+_JPEG_END: Final = b"\xff\xd9"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,12 @@ def read_image_header(file: BinaryIO, *, max_image_pixels: int = MAX_IMAGE_PIXEL
     Raises:
         SampleError: bad_image, truncated_image or image_too_large.
     """
+    size = jpeg_size(file.read(HEAD_BYTES))
+    if size is not None and size[0] * size[1] <= min(max_image_pixels, MAX_IMAGE_PIXELS):
+        file.seek(-len(_JPEG_END), io.SEEK_END)
+        if file.read() == _JPEG_END:
+            return ImageHeader(*size, "JPEG")
+    file.seek(0)
     image, orientation = _open(file, max_image_pixels)
     with image:
         width, height = image.size
@@ -175,26 +185,33 @@ def _normalise_table(settings: VisionSettings) -> npt.NDArray[np.float32]:
 
 def _open(file: BinaryIO, max_image_pixels: int) -> tuple[Image.Image, int]:
     """Header of an image (pixels not decoded) and its EXIF orientation (1 to 8)."""
-    size = file.seek(0, io.SEEK_END)
-    if size == 0:
-        raise SampleError("bad_image", "the file is empty")
-    file.seek(max(0, size - _TAIL_BYTES))
-    tail = file.read(_TAIL_BYTES)
-    file.seek(0)
     try:
         image = Image.open(file, formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise SampleError("image_too_large", str(error)) from error
     except Exception as error:
+        if file.seek(0, io.SEEK_END) == 0:
+            raise SampleError("bad_image", "the file is empty") from error
         raise SampleError("bad_image", _one_line(error)) from error
     if image.width * image.height > max_image_pixels:
         raise SampleError(
             "image_too_large",
             f"{image.width}x{image.height} pixels > max_image_pixels {max_image_pixels}",
         )
-    if not _ends_properly(image.format or "", size, tail, file):
+    image_format = image.format or ""
+    position = file.tell()
+    size = file.seek(0, io.SEEK_END)
+    tail = _read_tail(file, size, _TAIL_BYTES if image_format == "PNG" else _END_BYTES)
+    complete = _ends_properly(image_format, size, tail, file)
+    file.seek(position)
+    if not complete:
         _load(image)
     return image, _orientation(image, tail)
+
+
+def _read_tail(file: BinaryIO, size: int, count: int) -> bytes:
+    file.seek(max(0, size - count))
+    return file.read(count)
 
 
 def _load(image: Image.Image) -> None:
@@ -207,22 +224,22 @@ def _load(image: Image.Image) -> None:
 def _ends_properly(image_format: str, size: int, tail: bytes, file: BinaryIO) -> bool:
     """Whether the file ends as a complete image of its format does."""
     if image_format in ("JPEG", "MPO"):
-        return tail.endswith(b"\xff\xd9")
+        return tail.endswith(_JPEG_END)
     if image_format == "PNG":
         return tail.endswith(b"IEND\xaeB`\x82")
     if image_format == "GIF":
         return tail.endswith(b"\x3b")
     if image_format == "WEBP":
-        position = file.tell()
         file.seek(4)
         riff_size = int.from_bytes(file.read(4), "little")
-        file.seek(position)
         return riff_size + 8 == size
     return False
 
 
 def _orientation(image: Image.Image, tail: bytes) -> int:
     """EXIF (or XMP) orientation, 1 where there is none or it cannot be parsed."""
+    if image.format == "JPEG" and "exif" not in image.info and "xmp" not in image.info:
+        return 1  # as most are; asking Pillow takes as long as opening the file
     if image.format == "PNG" and "exif" not in image.info and b"eXIf" in tail:
         _load(image)  # the chunk stands behind the pixels, where only decoding finds it
     try:

@@ -98,7 +98,7 @@ PEERS: dict[str, Peer] = {
     "trl bfd": Peer(_trl, "trl", 100_000),
     "binpacking": Peer(_binpacking, "binpacking", 10_000),
     "ms-swift (windows of 1,000)": Peer(_ms_swift, "binpacking", 100_000),
-    "llamafactory greedy_knapsack": Peer(_llamafactory, "llamafactory", 100_000),
+    "llamafactory greedy_knapsack": Peer(_llamafactory, "llamafactory", 1_000_000),
 }
 
 

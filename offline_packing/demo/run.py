@@ -107,7 +107,7 @@ def _run_task(folder: Path, task: str, seed: int, progress: bool) -> TaskResult:
             measure(stage)
             plan(stage)
             write(stage)
-            verified = verify(stage)
+            verified = verify(stage, deep=True)
     index, packs, info = open_plan(stage)
     lengths = index.array("num_tokens")
     reasons = Counter(index.info.set_aside) + Counter(info["set_aside"])

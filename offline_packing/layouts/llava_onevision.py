@@ -1,7 +1,7 @@
 """Shards as the trainers of LLaVA-OneVision-1.5 read them.
 
     train-000000.tar     KEY.img0.jpg, KEY.img1.jpg, ..., KEY.json
-    KEY.json             {"images": ["img0.jpg", ...], "prompts": [str, ...], "captions": [str, ...]}
+    KEY.json             {"images": ["img0.jpg", ...], "prompts": [str, ...], "captions": [...]}
     .nv-meta/.info.yaml  their Energon (5.0) does not read the .json
 
 One image and one turn per sub-sample, `.jpg` whatever the image's format, and no system message.

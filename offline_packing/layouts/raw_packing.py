@@ -21,7 +21,6 @@ from offline_packing.fragments import ShardFragment, ShardFragments
 from offline_packing.layouts.base import Layout
 from offline_packing.shard_tasks import ShardTask
 from offline_packing.tar_shards import PackEntry, Part
-from task_encoders.pack_format import JSON_PART
 
 FOLDER: Final = "raw_packing_data"
 

@@ -46,7 +46,7 @@ class EnergonSource(WebDatasetSource):
         self._text_places: dict[str, _Places] = {}
         if description.get("__class__") == _CRUDE:
             return
-        sample_type = (description.get("sample_type") or {}).get("__class__")
+        sample_type = str((description.get("sample_type") or {}).get("__class__"))
         field_map = description.get("field_map")
         if sample_type not in _SAMPLE_TYPES or not isinstance(field_map, dict):
             raise StageError(
@@ -152,6 +152,10 @@ def _value(places: _Places, parts: Mapping[str, bytes]) -> Any:
 def _best_answer(answers: Any, weights: Any) -> Any:
     if not isinstance(answers, list) or not answers:
         return answers
-    if isinstance(weights, list) and len(weights) == len(answers):
+    if (
+        isinstance(weights, list)
+        and len(weights) == len(answers)
+        and all(isinstance(weight, int | float) for weight in weights)
+    ):
         return answers[max(range(len(answers)), key=lambda i: weights[i])]
     return answers[0]

@@ -34,7 +34,9 @@ def list_files(files: Iterable[tuple[str, int]]) -> pa.Table:
         ]
         batches.append(pa.record_batch(columns, schema=LISTING_SCHEMA))
     table = pa.Table.from_batches(batches, LISTING_SCHEMA)
-    return table.sort_by([("stem", "ascending"), ("suffix", "ascending")]).combine_chunks()
+    del batches  # with a table of its own memory, the unsorted one can go
+    table = table.combine_chunks()
+    return table.sort_by([("stem", "ascending"), ("suffix", "ascending")])
 
 
 def split_suffix(path: bytes) -> tuple[bytes, bytes]:
@@ -85,7 +87,8 @@ def listing_hash(listing: pa.Table) -> str:
 def to_bytes(listing: pa.Table) -> bytes:
     """A table in as many bytes as its rows need; pickling a slice would take the whole table."""
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, listing.schema) as writer:
+    options = pa.ipc.IpcWriteOptions(compression="lz4")  # sorted names are much alike
+    with pa.ipc.new_stream(sink, listing.schema, options=options) as writer:
         writer.write_table(listing)
     return sink.getvalue().to_pybytes()
 

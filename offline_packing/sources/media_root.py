@@ -1,14 +1,21 @@
 """Files under a root, and never a file outside it."""
 
 import functools
+import io
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 from offline_packing.files import read_range
 from task_encoders.samples import SampleError
+
+#: Enough for most image headers, in one read.
+_BUFFER_BYTES: Final = 4096
+#: Components without a dot in front, none of them empty.
+_PLAIN_NAME: Final = re.compile(r"[^./][^/]*(?:/[^./][^/]*)*")
 
 
 class MediaRoot:
@@ -20,7 +27,7 @@ class MediaRoot:
 
     def path(self, container: str) -> str:
         """Path of a file for opening it and for messages."""
-        return os.path.join(self.folder, container)
+        return self._inside + container
 
     def locate(self, folder: str, name: str) -> str:
         """Container (path relative to the root) of the file that `name` means in `folder`.
@@ -30,6 +37,8 @@ class MediaRoot:
         """
         if not name or "\0" in name:
             raise SampleError("missing_image", f"{name!r} is no file name")
+        if _PLAIN_NAME.fullmatch(name):  # as most are; what follows takes 5 µs
+            return f"{folder}/{name}" if folder else name
         path = os.path.normpath(os.path.join(self.folder, folder, name))
         if not self._holds(path):
             raise SampleError("path_outside_root", f"{name!r} leads outside {self.folder!r}")
@@ -42,7 +51,7 @@ class MediaRoot:
             SampleError: path_outside_root if a symlink leads outside; missing_image if there is no
                 such file, or it is a folder, a pipe or a device, or may not be read.
         """
-        return open(self._open(container), "rb")
+        return io.BufferedReader(io.FileIO(self._open(container)), _BUFFER_BYTES)
 
     def size(self, file: BinaryIO) -> int:
         """Bytes of an open file."""
@@ -88,7 +97,7 @@ class MediaRoot:
         """A descriptor of a regular file under the root."""
         path = self.path(container)
         try:
-            if not self._holds(_real_folder(os.path.dirname(path))):
+            if not self._holds(_real_folder(path.rpartition("/")[0])):
                 raise SampleError("path_outside_root", f"{container!r} is behind a link to outside")
             descriptor = self._open_here(path, container)
         except OSError as error:

@@ -42,9 +42,10 @@ class PairsSource(Source):
         groups = listing.stem_groups(files)
         has_json = np.bincount(groups, is_json, minlength=1) > 0
         unpaired = np.flatnonzero(is_image & ~has_json[groups])
-        useful = files.filter(is_json | is_image)
+        useful = is_json | is_image
+        used = files if useful.all() else files.filter(useful)
         return Scan(
-            tuple(_parts(useful, samples_per_part)),
+            tuple(_parts(used, samples_per_part)),
             listing.listing_hash(files),
             tuple(listing.full_names(files.take(unpaired))),
         )

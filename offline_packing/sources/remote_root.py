@@ -74,7 +74,10 @@ class RemoteRoot:
 
     def size(self, file: BinaryIO) -> int:
         """Bytes of an open file."""
-        return file.seek(0, 2)
+        position = file.tell()
+        size = file.seek(0, 2)
+        file.seek(position)
+        return size
 
     def stamp(self, container: str) -> str:
         """Changes when a file is replaced or written to."""
@@ -85,7 +88,6 @@ class RemoteRoot:
         with self.open(container) as file:
             if self.size(file) > limit:
                 raise SampleError("bad_record", f"the JSON is larger than {limit} bytes")
-            file.seek(0)
             return file.read()
 
     def read_range(self, container: str, offset: int, size: int, *, whole: bool) -> bytes:

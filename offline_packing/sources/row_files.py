@@ -66,18 +66,22 @@ class RowFile:
         if self._parquet is not None:
             yield from self._parquet.iter_batches(BATCH_ROWS, list(groups), list(columns))
             return
-        assert self._table is not None
         begin, end = self.group_starts[groups.start], self.group_starts[groups.stop]
-        rows = self._table.select(list(columns)).slice(begin, end - begin)
-        yield from rows.to_batches(max_chunksize=BATCH_ROWS)
+        for batch in self._rows(begin, end, columns).to_batches(max_chunksize=BATCH_ROWS):
+            batch.validate(full=True)  # nothing else does, and a wrong offset would end the process
+            yield batch
 
     def group(self, number: int, columns: Sequence[str]) -> pa.Table:
         """All rows of one group."""
         if self._parquet is not None:
             return self._parquet.read_row_group(number, list(columns))
+        rows = self._rows(self.group_starts[number], self.group_starts[number + 1], columns)
+        rows.validate(full=True)
+        return rows
+
+    def _rows(self, begin: int, end: int, columns: Sequence[str]) -> pa.Table:
         assert self._table is not None
-        begin = self.group_starts[number]
-        return self._table.select(list(columns)).slice(begin, self.group_rows[number])
+        return self._table.select(list(columns)).slice(begin, end - begin)
 
 
 def _read_arrow(source: "BinaryIO | pa.NativeFile") -> pa.Table:

@@ -21,7 +21,7 @@ CODECS: Final = {"gz": "gzip", "tgz": "gzip", "zst": "zstd"}
 #: 1,000 and more.
 MAX_EXPANSION: Final = 200
 _FREE_BYTES: Final = 64 << 20
-_BLOCK: Final = 1 << 20
+_BLOCK: Final = 1 << 16
 
 
 class DamagedStreamError(ValueError):

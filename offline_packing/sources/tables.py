@@ -11,8 +11,7 @@ A record's key is its id, or else `FILE:ROW`, rows counted from 0.
 import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import orjson
 import pyarrow as pa
@@ -20,14 +19,22 @@ import xxhash
 
 from offline_packing.errors import StageError
 from offline_packing.sources import row_files
-from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, record_key
+from offline_packing.sources.base import (
+    MAX_JSON_BYTES,
+    Embedded,
+    Scan,
+    Source,
+    SourcePart,
+    record_key,
+)
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.locators import Locator
 from offline_packing.sources.records import RECORD_FIELDS
 from offline_packing.sources.row_files import RowFile
 from task_encoders.samples import SampleError
 
-_DAMAGE = (OSError, ValueError, pa.ArrowException)
+_DICT_NAME: Final = "dataset_dict.json"
+_DAMAGE: Final = (OSError, ValueError, pa.ArrowException)
 
 
 class TableSource(Source):
@@ -173,24 +180,29 @@ class HuggingFaceSource(TableSource):
     KIND = "arrow_row"
 
     def _containers(self) -> list[tuple[str, int]]:
-        folder = ""
-        if self.file_name is None and (Path(self.path) / "dataset_dict.json").exists():
-            splits = orjson.loads((Path(self.path) / "dataset_dict.json").read_bytes())["splits"]
-            split = self.split or "train"
-            if split not in splits:
-                raise StageError(
-                    f"{self.path} has the splits {', '.join(splits)}, not {split!r}; "
-                    "set source.split"
-                )
-            folder = f"{split}/"
-        found = sorted(
+        files = sorted(self.root.walk())
+        folder = self._split_folder() if _DICT_NAME in dict(files) else ""
+        found = [
             (name, size)
-            for name, size in self.root.walk()
+            for name, size in files
             if name.startswith(folder) and name.endswith(".arrow")
-        )
+        ]
         if not found:
             raise StageError(
                 f"source path {self.path!r} holds no *.arrow; save the dataset with save_to_disk, "
                 "or use format parquet"
             )
         return found
+
+    def _split_folder(self) -> str:
+        try:
+            splits = list(orjson.loads(self.root.read(_DICT_NAME, MAX_JSON_BYTES))["splits"])
+        except (SampleError, ValueError, LookupError, TypeError) as error:
+            raise StageError(f"{self.root.path(_DICT_NAME)} cannot be read: {error}") from error
+        split = self.split or "train"
+        if split not in splits:
+            raise StageError(
+                f"{self.path} has the splits {', '.join(map(str, splits))}, not {split!r}; "
+                "set source.split"
+            )
+        return f"{split}/"

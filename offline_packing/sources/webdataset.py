@@ -33,6 +33,7 @@ from task_encoders.samples import SampleError
 _MEMBER: Final = re.compile(r"(?:\./)?((?:.*/|)[^./]+)\.([^/]*)")
 _TAR_SUFFIXES: Final = (".tar", ".tgz", *(f".tar.{name}" for name in CODECS))
 _TEXT_PARTS: Final = ("txt", "caption", "text")
+_RECORD_EXTENSIONS: Final = frozenset(("json", *_TEXT_PARTS))
 #: A larger image in a compressed tar, which has to be read on the way, is set aside.
 _MAX_IMAGE_BYTES: Final = 256 << 20
 
@@ -50,6 +51,10 @@ class TarSample:
     data: dict[str, bytes] = field(default_factory=dict)
     #: why nothing follows in the tar, on its last sample
     damage: DamagedStreamError | None = None
+
+    def has_record(self) -> bool:
+        """Whether there is anything but images."""
+        return any(_extension(part) in _RECORD_EXTENSIONS for part in self.members)
 
     def images(self) -> list[str]:
         """Parts that are images by their name."""
@@ -75,7 +80,8 @@ class WebDatasetSource(Source):
             reader = TarReader(file)
             for sample in group_members(reader, keep_data=not file.seekable()):
                 key = f"{stem}/{sample.key}"
-                if sample.damage is not None and not reader.member_complete:
+                cut = not reader.member_complete or not sample.has_record()
+                if sample.damage is not None and sample.members and cut:
                     yield self._lost(container, key, sample.damage)
                     continue
                 if sample.members:
@@ -230,7 +236,7 @@ def _limit(part: str) -> int:
     extension = _extension(part)
     if extension in IMAGE_EXTENSIONS:
         return _MAX_IMAGE_BYTES
-    return MAX_JSON_BYTES if extension == "json" or part in _TEXT_PARTS else -1
+    return MAX_JSON_BYTES if extension in _RECORD_EXTENSIONS else -1
 
 
 def _locator(kind: str, container: str, sample: TarSample, parts: list[str]) -> Locator:

@@ -9,7 +9,7 @@ from offline_packing.strategies.composition import Composition, join_composition
 from offline_packing.strategies.exact_fill import exact_fill
 from offline_packing.strategies.histogram import best_fit_decreasing, lower_bound
 from offline_packing.strategies.narrow_fill import narrow_fill
-from offline_packing.strategies.pattern_lp import pattern_lp
+from offline_packing.strategies.pattern_lp import MAX_SIZES, pattern_lp
 from offline_packing.strategies.tilted_sampling import tilted_fills
 
 #: packs above the bound that are not worth the linear program: at most 2, or this share
@@ -76,6 +76,6 @@ def _methods(counts: np.ndarray, bound: int) -> list[tuple[Callable[..., Composi
         (exact_fill, bound),
         (pattern_lp, tolerated),
     ]
-    if np.count_nonzero(counts) > 1000:
+    if np.count_nonzero(counts) > MAX_SIZES:
         methods.insert(2, (tilted_sampling, tolerated))
     return methods

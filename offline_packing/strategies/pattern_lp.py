@@ -25,8 +25,9 @@ from offline_packing.strategies.histogram import best_fit_decreasing, lower_boun
 from offline_packing.strategies.tilted_sampling import tilted_fills
 
 _SEED_SAMPLES = 60_000  # the histogram is scaled down to about so many samples to draw patterns
-_MAX_SIZES = 1000  # different lengths in the program; more are rounded up
-_MAX_ROUNDS = 20  # of pricing
+MAX_SIZES = 1500  # different lengths up to which the program is exact
+_COARSE_SIZES = 1000  # different lengths after rounding up where there are more
+_PRICING_WORK = 20_000  # rounds of pricing times different lengths: bounds the time to seconds
 _MAX_PRICED = 400  # patterns added in one round
 
 
@@ -40,7 +41,7 @@ def pattern_lp(counts: np.ndarray, *, seed: int = 0) -> Composition:
     """Pack by a linear program over patterns; for narrow laws of lengths.
 
     ``counts`` int64 (seq_length + 1,). The time depends on the number of different lengths, about
-    a second for a thousand, not on the number of samples. Above ``_MAX_SIZES`` different lengths
+    a second for a thousand, not on the number of samples. Above ``MAX_SIZES`` different lengths
     they are rounded up to a common multiple first, which costs a little of the fill.
     """
     sizes = np.flatnonzero(counts)
@@ -61,23 +62,24 @@ def pattern_lp(counts: np.ndarray, *, seed: int = 0) -> Composition:
         found, best_value = _price(solution.prices, sizes, len(counts) - 1)
         # Farley (1990): scaled by the most valuable pattern, the prices are a dual solution.
         bound = max(bound, math.ceil(solution.objective / max(1.0, best_value) - 1e-6))
-        if found.num_packs == 0 or _stalled(history):
+        if found.num_packs == 0 or _stalled(history, len(sizes)):
             break
         patterns = join_compositions([patterns, found])
     return _rounded(patterns, solution, counts, seed)._replace(lower_bound=bound)
 
 
 def _granule(sizes: np.ndarray) -> int:
-    """Smallest power of two that leaves at most _MAX_SIZES different rounded lengths."""
+    """1, or the smallest power of two that leaves at most _COARSE_SIZES rounded lengths."""
     granule = 1
-    while len(np.unique(-(-sizes // granule))) > _MAX_SIZES:
-        granule *= 2
+    if len(sizes) > MAX_SIZES:
+        while len(np.unique(-(-sizes // granule))) > _COARSE_SIZES:
+            granule *= 2
     return granule
 
 
-def _stalled(history: list[float]) -> bool:
+def _stalled(history: list[float], num_sizes: int) -> bool:
     """Whether pricing is to stop: too many rounds, or the last few gained next to nothing."""
-    if len(history) >= _MAX_ROUNDS:
+    if len(history) >= min(20, _PRICING_WORK // num_sizes):
         return True
     return len(history) > 5 and history[-6] - history[-1] < 1e-5 * history[-1]
 

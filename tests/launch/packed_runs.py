@@ -29,6 +29,8 @@ IMAGE_TOKEN = VOCAB_SIZE - 1
 TINY_MODEL: dict[str, Any] = {
     "text": {
         "vocab_size": VOCAB_SIZE,
+        "bos_token_id": None,
+        "eos_token_id": None,
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 1,

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from launch.data import EnergonMicroBatches, build_task_encoder
 from launch.data_manifest import read_packed_data
 from launch.metrics import MetricsLog, read_metrics
 from launch.parallel import initialize_parallel
+from launch.train_setup import run
 from launch.trainer import StepError
+from offline_packing.errors import StageError
 from tests.launch.packed_runs import (
     BMR_ENVIRONMENT,
     SEQ_LENGTH,
@@ -212,6 +215,31 @@ def test_a_step_without_any_label_changes_nothing(folder: Path, tmp_path: Path) 
     assert losses(tmp_path) == [0.0]
     assert step_lines(tmp_path)[0]["grad_norm"] == 0
     assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_samples_can_be_let_attend_to_each_other(folder: Path, tmp_path: Path) -> None:
+    first = {}
+    for crossing in (False, True):
+        output = tmp_path / str(crossing)
+        data = {"cross_sample_attention": crossing}
+        train(make_config(folder, output, data=data, train={"iterations": 1}))
+        first[crossing] = step_lines(output)[0]
+    assert first[True]["loss"] != first[False]["loss"]
+    assert first[True]["loss_tokens"] == first[False]["loss_tokens"]
+
+
+def test_tensorboard_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    MetricsLog(tmp_path, tensorboard=False, iteration=0)
+    with pytest.raises(ValueError, match="needs the tensorboard package"):
+        MetricsLog(tmp_path, tensorboard=True, iteration=0)
+
+
+def test_a_run_that_is_there_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
+    train(make_config(folder, tmp_path, train={"iterations": 1}))
+    with pytest.raises(StageError, match="holds another run"):
+        run(make_config(folder, tmp_path, checkpoint={"resume": False}))
+    assert len(losses(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -11,6 +11,7 @@ from PIL import Image
 from offline_packing.config import PackingConfig, parse_config
 from offline_packing.engines.local import LocalEngine
 from offline_packing.index import Index, read_set_aside
+from offline_packing.manifest import Manifest
 from offline_packing.measure import measure
 from offline_packing.plan_stage import open_index, plan
 from offline_packing.stage import Stage
@@ -89,7 +90,7 @@ def make_stage(source: Any, folder: Path, /, **sections: dict[str, Any]) -> Stag
     return Stage(config, LocalEngine(config.engine.workers))
 
 
-def pack_all(stage: Stage) -> dict[str, Any]:
+def pack_all(stage: Stage) -> Manifest:
     """measure, plan, write; returns the manifest."""
     measure(stage)
     plan(stage)

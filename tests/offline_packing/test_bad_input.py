@@ -299,7 +299,8 @@ def test_duplicate_keys_and_overlong_samples(tmp_path: Path) -> None:
             file.write(json.dumps(line) + "\n")
     stage = make_stage({"format": "jsonl", "path": str(root), "task": "bmr"}, tmp_path / "out")
     info = measure(stage)
-    packs, aside = make_plan(stage, open_index(stage))
+    planned = make_plan(stage, open_index(stage))
+    packs, aside = planned.packs, planned.set_aside
     assert [(sample.key, sample.reason) for sample in aside] == [
         ("b", "overlong"),
         ("a", "duplicate_key"),

@@ -117,7 +117,9 @@ def test_failed_check(
     (tmp_path / "out/train-000000.tar.idx").unlink()
     code, error = main(monkeypatch, capsys, "verify", config)
     assert code == 1
-    assert error.endswith("has 1 problems; write it again with output.overwrite=true\n")
+    assert error.endswith(
+        "has 1 problems; retry writes damaged shards again, output.overwrite=true all of them\n"
+    )
 
 
 def test_unexpected_errors_are_one_line(

@@ -86,7 +86,7 @@ def test_frozen(tmp_path: Path) -> None:
         ("pack.seq_len=1", r"pack\.seq_len is no known field; valid: seq_length, strategy, seed"),
         ("packing.seed=1", r"packing is no known field; valid: source, model, pack, output"),
         ("source.fmt=x", r"source\.0\.fmt is no known field; valid: format, path, task"),
-        ("source.format=tar", r"source\.0\.format='tar': .*choose one of: pairs, jsonl"),
+        ("source.format=tar", r"source\.0\.format='tar': .*choose one of: pairs, json, jsonl"),
         ("source.task=caption", r"source\.0\.task='caption' .*choose 'captioning', 'vqa' or 'bmr'"),
         ("model.family=llama", r"model\.family='llama': .*choose one of: qwen2_vl"),
         (
@@ -162,6 +162,25 @@ def test_key_prefixes() -> None:
         parse_config(sources({}, {"path": "b/a"}))
 
 
-def test_image_root_belongs_to_jsonl() -> None:
-    with pytest.raises(ConfigError, match="image_root applies to format jsonl only"):
-        parse_config(sources({"image_root": "images"}))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image_root": "images"}, "image_root applies to format json, jsonl, .* only"),
+        ({"split": "val"}, "split applies to format energon, huggingface only"),
+        ({"fields": {"text": "a"}}, r"source\.fields\.text is no known field; valid: id, images"),
+        ({"fields": {"caption": "a..b"}}, r"'a\.\.b' is no path"),
+        ({"repeat": 0}, "repeat=0: .*greater than 0"),
+        ({"format": "nowhere:Source"}, "'nowhere:Source' cannot be imported"),
+        ({"format": "offline_packing.errors:StageError"}, "is no subclass of"),
+    ],
+)
+def test_refused_source_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(sources(options))
+
+
+def test_weights_are_all_or_none() -> None:
+    with pytest.raises(ConfigError, match="some sources have a weight and some have none"):
+        parse_config(sources({"weight": 1}, {"path": "b"}))
+    with pytest.raises(ConfigError, match="a weight and a repeat; remove one"):
+        parse_config(sources({"weight": 1, "repeat": 2}, {"path": "b", "weight": 1}))

@@ -1,8 +1,9 @@
 """plan_packs: every sample once, nothing over a limit, the same plan for the same seed."""
 
-import os
+import logging
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from offline_packing import plan_packs
 from offline_packing.pack_order import RankLayout
 from offline_packing.pack_plan import PackPlan
-from offline_packing.strategies import STRATEGIES
+from offline_packing.strategies import STRATEGIES, histogram
+from offline_packing.strategies.compile_notice import announce_compilation
 
 
 def assert_valid(plan: PackPlan, num_tokens: np.ndarray) -> None:
@@ -188,25 +190,28 @@ def test_contradicting_arguments_are_named(arguments, message) -> None:
         plan_packs(np.array([3, 4, 5]), 10, **arguments)
 
 
-def test_first_run_says_that_it_compiles(tmp_path) -> None:
-    code = """
-import logging, time
-logging.basicConfig(level=logging.INFO)
-import numpy as np
-from offline_packing import plan_packs
-plan_packs(np.array([3, 4, 5]), 8, strategy="best_fit_decreasing")
-"""
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    first, second = (
-        subprocess.run(
-            [sys.executable, "-c", code],
-            check=True,
-            timeout=300,
-            env=environment,
-            capture_output=True,
-            text=True,
-        ).stderr
-        for _ in range(2)
+def test_first_run_says_once_that_it_compiles(tmp_path, monkeypatch, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    cached = SimpleNamespace(stats=SimpleNamespace(cache_path=str(tmp_path)))
+    monkeypatch.setattr(histogram, "count_lengths", cached)
+    announce_compilation.cache_clear()
+    announce_compilation()
+    announce_compilation()
+    assert caplog.text.count("compiling the planner") == 1
+    (tmp_path / "histogram.count_lengths-1.py311.nbi").touch()
+    announce_compilation.cache_clear()
+    announce_compilation()
+    assert caplog.text.count("compiling the planner") == 1
+
+
+def test_options_per_sample_skip_what_is_set_aside() -> None:
+    num_tokens = np.array([40, 500, 40, 40, 0, 40])
+    num_images = np.array([3, 9, 1, 1, 9, 3])
+    plan = plan_packs(
+        num_tokens,
+        100,
+        strategy="knapsack",
+        strategy_options={"num_images": num_images, "max_images": 4},
     )
-    assert first.count("compiling the planner") == 1
-    assert "compiling" not in second
+    assert plan.set_aside_ids.tolist() == [1, 4]
+    assert [num_images[plan.pack(i)].sum() for i in range(plan.num_packs)] == [4, 4]

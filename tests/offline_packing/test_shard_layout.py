@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offline_packing.config import OutputConfig
-from offline_packing.shard_tasks import lay_out_shards, split_packs
+from offline_packing.shard_layout import lay_out_shards, split_packs
 from offline_packing.tar_shards import tar_size
 
 

@@ -1,0 +1,91 @@
+"""What a configuration asks of the planner, with the columns of the index it needs for that."""
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from offline_packing.config import PackingConfig
+from offline_packing.errors import ConfigError
+from offline_packing.index import Index
+
+#: Column of the index that each budget of a pack counts.
+BUDGET_COLUMNS: Final = {"vision_patches": "num_vision_patches", "images": "num_images"}
+
+
+def plan_arguments(
+    config: PackingConfig, samples: Index, kept: npt.NDArray[np.int64]
+) -> dict[str, Any]:
+    """Keyword arguments of `plan_packs` beside lengths and seq_length.
+
+    Args:
+        kept: (num_kept,) rows of the index that are planned; the arrays returned are theirs.
+
+    Raises:
+        ConfigError: mix and homogeneous, which group the samples in two ways.
+    """
+    from offline_packing.cost import sample_cost
+    from offline_packing.pack_order import RankLayout
+
+    pack = config.pack
+    if pack.homogeneous and "mix" in pack.assignment:
+        raise ConfigError(
+            "pack.homogeneous groups samples by their media, assignment mix by their source; "
+            "leave out one of the two"
+        )
+
+    def column(name: str) -> npt.NDArray[Any]:
+        return samples.array(name)[kept]
+
+    arguments: dict[str, Any] = {
+        "strategy": pack.strategy,
+        "seed": pack.seed,
+        "pad_multiple": pack.pad_multiple,
+        "strategy_options": pack.strategy_options,
+        "assignment": pack.assignment,
+        "budgets": {
+            name: (column(BUDGET_COLUMNS[name]), limit) for name, limit in pack.budgets.items()
+        },
+        "homogeneous": pack.homogeneous,
+        "max_samples": pack.max_samples,
+        "min_samples": pack.min_samples,
+        "min_fill": pack.min_fill,
+        "window_packs": config.output.packs_per_shard,
+    }
+    if pack.homogeneous:
+        arguments["groups"] = (column("num_images") > 0).astype(np.int32)
+    if "mix" in pack.assignment:
+        arguments["groups"] = column("source_id")
+        weights = {i: s.weight for i, s in enumerate(config.source) if s.weight is not None}
+        arguments["weights"] = weights or None
+    if "locality" in pack.assignment:
+        arguments["source_order"] = kept  # rows of the index are in the order of the source
+    if "balance" in pack.assignment:
+        arguments["balance_by"] = column("num_vision_patches")
+    if pack.order is not None:
+        arguments["order"] = RankLayout(pack.order.num_ranks, pack.order.num_workers)
+        arguments["cost"] = sample_cost(
+            column("num_tokens"), column("num_vision_patches"), column("num_images")
+        )
+    return arguments
+
+
+def set_aside_reason(name: str, num_tokens: int, config: PackingConfig) -> tuple[str, str]:
+    """Reason and detail in the set-aside table of a sample that the planner left out.
+
+    Args:
+        name: the planner's own name of the reason.
+        num_tokens: of the sample.
+    """
+    pack = config.pack
+    if name.startswith("over_budget:"):
+        budget = name.partition(":")[2]
+        return "over_budget", f"alone it is over the limit of {budget} {pack.budgets[budget]}"  # type: ignore[index]
+    if name == "below_min_fill":
+        return "poor_pack", f"its pack is filled to less than min_fill {pack.min_fill:g}"
+    if name == "below_min_samples":
+        return "poor_pack", f"its pack has fewer samples than min_samples {pack.min_samples}"
+    limit = f"seq_length {pack.seq_length}"
+    if pack.pad_multiple > 1:
+        limit += f" (in multiples of {pack.pad_multiple})"
+    return "overlong", f"{num_tokens} tokens > {limit}"

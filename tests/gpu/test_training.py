@@ -1,0 +1,114 @@
+"""Steps of the real trainer on a GPU, in bfloat16, over packs made here."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch.metrics import Stopwatch
+from launch.optimizer import ShardedAdamW
+from tests.launch.packed_runs import (
+    BMR_ENVIRONMENT,
+    bmr_folder,
+    losses,
+    make_config,
+    make_trainer,
+    step_lines,
+)
+
+#: Heads of 64: smaller ones are not what the kernels are made for.
+MODEL: dict[str, Any] = {
+    "text": {
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [8, 12, 12],
+        },
+    },
+    "vision": {"depth": 2, "embed_dim": 128, "hidden_size": 256, "num_heads": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bmr_folder(tmp_path_factory.mktemp("bmr"))
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in BMR_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+def train(folder: Path, output: Path, dtype: str = "bfloat16", **sections: Any) -> list[float]:
+    model = {**MODEL, "dtype": dtype, **sections.pop("model", {})}
+    config = make_config(folder, output, model=model, train={"iterations": 12}, **sections)
+    trainer, _, _ = make_trainer(config)
+    trainer.resume()
+    assert trainer.run()
+    return losses(output)
+
+
+def test_bfloat16_trains_as_float32(folder: Path, tmp_path: Path) -> None:
+    exact = train(folder, tmp_path / "float32", "float32")
+    rounded = train(folder, tmp_path / "bfloat16")
+    assert rounded == pytest.approx(exact, abs=0.05)
+    assert rounded[-1] < rounded[0] - 0.1
+    for line in step_lines(tmp_path / "bfloat16"):
+        assert line["step_seconds"] > 0
+        assert line["rank_imbalance"] == pytest.approx(1)
+
+
+def test_recomputed_layers_give_the_same_losses(folder: Path, tmp_path: Path) -> None:
+    kept = train(folder, tmp_path / "kept")
+    again = train(folder, tmp_path / "again", model={"recompute": "full"})
+    assert again == pytest.approx(kept, abs=0.02)
+
+
+def test_a_checkpoint_goes_on(folder: Path, tmp_path: Path) -> None:
+    whole = train(folder, tmp_path / "whole", checkpoint={"every": 6, "keep": 2})
+    half = tmp_path / "half" / "checkpoints"
+    half.mkdir(parents=True)
+    (half / "iter_00000006").symlink_to(tmp_path / "whole" / "checkpoints" / "iter_00000006")
+    output = tmp_path / "half"
+    config = make_config(
+        folder, output, model={**MODEL, "dtype": "bfloat16"}, train={"iterations": 12}
+    )
+    trainer, _, _ = make_trainer(config)
+    trainer.resume()
+    assert trainer.iteration == 6
+    assert trainer.run()
+    resumed = [line["loss"] for line in step_lines(output)]
+    assert resumed == pytest.approx(whole[6:], abs=0.01)
+
+
+def test_the_fused_optimizer_equals_the_one_of_a_cpu(cuda: torch.device) -> None:
+    weights = {}
+    for device in (torch.device("cpu"), cuda):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 32)
+        gradients = [torch.randn(32, 64) for _ in range(5)]
+        model.to(device)
+        optimizer = ShardedAdamW(model, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        for gradient in gradients:
+            model.weight.grad = gradient.to(device)
+            optimizer.accumulate()
+            optimizer.step(learning_rate=1e-2, denominator=2, max_norm=1.0)
+        weights[device.type] = model.weight.detach().cpu()
+    torch.testing.assert_close(weights["cuda"], weights["cpu"], rtol=1e-5, atol=1e-6)
+
+
+def test_the_stopwatch_counts_what_the_device_did(cuda: torch.device) -> None:
+    watch = Stopwatch(cuda)
+    matrix = torch.randn(4096, 4096, device=cuda)
+    for _ in range(3):
+        with watch:
+            for _ in range(20):
+                matrix = matrix @ matrix / 64
+    assert 1e-4 < watch.seconds() < 10

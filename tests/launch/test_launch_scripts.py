@@ -1,0 +1,184 @@
+"""The scripts as a user runs them: bash, torchrun, signals, and what is left on disk."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+
+from launch.config import load_config
+from launch.metrics import read_metrics
+from launch.train_setup import run
+from tests.launch.packed_runs import BMR_ENVIRONMENT, bmr_folder, captioning_folder, losses
+from tests.offline_packing.datasets import captioning_pairs
+
+ROOT = Path(__file__).parents[2]
+STEPS = 10
+#: Overrides that make a step small; the vocabulary is the real one.
+SMALL = (
+    "model.text={hidden_size: 16, num_attention_heads: 1, num_key_value_heads: 1}",
+    "model.vision={hidden_size: 16, depth: 1}",
+    "data.num_workers=1",
+    "batch.global_batch_size=null",
+    "batch.global_batch_packs=2",
+    "validation.every=0",
+)
+
+
+@pytest.fixture(scope="module")
+def dialogues(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bmr_folder(tmp_path_factory.mktemp("bmr"))
+
+
+def start(script: str, *overrides: str, **environment: str) -> subprocess.Popen[str]:
+    """Start a script with no variables but those a user would have, and the given ones."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    inherited = {n: v for n, v in os.environ.items() if not n.startswith("OFFLINE_")}
+    own = {"BIN": str(Path(sys.executable).parent), "MASTER_PORT": str(port), "NPROC_PER_NODE": "1"}
+    return subprocess.Popen(
+        ["bash", str(ROOT / "launch" / script), *overrides],
+        env={**inherited, **own, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 180) -> str:
+    output, _ = process.communicate(timeout=timeout)
+    return output
+
+
+def steps_done(output: Path) -> int:
+    path = output / "metrics.jsonl"
+    return len(read_metrics(path)) if path.exists() else 0
+
+
+def wait_for_steps(process: subprocess.Popen[str], output: Path, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while steps_done(output) < count:
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < deadline, "no step in two minutes"
+        time.sleep(0.02)
+
+
+def trainer_process(process: subprocess.Popen[str]) -> psutil.Process:
+    """The rank that torchrun started."""
+    return psutil.Process(process.pid).children()[0]
+
+
+@pytest.fixture(scope="module")
+def sft_run(dialogues: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped by SIGTERM, killed, and then left to finish."""
+    output = tmp_path_factory.mktemp("sft")
+    arguments = (
+        f"data.path={dialogues}",
+        f"output.path={output}",
+        f"train.iterations={STEPS}",
+        "checkpoint.every=2",
+        *SMALL,
+    )
+    stopped = start("sft_qwen2_vl.sh", *arguments)
+    wait_for_steps(stopped, output, 1)
+    stopped.send_signal(signal.SIGTERM)  # to torchrun, as slurm does
+    text = finish(stopped)
+    assert stopped.returncode != 0
+    assert "stopped by SIGTERM after" in text, text
+    done = steps_done(output)
+    assert 1 <= done < STEPS
+    assert (output / "checkpoints" / f"iter_{done:08d}" / "state.json").is_file()
+
+    killed = start("sft_qwen2_vl.sh", *arguments)
+    wait_for_steps(killed, output, done + 1)
+    trainer_process(killed).kill()
+    assert "Traceback" in finish(killed)  # torchrun's own
+
+    finished = start("sft_qwen2_vl.sh", *arguments)
+    text = finish(finished)
+    assert finished.returncode == 0, text
+    assert "resumed from" in text
+    return output
+
+
+def test_a_run_stopped_and_killed_is_the_run_that_was_not(
+    sft_run: Path, dialogues: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in BMR_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    torch.set_num_threads(1)
+    config = load_config(
+        ROOT / "launch" / "sft.yaml",
+        [
+            f"data.path={dialogues}",
+            f"output.path={tmp_path}",
+            f"train.iterations={STEPS}",
+            "checkpoint={every: 0, export: false}",
+            *SMALL,
+        ],
+    )
+    assert run(config)
+    assert len(losses(sft_run)) == STEPS
+    assert losses(sft_run) == losses(tmp_path)
+
+
+def test_the_checkpoint_of_the_script_loads_in_transformers(sft_run: Path) -> None:
+    from transformers import AutoTokenizer, Qwen2VLForConditionalGeneration
+
+    model = Qwen2VLForConditionalGeneration.from_pretrained(sft_run / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(sft_run / "hf")
+    tokens = tokenizer("A red circle", return_tensors="pt").input_ids
+    logits = model(input_ids=tokens).logits
+    assert logits.shape == (1, tokens.shape[1], 151_936)
+    assert logits.isfinite().all()
+
+
+def test_stage_1_trains_the_projector_on_two_processes(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = captioning_folder(tmp_path_factory.mktemp("captions"))
+    arguments = (f"data.path={folder}", f"output.path={tmp_path}", "train.iterations=2", *SMALL)
+    process = start("pretrain_qwen2_vl.sh", *arguments, NPROC_PER_NODE="2")
+    text = finish(process)
+    assert process.returncode == 0, text
+    assert "a step takes 2 packs" in text
+    assert len(losses(tmp_path)) == 2
+    assert (tmp_path / "hf" / "config.json").is_file()
+
+
+def test_stage_1_5_refuses_packs_of_another_task(dialogues: Path, tmp_path: Path) -> None:
+    arguments = (f"data.path={dialogues}", f"output.path={tmp_path}", *SMALL)
+    process = start("pretrain_qwen2_vl.sh", *arguments, STAGE="1.5")
+    text = finish(process)
+    assert process.returncode != 0
+    (line,) = [line for line in text.splitlines() if line.startswith("error:")]
+    assert "OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_BMR=1" in line
+
+
+def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
+    process = start("pretrain_qwen2_vl.sh", STAGE="3")
+    assert finish(process) == "STAGE=3 is not known; set it to 1 or 1.5\n"
+    assert process.returncode == 2
+
+
+def test_pack_script_runs_a_configuration(tmp_path: Path) -> None:
+    source = captioning_pairs(tmp_path / "source", 12)
+    config = tmp_path / "pack.yaml"
+    content = {
+        "source": {"format": "pairs", "path": str(source), "task": "captioning"},
+        "output": {"path": str(tmp_path / "packed")},
+        "engine": {"workers": 0},
+    }
+    config.write_text(yaml.safe_dump(content))
+    process = start("pack.sh", "pack.seq_length=512", CONFIG=str(config))
+    text = finish(process)
+    assert process.returncode == 0, text
+    assert (tmp_path / "packed" / "manifest.json").is_file()

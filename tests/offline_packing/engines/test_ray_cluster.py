@@ -1,0 +1,67 @@
+"""A local Ray cluster gives what local processes give, and a worker's death loses nothing."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offline_packing.engines.ray_cluster import RayEngine
+from offline_packing.stage import Stage
+from offline_packing.verify import verify
+from task_encoders.samples import SampleError
+from tests.offline_packing.datasets import captioning_pairs, make_config, make_stage, pack_all
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'offline-packing[ray]'")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[RayEngine]:
+    """One cluster for all tests: a start takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        engine = RayEngine(2)
+        yield engine
+        engine.close()
+
+
+def square(number: int) -> int:
+    if number == 1_000:
+        raise SampleError("bad_json", "the thousandth")
+    return number * number
+
+
+def die_once(marker: Path) -> int:
+    """A worker that is killed from outside while it is at work, the first time."""
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return os.getpid()
+
+
+def test_results_and_failures(engine: RayEngine) -> None:
+    assert sorted(engine.run(square, range(30))) == [number * number for number in range(30)]
+    assert list(engine.run(square, [])) == []
+    with pytest.raises(SampleError, match="bad_json: the thousandth"):
+        list(engine.run(square, [1_000]))
+
+
+def test_killed_worker(engine: RayEngine, tmp_path: Path) -> None:
+    markers = [tmp_path / str(i) for i in range(3)]
+    found = list(engine.run(die_once, markers))
+    assert len(found) == 3
+    assert all(marker.exists() for marker in markers)
+
+
+def test_equal_to_local_processes(engine: RayEngine, tmp_path: Path) -> None:
+    data = captioning_pairs(tmp_path / "data")
+    local = make_stage(data, tmp_path / "local")
+    pack_all(local)
+    stage = Stage(make_config(data, tmp_path / "ray"), engine)
+    pack_all(stage)
+    for path in (*local.workspace.root.glob("*.tar*"), local.workspace.manifest):
+        assert (stage.workspace.root / path.name).read_bytes() == path.read_bytes(), path.name
+    result = verify(stage, deep=True)
+    assert result.ok
+    assert result.num_samples == 40

@@ -1,0 +1,316 @@
+"""What damaged, hostile and odd containers become."""
+
+import gzip
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from offline_packing.errors import StageError
+from offline_packing.sources import streams
+from tests.offline_packing.datasets import image_bytes, make_stage, pack_all
+from tests.offline_packing.sources import formats
+from tests.offline_packing.sources.accounting import outcomes
+from tests.offline_packing.sources.formats import lines, tar_bytes, tar_members, write_file
+
+SAMPLES = formats.draw_samples(3)
+MEMBERS = tar_members(SAMPLES)
+TAR = tar_bytes(MEMBERS)
+WEBDATASET = {"format": "webdataset"}
+
+
+def offset_of(name: str) -> int:
+    """Where a member's header begins in TAR."""
+    with tarfile.open(fileobj=io.BytesIO(TAR)) as tar:
+        return tar.getmember(name).offset
+
+
+def size_of(name: str) -> int:
+    return len(dict(MEMBERS)[name])
+
+
+OK_OK = {"a/s0000": "ok", "a/s0001": "ok"}
+LAST = offset_of("s0002.img0.jpg")
+CUTS: dict[str, tuple[int, dict[str, str]]] = {
+    "at_a_sample": (LAST, {**OK_OK, "a.tar": "damaged_source"}),
+    "in_a_header": (LAST + 100, {**OK_OK, "a.tar": "damaged_source"}),
+    "in_an_image": (LAST + 700, {**OK_OK, "a/s0002": "damaged_source"}),
+    "between_image_and_json": (
+        offset_of("s0002.json"),
+        {**OK_OK, "a/s0002": "damaged_source"},
+    ),
+    "in_the_json": (
+        offset_of("s0002.json") + 512 + 20,
+        {**OK_OK, "a/s0002": "damaged_source"},
+    ),
+    "in_the_padding": (
+        offset_of("s0002.json") + 512 + size_of("s0002.json") + 3,
+        {**OK_OK, "a/s0002": "ok", "a.tar": "damaged_source"},
+    ),
+    "in_the_first_header": (17, {"a.tar": "damaged_source"}),
+    "before_everything": (0, {"a.tar": "damaged_source"}),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("cut", CUTS)
+def test_truncated_tar(tmp_path: Path, cut: str, packed: bool) -> None:
+    size, expected = CUTS[cut]
+    name = "a.tar.gz" if packed else "a.tar"
+    data = gzip.compress(TAR[:size]) if packed else TAR[:size]
+    write_file(tmp_path / "data" / name, data)
+    found = outcomes({**WEBDATASET, "path": str(tmp_path / "data")}, tmp_path)
+    assert found == {name if key == "a.tar" else key: value for key, value in expected.items()}
+
+
+def test_truncated_gzip_gives_what_lies_before_the_cut(tmp_path: Path) -> None:
+    samples = formats.draw_samples(300)
+    data = gzip.compress(tar_bytes(tar_members(samples)), 1)
+    write_file(tmp_path / "data" / "a.tar.gz", data[: len(data) * 4 // 5])
+    found = outcomes({**WEBDATASET, "path": str(tmp_path / "data")}, tmp_path)
+    *complete, last = found.values()
+    assert last == "damaged_source"
+    assert set(complete) == {"ok"}
+    assert 100 < len(complete) < 300
+
+
+def test_damaged_header_is_not_the_end(tmp_path: Path) -> None:
+    data = bytearray(TAR)
+    data[offset_of("s0001.img0.png") + 130] ^= 1  # the size
+    write_file(tmp_path / "a.tar", bytes(data))
+    found = outcomes({**WEBDATASET, "path": str(tmp_path)}, tmp_path)
+    assert found == {"a/s0000": "ok", "a.tar": "damaged_source"}
+
+
+def special(name: str, kind: bytes, target: str = "") -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(name)
+    info.type = kind
+    info.linkname = target
+    return info, b""
+
+
+def tar_with(*members: Any) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, data in members:
+            info = name if isinstance(name, tarfile.TarInfo) else tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+JPEG = image_bytes()
+ASK = json.dumps({"question": "<image>?", "answer": "A square."}).encode()
+PICKLE = b"cos\nsystem\n(S'touch /tmp/owned'\ntR."
+ODD: dict[str, tuple[str, list[Any]]] = {
+    "pickle_beside": ("ok", [("k.jpg", JPEG), ("k.json", ASK), ("k.pkl", PICKLE)]),
+    "pickle_only": ("bad_record", [("k.jpg", JPEG), ("k.pkl", PICKLE)]),
+    "pickle_as_json": ("bad_json", [("k.jpg", JPEG), ("k.json", PICKLE)]),
+    "image_is_link": (
+        "missing_image",
+        [special("k.jpg", tarfile.SYMTYPE, "/etc/passwd"), ("k.json", ASK)],
+    ),
+    "image_is_hard_link": (
+        "missing_image",
+        [special("k.jpg", tarfile.LNKTYPE, "../other.jpg"), ("k.json", ASK)],
+    ),
+    "json_is_link": (
+        "bad_json",
+        [("k.jpg", JPEG), special("k.json", tarfile.SYMTYPE, "/etc/passwd")],
+    ),
+    "json_is_device": ("bad_json", [("k.jpg", JPEG), special("k.json", tarfile.CHRTYPE)]),
+    "folder_between": ("ok", [("k.jpg", JPEG), special("d", tarfile.DIRTYPE), ("k.json", ASK)]),
+    "name_leads_outside": ("ok", [("../../k.jpg", JPEG), ("../../k.json", ASK)]),
+    "long_name": ("ok", [("d" * 200 + "/k.jpg", JPEG), ("d" * 200 + "/k.json", ASK)]),
+    "caption_text": ("bad_record", [("k.jpg", JPEG), ("k.txt", b"a caption, no question")]),
+    "text_not_utf8": ("bad_json", [("k.jpg", JPEG), ("k.txt", b"\xff\xfe")]),
+    "no_image": ("image_count_mismatch", [("k.json", ASK)]),
+    "two_images_none_named": (
+        "ambiguous_image",
+        [("k.a.jpg", JPEG), ("k.b.jpg", JPEG), ("k.json", ASK)],
+    ),
+    "image_named_as_in_its_origin": (
+        "ok",
+        [("k.jpg", JPEG), ("k.json", ASK.replace(b"{", b'{"image": "coco/7.jpg", ', 1))],
+    ),
+    "image_named_elsewhere": (
+        "missing_image",
+        [
+            *[("k.a.jpg", JPEG), ("k.b.jpg", JPEG)],
+            ("k.json", ASK.replace(b"{", b'{"image": "c.jpg", ', 1)),
+        ],
+    ),
+    "image_empty": ("bad_image", [("k.jpg", b""), ("k.json", ASK)]),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ODD)
+def test_odd_members(tmp_path: Path, name: str, packed: bool) -> None:
+    expected, members = ODD[name]
+    data = tar_with(*members)
+    path = tmp_path / ("a.tar.gz" if packed else "a.tar")
+    write_file(path, gzip.compress(data) if packed else data)
+    (outcome,) = outcomes({**WEBDATASET, "path": str(path)}, tmp_path).values()
+    assert outcome == expected
+
+
+def test_img2dataset_layout(tmp_path: Path) -> None:
+    described = json.dumps({"url": "https://example.org", "width": 56}).encode()
+    members = [("k.jpg", JPEG), ("k.txt", b"A square."), ("k.json", described)]
+    write_file(tmp_path / "a.tar", tar_bytes(members))
+    config = {**WEBDATASET, "path": str(tmp_path), "task": "captioning"}
+    assert outcomes(config, tmp_path) == {"a/k": "ok"}
+
+
+def test_same_keys_in_several_shards_and_in_one(tmp_path: Path) -> None:
+    twice = tar_bytes(MEMBERS[:2] + MEMBERS)  # s0000 comes twice
+    write_file(tmp_path / "data" / "0.tar", twice)
+    write_file(tmp_path / "data" / "1.tar", TAR)
+    source = {**WEBDATASET, "path": str(tmp_path / "data"), "task": "bmr"}
+    counts = pack_all(make_stage(source, tmp_path / "out"))["counts"]
+    assert (counts["samples"], counts["packed"]) == (7, 6)
+    assert counts["set_aside"] == {"duplicate_key": 1}
+    packs = {"format": "packs", "path": str(tmp_path / "out")}
+    keys = {f"{shard}/s{i:04d}": "ok" for shard in "01" for i in range(3)}
+    assert outcomes(packs, tmp_path) == keys
+
+
+def zeros(count: int) -> bytes:
+    return gzip.compress(bytes(count))
+
+
+def text_and_bomb() -> bytes:
+    return gzip.compress(lines([{"question": "a", "answer": "b"}]), 1) + zeros(4 << 20)
+
+
+def tar_and_bomb() -> bytes:
+    return gzip.compress(TAR[:LAST], 1) + gzip.compress(tar_with(("z.bin", bytes(4 << 20))))
+
+
+BOMBS: dict[str, tuple[str, Callable[[], bytes], int]] = {
+    "chat.jsonl.gz": ("jsonl", text_and_bomb, 1),
+    "shard.tar.gz": ("webdataset", tar_and_bomb, 2),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_gzip_bomb_ends_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(streams, "_FREE_BYTES", 1 << 20)
+    kind, make, before = BOMBS[name]
+    write_file(tmp_path / "data" / name, make())
+    found = list(outcomes({"format": kind, "path": str(tmp_path / "data")}, tmp_path).values())
+    assert found == ["ok"] * before + ["damaged_source"]
+
+
+def test_header_that_claims_an_endless_name(tmp_path: Path) -> None:
+    info = tarfile.TarInfo("././@LongLink")
+    info.type, info.size = tarfile.GNUTYPE_LONGNAME, 1 << 40
+    write_file(tmp_path / "a.tar", TAR[:LAST] + info.tobuf(tarfile.GNU_FORMAT))
+    found = outcomes({**WEBDATASET, "path": str(tmp_path)}, tmp_path)
+    assert found == {**OK_OK, "a.tar": "damaged_source"}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "huggingface"])
+def test_truncated_table(tmp_path: Path, kind: str) -> None:
+    source = formats.WRITERS[kind](tmp_path / "data", SAMPLES)
+    (path,) = [p for p in (tmp_path / "data").rglob("*.*w*") if "test" not in p.parts] or [
+        tmp_path / "data" / "train-00000.parquet"
+    ]
+    path.write_bytes(path.read_bytes()[:-300])
+    assert set(outcomes(source, tmp_path).values()) == {"damaged_source"}
+
+
+def test_damaged_row_group_costs_its_rows(tmp_path: Path) -> None:
+    samples = formats.draw_samples(12)
+    source = formats.parquet(tmp_path / "data", samples)
+    path = tmp_path / "data" / "train-00000.parquet"
+    column = pq.ParquetFile(path).metadata.row_group(1).column(3)
+    data = bytearray(path.read_bytes())
+    start = column.data_page_offset
+    data[start : start + 40] = bytes(40)
+    path.write_bytes(bytes(data))
+    found = outcomes(source, tmp_path)
+    lost = [key for key, outcome in found.items() if outcome == "damaged_source"]
+    assert lost == [f"train-00000:{row}" for row in range(4, 8)]
+    assert list(found.values()).count("ok") == 8
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no_tar": ({"notes.txt": b""}, {"format": "webdataset"}, r"holds no \*\.tar"),
+    "no_parquet": ({"notes.txt": b""}, {"format": "parquet"}, r"holds no \*\.parquet"),
+    "no_packs": ({"notes.txt": b""}, {"format": "packs"}, r"neither \*\.tar nor ps_\*\.json"),
+    "object_not_array": ({"a.json": b'{"a": 1}'}, {"format": "json"}, "holds no JSON array"),
+    "no_metadata": ({"a.tar": TAR}, {"format": "energon"}, "run energon prepare there"),
+    "sample_loader": (
+        {
+            ".nv-meta/dataset.yaml": b"sample_type: {__class__: VQASample}\n"
+            b"sample_loader: sample_loader.py:sample_loader\n"
+        },
+        {"format": "energon"},
+        "'VQASample' without a field_map",
+    ),
+    "unknown_sample_type": (
+        {".nv-meta/dataset.yaml": b"sample_type: {__class__: OCRSample}\nfield_map: {a: b}\n"},
+        {"format": "energon"},
+        "'OCRSample'.*none of CaptioningSample, VQASample, CrudeWebdataset",
+    ),
+    "split_without_shards": (
+        {
+            ".nv-meta/dataset.yaml": b"__class__: CrudeWebdataset\n",
+            ".nv-meta/split.yaml": b"split_parts: {val: [a.tar]}\n",
+        },
+        {"format": "energon"},
+        "no split 'train'; set source.split to one of: val",
+    ),
+    "shard_gone": (
+        {
+            ".nv-meta/dataset.yaml": b"__class__: CrudeWebdataset\n",
+            ".nv-meta/split.yaml": b"split_parts: {train: [a.tar]}\n",
+        },
+        {"format": "energon"},
+        "a.tar, which split 'train' names, is not there",
+    ),
+    "dataset_not_named": (
+        {"dataset_info.json": b'{"a": {"file_name": "a.json"}}'},
+        {"format": "llama_factory"},
+        "no dataset None; set source.dataset to one of: a",
+    ),
+    "dataset_on_a_hub": (
+        {"dataset_info.json": b'{"a": {"hf_hub_url": "x/y"}}'},
+        {"format": "llama_factory", "dataset": "a"},
+        "file_name None; only files beside",
+    ),
+    "preferences": (
+        {"dataset_info.json": b'{"a": {"file_name": "a.json", "ranking": true}}'},
+        {"format": "llama_factory", "dataset": "a"},
+        "holds preferences",
+    ),
+    "split_of_no_dataset": (
+        {"dataset_dict.json": b'{"splits": ["test"]}'},
+        {"format": "huggingface"},
+        "has the splits test, not 'train'; set source.split",
+    ),
+    "tar_outside": ({}, {"format": "webdataset"}, "a.tar cannot be read: .*link to outside"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_sources_that_cannot_be_used(tmp_path: Path, name: str) -> None:
+    files, config, message = REFUSED[name]
+    root = tmp_path / "data"
+    root.mkdir()
+    for file, data in files.items():
+        write_file(root / file, data)
+    if name == "tar_outside":
+        write_file(tmp_path / "outside.tar", TAR)
+        (root / "a.tar").symlink_to(tmp_path / "outside.tar")
+    with pytest.raises(StageError, match=message):
+        outcomes({**config, "path": str(root)}, tmp_path)

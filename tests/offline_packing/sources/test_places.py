@@ -1,0 +1,162 @@
+"""Sources elsewhere (fsspec), of one's own (plug-in), and with fields of their own."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from offline_packing.config import load_config
+from offline_packing.errors import ConfigError, StageError
+from offline_packing.index import MeasuredSample
+from offline_packing.sources.remote_root import RemoteRoot
+from task_encoders.samples import SampleError
+from tests.offline_packing.datasets import image_bytes, make_stage, outcomes, pack_all, write_json
+from tests.offline_packing.sources import accounting, formats
+from tests.offline_packing.sources.formats import write_file
+
+SAMPLES = formats.draw_samples(5)
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+@pytest.mark.parametrize(
+    "name", ["pairs", "jsonl", "jsonl_gz", "json_array", "webdataset", "webdataset_gz", "parquet"]
+)
+def test_remote_sources(tmp_path: Path, name: str) -> None:
+    local = formats.WRITERS[name](tmp_path / "data", SAMPLES)
+    url = f"memory://{tmp_path.name}"
+    fsspec.filesystem("memory").put(str(tmp_path / "data"), url, recursive=True)
+    path = local["path"].replace(str(tmp_path / "data"), url)
+    here = accounting.account(accounting.open_source(local, tmp_path))
+    there = accounting.account(accounting.open_source({**local, "path": path}, tmp_path))
+    assert [outcome for _, outcome, _ in there] == ["ok"] * len(SAMPLES)
+    # Only what lies here has a modification time.
+    assert [_without_stamp(row) for *_, row in here] == [_without_stamp(row) for *_, row in there]
+
+
+def _without_stamp(row: MeasuredSample | None) -> MeasuredSample:
+    assert row is not None
+    return replace(row, stamp=0)
+
+
+def test_remote_paths_stay_inside() -> None:
+    fsspec.filesystem("memory").pipe("memory://inside/a.jpg", b"x")
+    root, name = RemoteRoot.at("memory://inside")
+    assert name is None
+    assert root.locate("sub", "../a.jpg") == "a.jpg"
+    for outside in ("../a.jpg", "/a.jpg", "sub/../../a.jpg"):
+        with pytest.raises(SampleError, match="path_outside_root"):
+            root.locate("", outside)
+    with pytest.raises(StageError, match=r"does not exist; set source\.path"):
+        RemoteRoot.at("memory://nowhere")
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        RemoteRoot.at("nosuchstorage://bucket")
+
+
+def test_plug_in_packs_like_any_other(tmp_path: Path) -> None:
+    write_file(tmp_path / "data" / "a.jpg", image_bytes())
+    lines = ['a.jpg,"What, then?",A square.', "nowhere.jpg,q,a", "too,few", 'a.jpg,q,"b ""c"""']
+    write_file(tmp_path / "data" / "vqa.csv", "\n".join(lines).encode())
+    source = {
+        "format": "examples.csv_source:CsvSource",
+        "path": str(tmp_path / "data" / "vqa.csv"),
+        "task": "vqa",
+    }
+    stage = make_stage(source, tmp_path / "out", engine={"samples_per_part": 3})
+    assert list(outcomes(stage).values()).count("ok") == 2
+    counts = pack_all(stage)["counts"]
+    assert counts["packed"] == 2
+    assert counts["set_aside"] == {"bad_record": 1, "missing_image": 1}
+
+
+def test_fields_of_pairs(tmp_path: Path) -> None:
+    record = {"captions": [{"content": "A square."}], "other": {"image": "x.jpg"}}
+    write_json(tmp_path / "a.json", record)
+    write_file(tmp_path / "x.jpg", image_bytes())
+    config = {"format": "pairs", "path": str(tmp_path), "task": "captioning"}
+    fields = {"caption": "captions[0].content", "images": "other.image"}
+    ((_, outcome, row),) = accounting.account(
+        accounting.open_source({**config, "fields": fields}, tmp_path)
+    )
+    assert outcome == "ok"
+    assert row is not None
+    assert row.media[0][0].container == "x.jpg"
+    missing = {**config, "fields": {"caption": "captions[1].content"}}
+    assert accounting.outcomes(missing, tmp_path) == {"a": "bad_record"}
+
+
+@pytest.mark.parametrize("form", ["bytes", "struct", "path"])
+def test_columns_of_images(tmp_path: Path, form: str) -> None:
+    image = image_bytes()
+    write_file(tmp_path / "images" / "a.jpg", image)
+    values: dict[str, Any] = {
+        "bytes": image,
+        "struct": {"bytes": image, "path": "elsewhere.jpg"},
+        "path": "a.jpg",
+    }
+    table = pa.table({"key": ["k", "l"], "jpg": [values[form], None], "text": ["A square.", "B."]})
+    (tmp_path / "data").mkdir()
+    pq.write_table(table, tmp_path / "data" / "a.parquet")
+    config = {
+        "format": "parquet",
+        "path": str(tmp_path / "data"),
+        "image_root": str(tmp_path / "images"),
+        "task": "captioning",
+        "fields": {"id": "key", "images": "jpg", "caption": "text"},
+    }
+    assert accounting.outcomes(config, tmp_path) == {"k": "ok", "l": "missing_image"}
+    config["fields"] = {"caption": "nothing"}
+    with pytest.raises(StageError, match="has the columns key, jpg, text; name those"):
+        accounting.outcomes(config, tmp_path)
+
+
+def test_alpaca_form(tmp_path: Path) -> None:
+    write_file(tmp_path / "images" / "a.jpg", image_bytes())
+    record = {
+        "instruction": "<image>What",
+        "input": "is it?",
+        "output": "A square.",
+        "history": [["Hello", "Hi"]],
+        "system": "Be brief.",
+        "images": ["images/a.jpg"],
+    }
+    write_file(tmp_path / "a.json", json.dumps([record, {"output": "x"}]).encode())
+    write_json(tmp_path / "dataset_info.json", {"a": {"file_name": "a.json"}})
+    config = {"format": "llama_factory", "path": str(tmp_path), "dataset": "a"}
+    source = accounting.open_source(config, tmp_path)
+    (key, _, row), (_, second, _) = accounting.account(source)
+    assert second == "bad_record"
+    assert row is not None
+    sample = source.read_sample(key, row.json, 1)
+    assert sample.system == "Be brief."
+    assert [(turn.prompt, turn.answer) for turn in sample.turns] == [
+        ("Hello", "Hi"),
+        ("<image>What\nis it?", "A square."),
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_example_configurations_are_valid(path: Path) -> None:
+    assert load_config(path).source
+
+
+def test_example_of_mid_training(tmp_path: Path) -> None:
+    """The example reads folders of Parquet files with id, image and caption."""
+    image = pa.struct([pa.field("bytes", pa.binary()), pa.field("path", pa.string())])
+    overrides = [f"output.path={tmp_path / 'out'}", "engine={workers: 0}"]
+    for i in range(3):
+        rows = {
+            "id": [f"{i}-{j}" for j in range(4)],
+            "image": pa.array([{"bytes": image_bytes(56 * (j + 1))} for j in range(4)], image),
+            "caption": [f"A picture of kind {j}." for j in range(4)],
+        }
+        (tmp_path / f"folder{i}").mkdir()
+        pq.write_table(pa.table(rows), tmp_path / f"folder{i}" / "0.parquet")
+        overrides.append(f"source.{i}.path={tmp_path / f'folder{i}'}")
+    config = load_config(EXAMPLES / "llava_onevision_mid_training_85m.yaml", overrides)
+    stage = make_stage([source.model_dump() for source in config.source], tmp_path / "out")
+    assert pack_all(stage)["counts"]["packed"] == 12

@@ -1,0 +1,287 @@
+"""What the machine and its users do to a run: full disks, failing reads, edits, second launches."""
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offline_packing import files
+from offline_packing.errors import DiskFullError, StageError
+from offline_packing.files import remove_temporaries, write_atomically
+from offline_packing.measure import measure
+from offline_packing.plan_stage import plan
+from offline_packing.retry import retry
+from offline_packing.stage import Stage
+from offline_packing.verify import verify
+from offline_packing.write import write
+from tests.offline_packing.datasets import captioning_pairs, make_stage, pack_all, write_json
+from tests.offline_packing.test_pipeline import shard_files
+from tools import kill_test
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return captioning_pairs(tmp_path / "data")
+
+
+@pytest.fixture
+def planned(data: Path, tmp_path: Path) -> Stage:
+    """A stage that is ready to write."""
+    stage = make_stage(data, tmp_path / "out")
+    measure(stage)
+    plan(stage)
+    return stage
+
+
+def leftovers(stage: Stage) -> list[str]:
+    return [path.name for path in stage.workspace.root.rglob("*.tmp")]
+
+
+def limited(limit: int, config: Path) -> "subprocess.CompletedProcess[str]":
+    """`run` in a process that may write no file larger than `limit` bytes."""
+
+    def limit_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    return subprocess.run(
+        [sys.executable, "-m", "offline_packing.cli", "run", str(config), "--quiet"],
+        preexec_fn=limit_files,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_write_that_the_system_refuses(data: Path, tmp_path: Path) -> None:
+    """A real failure of the system call, as a disk that is full gives it."""
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"source: {{format: pairs, path: {data}, task: captioning}}\n"
+        f"output: {{path: {tmp_path}/out}}\n"
+        "engine: {workers: 0}\n"
+    )
+    failed = limited(40_000, config)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith(f"error: {tmp_path}/out/train-000000.tar cannot be written: ")
+    assert failed.stderr.endswith("; free some space and run again\n")
+    assert failed.stderr.count("\n") == 1
+    assert not list((tmp_path / "out").glob("*.tar*"))
+    again = limited(10_000_000, config)
+    assert again.returncode == 0, again.stderr
+    assert not list((tmp_path / "out").rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("number", "after"), [(errno.ENOSPC, 0), (errno.EDQUOT, 1), (errno.ENOSPC, 6)]
+)
+def test_disk_full_at_any_file(
+    planned: Stage, monkeypatch: pytest.MonkeyPatch, number: int, after: int
+) -> None:
+    true_sync = os.fsync
+    calls: list[int] = []
+
+    def sync(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) > after:
+            raise OSError(number, os.strerror(number))
+        true_sync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "fsync", sync)
+        with pytest.raises(DiskFullError, match=r"cannot be written: .*; free some space"):
+            write(planned)
+    assert not planned.workspace.manifest.exists()
+    assert leftovers(planned) == []
+    write(planned)
+    assert verify(planned).ok
+
+
+def test_failing_disk_of_the_source(planned: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    true_read = os.pread
+    calls: list[int] = []
+
+    def read(descriptor: int, size: int, offset: int) -> bytes:
+        calls.append(descriptor)
+        if len(calls) == 21:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return true_read(descriptor, size, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "pread", read)
+        message = r"1 of 3 shards could not be written; .*cannot be read: Input/output error"
+        with pytest.raises(StageError, match=message):
+            write(planned)
+    assert len(calls) > 21  # the other shards were written
+    assert not planned.workspace.manifest.exists()
+    retry(planned)
+    assert verify(planned, deep=True).ok
+
+
+@pytest.mark.parametrize("suffix", [".jpg", ".json"])
+def test_edit_of_the_same_size(planned: Stage, data: Path, suffix: str) -> None:
+    path = next(iter(sorted(data.rglob(f"*{suffix}"))))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1  # of a JSON: a letter of the caption
+    times = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 1))  # however coarse the clock is
+    with pytest.raises(StageError, match=rf"sample '{path.parent.name}/{path.stem}' changed since"):
+        write(planned)
+    assert not planned.workspace.manifest.exists()
+
+
+def test_moved_source_is_the_same(planned: Stage, data: Path) -> None:
+    """Modification times move with the files; names of folders do not count."""
+    elsewhere = data.with_name("elsewhere")
+    data.rename(elsewhere)
+    data.symlink_to(elsewhere)
+    write(planned)
+    assert verify(planned, deep=True).ok
+
+
+@pytest.mark.parametrize("verb", [measure, plan, write])
+@pytest.mark.parametrize(
+    ("section", "name", "value", "stages"),
+    [
+        ("model", "max_pixels", 28 * 28 * 32, (measure, plan, write)),
+        ("engine", "samples_per_part", 4, ()),
+        ("pack", "seed", 1, (plan, write)),
+        ("pack", "strategy_options", {"seeds": 1}, (plan, write)),
+        ("output", "packs_per_shard", 3, (write,)),
+        ("output", "key_prefix", "x", (write,)),
+        ("output", "layout", "raw_packing", (plan, write)),
+    ],
+)
+def test_changed_config_is_named(
+    data: Path,
+    tmp_path: Path,
+    section: str,
+    name: str,
+    value: Any,
+    stages: tuple[Callable[[Stage], object], ...],
+    verb: Callable[[Stage], object],
+) -> None:
+    """On resuming: a stage that the field takes part in refuses it by name, the others go on."""
+    stage = make_stage(data, tmp_path / "out")
+    pack_all(stage)
+    stage.workspace.manifest.unlink()
+    stage.workspace.fragment("train-000001").unlink()
+    changed = make_stage(data, tmp_path / "out", **{section: {name: value}})
+    if verb in stages:
+        with pytest.raises(StageError, match=rf"{section}\.{name} was "):
+            verb(changed)
+    else:
+        verb(changed)
+
+
+@pytest.fixture
+def running(data: Path, tmp_path: Path) -> Iterator[Path]:
+    """A configuration whose output another process holds."""
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"source: {{format: pairs, path: {data}, task: captioning}}\n"
+        f"output: {{path: {tmp_path}/out}}\n"
+        "engine: {workers: 0}\n"
+    )
+    program = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from offline_packing.workspace import Workspace\n"
+        "with Workspace(Path(sys.argv[1])).lock():\n"
+        "    print('held', flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "out")], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held\n"
+    yield config
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_two_launches_at_once(running: Path) -> None:
+    command = [sys.executable, "-m", "offline_packing.cli"]
+    second = subprocess.run(
+        [*command, "run", str(running)], capture_output=True, text=True, check=False
+    )
+    assert second.returncode == 1
+    assert "another run is working on output" in second.stderr
+    assert second.stderr.count("\n") == 1
+
+
+def test_killed_process_leaves_no_lock(tmp_path: Path) -> None:
+    workspace = make_stage(tmp_path, tmp_path / "out").workspace
+    program = (
+        "import os, signal, sys\nfrom pathlib import Path\n"
+        "from offline_packing.workspace import Workspace\n"
+        "with Workspace(Path(sys.argv[1])).lock():\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, str(workspace.root)], check=False)
+    assert killed.returncode == -9
+    with workspace.lock():
+        assert workspace.packing.exists()
+
+
+def test_duplicate_keys_over_shards_of_one_source(tmp_path: Path) -> None:
+    """Two files of one source use the same ids: the first of each stays, in order of the files."""
+    for name in ("a", "b"):
+        write_json(
+            tmp_path / f"data/{name}.json",
+            [{"id": i, "caption": f"the {name} of number {i}"} for i in range(20)],
+        )
+    source = {"format": "json", "path": str(tmp_path / "data"), "task": "captioning"}
+    stage = make_stage(source, tmp_path / "out", engine={"samples_per_part": 7})
+    counts = pack_all(stage)["counts"]
+    assert counts["samples"] == 40
+    assert counts["packed"] == 20
+    assert counts["set_aside"] == {"duplicate_key": 20}
+    assert verify(stage, deep=True).ok
+    texts = b"".join(path.read_bytes() for path in stage.workspace.root.glob("*.tar"))
+    assert texts.count(b"the a of") == 20
+    assert b"the b of" not in texts
+
+
+def test_temporaries_of_living_writers_stay(tmp_path: Path) -> None:
+    with files.atomic_file(tmp_path / "a") as file:
+        file.write(b"being written")
+        (tmp_path / "b.0123.tmp").write_bytes(b"left by a killed process")
+        remove_temporaries(tmp_path)
+        assert [path.name[:2] for path in tmp_path.iterdir()] == ["a."]
+    assert (tmp_path / "a").read_bytes() == b"being written"
+    write_atomically(tmp_path / "a", b"again")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_kills_at_random_moments(tmp_path: Path) -> None:
+    """The short form of tools/kill_test.py."""
+    kills = kill_test.run(tmp_path, 6, workers=0, seed=1)
+    assert kills.total() >= 6
+
+
+def test_undisturbed_files_are_compared(planned: Stage) -> None:
+    """The comparison of the kill test sees a changed file, a missing one, and a leftover."""
+    write(planned)
+    root = planned.workspace.root
+    expected = kill_test.content(root)
+    assert kill_test.differences(expected, expected, complete=True) == []
+    assert shard_files(planned).keys() <= expected.keys()
+    (root / "train-000000.tar").write_bytes(b"half")
+    (root / "train-000001.tar").unlink()
+    (root / "train-000002.tar.x.tmp").touch()
+    found = kill_test.content(root)
+    assert kill_test.differences(found, expected, complete=False) == ["train-000000.tar"]
+    assert kill_test.differences(found, expected, complete=True) == [
+        "train-000000.tar",
+        "train-000000.tar",
+        "train-000001.tar",
+        "train-000002.tar.x.tmp",
+    ]

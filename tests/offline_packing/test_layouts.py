@@ -1,0 +1,198 @@
+"""Other layouts: the packs of a raw folder are those of the shards; what the LLaVA-OneVision-1.5
+loader reads is exactly what it finds."""
+
+import importlib.util
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from offline_packing.errors import ConfigError, StageError
+from offline_packing.layouts import LAYOUTS
+from offline_packing.retry import retry
+from offline_packing.stage import Stage
+from offline_packing.tar_shards import scan_tar
+from offline_packing.verify import verify
+from tests.offline_packing.datasets import (
+    captioning_pairs,
+    image_bytes,
+    index_rows,
+    make_config,
+    make_stage,
+    mixed_pairs,
+    pack_all,
+    write_json,
+)
+from tests.offline_packing.test_pipeline import flip_byte
+
+
+def questions(root: Path, count: int = 12) -> Path:
+    """One picture and one question each; some say where the picture goes."""
+    for i in range(count):
+        prompt = ("<image>\n" if i % 2 else "") + f"How many squares are in picture {i}?"
+        write_json(root / f"{i:03d}.json", {"question": prompt, "answer": f"There are {i}."})
+        (root / f"{i:03d}.png").write_bytes(image_bytes(28 * (2 + i % 4), 84, "PNG"))
+    return root
+
+
+def tar_content(stage: Stage) -> dict[str, bytes]:
+    """Members of all tars by name."""
+    found = {}
+    for path in sorted(stage.workspace.root.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            found |= {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
+    return found
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> Stage:
+    source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "data")), "task": "bmr"}
+    stage = make_stage(source, tmp_path / "raw", output={"layout": "raw_packing"})
+    pack_all(stage)
+    return stage
+
+
+def test_raw_packing_holds_the_same_packs(raw: Stage, tmp_path: Path) -> None:
+    source = raw.config.source[0].model_dump()
+    shards = make_stage(source, tmp_path / "shards")
+    pack_all(shards)
+    folder = raw.workspace.root / "raw_packing_data"
+    found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert found == tar_content(shards)
+    assert len(found) > 30
+    assert verify(raw, deep=True).ok
+
+
+def test_raw_packing_can_be_packed_again(raw: Stage, tmp_path: Path) -> None:
+    folder = raw.workspace.root / "raw_packing_data"
+    source = {"format": "packs", "path": str(folder), "task": "bmr"}
+    again = make_stage(source, tmp_path / "again", pack={"seq_length": 1024})
+    counts = pack_all(again)["counts"]
+    assert counts["packed"] == 30
+    assert verify(again, deep=True).ok
+    lengths = [
+        {row["key"]: row["num_tokens"] for row in index_rows(stage)} for stage in (raw, again)
+    ]
+    assert lengths[0] == lengths[1]
+
+
+def test_damaged_raw_pack(raw: Stage) -> None:
+    folder = raw.workspace.root / "raw_packing_data"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    flip_byte(folder / "ps_00000000.json", 30)
+    assert "are not what was written: their hash differs" in verify(raw).problems[0]
+    image = next(iter(sorted(folder.glob("*.jpg"))))
+    image.unlink()
+    assert f"raw_packing_data/{image.name} is missing" in verify(raw).problems[0]
+    retry(raw)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert verify(raw, deep=True).ok
+
+
+def test_raw_packing_overwritten(raw: Stage) -> None:
+    source = raw.config.source[0].model_dump()
+    root = raw.workspace.root
+    other = make_stage(source, root, output={"overwrite": True, "key_prefix": "new-"})
+    pack_all(other)
+    assert verify(other, deep=True).ok
+    assert not (root / "raw_packing_data").exists()
+    assert all(name.startswith("new-ps_") for name in tar_content(other))
+
+
+@pytest.mark.parametrize("task", ["captioning", "vqa"])
+def test_llava_onevision(tmp_path: Path, task: str) -> None:
+    root = tmp_path / "data"
+    captioning_pairs(root, 12) if task == "captioning" else questions(root)
+    source = {"format": "pairs", "path": str(root), "task": task}
+    stage = make_stage(source, tmp_path / "out", output={"layout": "llava_onevision"})
+    manifest = pack_all(stage)
+    assert verify(stage, deep=True).ok
+    meta = stage.workspace.nv_meta
+    loader = load_module(meta / "sample_loader.py")
+    num_samples = 0
+    for path in sorted(stage.workspace.root.glob("*.tar")):
+        offsets = np.fromfile(path.with_suffix(".tar.idx"), dtype="<u8").tolist()
+        entries = list(scan_tar(path))
+        assert offsets == [*(e.offset for e in entries), entries[-1].offset + entries[-1].size]
+        data = path.read_bytes()
+        for entry in entries:
+            num_samples += check_pack(
+                loader, task, {part.name: data[part.offset :][: part.size] for part in entry.parts}
+            )
+    assert num_samples == manifest["counts"]["packed"] == 12
+    info = yaml.safe_load((meta / ".info.yaml").read_text())
+    assert info == {"shard_counts": {s["name"]: s["packs"] for s in manifest["shards"]}}
+    dataset = yaml.safe_load((meta / "dataset.yaml").read_text())
+    assert dataset == {
+        "sample_type": {
+            "__module__": "aiak_training_llm.data.multimodal",
+            "__class__": "PackedCaptioningSample",
+        },
+        "part_filter": "sample_loader.py:part_filter",
+        "sample_loader": "sample_loader.py:sample_loader",
+    }
+
+
+def load_module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("written_loader", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_pack(loader: Any, task: str, parts: dict[str, bytes]) -> int:
+    """What that loader asks of a pack; returns its number of sub-samples."""
+    assert list(parts) == [*(f"img{i}.jpg" for i in range(len(parts) - 1)), "json"]
+    record = json.loads(parts["json"])
+    assert all(loader.part_filter(name) for name in parts)
+    sample = loader.sample_loader({"__key__": "k", **parts, "json": record})
+    assert set(sample) == {"__key__", "images", "captions", "prompts"}
+    assert len(sample["images"]) == len(sample["captions"]) == len(sample["prompts"])
+    placeholders = {prompt.count("<image>") for prompt in sample["prompts"]}
+    assert placeholders == ({1} if task == "vqa" else {0})
+    assert not any("<image>" in caption for caption in sample["captions"])
+    for data in sample["images"]:
+        Image.open(io.BytesIO(data)).load()
+    return len(sample["images"])
+
+
+def test_llava_onevision_sets_aside_what_it_cannot_hold(tmp_path: Path) -> None:
+    root = questions(tmp_path / "data", 6)
+    write_json(root / "text.json", {"question": "How?", "answer": "So.", "images": []})
+    pair = {"question": "<image><image> Equal?", "answer": "No.", "images": ["000.png", "001.png"]}
+    write_json(root / "pair.json", pair)
+    source = {"format": "pairs", "path": str(root), "task": "vqa"}
+    counts = pack_all(
+        stage := make_stage(source, tmp_path / "out", output={"layout": "llava_onevision"})
+    )["counts"]
+    assert counts["packed"] == 6
+    assert counts["set_aside"] == {"not_in_layout": 2}
+    assert verify(stage, deep=True).ok
+
+
+def test_llava_onevision_refuses_placeholders_in_answers(tmp_path: Path) -> None:
+    root = questions(tmp_path / "data", 2)
+    write_json(root / "odd.json", {"question": "Tag?", "answer": "Write <image>."})
+    (root / "odd.png").write_bytes(image_bytes(image_format="PNG"))
+    source = {"format": "pairs", "path": str(root), "task": "vqa"}
+    stage = make_stage(source, tmp_path / "out", output={"layout": "llava_onevision"})
+    with pytest.raises(StageError, match=r"'odd' has '<image>' in its answer text"):
+        pack_all(stage)
+
+
+def test_layouts_and_tasks(tmp_path: Path) -> None:
+    source = {"format": "pairs", "path": str(tmp_path), "task": "bmr"}
+    with pytest.raises(
+        ConfigError, match="llava_onevision' holds captioning and vqa only, not bmr"
+    ):
+        make_config(source, tmp_path / "out", output={"layout": "llava_onevision"})
+    with pytest.raises(ConfigError, match=f"choose one of: {', '.join(LAYOUTS)}"):
+        make_config(source, tmp_path / "out", output={"layout": "tar"})

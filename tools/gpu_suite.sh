@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# GPU tests and the training benchmark, in under 10 minutes on one GPU.
+# Needs torch >= 2.11, megatron-core, megatron-energon and transformers; neither TransformerEngine nor
+# flash-attn. Results go to $OUT: tests.log, benchmark/{results.json,table.md,steps.png}.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python3}
+OUT=${OUT:-out/gpu_suite}
+SHAPES=${SHAPES:-2b}
+SEQ_LENGTH=${SEQ_LENGTH:-8192}
+NUM_SAMPLES=${NUM_SAMPLES:-4000}
+STEPS=${STEPS:-40}
+
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+export HF_HUB_OFFLINE=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+mkdir -p "$OUT"
+
+timeout 240 "$PYTHON" -m pytest tests/gpu -m gpu -q -p no:cacheprovider 2>&1 | tee "$OUT/tests.log"
+
+# Packs to train on: the demo's dialogues, at the length of a real run.
+DATA=$OUT/data
+"$PYTHON" -c "
+import sys
+from pathlib import Path
+from offline_packing.demo.generate import generate_demo_dataset
+generate_demo_dataset(Path(sys.argv[1]), seed=0, num_samples=int(sys.argv[2]), progress=False)
+" "$DATA/source" "$NUM_SAMPLES"
+cat > "$DATA/bmr.yaml" <<YAML
+source: {format: pairs, path: $DATA/source/bmr, task: bmr}
+model: {max_pixels: 1003520}
+pack: {seq_length: $SEQ_LENGTH}
+output: {path: $DATA/packed}
+YAML
+"$PYTHON" -m offline_packing.cli run "$DATA/bmr.yaml" --quiet
+
+timeout 240 "$PYTHON" tools/benchmark_training.py "$DATA/packed" \
+    --shapes "$SHAPES" --steps "$STEPS" --workers 4 --output "$OUT/benchmark"

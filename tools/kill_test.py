@@ -1,0 +1,201 @@
+"""Kill runs at random moments, run them again, and compare with a run that nobody disturbed.
+
+    python tools/kill_test.py [--kills 200] [--workers 0] [--seed 0]
+
+Each trial packs a small dataset into a new folder in a process of its own and kills it (SIGKILL,
+with its workers) at a random moment of measure, plan or write. What then stands under a final name
+must be complete: equal to the undisturbed run's file. One rerun in three is killed again. The last
+rerun must end with the undisturbed run's files, byte for byte (of the sqlite index: row for row),
+and nothing else.
+"""
+
+import argparse
+import hashlib
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import orjson
+from PIL import Image
+
+from offline_packing.config import PackingConfig, parse_config
+from offline_packing.measure import measure
+from offline_packing.plan_stage import plan
+from offline_packing.stage import Stage, build_engine, open_encoder
+from offline_packing.write import write
+
+_WORDS = "a red circle stands left of the small blue square below two green stars".split()
+
+
+def make_samples(folder: Path, count: int) -> None:
+    """Pictures with captions, one in ten with a broken JSON."""
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    for i in range(count):
+        width, height = (28 * int(n) for n in rng.integers(2, 8, 2))
+        Image.new("RGB", (width, height), (i % 256, 100, 50)).save(folder / f"{i:04d}.png")
+        record = orjson.dumps({"caption": " ".join(rng.choice(_WORDS, rng.integers(2, 60)))})
+        (folder / f"{i:04d}.json").write_bytes(record[:-1] if i % 10 == 9 else record)
+
+
+def make_config(source: Path, output: Path, workers: int) -> PackingConfig:
+    """Small parts and shards, so that a kill can fall between any two."""
+    return parse_config(
+        {
+            "source": {"format": "pairs", "path": str(source), "task": "captioning"},
+            "model": {"max_pixels": 28 * 28 * 64},
+            "pack": {"seq_length": 512},
+            "output": {
+                "path": str(output),
+                "packs_per_shard": 2,
+                "split": {"train": 0.7, "val": 0.3},
+            },
+            "engine": {"workers": workers, "samples_per_part": 8},
+        }
+    )
+
+
+def pack(config: PackingConfig) -> None:
+    """measure, plan and write."""
+    with build_engine(config) as engine:
+        stage = Stage(config, engine)
+        with stage.workspace.lock():
+            measure(stage)
+            plan(stage)
+            write(stage)
+
+
+def start(function: Callable[[], object]) -> int:
+    """A forked process in a group of its own; its exit status is 0 if all went well."""
+    process = os.fork()
+    if process:
+        return process
+    os.setpgid(0, 0)
+    status = 1
+    try:
+        function()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def ended_well(process: int) -> bool:
+    """Wait for a process."""
+    return os.waitpid(process, 0)[1] == 0
+
+
+def kill_after(process: int, seconds: float) -> bool:
+    """Kill a process and its workers; False if it had ended before."""
+    time.sleep(seconds)
+    try:
+        os.killpg(process, signal.SIGKILL)
+    except ProcessLookupError:  # killed before it had its own group
+        os.kill(process, signal.SIGKILL)
+    return os.waitpid(process, 0)[1] != 0
+
+
+def content(output: Path) -> dict[str, str]:
+    """Hash of every file but the lock; of the sqlite index, of its rows."""
+    found = {}
+    for path in sorted(output.rglob("*")):
+        name = str(path.relative_to(output))
+        if path.is_dir() or path.name == "lock":
+            continue
+        data = path.read_bytes()
+        if path.suffix == ".sqlite":
+            with sqlite3.connect(path) as connection:
+                tables = ("samples", "sample_parts")
+                rows = [sorted(connection.execute(f"SELECT * FROM {table}")) for table in tables]
+            data = repr(rows).encode()
+        found[name] = hashlib.sha256(data).hexdigest()
+    return found
+
+
+def stage_of(output: Path) -> str:
+    """The stage that a killed run was in."""
+    packing = output / "_packing"
+    if (output / "manifest.json").exists():
+        return "after write"
+    if (packing / "plan/stage.json").exists():
+        return "write"
+    return "plan" if (packing / "index.json").exists() else "measure"
+
+
+def differences(found: dict[str, str], expected: dict[str, str], *, complete: bool) -> list[str]:
+    """Names of files that are not as in the undisturbed run."""
+    if complete:
+        return sorted(name for name, _ in found.items() ^ expected.items())
+    final = {name: value for name, value in found.items() if ".tmp" not in Path(name).name}
+    return sorted(name for name in final if final[name] != expected.get(name))
+
+
+def trial(
+    config: PackingConfig, expected: dict[str, str], seconds: float, dice: random.Random
+) -> list[str]:
+    """One output, killed once or more; returns the stages in which it was killed.
+
+    Raises:
+        SystemExit: something was lost, left over, or half-written under a final name.
+    """
+    output = Path(config.output.path)
+    stages = []
+    while not stages or dice.random() < 1 / 3:
+        if not kill_after(start(lambda: pack(config)), dice.uniform(0, seconds)):
+            break  # it had ended
+        stages.append(stage_of(output))
+        wrong = differences(content(output), expected, complete=False)
+        if wrong:
+            raise SystemExit(f"{output}: half-written after a kill in {stages[-1]}: {wrong}")
+    if not ended_well(start(lambda: pack(config))):
+        raise SystemExit(f"{output}: the rerun failed after kills in {stages}")
+    wrong = differences(content(output), expected, complete=True)
+    if wrong:
+        raise SystemExit(f"{output}: differs after kills in {stages}: {wrong}")
+    return stages
+
+
+def run(base: Path, num_kills: int, workers: int, seed: int) -> Counter[str]:
+    """Trials until there were so many kills; returns the kills by stage."""
+    dice = random.Random(seed)
+    make_samples(base / "source", 60)
+    reference = make_config(base / "source", base / "reference", workers)
+    open_encoder(reference.model)  # what is loaded before the fork need not be loaded after it
+    pack(make_config(base / "source", base / "warm", 0))
+    begin = time.perf_counter()
+    if not ended_well(start(lambda: pack(reference))):
+        raise SystemExit("the undisturbed run failed")
+    seconds = time.perf_counter() - begin
+    expected = content(base / "reference")
+    kills: Counter[str] = Counter()
+    while kills.total() < num_kills:
+        output = base / f"trial{kills.total()}"
+        kills.update(trial(make_config(base / "source", output, workers), expected, seconds, dice))
+        shutil.rmtree(output)
+    print(f"undisturbed run: {seconds:.2f} s, {len(expected)} files; workers: {workers}")
+    return kills
+
+
+def main() -> None:
+    """Run the trials and print how many kills fell into which stage."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=None, help="where to work")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        kills = run(Path(name), arguments.kills, arguments.workers, arguments.seed)
+    stages = ", ".join(f"{stage} {count}" for stage, count in sorted(kills.items()))
+    print(f"{kills.total()} kills ({stages}); every rerun gave the undisturbed run's files")
+
+
+if __name__ == "__main__":
+    main()
