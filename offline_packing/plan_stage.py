@@ -144,7 +144,7 @@ def make_plan(stage: Stage, samples: Index) -> Planned:
             **plan_arguments(stage.config, samples, kept),
         )
     except (TypeError, ValueError) as error:  # TypeError: an option that the strategy has not
-        raise StageError(f"plan: {error}") from error
+        raise StageError(f"plan: {' '.join(str(error).split())}") from error
     packs = replace(
         packs, sample_ids=kept[packs.sample_ids], set_aside_ids=kept[packs.set_aside_ids]
     )

@@ -1,6 +1,7 @@
 """plan_packs: every sample once, nothing over a limit, the same plan for the same seed."""
 
 import logging
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -215,3 +216,34 @@ def test_options_per_sample_skip_what_is_set_aside() -> None:
     )
     assert plan.set_aside_ids.tolist() == [1, 4]
     assert [num_images[plan.pack(i)].sum() for i in range(plan.num_packs)] == [4, 4]
+
+
+def test_budget_that_no_sample_meets_sets_all_aside() -> None:
+    plan = plan_packs(np.array([3, 4]), 10, budgets={"patches": (np.array([8, 9]), 7)})
+    assert plan.num_packs == 0
+    assert plan.set_aside_counts() == {"over_budget:patches": 2}
+
+
+def test_number_of_threads_does_not_change_the_plan() -> None:
+    # A narrow law, so that the linear program runs as well.
+    code = """
+import hashlib
+import numpy as np
+from offline_packing import plan_packs
+lengths = 596 + np.random.default_rng(0).geometric(0.015, 5000)
+plan = plan_packs(lengths, 8192)
+print(hashlib.sha256(plan.sample_ids.tobytes() + plan.pack_offsets.tobytes()).hexdigest())
+"""
+    hashes = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            timeout=300,
+            env={**os.environ, "OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads},
+            capture_output=True,
+            text=True,
+        ).stdout
+        for threads in ("1", "2")
+    }
+    assert len(hashes) == 1
+    assert len(hashes.pop()) == 65

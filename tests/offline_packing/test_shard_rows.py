@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing import index
@@ -35,6 +35,7 @@ def row_of(i: int) -> dict[str, object]:
     return {"key": f"k{i}", "source_id": 0, "num_tokens": i, "json": locator, "media": media}
 
 
+@settings(deadline=None, max_examples=60)
 @given(
     part_rows=st.lists(st.integers(0, 12), min_size=1, max_size=6),
     rows_in_memory=st.integers(1, 40),
