@@ -7,10 +7,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 CONFIG=${CONFIG:-demo_output/bmr.yaml}
-BIN=${BIN-.venv/bin}    # where `make demo` installs; BIN= uses the PATH
 
+# What `make demo` installed comes first, where it is there.
+export PATH=$PWD/.venv/bin:$PATH
 # Two OpenMP pools that spin while they wait slow each other down many times over.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 export TOKENIZERS_PARALLELISM=false
 
-exec "${BIN:+$BIN/}offline-packing" run "$CONFIG" "$@"
+exec offline-packing run "$CONFIG" "$@"

@@ -12,8 +12,8 @@ MASTER_PORT=${MASTER_PORT:-29500}
 NPROC_PER_NODE=${NPROC_PER_NODE:-$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)}
 [ "$NPROC_PER_NODE" -gt 0 ] || NPROC_PER_NODE=1
 
-BIN=${BIN-.venv/bin}    # where `make demo` installs; BIN= uses the PATH
-
+# What `make demo` installed comes first, where it is there.
+export PATH=$PWD/.venv/bin:$PATH
 # What each pack is: see task_encoders/settings.py.
 export OFFLINE_PACKED_DATA OFFLINE_PACKING_VQA OFFLINE_PACKING_BMR
 # Two OpenMP pools that spin while they wait slow each other down many times over.
@@ -25,7 +25,7 @@ export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 
 # On SIGTERM torchrun gives its processes 30 s to save; SHUTDOWN_TIMEOUT=300 gives them more.
-exec "${BIN:+$BIN/}torchrun" \
+exec torchrun \
     --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC_PER_NODE" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
     ${SHUTDOWN_TIMEOUT:+--shutdown-timeout "$SHUTDOWN_TIMEOUT"} \

@@ -1,8 +1,8 @@
 """Which sample goes where: reading in source order, mixing of datasets, even load.
 
 *Locality* and *mix* both fix an order of the samples and pack it window by window, with the
-unfilled rest of a window carried into the next; *balance* exchanges samples of equal length, so it
-changes nothing about the fill.
+unfilled rest of a window carried into the next; *balance* exchanges samples, or a few, of equal
+tokens, so it changes nothing about the fill.
 """
 
 from collections.abc import Mapping
@@ -22,6 +22,9 @@ _SPARE = 0.005  # packs' worth of samples that a window has beyond those it give
 _MIN_SPARE_PACKS = 4
 _FULL = 0.999  # share of seq_length at which a window does not hold a pack back
 _SWEEPS = 40  # offers to swap per sample; later ones gain next to nothing
+_GROUP_ROUNDS = 6  # times that new groups are drawn, at most
+_GROUP_SWEEPS = 4  # offers per group, and per sample after them
+_WORTH = 0.99  # a round that leaves a larger share of the variation is the last
 
 
 def interleaved_order(
@@ -117,28 +120,39 @@ def _compose_pool(lengths: np.ndarray, seq_length: int, seed: int) -> Packs:
 def _exchange(
     sample_ids: np.ndarray,
     pack_of_slot: np.ndarray,
-    slots: np.ndarray,
+    members: np.ndarray,
     class_starts: np.ndarray,
+    lengths: np.ndarray,
     quantity: np.ndarray,
     totals: np.ndarray,
     state: np.ndarray,
 ) -> None:
-    """Offer every slot a random partner of its class; swap if it brings their packs together."""
+    """Offer every group of slots a random partner of its class; swap if it evens their packs out.
+
+    ``members`` int64 (num_groups, size) holds slots of one pack each, ``class_starts`` where the
+    groups of equal token sums start. A sum that an earlier swap changed is no partner.
+    """
     for number in range(class_starts.shape[0] - 1):
         start = class_starts[number]
         size = class_starts[number + 1] - start
         if size < 2:
             continue
         for place in range(start, start + size):
-            slot = slots[place]
-            other = slots[start + random_below(state, size)]
-            more = quantity[sample_ids[slot]] - quantity[sample_ids[other]]
-            pack = pack_of_slot[slot]
-            other_pack = pack_of_slot[other]
+            partner = start + random_below(state, size)
+            more = 0.0
+            longer = 0
+            for i in range(members.shape[1]):
+                mine, other = sample_ids[members[place, i]], sample_ids[members[partner, i]]
+                more += quantity[mine] - quantity[other]
+                longer += lengths[mine] - lengths[other]
+            pack = pack_of_slot[members[place, 0]]
+            other_pack = pack_of_slot[members[partner, 0]]
             apart = totals[pack] - totals[other_pack]
             # The sum of squares falls if what moves has the sign of the difference and is smaller.
-            if more * (apart - more) > 0:
-                sample_ids[slot], sample_ids[other] = sample_ids[other], sample_ids[slot]
+            if longer == 0 and more * (apart - more) > 0:
+                for i in range(members.shape[1]):
+                    slot, other = members[place, i], members[partner, i]
+                    sample_ids[slot], sample_ids[other] = sample_ids[other], sample_ids[slot]
                 totals[pack] -= more
                 totals[other_pack] += more
 
@@ -151,22 +165,55 @@ def balance_packs(
     window_packs: int | None = None,
     seed: int = 0,
 ) -> Packs:
-    """Even out ``quantity`` (one number per sample) over the packs by exchanging equal lengths.
+    """Even out ``quantity`` (one number per sample) over the packs, at the same tokens in each.
 
-    Random pairs of equal length swap where that brings the sums of their packs closer. With
-    ``window_packs`` only packs of the same run of that many packs exchange samples, which keeps
-    locality.
+    Random samples of equal length swap places, then random twos and threes of a pack with those of
+    equal sum of another, where that brings the sums of their packs closer. With ``window_packs``
+    only packs of the same run of that many packs exchange samples, which keeps locality.
     """
     sample_ids = packs.sample_ids.copy()
     pack_of_slot = np.repeat(np.arange(packs.num_packs), np.diff(packs.pack_offsets))
     window = pack_of_slot // window_packs if window_packs else np.zeros_like(pack_of_slot)
-    length = lengths[sample_ids]
-    slots = np.lexsort((window, length))
-    new = (np.diff(length[slots]) != 0) | (np.diff(window[slots]) != 0)
-    class_starts = np.concatenate([[0], np.flatnonzero(new) + 1, [len(slots)]])
     amounts = quantity.astype(np.float64)
     totals = np.bincount(pack_of_slot, amounts[sample_ids], minlength=packs.num_packs)
     state = random_state(seed)
-    for _ in range(_SWEEPS):
-        _exchange(sample_ids, pack_of_slot, slots, class_starts, amounts, totals, state)
+
+    def exchange(members: np.ndarray, sweeps: int) -> None:
+        members, starts = _classes(members, lengths[sample_ids], window)
+        for _ in range(sweeps):
+            _exchange(sample_ids, pack_of_slot, members, starts, lengths, amounts, totals, state)
+
+    slots = np.arange(len(sample_ids))[:, None]
+    exchange(slots, _SWEEPS)
+    rng = np.random.default_rng(seed)
+    for _ in range(_GROUP_ROUNDS):
+        before = totals.std()
+        for size in (2, 3):
+            exchange(_random_groups(packs.pack_offsets, pack_of_slot, size, rng), _GROUP_SWEEPS)
+        exchange(slots, _GROUP_SWEEPS)
+        if totals.std() > _WORTH * before:
+            break
     return Packs(sample_ids, packs.pack_offsets)
+
+
+def _random_groups(
+    pack_offsets: np.ndarray, pack_of_slot: np.ndarray, size: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Each slot with ``size - 1`` random other ones of its pack: int64 (num_groups, size)."""
+    slots = np.arange(len(pack_of_slot))[:, None]
+    pack_sizes = np.diff(pack_offsets)[pack_of_slot][:, None]
+    drawn = (rng.random((len(slots), size - 1)) * pack_sizes).astype(np.int64)
+    groups = np.concatenate([slots, pack_offsets[pack_of_slot][:, None] + drawn], axis=1)
+    different = (np.diff(np.sort(groups, axis=1), axis=1) > 0).all(axis=1)
+    return groups[different]
+
+
+def _classes(
+    members: np.ndarray, length_of_slot: np.ndarray, window_of_slot: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """``members``, slots int64 (num_groups, size), by tokens and window, and where these change."""
+    tokens = length_of_slot[members].sum(axis=1)
+    window = window_of_slot[members[:, 0]]
+    order = np.lexsort((window, tokens))
+    new = (np.diff(tokens[order]) != 0) | (np.diff(window[order]) != 0)
+    return members[order], np.concatenate([[0], np.flatnonzero(new) + 1, [len(order)]])

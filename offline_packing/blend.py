@@ -6,9 +6,12 @@ share of all samples a source is to have; nothing is left out for it: the source
 its weight is used once, the others are repeated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import xxhash
+
+from offline_packing.sources import Scan, Source, SourcePart
+from offline_packing.stage import Stage
 
 _WHOLE = 2**64
 
@@ -37,3 +40,27 @@ def num_copies(key: str, repeat: float, seed: int) -> int:
 def copy_key(key: str, copy: int) -> str:
     """Key of a copy, the first being 0: 'a/17', 'a/17#2', 'a/17#3'."""
     return f"{key}#{copy + 1}" if copy else key
+
+
+def source_repeats(stage: Stage, sources: Sequence[Source], scans: Sequence[Scan]) -> list[float]:
+    """How often the samples of each source of a configuration are used."""
+    configs = stage.config.source
+    weights = [config.weight for config in configs if config.weight is not None]
+    if not weights:
+        return [config.repeat for config in configs]
+    counts = [
+        sum(_counts(stage, source, scan)) for source, scan in zip(sources, scans, strict=True)
+    ]
+    return repeats_of_weights(weights, counts)
+
+
+def _counts(stage: Stage, source: Source, scan: Scan) -> Iterator[int]:
+    """Records in each part of a source; where the scan does not tell, they are read."""
+    unknown = [(source, part) for part in scan.parts if part.num_records is None]
+    yield from (part.num_records for part in scan.parts if part.num_records is not None)
+    yield from stage.engine.run(_count_part, unknown)
+
+
+def _count_part(task: tuple[Source, SourcePart]) -> int:
+    source, part = task
+    return sum(1 for _ in source.records(part))

@@ -9,7 +9,7 @@ import itertools
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from offline_packing import index
-from offline_packing.blend import copy_key, num_copies, repeats_of_weights
+from offline_packing.blend import copy_key, num_copies, source_repeats
 from offline_packing.config import ModelConfig
 from offline_packing.errors import StageError
 from offline_packing.files import read_json, remove_temporaries, to_json, write_atomically
@@ -160,7 +160,7 @@ def _existing_index(stage: Stage, fingerprint: Fingerprint) -> IndexInfo | None:
 
 
 def _tasks(stage: Stage, sources: Sequence[Source], scans: Sequence[Scan]) -> list[MeasureTask]:
-    repeats = _repeats(stage, sources, scans)
+    repeats = source_repeats(stage, sources, scans)
     parts = [(i, part) for i, scan in enumerate(scans) for part in scan.parts]
     return [
         MeasureTask(
@@ -176,30 +176,6 @@ def _tasks(stage: Stage, sources: Sequence[Source], scans: Sequence[Scan]) -> li
         )
         for number, (source_id, part) in enumerate(parts)
     ]
-
-
-def _repeats(stage: Stage, sources: Sequence[Source], scans: Sequence[Scan]) -> list[float]:
-    """How often the samples of each source are used."""
-    configs = stage.config.source
-    weights = [config.weight for config in configs if config.weight is not None]
-    if not weights:
-        return [config.repeat for config in configs]
-    counts = [
-        sum(_counts(stage, source, scan)) for source, scan in zip(sources, scans, strict=True)
-    ]
-    return repeats_of_weights(weights, counts)
-
-
-def _counts(stage: Stage, source: Source, scan: Scan) -> Iterator[int]:
-    """Records in each part of a source; where the scan does not tell, they are read."""
-    unknown = [(source, part) for part in scan.parts if part.num_records is None]
-    yield from (part.num_records for part in scan.parts if part.num_records is not None)
-    yield from stage.engine.run(_count_part, unknown)
-
-
-def _count_part(task: tuple[Source, SourcePart]) -> int:
-    source, part = task
-    return sum(1 for _ in source.records(part))
 
 
 def _run_tasks(stage: Stage, tasks: Sequence[MeasureTask]) -> list[PartResult]:

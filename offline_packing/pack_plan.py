@@ -7,13 +7,13 @@ plan/set_aside_reasons.npy   uint8 (num_set_aside,): index into reason_names
 plan/plan.json               everything else; written last, so its presence means complete
 """
 
-import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from offline_packing.files import atomic_file, read_json, to_json, write_atomically
 
 FORMAT_VERSION = 1
 _ARRAYS = ("sample_ids", "pack_offsets", "set_aside_ids", "set_aside_reasons")
@@ -101,32 +101,33 @@ class PackPlan:
         """Write the plan as a folder of .npy files; an interrupted write is never loadable.
 
         The old plan.json goes first and the new one comes last; each file is renamed into place.
+        Raises StageError if the disk is full.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "plan.json").unlink(missing_ok=True)
         for name in _ARRAYS:
-            _write_atomically(folder / f"{name}.npy", getattr(self, name))
+            with atomic_file(folder / f"{name}.npy") as file:
+                np.save(file, getattr(self, name), allow_pickle=False)
         shapes = {name: list(getattr(self, name).shape) for name in _ARRAYS}
         document = {"format_version": FORMAT_VERSION, "shapes": shapes, **asdict(self.info)}
         document["statistics"] = self.statistics()
-        _write_atomically(folder / "plan.json", document)
-        _sync_folder(folder)
+        write_atomically(folder / "plan.json", to_json(document))
 
     @classmethod
     def load(cls, folder: str | Path, *, mmap: bool = True) -> "PackPlan":
         """Read a plan; with ``mmap`` the arrays stay on disk and are paged in as needed.
 
-        Raises FileNotFoundError if the plan is absent or incomplete, ValueError if it is of
-        another format version or an array does not have the recorded shape.
+        Raises FileNotFoundError if the plan is absent or incomplete, StageError if plan.json cannot
+        be parsed, ValueError if the plan is of another format version or an array does not have the
+        recorded shape.
         """
         folder = Path(folder)
-        try:
-            document = json.loads((folder / "plan.json").read_text("utf-8"))
-        except FileNotFoundError:
+        document = read_json(folder / "plan.json")
+        if document is None:
             raise FileNotFoundError(
                 f"no complete plan in {folder}: plan.json is missing; run the plan stage again"
-            ) from None
+            )
         if document.get("format_version") != FORMAT_VERSION:
             raise ValueError(
                 f"plan {folder} has format_version {document.get('format_version')}, "
@@ -148,25 +149,3 @@ class PackPlan:
         names = PlanInfo.__dataclass_fields__
         info = PlanInfo(**{name: document[name] for name in names})
         return cls(**arrays, info=info)
-
-
-def _write_atomically(path: Path, content: np.ndarray | dict[str, Any]) -> None:
-    """Write an array (.npy) or a JSON document beside ``path``, sync it, rename it into place."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        if isinstance(content, np.ndarray):
-            np.save(file, content, allow_pickle=False)
-        else:
-            file.write((json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the renames durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

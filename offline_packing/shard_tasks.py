@@ -90,20 +90,18 @@ class ShardTask:
         return self.sources[row.source_id].read_sample(row.key, row.json, len(row.media))
 
     def read_images(self, row: Row) -> list[bytes]:
-        """The bytes of a sample's images.
-
-        Raises:
-            StageError: a file of the sample was written to since it was measured.
-        """
+        """The bytes of a sample's images as they are now. Raises StageError where one changed."""
         source = self.sources[row.source_id]
-        images = [source.read_media(locator) for locator in row.media]
-        if sample_stamp(source, row.json, row.media) != row.stamp:
+        return [source.read_media(locator) for locator in row.media]
+
+    def check_unchanged(self, row: Row) -> None:
+        """Raise StageError if a file of the sample was written to since it was measured."""
+        if sample_stamp(self.sources[row.source_id], row.json, row.media) != row.stamp:
             paths = sorted({locator.container for locator in (row.json, *row.media)})
             raise StageError(
                 f"sample {row.key!r} changed since it was measured: {' or '.join(paths)} has "
                 "another modification time; restore it, or pack again with another output.path"
             )
-        return images
 
 
 def read_rows(table: pa.Table) -> list[Row]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from offline_packing.strategies.by_sample import check_lengths
-from offline_packing.strategies.composition import Composition
+from offline_packing.strategies.composition import Composition, fullest_first
 from offline_packing.strategies.exact_fill import exact_fill
 from offline_packing.strategies.expand import expand_composition
 from offline_packing.strategies.histogram import count_lengths
@@ -159,7 +159,7 @@ class WindowPlanner:
             return Packs(np.zeros(0, np.int64), np.zeros(1, np.int64))
         window = (self._num_seen - 1) // options.window
         counts = count_lengths(self._lengths, options.seq_length)
-        composition = _fullest_first(self._compose(counts, seed=options.seed + window))
+        composition = fullest_first(self._compose(counts, seed=options.seed + window))
         # Of equal lengths the oldest sample goes into the fullest pack.
         packs = expand_composition(composition, self._lengths, counts)
         due = self._windows[packs.sample_ids] <= window - options.max_age
@@ -198,19 +198,4 @@ def join_packs(parts: list[Packs]) -> Packs:
             [np.zeros(1, np.int64)]
             + [part.pack_offsets[1:] + offset for part, offset in zip(parts, offsets, strict=False)]
         ),
-    )
-
-
-def _fullest_first(composition: Composition) -> Composition:
-    """The same packs, ordered from the fullest pattern to the emptiest."""
-    order = np.argsort(-composition.pattern_tokens(), kind="stable")
-    sizes = np.diff(composition.offsets)[order]
-    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    starts = np.repeat(composition.offsets[:-1][order] - offsets[:-1], sizes)
-    entries = starts + np.arange(offsets[-1])
-    return Composition(
-        composition.lengths[entries],
-        composition.repeats[entries],
-        offsets,
-        composition.multiplicity[order],
     )

@@ -1,5 +1,6 @@
 """Qwen2-VL's sample encoder. `measure` and `encode` share `_layout`, so they cannot disagree."""
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Final, NamedTuple
@@ -8,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from task_encoders import chat_templates, vision
-from task_encoders.chat_templates import Answer, Control, Image
+from task_encoders.chat_templates import Answer, Control, Text
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample, SampleLength
 from task_encoders.samples import SourceSample, check_sample
 from task_encoders.tokenizer import BUILTIN, load_tokenizer
@@ -23,6 +24,7 @@ class _Span(NamedTuple):
     """Consecutive tokens: `ids` with loss from `loss_from` on, or one image's `grid`."""
 
     ids: Sequence[int]
+    num_tokens: int
     loss_from: int
     grid: Grid | None = None
 
@@ -55,9 +57,13 @@ class Qwen2VLSampleEncoder:
         self.image_token_id = self.tokenizer.special_id("<|image_pad|>")
         self.pad_token_id = self.tokenizer.special_id("<|endoftext|>")
         self._control = {
-            token: [self.tokenizer.special_id(token)] for token in ("<|im_start|>", "<|im_end|>")
+            Control(token, labelled): _Span([self.tokenizer.special_id(token)], 1, 1 - labelled)
+            for token in ("<|im_start|>", "<|im_end|>")
+            for labelled in (False, True)
         }
-        self._texts: dict[str, list[int]] = {}
+        self._before_image = _Span([self._vision_start], 1, 1)
+        self._behind_image = _Span([self._vision_end], 1, 1)
+        self._texts: dict[str, _Span] = {}
 
     @cached_property
     def fingerprint(self) -> Mapping[str, str | int]:
@@ -73,24 +79,23 @@ class Qwen2VLSampleEncoder:
 
     def measure(self, sample: SourceSample, image_sizes: Sequence[tuple[int, int]]) -> SampleLength:
         grids = tuple(vision.image_grid(h, w, self.vision) for h, w in image_sizes)
-        num_tokens = num_loss_tokens = 0
-        for span in self._layout(sample, grids):
-            length = self._num_tokens(span)
-            # The very first token has nothing before it to be predicted from.
-            num_loss_tokens += length - max(span.loss_from, 0 if num_tokens else 1)
-            num_tokens += length
-        patches = sum(t * h * w for t, h, w in grids)
-        return SampleLength(num_tokens, num_loss_tokens, patches, grids)
+        spans = self._layout(sample, grids)
+        num_tokens = sum([span.num_tokens for span in spans])
+        without_loss = sum([span.loss_from for span in spans])
+        if spans[0].loss_from == 0:  # the very first token has nothing to be predicted from
+            without_loss += 1
+        patches = sum([t * h * w for t, h, w in grids])
+        return SampleLength(num_tokens, num_tokens - without_loss, patches, grids)
 
     def encode(self, sample: SourceSample, images: Sequence[bytes]) -> EncodedSample:
         pixels = [vision.image_patches(image, self.vision) for image in images]
         spans = self._layout(sample, tuple(grid for _, grid in pixels))
-        num_tokens = sum(map(self._num_tokens, spans))
+        num_tokens = sum(span.num_tokens for span in spans)
         tokens = np.empty(num_tokens, dtype=np.int64)
         labels = np.full(num_tokens, IGNORE_INDEX, dtype=np.int64)
         start = 0
         for span in spans:
-            end = start + self._num_tokens(span)
+            end = start + span.num_tokens
             tokens[start:end] = self.image_token_id if span.grid else span.ids
             labels[start + span.loss_from : end] = tokens[start + span.loss_from : end]
             start = end
@@ -106,12 +111,6 @@ class Qwen2VLSampleEncoder:
             image_grid_thw=np.array([grid for _, grid in pixels], dtype=np.int32).reshape(-1, 3),
         )
 
-    def _num_tokens(self, span: _Span) -> int:
-        if span.grid is None:
-            return len(span.ids)
-        t, h, w = span.grid
-        return t * h * w // self.vision.merge_size**2
-
     def _layout(self, sample: SourceSample, grids: Sequence[Grid]) -> list[_Span]:
         """The sample's tokens as spans, in order."""
         if len(grids) != len(sample.images):
@@ -120,31 +119,32 @@ class Qwen2VLSampleEncoder:
         spans: list[_Span] = []
         remaining = iter(grids)
         for piece in chat_templates.render(sample):
-            match piece:
-                case Image():
-                    spans.append(_Span([self._vision_start], 1))
-                    grid = next(remaining)
-                    t, h, w = grid
-                    spans.append(_Span((), t * h * w // self.vision.merge_size**2, grid))
-                    spans.append(_Span([self._vision_end], 1))
-                case Answer(header=header, text=text):
-                    spans.append(_Span(*self.tokenizer.encode_answer(header, text)))
-                case Control(token=token, labelled=labelled):
-                    spans.append(_Span(self._control[token], 0 if labelled else 1))
-                case _:
-                    ids = self._encode_cached(piece.text)
-                    spans.append(_Span(ids, len(ids)))
+            if isinstance(piece, Control):
+                spans.append(self._control[piece])
+            elif isinstance(piece, Text):
+                spans.append(self._text_span(piece.text))
+            elif isinstance(piece, Answer):
+                ids, loss_from = self.tokenizer.encode_answer(piece.header, piece.text)
+                spans.append(_Span(ids, len(ids), loss_from))
+            else:
+                grid = next(remaining)
+                num_tokens = math.prod(grid) // self.vision.merge_size**2
+                image = _Span((), num_tokens, num_tokens, grid)
+                spans += (self._before_image, image, self._behind_image)
         return spans
 
-    def _encode_cached(self, text: str) -> list[int]:
-        """Ids of a text; those of the template's own words are kept."""
+    def _text_span(self, text: str) -> _Span:
+        """Tokens of a text without loss; those of the template's own words are kept."""
         if len(text) > 64:
-            return self.tokenizer.encode(text)
-        if text not in self._texts:
+            ids = self.tokenizer.encode(text)
+            return _Span(ids, len(ids), len(ids))
+        span = self._texts.get(text)
+        if span is None:
             if len(self._texts) > 4096:
                 self._texts.clear()
-            self._texts[text] = self.tokenizer.encode(text)
-        return self._texts[text]
+            ids = self.tokenizer.encode(text)
+            span = self._texts[text] = _Span(ids, len(ids), len(ids))
+        return span
 
     def _position_ids(self, spans: Sequence[_Span], num_tokens: int) -> npt.NDArray[np.int64]:
         """(3, S) multimodal rotary positions (M-RoPE, https://arxiv.org/abs/2409.12191, §2.1).
@@ -155,7 +155,7 @@ class Qwen2VLSampleEncoder:
         positions = np.empty((3, num_tokens), dtype=np.int64)
         start = next_position = 0
         for span in spans:
-            end = start + self._num_tokens(span)
+            end = start + span.num_tokens
             if span.grid is None:
                 positions[:, start:end] = np.arange(next_position, next_position + end - start)
                 next_position += end - start

@@ -119,7 +119,7 @@ def read_image_header(file: BinaryIO, *, max_image_pixels: int = MAX_IMAGE_PIXEL
     size = jpeg_size(file.read(HEAD_BYTES))
     if size is not None and size[0] * size[1] <= min(max_image_pixels, MAX_IMAGE_PIXELS):
         file.seek(-len(_JPEG_END), io.SEEK_END)
-        if file.read() == _JPEG_END:
+        if file.read(len(_JPEG_END)) == _JPEG_END:
             return ImageHeader(*size, "JPEG")
     file.seek(0)
     image, orientation = _open(file, max_image_pixels)

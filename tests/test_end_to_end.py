@@ -68,7 +68,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
             measure(stage)
             plan(stage)
             manifest = write(stage)
-            verified = verify(stage)
+            verified = verify(stage, deep=True)
             index, _, _ = open_plan(stage)
         results[task] = Written(root / task, config, manifest, verified, index)
     return results

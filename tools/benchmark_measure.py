@@ -40,6 +40,7 @@ WORDS = (
 )
 #: Different pictures; files share them, as drawing and encoding takes most of the time.
 NUM_PICTURES = 64
+ROUNDS = 7
 
 
 def draw_pairs(folder: Path, count: int, seed: int = 0) -> None:
@@ -106,14 +107,11 @@ def run_measure(folder: Path, out: Path) -> list[int]:
     return pq.read_table(index_path, columns=["num_tokens"])["num_tokens"].to_pylist()
 
 
-def seconds(function: Callable[[], object], repeats: int) -> tuple[float, object]:
-    """Processor time of the fastest of some runs, and what the last returned."""
-    best, result = float("inf"), None
-    for _ in range(repeats):
-        start = time.process_time()
-        result = function()
-        best = min(best, time.process_time() - start)
-    return best, result
+def seconds(function: Callable[[], object]) -> float:
+    """Processor time of one run."""
+    start = time.process_time()
+    function()
+    return time.process_time() - start
 
 
 def main() -> None:
@@ -132,9 +130,16 @@ def main() -> None:
         processor = builtin_processor(min_pixels=limits.min_pixels, max_pixels=limits.max_pixels)
         run_floor(data, min(count, 100))  # files and code into memory
         run_measure(data, out)
-        floor, _ = seconds(lambda: run_floor(data, count), 5)
-        ours, lengths = seconds(lambda: run_measure(data, out), 5)
-        theirs, expected = seconds(lambda: run_transformers(data, count, processor), 1)
+        # In turns, so that a busy neighbour slows both; the round with the median ratio counts.
+        rounds = [
+            (seconds(lambda: run_floor(data, count)), seconds(lambda: run_measure(data, out)))
+            for _ in range(ROUNDS)
+        ]
+        floor, ours = sorted(rounds, key=lambda times: times[1] / times[0])[ROUNDS // 2]
+        start = time.process_time()
+        expected = run_transformers(data, count, processor)
+        theirs = time.process_time() - start
+        lengths = run_measure(data, out)
     different = sum(a != b for a, b in zip(lengths, expected, strict=True))
     for label, duration in (("transformers", theirs), ("floor", floor), ("measure", ours)):
         print(f"{label:13s} {count / duration:10,.0f} samples/s  {1e6 * duration / count:9,.0f} us")

@@ -12,11 +12,12 @@ thread, so that a busy neighbour does not count.
 
 import contextlib
 import json
-import multiprocessing
 import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
@@ -96,8 +97,9 @@ def main(
         }
         results = {}
         for mode in MODES:
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                results[mode] = pool.apply(run_mode, (mode, shapes, steps, loader_options))
+            # Unlike a Pool's, its processes may have children: the loader's.
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                results[mode] = pool.submit(run_mode, mode, shapes, steps, loader_options).result()
             click.echo(f"{mode}: {results[mode]['summary']['samples_per_second']:.2f} samples/s")
     (output / "results.json").write_text(json.dumps(results))
     table = render_table({mode: result["summary"] for mode, result in results.items()})

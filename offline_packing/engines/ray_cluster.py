@@ -5,6 +5,7 @@ worker that dies is replaced, and its task runs again: a task leaves nothing und
 until it is complete.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -68,21 +69,19 @@ class RayEngine(Engine):
     def _connected(self) -> Any:
         """The module, with a cluster behind it. Raises StageError if Ray is not installed."""
         if self._ray is None:
-            # A local cluster needs no token under the home folder, and tells nobody.
-            os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+            if "RAY_ADDRESS" not in os.environ:
+                # A cluster of our own needs no token under the home folder, and tells nobody.
+                os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+                os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+                os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+                settings |= {"num_cpus": max(1, self.workers), "include_dashboard": False}
             try:
                 import ray
             except ImportError as error:
                 raise StageError(
                     "engine.name=ray needs Ray; pip install 'offline-packing[ray]'"
                 ) from error
-            if "RAY_ADDRESS" in os.environ:
-                ray.init(log_to_driver=False)
-            else:
-                ray.init(
-                    num_cpus=max(1, self.workers), include_dashboard=False, log_to_driver=False
-                )
+            ray.init(**settings)
             self._ray = ray
         return self._ray

@@ -72,9 +72,15 @@ class Layout(ABC):
         """The sample as reading it back gives it."""
         return sample
 
+    def checked_members(self, task: ShardTask, rows: Sequence[Row]) -> list[Member]:
+        """A pack's members. Raises StageError where a sample changed since it was measured."""
+        members = self.members(task, rows)
+        for row in rows:
+            task.check_unchanged(row)
+        return members
+
     def members(self, task: ShardTask, rows: Sequence[Row]) -> list[Member]:
-        """A pack's members: the media in order, then the JSON. Raises StageError where a sample
-        changed since it was measured."""
+        """The media in order, then the JSON."""
         subs = [
             PackedSubSample(task.read_sample(row), row.extensions, row.num_tokens) for row in rows
         ]

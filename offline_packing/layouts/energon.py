@@ -35,7 +35,7 @@ class EnergonLayout(Layout):
         with atomic_file(path) as file:
             writer = TarShardWriter(file)
             for key, rows in task.packs():
-                writer.add(key, self.members(task, rows))
+                writer.add(key, self.checked_members(task, rows))
             digest = writer.finish()
         write_atomically(path.with_suffix(".tar.idx"), index_bytes(writer.entries))
         return ShardFragment.of(task, path.name, writer.size, digest, writer.entries)

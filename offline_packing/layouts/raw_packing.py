@@ -43,7 +43,7 @@ class RawPackingLayout(Layout):
         with translate_disk_full(partial):
             for key, rows in task.packs():
                 parts = []
-                for name, data in self.members(task, rows):
+                for name, data in self.checked_members(task, rows):
                     (partial / f"{key}.{name}").write_bytes(data)
                     digest.update(data)
                     parts.append(Part(name, offset, len(data)))

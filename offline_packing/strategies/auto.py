@@ -12,7 +12,7 @@ from offline_packing.strategies.narrow_fill import narrow_fill
 from offline_packing.strategies.pattern_lp import MAX_SIZES, pattern_lp
 from offline_packing.strategies.tilted_sampling import tilted_fills
 
-#: packs above the bound that are not worth the linear program: at most 2, or this share
+#: packs above the bound that are not worth a further method: at most 2, or this share
 TOLERANCE = 3e-5
 
 
@@ -23,12 +23,12 @@ def tilted_sampling(counts: np.ndarray, *, seed: int = 0) -> Composition:
 
 
 def auto(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """Best-fit-decreasing; exact fills unless at the bound; the linear program if far from it.
+    """Best-fit-decreasing; exact fills unless at the bound; further methods only if far from it.
 
-    Broad laws end after the first or second method, in milliseconds. Narrow ones, such as captions
-    behind a fixed number of vision tokens, take the linear program; where there are very many
-    different lengths, random exact fills are tried before it. The best plan is returned, with the
-    best proved lower bound.
+    Broad laws end after the first or second method, in milliseconds; narrow ones, such as captions
+    behind a fixed number of vision tokens, after the third, in tenths of a second. What is left are
+    laws with few exact fills: they take the linear program, after random exact fills where there
+    are very many different lengths. The best plan is returned, with the best proved lower bound.
     """
     bound = lower_bound(counts)
     best: Composition | None = None
@@ -74,8 +74,8 @@ def _methods(counts: np.ndarray, bound: int) -> list[tuple[Callable[..., Composi
     methods: list[tuple[Callable[..., Composition], int]] = [
         (best_fit_decreasing, bound),
         (exact_fill, bound),
-        (pattern_lp, tolerated),
+        (narrow_fill, tolerated),
     ]
-    if np.count_nonzero(counts) > MAX_SIZES:
-        methods.insert(2, (tilted_sampling, tolerated))
-    return methods
+    if np.count_nonzero(counts) > MAX_SIZES:  # where the linear program is not exact
+        methods.append((tilted_sampling, tolerated))
+    return [*methods, (pattern_lp, tolerated)]

@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import yaml
@@ -43,7 +42,8 @@ def start(script: str, *overrides: str, **environment: str) -> subprocess.Popen[
         free.bind(("", 0))
         port = free.getsockname()[1]
     inherited = {n: v for n, v in os.environ.items() if not n.startswith("OFFLINE_")}
-    own = {"BIN": str(Path(sys.executable).parent), "MASTER_PORT": str(port), "NPROC_PER_NODE": "1"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {"PATH": path, "MASTER_PORT": str(port), "NPROC_PER_NODE": "1"}
     return subprocess.Popen(
         ["bash", str(ROOT / "launch" / script), *overrides],
         env={**inherited, **own, "OMP_NUM_THREADS": "1", **environment},
@@ -71,9 +71,10 @@ def wait_for_steps(process: subprocess.Popen[str], output: Path, count: int) -> 
         time.sleep(0.02)
 
 
-def trainer_process(process: subprocess.Popen[str]) -> psutil.Process:
-    """The rank that torchrun started."""
-    return psutil.Process(process.pid).children()[0]
+def rank_of(torchrun: subprocess.Popen[str]) -> int:
+    """Process id of the rank that torchrun started."""
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    return int(children[0])
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def sft_run(dialogues: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     killed = start("sft_qwen2_vl.sh", *arguments)
     wait_for_steps(killed, output, done + 1)
-    trainer_process(killed).kill()
+    os.kill(rank_of(killed), signal.SIGKILL)
     assert "Traceback" in finish(killed)  # torchrun's own
 
     finished = start("sft_qwen2_vl.sh", *arguments)

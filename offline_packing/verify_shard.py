@@ -1,0 +1,156 @@
+"""The task of `verify`: re-read one shard."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from offline_packing.errors import StageError
+from offline_packing.index import key_hash
+from offline_packing.layouts import LAYOUTS
+from offline_packing.shard_tasks import Row, ShardTask
+from offline_packing.stage import open_encoder
+from task_encoders.pack_format import JSON_PART, PackFormatError, parse_json, restore_pack
+from task_encoders.samples import SampleError, SourceSample
+
+#: Problems kept per shard; all are counted.
+_KEPT: Final = 20
+
+
+@dataclass
+class ShardReport:
+    """What re-reading one shard, or all of them, found."""
+
+    num_packs: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_images: int = 0
+    num_problems: int = 0
+    problems: list[str] = field(default_factory=list)
+    #: key_hash of every sample found: one array per pack
+    key_hashes: list[npt.NDArray[np.uint64]] = field(default_factory=list)
+
+    def problem(self, text: str) -> None:
+        """Count a problem; the first ones are kept."""
+        self.num_problems += 1
+        if len(self.problems) < _KEPT:
+            self.problems.append(text)
+
+    def add(self, other: "ShardReport") -> None:
+        """Add what was found elsewhere, all but the hashes."""
+        self.num_packs += other.num_packs
+        self.num_samples += other.num_samples
+        self.num_tokens += other.num_tokens
+        self.num_images += other.num_images
+        self.num_problems += other.num_problems
+        self.problems = (self.problems + other.problems)[:_KEPT]
+
+
+@dataclass(frozen=True)
+class VerifyTask:
+    """One shard: what it should hold, its line in the manifest, and the padding of samples."""
+
+    shard: ShardTask
+    expected: Mapping[str, Any]
+    pad_multiple: int
+    deep: bool
+
+    @property
+    def number(self) -> int:
+        """What tells the task from the others."""
+        return self.shard.number
+
+
+def verify_shard(task: VerifyTask) -> ShardReport:
+    """Re-read one shard."""
+    report = ShardReport()
+    layout = LAYOUTS[task.shard.layout]
+    for problem in layout.find_damage(task.shard, task.expected["xxh3_128"]):
+        report.problem(problem)
+    keys = task.shard.keys()
+    planned = task.shard.packs()
+    try:
+        for key, parts in layout.read_packs(task.shard):
+            planned_key, rows = next(planned, ("", []))
+            if key != planned_key:
+                report.problem(
+                    f"{task.expected['name']} does not hold the packs {keys[0]} to {keys[-1]}"
+                )
+                return report
+            report.num_packs += 1
+            _verify_pack(task, key, parts, rows, report)
+    except StageError as error:
+        if not report.num_problems:
+            report.problem(str(error))
+        return report
+    if next(planned, None) is not None:
+        report.problem(f"{task.expected['name']} does not hold all packs up to {keys[-1]}")
+    return report
+
+
+def _verify_pack(
+    task: VerifyTask,
+    key: str,
+    parts: Mapping[str, bytes],
+    rows: Sequence[Row],
+    report: ShardReport,
+) -> None:
+    """Compare one pack with its rows of the index, and with their sources if the task is deep."""
+    where = f"{task.expected['name']}: {key}"
+    try:
+        pack = restore_pack(parse_json(parts[JSON_PART], key), key, None)
+    except (KeyError, PackFormatError) as error:
+        report.problem(f"{where}: no usable JSON: {error}")
+        return
+    if pack.task != task.shard.task:
+        report.problem(f"{where}: task is {pack.task}, not {task.shard.task}")
+    if list(pack.keys) != [row.key for row in rows]:
+        report.problem(f"{where}: it does not hold the planned samples")
+        return
+    lengths = [row.num_tokens for row in rows]
+    if list(pack.num_tokens or ()) != lengths:
+        report.problem(f"{where}: meta.num_tokens is not what was measured")
+    padded = sum(-(-length // task.pad_multiple) * task.pad_multiple for length in lengths)
+    if padded > task.shard.seq_length:
+        report.problem(f"{where}: {padded} tokens > seq_length {task.shard.seq_length}")
+    hashes = [key_hash(row.source_id, row.key) for row in rows]
+    report.key_hashes.append(np.array(hashes, dtype=np.uint64))
+    report.num_samples += len(rows)
+    for row, sub in zip(rows, pack.sub_samples, strict=True):
+        sub_where = f"{where}: {row.key!r}"
+        if isinstance(sub, SampleError):
+            report.problem(f"{sub_where}: {sub}")
+        elif any(name not in parts for name in sub.images) or len(sub.images) != len(row.media):
+            report.problem(f"{sub_where}: its images are not those that were measured")
+        elif task.deep:
+            _verify_sub_sample(task.shard, row, sub, parts, sub_where, report)
+
+
+def _verify_sub_sample(
+    task: ShardTask,
+    row: Row,
+    sub: SourceSample,
+    parts: Mapping[str, bytes],
+    where: str,
+    report: ShardReport,
+) -> None:
+    """Compare one sub-sample with its source, and encode it."""
+    images = [parts[name] for name in sub.images]
+    try:
+        source = LAYOUTS[task.layout].stored_form(task.read_sample(row))
+        if (sub.turns, sub.system) != (source.turns, source.system):
+            report.problem(f"{where}: text differs from the source")
+            return
+        if images != task.read_images(row):
+            report.problem(f"{where}: image bytes differ from the source")
+            return
+        num_tokens = len(open_encoder(task.model).encode(sub, images).tokens)
+    except (SampleError, StageError) as error:
+        report.problem(f"{where}: {error}")
+        return
+    report.num_images += len(images)
+    report.num_tokens += num_tokens
+    if num_tokens != row.num_tokens:
+        report.problem(f"{where}: encodes to {num_tokens} tokens, measured {row.num_tokens}")

@@ -1,0 +1,34 @@
+"""What all engines share, and what is said where one cannot be used."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from offline_packing.engines import ENGINES
+from offline_packing.errors import ConfigError, StageError
+from offline_packing.stage import build_engine
+from tests.offline_packing.datasets import make_config
+
+
+@pytest.mark.parametrize("name", sorted(ENGINES))
+def test_engine_of_a_config(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACKING_RANK", "0")
+    monkeypatch.setenv("PACKING_WORLD_SIZE", "1")
+    config = make_config(tmp_path, tmp_path / "out", engine={"name": name})
+    with build_engine(config) as engine:
+        assert isinstance(engine, ENGINES[name])
+        assert engine.workers == 0
+
+
+def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with ENGINES["ray"](1) as engine, pytest.raises(StageError, match=r"pip install .*\[ray\]"):
+        next(engine.run(abs, [-1]))
+
+
+def test_slurm_without_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PACKING_RANK", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=r"start it with launch/pack_slurm\.sh"):
+        ENGINES["slurm"](1)
