@@ -14,7 +14,14 @@ from offline_packing.errors import StageError
 from offline_packing.files import hash_bytes, read_json
 
 #: Settings that measuring and training must share.
-MODEL_FIELDS: Final = ("family", "processor", "min_pixels", "max_pixels", "max_aspect_ratio")
+MODEL_FIELDS: Final = (
+    "family",
+    "processor",
+    "min_pixels",
+    "max_pixels",
+    "max_aspect_ratio",
+    "max_image_pixels",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,6 +171,8 @@ def balance_packs(
     equal sum of another, where that brings the sums of their packs closer. With ``window_packs``
     only packs of the same run of that many packs exchange samples, which keeps locality.
     """
+    if packs.num_packs < 2:
+        return packs
     sample_ids = packs.sample_ids.copy()
     pack_of_slot = np.repeat(np.arange(packs.num_packs), np.diff(packs.pack_offsets))
     window = pack_of_slot // window_packs if window_packs else np.zeros_like(pack_of_slot)

@@ -6,7 +6,8 @@ share of all samples a source is to have; nothing is left out for it: the source
 its weight is used once, the others are repeated.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import xxhash
 
@@ -48,19 +49,27 @@ def source_repeats(stage: Stage, sources: Sequence[Source], scans: Sequence[Scan
     weights = [config.weight for config in configs if config.weight is not None]
     if not weights:
         return [config.repeat for config in configs]
-    counts = [
-        sum(_counts(stage, source, scan)) for source, scan in zip(sources, scans, strict=True)
-    ]
+    counts = [count_records(stage, *pair) for pair in zip(sources, scans, strict=True)]
     return repeats_of_weights(weights, counts)
 
 
-def _counts(stage: Stage, source: Source, scan: Scan) -> Iterator[int]:
-    """Records in each part of a source; where the scan does not tell, they are read."""
-    unknown = [(source, part) for part in scan.parts if part.num_records is None]
-    yield from (part.num_records for part in scan.parts if part.num_records is not None)
-    yield from stage.engine.run(_count_part, unknown)
+def count_records(stage: Stage, source: Source, scan: Scan) -> int:
+    """Records in a source. Parts whose number the scan does not tell (tars, compressed files) are
+    read from front to back."""
+    known = sum(part.num_records for part in scan.parts if part.num_records is not None)
+    unknown = [part for part in scan.parts if part.num_records is None]
+    tasks = [_CountTask(i, source, part) for i, part in enumerate(unknown)]
+    # An engine that shares tasks with others would count its share only.
+    counts = map(_count, tasks) if stage.engine.IS_SHARED else stage.engine.run(_count, tasks)
+    return known + sum(counts)
 
 
-def _count_part(task: tuple[Source, SourcePart]) -> int:
-    source, part = task
-    return sum(1 for _ in source.records(part))
+@dataclass(frozen=True, slots=True)
+class _CountTask:
+    number: int
+    source: Source
+    part: SourcePart
+
+
+def _count(task: _CountTask) -> int:
+    return sum(1 for _ in task.source.records(task.part))

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from offline_packing import index
-from offline_packing.blend import copy_key, num_copies, source_repeats
+from offline_packing.blend import copy_key, count_records, num_copies, source_repeats
 from offline_packing.config import ModelConfig
 from offline_packing.errors import StageError
 from offline_packing.files import read_json, remove_temporaries, to_json, write_atomically
@@ -115,10 +115,9 @@ def measure(stage: Stage) -> IndexInfo:
 
 
 def scan_counts(stage: Stage) -> list[int]:
-    """Records (at most) in each source, for a dry run; those of parts that must be read to be
-    counted are left out."""
-    scans = [source.scan(4096) for source in open_sources(stage.config)]
-    return [sum(part.num_records or 0 for part in scan.parts) for scan in scans]
+    """Records (at most) in each source, for a dry run."""
+    sources = open_sources(stage.config)
+    return [count_records(stage, source, source.scan(4096)) for source in sources]
 
 
 def _fingerprint(stage: Stage, scans: Sequence[Scan]) -> Fingerprint:

@@ -54,7 +54,8 @@ class Qwen2VLTaskEncoder(
         processor: "builtin", a checkpoint folder or a hub name; as when the packs were measured.
         seq_length: capacity of a pack in tokens. Sub-samples of a pack written by others that go
             over it are dropped from its end, and counted.
-        min_pixels, max_pixels, max_aspect_ratio: as when the packs were measured.
+        min_pixels, max_pixels, max_aspect_ratio, max_image_pixels: as when the packs were
+            measured; the folder's manifest.json says what that was.
         family: model family, see `sample_encoder.FAMILIES`.
         pad_multiple: pad every sub-sample to a multiple (see `required_pad_multiple`).
         pad_to_seq_length: pad every pack to `seq_length`, for kernels compiled per shape.
@@ -76,6 +77,7 @@ class Qwen2VLTaskEncoder(
         min_pixels: int = 56 * 56,
         max_pixels: int = 28 * 28 * 5120,
         max_aspect_ratio: float = 200,
+        max_image_pixels: int | None = None,
         pad_multiple: int = 1,
         pad_to_seq_length: bool = False,
         cross_sample_attention: bool = False,
@@ -90,6 +92,7 @@ class Qwen2VLTaskEncoder(
             min_pixels=min_pixels,
             max_pixels=max_pixels,
             max_aspect_ratio=max_aspect_ratio,
+            max_image_pixels=max_image_pixels,
         )
         self.seq_length = seq_length
         self.pad_multiple = pad_multiple

@@ -1,85 +1,37 @@
 """Measure the planner and its peers: packs, gap, fill, seconds, peak memory, spread of cost.
 
 python tools/benchmark_planner.py speed --samples 1000000 --seq-length 8192
+python tools/benchmark_planner.py speed --samples 100000 --save rows.jsonl
+python tools/benchmark_planner.py plots rows.jsonl
 python tools/benchmark_planner.py scale --samples 100000000
-python tools/benchmark_planner.py budgets | assignment | order
+python tools/benchmark_planner.py budgets | assignment | order | streaming
+
+A law is one of tools/length_laws.py or a measured index: a folder of Parquet parts, or an output.
 """
 
 import json
 import multiprocessing
-import resource
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 import numpy as np
 from length_laws import LAWS, draw_lengths, draw_sft
 from planner_peers import PEERS, missing_packages
+from planner_plots import draw_gap, draw_seconds
+from planner_speed import WARM_UP_SAMPLES, measure, peak_mib
 
 from offline_packing import PackPlan, plan_packs
 from offline_packing.pack_order import RankLayout, idle_share
 from offline_packing.strategies.budgets import size_lower_bound
 from offline_packing.strategies.histogram import count_lengths, lower_bound
+from offline_packing.streaming import WindowOptions, WindowPlanner
 
 OWN = ("auto", "best_fit_decreasing", "greedy_knapsack")
-WARM_UP_SAMPLES = 2000
-
-
-def peak_mib() -> float:
-    """Largest resident memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def measure(
-    method: str, law: str, num_samples: int, seq_length: int, repeat: int
-) -> dict[str, Any]:
-    """One row of the table: the best of ``repeat`` runs after a warm-up, in a fresh process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_measure_here, (method, law, num_samples, seq_length, repeat))
-
-
-def _measure_here(
-    method: str, law: str, num_samples: int, seq_length: int, repeat: int
-) -> dict[str, Any]:
-    lengths = draw_lengths(law, num_samples)
-    run: Callable[[Any], Any]
-    if method in PEERS:
-        run, given = lambda x: PEERS[method].function(x, seq_length), lengths.tolist()
-    else:
-        run = lambda x: plan_packs(x, seq_length, strategy=method, assignment=())  # noqa: E731
-        given = lengths
-    run(given[:WARM_UP_SAMPLES])
-    if method == "auto":
-        run(draw_lengths("narrow", WARM_UP_SAMPLES))  # compiles the parts that narrow laws need
-    before = peak_mib()
-    seconds, cpu_seconds = [], []
-    for _ in range(repeat):
-        start, cpu_start = time.perf_counter(), time.process_time()
-        result = run(given)
-        seconds.append(time.perf_counter() - start)
-        cpu_seconds.append(time.process_time() - cpu_start)
-    packs = [result.pack(i) for i in range(result.num_packs)] if method not in PEERS else result
-    ids = np.concatenate([np.asarray(pack) for pack in packs])
-    starts = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])])[:-1]
-    assert np.array_equal(np.sort(ids), np.arange(num_samples)), f"{method} lost samples"
-    assert np.add.reduceat(lengths[ids].astype(np.int64), starts).max() <= seq_length
-    cost = np.add.reduceat(lengths[ids].astype(np.float64) ** 2, starts)
-    bound = lower_bound(count_lengths(lengths, seq_length))
-    return {
-        "law": law,
-        "method": method,
-        "packs": len(packs),
-        "above bound": len(packs) - bound,
-        "gap %": round(100 * (len(packs) / bound - 1), 4),
-        "fill %": round(100 * float(lengths.sum(dtype=np.int64)) / (len(packs) * seq_length), 3),
-        "seconds": round(min(seconds), 4),
-        "CPU seconds": round(min(cpu_seconds), 4),
-        "peak MiB": round(peak_mib() - before),
-        "cost CV": round(float(cost.std() / cost.mean()), 3),
-    }
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
@@ -99,11 +51,17 @@ def main() -> None:
 @main.command()
 @click.option("--samples", default=1_000_000, show_default=True)
 @click.option("--seq-length", default=8192, show_default=True)
-@click.option("--law", "laws", multiple=True, default=LAWS, help="A law or an .npy file.")
+@click.option("--law", "laws", multiple=True, default=LAWS, help="A law or a measured index.")
 @click.option("--method", "methods", multiple=True, default=(*OWN, *PEERS), show_default=True)
 @click.option("--repeat", default=3, show_default=True)
+@click.option("--save", type=click.File("a"), help="Add the rows to this file, for plots.")
 def speed(
-    samples: int, seq_length: int, laws: Sequence[str], methods: Sequence[str], repeat: int
+    samples: int,
+    seq_length: int,
+    laws: Sequence[str],
+    methods: Sequence[str],
+    repeat: int,
+    save: TextIO | None,
 ) -> None:
     """Packs and time of all methods on every law; no shuffle, warm."""
     missing = missing_packages()
@@ -117,7 +75,61 @@ def speed(
                 continue
             rows.append(measure(method, law, samples, seq_length, repeat))
             click.echo(json.dumps(rows[-1]), err=True)
+            if save:
+                click.echo(json.dumps(rows[-1]), file=save)
     print_table(rows)
+
+
+@main.command()
+@click.argument("rows", type=click.File())
+@click.option("--folder", type=click.Path(path_type=Path), default=IMAGES, show_default=True)
+def plots(rows: TextIO, folder: Path) -> None:
+    """Draw the rows that speed saved: gap and CPU seconds of all methods on every law."""
+    # A method that was measured again on a law counts as measured last.
+    found = {(row["law"], row["method"]): row for row in map(json.loads, rows)}
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_gap(list(found.values()), folder / "planner_gap.png")
+    draw_seconds(list(found.values()), folder / "planner_seconds.png")
+
+
+@main.command()
+@click.option("--samples", default=100_000, show_default=True)
+@click.option("--seq-length", default=8192, show_default=True)
+@click.option("--law", "laws", multiple=True, default=LAWS, help="A law or a measured index.")
+@click.option("--window", default=1000, show_default=True)
+def streaming(samples: int, seq_length: int, laws: Sequence[str], window: int) -> None:
+    """Fill and age of samples where windows are packed one after the other, with carry-over."""
+    print_table([_stream(law, samples, WindowOptions(seq_length, window)) for law in laws])
+
+
+def _stream(law: str, samples: int, options: WindowOptions) -> dict[str, Any]:
+    """One row: a whole stream, with what waits at its end; the CPU time is that of a warm run."""
+    lengths = draw_lengths(law, samples)
+    lengths = lengths[lengths <= options.seq_length]
+    warm = WindowPlanner(options)
+    warm.push(lengths[:WARM_UP_SAMPLES])
+    planner = WindowPlanner(options)
+    packs, oldest, most_waiting = 0, 0, 0
+    cpu_start = time.process_time()
+    for number, start in enumerate(range(0, len(lengths), options.window)):
+        ready = planner.push(lengths[start : start + options.window])
+        packs += ready.num_packs
+        oldest = max(oldest, number - int(ready.sample_ids.min(initial=start)) // options.window)
+        most_waiting = max(most_waiting, planner.num_waiting)
+    packs += planner.finish().num_packs
+    cpu_seconds = time.process_time() - cpu_start
+    bound = lower_bound(count_lengths(lengths, options.seq_length))
+    tokens = int(lengths.sum(dtype=np.int64))
+    return {
+        "law": law,
+        "packs": packs,
+        "above bound": packs - bound,
+        "fill %": round(100 * tokens / (packs * options.seq_length), 3),
+        "fill possible %": round(100 * tokens / (bound * options.seq_length), 3),
+        "oldest sample, windows": oldest,
+        "most samples waiting": most_waiting,
+        "CPU seconds": round(cpu_seconds, 2),
+    }
 
 
 @main.command()

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
+from offline_packing.plan_parts import read_num_tokens
+
 LAWS = ("captions", "sft", "uniform", "half", "narrow")
 MAX_TOKENS = 8192
 
@@ -16,10 +18,13 @@ def _lognormal(
 
 
 def draw_lengths(law: str, num_samples: int, seed: int = 1234) -> np.ndarray:
-    """Tokens per sample, int32 (num_samples,), all in 1..8192; or a measured index (.npy file).
+    """Tokens per sample, int32 (num_samples,), all in 1..8192.
 
     captions: images of all sizes with a caption; sft: text, single images, conversations, long
     ones; uniform: 1..8192; half: 40% above half of 8192; narrow: 596 tokens plus a short text.
+    Any other law is the path of a measured index, from which samples are drawn with replacement:
+    a folder of its Parquet parts, or the output folder of a packing run. Its lengths may exceed
+    8192. Raises ValueError if there is none.
     """
     rng = np.random.default_rng(seed)
     if law == "captions":
@@ -35,9 +40,19 @@ def draw_lengths(law: str, num_samples: int, seed: int = 1234) -> np.ndarray:
         return draw_sft(num_samples, seed)[0]
     if law == "narrow":
         return 596 + _lognormal(rng, num_samples, 60, 0.6, 4, 1500)
-    if Path(law).suffix == ".npy":
-        return rng.choice(np.load(law), num_samples).astype(np.int32)
-    raise ValueError(f"law {law!r} is unknown; choose one of {', '.join(LAWS)} or an .npy file")
+    return rng.choice(read_index(Path(law)), num_samples).astype(np.int32)
+
+
+def read_index(folder: Path) -> np.ndarray:
+    """Tokens of all samples of a measured index: integers (num_samples,)."""
+    index = folder / "_packing" / "index"
+    parts = sorted((index if index.is_dir() else folder).glob("*.parquet"))
+    if not parts:
+        raise ValueError(
+            f"law {str(folder)!r} is unknown; choose one of {', '.join(LAWS)}, a folder of index "
+            "parts (*.parquet), or the output of a packing run"
+        )
+    return np.concatenate(list(read_num_tokens(parts)))
 
 
 def draw_sft(num_samples: int, seed: int = 1234) -> tuple[np.ndarray, np.ndarray]:

@@ -62,7 +62,7 @@ def _trl(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[int]]:
     column = packed["input_ids"].combine_chunks()
     values = column.values.to_numpy()
     ends = column.offsets.to_numpy()
-    return [np.unique(values[a:b]) for a, b in pairwise(ends)]
+    return [np.unique(values[a:b]).tolist() for a, b in pairwise(ends)]
 
 
 def _binpacking(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[int]]:

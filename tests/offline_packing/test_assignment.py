@@ -49,6 +49,37 @@ def test_balance_by_hand() -> None:
     assert sorted(np.add.reduceat(quantity[even.sample_ids], [0, 2]).tolist()) == [9, 9]
 
 
+def test_balance_exchanges_twos_of_equal_sum() -> None:
+    # No two lengths are equal, but 2 + 3 = 1 + 4: sums of 12 and 0 become 6 and 6. The groups are
+    # drawn at random, so not every seed meets these two.
+    packs = Packs(np.array([0, 1, 2, 3, 4, 5]), np.array([0, 3, 6]))
+    lengths = np.array([2, 3, 7, 1, 4, 10])
+    quantity = np.array([3, 3, 6, 0, 0, 0])
+    found = set()
+    for seed in range(20):
+        even = balance_packs(packs, lengths, quantity, seed=seed)
+        found.add(tuple(sorted(lengths[even.sample_ids[:3]].tolist())))
+    assert found == {(2, 3, 7), (1, 4, 7)}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_balance_keeps_samples_and_tokens_of_every_pack(seed) -> None:
+    rng = np.random.default_rng(seed)
+    offsets = np.concatenate([[0], np.cumsum(rng.integers(1, 9, 500))])
+    lengths = rng.integers(1, 40, offsets[-1])
+    patches = rng.integers(0, 4 * lengths + 1)
+    packs = Packs(rng.permutation(offsets[-1]), offsets)
+    even = balance_packs(packs, lengths, patches, window_packs=100, seed=seed)
+    assert sorted(even.sample_ids.tolist()) == list(range(offsets[-1]))
+    before, after = (np.add.reduceat(lengths[p.sample_ids], offsets[:-1]) for p in (packs, even))
+    assert after.tolist() == before.tolist()
+    spread = [np.add.reduceat(patches[p.sample_ids], offsets[:-1]).std() for p in (packs, even)]
+    assert spread[1] < spread[0]
+    for start in range(0, 500, 100):
+        stretch = slice(offsets[start], offsets[start + 100])
+        assert set(packs.sample_ids[stretch]) == set(even.sample_ids[stretch])
+
+
 def test_locality_reads_few_source_shards_in_order() -> None:
     tokens, _ = caption_lengths(60_000)
     source_shard = np.arange(60_000) // 10_000

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from offline_packing.errors import StageError
 from offline_packing.pack_plan import PackPlan, PlanInfo
 
 
@@ -79,6 +80,13 @@ def test_damaged_or_foreign_plan_is_refused(tmp_path) -> None:
     text = text.replace('"format_version": 1', '"format_version": 99')
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(ValueError, match="format_version 99"):
+        PackPlan.load(tmp_path)
+
+
+def test_a_damaged_document_is_named(tmp_path) -> None:
+    make_plan().save(tmp_path)
+    (tmp_path / "plan.json").write_text("{")
+    with pytest.raises(StageError, match=r"plan\.json is damaged"):
         PackPlan.load(tmp_path)
 
 

@@ -1,31 +1,71 @@
-"""The benchmark runs on small input and prints a table."""
+"""The benchmark runs on small input, prints tables and draws them."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 TOOL = Path(__file__).parents[2] / "tools" / "benchmark_planner.py"
 
 
+def run_tool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(TOOL), *map(str, arguments)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def write_index(folder: Path, *parts: np.ndarray) -> None:
+    """Index parts, as far as the benchmark reads them."""
+    folder.mkdir(parents=True)
+    for number, num_tokens in enumerate(parts):
+        table = pa.table({"num_tokens": num_tokens.astype(np.int32)})
+        pq.write_table(table, folder / f"part-{number:05d}.parquet")
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (
-            ["speed", "--samples", "3000", "--law", "narrow", "--method", "best_fit_decreasing"],
-            "| narrow | best_fit_decreasing |",
-        ),
         (["order", "--samples", "3000"], "| for 8 x 2 | 8 x 2 |"),
         (["budgets", "--samples", "3000", "--patches", "22000"], "| 22000 |"),
     ],
 )
 def test_command_prints_a_table(arguments, expected) -> None:
-    result = subprocess.run(
-        [sys.executable, str(TOOL), *arguments],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = run_tool(*arguments)
+    assert result.returncode == 0, result.stderr
     assert expected in result.stdout
+
+
+def test_saved_rows_are_drawn(tmp_path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    method = ["--method", "best_fit_decreasing"]
+    table = run_tool("speed", "--samples", "3000", "--law", "narrow", *method, "--save", rows)
+    assert "| narrow | best_fit_decreasing |" in table.stdout, table.stderr
+    result = run_tool("plots", rows, "--folder", tmp_path / "images")
+    assert result.returncode == 0, result.stderr
+    for name in ("planner_gap.png", "planner_seconds.png"):
+        assert (tmp_path / "images" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_measured_index_is_a_law(tmp_path) -> None:
+    index = tmp_path / "out" / "_packing" / "index"
+    write_index(index, np.arange(100, 4000), np.array([9000]))  # 9000: in no pack
+    laws = ("--law", index, "--law", tmp_path / "out")
+    result = run_tool("streaming", "--samples", "2000", *laws)
+    assert result.returncode == 0, result.stderr
+    rows = [line for line in result.stdout.splitlines() if line.startswith(f"| {tmp_path}")]
+    assert len(rows) == 2
+    assert rows[0].split("|")[2:7] == rows[1].split("|")[2:7]
+
+
+def test_an_unknown_law_is_refused() -> None:
+    result = run_tool("streaming", "--samples", "2000", "--law", "nowhere")
+    assert result.returncode != 0
+    assert "law 'nowhere' is unknown; choose one of captions" in result.stderr

@@ -1,5 +1,7 @@
 """The default strategy and the linear program: proved bounds, narrow laws, many lengths."""
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -76,6 +78,25 @@ def test_narrow_law_reaches_the_bound(seq_length) -> None:
     assert composition.num_packs <= bound + max(2, TOLERANCE * bound)
     if seq_length == 8192:  # where longest first wastes 3.5%
         assert best_fit_decreasing(counts).num_packs > 1.03 * bound
+
+
+def test_narrow_law_needs_no_linear_program(monkeypatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> Composition:
+        raise AssertionError("the linear program ran")
+
+    counts = count_lengths(narrow_lengths(100_000), 8192)
+    program = pattern_lp(counts)
+    # By its name in the package, the module is hidden behind the function.
+    monkeypatch.setattr(sys.modules["offline_packing.strategies.auto"], "pattern_lp", refuse)
+    assert auto(counts).num_packs <= program.num_packs + 2
+
+
+def test_random_exact_fills_serve_very_many_lengths_of_medium_spread() -> None:
+    # Narrow fills leave 16 packs above the bound here, the rounded linear program 18.
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.normal(1300, 300, 100_000), 1, 8192).astype(np.int32)
+    counts = count_lengths(lengths, 8192)
+    assert auto(counts).num_packs <= lower_bound(counts) + max(2, TOLERANCE * lower_bound(counts))
 
 
 def test_pricing_proves_a_bound_that_the_sum_of_tokens_does_not() -> None:

@@ -1,0 +1,63 @@
+"""Pictures of the planner's benchmark: gap and CPU seconds of every method on every law."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from planner_peers import PEERS
+
+_LEAST_GAP = 0.001  # per cent; what is closer to the bound is drawn here
+
+
+def _bars(axes: Axes, rows: Sequence[dict[str, Any]], column: str, least: float) -> None:
+    """Grouped bars on a log scale, one group per law; own methods blue, peers orange."""
+    laws = list(dict.fromkeys(row["law"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    own = [method for method in methods if method not in PEERS]
+    colors = {
+        **dict(zip(own, plt.colormaps["Blues"](np.linspace(0.95, 0.4, len(own))), strict=True)),
+        **{
+            name: plt.colormaps["Oranges"](shade)
+            for name, shade in zip(PEERS, np.linspace(0.95, 0.3, len(PEERS)), strict=True)
+        },
+    }
+    found = {(row["law"], row["method"]): row[column] for row in rows}
+    width = 0.86 / len(methods)
+    for place, method in enumerate(methods):
+        at = np.arange(len(laws)) + (place - (len(methods) - 1) / 2) * width
+        heights = np.array([found.get((law, method), np.nan) for law in laws])
+        axes.bar(at, np.maximum(heights, least), 0.92 * width, label=method, color=colors[method])
+    axes.set_yscale("log")
+    axes.set_xticks(np.arange(len(laws)), [Path(law).name for law in laws])
+    axes.grid(axis="y", color="#dddddd")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _save(
+    rows: Sequence[dict[str, Any]], column: str, least: float, label: str, path: Path
+) -> None:
+    figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
+    _bars(axes, rows, column, least)
+    axes.set_ylabel(label)
+    axes.set_ylim(bottom=least)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def draw_gap(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Packs above the lower bound, in per cent; no bar: at the bound."""
+    _save(rows, "gap %", _LEAST_GAP, "packs above the lower bound, %", path)
+
+
+def draw_seconds(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """CPU seconds, without the start of the process."""
+    least = 0.5 * min(row["CPU seconds"] for row in rows)
+    _save(rows, "CPU seconds", max(least, 1e-4), "CPU seconds", path)
