@@ -34,6 +34,7 @@ TEST = [
     "pytest>=8.3",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
+    "ray>=2.40",
     "ruff>=0.9",
     "webdataset>=1.0",
 ]
@@ -51,7 +52,8 @@ setup(
         "train": TRAIN,
         "demo": DEMO,
         "test": TEST,
-        "ray": ["ray[data]>=2.40"],
+        "remote": ["fsspec>=2024.6"],  # sources that are not on a local disk
+        "ray": ["ray>=2.40"],
         "gpu": [*TRAIN, "flash-attn>=2.7"],
     },
     entry_points={"console_scripts": ["offline-packing = offline_packing.cli:main"]},

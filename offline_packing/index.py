@@ -25,7 +25,7 @@ from offline_packing.files import atomic_file, read_json, to_json, write_atomica
 from offline_packing.sources import Locator
 from task_encoders.sample_encoder import SampleLength
 
-INDEX_VERSION: Final = 1
+INDEX_VERSION: Final = 2
 
 _LOCATOR_FIELDS: Final = [
     pa.field("kind", pa.string()),

@@ -16,7 +16,7 @@ from offline_packing.strategies.composition import Composition, fullest_first
 from offline_packing.strategies.exact_fill import exact_fill
 from offline_packing.strategies.expand import expand_composition
 from offline_packing.strategies.histogram import count_lengths
-from offline_packing.strategies.narrow_fill import narrow_fill
+from offline_packing.strategies.narrow_fill import is_narrow, narrow_fill
 from offline_packing.strategies.packs import Packs
 
 #: decides the packs on counts, int64 (seq_length + 1,), as the composers of the strategies do
@@ -26,15 +26,14 @@ Composer = Callable[..., Composition]
 def window_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
     """Exact fills of the few hundred to few thousand samples of a window.
 
-    Narrow laws of lengths (standard deviation below half of the mean) and broad ones have a method
-    each; where it leaves more than 2% of the tokens in unfilled packs, the other one is tried too.
+    Narrow laws of lengths and broad ones have a method each; where it leaves more than 2% of the
+    tokens in unfilled packs, the other one is tried too.
     """
-    lengths = np.arange(len(counts))
-    mean = np.average(lengths, weights=counts)
-    narrow = np.average((lengths - mean) ** 2, weights=counts) < (mean / 2) ** 2
-    methods: list[Composer] = [narrow_fill, exact_fill] if narrow else [exact_fill, narrow_fill]
+    methods: list[Composer] = [exact_fill, narrow_fill]
+    if is_narrow(counts):
+        methods.reverse()
     first = methods[0](counts, seed=seed)
-    if _full_tokens(first, len(counts) - 1) >= 0.98 * (counts @ lengths):
+    if _full_tokens(first, len(counts) - 1) >= 0.98 * (counts @ np.arange(len(counts))):
         return first
     second = methods[1](counts, seed=seed)
     return max(first, second, key=lambda packs: _full_tokens(packs, len(counts) - 1))

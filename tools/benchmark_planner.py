@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import click
 import numpy as np
 from length_laws import LAWS, draw_lengths, draw_sft
-from planner_peers import PEERS, missing_packages
+from planner_peers import OWN, PEERS, missing_packages
 from planner_plots import draw_gap, draw_seconds
 from planner_speed import WARM_UP_SAMPLES, measure, peak_mib
 
@@ -30,7 +30,6 @@ from offline_packing.strategies.budgets import size_lower_bound
 from offline_packing.strategies.histogram import count_lengths, lower_bound
 from offline_packing.streaming import WindowOptions, WindowPlanner
 
-OWN = ("auto", "best_fit_decreasing", "greedy_knapsack")
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
 

@@ -92,6 +92,9 @@ def _llamafactory(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[
     return [[waiting[length].pop() for length in pack] for pack in packs]
 
 
+#: the strategies of this project that are measured by default
+OWN = ("auto", "best_fit_decreasing", "greedy_knapsack")
+
 PEERS: dict[str, Peer] = {
     "lightbinpack obfd": Peer(_lightbinpack("obfd"), "lightbinpack", 10_000_000),
     "lightbinpack obfdp": Peer(_lightbinpack("obfdp"), "lightbinpack", 10_000_000),

@@ -8,7 +8,7 @@ import numpy as np
 from offline_packing.strategies.composition import Composition, join_compositions
 from offline_packing.strategies.exact_fill import exact_fill
 from offline_packing.strategies.histogram import best_fit_decreasing, lower_bound
-from offline_packing.strategies.narrow_fill import narrow_fill
+from offline_packing.strategies.narrow_fill import is_narrow, narrow_fill
 from offline_packing.strategies.pattern_lp import MAX_SIZES, pattern_lp
 from offline_packing.strategies.tilted_sampling import tilted_fills
 
@@ -25,10 +25,10 @@ def tilted_sampling(counts: np.ndarray, *, seed: int = 0) -> Composition:
 def auto(counts: np.ndarray, *, seed: int = 0) -> Composition:
     """Best-fit-decreasing; exact fills unless at the bound; further methods only if far from it.
 
-    Broad laws end after the first or second method, in milliseconds; narrow ones, such as captions
-    behind a fixed number of vision tokens, after the third, in tenths of a second. What is left are
-    laws with few exact fills: they take the linear program, after random exact fills where there
-    are very many different lengths. The best plan is returned, with the best proved lower bound.
+    Broad laws end after the first or second method, in milliseconds, and so do narrow ones, such as
+    captions behind a fixed number of vision tokens, in a tenth of a second. What is left are laws
+    with few exact fills: they take the linear program, after random exact fills where there are
+    very many different lengths. The best plan is returned, with the best proved lower bound.
     """
     bound = lower_bound(counts)
     best: Composition | None = None
@@ -71,10 +71,13 @@ def _drawn_then_auto(counts: np.ndarray, *, seed: int, rest: int) -> Composition
 def _methods(counts: np.ndarray, bound: int) -> list[tuple[Callable[..., Composition], int]]:
     """Methods in order of cost, each with the number of packs that makes it unnecessary."""
     tolerated = bound + max(2, int(TOLERANCE * bound))
+    fills = [exact_fill, narrow_fill]
+    if is_narrow(counts):
+        fills.reverse()  # where exact fills do worse, they also search long
     methods: list[tuple[Callable[..., Composition], int]] = [
         (best_fit_decreasing, bound),
-        (exact_fill, bound),
-        (narrow_fill, tolerated),
+        (fills[0], bound),
+        (fills[1], tolerated),
     ]
     if np.count_nonzero(counts) > MAX_SIZES:  # where the linear program is not exact
         methods.append((tilted_sampling, tolerated))

@@ -261,3 +261,11 @@ def narrow_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
     """All samples: :func:`narrow_fills`, and exact fills with what it leaves."""
     packs, left = narrow_fills(counts, seed=seed)
     return join_compositions([packs, exact_fill(left)])
+
+
+def is_narrow(counts: np.ndarray) -> bool:
+    """Whether these lengths are what narrow fills are made for: deviation below half the mean."""
+    lengths = np.arange(len(counts), dtype=np.float64)
+    samples, tokens, squares = counts.sum(), counts @ lengths, counts @ lengths**2
+    # variance < (mean / 2) ** 2, times the squared number of samples
+    return bool(samples * squares - tokens**2 < tokens**2 / 4)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing.strategies.histogram import lower_bound
-from offline_packing.strategies.narrow_fill import narrow_fill, narrow_fills
+from offline_packing.strategies.narrow_fill import is_narrow, narrow_fill, narrow_fills
 
 
 def narrow_counts(number: int, capacity: int) -> np.ndarray:
@@ -65,3 +65,10 @@ def test_a_law_without_exact_fills_ends():
     counts[:600] = 0
     packs = narrow_fill(counts)
     np.testing.assert_array_equal(packs.used_counts(len(counts)), counts)
+
+
+def test_narrow_means_a_deviation_below_half_of_the_mean():
+    assert is_narrow(narrow_counts(1000, 8192))
+    assert is_narrow(np.bincount([60, 140]))
+    assert not is_narrow(np.bincount([40, 160]))
+    assert not is_narrow(np.zeros(100, np.int64))
