@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from launch.config_file import read_config
 from launch.model_config import ModelConfig
+from offline_packing.config_file import read_config
 
 
 def _not_bool(value: Any) -> Any:

@@ -15,16 +15,15 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     field_validator,
     model_validator,
 )
 
+from offline_packing.config_file import read_config, validate
 from offline_packing.engines import ENGINES
 from offline_packing.errors import ConfigError
 from offline_packing.sources import SOURCES, source_class
 from offline_packing.sources.fields import FieldMap
-from offline_packing.yaml_text import apply_override, parse_yaml
 from task_encoders.sample_encoder import FAMILIES
 
 
@@ -306,55 +305,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PackingConfi
     Raises:
         ConfigError: the file cannot be read or parsed, or a field is unknown or has a bad value.
     """
-    try:
-        text = Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {str(path)!r} cannot be read: {error}") from error
-    content = parse_yaml(text, f"config {str(path)!r}")
-    if not isinstance(content, dict):
-        raise ConfigError(f"config {str(path)!r} holds no mapping; see the example in the README")
-    for override in overrides:
-        apply_override(content, override)
-    return parse_config(content, f"config {str(path)!r}")
+    return read_config(PackingConfig, path, overrides)
 
 
 def parse_config(content: Mapping[str, Any], name: str = "config") -> PackingConfig:
     """Validate a mapping. Raises ConfigError naming field, value and remedy."""
-    try:
-        return PackingConfig.model_validate(content)
-    except ValidationError as error:
-        raise ConfigError(f"{name}: {_explain(error)}") from error
-
-
-def _explain(error: ValidationError) -> str:
-    """All problems on one line: field, value, what is valid."""
-    return "; ".join(_explain_one(dict(problem)) for problem in error.errors())
-
-
-def _explain_one(problem: Mapping[str, Any]) -> str:
-    location = list(problem["loc"])
-    field = ".".join(map(str, location))
-    if problem["type"] == "extra_forbidden":
-        valid = ", ".join(_model_at(location[:-1]).model_fields)
-        return f"{field} is no known field; valid: {valid}"
-    if problem["type"] == "missing":
-        return f"{field} is missing; set it"
-    if problem["type"] == "literal_error":
-        return f"{field}={problem['input']!r} is not valid; choose {problem['ctx']['expected']}"
-    message = problem["msg"].removeprefix("Value error, ")
-    value = problem["input"]
-    shown = f"={value!r}" if isinstance(value, str | int | float | None) else ""
-    return f"{field}{shown}: {message[:1].lower()}{message[1:]}"
-
-
-def _model_at(location: Sequence[str | int]) -> type[BaseModel]:
-    """The model that holds the field at this location: ['source', 0] -> SourceConfig."""
-    models: dict[str, type[BaseModel]] = {
-        "source": SourceConfig,
-        "model": ModelConfig,
-        "pack": PackConfig,
-        "output": OutputConfig,
-        "engine": EngineConfig,
-        "report": ReportConfig,
-    }
-    return models[str(location[0])] if location else PackingConfig
+    return validate(PackingConfig, content, name)

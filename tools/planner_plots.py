@@ -32,6 +32,7 @@ def _bars(axes: Axes, rows: Sequence[dict[str, Any]], column: str, least: float)
             if height < least:
                 axes.annotate("0", (x, least), ha="center", va="bottom", color=colors[method])
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xticks(np.arange(len(laws)), [Path(law).name for law in laws])
     axes.grid(axis="y", color="#dddddd")
     axes.set_axisbelow(True)

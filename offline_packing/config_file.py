@@ -1,13 +1,13 @@
 """A YAML file and overrides `a.b=value` to a validated pydantic model, with errors on one line."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from offline_packing.errors import ConfigError
-from offline_packing.yaml_text import parse_yaml
+from offline_packing.yaml_text import apply_override, parse_yaml
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -25,30 +25,19 @@ def read_config(model: type[ModelT], path: str | Path, overrides: Sequence[str] 
         raise ConfigError(f"{name} cannot be read: {error}") from error
     content = parse_yaml(text, name)
     if not isinstance(content, dict):
-        raise ConfigError(f"{name} holds no mapping; see the examples in launch/")
+        raise ConfigError(f"{name} holds no mapping; see the examples in the README")
     for override in overrides:
-        _apply_override(content, override)
+        apply_override(content, override)
+    return validate(model, content, name)
+
+
+def validate(model: type[ModelT], content: Mapping[str, Any], name: str = "config") -> ModelT:
+    """Validate a mapping. Raises ConfigError naming field, value and remedy."""
     try:
         return model.model_validate(content)
     except ValidationError as error:
         problems = "; ".join(_explain(model, dict(problem)) for problem in error.errors())
         raise ConfigError(f"{name}: {problems}") from error
-
-
-def _apply_override(content: dict[str, Any], override: str) -> None:
-    dotted, separator, text = override.partition("=")
-    names = dotted.split(".")
-    if not separator or not all(names):
-        raise ConfigError(f"override {override!r} is not of the form a.b=value")
-    target = content
-    for depth, name in enumerate(names[:-1], start=1):
-        if target.get(name) is None:
-            target[name] = {}
-        target = target[name]
-        if not isinstance(target, dict):
-            where = ".".join(names[:depth])
-            raise ConfigError(f"override {override!r}: {where} is {target!r}, not a mapping")
-    target[names[-1]] = parse_yaml(text, f"override {override!r}")
 
 
 def _explain(model: type[BaseModel], problem: Mapping[str, Any]) -> str:
@@ -70,9 +59,15 @@ def _explain(model: type[BaseModel], problem: Mapping[str, Any]) -> str:
 
 
 def _model_at(model: type[BaseModel], location: Sequence[str]) -> type[BaseModel]:
+    """The model at a field: ['source', '0'] -> SourceConfig, where `source` holds several."""
     for name in location:
-        annotation = model.model_fields[name].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            break
-        model = annotation
+        if name in model.model_fields:
+            model = next(_models_in(model.model_fields[name].annotation), model)
     return model
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
