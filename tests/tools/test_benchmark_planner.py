@@ -45,8 +45,8 @@ def test_command_prints_a_table(arguments, expected) -> None:
 
 def test_saved_rows_are_drawn(tmp_path) -> None:
     rows = tmp_path / "rows.jsonl"
-    method = ["--method", "best_fit_decreasing"]
-    table = run_tool("speed", "--samples", "3000", "--law", "narrow", *method, "--save", rows)
+    options = ("--law", "narrow", "--method", "best_fit_decreasing", "--repeat", "1")
+    table = run_tool("speed", "--samples", "3000", *options, "--save", rows)
     assert "| narrow | best_fit_decreasing |" in table.stdout, table.stderr
     result = run_tool("plots", rows, "--folder", tmp_path / "images")
     assert result.returncode == 0, result.stderr
