@@ -142,8 +142,10 @@ def _run_tasks(stage: Stage, samples: Index, plan: PackPlan, shards: list[Shard]
                 break
     if failures:
         name = min(failures)
+        stopped = " and the others were not tried" if len(failures) == _MAX_FAILURES else ""
         raise StageError(
-            f"{len(failures)} of {len(own)} shards could not be written; {name}: {failures[name]}"
+            f"{len(failures)} of {len(own)} shards could not be written{stopped}; "
+            f"{name}: {failures[name]}"
         )
     if stage.engine.IS_SHARED:
         left = len(unfinished(stage, shards))

@@ -45,10 +45,6 @@ class Composition(NamedTuple):
         """Tokens in one pack of each pattern: int64 (num_patterns,)."""
         return self.pattern_sums(self.lengths.astype(np.int64) * self.repeats)
 
-    def pattern_samples(self) -> np.ndarray:
-        """Samples in one pack of each pattern: int64 (num_patterns,)."""
-        return self.pattern_sums(self.repeats.astype(np.int64))
-
     def used_counts(self, size: int) -> np.ndarray:
         """Histogram of the lengths that the packs use: int64 (size,)."""
         per_entry = self.repeats * np.repeat(self.multiplicity, np.diff(self.offsets))
