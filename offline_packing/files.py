@@ -75,6 +75,15 @@ def write_atomically(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def start_writeback(file: BinaryIO, begin: int, end: int) -> None:
+    """Have the kernel send these bytes of a file to the disk while more are written, so that the
+    sync at the end finds little left. That is what Linux makes of the advice that they are not
+    needed; other systems may ignore it."""
+    file.flush()
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
+
+
 def to_json(content: Any) -> bytes:
     """Readable JSON that is the same for equal content."""
     options = orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE

@@ -15,9 +15,12 @@ import numpy as np
 import xxhash
 
 from offline_packing.errors import StageError
+from offline_packing.files import start_writeback
 
 _BLOCK: Final = tarfile.BLOCKSIZE
 _END: Final = bytes(2 * _BLOCK)
+#: Bytes after which those written so far are sent to the disk.
+_WRITEBACK_BYTES: Final = 8 << 20
 
 #: Fields of a header that are the same in all: uid and gid, mtime, and what follows the checksum.
 _IDS: Final = b"0000000\0" * 2
@@ -55,6 +58,7 @@ class TarShardWriter:
         self._file = file
         self._digest = xxhash.xxh3_128()
         self._offset = 0
+        self._sent = 0
         self.entries: list[PackEntry] = []
 
     def add(self, key: str, members: Sequence[tuple[str, bytes]]) -> None:
@@ -68,6 +72,9 @@ class TarShardWriter:
             if padding := -len(data) % _BLOCK:
                 self._write(bytes(padding))
         self.entries.append(PackEntry(key, start, self._offset - start, tuple(parts)))
+        if self._offset - self._sent >= _WRITEBACK_BYTES:
+            start_writeback(self._file, self._sent, self._offset)
+            self._sent = self._offset
 
     def finish(self) -> str:
         """Write the end of the archive; returns the xxh3_128 of all bytes."""
