@@ -15,7 +15,7 @@ from offline_packing.pack_order import (
     shuffled_order,
 )
 from offline_packing.pack_plan import PackPlan, PlanInfo
-from offline_packing.plan_request import PlanRequest, check_request, is_per_sample
+from offline_packing.plan_request import PlanRequest, check_request
 from offline_packing.strategies import COMPOSERS, STRATEGIES
 from offline_packing.strategies.budgets import pack_budgets, size_lower_bound
 from offline_packing.strategies.compile_notice import announce_compilation
@@ -89,12 +89,6 @@ def plan_packs(
     if max_samples is not None:
         limits["samples"] = (np.ones(len(num_tokens), np.int32), max_samples)
     admission = admit_samples(num_tokens, seq_length, pad_multiple=pad_multiple, budgets=limits)
-    arrays = {
-        "groups": groups,
-        "cost": cost,
-        "source_order": source_order,
-        "balance_by": balance_by,
-    }
     request = PlanRequest(
         seq_length=seq_length,
         strategy=strategy,
@@ -104,25 +98,16 @@ def plan_packs(
         homogeneous=homogeneous,
         min_fill=min_fill,
         min_samples=min_samples,
-        lengths=admission.lengths,
-        sizes={
-            name: (_admitted(f"budgets[{name!r}]", array, admission, len(num_tokens)), limit)
-            for name, (array, limit) in limits.items()
-        },
+        lengths=num_tokens,
+        sizes=limits,
+        groups=groups,
         weights=weights,
+        cost=cost,
+        source_order=source_order,
+        balance_by=balance_by,
         order=order,
-        options={
-            name: _admitted(name, value, admission, len(num_tokens))
-            if is_per_sample(value, len(num_tokens))
-            else value
-            for name, value in (strategy_options or {}).items()
-        },
-        **{
-            name: _admitted(name, array, admission, len(num_tokens))
-            for name, array in arrays.items()
-            if array is not None
-        },
-    )
+        options=strategy_options or {},
+    ).admitted(admission)
     check_request(request)
     packs, bound = _pack_groups(request)
     packs, dissolved, reasons = _dissolve_poor_packs(packs, request)
@@ -132,29 +117,18 @@ def plan_packs(
         packs = reorder_packs(packs, _cost_order(packs, request))
     elif "shuffle" in chosen and not request.windowed:
         packs = reorder_packs(packs, shuffled_order(packs.num_packs, seed))
+    kept = request.lengths[packs.sample_ids] if len(dissolved) else request.lengths
     info = PlanInfo(
         seq_length=seq_length,
         strategy=strategy,
         seed=seed,
         pad_multiple=pad_multiple,
-        num_tokens=int(request.lengths[packs.sample_ids].sum(dtype=np.int64))
-        if len(dissolved)
-        else int(request.lengths.sum(dtype=np.int64)),
+        num_tokens=int(kept.sum(dtype=np.int64)),
         lower_bound=bound,
         reason_names=(*admission.reason_names, *_DISSOLVED),
         settings=_settings(request),
     )
     return _make_plan(packs, dissolved, reasons, admission, info)
-
-
-def _admitted(name: str, array: np.ndarray, admission: Admission, num_samples: int) -> np.ndarray:
-    """The entries of the admitted samples."""
-    array = np.asarray(array)
-    if array.shape != (num_samples,):
-        raise ValueError(
-            f"{name} has shape {array.shape} for {num_samples} samples; pass one entry per sample"
-        )
-    return array if admission.sample_ids is None else array[admission.sample_ids]
 
 
 def _pack_groups(request: PlanRequest) -> tuple[Packs, int]:

@@ -1,4 +1,4 @@
-"""What plan_packs was asked for, checked, with all arrays cut to the samples to pack."""
+"""What plan_packs was asked for, checked, and cut to some of the samples."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from offline_packing.admission import Admission
 from offline_packing.pack_order import RankLayout
 from offline_packing.strategies import STRATEGIES
 
@@ -14,10 +15,7 @@ ASSIGNMENTS = ("shuffle", "locality", "mix", "balance")
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The arguments of plan_packs that decide how admitted samples are packed.
-
-    Arrays are per admitted sample.
-    """
+    """The arguments of plan_packs that decide how samples are packed. Arrays are per sample."""
 
     seq_length: int
     strategy: str
@@ -37,19 +35,42 @@ class PlanRequest:
     order: RankLayout | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def admitted(self, admission: Admission) -> "PlanRequest":
+        """The same request for the samples that can be packed, with the lengths that count.
+
+        Raises:
+            ValueError: an array has not one entry per sample.
+        """
+        count = len(self.lengths)
+        arrays = {name: np.asarray(array) for name, array in self._arrays().items()}
+        sizes = {name: (np.asarray(array), limit) for name, (array, limit) in self.sizes.items()}
+        named = {f"budgets[{name!r}]": array for name, (array, _) in sizes.items()} | arrays
+        for name, array in named.items():
+            if array.shape != (count,):
+                raise ValueError(
+                    f"{name} has shape {array.shape} for {count} samples; pass one entry per sample"
+                )
+        request = replace(self, sizes=sizes, **arrays)
+        if admission.sample_ids is not None:
+            request = request.subset(admission.sample_ids)
+        return replace(request, lengths=admission.lengths)
+
     def subset(self, chosen: np.ndarray) -> "PlanRequest":
         """The same request for some of the samples: bool or index array."""
-        arrays = {
-            name: getattr(self, name)[chosen]
-            for name in ("lengths", "groups", "cost", "source_order", "balance_by")
-            if getattr(self, name) is not None
-        }
-        sizes = {name: (array[chosen], limit) for name, (array, limit) in self.sizes.items()}
-        options = {
-            name: value[chosen] if is_per_sample(value, len(self.lengths)) else value
-            for name, value in self.options.items()
-        }
-        return replace(self, sizes=sizes, options=options, **arrays)
+        return replace(
+            self,
+            sizes={name: (array[chosen], limit) for name, (array, limit) in self.sizes.items()},
+            options={
+                name: value[chosen] if is_per_sample(value, len(self.lengths)) else value
+                for name, value in self.options.items()
+            },
+            **{name: array[chosen] for name, array in self._arrays().items()},
+        )
+
+    def _arrays(self) -> dict[str, Any]:
+        """The arrays with one entry per sample."""
+        names = ("lengths", "groups", "cost", "source_order", "balance_by")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @property
     def windowed(self) -> bool:
