@@ -42,7 +42,7 @@ class PlanRequest:
             ValueError: an array has not one entry per sample.
         """
         count = len(self.lengths)
-        arrays = {name: np.asarray(array) for name, array in self._arrays().items()}
+        arrays: dict[str, Any] = {name: np.asarray(a) for name, a in self._arrays().items()}
         sizes = {name: (np.asarray(array), limit) for name, (array, limit) in self.sizes.items()}
         named = {f"budgets[{name!r}]": array for name, (array, _) in sizes.items()} | arrays
         for name, array in named.items():
