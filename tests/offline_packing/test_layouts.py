@@ -133,6 +133,9 @@ def test_llava_onevision(tmp_path: Path, task: str) -> None:
     assert num_samples == manifest["counts"]["packed"] == 12
     info = yaml.safe_load((meta / ".info.yaml").read_text())
     assert info == {"shard_counts": {s["name"]: s["packs"] for s in manifest["shards"]}}
+    split = yaml.safe_load((meta / "split.yaml").read_text())
+    assert split["split_parts"]["train"] == [shard["name"] for shard in manifest["shards"]]
+    assert split["exclude"] == []
     dataset = yaml.safe_load((meta / "dataset.yaml").read_text())
     assert dataset == {
         "sample_type": {
@@ -157,6 +160,8 @@ def check_pack(loader: Any, task: str, parts: dict[str, bytes]) -> int:
     """What that loader asks of a pack; returns its number of sub-samples."""
     assert list(parts) == [*(f"img{i}.jpg" for i in range(len(parts) - 1)), "json"]
     record = json.loads(parts["json"])
+    assert record["images"] == list(parts)[:-1]
+    assert set(record) - {"meta"} == {"images", "prompts", "captions"}
     assert all(loader.part_filter(name) for name in parts)
     sample = loader.sample_loader({"__key__": "k", **parts, "json": record})
     assert set(sample) == {"__key__", "images", "captions", "prompts"}
