@@ -2,38 +2,46 @@
 # Pack a dataset as a slurm array:  launch/pack_slurm.sh CONFIG.yaml [key.sub=value ...]
 #
 # Two arrays of $RANKS jobs measure and write; what lies between and after runs on one machine. Each
-# job starts when the one before has succeeded. Ranks that failed can be submitted again by
-# themselves (sbatch --array=3,7 with the same PACKING_WORLD_SIZE): finished tasks are not done again.
+# job starts when the one before has succeeded; where one fails, those behind it are cancelled. Then
+# run this script again, with any RANKS: tasks that are done are not done again. A rank whose node
+# fails is put in the queue again by slurm; scontrol requeue JOB_RANK does so by hand.
 set -euo pipefail
 
-RANKS=${RANKS:-8}
+RANKS=${RANKS:-8}                   # at most the cluster's MaxArraySize
+AT_ONCE=${AT_ONCE:-}                # no more ranks than this run at the same time
 CPUS=${CPUS:-16}
 SBATCH_ARGS=${SBATCH_ARGS:-}        # for example: --partition=cpu --time=12:00:00
 LOGS=${LOGS:-slurm_logs}
 (($# >= 1)) || { echo "usage: RANKS=8 CPUS=16 $0 CONFIG.yaml [key.sub=value ...]" >&2; exit 2; }
 mkdir -p "$LOGS"
-printf -v arguments ' %q' "$@"
+arguments=
+for argument in "$@"; do  # sbatch hands its command to sh, which does not read what %q writes
+  arguments+=" '${argument//\'/\'\\\'\'}'"
+done
 
-submit() {  # NAME DEPENDENCY COMMAND [sbatch arguments]: prints the job's id
-  local name=$1 after=$2 command=$3
-  shift 3
+submit() {  # NAME DEPENDENCY LOG COMMAND [sbatch arguments]: prints the job's id
+  local name=$1 after=$2 log=$3 command=$4 id
+  shift 4
   # shellcheck disable=SC2086
-  sbatch --parsable --job-name="pack-$name" --cpus-per-task="$CPUS" --output="$LOGS/%x-%A_%a.txt" \
-    ${after:+--dependency=afterok:$after} "$@" $SBATCH_ARGS --wrap "$command"
+  id=$(sbatch --parsable --job-name="pack-$name" --cpus-per-task="$CPUS" --nodes=1 --ntasks=1 \
+    --requeue --open-mode=append --output="$LOGS/$log.txt" \
+    ${after:+--dependency=afterok:$after --kill-on-invalid-dep=yes} "$@" $SBATCH_ARGS \
+    --wrap "$command")
+  echo "${id%%;*}"  # of several clusters: ID;CLUSTER
 }
 
-share() {  # VERB: the command of one rank
-  echo "PACKING_RANK=\$SLURM_ARRAY_TASK_ID PACKING_WORLD_SIZE=$RANKS" \
-    "offline-packing $1$arguments engine.name=slurm --quiet"
+share() {  # VERB DEPENDENCY: one rank of an array each
+  submit "$1" "$2" "%x-%A_%a" "offline-packing $1$arguments engine.name=slurm --quiet" \
+    "--array=0-$((RANKS - 1))${AT_ONCE:+%$AT_ONCE}"
 }
 
-whole() {  # VERB [option]: the command of one machine
-  echo "offline-packing $1$arguments engine.name=local --quiet ${2:-}"
+whole() {  # NAME DEPENDENCY VERB VERB: two verbs on one machine
+  local options="$arguments engine.name=local --quiet"
+  submit "$1" "$2" "%x-%j" "offline-packing $3$options && offline-packing $4$options"
 }
 
-array="--array=0-$((RANKS - 1))"
-measured=$(submit measure "" "$(share measure)" "$array")
-planned=$(submit plan "$measured" "$(whole measure) && $(whole plan)")
-written=$(submit write "$planned" "$(share write)" "$array")
-checked=$(submit verify "$written" "$(whole write) && $(whole verify)")
+measured=$(share measure "")
+planned=$(whole plan "$measured" measure plan)
+written=$(share write "$planned")
+checked=$(whole verify "$written" write verify)
 echo "submitted: measure $measured, plan $planned, write $written, verify $checked"

@@ -1,5 +1,5 @@
 """Which rows of an index are planned: not those whose key came before, not those that an earlier
-generation packed, not those that the layout cannot hold."""
+generation packed. What a layout cannot hold the layout says itself."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -44,12 +44,6 @@ def find_duplicates(hashes: npt.NDArray[np.uint64], name: Callable[[Rows], pa.Ta
             repeated.append(row)
         seen.add(identity)
     return np.array(repeated, dtype=np.int64)
-
-
-def find_unfit(samples: Index) -> Rows:
-    """Rows without exactly one image and one turn, ascending."""
-    fit = (samples.array("num_images") == 1) & (samples.array("num_turns") == 1)
-    return np.flatnonzero(~fit)
 
 
 def find_repeated(stage: Stage, samples: Index) -> Rows:

@@ -25,7 +25,7 @@ from offline_packing.files import atomic_file, read_json, to_json, write_atomica
 from offline_packing.sources import Locator
 from task_encoders.sample_encoder import SampleLength
 
-INDEX_VERSION: Final = 2
+INDEX_VERSION: Final = 3
 
 _LOCATOR_FIELDS: Final = [
     pa.field("kind", pa.string()),
@@ -46,6 +46,7 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("num_vision_patches", pa.int32()),
         pa.field("num_images", pa.int32()),
         pa.field("num_turns", pa.int32()),
+        pa.field("traits", pa.uint8()),  # flags, see traits.py
         pa.field("grid_thw", pa.list_(pa.int32())),  # (t, h, w) of each image, one after another
         pa.field("stamp", pa.uint64()),  # of the files' modification times, see stamps.py
         pa.field("json", pa.struct(_LOCATOR_FIELDS)),
@@ -75,6 +76,7 @@ class MeasuredSample:
     json: Locator
     media: tuple[tuple[Locator, str], ...]
     stamp: int
+    traits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ def index_table(samples: Sequence[MeasuredSample]) -> pa.Table:
         "num_vision_patches": [length.num_vision_patches for length in lengths],
         "num_images": [len(sample.media) for sample in samples],
         "num_turns": [sample.num_turns for sample in samples],
+        "traits": np.array([sample.traits for sample in samples], dtype=np.uint8),
         "grid_thw": grids,
         "stamp": np.array([sample.stamp for sample in samples], dtype=np.uint64),
     }

@@ -34,6 +34,7 @@ from offline_packing.sources import Locator, Scan, Source, SourcePart, SourceRec
 from offline_packing.sources.records import to_sample
 from offline_packing.stage import Stage, config_fingerprint, open_encoder, open_sources
 from offline_packing.stamps import sample_stamp
+from offline_packing.traits import sample_traits
 from task_encoders.pack_format import image_extension
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SampleError
@@ -92,8 +93,7 @@ def measure(stage: Stage) -> IndexInfo:
         return info
     workspace.index.mkdir(parents=True, exist_ok=True)
     workspace.set_aside.mkdir(parents=True, exist_ok=True)
-    started = {**fingerprint, "engine.samples_per_part": stage.config.engine.samples_per_part}
-    write_atomically(workspace.index / "started.json", to_json(started))
+    write_atomically(workspace.index / "started.json", to_json(_started(stage, fingerprint)))
     remove_temporaries(workspace.index)
     remove_temporaries(workspace.set_aside)
     tasks = _tasks(stage, sources, scans)
@@ -125,6 +125,15 @@ def _fingerprint(stage: Stage, scans: Sequence[Scan]) -> Fingerprint:
     return {**config_fingerprint(stage.config), **listings}
 
 
+def _started(stage: Stage, fingerprint: Fingerprint) -> Fingerprint:
+    """What all parts of an index that is not complete must have been made with."""
+    return {
+        **fingerprint,
+        "index.version": index.INDEX_VERSION,
+        "engine.samples_per_part": stage.config.engine.samples_per_part,
+    }
+
+
 def _existing_index(stage: Stage, fingerprint: Fingerprint) -> IndexInfo | None:
     """The complete index, if there is one; what cannot be used is refused, or removed."""
     workspace = stage.workspace
@@ -143,10 +152,9 @@ def _existing_index(stage: Stage, fingerprint: Fingerprint) -> IndexInfo | None:
         found = read_json(workspace.index / "started.json")
         if found is not None:
             # Parts made otherwise must not be mixed: nothing can be accepted here.
-            parts = {"engine.samples_per_part": stage.config.engine.samples_per_part}
             check_fingerprint(
                 found,
-                {**fingerprint, **parts},
+                _started(stage, fingerprint),
                 artifact=f"the unfinished index in {workspace.root}",
                 remedy="set output.overwrite=true to make it anew, or choose another output.path",
             )
@@ -270,9 +278,16 @@ def measure_record(
         sizes.append((header.height, header.width))
     length = encoder.measure(sample, sizes)
     stamp = sample_stamp(source, record.locator, (locator for locator, _ in media))
-    num_turns = len(sample.turns)
     return MeasuredSample(
-        key, source_id, source.task, num_turns, length, record.locator, tuple(media), stamp
+        key,
+        source_id,
+        source.task,
+        len(sample.turns),
+        length,
+        record.locator,
+        tuple(media),
+        stamp,
+        sample_traits(sample, sizes),
     )
 
 

@@ -21,7 +21,6 @@ from offline_packing.eligible import (
     count_repeated_set_aside,
     find_duplicates,
     find_repeated,
-    find_unfit,
     name_rows,
 )
 from offline_packing.errors import StageError
@@ -166,9 +165,11 @@ def _find_set_aside(stage: Stage, samples: Index, repeated: Rows) -> dict[int, t
     """Reason and detail of the rows that are not planned, beside the repeated ones."""
     duplicates = find_duplicates(samples.array("key_hash"), partial(name_rows, samples))
     layout = stage.config.output.layout
-    unfit = find_unfit(samples) if LAYOUTS[layout].ONE_IMAGE_ONE_TURN else duplicates[:0]
-    reason = ("not_in_layout", f"layout {layout} holds one image and one turn")
-    aside = dict.fromkeys(np.setdiff1d(unfit, repeated).tolist(), reason)
+    aside: dict[int, tuple[str, str]] = {}
+    for what, rows in LAYOUTS[layout].find_unfit(samples):
+        reason = ("not_in_layout", f"layout {layout} holds no {what}")
+        for row in np.setdiff1d(rows, repeated).tolist():
+            aside.setdefault(row, reason)
     for row in np.setdiff1d(duplicates, repeated).tolist():
         aside[row] = ("duplicate_key", "an earlier sample has this key")
     return aside

@@ -16,11 +16,13 @@ needs it, and for every multi-turn pack:
     {"images": [["img000.jpg"], [], ...], "prompt": [[str, ...], ...], "captions": [[str], ...]}
 
 `meta` holds `task`, and per sub-sample `keys`, `num_tokens` and `system` (null: the template's
-default). Packs written by others are read as well: `prompts` for `prompt`, `img0` for `img000`,
-empty or null image names for text-only sub-samples, no `meta`.
+default). Packs written by others are read as well: `prompts` for `prompt`, or neither; `img0` for
+`img000`; empty or null image names for text-only sub-samples; no `meta`; images under other names
+than the members', see `match_images`.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,6 +35,10 @@ JSON_PART: Final = "json"
 #: Extensions written as they are. Anything else is named after the image's own format: a member's
 #: name decides what readers do with it, so a source must not choose it freely.
 IMAGE_EXTENSIONS: Final = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"})
+
+
+#: An image member by its number in the pack: 'img0.jpg', 'img000.png'.
+_NUMBERED: Final = re.compile(r"img(\d+)\.[^.]+")
 
 
 class PackFormatError(ValueError):
@@ -137,11 +143,8 @@ def restore_pack(
     captions = _column(record, ("captions",), key)
     count = len(captions)
     images = _column(record, ("images",), key, count)
-    prompts = (
-        _column(record, ("prompt", "prompts"), key, count)
-        if "prompt" in record or "prompts" in record
-        else [""] * count
-    )
+    given = tuple(name for name in ("prompt", "prompts") if record.get(name))
+    prompts = _column(record, given, key, count) if given else [""] * count
     keys = tuple(meta.get("keys") or (f"{key}/{i}" for i in range(count)))
     systems = tuple(meta.get("system") or (None,) * count)
     num_tokens = tuple(meta["num_tokens"]) if "num_tokens" in meta else None
@@ -154,6 +157,29 @@ def restore_pack(
         for columns in zip(keys, images, prompts, captions, systems, strict=True)
     )
     return RestoredPack(subs, keys, meta.get("task"), num_tokens)
+
+
+def match_images(images: Any, key: str, members: Collection[str]) -> dict[str, str]:
+    """The member that each image name in a pack's JSON means; names that mean none are left out.
+
+    A name is that of a member, also with the pack's key before it. Some converters leave the paths
+    in the JSON that the images came from: where a flat pack names no member at all, its i-th name
+    is the member `img{i}`.
+
+    Args:
+        images: `images` of the JSON, in either form.
+        key: the pack's key.
+        members: names of the pack's image members, without the key.
+    """
+    entries = images if isinstance(images, list) else []
+    names = [n for entry in entries for n in (entry if isinstance(entry, list) else [entry])]
+    candidates = {name: name.removeprefix(f"{key}.") for name in names if isinstance(name, str)}
+    found = {name: member for name, member in candidates.items() if member in members}
+    if found or not all(isinstance(entry, str) for entry in entries):
+        return found
+    numbered = ((_NUMBERED.fullmatch(member), member) for member in members)
+    by_number = {int(match[1]): member for match, member in numbered if match}
+    return {name: by_number[i] for i, name in enumerate(entries) if name and i in by_number}
 
 
 def _column(
@@ -179,7 +205,7 @@ def _restore_sub_sample(
     key: str, images: Any, prompts: Any, captions: Any, system: str | None, *, task: str
 ) -> SourceSample | SampleError:
     try:
-        names = tuple(_strings([] if images in (None, "") else images, "images"))
+        names = tuple(filter(None, _strings([] if images is None else images, "images")))
         answers = _strings(captions, "captions")
         questions = _strings(prompts, "prompt")
         if task == "captioning" and not questions:

@@ -31,7 +31,7 @@ from task_encoders.energon_samples import (
     batch_rows,
     sample_loader,
 )
-from task_encoders.pack_format import RestoredPack, restore_pack
+from task_encoders.pack_format import RestoredPack, match_images, restore_pack
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample, build_sample_encoder
 from task_encoders.samples import SampleError
 from task_encoders.settings import PackingSettings, PackingSettingsError
@@ -118,10 +118,13 @@ class Qwen2VLTaskEncoder(
         restored = self._restore(sample)
         encoded: list[EncodedSample] = []
         dropped: list[str] = []
+        key = sample.__key__.rpartition("/")[2]
+        matched = match_images(sample.image_names, key, sample.images)
+        images = {name: sample.images[member] for name, member in matched.items()}
         room = self.seq_length
         for i, key in enumerate(restored.keys):
             try:
-                sub_sample = self._encode_sub_sample(sample, restored, i)
+                sub_sample = self._encode_sub_sample(sample, restored, images, i)
                 padded = -(-len(sub_sample.tokens) // self.pad_multiple) * self.pad_multiple
                 if padded > room:
                     raise SampleError("overlong", f"{padded} tokens do not fit the {room} left")
@@ -183,15 +186,16 @@ class Qwen2VLTaskEncoder(
         return restore_pack(record, sample.__key__, task)
 
     def _encode_sub_sample(
-        self, sample: PackedSample, restored: RestoredPack, index: int
+        self, sample: PackedSample, restored: RestoredPack, images: Mapping[str, Any], index: int
     ) -> EncodedSample:
+        """Encode one sub-sample; `images` holds media by the names in the pack's JSON."""
         sub_sample = restored.sub_samples[index]
         if isinstance(sub_sample, SampleError):
             raise sub_sample
-        missing = [name for name in sub_sample.images if name not in sample.images]
+        missing = [name for name in sub_sample.images if name not in images]
         if missing:
             raise SampleError("missing_image", f"no member {missing[0]!r}")
-        encoded = self.encoder.encode(sub_sample, [sample.images[n] for n in sub_sample.images])
+        encoded = self.encoder.encode(sub_sample, [images[name] for name in sub_sample.images])
         if self.check_lengths and restored.num_tokens is not None:
             measured = restored.num_tokens[index]
             if measured != len(encoded.tokens):

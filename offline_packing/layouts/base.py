@@ -5,7 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from offline_packing.eligible import Rows
 from offline_packing.fragments import ShardFragment, ShardFragments
+from offline_packing.index import Index
 from offline_packing.shard_tasks import Row, ShardTask
 from task_encoders.pack_format import JSON_PART, PackedSubSample, image_part_names, pack_json
 from task_encoders.samples import TASKS, SourceSample
@@ -19,12 +21,15 @@ class Layout(ABC):
 
     #: the tasks whose packs it holds
     TASKS: ClassVar[Sequence[str]] = TASKS
-    #: whether each sample must have exactly one image and one turn
-    ONE_IMAGE_ONE_TURN: ClassVar[bool] = False
 
     @abstractmethod
     def shard_file(self, shard_name: str) -> str:
         """A shard's name in the manifest, relative to the output: 'train-000000.tar'."""
+
+    def find_unfit(self, samples: Index) -> Iterator[tuple[str, Rows]]:
+        """What the layout cannot hold, and the rows of an index that have it, ascending. Such
+        samples are set aside when planning; `write` meets none."""
+        yield from ()
 
     def check_ready(self) -> None:  # noqa: B027 - most need nothing
         """Raise StageError if something that `finish` needs is not installed."""

@@ -5,24 +5,29 @@
     .nv-meta/.info.yaml  their Energon (5.0) does not read the .json
 
 One image and one turn per sub-sample, `.jpg` whatever the image's format, and no system message.
-Their loader drops the whole pack for one sub-sample that it cannot use, so such samples are refused
-here. It does not turn images upright by their EXIF orientation; the number of tokens is the same.
+Their loader drops the whole pack for one sub-sample that it cannot use, and trains some others as
+something else than they are; `find_unfit` names both. It does not turn images upright by their EXIF
+orientation; the number of tokens is the same.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Final
 
+import numpy as np
 import orjson
 import yaml
 
+from offline_packing.eligible import Rows
 from offline_packing.errors import StageError
 from offline_packing.files import write_atomically
 from offline_packing.fragments import ShardFragments
+from offline_packing.index import Index
 from offline_packing.layouts.base import Member
 from offline_packing.layouts.energon import EnergonLayout
 from offline_packing.shard_tasks import Row, ShardTask
+from offline_packing.traits import Trait
 from task_encoders.pack_format import JSON_PART
 from task_encoders.samples import IMAGE_PLACEHOLDER, SourceSample, Turn
 
@@ -44,11 +49,28 @@ def sample_loader(parts):
 '''
 
 
+_UNFIT_TRAITS: Final[Mapping[Trait, str]] = {
+    # Their packs have no place for it.
+    Trait.OWN_SYSTEM: "system message",
+    # They render the template to one string, put an image for each <image> in it, and tokenize it
+    # with its special tokens: one image too many loses the pack, others change its tokens.
+    Trait.CONTROL_TEXT: "text that spells control tokens, nor <image> in an answer",
+    # transformers 4.53 takes the rows of such an image for its channels.
+    Trait.THIN_IMAGE: "image 1 or 3 pixels high or wide",
+}
+
+
 class LlavaOneVisionLayout(EnergonLayout):
     """Tar shards with the member names and metadata of those trainers."""
 
     TASKS: ClassVar[Sequence[str]] = ("captioning", "vqa")
-    ONE_IMAGE_ONE_TURN: ClassVar[bool] = True
+
+    def find_unfit(self, samples: Index) -> Iterator[tuple[str, Rows]]:
+        yield "sample without exactly one image", np.flatnonzero(samples.array("num_images") != 1)
+        yield "sample of several turns", np.flatnonzero(samples.array("num_turns") != 1)
+        traits = samples.array("traits")
+        for trait, what in _UNFIT_TRAITS.items():
+            yield what, np.flatnonzero(traits & trait)
 
     def members(self, task: ShardTask, rows: Sequence[Row]) -> list[Member]:
         samples = [self.stored_form(task.read_sample(row)) for row in rows]
@@ -70,19 +92,17 @@ class LlavaOneVisionLayout(EnergonLayout):
         """With the image's place in the prompt, as their loader wants it.
 
         Raises:
-            StageError: their loader cannot use the sample.
+            StageError: the sample is not the one that was measured and planned.
         """
-        (turn,) = sample.turns
-        if sample.system is not None or IMAGE_PLACEHOLDER in turn.answer:
-            what = f"{IMAGE_PLACEHOLDER!r} in its answer" if sample.system is None else "a system"
+        if len(sample.turns) != 1:
             raise StageError(
-                f"sample {sample.key!r} has {what} text, which output.layout=llava_onevision "
-                "cannot hold; take it out of the source, or choose layout energon"
+                f"sample {sample.key!r} changed since it was measured: it has {len(sample.turns)} "
+                "turns, was 1; restore it, or pack again with another output.path"
             )
-        prompt = turn.prompt
+        prompt, answer = sample.turns[0].prompt, sample.turns[0].answer
         if sample.task == "vqa" and IMAGE_PLACEHOLDER not in prompt:
             prompt = IMAGE_PLACEHOLDER + prompt
-        return replace(sample, turns=(Turn(prompt, turn.answer),))
+        return replace(sample, turns=(Turn(prompt, answer),), system=None)
 
     def finish(
         self,

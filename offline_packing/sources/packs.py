@@ -4,12 +4,13 @@
     raw_packing_data/        ps_00000000.img000.jpg  ps_00000000.json   the same as files
 
 Keys are those that the samples had before they were packed; in packs that do not say,
-`SHARD/PACK/NUMBER`. All shards of a folder are read, whatever their split.
+`SHARD/PACK/NUMBER`. All shards of a folder are read, whatever their split. The JSON of a pack that
+is files may also name images by their path, from its own folder or `image_root` on.
 """
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, Final
 
 import orjson
@@ -21,7 +22,13 @@ from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.locators import Locator
 from offline_packing.sources.records import load_json
 from offline_packing.sources.webdataset import TarSample, WebDatasetSource, read_part
-from task_encoders.pack_format import JSON_PART, PackFormatError, restore_pack
+from task_encoders.pack_format import (
+    JSON_PART,
+    PackFormatError,
+    match_images,
+    parse_json,
+    restore_pack,
+)
 from task_encoders.samples import SampleError, SourceSample
 
 _LOOSE_PACK: Final = re.compile(r"(?:.*/)?([A-Za-z0-9_-]*ps_\d+)\.json")
@@ -30,7 +37,7 @@ _LOOSE_PACK: Final = re.compile(r"(?:.*/)?([A-Za-z0-9_-]*ps_\d+)\.json")
 class PacksSource(WebDatasetSource):
     """A part is one tar, or a list of the JSON files of packs that are files."""
 
-    OPTIONS = frozenset[str]()
+    OPTIONS = frozenset({"image_root"})
 
     def scan(self, samples_per_part: int) -> Scan:
         files = sorted(self.root.walk())
@@ -63,9 +70,7 @@ class PacksSource(WebDatasetSource):
             at = Locator("bytes", container, 0, len(data))
             for record in self._sub_samples(stem, at, data, {}):
                 if not isinstance(record.content, SampleError):
-                    names = [
-                        f"{stem.rpartition('/')[2]}.{name}" for name in record.content["images"]
-                    ]
+                    names = [_file_name(stem, name) for name in record.content["images"]]
                     content = {**record.content, "images": names}
                     record = Record(record.key, record.locator, content)
                 yield record
@@ -78,24 +83,33 @@ class PacksSource(WebDatasetSource):
             if JSON_PART not in sample.members:
                 raise SampleError("bad_json", f"pack {key!r} has no .json member")
             data = read_part(sample, JSON_PART, file)
-            embedded = self._embedded(container, sample, self._images(sample))
+            images = self._images(sample)
+            embedded = self._embedded(container, sample, images)
         except SampleError as error:
             yield Record(key, at, error)
             return
         member = sample.members[JSON_PART]
         at = Locator(at.kind, container, member.offset, member.size)
-        yield from self._sub_samples(key, at, data, embedded)
+        yield from self._sub_samples(key, at, data, embedded, images)
 
     def _sub_samples(
-        self, key: str, at: Locator, data: bytes, embedded: Mapping[str, Embedded]
+        self,
+        key: str,
+        at: Locator,
+        data: bytes,
+        embedded: Mapping[str, Embedded],
+        members: Sequence[str] = (),
     ) -> Iterator[Record]:
-        """The records of a pack whose JSON lies at a locator."""
+        """The records of a pack whose JSON lies at a locator. `members` are its images in a tar."""
         kind = "stream_sub_sample" if at.kind == "stream" else "sub_sample"
         try:
-            pack = restore_pack(data, key, self.task)
+            content = parse_json(data, key)
+            pack = restore_pack(content, key, self.task)
         except PackFormatError as error:
             yield Record(key, at, SampleError("bad_json", str(error)))
             return
+        matched = match_images(content.get("images"), key.rpartition("/")[2], members)
+        embedded = {**embedded, **{name: embedded[part] for name, part in matched.items()}}
         for i, (sub_key, sub) in enumerate(zip(pack.keys, pack.sub_samples, strict=True)):
             column = f"{self.task}.{i}.{at.size}"
             if isinstance(sub, SampleError):
@@ -107,6 +121,13 @@ class PacksSource(WebDatasetSource):
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
         return load_json(data)
+
+
+def _file_name(stem: str, name: str) -> str:
+    """Where a pack that is files has an image: 'a/ps_0', 'img000.jpg' -> 'ps_0.img000.jpg', beside
+    its JSON; a path is left as it is."""
+    prefix = f"{stem.rpartition('/')[2]}."
+    return name if "/" in name or name.startswith(prefix) else prefix + name
 
 
 def _to_json(sample: SourceSample) -> bytes:

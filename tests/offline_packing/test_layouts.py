@@ -9,18 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from PIL import Image
 
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.layouts import LAYOUTS
+from offline_packing.measure import measure
+from offline_packing.plan_stage import plan
 from offline_packing.retry import retry
 from offline_packing.stage import Stage
 from offline_packing.tar_shards import scan_tar
 from offline_packing.verify import verify
+from offline_packing.write import write
 from tests.offline_packing.datasets import (
     captioning_pairs,
+    dialogue,
     image_bytes,
     index_rows,
     make_config,
@@ -128,6 +133,9 @@ def test_llava_onevision(tmp_path: Path, task: str) -> None:
     assert num_samples == manifest["counts"]["packed"] == 12
     info = yaml.safe_load((meta / ".info.yaml").read_text())
     assert info == {"shard_counts": {s["name"]: s["packs"] for s in manifest["shards"]}}
+    split = yaml.safe_load((meta / "split.yaml").read_text())
+    assert split["split_parts"]["train"] == [shard["name"] for shard in manifest["shards"]]
+    assert split["exclude"] == []
     dataset = yaml.safe_load((meta / "dataset.yaml").read_text())
     assert dataset == {
         "sample_type": {
@@ -152,6 +160,8 @@ def check_pack(loader: Any, task: str, parts: dict[str, bytes]) -> int:
     """What that loader asks of a pack; returns its number of sub-samples."""
     assert list(parts) == [*(f"img{i}.jpg" for i in range(len(parts) - 1)), "json"]
     record = json.loads(parts["json"])
+    assert record["images"] == list(parts)[:-1]
+    assert set(record) - {"meta"} == {"images", "prompts", "captions"}
     assert all(loader.part_filter(name) for name in parts)
     sample = loader.sample_loader({"__key__": "k", **parts, "json": record})
     assert set(sample) == {"__key__", "images", "captions", "prompts"}
@@ -164,28 +174,76 @@ def check_pack(loader: Any, task: str, parts: dict[str, bytes]) -> int:
     return len(sample["images"])
 
 
+#: What that loader cannot use, or trains as something else.
+UNFIT = {
+    "text": {"question": "How?", "answer": "So.", "images": []},
+    "pair": {"question": "<image><image>?", "answer": "No.", "images": ["000.png", "001.png"]},
+    "turns": {"messages": dialogue("Q", "A", "More?", "B"), "images": ["000.png"]},
+    "system": {
+        "messages": [{"role": "system", "content": "Be brief."}, *dialogue("What?", "That.")],
+        "images": ["000.png"],
+    },
+    "tag": {"question": "Tag?", "answer": "Write <image>.", "images": ["000.png"]},
+    "pad": {"question": "What is <|image_pad|>?", "answer": "A token.", "images": ["000.png"]},
+    "thin": {"question": "A line?", "answer": "Yes.", "images": ["thin.png"]},
+}
+
+
 def test_llava_onevision_sets_aside_what_it_cannot_hold(tmp_path: Path) -> None:
     root = questions(tmp_path / "data", 6)
-    write_json(root / "text.json", {"question": "How?", "answer": "So.", "images": []})
-    pair = {"question": "<image><image> Equal?", "answer": "No.", "images": ["000.png", "001.png"]}
-    write_json(root / "pair.json", pair)
+    for name, record in UNFIT.items():
+        write_json(root / f"{name}.json", record)
+    (root / "thin.png").write_bytes(image_bytes(90, 3, "PNG"))
+    default = {"role": "system", "content": "You are a helpful assistant."}
+    record = {"messages": [default, *dialogue("What?", "That.")], "images": ["000.png"]}
+    write_json(root / "default.json", record)  # what that loader writes by itself
     source = {"format": "pairs", "path": str(root), "task": "vqa"}
-    counts = pack_all(
-        stage := make_stage(source, tmp_path / "out", output={"layout": "llava_onevision"})
-    )["counts"]
-    assert counts["packed"] == 6
-    assert counts["set_aside"] == {"not_in_layout": 2}
+    stage = make_stage(source, tmp_path / "out", output={"layout": "llava_onevision"})
+    counts = pack_all(stage)["counts"]
+    assert counts["packed"] == 7
+    assert counts["set_aside"] == {"not_in_layout": len(UNFIT)}
+    aside = pq.read_table(stage.workspace.plan / "set_aside.parquet").to_pylist()
+    details = {row["key"]: row["detail"].removeprefix("layout llava_onevision ") for row in aside}
+    assert details == {
+        "text": "holds no sample without exactly one image",
+        "pair": "holds no sample without exactly one image",
+        "turns": "holds no sample of several turns",
+        "system": "holds no system message",
+        "tag": "holds no text that spells control tokens, nor <image> in an answer",
+        "pad": "holds no text that spells control tokens, nor <image> in an answer",
+        "thin": "holds no image 1 or 3 pixels high or wide",
+    }
+    assert verify(stage, deep=True).ok
+    other = make_stage(source, tmp_path / "energon")
+    assert pack_all(other)["counts"]["packed"] == 7 + len(UNFIT)
+
+
+def test_llava_onevision_holds_captions_about_tags(tmp_path: Path) -> None:
+    """A caption goes through no template, so nothing in it becomes an image."""
+    root = captioning_pairs(tmp_path / "data", 4)
+    write_json(root / "tag.json", {"caption": "The words <image> and </image>."})
+    (root / "tag.png").write_bytes(image_bytes(image_format="PNG"))
+    source = {"format": "pairs", "path": str(root), "task": "captioning"}
+    stage = make_stage(source, tmp_path / "out", output={"layout": "llava_onevision"})
+    counts = pack_all(stage)["counts"]
+    assert (counts["packed"], counts["set_aside"]) == (5, {})
     assert verify(stage, deep=True).ok
 
 
-def test_llava_onevision_refuses_placeholders_in_answers(tmp_path: Path) -> None:
+def test_llava_onevision_names_a_sample_that_got_another_turn(tmp_path: Path) -> None:
     root = questions(tmp_path / "data", 2)
-    write_json(root / "odd.json", {"question": "Tag?", "answer": "Write <image>."})
+    texts = ("Q?", "A.")
+    short, long = (json.dumps({"messages": dialogue(*texts * n)}) for n in (1, 2))
+    path = root / "odd.json"
+    path.write_text(short.ljust(len(long)))
     (root / "odd.png").write_bytes(image_bytes(image_format="PNG"))
     source = {"format": "pairs", "path": str(root), "task": "vqa"}
     stage = make_stage(source, tmp_path / "out", output={"layout": "llava_onevision"})
-    with pytest.raises(StageError, match=r"'odd' has '<image>' in its answer text"):
-        pack_all(stage)
+    measure(stage)
+    plan(stage)
+    path.write_text(long)
+    with pytest.raises(StageError, match="'odd' changed since it was measured: it has 2 turns"):
+        write(stage)
 
 
 def test_layouts_and_tasks(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from task_encoders.pack_format import (
     PackFormatError,
     image_extension,
     image_part_names,
+    match_images,
     pack_json,
     pack_key,
     parse_json,
@@ -99,6 +100,37 @@ def test_packs_written_by_others_are_read() -> None:
     )
 
 
+def test_no_prompts_and_no_images_in_any_spelling() -> None:
+    for prompts in ({}, {"prompts": []}, {"prompt": None, "prompts": []}):
+        record = {"images": ["img0.jpg"], "captions": ["x"], **prompts}
+        (sub,) = restore_pack(record, "ps_8", "captioning").sub_samples
+        assert sub == SourceSample("ps_8/0", "captioning", (Turn("", "x"),), ("img0.jpg",))
+    record = {"images": ["", None, [], [""], [None]], "prompt": ["q"] * 5, "captions": ["a"] * 5}
+    *subs, odd = restore_pack(record, "ps_9", "bmr").sub_samples
+    assert [sub.images for sub in subs if isinstance(sub, SourceSample)] == [()] * 4
+    assert isinstance(odd, SampleError)
+
+
+def test_images_are_matched_with_members() -> None:
+    members = [f"img{i}.jpg" for i in (0, 10, 1)]
+    assert match_images(["img1.jpg", "img9.jpg"], "ps_7", members) == {"img1.jpg": "img1.jpg"}
+    assert match_images([["ps_7.img10.jpg"], []], "ps_7", members) == {
+        "ps_7.img10.jpg": "img10.jpg"
+    }
+    paths = ["/data/b.jpg", "/data/a.jpg", "/data/a.jpg"]
+    assert match_images(paths[:2], "ps_7", members) == {paths[0]: "img0.jpg", paths[1]: "img1.jpg"}
+    padded = ["img000.png", "img002.png"]
+    assert match_images(["x/a.png", "", "x/c.png"], "ps_7", padded) == {
+        "x/a.png": "img000.png",
+        "x/c.png": "img002.png",
+    }
+    # Not by number: some names are members, or the pack is nested and numbers could be off.
+    assert match_images(["img0.jpg", "lost.jpg"], "ps_7", members) == {"img0.jpg": "img0.jpg"}
+    assert match_images([["x/a.jpg"], ["x/b.jpg"]], "ps_7", members) == {}
+    assert match_images(None, "ps_7", members) == {}
+    assert match_images([3], "ps_7", members) == {}
+
+
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
@@ -129,7 +161,7 @@ def test_a_bad_sub_sample_is_an_entry_and_not_the_end_of_its_pack(
         {},
         {"images": [], "captions": "x"},
         {"images": ["a"], "captions": ["x", "y"]},
-        {"images": ["a"], "captions": ["x"], "prompt": []},
+        {"images": ["a"], "captions": ["x"], "prompt": ["p", "q"]},
         {"images": ["a"], "captions": ["x"], "meta": {"keys": ["p", "q"]}},
         {"images": ["a"], "captions": ["x"], "meta": {"num_tokens": []}},
     ],

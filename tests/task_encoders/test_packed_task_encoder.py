@@ -87,6 +87,16 @@ def test_the_layout_people_already_have_loads(dataset_yaml: str, tmp_path: Path)
     assert tokenizer_text == [f"ps_{i:08d}" for i in range(12)]
 
 
+def test_paths_in_the_json_mean_the_members_by_number(folder: Path, tmp_path: Path) -> None:
+    other = legacy_vqa_folder(tmp_path / "vqa", paths=True)
+    pairs = list(zip(batches(folder), batches(other), strict=True))
+    assert len(pairs) == 12
+    for ours, theirs in pairs:
+        assert not theirs.dropped
+        assert torch.equal(ours.tokens, theirs.tokens)
+        assert torch.equal(ours.imgs, theirs.imgs)
+
+
 def test_micro_batches_merge_packs_into_one_row(folder: Path) -> None:
     singles = list(batches(folder))
     doubles = list(batches(folder, micro_batch_size=2))

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,29 +31,65 @@ def number_of(task: Numbered) -> int:
     return task.number
 
 
+def array(index: int, first: int, last: int, count: int, step: int = 1) -> dict[str, str]:
+    """What slurm sets in a task of an array, and in every batch script."""
+    return {
+        "SLURM_ARRAY_JOB_ID": "101",
+        "SLURM_ARRAY_TASK_ID": str(index),
+        "SLURM_ARRAY_TASK_COUNT": str(count),
+        "SLURM_ARRAY_TASK_MIN": str(first),
+        "SLURM_ARRAY_TASK_MAX": str(last),
+        "SLURM_ARRAY_TASK_STEP": str(step),
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "1",
+    }
+
+
+def step(process: int, processes: int) -> dict[str, str]:
+    """What srun adds."""
+    return {"SLURM_PROCID": str(process), "SLURM_STEP_NUM_TASKS": str(processes)}
+
+
+def own(rank: int, world_size: int) -> dict[str, str]:
+    return {"PACKING_RANK": str(rank), "PACKING_WORLD_SIZE": str(world_size)}
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
+        (array(3, 0, 7, 8), (3, 8)),  # --array=0-7, also with %2
+        (array(1, 1, 8, 8), (0, 8)),  # --array=1-8
+        (array(8, 1, 8, 8), (7, 8)),
+        (array(5, 1, 7, 4, step=2), (2, 4)),  # --array=1-7:2
         ({"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"}, (3, 8)),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, (0, 1)),
-        # An array task that is itself an srun step, and one array index submitted again alone:
-        (
-            {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8", "SLURM_PROCID": "0"},
-            (3, 8),
-        ),
-        (
-            {
-                "PACKING_RANK": "5",
-                "PACKING_WORLD_SIZE": "8",
-                "SLURM_ARRAY_TASK_ID": "5",
-                "SLURM_ARRAY_TASK_COUNT": "1",
-            },
-            (5, 8),
-        ),
+        # A part of an array that is submitted again takes all that is left:
+        (array(5, 5, 5, 1), (0, 1)),
+        (array(6, 5, 6, 2), (1, 2)),
+        (step(2, 4), (2, 4)),  # srun --ntasks=4
+        (array(3, 0, 7, 8) | step(0, 1), (3, 8)),  # srun in each array task
+        (array(3, 0, 7, 8) | step(1, 2), (7, 16)),
+        (own(5, 8), (5, 8)),
+        (own(5, 8) | array(5, 5, 5, 1), (5, 8)),
     ],
 )
 def test_rank(environment: dict[str, str], expected: tuple[int, int]) -> None:
     assert find_rank(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "stride", "processes"),
+    [(0, 7, 1, 1), (1, 8, 1, 1), (2, 14, 4, 1), (9, 9, 1, 1), (1, 3, 1, 3)],
+)
+def test_ranks_of_an_array_are_all_different(
+    first: int, last: int, stride: int, processes: int
+) -> None:
+    indices = range(first, last + 1, stride)
+    ranks = [
+        find_rank(array(i, first, last, len(indices), stride) | step(process, processes))
+        for i in indices
+        for process in range(processes)
+    ]
+    assert ranks == [(rank, len(ranks)) for rank in range(len(indices) * processes)]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +98,14 @@ def test_rank(environment: dict[str, str], expected: tuple[int, int]) -> None:
         {},
         {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "1"},
         {"SLURM_ARRAY_TASK_ID": "5"},
-        {"PACKING_RANK": "-1", "PACKING_WORLD_SIZE": "2"},
+        array(7, 3, 7, 2),  # --array=3,7
+        array(4, 1, 7, 4, step=2),
+        array(0, 0, 0, 1, step=0),
+        own(-1, 2),
+        {"PACKING_RANK": "1"},
+        step(4, 4),
+        # A batch script that asks for tasks and starts none is a single process:
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
     ],
 )
 def test_no_rank(environment: dict[str, str]) -> None:
@@ -162,37 +206,50 @@ def test_command(
     assert "run plan with engine.name=local" in error
 
 
-def test_script_runs_the_stages_in_turn(tmp_path: Path) -> None:
-    """The script with an sbatch that runs each job at once, and a command that says its call."""
-    log = tmp_path / "log"
+def run_script(
+    tmp_path: Path, sbatch: str, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """launch/pack_slurm.sh with another sbatch and a command that says its rank and its call."""
+    say = "import sys; from offline_packing.engines.slurm_array import find_rank; import os; "
+    say += 'rank = find_rank(os.environ) if "engine.name=slurm" in sys.argv else None; '
+    say += 'print((rank, sys.argv[1:]), file=open(os.environ["LOG"], "a"))'
     programs = {
-        "sbatch": FAKE_SBATCH,
-        "offline-packing": '#!/bin/sh\necho "$PACKING_RANK/$PACKING_WORLD_SIZE $*" >> "$LOG"\n',
+        "sbatch": sbatch,
+        "offline-packing": f"#!/bin/sh\nexec '{sys.executable}' -c '{say}' \"$@\"\n",
     }
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    result = subprocess.run(
-        ["launch/pack_slurm.sh", "my config.yaml", "pack.seed=1"],
+    return subprocess.run(
+        ["launch/pack_slurm.sh", *arguments],
         env={
             **os.environ,
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "RANKS": "2",
             "LOGS": str(tmp_path / "logs"),
-            "LOG": str(log),
+            "LOG": str(tmp_path / "log"),
+            **environment,
         },
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_script_runs_the_stages_in_turn(tmp_path: Path) -> None:
+    arguments = ["my config.yaml", "output.key_prefix=it's", "pack.seed=1", "source.name=日\t本"]
+    result = run_script(tmp_path, FAKE_SBATCH, *arguments, RANKS="2", AT_ONCE="1")
     assert result.returncode == 0, result.stderr
     assert re.fullmatch(r"submitted: measure \d+, plan \d+, write \d+, verify \d+\n", result.stdout)
-    config = "my config.yaml pack.seed=1 engine.name="
-    assert [line.rstrip() for line in log.read_text().splitlines()] == [
-        *(f"{rank}/2 measure {config}slurm --quiet" for rank in (0, 1)),
-        *(f"/ {verb} {config}local --quiet" for verb in ("measure", "plan")),
-        *(f"{rank}/2 write {config}slurm --quiet" for rank in (0, 1)),
-        *(f"/ {verb} {config}local --quiet" for verb in ("write", "verify")),
+
+    def call(verb: str, rank: tuple[int, int] | None) -> str:
+        engine = "local" if rank is None else "slurm"
+        return str((rank, [verb, *arguments, f"engine.name={engine}", "--quiet"]))
+
+    assert (tmp_path / "log").read_text().splitlines() == [
+        *(call("measure", (rank, 2)) for rank in (0, 1)),
+        *(call(verb, None) for verb in ("measure", "plan")),
+        *(call("write", (rank, 2)) for rank in (0, 1)),
+        *(call(verb, None) for verb in ("write", "verify")),
     ]
     usage = subprocess.run(
         ["launch/pack_slurm.sh"], capture_output=True, text=True, check=False, cwd=Path.cwd()
@@ -200,18 +257,43 @@ def test_script_runs_the_stages_in_turn(tmp_path: Path) -> None:
     assert usage.returncode == 2
 
 
-#: Runs the command of --wrap, once for each index of --array.
+def test_what_the_script_asks_of_slurm(tmp_path: Path) -> None:
+    """Each job waits for the one before; arrays and others have logs of their own names."""
+    sbatch = '#!/bin/sh\necho "$@" >> "$LOG"\necho "$(wc -l < "$LOG");cluster"\n'
+    result = run_script(
+        tmp_path, sbatch, "a.yaml", RANKS="64", AT_ONCE="8", SBATCH_ARGS="--partition=cpu --mem=8G"
+    )
+    assert result.stdout == "submitted: measure 1, plan 2, write 3, verify 4\n", result.stderr
+    jobs = (tmp_path / "log").read_text().splitlines()
+    assert len(jobs) == 4
+    for job in jobs:
+        assert "--partition=cpu --mem=8G" in job
+        assert "--requeue --open-mode=append" in job
+    waits = [re.findall(r"--dependency=afterok:(\d+) --kill-on-invalid-dep=yes", j) for j in jobs]
+    assert waits == [[], ["1"], ["2"], ["3"]]
+    arrays = [re.findall(r"--array=(\S+)", job) for job in jobs]
+    assert arrays == [["0-63%8"], [], ["0-63%8"], []]
+    logs = [re.findall(r"--output=\S*/(\S+)", job)[0] for job in jobs]
+    assert logs == ["%x-%A_%a.txt", "%x-%j.txt"] * 2
+
+
+#: Runs the command of --wrap as slurm's wrapper does, once for each index of --array.
 FAKE_SBATCH = """#!/usr/bin/env bash
 set -euo pipefail
-last=0
+last=
 for argument in "$@"; do
   case $argument in
-    --array=0-*) last=${argument#--array=0-} ;;
+    --array=0-*) last=${argument#--array=0-} last=${last%\\%*} ;;
   esac
 done
 command=${!#}
-for ((rank = 0; rank <= last; rank++)); do
-  SLURM_ARRAY_TASK_ID=$rank bash -c "$command" >&2
+export SLURM_PROCID=0 SLURM_NTASKS=1
+if [ -z "$last" ]; then
+  sh -c "$command" >&2
+fi
+for ((rank = 0; rank <= ${last:--1}; rank++)); do
+  SLURM_ARRAY_TASK_ID=$rank SLURM_ARRAY_TASK_COUNT=$((last + 1)) SLURM_ARRAY_TASK_MIN=0 \\
+    SLURM_ARRAY_TASK_MAX=$last SLURM_ARRAY_TASK_STEP=1 sh -c "$command" >&2
 done
 echo $$
 """
