@@ -20,7 +20,9 @@ def status(stage: Stage) -> str:
             f"complete: {counts['packed']:,} samples in {packs:,} packs, "
             f"{len(manifest['shards']):,} shards; set aside: {listed(counts['set_aside'].items())}"
         )
-    lines.append(f"report    {report_status(root)}")
+    written = report_status(root)
+    if written is not None:
+        lines.append(f"report    {written}")
     return "\n".join(lines) + "\n"
 
 

@@ -37,7 +37,7 @@ def log_histogram(
     """
     highest, width = max(counts), 1 / len(counts)
     total, bottom = sum(counts), _TOP + _HEIGHT
-    marks = _gridlines(highest, bottom)
+    marks = _gridlines(counts, bottom, _HEIGHT)
     for i, count in enumerate(counts):
         height = _HEIGHT * count / highest
         title = f"{edges[i] + 1:,} – {edges[i + 1]:,} tokens: {count:,} ({count / total:.1%})"
@@ -61,15 +61,19 @@ def log_histogram(
     )
 
 
-def _gridlines(highest: int, bottom: float, height: float = _HEIGHT) -> list[Element]:
-    """Two lines with their values, at round numbers."""
+def _gridlines(counts: Sequence[int], bottom: float, height: float) -> list[Element]:
+    """Lines at round numbers, their values at the end where the columns are lower."""
+    highest = max(counts)
     step = 10 ** (len(str(highest)) - 1)
     step = next(s for s in (step // 2, step, 2 * step, 5 * step) if s and highest / s < 3)
+    third = -(-len(counts) // 3)
+    left = max(counts[:third]) <= max(counts[-third:])
+    place = {"x": 0, "text_anchor": "start"} if left else {"x": "100%", "text_anchor": "end"}
     marks = []
     for value in range(step, highest + 1, step):
         y = bottom - height * value / highest
         marks.append(tag("line", x1=0, x2="100%", y1=y, y2=y, class_="grid"))
-        marks.append(tag("text", f"{value:,}", x=0, y=y - 4, class_="small"))
+        marks.append(tag("text", f"{value:,}", **place, y=y - 4, class_="small"))
     return marks
 
 
@@ -130,7 +134,7 @@ def columns(edges: Sequence[int], counts: Sequence[int], label: str) -> Element:
     highest, width, total = max(counts), 1 / len(counts), sum(counts)
     bottom = _TOP + _LOW_HEIGHT
     every = -(-len(counts) // _MAX_LABELS)
-    marks = [] if len(counts) <= _MAX_COUNTS else _gridlines(highest, bottom, _LOW_HEIGHT)
+    marks = [] if len(counts) <= _MAX_COUNTS else _gridlines(counts, bottom, _LOW_HEIGHT)
     for i, count in enumerate(counts):
         height = _LOW_HEIGHT * count / highest
         middle = percent((i + 0.5) * width)

@@ -37,8 +37,8 @@ def draw_packs(
 
     seq_length = plan.info.seq_length
     packed_ids = np.asarray(plan.sample_ids)
-    rows = padded_rows(lengths[packed_ids], padded_batch_size, num_rows, seed)
-    padded = [(np.array([length]), width) for length, width in rows]
+    drawn = padded_rows(lengths[packed_ids], padded_batch_size, num_rows, seed)
+    padded = [(np.array([length]), width) for length, width in drawn]
     packed = [
         (lengths[plan.pack(i)], seq_length) for i in choose_packs(plan.num_packs, num_rows).tolist()
     ]

@@ -25,11 +25,11 @@ def report(stage: Stage) -> str:
     return verdict(document)
 
 
-def report_status(workspace: Workspace) -> str:
-    """Where the report is, and whether it tells of the stages as they are."""
+def report_status(workspace: Workspace) -> str | None:
+    """Where the report is, and whether it tells of the stages as they are; None without one."""
     document = read_json(workspace.report / "report.json")
     if document is None:
-        return "not written"
+        return None
     current = made_from(workspace, read_json(workspace.manifest))
     old = "" if document["made_from"] == current else ", of an earlier state: run report again"
     return f"{workspace.report / 'report.html'}{old}"

@@ -16,7 +16,7 @@ _QUANTITIES: Final = {
     "attention": ("sum of squared lengths", "attention"),
     "vision_patches": ("vision patches", "vision tower"),
     "images": ("images", ""),
-    "samples": ("samples", "weight of a pack in the loss"),
+    "samples": ("samples", ""),
     "operations": ("forward operations", "Qwen2-VL-7B, vision tower included"),
 }
 _NUM_COLOURS: Final = 6
@@ -114,14 +114,14 @@ def _saving(document: Document) -> list[Element]:
     tried = saving["online"][0]["samples"]
     return [
         tag("h2", "What packing saves"),
-        table(("", "tokens per epoch", "empty", "cost against these packs"), lines),
+        table(("", "tokens per epoch", "empty", "cost"), lines),
         tag(
             "p",
             f"{before:,} → {after:,} iterations per epoch at global batch size {batch:,}; global "
-            f"batch size {saving['equal_batch_size']:,} keeps the samples per step. Cost counts "
-            "tokens, or sequences where those are packed; what a trainer gains depends on its "
-            "attention kernel. A buffer is packed first-fit-decreasing, tried on "
-            f"{tried:,} samples in random order.",
+            f"batch size {saving['equal_batch_size']:,} keeps the samples per step. Cost is in "
+            "multiples of these packs, by tokens, or by sequences where those are packed; what a "
+            "trainer gains depends on its attention kernel. A buffer is packed "
+            f"first-fit-decreasing, tried on {tried:,} samples in random order.",
             class_="pale",
         ),
     ]
