@@ -83,11 +83,53 @@ def verify_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
         )
 
 
+def report_verb(stage: Stage, dry_run: bool) -> None:
+    """Write a page and a JSON file with all figures of what is complete: samples, packs, shards."""
+    from offline_packing.report.report import report
+
+    page = stage.workspace.report / "report.html"
+    if dry_run:
+        click.echo(f"would write {page}")
+        return
+    click.echo(report(stage))
+    click.echo(f"report: {page}")
+
+
+def preview_verb(
+    stage: Stage,
+    dry_run: bool,
+    packs: int,
+    pack: tuple[str, ...],
+    seed: int,
+    full: bool,
+    html: Path | None,
+) -> None:
+    """Show some packs as they are trained: sub-samples, tokens and labels as text, images."""
+    from offline_packing.files import write_atomically
+    from offline_packing.report.preview import preview
+    from offline_packing.report.preview_page import render_packs
+    from offline_packing.report.preview_text import render_pack
+
+    shown = preview(stage, num_packs=packs, packs=pack, seed=seed)
+    if html is None:
+        for one in shown:
+            click.echo(render_pack(one, full=full))
+        return
+    content = render_packs(list(shown), stage.config.task)
+    if dry_run:
+        click.echo(f"would write {len(content):,} bytes to {html}")
+        return
+    write_atomically(html, content)
+    click.echo(f"preview: {html}")
+
+
 def run_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
-    """measure, plan, write and verify; what is complete is not done again."""
+    """measure, plan, write, verify and report; what is complete is not done again."""
+    verify = functools.partial(verify_verb, deep=deep)
     verbs: tuple[Callable[[Stage, bool], None], ...]
-    verbs = (measure_verb, plan_verb, write_verb, functools.partial(verify_verb, deep=deep))
-    needed = (stage.workspace.index_info, stage.workspace.plan_info, stage.workspace.manifest)
+    verbs = (measure_verb, plan_verb, write_verb, verify, report_verb)
+    manifest = stage.workspace.manifest
+    needed = (stage.workspace.index_info, stage.workspace.plan_info, manifest, manifest)
     for verb, artifact in zip(verbs, (None, *needed), strict=True):
         if dry_run and artifact is not None and not artifact.exists():
             click.echo(f"what follows depends on {artifact}, which is not there yet")
@@ -140,8 +182,26 @@ _deep_option = click.option(
 )
 
 
-def _no_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
+def _preview_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    options = (
+        click.option("--packs", default=3, show_default=True, help="Packs to draw."),
+        click.option("--pack", multiple=True, metavar="KEY", help="A pack by key or number."),
+        click.option("--seed", default=0, show_default=True, help="Decides what is drawn."),
+        click.option("--full", is_flag=True, help="Show long texts in full."),
+        click.option(
+            "--html",
+            type=click.Path(dir_okay=False, path_type=Path),
+            help="Write one page, with the images, instead of text.",
+        ),
+    )
+    return functools.reduce(lambda decorated, option: option(decorated), options, function)
+
+
+_OPTIONS: dict[Callable[..., None], Callable[..., Any]] = {
+    verify_verb: _deep_option,
+    run_verb: _deep_option,
+    preview_verb: _preview_options,
+}
 
 
 def _add_stage_command(name: str, verb: Callable[..., None]) -> None:
@@ -155,7 +215,7 @@ def _add_stage_command(name: str, verb: Callable[..., None]) -> None:
         metavar="FIELD",
         help="Use an index although this field of its fingerprint differs.",
     )
-    @(_deep_option if verb in (verify_verb, run_verb) else _no_option)
+    @_OPTIONS.get(verb, lambda function: function)
     @_output_options
     def command(
         config: str,
@@ -163,7 +223,7 @@ def _add_stage_command(name: str, verb: Callable[..., None]) -> None:
         dry_run: bool,
         accept_mismatch: tuple[str, ...],
         quiet: bool,
-        **verb_options: bool,
+        **verb_options: Any,
     ) -> None:
         _start_logging(quiet)
         parsed = load_config(config, overrides)
@@ -179,20 +239,22 @@ def _add_stage_command(name: str, verb: Callable[..., None]) -> None:
                 accept_mismatch=frozenset(accept_mismatch),
                 progress=not quiet and sys.stderr.isatty(),
             )
-            reads_only = dry_run or verb is status_verb
+            reads_only = dry_run or verb in (status_verb, preview_verb)
             lock = stage.workspace.lock(shared=engine.IS_SHARED)
             with contextlib.nullcontext() if reads_only else lock:
                 verb(stage, dry_run, **verb_options)
 
 
 #: What several ranks can do to one output at the same time.
-_SHARED_VERBS = (measure_verb, write_verb, verify_verb, status_verb)
+_SHARED_VERBS = (measure_verb, write_verb, verify_verb, status_verb, preview_verb)
 
 for _verb in (
     measure_verb,
     plan_verb,
     write_verb,
     verify_verb,
+    report_verb,
+    preview_verb,
     run_verb,
     append_verb,
     status_verb,

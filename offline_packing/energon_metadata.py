@@ -48,7 +48,7 @@ def check_energon() -> None:
     """Raise StageError if Energon is not installed: known before any shard is written."""
     if importlib.util.find_spec("megatron.energon") is None:
         raise StageError(
-            "the metadata of the shards is written with megatron-energon; "
+            "shards are described and read with megatron-energon; "
             "pip install 'offline-packing[train]'"
         )
 

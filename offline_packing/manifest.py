@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from offline_packing.config import parse_config
+from offline_packing.config import PackingConfig, parse_config
 from offline_packing.errors import StageError
 from offline_packing.files import hash_bytes, read_json, to_json, write_atomically
 from offline_packing.fragments import ShardFragment, ShardFragments
@@ -160,12 +160,16 @@ def _splits(stage: Stage, before: Manifest | None) -> list[str]:
     return list(dict.fromkeys([*earlier, *stage.config.output.split]))
 
 
-def _origin(stage: Stage, index: IndexInfo, before: Manifest | None) -> dict[str, Any]:
-    """What the shards were made from: first the original data, then what was appended."""
-    config = stage.config.model_dump(
+def stored_config(config: PackingConfig) -> dict[str, Any]:
+    """What decides the content of an output: not where it lies, nor what ran the tasks."""
+    return config.model_dump(
         mode="json", exclude={"engine": True, "report": True, "output": {"path", "overwrite"}}
     )
-    origin = {"fingerprint": index.fingerprint, "config": config}
+
+
+def _origin(stage: Stage, index: IndexInfo, before: Manifest | None) -> dict[str, Any]:
+    """What the shards were made from: first the original data, then what was appended."""
+    origin = {"fingerprint": index.fingerprint, "config": stored_config(stage.config)}
     if before is None:
         return {**origin, "appended": []}
     appended = [*before["appended"][: stage.generation - 1], origin]

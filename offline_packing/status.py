@@ -2,6 +2,7 @@
 
 from offline_packing.files import read_json
 from offline_packing.index import IndexInfo
+from offline_packing.report.report import report_status
 from offline_packing.stage import Stage, listed
 from offline_packing.workspace import Workspace
 
@@ -19,6 +20,9 @@ def status(stage: Stage) -> str:
             f"complete: {counts['packed']:,} samples in {packs:,} packs, "
             f"{len(manifest['shards']):,} shards; set aside: {listed(counts['set_aside'].items())}"
         )
+    written = report_status(root)
+    if written is not None:
+        lines.append(f"report    {written}")
     return "\n".join(lines) + "\n"
 
 

@@ -81,7 +81,8 @@ def summarize(
         fill=num_tokens / (packs.num_packs * seq_length),
         packing_factor=packs.packing_factor,
         padded_batch_size=config.report.padded_batch_size,
-        padding_before=padding_share(lengths, config.report.padded_batch_size, packs.info.seed),
+        padding_before=1
+        - num_tokens / padded_tokens(np.bincount(lengths), config.report.padded_batch_size),
         padding_after=1 - num_tokens / max(packs.info.num_tokens, 1),
         global_batch_size=batch,
         iterations_before=math.ceil(len(lengths) / batch),
@@ -91,14 +92,25 @@ def summarize(
     )
 
 
-def padding_share(lengths: npt.NDArray[np.integer], batch_size: int, seed: int) -> float:
-    """Share of padding if random batches were padded to the longest of their samples."""
-    order = np.random.default_rng(seed).permutation(len(lengths))
-    shuffled = lengths[order].astype(np.int64)
-    starts = np.arange(0, len(shuffled), batch_size)
-    longest = np.maximum.reduceat(shuffled, starts)
-    sizes = np.diff(np.append(starts, len(shuffled)))
-    return float(1 - shuffled.sum() / (longest * sizes).sum())
+def padded_tokens(counts: npt.NDArray[np.integer], batch_size: int) -> float:
+    """Tokens of an epoch whose random batches are padded to the longest of their samples: the mean
+    over all orders of the samples, in closed form.
+
+    Args:
+        counts: (longest + 1,) samples of each length; at least one sample.
+    """
+    num_batches, rest = divmod(int(counts.sum()), batch_size)
+    total = num_batches * batch_size * _mean_longest(counts, batch_size)
+    return total + (rest * _mean_longest(counts, rest) if rest else 0.0)
+
+
+def _mean_longest(counts: npt.NDArray[np.integer], drawn: int) -> float:
+    """Mean of the longest of some samples drawn without replacement; 0 where there are fewer."""
+    up_to = np.cumsum(counts, dtype=np.int64)
+    none_longer = np.ones(len(counts))
+    for i in range(drawn):  # all of the drawn samples are among those up to this length
+        none_longer *= np.maximum(up_to - i, 0) / max(up_to[-1] - i, 1)
+    return float(np.diff(none_longer, prepend=0.0) @ np.arange(len(counts)))
 
 
 def render_summary(summary: PlanSummary) -> str:

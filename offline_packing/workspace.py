@@ -5,6 +5,7 @@ OUT/_packing/index/, set_aside/, index.json                 measure
 OUT/_packing/plan/                                          plan
 OUT/_packing/write/                                         write: one fragment per shard
 OUT/_packing/append-0001/                                   the same, of data appended later
+OUT/_packing/report/                                        report: for people, and as JSON
 """
 
 import shutil
@@ -74,6 +75,11 @@ class Workspace:
         return self.write / f"{shard_name.removesuffix('.tar')}.json"
 
     @property
+    def report(self) -> Path:
+        """Folder of the report, of all generations."""
+        return self.packing / "report"
+
+    @property
     def nv_meta(self) -> Path:
         """Energon's metadata."""
         return self.root / ".nv-meta"
@@ -101,7 +107,7 @@ class Workspace:
     def remove_temporaries(self) -> None:
         """Remove what killed runs left half-written."""
         stages = (self.stages, self.index, self.set_aside, self.plan, self.write)
-        for folder in (self.root, self.nv_meta, self.packing, *stages):
+        for folder in (self.root, self.nv_meta, self.packing, self.report, *stages):
             remove_temporaries(folder)
 
     def discard_index(self) -> None:

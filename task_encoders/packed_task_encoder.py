@@ -230,7 +230,7 @@ def get_packed_train_dataset(
         PackingSettingsError: the environment contradicts the data.
         ValueError: the folder was measured with other settings than the task encoder's.
     """
-    _check_manifest(Path(path), task_encoder)
+    check_manifest(Path(path), task_encoder)
     order = {
         "shuffle_buffer_size": None,
         "max_samples_per_sequence": None,
@@ -255,7 +255,7 @@ def get_packed_val_dataset(
     **kwargs: Any,
 ) -> SavableDataset[PackedBatch]:
     """Energon's `get_val_dataset` with the same checks."""
-    _check_manifest(Path(path), task_encoder)
+    check_manifest(Path(path), task_encoder)
     return get_val_dataset(
         path,
         task_encoder=task_encoder,
@@ -265,8 +265,12 @@ def get_packed_val_dataset(
     )
 
 
-def _check_manifest(path: Path, task_encoder: Qwen2VLTaskEncoder) -> None:
-    """Compare the settings the folder was measured with to the task encoder's."""
+def check_manifest(path: Path, task_encoder: Qwen2VLTaskEncoder) -> None:
+    """Compare the settings the folder was measured with to the task encoder's.
+
+    Raises:
+        ValueError: they differ.
+    """
     manifest_file = path / "manifest.json"
     if not manifest_file.is_file():
         return

@@ -8,10 +8,11 @@ transformers' on one core; any other is used through transformers, and a log lin
 import base64
 import functools
 import importlib.util
+import itertools
 import json
 import logging
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -72,6 +73,10 @@ class Tokenizer(Protocol):
     def special_id(self, token: str) -> int:
         """Id of a control token. Raises ValueError where the vocabulary has none."""
 
+    def spell(self, ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
+        """Ids as people read them: (text, False) of ordinary tokens in a row, (name, True) of each
+        control token. Bytes that are no UTF-8 by themselves become U+FFFD."""
+
 
 class TiktokenTokenizer:
     """A byte-level BPE with NFC normalisation, on tiktoken."""
@@ -106,6 +111,12 @@ class TiktokenTokenizer:
     def special_id(self, token: str) -> int:
         return _special_id(self._special.get(token), token)
 
+    def spell(self, ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
+        names = {token_id: token for token, token_id in self._special.items()}
+        return _spell(
+            ids, names, lambda some: self._encoding.decode_bytes(some).decode(errors="replace")
+        )
+
 
 class TransformersTokenizer:
     """Any fast tokenizer of transformers, as it is."""
@@ -127,6 +138,20 @@ class TransformersTokenizer:
 
     def special_id(self, token: str) -> int:
         return _special_id(self._backend.token_to_id(token), token)
+
+    def spell(self, ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
+        added = self._backend.get_added_tokens_decoder()
+        return _spell(ids, {i: token.content for i, token in added.items()}, self._backend.decode)
+
+
+def _spell(
+    ids: Sequence[int], control: Mapping[int, str], decode: Callable[[list[int]], str]
+) -> Iterator[tuple[str, bool]]:
+    for is_control, some in itertools.groupby(ids, key=control.__contains__):
+        if is_control:
+            yield from ((control[token_id], True) for token_id in some)
+        else:
+            yield decode(list(some)), False
 
 
 def _special_id(token_id: int | None, token: str) -> int:

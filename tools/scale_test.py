@@ -1,4 +1,4 @@
-"""An index of many synthetic rows through plan and a dry write: seconds and peak memory.
+"""An index of many synthetic rows through plan, a dry write and report: seconds and peak memory.
 
     python tools/scale_test.py [--rows 10_000_000] [--limit-gib 4] [--folder FOLDER]
 
@@ -21,6 +21,7 @@ from offline_packing.engines.local import LocalEngine
 from offline_packing.fingerprint import library_versions
 from offline_packing.index import INDEX_SCHEMA, IndexInfo
 from offline_packing.plan_stage import plan
+from offline_packing.report.report import report
 from offline_packing.shard_layout import plan_shards
 from offline_packing.shard_tasks import iterate_tasks
 from offline_packing.stage import Stage, config_fingerprint
@@ -121,13 +122,15 @@ def main() -> None:
         )
         stage = Stage(config, LocalEngine(0))
         start = time.perf_counter()
-        for what in ("index", "plan", "dry write"):
+        for what in ("index", "plan", "dry write", "report"):
             if what == "index":
                 make_index(config, stage, arguments.rows)
             elif what == "plan":
                 plan(stage)
-            else:
+            elif what == "dry write":
                 assert dry_write(stage) == arguments.rows
+            else:
+                report(stage)
             taken, start = time.perf_counter() - start, time.perf_counter()
             print(f"{what:<12}{taken:8.1f} s   peak {peak_mib():7,.0f} MiB", flush=True)
     sys.exit(peak_mib() > arguments.limit_gib * 1024)

@@ -2,7 +2,7 @@
 
 FOLDER/data/                        the drawn dataset in its pre-packing forms, truth.json
 FOLDER/{captioning,vqa,bmr}.yaml    configurations, to be run again with `offline-packing run`
-FOLDER/{captioning,vqa,bmr}/        packed datasets
+FOLDER/{captioning,vqa,bmr}/        packed datasets, with _packing/report/report.html
 FOLDER/contact_sheet.png, *_packs.png, table.txt
 """
 
@@ -26,6 +26,7 @@ from offline_packing.errors import StageError
 from offline_packing.measure import measure
 from offline_packing.plan_stage import plan
 from offline_packing.report.pack_picture import draw_packs
+from offline_packing.report.report import report
 from offline_packing.stage import Stage, build_engine, listed
 from offline_packing.summary import PlanSummary, summarize
 from offline_packing.verify import VerifyResult, verify
@@ -92,7 +93,9 @@ def main(folder: Path, *, num_samples: int, seed: int) -> None:
     results = {task: _run_task(folder, task, seed, progress) for task in SOURCES}
     table = render_table(results)
     (folder / "table.txt").write_text(table)
-    click.echo(f"\n{table}\nThe pictures, packs and configurations are in {folder}.")
+    click.echo(f"\n{table}\nThe pictures, packs and configurations are in {folder}; reports:")
+    for task in SOURCES:
+        click.echo(f"  {folder / task}/_packing/report/report.html")
     failures = [f for task, result in results.items() for f in result.failures(task)]
     if failures:
         raise StageError("; ".join(failures))
@@ -108,6 +111,7 @@ def _run_task(folder: Path, task: str, seed: int, progress: bool) -> TaskResult:
             plan(stage)
             write(stage)
             verified = verify(stage, deep=True)
+            report(stage)
     index, packs, info = open_plan(stage)
     lengths = index.array("num_tokens")
     reasons = Counter(index.info.set_aside) + Counter(info["set_aside"])

@@ -70,6 +70,10 @@ class Layout(ABC):
         """Key and members of each pack. Raises StageError where the shard cannot be read."""
 
     @abstractmethod
+    def read_pack(self, folder: Path, shard_file: str, key: str) -> Mapping[str, bytes]:
+        """Members of one pack. Raises StageError where it cannot be read."""
+
+    @abstractmethod
     def remove(self, folder: Path, kept: Sequence[str]) -> None:
         """Remove all shards but those with the kept names, and what describes them."""
 

@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from offline_packing.energon_metadata import check_energon, write_energon_metadata
 from offline_packing.errors import StageError
@@ -16,7 +16,7 @@ from offline_packing.files import atomic_file, hash_file, read_json, write_atomi
 from offline_packing.fragments import ShardFragment, ShardFragments
 from offline_packing.layouts.base import Layout
 from offline_packing.shard_tasks import ShardTask
-from offline_packing.tar_shards import TarShardWriter, index_bytes, scan_tar
+from offline_packing.tar_shards import PackEntry, TarShardWriter, index_bytes, scan_tar
 
 _SHARD: Final = re.compile(r"([A-Za-z0-9_]+-\d{6}\.tar)(\.idx)?")
 
@@ -80,15 +80,15 @@ class EnergonLayout(Layout):
         entries = list(scan_tar(path))
         with open(path, "rb") as file:
             for entry in entries:
-                file.seek(entry.offset)
-                data = file.read(entry.size)
-                yield (
-                    entry.key,
-                    {
-                        part.name: data[(start := part.offset - entry.offset) : start + part.size]
-                        for part in entry.parts
-                    },
-                )
+                yield entry.key, _read_members(file, entry)
+
+    def read_pack(self, folder: Path, shard_file: str, key: str) -> Mapping[str, bytes]:
+        path = folder / shard_file
+        for entry in scan_tar(path):
+            if entry.key == key:
+                with open(path, "rb") as file:
+                    return _read_members(file, entry)
+        raise StageError(f"{path} holds no pack {key!r}; verify tells what else is damaged")
 
     def remove(self, folder: Path, kept: Sequence[str]) -> None:
         for path in folder.iterdir():
@@ -97,3 +97,11 @@ class EnergonLayout(Layout):
                 path.unlink()
         if not kept:
             shutil.rmtree(folder / ".nv-meta", ignore_errors=True)
+
+
+def _read_members(file: BinaryIO, entry: PackEntry) -> dict[str, bytes]:
+    """Content of each member of a pack, by name."""
+    file.seek(entry.offset)
+    data = file.read(entry.size)
+    starts = [(part, part.offset - entry.offset) for part in entry.parts]
+    return {part.name: data[start : start + part.size] for part, start in starts}

@@ -21,6 +21,7 @@ from offline_packing.fragments import ShardFragment, ShardFragments
 from offline_packing.layouts.base import Layout
 from offline_packing.shard_tasks import ShardTask
 from offline_packing.tar_shards import PackEntry, Part
+from task_encoders.pack_format import JSON_PART
 
 FOLDER: Final = "raw_packing_data"
 
@@ -92,6 +93,13 @@ class RawPackingLayout(Layout):
                 yield entry.key, {name: path.read_bytes() for name, path in paths.items()}
             except OSError as error:
                 raise StageError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+    def read_pack(self, folder: Path, shard_file: str, key: str) -> Mapping[str, bytes]:
+        paths = sorted((folder / FOLDER).glob(f"{key}.*"))
+        members = {path.name.partition(".")[2]: path.read_bytes() for path in paths}
+        if JSON_PART not in members:
+            raise StageError(f"{folder / FOLDER} holds no pack {key!r}")
+        return members
 
     def remove(self, folder: Path, kept: Sequence[str]) -> None:
         if not kept:

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing.pack_plan import PackPlan
+from offline_packing.report.pack_rows import choose_packs, padded_rows
 
 _PADDING = "0.85"
 
@@ -36,17 +37,10 @@ def draw_packs(
 
     seq_length = plan.info.seq_length
     packed_ids = np.asarray(plan.sample_ids)
-    shuffled = np.random.default_rng(seed).permutation(lengths[packed_ids])
-    batches = [
-        batch
-        for start in range(0, min(num_rows, len(shuffled)), padded_batch_size)
-        for batch in [shuffled[start : start + padded_batch_size]]
-    ]
-    padded = [([length], batch.max()) for batch in batches for length in batch]
-    offsets = plan.pack_offsets
+    drawn = padded_rows(lengths[packed_ids], padded_batch_size, num_rows, seed)
+    padded = [(np.array([length]), width) for length, width in drawn]
     packed = [
-        (lengths[packed_ids[offsets[i] : offsets[i + 1]]], seq_length)
-        for i in range(min(num_rows, plan.num_packs))
+        (lengths[plan.pack(i)], seq_length) for i in choose_packs(plan.num_packs, num_rows).tolist()
     ]
     figure, axes = pyplot.subplots(1, 2, figsize=(13, 6), sharex=True)
     titles = (f"padded to the longest of {padded_batch_size}", f"packed to {seq_length:,} tokens")

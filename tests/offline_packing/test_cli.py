@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from offline_packing import cli as cli_module
 from tests.offline_packing.datasets import captioning_pairs
 
-VERBS = ("measure", "plan", "write", "verify", "run")
+VERBS = ("measure", "plan", "write", "verify", "report", "preview", "run")
 
 
 @pytest.fixture
@@ -52,8 +52,39 @@ def test_verbs_in_turn(config: Path, tmp_path: Path) -> None:
     assert "wrote 20 samples" in invoke("write", config).stdout
     assert "20 packed, 0 set aside" in invoke("verify", config).stdout
     assert (tmp_path / "out" / "manifest.json").exists()
+    assert not (tmp_path / "out/_packing/report").exists()
     again = invoke("run", config)
     assert "problems        0" in again.stdout
+    assert "20 samples = 20 packed + 0 set aside" in again.stdout
+    page = tmp_path / "out/_packing/report/report.html"
+    assert f"report: {page}\n" in again.stdout
+    assert f"report    {page}\n" in invoke("status", config).stdout
+
+
+def test_report(config: Path, tmp_path: Path) -> None:
+    invoke("measure", config)
+    page = tmp_path / "out/_packing/report/report.html"
+    assert f"would write {page}" in invoke("report", config, "--dry-run").stdout
+    assert not page.exists()
+    assert "no packs yet: run plan" in invoke("report", config).stdout
+    assert page.read_text().startswith("<!doctype html>")
+    assert json.loads(page.with_suffix(".json").read_text())["version"] == 1
+
+
+def test_preview(config: Path, tmp_path: Path) -> None:
+    invoke("run", config)
+    drawn = invoke("preview", config, "--packs", "2", "--seed", "5").stdout
+    assert drawn == invoke("preview", config, "--packs", "2", "--seed", "5").stdout
+    assert drawn.count("cu_lengths [0, ") == 2
+    assert "\x1b" not in drawn  # no terminal
+    named = invoke("preview", config, "--pack", "1", "--pack", "ps_00000000").stdout
+    assert named.index("ps_00000001") < named.index("ps_00000000")
+    assert named.count("cu_lengths [0, ") == 2
+    page = tmp_path / "preview.html"
+    assert f"to {page}" in invoke("preview", config, "--html", page, "--dry-run").stdout
+    assert not page.exists()
+    assert invoke("preview", config, "--html", page).stdout == f"preview: {page}\n"
+    assert page.read_text().count("<h2>ps_") == 3
 
 
 def test_dry_run_writes_nothing(config: Path, tmp_path: Path) -> None:
@@ -82,6 +113,8 @@ def test_dry_run_writes_nothing(config: Path, tmp_path: Path) -> None:
         ),
         (["run", "CONFIG", "output.path=DATA/out"], 2, "lies inside source.path"),
         (["plan", "CONFIG"], 1, "error: no complete index in"),
+        (["report", "CONFIG"], 1, "error: no complete index in"),
+        (["preview", "CONFIG"], 1, "run write first"),
         (["run", "CONFIG", "model.processor=/nowhere"], 2, "error: model: "),
         (["run", "CONFIG", "pack.seq_length=20"], 1, "error: nothing to pack in"),
         (["pack", "CONFIG"], 2, "No such command 'pack'"),

@@ -1,4 +1,4 @@
-"""Measuring and planning, and importing for it, need no training library."""
+"""Measuring, planning and reporting, and importing for it, need no training library."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 from tests.offline_packing.datasets import captioning_pairs
 
-BLOCKED = ("torch", "transformers", "megatron", "ray", "webdataset", "matplotlib")
+BLOCKED = ("torch", "transformers", "megatron", "ray", "webdataset", "matplotlib", "jinja2")
 
 PROGRAM = """
 import sys
@@ -45,11 +45,12 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_measure_and_plan(config: str) -> None:
-    for verb in ("measure", "plan"):
+def test_measure_plan_and_report(config: str) -> None:
+    expected = {"measure": "measured 8", "plan": "packs           ", "report": "8 samples = 8"}
+    for verb, text in expected.items():
         result = run_blocked(BLOCKED, verb, config)
         assert result.returncode == 0, result.stderr
-    assert "packs           " in result.stdout
+        assert text in result.stdout
 
 
 def test_the_block_works(config: str) -> None:

@@ -6,14 +6,32 @@ import pytest
 from offline_packing.config import parse_config
 from offline_packing.index import IndexInfo
 from offline_packing.plan import plan_packs
-from offline_packing.summary import padding_share, render_summary, summarize
+from offline_packing.summary import padded_tokens, render_summary, summarize
 
 
-def test_padding_share() -> None:
-    assert padding_share(np.array([5, 5, 5, 5]), 2, seed=0) == 0
-    # [1, 9] padded to [9, 9]: 8 of 18
-    assert padding_share(np.array([1, 9]), 2, seed=0) == pytest.approx(8 / 18)
-    assert padding_share(np.array([1, 9, 4]), 1, seed=0) == 0
+@pytest.mark.parametrize(
+    ("lengths", "batch_size", "expected"),
+    [
+        ([5, 5, 5, 5], 2, 20),
+        ([1, 9], 2, 18),
+        ([1, 9, 4], 1, 14),
+        # batches [1 9][4], [1 4][9], [4 9][1]: 18 + 4, 8 + 9, 18 + 1
+        ([1, 9, 4], 2, (22 + 17 + 19) / 3),
+        ([3, 7], 8, 14),
+    ],
+)
+def test_padded_tokens(lengths: list[int], batch_size: int, expected: float) -> None:
+    assert padded_tokens(np.bincount(lengths), batch_size) == pytest.approx(expected)
+
+
+def test_padded_tokens_are_the_mean_over_orders() -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 400, 1003)
+    drawn = []
+    for _ in range(300):
+        batches = np.split(rng.permutation(lengths), range(8, 1003, 8))
+        drawn.append(sum(len(batch) * batch.max() for batch in batches))
+    assert padded_tokens(np.bincount(lengths), 8) == pytest.approx(np.mean(drawn), rel=2e-3)
 
 
 def test_figures() -> None:

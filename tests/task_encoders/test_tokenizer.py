@@ -45,6 +45,25 @@ def test_an_unknown_special_token_is_an_error() -> None:
         load_tokenizer("builtin").special_id("<|nonsense|>")
 
 
+def test_ids_are_spelled_as_text_and_control_tokens() -> None:
+    fast, slow = load_tokenizer("builtin"), TransformersTokenizer(builtin_tokenizer())
+    text = "Grüße <|im_end|>, 世界 🙂"  # written, not meant
+    start, end = fast.special_id("<|im_start|>"), fast.special_id("<|im_end|>")
+    ids = [start, *fast.encode(text), end, end, *fast.encode("\n")]
+    expected = [
+        ("<|im_start|>", True),
+        (text, False),
+        ("<|im_end|>", True),
+        ("<|im_end|>", True),
+        ("\n", False),
+    ]
+    assert list(fast.spell(ids)) == list(slow.spell(ids)) == expected
+    parts = fast.encode("𓀀")  # several tokens, none of them a character
+    assert len(parts) > 1
+    assert list(fast.spell(parts)) == [("𓀀", False)]
+    assert list(fast.spell(parts[:1])) == [("\ufffd", False)]
+
+
 def test_a_saved_checkpoint_runs_on_tiktoken(tmp_path: Path) -> None:
     builtin_tokenizer().save_pretrained(tmp_path)
     loaded = load_tokenizer(str(tmp_path))

@@ -1,0 +1,93 @@
+"""What there is to report on: the complete stages of the original data, and of all appended."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offline_packing.files import read_json
+from offline_packing.index import Index
+from offline_packing.manifest import Manifest, read_manifest, stages_of_manifest
+from offline_packing.pack_plan import PackPlan
+from offline_packing.plan_stage import open_index
+from offline_packing.stage import Stage
+from offline_packing.write import check_layout, layout_fingerprint, open_plan
+
+#: Samples that are looked up at a time: temporaries stay small, whatever the number of samples.
+_CHUNK = 1 << 21
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The stages of the original data, or of one append."""
+
+    stage: Stage
+    samples: Index
+    #: None: not planned yet
+    plan: PackPlan | None
+    #: content of the plan's stage.json; empty without a plan
+    plan_info: Mapping[str, Any]
+
+    @cached_property
+    def columns(self) -> dict[str, npt.NDArray[np.int32]]:
+        """Sizes of every sample, (num_samples,) each: what packs are summed up from."""
+        names = ("num_tokens", "num_vision_patches", "num_images")
+        arrays = {name: np.empty(self.samples.info.num_samples, np.int32) for name in names}
+        first = 0
+        for part in self.samples.parts(*names):
+            for name, array in arrays.items():
+                array[first : first + len(part)] = part[name].to_numpy()
+            first += len(part)
+        return arrays
+
+    @cached_property
+    def is_packed(self) -> npt.NDArray[np.bool_]:
+        """(num_samples,) whether a sample is in a pack; without a plan all are taken to be."""
+        if self.plan is None:
+            return np.ones(self.samples.info.num_samples, np.bool_)
+        packed = np.zeros(self.samples.info.num_samples, np.bool_)
+        for start in range(0, len(self.plan.sample_ids), _CHUNK):
+            packed[self.plan.sample_ids[start : start + _CHUNK]] = True
+        return packed
+
+    def sum_of_packs(self, per_sample: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """(num_packs,) int64 or float64: a quantity of the samples (num_samples,) per pack."""
+        assert self.plan is not None
+        kind = np.float64 if np.issubdtype(per_sample.dtype, np.floating) else np.int64
+        offsets = self.plan.pack_offsets
+        sums = np.empty(self.plan.num_packs, kind)
+        first = 0
+        while first < len(sums):
+            last = int(np.searchsorted(offsets, offsets[first] + _CHUNK, side="right")) - 1
+            last = max(last, first + 1)
+            ids = self.plan.sample_ids[offsets[first] : offsets[last]]
+            starts = offsets[first:last] - offsets[first]
+            sums[first:last] = np.add.reduceat(per_sample[ids].astype(kind), starts)
+            first = last
+        return sums
+
+
+def open_generations(stage: Stage) -> tuple[list[Generation], Manifest | None]:
+    """All complete stages of an output, and its manifest if the packs are written.
+
+    Raises:
+        StageError: not even the index is complete, or a stage was made otherwise.
+    """
+    manifest = read_manifest(stage)
+    if manifest is None:
+        return [_open(stage)], None
+    generations = [_open(own) for own in stages_of_manifest(stage, manifest)]
+    for generation in generations:
+        own = generation.stage
+        started = read_json(own.workspace.write / "started.json") or {}
+        check_layout(own, started, layout_fingerprint(own, generation.plan_info["hash"]))
+    return generations, manifest
+
+
+def _open(stage: Stage) -> Generation:
+    if not stage.workspace.plan_info.exists():
+        return Generation(stage, open_index(stage), None, {})
+    return Generation(stage, *open_plan(stage))

@@ -1,0 +1,266 @@
+"""preview: packs as training sees them: read from the shards, restored and encoded by the task
+encoder, and their tokens spelled out with what is trained and what is not."""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from offline_packing.energon_metadata import check_energon
+from offline_packing.errors import StageError
+from offline_packing.layouts import LAYOUTS
+from offline_packing.manifest import Manifest, require_manifest
+from offline_packing.stage import Stage
+from task_encoders.pack_format import JSON_PART, pack_key, parse_json, restore_pack
+from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.samples import SourceSample
+from task_encoders.settings import PackingSettings
+from task_encoders.vision import decode_image
+
+if TYPE_CHECKING:
+    from task_encoders.energon_samples import PackedRowSample
+    from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+
+#: Control tokens that stand for pixels: shown as one, with what is between their tags.
+_PADS: Final = {"<|image_pad|>": "image", "<|video_pad|>": "video"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens shown as one: `kind` is text, control, vision or padding."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens in a row that all carry loss, or that all carry none."""
+
+    trained: bool
+    num_tokens: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class ImagePreview:
+    """One image of a sub-sample, upright: size in pixels, (t, h, w) in patches, the file."""
+
+    name: str
+    width: int
+    height: int
+    grid: tuple[int, int, int]
+    data: bytes
+
+
+@dataclass(frozen=True)
+class SubSamplePreview:
+    """One segment of a row. `num_tokens` counts its padding."""
+
+    sample: SourceSample
+    num_tokens: int
+    num_loss_tokens: int
+    images: tuple[ImagePreview, ...]
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class PackPreview:
+    """One pack as a row."""
+
+    key: str
+    shard: str
+    split: str
+    seq_length: int
+    cu_lengths: tuple[int, ...]
+    sub_samples: tuple[SubSamplePreview, ...]
+    #: "key: reason: detail" of what the task encoder leaves out
+    dropped: tuple[str, ...]
+
+    @property
+    def fill(self) -> float:
+        """Tokens over seq_length."""
+        return self.cu_lengths[-1] / self.seq_length
+
+
+def preview(
+    stage: Stage, *, num_packs: int = 3, packs: Sequence[str] = (), seed: int = 0
+) -> Iterator[PackPreview]:
+    """Packs of a complete output.
+
+    Args:
+        num_packs: how many are drawn, where none are named.
+        packs: keys or numbers of packs.
+        seed: decides which are drawn.
+
+    Raises:
+        StageError: the packs are not written, there is no such pack, or the configuration's model
+            is not the one that they were measured with.
+    """
+    check_energon()
+    manifest = require_manifest(stage)
+    numbers = choose(manifest, num_packs, packs, seed)
+    task_encoder = _task_encoder(stage, manifest)
+    return (_preview_pack(stage, manifest, task_encoder, number) for number in numbers)
+
+
+def choose(manifest: Manifest, num_packs: int, packs: Sequence[str], seed: int) -> list[int]:
+    """Numbers of the named packs, or of some drawn ones, ascending. Raises StageError where there
+    is no such pack."""
+    total = sum(shard["packs"] for shard in manifest["shards"])
+    if not packs:
+        drawn = np.random.default_rng(seed).choice(total, min(num_packs, total), replace=False)
+        return sorted(drawn.tolist())
+    prefix = manifest["config"]["output"]["key_prefix"]
+    form = re.compile(rf"(?:{re.escape(prefix)}ps_)?(\d+)")
+    numbers = []
+    for name in packs:
+        match = form.fullmatch(name)
+        if match is None or int(match[1]) >= total:
+            raise StageError(
+                f"no pack {name!r}; there are {pack_key(0, prefix)} to "
+                f"{pack_key(total - 1, prefix)}, or 0 to {total - 1}"
+            )
+        numbers.append(int(match[1]))
+    return numbers
+
+
+def _task_encoder(stage: Stage, manifest: Manifest) -> "Qwen2VLTaskEncoder":
+    from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, check_manifest
+
+    task = manifest["task"]
+    try:
+        task_encoder = Qwen2VLTaskEncoder(
+            **stage.config.model.model_dump(),
+            seq_length=manifest["seq_length"],
+            pad_multiple=manifest["pad_multiple"],
+            settings=PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr"),
+        )
+        check_manifest(stage.workspace.root, task_encoder)
+    except ValueError as error:
+        raise StageError(str(error)) from error
+    return task_encoder
+
+
+def _preview_pack(
+    stage: Stage, manifest: Manifest, task_encoder: "Qwen2VLTaskEncoder", number: int
+) -> PackPreview:
+    shards = manifest["shards"]
+    ends = np.cumsum([shard["packs"] for shard in shards])
+    shard = shards[int(np.searchsorted(ends, number, side="right"))]
+    key = pack_key(number, manifest["config"]["output"]["key_prefix"])
+    members = LAYOUTS[manifest["layout"]].read_pack(stage.workspace.root, shard["name"], key)
+    row = encode_pack(task_encoder, key, members)
+    return PackPreview(
+        key=key,
+        shard=shard["name"],
+        split=shard["split"],
+        seq_length=manifest["seq_length"],
+        cu_lengths=tuple(row.row.cu_lengths.tolist()),
+        sub_samples=tuple(_sub_samples(task_encoder, row, members, manifest["task"])),
+        dropped=tuple(row.dropped),
+    )
+
+
+def encode_pack(
+    task_encoder: "Qwen2VLTaskEncoder", key: str, members: Mapping[str, bytes]
+) -> "PackedRowSample":
+    """A pack's members as the row that the loader's task encoder makes of them.
+
+    Raises:
+        StageError: the pack cannot be used.
+    """
+    from megatron.energon.errors import FatalSampleError
+
+    from task_encoders.energon_samples import PackedSample, part_filter, sample_loader
+
+    parts = {name: data for name, data in members.items() if part_filter(name)}
+    try:
+        sample = PackedSample(
+            __key__=key,
+            __restore_key__=(),
+            __subflavors__={},
+            **sample_loader({"__key__": key, **parts}),
+        )
+        return task_encoder.encode_sample(sample)
+    except (FatalSampleError, ValueError) as error:
+        raise StageError(f"pack {key!r} cannot be trained on: {error}") from error
+
+
+def _sub_samples(
+    task_encoder: "Qwen2VLTaskEncoder",
+    row: "PackedRowSample",
+    members: Mapping[str, bytes],
+    task: str,
+) -> Iterator[SubSamplePreview]:
+    """What the row's segments were made from, beside what became of it."""
+    key = row.__key__
+    restored = restore_pack(parse_json(members[JSON_PART], key), key, task)
+    samples = (sub for sub in restored.sub_samples if isinstance(sub, SourceSample))
+    grids = iter(row.row.image_grid_thw.tolist())
+    bounds = itertools.pairwise(row.row.cu_lengths.tolist())
+    for sub_key, (start, end) in zip(row.sub_sample_keys, bounds, strict=True):
+        sample = next(sample for sample in samples if sample.key == sub_key)
+        images = tuple(_image(name, members[name], next(grids)) for name in sample.images)
+        labels = row.row.labels[start:end].numpy()
+        spans = spell_row(
+            row.row.tokens[start:end].numpy(),
+            labels,
+            row.row.attn_mask[start:end].numpy(),
+            task_encoder.encoder,
+            [image.grid for image in images],
+        )
+        num_loss_tokens = int((labels != IGNORE_INDEX).sum())
+        yield SubSamplePreview(sample, end - start, num_loss_tokens, images, tuple(spans))
+
+
+def _image(name: str, data: bytes, grid: Sequence[int]) -> ImagePreview:
+    image = decode_image(data)
+    t, h, w = grid
+    return ImagePreview(name, image.width, image.height, (t, h, w), data)
+
+
+def spell_row(
+    tokens: npt.NDArray[np.int64],
+    labels: npt.NDArray[np.int64],
+    is_padding: npt.NDArray[np.bool_],
+    encoder: Any,
+    grids: Sequence[tuple[int, int, int]],
+) -> Iterator[Span]:
+    """A segment as text, in spans with loss and without.
+
+    Args:
+        tokens, labels, is_padding: (num_tokens,) of one segment.
+        encoder: the sample encoder, for its tokenizer.
+        grids: (t, h, w) of the images, in order.
+    """
+    trained = labels != IGNORE_INDEX
+    remaining = iter(grids)
+    # A pair changes where a span ends: [0 0 0 1 1 0] -> 3, 5
+    kinds = 2 * trained + is_padding
+    cuts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(tokens)]
+    for start, end in itertools.pairwise(cuts):
+        if is_padding[start]:
+            pieces = [Piece("padding", f"[padding: {end - start:,} tokens]")]
+        else:
+            spelled = encoder.tokenizer.spell(tokens[start:end].tolist())
+            pieces = list(_pieces(spelled, remaining))
+        yield Span(bool(trained[start]), end - start, tuple(pieces))
+
+
+def _pieces(
+    spelled: Iterator[tuple[str, bool]], grids: Iterator[tuple[int, int, int]]
+) -> Iterator[Piece]:
+    """Text and control tokens, those that stand for pixels as one per image."""
+    for (text, is_control), some in itertools.groupby(spelled):
+        count = len(list(some))
+        if is_control and text in _PADS:
+            grid = next(grids, None) if _PADS[text] == "image" else None
+            size = f" {grid[1]}x{grid[2]}" if grid else ""
+            yield Piece("vision", f"[{_PADS[text]}{size}: {count:,} tokens]")
+        else:
+            yield from [Piece("control" if is_control else "text", text)] * count

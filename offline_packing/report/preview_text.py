@@ -1,0 +1,104 @@
+"""A pack for the terminal: a table of its sub-samples, and their text with what is trained."""
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from typing import Final
+
+import click
+
+from offline_packing.report.preview import PackPreview, Span, SubSamplePreview
+
+#: Everything that could move the cursor or change colours, but tab and newline.
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+_NEWLINE: Final = "⏎"
+_BAR_WIDTH: Final = 60
+_WORDS: Final = 28
+
+
+def render_pack(pack: PackPreview, *, full: bool = False, max_characters: int = 400) -> str:
+    """One pack as text, with colours that click leaves out where there is no terminal.
+
+    Args:
+        full: show all text, not only the beginning and the end of a long span.
+        max_characters: of a span that are shown otherwise.
+    """
+    tokens = pack.cu_lengths[-1]
+    loss = sum(sub.num_loss_tokens for sub in pack.sub_samples)
+    head = (
+        f"{pack.key}  {pack.shard} ({pack.split})  {tokens:,} of {pack.seq_length:,} tokens, "
+        f"{pack.fill:.1%} full, {loss:,} with loss"
+    )
+    lines = [click.style(head, bold=True), _bar(pack), "", *_table(pack), ""]
+    lines.append(f"cu_lengths {list(pack.cu_lengths)}")
+    lines += [click.style(f"dropped: {safe(line)}", fg="red") for line in pack.dropped]
+    for number, sub in enumerate(pack.sub_samples):
+        title = f"#{number} {safe(sub.sample.key)}  {sub.num_tokens:,} tokens"
+        lines += ["", click.style(title, bold=True)]
+        lines += [line for span in sub.spans for line in _span(span, full, max_characters)]
+    return "\n".join(lines) + "\n"
+
+
+def safe(text: str) -> str:
+    """Text of the dataset, unable to do anything to a terminal."""
+    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def first_words(text: str, length: int = _WORDS) -> str:
+    """The beginning of a text on one line."""
+    words = " ".join(text.split())
+    return words if len(words) <= length else words[: length - 1] + "…"
+
+
+def _column(text: str) -> str:
+    """The first words of a text, as wide as a column; a Chinese character takes two places."""
+    shown, room = "", _WORDS
+    for character in first_words(safe(text), _WORDS):
+        places = 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        if places > room:
+            break
+        shown, room = shown + character, room - places
+    return shown + " " * room
+
+
+def _bar(pack: PackPreview) -> str:
+    """Sub-samples in turn as full and as shaded blocks, dots where the sequence is empty."""
+    bar = ""
+    for number, end in enumerate(pack.cu_lengths[1:]):
+        width = max(1, round(end / pack.seq_length * _BAR_WIDTH)) - len(bar)
+        bar += "█▒"[number % 2] * width
+    return bar + "·" * (_BAR_WIDTH - len(bar))
+
+
+def _table(pack: PackPreview) -> Iterator[str]:
+    yield (
+        f"{'#':>3} {'tokens':>7} {'loss':>7} {'turns':>5}  {'prompt':<{_WORDS}}  "
+        f"{'answer':<{_WORDS}}  images (pixels -> patches)"
+    )
+    for number, sub in enumerate(pack.sub_samples):
+        first = sub.sample.turns[0]
+        yield (
+            f"{number:>3} {sub.num_tokens:>7,} {sub.num_loss_tokens:>7,} "
+            f"{len(sub.sample.turns):>5}  {_column(first.prompt)}  {_column(first.answer)}  "
+            f"{_sizes(sub)}"
+        )
+
+
+def _sizes(sub: SubSamplePreview) -> str:
+    """'640x480 -> 34x46' of each image: width and height in pixels, rows and columns of patches."""
+    return ", ".join(f"{i.width}x{i.height} -> {i.grid[1]}x{i.grid[2]}" for i in sub.images)
+
+
+def _span(span: Span, full: bool, max_characters: int) -> Iterator[str]:
+    """The text of a span, with how many tokens it has and whether they are trained."""
+    text = safe("".join(piece.text for piece in span.pieces))
+    if not full and len(text) > max_characters:
+        half = max_characters // 2
+        left = len(text) - 2 * half
+        text = f"{text[:half]} … {left:,} characters … {text[-half:]}"
+    mark = "loss" if span.trained else "    "
+    shown = text.replace("\n", f"{_NEWLINE}\n").removesuffix("\n")
+    for i, line in enumerate(shown.split("\n")):
+        gutter = f"{span.num_tokens:>6,} {mark} │ " if i == 0 else f"{'':6} {mark} │ "
+        styled = click.style(line, fg="green", bold=True) if span.trained else line
+        yield click.style(gutter, dim=True) + styled

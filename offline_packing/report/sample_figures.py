@@ -1,0 +1,90 @@
+"""Figures of the samples: one pass over the parts of the index, columns only."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from offline_packing.admission import OVER_SEQ_LENGTH
+from offline_packing.report.distributions import LogHistogram, spread
+from offline_packing.report.generations import Generation
+
+#: Summed up per source.
+_SUMS: Final = {
+    "tokens": "num_tokens",
+    "loss_tokens": "num_loss_tokens",
+    "images": "num_images",
+    "vision_patches": "num_vision_patches",
+    "turns": "num_turns",
+}
+#: How much longer sequences would have to be, as tried for samples that are too long.
+_LONGER: Final = (2, 4)
+
+
+def length_figures(generations: Sequence[Generation]) -> dict[str, Any] | None:
+    """Lengths in tokens of all measured samples; None without any."""
+    histogram = LogHistogram(generations[0].stage.config.pack.seq_length)
+    arrays = [generation.columns["num_tokens"] for generation in generations]
+    for array in arrays:
+        histogram.add(array)
+    lengths = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return {**spread(lengths), **histogram.document()} if len(lengths) else None
+
+
+def source_sums(generation: Generation) -> dict[str, list[int]]:
+    """Per source of a generation: `rows` of the index, `packed` of them, and the sums of what the
+    packed ones hold (without a plan: of all)."""
+    num_sources = len(generation.stage.config.source)
+    sums = {name: np.zeros(num_sources, np.int64) for name in ("rows", "packed", *_SUMS)}
+    first = 0
+    for part in generation.samples.parts("source_id", *_SUMS.values()):
+        packed = generation.is_packed[first : first + len(part)]
+        first += len(part)
+        source_ids = part["source_id"].to_numpy()
+        sums["rows"] += np.bincount(source_ids, minlength=num_sources)
+        chosen = source_ids[packed]
+        sums["packed"] += np.bincount(chosen, minlength=num_sources)
+        for name, column in _SUMS.items():
+            values = part[column].to_numpy()[packed]
+            # Sums of a part are far below 2**53, where doubles are exact.
+            sums[name] += np.bincount(chosen, values, num_sources).astype(np.int64)
+    return {name: array.tolist() for name, array in sums.items()}
+
+
+def overlong_figures(generations: Sequence[Generation]) -> dict[str, Any]:
+    """Samples with more tokens than a pack holds, and what longer sequences would save."""
+    pack = generations[0].stage.config.pack
+    lengths = np.concatenate([_overlong_lengths(generation) for generation in generations])
+    longer = []
+    for factor in _LONGER:
+        saved = lengths[lengths <= _longest(factor * pack.seq_length, pack.pad_multiple)]
+        longer.append(
+            {
+                "seq_length": factor * pack.seq_length,
+                "samples": len(saved),
+                "tokens": int(saved.sum(dtype=np.int64)),
+            }
+        )
+    return {
+        "samples": len(lengths),
+        "tokens": int(lengths.sum(dtype=np.int64)),
+        "longest": int(lengths.max(initial=0)),
+        "saved_by": longer,
+    }
+
+
+def _overlong_lengths(generation: Generation) -> np.ndarray:
+    lengths = generation.columns["num_tokens"]
+    plan = generation.plan
+    if plan is None:
+        pack = generation.stage.config.pack
+        return lengths[lengths > _longest(pack.seq_length, pack.pad_multiple)]
+    if OVER_SEQ_LENGTH not in plan.info.reason_names:
+        return lengths[:0]
+    reason = plan.info.reason_names.index(OVER_SEQ_LENGTH)
+    return lengths[plan.set_aside_ids[plan.set_aside_reasons == reason]]
+
+
+def _longest(seq_length: int, pad_multiple: int) -> int:
+    """Longest sample that a sequence holds when it is padded to the multiple."""
+    return seq_length // pad_multiple * pad_multiple

@@ -1,0 +1,265 @@
+"""preview: what it shows is what the encoder gives; and it shows nothing else."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+import tiktoken
+
+from offline_packing.errors import StageError
+from offline_packing.manifest import read_manifest
+from offline_packing.measure import measure
+from offline_packing.plan_stage import plan
+from offline_packing.report.preview import (
+    PackPreview,
+    Span,
+    SubSamplePreview,
+    choose,
+    preview,
+)
+from offline_packing.report.preview_page import render_packs
+from offline_packing.report.preview_text import first_words, render_pack, safe
+from offline_packing.stage import Stage, open_encoder
+from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.tokenizer import QWEN_PATTERN, QWEN_SPECIAL_TOKENS, qwen_ranks
+from tests.offline_packing.datasets import (
+    captioning_pairs,
+    dialogue,
+    image_bytes,
+    index_rows,
+    make_stage,
+    mixed_pairs,
+    pack_all,
+    write_json,
+)
+from tests.offline_packing.report.elements import Elements
+from tests.offline_packing.report.test_report import HOSTILE, vqa_pairs
+
+MAKE = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}
+
+
+@pytest.fixture(scope="module", params=list(MAKE))
+def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stage:
+    folder = tmp_path_factory.mktemp(request.param)
+    source = {"format": "pairs", "task": request.param}
+    root = MAKE[request.param](folder / "data")
+    output = {"split": {"train": 0.8, "val": 0.2}, "key_prefix": "a_"}
+    stage = make_stage({**source, "path": str(root)}, folder / "out", output=output)
+    pack_all(stage)
+    return stage
+
+
+def all_packs(stage: Stage) -> list[PackPreview]:
+    return list(preview(stage, num_packs=10_000))
+
+
+@pytest.fixture(scope="module")
+def qwen() -> tiktoken.Encoding:
+    """Qwen's vocabulary with its control tokens, put together here."""
+    ranks = qwen_ranks()
+    special = {token: len(ranks) + i for i, token in enumerate(QWEN_SPECIAL_TOKENS)}
+    return tiktoken.Encoding(
+        "qwen", pat_str=QWEN_PATTERN, mergeable_ranks=ranks, special_tokens=special
+    )
+
+
+def text_of(span: Span) -> str:
+    """The text of a span with its images' tokens written out again."""
+    parts = []
+    for piece in span.pieces:
+        size = re.fullmatch(r"\[image \d+x\d+: ([\d,]+) tokens\]", piece.text)
+        if piece.kind == "vision":
+            assert size is not None
+            parts.append("<|image_pad|>" * int(size[1].replace(",", "")))
+        else:
+            parts.append(piece.text)
+    return "".join(parts)
+
+
+def check_sub_sample(stage: Stage, sub: SubSamplePreview, qwen: tiktoken.Encoding) -> None:
+    """Tokens, labels and text of a segment are those of the sample encoder."""
+    images = [image.data for image in sub.images]
+    encoded = open_encoder(stage.config.model).encode(sub.sample, images)
+    assert sub.num_tokens == len(encoded.tokens)
+    assert sub.num_loss_tokens == (encoded.labels != IGNORE_INDEX).sum()
+    assert [image.grid for image in sub.images] == [tuple(g) for g in encoded.image_grid_thw]
+    start = 0
+    for span in sub.spans:
+        some = slice(start, start + span.num_tokens)
+        start += span.num_tokens
+        assert ((encoded.labels[some] != IGNORE_INDEX) == span.trained).all()
+        assert text_of(span) == qwen.decode(encoded.tokens[some].tolist())
+    assert start == sub.num_tokens
+    trained = [span.trained for span in sub.spans]
+    assert all(a != b for a, b in itertools.pairwise(trained))
+
+
+def test_all_packs_are_shown_as_they_are_encoded(stage: Stage, qwen: tiktoken.Encoding) -> None:
+    rows = {row["key"]: row for row in index_rows(stage)}
+    seen = []
+    for pack in all_packs(stage):
+        assert pack.cu_lengths[0] == 0
+        assert np.diff(pack.cu_lengths).tolist() == [sub.num_tokens for sub in pack.sub_samples]
+        assert pack.dropped == ()
+        for sub in pack.sub_samples:
+            check_sub_sample(stage, sub, qwen)
+            row = rows[sub.sample.key]
+            assert sub.num_tokens == row["num_tokens"]
+            assert sub.num_loss_tokens == row["num_loss_tokens"]
+            seen.append(sub.sample.key)
+    assert sorted(seen) == sorted(rows)
+    manifest = json.loads(stage.workspace.manifest.read_text())
+    shards = {pack.shard: pack.split for pack in all_packs(stage)}
+    assert shards == {shard["name"]: shard["split"] for shard in manifest["shards"]}
+
+
+def test_answers_and_their_ends_are_what_is_trained(stage: Stage) -> None:
+    for pack in all_packs(stage):
+        for sub in pack.sub_samples:
+            trained = ["".join(p.text for p in span.pieces) for span in sub.spans if span.trained]
+            expected = [f"{turn.answer}<|im_end|>" for turn in sub.sample.turns]
+            if stage.config.task == "captioning" and not sub.images:
+                continue  # nothing comes before the caption's first token
+            assert trained == expected
+
+
+def test_terminal(stage: Stage) -> None:
+    (pack,) = preview(stage, packs=["a_ps_00000001"])
+    shown = click.unstyle(render_pack(pack, full=True))
+    assert shown.startswith(f"a_ps_00000001  {pack.shard} (train)  {pack.cu_lengths[-1]:,} of 512")
+    assert f"cu_lengths {list(pack.cu_lengths)}" in shown
+    for sub in pack.sub_samples:
+        assert first_words(sub.sample.turns[0].answer) in shown
+        last = sub.sample.turns[-1].answer.splitlines()[-1]
+        assert f"{last}<|im_end|>" in shown
+        for image in sub.images:
+            rows, columns = image.grid[1:]
+            assert f"{image.width}x{image.height} -> {rows}x{columns}" in shown
+            assert f"[image {rows}x{columns}: {rows * columns // 4:,} tokens]" in shown
+    assert len(re.findall(r" loss │", shown)) >= len(pack.sub_samples)
+    assert "\x1b" in render_pack(pack)
+
+
+def test_page(stage: Stage) -> None:
+    packs = list(preview(stage, num_packs=2))
+    page = render_packs(packs, stage.config.task)
+    assert page == render_packs(list(preview(stage, num_packs=2)), stage.config.task)
+    elements = Elements(page.decode())
+    images = [image for pack in packs for sub in pack.sub_samples for image in sub.images]
+    assert elements.names["img"] == len(images) > 0
+    sources = [value or "" for name, value in elements.attributes if name == "src"]
+    assert all(source.startswith("data:image/jpeg;base64,") for source in sources)
+    for pack in packs:
+        for sub in pack.sub_samples:
+            assert all(turn.answer in elements.text for turn in sub.sample.turns)
+
+
+def test_long_texts_are_cut_unless_asked_for(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    answer = " ".join(f"w{i}" for i in range(120))
+    write_json(root / "output_00000000.json", {"messages": dialogue("Count.", answer)})
+    stage = make_stage({"format": "pairs", "path": str(root), "task": "bmr"}, tmp_path / "out")
+    pack_all(stage)
+    (pack,) = preview(stage)
+    assert f"{answer}<|im_end|>" in render_pack(pack, full=True)
+    cut = render_pack(pack, max_characters=50)
+    assert answer not in cut
+    assert "w0 w1" in cut
+    assert "w119<|im_end|>" in cut
+    assert f"{len(answer) + len('<|im_end|>') - 50:,} characters" in cut
+
+
+def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
+    """Also control tokens written as text, which are no control tokens."""
+    root = tmp_path / "data"
+    answer = f"{HOSTILE}\x1b[31m\x9b2J <|im_end|>\n<|image_pad|>"
+    write_json(root / "a.json", {"messages": dialogue("<image>\nX\u202e", answer)})
+    (root / "a.jpg").write_bytes(image_bytes())
+    stage = make_stage({"format": "pairs", "path": str(root), "task": "vqa"}, tmp_path / "out")
+    pack_all(stage)
+    (pack,) = preview(stage)
+    (sub,) = pack.sub_samples
+    kinds = {(piece.kind, piece.text) for span in sub.spans for piece in span.pieces}
+    assert ("text", answer) in kinds
+    assert [text for kind, text in kinds if kind == "vision"] == ["[image 4x4: 4 tokens]"]
+    shown = click.unstyle(render_pack(pack, full=True))
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", shown)
+    assert "\\u001b[31m\\u009b2J" in shown
+    elements = Elements(render_packs([pack], "vqa").decode())
+    assert elements.names["script"] == 0
+    assert elements.names["img"] == 1
+    assert HOSTILE in elements.text
+
+
+@pytest.mark.parametrize("layout", ["raw_packing", "llava_onevision"])
+def test_other_layouts(layout: str, tmp_path: Path, qwen: tiktoken.Encoding) -> None:
+    root = vqa_pairs(tmp_path / "data", 12)
+    source = {"format": "pairs", "path": str(root), "task": "vqa"}
+    stage = make_stage(source, tmp_path / "out", output={"layout": layout})
+    pack_all(stage)
+    packs = all_packs(stage)
+    assert sum(len(pack.sub_samples) for pack in packs) == 12
+    for pack in packs:
+        for sub in pack.sub_samples:
+            check_sub_sample(stage, sub, qwen)
+
+
+def test_padding_inside_a_pack(tmp_path: Path) -> None:
+    root = captioning_pairs(tmp_path / "data", 12)
+    stage = make_stage(root, tmp_path / "out", pack={"seq_length": 512, "pad_multiple": 16})
+    pack_all(stage)
+    rows = {row["key"]: row["num_tokens"] for row in index_rows(stage)}
+    padded = 0
+    for pack in all_packs(stage):
+        for sub in pack.sub_samples:
+            length = rows[sub.sample.key]
+            assert sub.num_tokens == -(-length // 16) * 16
+            if sub.num_tokens > length:
+                (piece,) = sub.spans[-1].pieces
+                assert piece.text == f"[padding: {sub.num_tokens - length} tokens]"
+                padded += 1
+    assert padded > 5
+
+
+def test_which_packs(stage: Stage) -> None:
+    manifest = read_manifest(stage)
+    assert manifest is not None
+    total = sum(shard["packs"] for shard in manifest["shards"])
+    assert choose(manifest, 3, ["2", "a_ps_00000000", "1"], 0) == [2, 0, 1]
+    drawn = choose(manifest, 3, [], 7)
+    assert drawn == choose(manifest, 3, [], 7) == sorted(set(drawn))
+    assert len(drawn) == 3
+    assert choose(manifest, 10_000, [], 0) == list(range(total))
+    for name in (str(total), "ps_00000000", "a_ps_x", "-1"):
+        with pytest.raises(StageError, match=rf"no pack '{name}'; there are a_ps_00000000 to"):
+            choose(manifest, 3, [name], 0)
+
+
+def test_packs_must_be_written(tmp_path: Path) -> None:
+    stage = make_stage(captioning_pairs(tmp_path / "data", 8), tmp_path / "out")
+    measure(stage)
+    plan(stage)
+    with pytest.raises(StageError, match=r"no manifest in .*run write first"):
+        list(preview(stage))
+
+
+def test_another_model_or_a_damaged_shard_is_refused(tmp_path: Path) -> None:
+    root = captioning_pairs(tmp_path / "data", 8)
+    stage = make_stage(root, tmp_path / "out")
+    pack_all(stage)
+    other = make_stage(root, tmp_path / "out", model={"max_pixels": 28 * 28 * 32})
+    with pytest.raises(StageError, match="measured with max_pixels 50176"):
+        list(preview(other))
+    tar = tmp_path / "out" / "train-000000.tar"
+    tar.write_bytes(tar.read_bytes()[:1000])
+    with pytest.raises(StageError, match=r"cannot be read|is cut off"):
+        list(preview(stage, packs=["0"]))
+
+
+def test_safe() -> None:
+    assert safe("a\tb\nc") == "a\tb\nc"
+    assert safe("\x1b[0m\r\u202e") == "\\u001b[0m\\u000d\\u202e"

@@ -1,0 +1,343 @@
+"""The report: its figures against an independent count, its bytes, its page, every state."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from offline_packing.append import append
+from offline_packing.cost import sample_cost
+from offline_packing.errors import StageError
+from offline_packing.measure import measure
+from offline_packing.pack_plan import PackPlan
+from offline_packing.plan_stage import open_index, plan
+from offline_packing.report.report import report, report_status
+from offline_packing.stage import Stage
+from offline_packing.status import status
+from offline_packing.summary import summarize
+from offline_packing.write import open_plan, write
+from task_encoders.samples import REASONS
+from tests.offline_packing.datasets import (
+    captioning_pairs,
+    dialogue,
+    image_bytes,
+    index_rows,
+    make_stage,
+    mixed_pairs,
+    pack_all,
+    write_json,
+)
+from tests.offline_packing.report.elements import Elements
+
+HOSTILE = "<script>alert('x')</script>\"><img src=http://evil.example/x onerror=alert(1)>"
+
+
+def vqa_pairs(root: Path, count: int = 24) -> Path:
+    for i in range(count):
+        question = f"<image>\nWhat is {'the ' * (i % 7)}colour?"
+        write_json(root / f"{i}.json", {"messages": dialogue(question, "Red. " * (1 + i % 5))})
+        (root / f"{i}.jpg").write_bytes(image_bytes(56 + 28 * (i % 4), 84))
+    return root
+
+
+def with_faults(root: Path) -> Path:
+    """Two samples that cannot be parsed, one too long for 512 tokens and one for 1,024."""
+    (root / "broken.json").write_text("{")
+    (root / "worse.json").write_text("[1")
+    write_json(root / "output_00000900.json", {"messages": dialogue("Write.", "word " * 600)})
+    write_json(root / "output_00000901.json", {"messages": dialogue("Write.", "word " * 1500)})
+    return root
+
+
+@pytest.fixture(scope="module", params=["captioning", "vqa", "bmr"])
+def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stage:
+    folder = tmp_path_factory.mktemp(request.param)
+    make = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}[request.param]
+    root = make(folder / "data")
+    if request.param == "captioning":
+        (root / "broken.json").write_text("{")
+    else:
+        with_faults(root)
+    source = {"format": "pairs", "path": str(root), "task": request.param}
+    output = {"split": {"train": 0.8, "val": 0.2}, "key_prefix": "a_"}
+    stage = make_stage(source, folder / "out", output=output, report={"padded_batch_size": 4})
+    pack_all(stage)
+    return stage
+
+
+def read_report(stage: Stage) -> dict[str, Any]:
+    report(stage)
+    return json.loads((stage.workspace.report / "report.json").read_text())  # type: ignore[no-any-return]
+
+
+def read_page(stage: Stage) -> str:
+    return (stage.workspace.report / "report.html").read_text("utf-8")
+
+
+def packs_of(stage: Stage) -> list[list[dict[str, Any]]]:
+    """The rows of the index that each pack holds."""
+    rows, packs = index_rows(stage), PackPlan.load(stage.workspace.plan)
+    return [[rows[i] for i in packs.pack(number)] for number in range(packs.num_packs)]
+
+
+def nearest_rank(values: list[float], share: float) -> float:
+    return sorted(values)[max(0, -int(-share * len(values) // 1) - 1)]
+
+
+def test_counts_agree_with_the_manifest(stage: Stage) -> None:
+    found = read_report(stage)
+    manifest = json.loads(stage.workspace.manifest.read_text())
+    counts = manifest["counts"]
+    assert found["samples"]["found"] == counts["samples"]
+    assert found["samples"]["packed"] == counts["packed"] > 0
+    assert found["samples"]["set_aside"] == sum(counts["set_aside"].values()) > 0
+    assert {e["reason"]: e["samples"] for e in found["set_aside"]} == counts["set_aside"]
+    assert {e["explanation"] for e in found["set_aside"]} <= set(REASONS.values())
+    assert found["plan"]["packs"] == sum(counts["packs"].values())
+    assert found["saving"]["tokens"] == counts["tokens"]
+    for line in found["shards"]:
+        own = [shard for shard in manifest["shards"] if shard["split"] == line["split"]]
+        assert line["packs"] == counts["packs"][line["split"]]
+        assert line["bytes"] == sum(shard["bytes"] for shard in own)
+        assert line["min_packs"] == min(shard["packs"] for shard in own)
+        assert line["max_bytes"] == max(shard["bytes"] for shard in own)
+    assert len(found["shards"]) == 2
+
+
+def test_figures_agree_with_the_plan_s_summary(stage: Stage) -> None:
+    found = read_report(stage)
+    samples, packs, _ = open_plan(stage)
+    lengths = samples.array("num_tokens")[packs.sample_ids]
+    summary = summarize(stage.config, samples.info, lengths, packs, {})
+    assert found["plan"]["fill"] == pytest.approx(summary.fill)
+    assert found["plan"]["gap"] == pytest.approx(summary.gap)
+    assert found["plan"]["packing_factor"] == pytest.approx(summary.packing_factor)
+    saving = found["saving"]
+    assert saving["padding_before"] == pytest.approx(summary.padding_before)
+    assert saving["padding_after"] == pytest.approx(summary.padding_after)
+    assert saving["iterations_before"] == summary.iterations_before
+    assert saving["iterations_after"] == summary.iterations_after
+    assert saving["equal_batch_size"] == summary.equal_batch_size
+    for online in saving["online"]:
+        assert 0.3 < online["fill"] <= found["plan"]["fill"] + 1e-9
+
+
+def test_packs_are_summed_up(stage: Stage) -> None:
+    found = read_report(stage)["packs"]
+    packs = packs_of(stage)
+    per_pack = {
+        "tokens": [sum(row["num_tokens"] for row in pack) for pack in packs],
+        "attention": [sum(row["num_tokens"] ** 2 for row in pack) for pack in packs],
+        "vision_patches": [sum(row["num_vision_patches"] for row in pack) for pack in packs],
+        "images": [sum(row["num_images"] for row in pack) for pack in packs],
+        "samples": [len(pack) for pack in packs],
+        "operations": [sum(cost_of(row) for row in pack) for pack in packs],
+    }
+    assert found["spread"].keys() == per_pack.keys()
+    for name, values in per_pack.items():
+        spread = found["spread"][name]
+        assert spread["mean"] == pytest.approx(sum(values) / len(values)), name
+        assert spread["min"] == pytest.approx(min(values))
+        assert spread["max"] == pytest.approx(max(values))
+        for point, share in (("p5", 0.05), ("p50", 0.5), ("p95", 0.95)):
+            assert spread[point] == pytest.approx(nearest_rank(values, share)), (name, point)
+    bands = found["fill_bands"]
+    assert sum(band["packs"] for band in bands) == len(packs)
+    assert bands[0]["packs"] == sum(tokens == 512 for tokens in per_pack["tokens"])
+    half = sum(band["packs"] for band in bands if band["at_least"] >= 0.5)
+    assert half == sum(tokens >= 256 for tokens in per_pack["tokens"])
+    histogram = found["samples_per_pack"]
+    for count, low, high in zip(
+        histogram["counts"], histogram["edges"], histogram["edges"][1:], strict=False
+    ):
+        assert count == sum(low <= number < high for number in per_pack["samples"])
+    assert 0 <= found["waiting"]["share"] < 1
+
+
+def cost_of(row: dict[str, Any]) -> float:
+    sizes = (row["num_tokens"], row["num_vision_patches"], row["num_images"])
+    return float(sample_cost(*(np.array([size]) for size in sizes))[0])
+
+
+def test_lengths_loss_and_overlong(stage: Stage) -> None:
+    found = read_report(stage)
+    rows = index_rows(stage)
+    packed = [row for pack in packs_of(stage) for row in pack]
+    lengths = [row["num_tokens"] for row in rows]
+    histogram = found["lengths"]
+    assert sum(histogram["counts"]) == len(rows)
+    for count, low, high in zip(
+        histogram["counts"], histogram["edges"], histogram["edges"][1:], strict=False
+    ):
+        assert count == sum(low < length <= high for length in lengths)
+    assert histogram["p50"] == nearest_rank(lengths, 0.5)
+    assert histogram["max"] == max(lengths)
+    loss = sum(row["num_loss_tokens"] for row in packed)
+    assert found["loss"]["loss_tokens"] == loss
+    assert found["loss"]["share"] == pytest.approx(loss / sum(r["num_tokens"] for r in packed))
+    overlong = [length for length in lengths if length > 512]
+    assert found["overlong"]["samples"] == len(overlong)
+    assert found["overlong"]["tokens"] == sum(overlong)
+    for longer, limit in zip(found["overlong"]["saved_by"], (1024, 2048), strict=True):
+        assert longer["seq_length"] == limit
+        assert longer["samples"] == sum(length <= limit for length in overlong)
+    if stage.config.task != "captioning":
+        assert [longer["samples"] for longer in found["overlong"]["saved_by"]] == [1, 2]
+
+
+def test_examples_and_drawn_packs(stage: Stage) -> None:
+    found = read_report(stage)
+    broken = next(e for e in found["set_aside"] if e["reason"] == "bad_json")
+    assert {example["key"] for example in broken["examples"]} <= {"broken", "worse"}
+    assert all(example["detail"] for example in broken["examples"])
+    packs = packs_of(stage)
+    drawn = found["drawn"]["packs"]
+    assert len(drawn) == min(24, len(packs))
+    for pack in drawn:
+        rows = packs[int(pack["key"].removeprefix("a_ps_"))]
+        assert pack["keys"] == [row["key"] for row in rows]
+        assert pack["tokens"] == [row["num_tokens"] for row in rows]
+    for length, width in found["drawn"]["padded"]:
+        assert 0 < length <= width <= 512
+
+
+def test_several_sources(tmp_path: Path) -> None:
+    """Also two of one path, told apart by their names, and repeats."""
+    one, two = captioning_pairs(tmp_path / "one", 20), captioning_pairs(tmp_path / "two", 30, 1)
+    (one / "broken.json").write_text("{")
+    sources = [
+        {"format": "pairs", "path": str(one), "name": "x", "task": "captioning", "repeat": 2},
+        {"format": "pairs", "path": str(two), "name": "x/y", "task": "captioning"},
+        {"format": "pairs", "path": str(one), "name": "x/z", "task": "captioning", "repeat": 0.5},
+    ]
+    stage = make_stage(sources, tmp_path / "out")
+    pack_all(stage)
+    found = read_report(stage)
+    rows = index_rows(stage)
+    aside = Counter(
+        "x/z" if key.startswith("x/z/") else "x/y" if key.startswith("x/y/") else "x"
+        for path in sorted(stage.workspace.set_aside.glob("*.parquet"))
+        for key in pq.read_table(path)["key"].to_pylist()
+    )
+    assert aside["x/z"] > 5
+    for i, source in enumerate(found["sources"]):
+        own = [row for row in rows if row["source_id"] == i]
+        assert source["packed"] == len(own)
+        assert source["tokens"] == sum(row["num_tokens"] for row in own)
+        assert source["images"] == sum(row["num_images"] for row in own)
+        assert source["set_aside"] == aside[source["name"]]
+        assert source["samples"] == len(own) + aside[source["name"]]
+        assert source["repeat"] == sources[i].get("repeat", 1)
+    assert sum(source["share_of_tokens"] for source in found["sources"]) == pytest.approx(1)
+
+
+def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
+    root = with_faults(mixed_pairs(tmp_path / "data"))
+    source = {"format": "pairs", "path": str(root), "task": "bmr"}
+    files = []
+    for name, workers in (("one", 0), ("two", 2)):
+        stage = make_stage(source, tmp_path / name, engine={"workers": workers})
+        pack_all(stage)
+        for _ in range(2):
+            report(stage)
+            paths = sorted(stage.workspace.report.iterdir())
+            files.append({path.name: path.read_bytes() for path in paths})
+    assert files[0].keys() == {"report.html", "report.json"}
+    assert files[0] == files[1] == files[2] == files[3]
+
+
+def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
+    path = tmp_path / "data" / "a.jsonl"
+    path.parent.mkdir()
+    records = [{"id": f"{HOSTILE}{i}", "caption": HOSTILE} for i in range(9)]
+    records += [{"id": f"{HOSTILE}\x1b[2J$title", "caption": " "}]
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    source = {"format": "jsonl", "path": str(path), "task": "captioning", "name": HOSTILE}
+    stage = make_stage(source, tmp_path / "out")
+    pack_all(stage)
+    report(stage)
+    page = read_page(stage)
+    elements = Elements(page)
+    assert elements.names["script"] == elements.names["img"] == elements.names["link"] == 0
+    assert elements.names["rect"] > 10
+    assert HOSTILE in elements.text
+    assert "$title" in elements.text
+    assert "\x1b" not in page
+    for name, value in elements.attributes:
+        assert not name.startswith("on")
+        assert name not in ("src", "href"), value
+    assert not re.search(r"url\(|@import", page)
+
+
+def test_every_state(tmp_path: Path) -> None:
+    root = captioning_pairs(tmp_path / "data", 20)
+    (root / "broken.json").write_text("{")
+    stage = make_stage(root, tmp_path / "out")
+    with pytest.raises(StageError, match=r"no complete index in .*; run measure first"):
+        report(stage)
+    assert report_status(stage.workspace) is None
+    measure(stage)
+    line = report(stage)
+    assert line == "21 samples = 20 measured + 1 set aside; no packs yet: run plan"
+    found = read_report(stage)
+    assert found["stages"] == {"measure": True, "plan": False, "write": False}
+    assert found["plan"] is found["packs"] is found["saving"] is found["shards"] is None
+    assert found["samples"] == {"found": 21, "packed": None, "set_aside": 1}
+    assert found["sources"][0]["tokens"] == open_index(stage).info.num_tokens
+    assert "Samples by tokens" in read_page(stage)
+    assert "Work per pack" not in read_page(stage)
+    plan(stage)
+    assert "of an earlier state: run report again" in status(stage)
+    assert "not written yet: run write" in report(stage)
+    assert "earlier state" not in status(stage)
+    assert "Work per pack" in read_page(stage)
+    assert "Shards" not in read_page(stage)
+    write(stage)
+    assert "of an earlier state" in status(stage)
+    assert "run write" not in report(stage)
+    assert "Shards" in read_page(stage)
+    changed = make_stage(root, tmp_path / "out", pack={"seed": 1})
+    with pytest.raises(StageError, match=r"the plan in .* was made otherwise: pack\.seed"):
+        report(changed)
+
+
+def test_nothing_to_pack(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    root.mkdir()
+    for i in range(7):
+        (root / f"{i}.json").write_text("{")
+    stage = make_stage(root, tmp_path / "out")
+    measure(stage)
+    assert report(stage).startswith("7 samples = 0 measured + 7 set aside")
+    found = read_report(stage)
+    assert found["lengths"] is None
+    (entry,) = found["set_aside"]
+    assert (entry["reason"], entry["samples"], entry["share"]) == ("bad_json", 7, 1)
+    assert len(entry["examples"]) == 5
+    assert "and 2 more" in read_page(stage)
+
+
+def test_appended_data_are_counted_once(tmp_path: Path) -> None:
+    root = captioning_pairs(tmp_path / "data", 25)
+    (root / "part1" / "broken.json").write_text("{")
+    stage = make_stage(root, tmp_path / "out")
+    pack_all(stage)
+    report(stage)
+    captioning_pairs(root, 40)  # the first 25 stay as they are
+    append(stage)
+    assert "earlier state" in status(stage)
+    found = read_report(stage)
+    manifest = json.loads(stage.workspace.manifest.read_text())
+    assert found["samples"] == {"found": 41, "packed": 40, "set_aside": 1}
+    assert found["samples"]["found"] == manifest["counts"]["samples"]
+    assert [source["packed"] for source in found["sources"]] == [25, 15]
+    assert [source["generation"] for source in found["sources"]] == [0, 1]
+    assert found["plan"]["packs"] == sum(shard["packs"] for shard in manifest["shards"])
+    assert found["saving"]["tokens"] == manifest["counts"]["tokens"]
+    assert sum(band["packs"] for band in found["packs"]["fill_bands"]) == found["plan"]["packs"]
+    assert "append 1: data" in Elements(read_page(stage)).text
