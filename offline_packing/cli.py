@@ -67,12 +67,10 @@ def write_verb(stage: Stage, dry_run: bool) -> None:
 
 def verify_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
     """Re-read everything that was written; --deep: compare it with the source, encode it again."""
-    from offline_packing.verify import render_result, verify
-    from offline_packing.write import open_plan
+    from offline_packing.verify import preview_verify, render_result, verify
 
     if dry_run:
-        _, plan, _ = open_plan(stage)
-        click.echo(f"would check {len(plan.sample_ids):,} samples in {plan.num_packs:,} packs")
+        click.echo(preview_verify(stage))
         return
     result = verify(stage, deep=deep)
     click.echo(render_result(result, deep=deep), nl=False)
@@ -97,10 +95,11 @@ def run_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
 
 def append_verb(stage: Stage, dry_run: bool) -> None:
     """Pack further data into further shards of a complete output; the old ones stay."""
-    from offline_packing.append import append
+    from offline_packing.append import append, count_new
 
     if dry_run:
-        measure_verb(stage, dry_run)
+        for source, count in zip(stage.config.source, count_new(stage), strict=True):
+            click.echo(f"would measure {count:,} new records of {source.path}")
         return
     manifest = append(stage)
     counts = manifest["counts"]
@@ -153,7 +152,8 @@ def _add_stage_command(name: str, verb: Callable[..., None]) -> None:
         "--accept-mismatch",
         multiple=True,
         metavar="FIELD",
-        help="Use an index although this field of its fingerprint differs.",
+        help="Use an index although this field of its fingerprint differs, or "
+        "modification_time: files although they were copied without their times.",
     )
     @(_deep_option if verb in (verify_verb, run_verb) else _no_option)
     @_output_options
