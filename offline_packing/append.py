@@ -35,7 +35,7 @@ def append(stage: Stage) -> Manifest:
     info = measure(own)
     if info.num_samples + info.num_set_aside == 0:
         logger.info("append: no new samples")
-        shutil.rmtree(own.workspace.stages)
+        shutil.rmtree(own.workspace.stages, ignore_errors=True)  # of files without a sample
         return manifest
     plan(own)
     return write(own)

@@ -96,16 +96,18 @@ def run_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
 def append_verb(stage: Stage, dry_run: bool) -> None:
     """Pack further data into further shards of a complete output; the old ones stay."""
     from offline_packing.append import append, count_new
+    from offline_packing.manifest import read_manifest
 
     if dry_run:
         for source, count in zip(stage.config.source, count_new(stage), strict=True):
             click.echo(f"would measure {count:,} new records of {source.path}")
         return
+    before = read_manifest(stage)
     manifest = append(stage)
     counts = manifest["counts"]
     click.echo(
-        f"{stage.workspace.root} holds {counts['packed']:,} samples in "
-        f"{sum(counts['packs'].values()):,} packs, {len(manifest['shards']):,} shards"
+        f"{'no new samples: ' if manifest == before else ''}{stage.workspace.root} holds "
+        f"{counts['packed']:,} samples in {sum(counts['packs'].values()):,} packs, {len(manifest['shards']):,} shards"
     )
 
 

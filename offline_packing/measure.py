@@ -92,6 +92,8 @@ def measure(stage: Stage) -> IndexInfo:
     if info is not None:
         logger.info("measure: complete (%s samples), nothing to do", f"{info.num_samples:,}")
         return info
+    if stage.generation and not any(scan.parts for scan in scans):
+        return IndexInfo(dict(fingerprint), library_versions(), [], {})  # nothing is left behind
     workspace.index.mkdir(parents=True, exist_ok=True)
     workspace.set_aside.mkdir(parents=True, exist_ok=True)
     save_listings(workspace.files, scanned)

@@ -61,6 +61,8 @@ def retry(stage: Stage) -> str:
 def _repair(stage: Stage, manifest: Manifest) -> list[str]:
     """Names of the shards of one generation that had to be written again."""
     samples, packs, _ = open_plan(stage)
+    for left_by_kill in stage.workspace.write.glob("*.repair"):
+        shutil.rmtree(left_by_kill)
     shards = plan_shards(stage.config.output, samples, packs, earlier_shards(stage))
     layout = LAYOUTS[stage.config.output.layout]
     lines = {line["name"]: line for line in manifest["shards"]}
@@ -86,7 +88,6 @@ def repair_shard(task: RepairTask) -> str | None:
     if shard.fragment_path.exists() and not layout.find_damage(shard, expected):
         return None
     scratch = shard.fragment_path.with_suffix(".repair")
-    shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was killed
     scratch.mkdir()
     try:
         fragment = layout.write(replace(shard, folder=scratch, check_times=False))
