@@ -105,9 +105,10 @@ def append_verb(stage: Stage, dry_run: bool) -> None:
     before = read_manifest(stage)
     manifest = append(stage)
     counts = manifest["counts"]
+    num_packs = sum(counts["packs"].values())
     click.echo(
         f"{'no new samples: ' if manifest == before else ''}{stage.workspace.root} holds "
-        f"{counts['packed']:,} samples in {sum(counts['packs'].values()):,} packs, {len(manifest['shards']):,} shards"
+        f"{counts['packed']:,} samples in {num_packs:,} packs, {len(manifest['shards']):,} shards"
     )
 
 
