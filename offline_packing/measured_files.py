@@ -161,7 +161,7 @@ def _refuse(source: Source, names: pa.LargeBinaryArray, what: str, remedy: str) 
     """Raise StageError with the first of the names, if there are any."""
     if len(names):
         first = source.root.path(os.fsdecode(pc.min(names).as_py()))
-        more = f" and {len(names) - 1:,} other files" if len(names) > 1 else ""
+        more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
         raise StageError(
             f"{first}{more}: {what}, but packed already; {remedy}, or pack all data again with "
             "another output.path"

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-
 from offline_packing.config import SourceConfig
 from offline_packing.generations import Generation, earlier_generations
 from offline_packing.measured_files import (
@@ -17,6 +15,7 @@ from offline_packing.measured_files import (
     save_files,
 )
 from offline_packing.sources import Growth, Scan, Source
+from offline_packing.sources.listing import from_bytes, to_bytes
 from offline_packing.stage import Stage, open_sources
 
 
@@ -26,8 +25,8 @@ class ScannedSource:
 
     source: Source
     scan: Scan
-    #: of measured_files.FILES_SCHEMA
-    files: pa.Table
+    #: a table of measured_files.FILES_SCHEMA, compressed: a scan of its own takes room enough
+    files: bytes
 
 
 def scan_sources(stage: Stage, samples_per_part: int) -> list[ScannedSource]:
@@ -47,7 +46,7 @@ def save_listings(folder: Path, scanned: Sequence[ScannedSource]) -> None:
     """Keep which files are measured, for data that are appended later."""
     folder.mkdir(parents=True, exist_ok=True)
     for i, one in enumerate(scanned):
-        save_files(files_path(folder, i), one.files, one.scan)
+        save_files(files_path(folder, i), from_bytes(one.files), one.scan)
 
 
 def _scan_source(
@@ -64,15 +63,18 @@ def _scan_source(
         for generation in earlier
         if (old_id := generation.same_source(config)) is not None
     ]
-    if not known:
-        return ScannedSource(source, source.scan(samples_per_part), files)
-    growth = find_growth(source, files, read_files(known), accept=stage.accept_mismatch)
-    return ScannedSource(
-        source, _scan_new(source, growth, samples_per_part), added_files(files, growth)
-    )
+    growth = None
+    if known:
+        growth = find_growth(source, files, read_files(known), accept=stage.accept_mismatch)
+        files = added_files(files, growth)
+    packed = to_bytes(files)
+    del files
+    return ScannedSource(source, _scan(source, growth, samples_per_part), packed)
 
 
-def _scan_new(source: Source, growth: Growth, samples_per_part: int) -> Scan:
+def _scan(source: Source, growth: Growth | None, samples_per_part: int) -> Scan:
+    if growth is None:
+        return source.scan(samples_per_part)
     if not len(growth.new) and not growth.grown:
         return Scan((), "nothing new")
     return source.scan_new(samples_per_part, growth)

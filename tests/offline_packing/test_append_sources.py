@@ -177,7 +177,7 @@ def test_a_copy_without_times(name: str, tmp_path: Path) -> None:
     for path in (tmp_path / "data").rglob("*"):
         os.utime(path, ns=(1, 1))
     GROWERS[name](tmp_path / "data", SAMPLES[OLD:])
-    with pytest.raises(StageError, match=r"1 other files|[0-9]+ other files: not as it was"):
+    with pytest.raises(StageError, match=r" and \d+ more: not as it was"):
         append(stage)
     accepting = Stage(stage.config, stage.engine, frozenset({"modification_time"}))
     assert append(accepting)["counts"]["packed"] == OLD + NEW
