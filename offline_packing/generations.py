@@ -39,8 +39,10 @@ class Generation:
     def same_source(self, source: SourceConfig) -> int | None:
         """The id that a source has in this generation; None where it is not among its sources."""
         wanted = _identity(source)
-        ids = (i for i, own in enumerate(self.config.source) if _identity(own) == wanted)
-        return next(ids, None)
+        ids = [i for i, own in enumerate(self.config.source) if _identity(own) == wanted]
+        # One path may be two sources, of two captions for each image: these must have names.
+        named = (i for i in ids if self.config.source[i].name == source.name)
+        return next(named, ids[0] if ids else None)
 
 
 def earlier_generations(stage: Stage) -> list[Generation]:
@@ -52,13 +54,13 @@ def earlier_generations(stage: Stage) -> list[Generation]:
     return [
         Generation(
             stage.workspace.of_generation(number),
-            origin_config(origin, stage.config, f"generation {number}"),
+            _parse_origin(origin, stage.config, f"generation {number}"),
         )
         for number, origin in enumerate(origins)
     ]
 
 
-def origin_config(origin: Mapping[str, Any], now: PackingConfig, name: str) -> PackingConfig:
+def _parse_origin(origin: Mapping[str, Any], now: PackingConfig, name: str) -> PackingConfig:
     """The configuration that a manifest tells of, with what it leaves out as it is now."""
     content = {
         **origin["config"],

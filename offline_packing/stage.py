@@ -111,6 +111,8 @@ def config_fingerprint(config: PackingConfig) -> Fingerprint:
         for name in ("fields", "split", "dataset", "repeat", "weight"):
             value = getattr(source, name)
             if value != SourceConfig.model_fields[name].default:
+                if isinstance(value, dict):  # a manifest holds them sorted
+                    value = dict(sorted(value.items()))
                 fields[f"source.{i}.{name}"] = str(value)
         if source.repeat % 1 or source.weight:
             fields[f"source.{i}.seed"] = config.pack.seed

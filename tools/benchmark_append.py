@@ -3,8 +3,8 @@
     python tools/benchmark_append.py [--samples 200_000] [--share 0.01] [--format jsonl|webdataset]
 
 Tiny samples in files of 1,000 are packed; then files with a share of new ones stand beside the old
-and are appended, and after that nothing is new. Seconds of one process on local disk, with text
-only: what is there for every sample is all there is.
+and are appended, and after that nothing is new. Processor time of one process on local disk, with
+text only: what must be done for every sample is all there is to do.
 """
 
 import argparse
@@ -85,9 +85,9 @@ def main() -> None:
             if function is append and added:
                 make_files(source, arguments.samples, arguments.samples + added, arguments.format)
                 added = 0
-            begin = time.perf_counter()
+            begin = time.process_time()
             function(stage)
-            seconds[what] = time.perf_counter() - begin
+            seconds[what] = time.process_time() - begin
             share = seconds[what] / seconds["measure"]
             print(f"{what:<16}{seconds[what]:8.2f} s{share:9.1%} of measure", flush=True)
 

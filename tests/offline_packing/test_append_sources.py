@@ -319,6 +319,34 @@ def test_a_source_must_be_used_as_before(field: str, value: Any, tmp_path: Path)
         append(make_stage({**source, field: value}, tmp_path / "out"))
 
 
+def test_one_path_as_two_sources(tmp_path: Path) -> None:
+    """Told apart by their names: two captions of each row."""
+
+    def write(name: str, words: list[str]) -> None:
+        long = [f"A {word}." for word in words]
+        table = pa.table({"q": ["What?"] * len(words), "short": words, "long": long})
+        pq.write_table(table, tmp_path / "data" / name)
+
+    (tmp_path / "data").mkdir()
+    write("a.parquet", ["cat", "dog"])
+    path = str(tmp_path / "data")
+    sources = [
+        {
+            "format": "parquet",
+            "path": path,
+            "task": "vqa",
+            "name": name,
+            "fields": {"question": "q", "answer": name},
+        }
+        for name in ("short", "long")
+    ]
+    stage = make_stage(sources, tmp_path / "out")
+    assert pack_all(stage)["counts"]["packed"] == 4
+    write("b.parquet", ["owl"])
+    assert append(make_stage(sources[::-1], tmp_path / "out"))["counts"]["packed"] == 6
+    assert verify(stage, deep=True).ok
+
+
 def test_weights_must_stay(tmp_path: Path) -> None:
     sources = [
         {**make_source(name, tmp_path / name), "weight": weight}
