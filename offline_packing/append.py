@@ -1,7 +1,7 @@
 """append: new data become further shards of a complete dataset; the old shards stay as they are.
 
-The configuration names the new data, or the old source that has grown: a sample whose key an
-earlier run found under the same path is left out. What follows is measure, plan and write with
+The configuration names the new data, or the old sources that have grown: of these only new files,
+and new lines at the end of JSONL files, are measured. What follows is measure, plan and write with
 artifacts of their own in _packing/append-0001/; the manifest and the metadata come last and cover
 old and new.
 """
@@ -11,9 +11,9 @@ import shutil
 from dataclasses import replace
 
 from offline_packing.errors import StageError
-from offline_packing.files import read_json
+from offline_packing.generations import adopt_sources, earlier_generations
 from offline_packing.manifest import Manifest, require_manifest
-from offline_packing.measure import measure
+from offline_packing.measure import measure, scan_counts
 from offline_packing.plan_stage import plan
 from offline_packing.stage import Stage
 from offline_packing.write import write
@@ -27,19 +27,30 @@ def append(stage: Stage) -> Manifest:
     Killed and run again, it goes on. Where there is no new sample, nothing changes.
 
     Raises:
-        StageError: nothing complete to append to, or it was made for another kind of training.
+        StageError: nothing complete to append to, it was made for another kind of training, a
+            source is to be used otherwise than before, or a file that is packed was changed.
     """
     manifest = require_manifest(stage)
+    own = next_stage(stage, manifest)
+    info = measure(own)
+    if info.num_samples + info.num_set_aside == 0:
+        logger.info("append: no new samples")
+        shutil.rmtree(own.workspace.stages, ignore_errors=True)  # of files without a sample
+        return manifest
+    plan(own)
+    return write(own)
+
+
+def count_new(stage: Stage) -> list[int]:
+    """New records (at most) in each source, for a dry run. Raises StageError as `append`."""
+    return scan_counts(next_stage(stage, require_manifest(stage)))
+
+
+def next_stage(stage: Stage, manifest: Manifest) -> Stage:
+    """The stage that appends a stage's sources to a complete dataset."""
     _check_compatible(stage, manifest)
     own = replace(stage, generation=len(manifest["appended"]) + 1)
-    measure(own)
-    plan(own)
-    planned = read_json(own.workspace.plan / "plan.json")
-    if planned["statistics"]["num_packs"] == 0:
-        logger.info("append: no new samples")
-        shutil.rmtree(own.workspace.stages)
-        return manifest
-    return write(own)
+    return replace(own, config=adopt_sources(stage.config, earlier_generations(own)))
 
 
 def _check_compatible(stage: Stage, manifest: Manifest) -> None:

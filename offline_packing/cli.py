@@ -67,12 +67,10 @@ def write_verb(stage: Stage, dry_run: bool) -> None:
 
 def verify_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
     """Re-read everything that was written; --deep: compare it with the source, encode it again."""
-    from offline_packing.verify import render_result, verify
-    from offline_packing.write import open_plan
+    from offline_packing.verify import preview_verify, render_result, verify
 
     if dry_run:
-        _, plan, _ = open_plan(stage)
-        click.echo(f"would check {len(plan.sample_ids):,} samples in {plan.num_packs:,} packs")
+        click.echo(preview_verify(stage))
         return
     result = verify(stage, deep=deep)
     click.echo(render_result(result, deep=deep), nl=False)
@@ -139,16 +137,20 @@ def run_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
 
 def append_verb(stage: Stage, dry_run: bool) -> None:
     """Pack further data into further shards of a complete output; the old ones stay."""
-    from offline_packing.append import append
+    from offline_packing.append import append, count_new
+    from offline_packing.manifest import read_manifest
 
     if dry_run:
-        measure_verb(stage, dry_run)
+        for source, count in zip(stage.config.source, count_new(stage), strict=True):
+            click.echo(f"would measure {count:,} new records of {source.path}")
         return
+    before = read_manifest(stage)
     manifest = append(stage)
     counts = manifest["counts"]
+    num_packs = sum(counts["packs"].values())
     click.echo(
-        f"{stage.workspace.root} holds {counts['packed']:,} samples in "
-        f"{sum(counts['packs'].values()):,} packs, {len(manifest['shards']):,} shards"
+        f"{'no new samples: ' if manifest == before else ''}{stage.workspace.root} holds "
+        f"{counts['packed']:,} samples in {num_packs:,} packs, {len(manifest['shards']):,} shards"
     )
 
 
@@ -213,7 +215,8 @@ def _add_stage_command(name: str, verb: Callable[..., None]) -> None:
         "--accept-mismatch",
         multiple=True,
         metavar="FIELD",
-        help="Use an index although this field of its fingerprint differs.",
+        help="Use an index although this field of its fingerprint differs, or "
+        "modification_time: files although they were copied without their times.",
     )
     @_OPTIONS.get(verb, lambda function: function)
     @_output_options

@@ -61,7 +61,8 @@ class SourceConfig(_Config):
     path: str
     #: what they are trained as
     task: Literal["captioning", "vqa", "bmr"]
-    #: put before every key; needed to tell several sources apart (default: the path's last part)
+    #: put before every key; needed to tell several sources apart (default: the path's last part,
+    #: of a single source nothing)
     name: str | None = None
     #: image paths are relative to this folder instead of the file's own
     image_root: str | None = None
@@ -266,7 +267,7 @@ class PackingConfig(_Config):
             if any(source.repeat != 1 for source in sources):
                 raise ValueError("a source has a weight and a repeat; remove one of them")
         names = [_source_name(source) for source in sources]
-        repeated = {name for name in names if names.count(name) > 1}
+        repeated = {name for name in names if name and names.count(name) > 1}
         if repeated:
             raise ValueError(f"two sources are called {min(repeated)!r}; give each its own name")
         return sources
@@ -292,11 +293,12 @@ class PackingConfig(_Config):
         """What stands before the keys of each source; nothing where there is but one."""
         if len(self.source) == 1 and self.source[0].name is None:
             return [""]
-        return [f"{_source_name(source)}/" for source in self.source]
+        names = map(_source_name, self.source)
+        return [f"{name}/" if name else "" for name in names]
 
 
 def _source_name(source: SourceConfig) -> str:
-    return source.name or Path(source.path).resolve().stem
+    return Path(source.path).resolve().stem if source.name is None else source.name
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PackingConfig:

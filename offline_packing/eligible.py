@@ -1,18 +1,16 @@
-"""Which rows of an index are planned: not those whose key came before, not those that an earlier
-generation packed. What a layout cannot hold the layout says itself."""
+"""Which rows of an index are planned: not those whose key came before, in this or in an earlier
+generation. What a layout cannot hold the layout says itself."""
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from offline_packing.config import SourceConfig
-from offline_packing.files import read_json
-from offline_packing.index import Index, IndexInfo, key_hash, read_set_aside
+from offline_packing.generations import earlier_generations
+from offline_packing.index import INDEX_SCHEMA, Index, key_hash
 from offline_packing.shard_rows import rows_of_shards
 from offline_packing.stage import Stage
 
@@ -46,64 +44,40 @@ def find_duplicates(hashes: npt.NDArray[np.uint64], name: Callable[[Rows], pa.Ta
     return np.array(repeated, dtype=np.int64)
 
 
-def find_repeated(stage: Stage, samples: Index) -> Rows:
-    """Rows of samples that an earlier generation of this output had already, ascending: samples
-    with the same key from the same path."""
-    repeated = np.zeros(samples.info.num_samples, dtype=bool)
-    if stage.generation == 0:
-        return np.flatnonzero(repeated)
-    source_ids = samples.array("source_id")
-    hashes = samples.array("key_hash")
-    for earlier, sources in _earlier_generations(stage):
-        known_ids, known_hashes = earlier.array("source_id"), earlier.array("key_hash")
-        for old_id, new_id in _same_paths(sources, stage.config.source):
+def find_known(stage: Stage, samples: Index) -> Rows:
+    """Rows whose key an earlier generation has of the same source, ascending.
+
+    Of the earlier indices one part is in memory at a time; equal hashes are compared by their keys.
+    """
+    hashes, source_ids = samples.array("key_hash"), samples.array("source_id")
+    known: list[Rows] = []
+    for generation in earlier_generations(stage):
+        for new_id, source in enumerate(stage.config.source):
+            old_id = generation.same_source(source)
             rows = np.flatnonzero(source_ids == new_id)
+            if old_id is None or not len(rows):
+                continue
             own = hashes[rows]
             if old_id != new_id:  # the hash covers the number of the source
                 keys = name_rows(samples, rows)["key"].to_pylist()
                 own = np.array([key_hash(old_id, key) for key in keys], dtype=np.uint64)
-            repeated[rows] |= np.isin(own, known_hashes[known_ids == old_id])
-    return np.flatnonzero(repeated)
+            suspects = _rows_with_hash(generation.open_index(), old_id, own)
+            found = rows[np.isin(own, suspects["key_hash"].to_numpy())]
+            equal = pc.is_in(name_rows(samples, found)["key"], suspects["key"].combine_chunks())
+            known.append(found[equal.to_numpy()])
+    return np.unique(np.concatenate([*known, np.empty(0, np.int64)]))
 
 
-def count_repeated_set_aside(stage: Stage, samples: Index) -> dict[str, int]:
-    """How many samples, by reason, were set aside now and by an earlier generation."""
-    seen: set[tuple[str, str]] = set()
-    for number in range(stage.generation):
-        workspace = stage.workspace.of_generation(number)
-        info = IndexInfo.load(workspace.index_info)
-        if info is not None:
-            rows = read_set_aside(workspace.set_aside, len(info.part_rows))
-            seen.update((row["source"], row["key"]) for row in rows)
-    if not seen:
-        return {}
-    rows = read_set_aside(stage.workspace.set_aside, len(samples.info.part_rows))
-    return dict(Counter(row["reason"] for row in rows if (row["source"], row["key"]) in seen))
-
-
-def _earlier_generations(stage: Stage) -> list[tuple[Index, list[SourceConfig]]]:
-    """Index and sources of each earlier generation."""
-    manifest: Mapping[str, Any] = read_json(stage.workspace.manifest)
-    origins = [manifest, *manifest["appended"]][: stage.generation]
-    found = []
-    for number, origin in enumerate(origins):
-        workspace = stage.workspace.of_generation(number)
-        info = IndexInfo.load(workspace.index_info)
-        assert info is not None, f"generation {number} is in the manifest"
-        sources = [SourceConfig(**source) for source in origin["config"]["source"]]
-        found.append((Index(workspace.index, info), sources))
-    return found
-
-
-def _same_paths(old: Sequence[SourceConfig], new: Sequence[SourceConfig]) -> list[tuple[int, int]]:
-    """Numbers of the sources with the same path."""
-    return [
-        (i, j)
-        for i, before in enumerate(old)
-        for j, after in enumerate(new)
-        if _location(before.path) == _location(after.path)
-    ]
-
-
-def _location(path: str) -> str:
-    return path if "://" in path else str(Path(path).resolve())
+def _rows_with_hash(earlier: Index, source_id: int, hashes: npt.NDArray[np.uint64]) -> pa.Table:
+    """key and key_hash of the rows of a source that have one of these hashes."""
+    hashes = np.unique(hashes)
+    columns = ("key", "key_hash")
+    found = [INDEX_SCHEMA.empty_table().select(list(columns))]
+    for number in range(len(earlier.info.part_rows)):
+        part = earlier.part(number, "source_id", "key_hash")
+        own = part["key_hash"].to_numpy()
+        place = np.minimum(np.searchsorted(hashes, own), len(hashes) - 1)
+        rows = (hashes[place] == own) & (part["source_id"].to_numpy() == source_id)
+        if rows.any():
+            found.append(earlier.part(number, *columns).filter(pa.array(rows)))
+    return pa.concat_tables(found)

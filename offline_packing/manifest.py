@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from offline_packing.config import PackingConfig, parse_config
+from offline_packing.config import PackingConfig
 from offline_packing.errors import StageError
 from offline_packing.files import hash_bytes, read_json, to_json, write_atomically
 from offline_packing.fragments import ShardFragment, ShardFragments
+from offline_packing.generations import earlier_generations
 from offline_packing.index import IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.shard_layout import Earlier
@@ -78,16 +79,14 @@ def finish_layout(stage: Stage, manifest: Manifest) -> None:
 
 
 def stages_of_manifest(stage: Stage, manifest: Manifest) -> Iterator[Stage]:
-    """The stage itself, and those that appended: the manifest holds their configurations."""
-    yield stage
-    for i, origin in enumerate(manifest["appended"]):
-        config = origin["config"]
-        content = {
-            **config,
-            "output": {**config["output"], "path": stage.config.output.path},
-            "engine": stage.config.engine.model_dump(),
-        }
-        yield replace(stage, config=parse_config(content, f"append {i + 1}"), generation=i + 1)
+    """The stage that made the dataset, and those that appended, from the configuration of either:
+    the manifest holds those of all."""
+    earlier = earlier_generations(replace(stage, generation=len(manifest["appended"]) + 1))
+    own = _without_names(stage.config)
+    appended = any(_without_names(generation.config) == own for generation in earlier[1:])
+    yield replace(stage, config=earlier[0].config) if appended else stage
+    for i, generation in enumerate(earlier[1:], start=1):
+        yield replace(stage, config=generation.config, generation=i)
 
 
 def build_manifest(
@@ -104,9 +103,7 @@ def build_manifest(
     """
     shards = [*_shards_before(stage, before), *_describe(fragments, stage.generation)]
     set_aside = Counter(index.set_aside) + Counter(plan["set_aside"])
-    set_aside -= Counter(plan["repeated_set_aside"])
     num_samples = index.num_samples + index.num_set_aside
-    num_samples -= plan["repeated"] + sum(plan["repeated_set_aside"].values())
     if before is not None:
         set_aside += Counter(before["counts"]["set_aside"])
         num_samples += before["counts"]["samples"]
@@ -178,6 +175,12 @@ def _origin(stage: Stage, index: IndexInfo, before: Manifest | None) -> dict[str
         "config": before["config"],
         "appended": appended,
     }
+
+
+def _without_names(config: PackingConfig) -> dict[str, Any]:
+    """`stored_config` without the names of sources, which append may have given them."""
+    content = stored_config(config)
+    return {**content, "source": [{**source, "name": None} for source in content["source"]]}
 
 
 def require_manifest(stage: Stage) -> Manifest:

@@ -30,9 +30,10 @@ from offline_packing.fingerprint import (
     warn_of_versions,
 )
 from offline_packing.index import Index, IndexInfo, MeasuredSample, SetAsideSample
+from offline_packing.scan_sources import save_listings, scan_sources
 from offline_packing.sources import Locator, Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.records import to_sample
-from offline_packing.stage import Stage, config_fingerprint, open_encoder, open_sources
+from offline_packing.stage import Stage, config_fingerprint, open_encoder
 from offline_packing.stamps import sample_stamp
 from offline_packing.traits import sample_traits
 from task_encoders.pack_format import image_extension
@@ -46,8 +47,8 @@ logger = logging.getLogger(__name__)
 _ROWS_AT_ONCE: Final = 1024
 
 _REMEDY = (
-    "set output.overwrite=true to make it anew, choose another output.path, "
-    "or pass --accept-mismatch FIELD"
+    "append adds new data; or set output.overwrite=true to make it anew, choose another "
+    "output.path, or pass --accept-mismatch FIELD"
 )
 
 
@@ -84,19 +85,24 @@ def measure(stage: Stage) -> IndexInfo:
         StageError: an index of another fingerprint is there, or a source cannot be read.
     """
     workspace = stage.workspace
-    sources = open_sources(stage.config)
-    scans = [source.scan(stage.config.engine.samples_per_part) for source in sources]
+    size = stage.config.engine.samples_per_part
+    scanned = scan_sources(stage, size)
+    scans = [one.scan for one in scanned]
     fingerprint = _fingerprint(stage, scans)
     info = _existing_index(stage, fingerprint)
     if info is not None:
         logger.info("measure: complete (%s samples), nothing to do", f"{info.num_samples:,}")
         return info
+    if stage.generation and not any(scan.parts for scan in scans):
+        return IndexInfo(dict(fingerprint), library_versions(), [], {})  # nothing is left behind
     workspace.index.mkdir(parents=True, exist_ok=True)
     workspace.set_aside.mkdir(parents=True, exist_ok=True)
+    save_listings(workspace.files, scanned)
     write_atomically(workspace.index / "started.json", to_json(_started(stage, fingerprint)))
-    remove_temporaries(workspace.index)
-    remove_temporaries(workspace.set_aside)
-    tasks = _tasks(stage, sources, scans)
+    for folder in (workspace.index, workspace.set_aside, workspace.files):
+        remove_temporaries(folder)
+    tasks = _tasks(stage, [one.source for one in scanned], scans)
+    del scanned  # the names of all files
     results = _run_tasks(stage, tasks)
     info = IndexInfo(
         fingerprint=dict(fingerprint),
@@ -116,8 +122,7 @@ def measure(stage: Stage) -> IndexInfo:
 
 def scan_counts(stage: Stage) -> list[int]:
     """Records (at most) in each source, for a dry run."""
-    sources = open_sources(stage.config)
-    return [count_records(stage, source, source.scan(4096)) for source in sources]
+    return [count_records(stage, one.source, one.scan) for one in scan_sources(stage, 4096)]
 
 
 def _fingerprint(stage: Stage, scans: Sequence[Scan]) -> Fingerprint:
@@ -145,7 +150,7 @@ def _existing_index(stage: Stage, fingerprint: Fingerprint) -> IndexInfo | None:
                 fingerprint,
                 artifact=f"the index in {workspace.root}",
                 remedy=_REMEDY,
-                accept=stage.accept_mismatch,
+                accept=stage.accepted_fields,
             )
             warn_of_versions(info.versions, "the index")
             return info

@@ -17,10 +17,8 @@ import numpy as np
 
 from offline_packing import index
 from offline_packing.eligible import (
-    Rows,
-    count_repeated_set_aside,
     find_duplicates,
-    find_repeated,
+    find_known,
     name_rows,
 )
 from offline_packing.errors import StageError
@@ -42,9 +40,6 @@ class Planned:
 
     packs: PackPlan
     set_aside: list[SetAsideSample]
-    #: samples that an earlier generation has, and those of them that it had set aside, by reason
-    num_repeated: int
-    repeated_set_aside: dict[str, int]
 
     @property
     def reasons(self) -> Counter[str]:
@@ -68,7 +63,7 @@ def open_index(stage: Stage) -> Index:
         artifact=f"the index in {workspace.root}",
         remedy="run measure again with output.overwrite=true, choose another output.path, "
         "or pass --accept-mismatch FIELD",
-        accept={field for field in stage.accept_mismatch if not field.endswith(".listing")},
+        accept={field for field in stage.accepted_fields if not field.endswith(".listing")},
     )
     return Index(workspace.index, info)
 
@@ -99,8 +94,6 @@ def plan(stage: Stage) -> str:
         "fingerprint": fingerprint,
         "hash": _hash(stage),
         "set_aside": dict(planned.reasons),
-        "repeated": planned.num_repeated,
-        "repeated_set_aside": planned.repeated_set_aside,
     }
     write_atomically(workspace.plan_info, to_json(document))
     return text
@@ -133,9 +126,8 @@ def make_plan(stage: Stage, samples: Index) -> Planned:
     from offline_packing.plan import plan_packs  # its compiled parts take time to import
 
     num_tokens = samples.array("num_tokens")
-    repeated = find_repeated(stage, samples)
-    aside = _find_set_aside(stage, samples, repeated)
-    kept = np.delete(np.arange(len(num_tokens)), np.union1d(repeated, list(aside)).astype(np.int64))
+    aside = _find_set_aside(stage, samples)
+    kept = np.delete(np.arange(len(num_tokens)), np.array(sorted(aside), np.int64))
     try:
         packs = plan_packs(
             num_tokens[kept],
@@ -151,28 +143,24 @@ def make_plan(stage: Stage, samples: Index) -> Planned:
     reasons = packs.set_aside_reasons.tolist()
     for row, reason in zip(packs.set_aside_ids.tolist(), reasons, strict=True):
         aside[row] = set_aside_reason(names[reason], int(num_tokens[row]), stage.config)
-    planned = Planned(
-        packs,
-        _name_set_aside(stage, samples, aside),
-        len(repeated),
-        count_repeated_set_aside(stage, samples),
-    )
+    planned = Planned(packs, _name_set_aside(stage, samples, aside))
     _check_planned(stage, samples, planned)
     return planned
 
 
-def _find_set_aside(stage: Stage, samples: Index, repeated: Rows) -> dict[int, tuple[str, str]]:
-    """Reason and detail of the rows that are not planned, beside the repeated ones."""
+def _find_set_aside(stage: Stage, samples: Index) -> dict[int, tuple[str, str]]:
+    """Reason and detail of the rows that are not planned."""
     duplicates = find_duplicates(samples.array("key_hash"), partial(name_rows, samples))
     layout = stage.config.output.layout
     aside: dict[int, tuple[str, str]] = {}
     for what, rows in LAYOUTS[layout].find_unfit(samples):
-        reason = ("not_in_layout", f"layout {layout} holds no {what}")
-        for row in np.setdiff1d(rows, repeated).tolist():
-            aside.setdefault(row, reason)
-    for row in np.setdiff1d(duplicates, repeated).tolist():
-        aside[row] = ("duplicate_key", "an earlier sample has this key")
-    return aside
+        unfit = ("not_in_layout", f"layout {layout} holds no {what}")
+        for row in rows.tolist():
+            aside.setdefault(row, unfit)
+    earlier = ("duplicate_key", "an earlier sample has this key")
+    known = ("duplicate_key", "a sample that was measured before has this key")
+    aside |= dict.fromkeys(duplicates.tolist(), earlier)
+    return aside | dict.fromkeys(find_known(stage, samples).tolist(), known)
 
 
 def _check_planned(stage: Stage, samples: Index, planned: Planned) -> None:

@@ -1,7 +1,8 @@
 """retry: bring an output to completion, or back to what was written."""
 
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offline_packing.append import append
@@ -60,6 +61,8 @@ def retry(stage: Stage) -> str:
 def _repair(stage: Stage, manifest: Manifest) -> list[str]:
     """Names of the shards of one generation that had to be written again."""
     samples, packs, _ = open_plan(stage)
+    for left_by_kill in stage.workspace.write.glob("*.repair"):
+        shutil.rmtree(left_by_kill)
     shards = plan_shards(stage.config.output, samples, packs, earlier_shards(stage))
     layout = LAYOUTS[stage.config.output.layout]
     lines = {line["name"]: line for line in manifest["shards"]}
@@ -73,18 +76,33 @@ def _repair(stage: Stage, manifest: Manifest) -> list[str]:
 def repair_shard(task: RepairTask) -> str | None:
     """Write a shard again if it is damaged; returns its name if so.
 
+    It is written elsewhere first, and its hash, not the times of the source's files, says whether
+    it is what it was: a JSONL file may have grown since, or the source may have moved.
+
     Raises:
         StageError: the source does not give the same bytes any more.
     """
-    layout = LAYOUTS[task.shard.layout]
+    shard = task.shard
+    layout = LAYOUTS[shard.layout]
     expected = task.expected["xxh3_128"]
-    if task.shard.fragment_path.exists() and not layout.find_damage(task.shard, expected):
+    if shard.fragment_path.exists() and not layout.find_damage(shard, expected):
         return None
-    fragment = layout.write(task.shard)
-    if fragment.xxh3_128 != expected:
-        raise StageError(
-            f"{fragment.name} cannot be written as it was: the source changed; pack it again with "
-            "another output.path"
-        )
-    fragment.save(task.shard.fragment_path)
+    scratch = shard.fragment_path.with_suffix(".repair")
+    scratch.mkdir()
+    try:
+        fragment = layout.write(replace(shard, folder=scratch, check_times=False))
+        if fragment.xxh3_128 != expected:
+            raise StageError(
+                f"{fragment.name} cannot be written as it was: the source changed; pack it again "
+                "with another output.path"
+            )
+        for path in sorted(scratch.rglob("*")):
+            target = shard.folder / path.relative_to(scratch)
+            if path.is_dir():
+                target.mkdir(exist_ok=True)
+            else:
+                path.replace(target)
+        fragment.save(shard.fragment_path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     return fragment.name

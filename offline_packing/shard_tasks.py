@@ -17,7 +17,7 @@ from offline_packing.shard_layout import Shard
 from offline_packing.shard_rows import rows_of_shards
 from offline_packing.sources import Locator, Source
 from offline_packing.stage import Stage, open_sources
-from offline_packing.stamps import sample_stamp
+from offline_packing.stamps import MODIFICATION_TIME, sample_stamp
 from task_encoders.pack_format import pack_key
 from task_encoders.samples import SourceSample
 
@@ -57,6 +57,8 @@ class ShardTask:
     model: ModelConfig
     #: a name in LAYOUTS
     layout: str
+    #: whether a file of another modification time is refused
+    check_times: bool = True
 
     @property
     def number(self) -> int:
@@ -96,11 +98,15 @@ class ShardTask:
 
     def check_unchanged(self, row: Row) -> None:
         """Raise StageError if a file of the sample was written to since it was measured."""
+        if not self.check_times:
+            return
         if sample_stamp(self.sources[row.source_id], row.json, row.media) != row.stamp:
             paths = sorted({locator.container for locator in (row.json, *row.media)})
             raise StageError(
                 f"sample {row.key!r} changed since it was measured: {' or '.join(paths)} has "
-                "another modification time; restore it, or pack again with another output.path"
+                "another modification time; restore it; where it was copied without its times, "
+                f"copy it with cp -a or rsync -t or pass --accept-mismatch {MODIFICATION_TIME}; or "
+                "pack again with another output.path"
             )
 
 
@@ -170,4 +176,5 @@ def iterate_tasks(
             seq_length=stage.config.pack.seq_length,
             model=stage.config.model,
             layout=stage.config.output.layout,
+            check_times=MODIFICATION_TIME not in stage.accept_mismatch,
         )

@@ -12,6 +12,7 @@ from offline_packing.engines import ENGINES, Engine
 from offline_packing.errors import ConfigError
 from offline_packing.fingerprint import Fingerprint
 from offline_packing.sources import Source, source_class
+from offline_packing.stamps import MODIFICATION_TIME
 from offline_packing.workspace import Workspace
 from task_encoders.sample_encoder import SampleEncoder, build_sample_encoder
 
@@ -22,7 +23,7 @@ class Stage:
 
     config: PackingConfig
     engine: Engine
-    #: fields of the fingerprint that may differ
+    #: fields of the fingerprint that may differ; or the files' modification times
     accept_mismatch: frozenset[str] = frozenset()
     #: whether to show progress bars
     progress: bool = False
@@ -33,6 +34,11 @@ class Stage:
     def workspace(self) -> Workspace:
         """Where the artifacts lie."""
         return Workspace(Path(self.config.output.path), self.generation)
+
+    @property
+    def accepted_fields(self) -> frozenset[str]:
+        """Fields of the fingerprint that may differ."""
+        return self.accept_mismatch - {MODIFICATION_TIME}
 
     def bar(self, name: str, total: int, unit: str) -> "tqdm[None]":
         """A progress bar."""
@@ -105,6 +111,8 @@ def config_fingerprint(config: PackingConfig) -> Fingerprint:
         for name in ("fields", "split", "dataset", "repeat", "weight"):
             value = getattr(source, name)
             if value != SourceConfig.model_fields[name].default:
+                if isinstance(value, dict):  # a manifest holds them sorted
+                    value = dict(sorted(value.items()))
                 fields[f"source.{i}.{name}"] = str(value)
         if source.repeat % 1 or source.weight:
             fields[f"source.{i}.seed"] = config.pack.seed

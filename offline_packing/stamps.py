@@ -3,16 +3,23 @@
 A stamp covers the modification times of the files that a sample lies in. Hashing their content
 would mean reading all media twice; a time costs one call per file. Remote objects have no stamp:
 they are replaced as a whole, and their size is checked when they are read.
+
+Data that were copied without their times look edited. `--accept-mismatch modification_time` takes
+their word for it: sizes are still compared.
 """
 
 import os
 from collections.abc import Iterable
+from typing import Final
 
 import numpy as np
 import xxhash
 
 from offline_packing.sources import Locator, Source
 from offline_packing.sources.media_root import MediaRoot
+
+#: What --accept-mismatch calls the times; no field of a fingerprint.
+MODIFICATION_TIME: Final = "modification_time"
 
 
 def sample_stamp(source: Source, json: Locator, media: Iterable[Locator]) -> int:

@@ -20,6 +20,7 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.manifest import (
     Manifest,
     earlier_shards,
+    read_manifest,
     require_manifest,
     stages_of_manifest,
 )
@@ -61,8 +62,7 @@ def verify(stage: Stage, *, deep: bool = False) -> VerifyResult:
     Raises:
         StageError: there is no complete dataset to check, or the source cannot be read.
     """
-    open_plan(stage)  # where a stage is missing, this says which
-    manifest = require_manifest(stage)
+    manifest = _require_complete(stage)
     total = ShardReport()
     num_set_aside = 0
     for own in stages_of_manifest(stage, manifest):
@@ -83,6 +83,21 @@ def verify(stage: Stage, *, deep: bool = False) -> VerifyResult:
         num_problems=total.num_problems,
         problems=tuple(total.problems),
     )
+
+
+def preview_verify(stage: Stage) -> str:
+    """What `verify` would check. Raises StageError as `verify`."""
+    counts = _require_complete(stage)["counts"]
+    packs = sum(counts["packs"].values())
+    return f"would check {counts['packed']:,} samples in {packs:,} packs"
+
+
+def _require_complete(stage: Stage) -> Manifest:
+    manifest = read_manifest(stage)
+    if manifest is None:
+        open_plan(stage)  # where an earlier stage is missing, this says which
+        return require_manifest(stage)
+    return manifest
 
 
 def render_result(result: VerifyResult, *, deep: bool) -> str:
@@ -119,8 +134,7 @@ def _verify_generation(stage: Stage, manifest: Manifest, deep: bool, total: Shar
             hashes += report.key_hashes
             total.add(report)
     _check_each_once(samples, plan, own, hashes, total)
-    repeated = sum(info["repeated_set_aside"].values())
-    return samples.info.num_set_aside - repeated + sum(info["set_aside"].values())
+    return samples.info.num_set_aside + sum(info["set_aside"].values())
 
 
 def _tasks(

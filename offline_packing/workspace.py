@@ -1,7 +1,7 @@
 """Where the artifacts of one output lie. The output folder itself is what a trainer is given.
 
 OUT/train-000000.tar, .tar.idx, .nv-meta/, manifest.json    the packed dataset
-OUT/_packing/index/, set_aside/, index.json                 measure
+OUT/_packing/index/, set_aside/, files/, index.json         measure
 OUT/_packing/plan/                                          plan
 OUT/_packing/write/                                         write: one fragment per shard
 OUT/_packing/append-0001/                                   the same, of data appended later
@@ -49,6 +49,11 @@ class Workspace:
     def set_aside(self) -> Path:
         """Folder of the parts of the set-aside table."""
         return self.stages / "set_aside"
+
+    @property
+    def files(self) -> Path:
+        """Folder of the tables of the source files that were measured."""
+        return self.stages / "files"
 
     @property
     def index_info(self) -> Path:
@@ -106,7 +111,7 @@ class Workspace:
 
     def remove_temporaries(self) -> None:
         """Remove what killed runs left half-written."""
-        stages = (self.stages, self.index, self.set_aside, self.plan, self.write)
+        stages = (self.stages, self.index, self.set_aside, self.files, self.plan, self.write)
         for folder in (self.root, self.nv_meta, self.packing, self.report, *stages):
             remove_temporaries(folder)
 
@@ -116,6 +121,7 @@ class Workspace:
         self.index_info.unlink(missing_ok=True)
         shutil.rmtree(self.index, ignore_errors=True)
         shutil.rmtree(self.set_aside, ignore_errors=True)
+        shutil.rmtree(self.files, ignore_errors=True)
 
     def discard_plan(self) -> None:
         """Remove the plan and all that was made from it."""

@@ -3,7 +3,15 @@
 import importlib
 
 from offline_packing.errors import ConfigError
-from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, SourceRecord
+from offline_packing.sources.base import (
+    Embedded,
+    Growth,
+    Scan,
+    Source,
+    SourcePart,
+    SourceRecord,
+    Stretch,
+)
 from offline_packing.sources.energon import EnergonSource
 from offline_packing.sources.jsonl import JsonlSource, JsonSource
 from offline_packing.sources.llama_factory import LlamaFactorySource
@@ -28,11 +36,13 @@ SOURCES: dict[str, type[Source]] = {
 __all__ = [
     "SOURCES",
     "Embedded",
+    "Growth",
     "Locator",
     "Scan",
     "Source",
     "SourcePart",
     "SourceRecord",
+    "Stretch",
     "source_class",
 ]
 

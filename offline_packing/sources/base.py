@@ -7,11 +7,14 @@ read_sample, read_media   -> the same again, from nothing but locators
 """
 
 import io
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final
+
+import pyarrow as pa
 
 from offline_packing.errors import StageError
 from offline_packing.sources.fields import FieldMap
@@ -41,12 +44,36 @@ class Scan:
     """A source's listing.
 
     `fingerprint` changes with the names and sizes of its files. `unpaired_images` are image files
-    that stand beside no record of their name; a record may still name them.
+    that stand beside no record of their name; a record may still name them. `stretches` says which
+    bytes were listed of each file that may grow at its end.
     """
 
     parts: tuple[SourcePart, ...]
     fingerprint: str
     unpaired_images: tuple[str, ...] = ()
+    stretches: Mapping[str, "Stretch"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Bytes `begin` to `end` of a file, and their xxh3_128."""
+
+    begin: int
+    end: int
+    content_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a source has beyond what was measured before: containers as an array of bytes, and of
+    files that grew at their end the offset and the number of records before it."""
+
+    new: pa.LargeBinaryArray
+    grown: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def new_names(self) -> frozenset[str]:
+        """The new containers, for formats whose files hold many samples each."""
+        return frozenset(map(os.fsdecode, self.new.to_pylist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +157,32 @@ class Source(ABC):
     def scan(self, samples_per_part: int) -> Scan:
         """List the source. Parts, and records in them, come in an order that depends on nothing
         but the files."""
+
+    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
+        """List what is new in a source that was measured before.
+
+        Raises:
+            StageError: the format cannot tell its parts by their files.
+        """
+        raise StageError(
+            f"source path {self.path!r} has new files and its format has no scan_new; append a "
+            "source of the new files alone"
+        )
+
+    def is_read(self, container: str) -> bool:
+        """Whether `scan` reads a file of this name, where the path is a folder."""
+        return True
+
+    def entries(self) -> Iterator[tuple[str, int, int]]:
+        """(container, size, modification time in ns) of every file that `scan` reads."""
+        if self.file_name is not None:
+            return iter([self.root.entry(self.file_name)])
+        return (entry for entry in self.root.entries() if self.is_read(entry[0]))
+
+    def find_end(self, container: str, measured: Sequence[Stretch]) -> tuple[int, int] | None:
+        """Where a file that was written to goes on behind what was measured: offset, and records
+        before it. None where these bytes are not as they were, or the format does not allow it."""
+        return None
 
     @abstractmethod
     def records(self, part: SourcePart) -> Iterator[SourceRecord]:

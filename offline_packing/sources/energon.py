@@ -10,7 +10,7 @@ A crude dataset, whose meaning is in the trainer's own code, is read as plain We
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, Final
 
 from offline_packing.errors import StageError
@@ -59,7 +59,23 @@ class EnergonSource(WebDatasetSource):
             if field in field_map:
                 self._text_places[name] = _parse_places(str(field_map[field]))
 
+    def entries(self) -> Iterator[tuple[str, int, int]]:
+        names = set(self._split_names())
+        return (entry for entry in self.root.entries() if entry[0] in names)
+
     def _tars(self) -> list[tuple[str, int]]:
+        sizes = {name: size for name, size, _ in self.entries()}
+        names = self._split_names()
+        missing = [name for name in names if name not in sizes]
+        if missing:
+            raise StageError(
+                f"{self.root.path(missing[0])}, which split {self.split or 'train'!r} names, is "
+                "not there; restore it or prepare the dataset again"
+            )
+        return [(name, sizes[name]) for name in names]
+
+    def _split_names(self) -> list[str]:
+        """The tars of the split, in order."""
         description = self._read_yaml("split.yaml")
         splits = description.get("split_parts") or {}
         split = self.split or "train"
@@ -70,14 +86,7 @@ class EnergonSource(WebDatasetSource):
             )
         excluded = set(description.get("exclude") or ())
         wanted = [name for pattern in splits[split] for name in expand_range(str(pattern))]
-        sizes = dict(self.root.walk())
-        missing = [name for name in wanted if name not in sizes]
-        if missing:
-            raise StageError(
-                f"{self.root.path(missing[0])}, which split {split!r} names, is not there; "
-                "restore it or prepare the dataset again"
-            )
-        return [(name, sizes[name]) for name in wanted if name not in excluded]
+        return [name for name in wanted if name not in excluded]
 
     def _read_yaml(self, name: str) -> Mapping[str, Any]:
         container = f".nv-meta/{name}"

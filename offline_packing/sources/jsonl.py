@@ -10,14 +10,22 @@ Blank lines are no records.
 import itertools
 import os
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO, ClassVar, Final
 
 import numpy as np
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import MAX_JSON_BYTES, Scan, Source, SourcePart, record_key
+from offline_packing.sources.base import (
+    MAX_JSON_BYTES,
+    Growth,
+    Scan,
+    Source,
+    SourcePart,
+    Stretch,
+    record_key,
+)
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.json_array import ArrayCutter, split_elements
 from offline_packing.sources.locators import Locator
@@ -31,6 +39,19 @@ _ARRAY_BLOCK: Final = 1 << 20
 _Found = tuple[int, bytes | None, int]
 
 
+class _Content:
+    """Bytes that went by: their number and hash."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        digest = xxhash.xxh3_128()
+        self._update, self.digest, self.hexdigest = digest.update, digest.digest, digest.hexdigest
+
+    def update(self, block: bytes) -> None:
+        self.size += len(block)
+        self._update(block)
+
+
 class RecordFilesSource(Source):
     """Records by their byte range in a file. A part is (container, begin, end, first number); of a
     compressed file, which can only be read from its beginning, the whole, with no end."""
@@ -38,14 +59,16 @@ class RecordFilesSource(Source):
     OPTIONS = frozenset({"fields", "image_root"})
     #: suffix of the files that are read in a folder
     SUFFIX: ClassVar[str]
+    #: whether further records may be written behind the last one
+    GROWS: ClassVar[bool] = False
 
     @abstractmethod
     def _cut(
-        self, container: str, records_per_part: int, digest: "xxhash.xxh3_128"
+        self, container: str, begin: int, records_per_part: int, content: "_Content"
     ) -> tuple[list[int], int]:
         """Offsets at which parts begin, and the end; number of records (blank ones included).
 
-        The content goes into the digest on the way.
+        What is read, from `begin` on, is handed to `content`.
         """
 
     @abstractmethod
@@ -54,20 +77,31 @@ class RecordFilesSource(Source):
         may not be able to seek, and is read from its beginning."""
 
     def scan(self, samples_per_part: int) -> Scan:
+        return self._scan(((name, 0, 0) for name in self._containers()), samples_per_part)
+
+    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
+        begins = dict.fromkeys(growth.new_names(), (0, 0)) | dict(growth.grown)
+        return self._scan(((name, *begins[name]) for name in sorted(begins)), samples_per_part)
+
+    def _scan(self, files: Iterable[tuple[str, int, int]], samples_per_part: int) -> Scan:
+        """Of each file what lies behind an offset, and a number of records before it."""
         digest = xxhash.xxh3_128()
         parts: list[SourcePart] = []
-        for container in self._containers():
-            digest.update(os.fsencode(container) + b"\0")
+        stretches: dict[str, Stretch] = {}
+        for container, begin, before in files:
+            content = _Content()
             if codec_of(container):
-                self._digest_file(container, digest)
+                self._read_through(container, content)
                 parts.append(SourcePart((container, 0, None, 1), None))
-                continue
-            cuts, num_records = self._cut(container, samples_per_part, digest)
-            for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
-                first = i * samples_per_part
-                count = min(samples_per_part, num_records - first)
-                parts.append(SourcePart((container, begin, end, first + 1), count))
-        return Scan(tuple(parts), digest.hexdigest())
+            else:
+                cuts, num_records = self._cut(container, begin, samples_per_part, content)
+                for i, (start, end) in enumerate(itertools.pairwise(cuts)):
+                    first = i * samples_per_part
+                    count = min(samples_per_part, num_records - first)
+                    parts.append(SourcePart((container, start, end, before + first + 1), count))
+            stretches[container] = Stretch(begin, begin + content.size, content.hexdigest())
+            digest.update(os.fsencode(container) + b"\0%d\n" % begin + content.digest())
+        return Scan(tuple(parts), digest.hexdigest(), stretches=stretches)
 
     def records(self, part: SourcePart) -> Iterator[Record]:
         container, begin, end, number = part.items
@@ -102,16 +136,35 @@ class RecordFilesSource(Source):
         file = self.open_container(container)
         return open_unpacked(file, container, self.root.size(file))
 
-    def _digest_file(self, container: str, digest: "xxhash.xxh3_128") -> None:
+    def _read_through(self, container: str, content: "_Content") -> None:
         with self.open_container(container) as file:
             while block := file.read(_BLOCK):
-                digest.update(block)
+                content.update(block)
+
+    def find_end(self, container: str, measured: Sequence[Stretch]) -> tuple[int, int] | None:
+        num_lines, offset, last = 0, 0, b"\n"
+        with self.open_container(container) as file:
+            for stretch in measured:
+                content = _Content()
+                while block := file.read(min(_BLOCK, stretch.end - offset)):
+                    content.update(block)
+                    num_lines += block.count(b"\n")
+                    offset += len(block)
+                    last = block[-1:]
+                if content.hexdigest() != stretch.content_hash:
+                    return None
+            following = file.read(1)
+        can_grow = self.GROWS and codec_of(container) is None
+        # Where no line end closes the last record, one must follow it.
+        ends_well = last == b"\n" or following == b"\n"
+        return (offset, num_lines) if not following or (can_grow and ends_well) else None
+
+    def is_read(self, container: str) -> bool:
+        suffixes = tuple(f".{self.SUFFIX}{end}" for end in ("", *(f".{name}" for name in CODECS)))
+        return container.lower().endswith(suffixes)
 
     def _containers(self) -> list[str]:
-        if self.file_name is not None:
-            return [self.file_name]
-        suffixes = tuple(f".{self.SUFFIX}{end}" for end in ("", *(f".{name}" for name in CODECS)))
-        found = sorted(name for name, _ in self.root.walk() if name.lower().endswith(suffixes))
+        found = sorted(name for name, *_ in self.entries())
         if not found:
             raise StageError(f"source path {self.path!r} holds no *.{self.SUFFIX}; set source.path")
         return found
@@ -121,14 +174,16 @@ class JsonlSource(RecordFilesSource):
     """One record per line."""
 
     SUFFIX = "jsonl"
+    GROWS = True
 
     def _cut(
-        self, container: str, records_per_part: int, digest: "xxhash.xxh3_128"
+        self, container: str, begin: int, records_per_part: int, content: "_Content"
     ) -> tuple[list[int], int]:
-        cuts, num_lines, offset, last = [0], 0, 0, b"\n"
+        cuts, num_lines, offset, last = [begin], 0, begin, b"\n"
         with self.open_container(container) as file:
+            file.seek(begin)
             while block := file.read(_BLOCK):
-                digest.update(block)
+                content.update(block)
                 ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + offset + 1
                 # Line `num_lines + j` ends at ends[j]; every records_per_part-th closes a part.
                 cuts += ends[(-num_lines - 1) % records_per_part :: records_per_part].tolist()
@@ -157,13 +212,14 @@ class JsonSource(RecordFilesSource):
     SUFFIX = "json"
 
     def _cut(
-        self, container: str, records_per_part: int, digest: "xxhash.xxh3_128"
+        self, container: str, begin: int, records_per_part: int, content: "_Content"
     ) -> tuple[list[int], int]:
+        # `begin` is 0: an array does not grow at its end.
         cutter = ArrayCutter()
         cuts, num_records, offset, complete = [0], 0, 0, True
         with self.open_container(container) as file:
             while block := file.read(_ARRAY_BLOCK):
-                digest.update(block)
+                content.update(block)
                 if offset == 0 and block.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
                     raise StageError(
                         f"{self.root.path(container)} holds no JSON array; use format pairs for "

@@ -61,6 +61,13 @@ def stem_groups(listing: pa.Table) -> np.ndarray:
     return np.cumsum(begins) - 1
 
 
+def joined(listing: pa.Table) -> pa.LargeBinaryArray:
+    """Containers of all files, as bytes."""
+    stems, suffixes = (listing[name].combine_chunks() for name in ("stem", "suffix"))
+    dots = pc.binary_join_element_wise(stems, suffixes, pa.scalar(b".", pa.large_binary()))
+    return pc.if_else(pc.equal(pc.binary_length(suffixes), 0), stems, dots)
+
+
 def full_names(listing: pa.Table) -> list[str]:
     """Containers of all files."""
     stems, suffixes = (listing[name].to_pylist() for name in ("stem", "suffix"))

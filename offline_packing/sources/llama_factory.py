@@ -9,14 +9,21 @@ The path is that file or its folder, `dataset` the name of the entry. The data a
 beside it (.json, .jsonl, .parquet); those on a hub, and preference data, are refused.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import MAX_JSON_BYTES, Scan, Source, SourcePart
+from offline_packing.sources.base import (
+    MAX_JSON_BYTES,
+    Growth,
+    Scan,
+    Source,
+    SourcePart,
+    Stretch,
+)
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.fields import FieldMap
 from offline_packing.sources.jsonl import JsonlSource, JsonSource
@@ -76,6 +83,15 @@ class LlamaFactorySource(Source):
 
     def scan(self, samples_per_part: int) -> Scan:
         return self._file.scan(samples_per_part)
+
+    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
+        return self._file.scan_new(samples_per_part, growth)
+
+    def entries(self) -> Iterator[tuple[str, int, int]]:
+        return self._file.entries()
+
+    def find_end(self, container: str, measured: Sequence[Stretch]) -> tuple[int, int] | None:
+        return self._file.find_end(container, measured)
 
     def records(self, part: SourcePart) -> Iterator[Record]:
         return self._file.records(part)

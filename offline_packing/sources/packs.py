@@ -8,6 +8,7 @@ Keys are those that the samples had before they were packed; in packs that do no
 is files may also name images by their path, from its own folder or `image_root` on.
 """
 
+import functools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ import orjson
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import MAX_JSON_BYTES, Embedded, Scan, SourcePart
+from offline_packing.sources.base import MAX_JSON_BYTES, Embedded, Growth, Scan, SourcePart
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.locators import Locator
 from offline_packing.sources.records import load_json
@@ -40,15 +41,34 @@ class PacksSource(WebDatasetSource):
     OPTIONS = frozenset({"image_root"})
 
     def scan(self, samples_per_part: int) -> Scan:
-        files = sorted(self.root.walk())
-        if self.file_name is not None or any(name.endswith(".tar") for name, _ in files):
+        if self._is_tars:
             return super().scan(samples_per_part)
+        files = sorted((name, size) for name, size, _ in self.entries())
+        if not any(_LOOSE_PACK.fullmatch(name) for name, _ in files):
+            raise StageError(f"source path {self.path!r} holds neither *.tar nor ps_*.json")
+        return self._scan_loose(files, samples_per_part)
+
+    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
+        if self._is_tars:
+            return super().scan_new(samples_per_part, growth)
+        new = growth.new_names()
+        files = sorted((name, size) for name, size, _ in self.entries() if name in new)
+        return self._scan_loose(files, samples_per_part)
+
+    def is_read(self, container: str) -> bool:
+        return super().is_read(container) if self._is_tars else True
+
+    @functools.cached_property
+    def _is_tars(self) -> bool:
+        return self.file_name is not None or any(
+            name.endswith(".tar") for name, _ in self.root.walk()
+        )
+
+    def _scan_loose(self, files: Sequence[tuple[str, int]], samples_per_part: int) -> Scan:
         digest = xxhash.xxh3_128()
         for name, size in files:
             digest.update(os.fsencode(name) + b"\0%d\n" % size)
         packs = [name for name, _ in files if _LOOSE_PACK.fullmatch(name)]
-        if not packs:
-            raise StageError(f"source path {self.path!r} holds neither *.tar nor ps_*.json")
         chunks = (
             packs[start : start + samples_per_part]
             for start in range(0, len(packs), samples_per_part)

@@ -15,15 +15,18 @@ from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
+import pyarrow.compute as pc
 
 from offline_packing.errors import StageError
 from offline_packing.sources import listing
-from offline_packing.sources.base import MAX_JSON_BYTES, Scan, Source, SourcePart
+from offline_packing.sources.base import MAX_JSON_BYTES, Growth, Scan, Source, SourcePart
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.locators import Locator
 from task_encoders.pack_format import IMAGE_EXTENSIONS
 from task_encoders.samples import SampleError
 
+#: Suffixes of the files that samples are made of.
+_READ: Final = frozenset(("json", *IMAGE_EXTENSIONS))
 _TEXT_ONLY_NAME: Final = re.compile(r"output_\d{8}")
 
 
@@ -37,18 +40,30 @@ class PairsSource(Source):
         if self.file_name is not None:
             raise StageError(f"source path {self.path!r} is a file; pairs lie in a folder")
         files = listing.list_files(self.root.walk())
-        is_json = listing.suffix_in(files, ["json"])
-        is_image = listing.suffix_in(files, IMAGE_EXTENSIONS)
-        groups = listing.stem_groups(files)
-        has_json = np.bincount(groups, is_json, minlength=1) > 0
-        unpaired = np.flatnonzero(is_image & ~has_json[groups])
-        useful = is_json | is_image
+        useful = listing.suffix_in(files, _READ)
         used = files if useful.all() else files.filter(useful)
         return Scan(
             tuple(_parts(used, samples_per_part)),
             listing.listing_hash(files),
-            tuple(listing.full_names(files.take(unpaired))),
+            tuple(listing.full_names(files.filter(_unpaired(files)))),
         )
+
+    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
+        """New JSON files with the images that share their stem, whether these are new or not."""
+        files = listing.list_files(entry[:2] for entry in self.entries())
+        is_new = pc.is_in(listing.joined(files), growth.new).to_numpy(zero_copy_only=False)
+        is_json = listing.suffix_in(files, ["json"])
+        groups = listing.stem_groups(files)
+        has_new_json = np.bincount(groups, is_new & is_json, minlength=1) > 0
+        used = files.filter(has_new_json[groups] & (is_new | ~is_json))
+        return Scan(
+            tuple(_parts(used, samples_per_part)),
+            listing.listing_hash(used),
+            tuple(listing.full_names(files.filter(_unpaired(files) & is_new))),
+        )
+
+    def is_read(self, container: str) -> bool:
+        return container.rpartition(".")[2].lower() in _READ
 
     def records(self, part: SourcePart) -> Iterator[Record]:
         data, skip = part.items
@@ -80,6 +95,14 @@ class PairsSource(Source):
             if error.reason == "missing_image":  # a link to nowhere, or no regular file
                 raise SampleError("bad_json", error.detail) from error
             raise
+
+
+def _unpaired(files: "listing.pa.Table") -> np.ndarray:
+    """(num_files,) bool: whether it is an image beside no JSON of its name."""
+    groups = listing.stem_groups(files)
+    has_json = np.bincount(groups, listing.suffix_in(files, ["json"]), minlength=1) > 0
+    unpaired: np.ndarray = listing.suffix_in(files, IMAGE_EXTENSIONS) & ~has_json[groups]
+    return unpaired
 
 
 def _parts(files: "listing.pa.Table", samples_per_part: int) -> Iterator[SourcePart]:

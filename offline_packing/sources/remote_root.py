@@ -109,3 +109,11 @@ class RemoteRoot:
             container = path[len(self.folder) :].lstrip("/")
             if not any(part.startswith(".") for part in container.split("/")):
                 yield container, int(info["size"])
+
+    def entries(self) -> Iterator[tuple[str, int, int]]:
+        """As `walk`, with 0 for the modification time: storages do not agree on one."""
+        return ((container, size, 0) for container, size in self.walk())
+
+    def entry(self, container: str) -> tuple[str, int, int]:
+        """One file of `entries`."""
+        return container, int(self._filesystem.size(f"{self.folder}/{container}")), 0

@@ -8,9 +8,10 @@ image that is a path, and no bytes, is a file below `image_root` or beside the t
 A record's key is its id, or else `FILE:ROW`, rows counted from 0.
 """
 
+import functools
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import orjson
@@ -22,6 +23,7 @@ from offline_packing.sources import row_files
 from offline_packing.sources.base import (
     MAX_JSON_BYTES,
     Embedded,
+    Growth,
     Scan,
     Source,
     SourcePart,
@@ -49,9 +51,17 @@ class TableSource(Source):
         """Files to be read, and their sizes, in order."""
 
     def scan(self, samples_per_part: int) -> Scan:
+        return self._scan(self._containers(), samples_per_part)
+
+    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
+        new = growth.new_names()
+        files = ((name, size) for name, size in self._containers() if name in new)
+        return self._scan(files, samples_per_part)
+
+    def _scan(self, files: Iterable[tuple[str, int]], samples_per_part: int) -> Scan:
         digest = xxhash.xxh3_128()
         parts: list[SourcePart] = []
-        for container, size in self._containers():
+        for container, size in files:
             digest.update(os.fsencode(container) + b"\0%d\n" % size)
             parts += self._scan_file(container, samples_per_part)
         return Scan(tuple(parts), digest.hexdigest())
@@ -162,12 +172,11 @@ class ParquetSource(TableSource):
 
     KIND = "parquet_row"
 
+    def is_read(self, container: str) -> bool:
+        return container.endswith(".parquet")
+
     def _containers(self) -> list[tuple[str, int]]:
-        found = sorted(
-            (name, size)
-            for name, size in self.root.walk()
-            if (self.file_name is None and name.endswith(".parquet")) or name == self.file_name
-        )
+        found = sorted((name, size) for name, size, _ in self.entries())
         if not found:
             raise StageError(f"source path {self.path!r} holds no *.parquet; set source.path")
         return found
@@ -179,14 +188,11 @@ class HuggingFaceSource(TableSource):
     OPTIONS = TableSource.OPTIONS | {"split"}
     KIND = "arrow_row"
 
+    def is_read(self, container: str) -> bool:
+        return container.startswith(self._split_folder) and container.endswith(".arrow")
+
     def _containers(self) -> list[tuple[str, int]]:
-        files = sorted(self.root.walk())
-        folder = self._split_folder() if _DICT_NAME in dict(files) else ""
-        found = [
-            (name, size)
-            for name, size in files
-            if name.startswith(folder) and name.endswith(".arrow")
-        ]
+        found = sorted((name, size) for name, size, _ in self.entries())
         if not found:
             raise StageError(
                 f"source path {self.path!r} holds no *.arrow; save the dataset with save_to_disk, "
@@ -194,7 +200,13 @@ class HuggingFaceSource(TableSource):
             )
         return found
 
+    @functools.cached_property
     def _split_folder(self) -> str:
+        """Where the split's files lie; '' in a dataset without splits."""
+        try:
+            self.root.entry(_DICT_NAME)
+        except FileNotFoundError:
+            return ""
         try:
             splits = list(orjson.loads(self.root.read(_DICT_NAME, MAX_JSON_BYTES))["splits"])
         except (SampleError, ValueError, LookupError, TypeError) as error:

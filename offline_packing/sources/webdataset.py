@@ -13,14 +13,21 @@ text and images is read: a `.pkl` is never loaded.
 import io
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Final
 
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import MAX_JSON_BYTES, Embedded, Scan, Source, SourcePart
+from offline_packing.sources.base import (
+    MAX_JSON_BYTES,
+    Embedded,
+    Growth,
+    Scan,
+    Source,
+    SourcePart,
+)
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.locators import Locator
 from offline_packing.sources.records import has_answer, image_names
@@ -65,12 +72,14 @@ class WebDatasetSource(Source):
     """Samples in tars. A part is one tar."""
 
     def scan(self, samples_per_part: int) -> Scan:
-        digest = xxhash.xxh3_128()
-        parts = []
-        for container, size in self._tars():
-            digest.update(os.fsencode(container) + b"\0%d\n" % size)
-            parts.append(SourcePart(container, None))
-        return Scan(tuple(parts), digest.hexdigest())
+        return _scan_tars(self._tars())
+
+    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
+        new = growth.new_names()
+        return _scan_tars((name, size) for name, size in self._tars() if name in new)
+
+    def is_read(self, container: str) -> bool:
+        return container.endswith(_TAR_SUFFIXES)
 
     def records(self, part: SourcePart) -> Iterator[Record]:
         container: str = part.items
@@ -91,11 +100,7 @@ class WebDatasetSource(Source):
 
     def _tars(self) -> list[tuple[str, int]]:
         """Containers and their sizes, in order."""
-        tars = sorted(
-            (name, size)
-            for name, size in self.root.walk()
-            if (self.file_name is None and name.endswith(_TAR_SUFFIXES)) or name == self.file_name
-        )
+        tars = sorted((name, size) for name, size, _ in self.entries())
         if not tars:
             raise StageError(f"source path {self.path!r} holds no *.tar; set source.path")
         return tars
@@ -184,6 +189,15 @@ class WebDatasetSource(Source):
 
     def _kind(self, container: str) -> str:
         return "stream" if codec_of(container) else "bytes"
+
+
+def _scan_tars(tars: Iterable[tuple[str, int]]) -> Scan:
+    digest = xxhash.xxh3_128()
+    parts = []
+    for container, size in tars:
+        digest.update(os.fsencode(container) + b"\0%d\n" % size)
+        parts.append(SourcePart(container, None))
+    return Scan(tuple(parts), digest.hexdigest())
 
 
 def group_members(reader: TarReader, *, keep_data: bool) -> Iterator[TarSample]:

@@ -40,14 +40,17 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, ensure_ascii=False), "utf-8")
 
 
-def captioning_pairs(root: Path, count: int = 40, seed: int = 0) -> Path:
-    """`count` pictures with a caption of 2 to 60 words each, in two folders."""
+def captioning_pairs(root: Path, count: int = 40, seed: int = 0, first: int = 0) -> Path:
+    """`count` pictures with a caption of 2 to 60 words each, in two folders; those before `first`
+    are there already."""
     rng = np.random.default_rng(seed)
     for i in range(count):
         stem = root / f"part{i % 2}" / f"{i:06d}"
         caption = " ".join(rng.choice(WORDS, rng.integers(2, 60)))
-        write_json(stem.with_suffix(".json"), {"captions": [{"content": caption}]})
         width, height = (28 * int(n) for n in rng.integers(2, 8, 2))
+        if i < first:
+            continue
+        write_json(stem.with_suffix(".json"), {"captions": [{"content": caption}]})
         if i % 3:
             stem.with_suffix(".jpg").write_bytes(image_bytes(width, height))
         else:

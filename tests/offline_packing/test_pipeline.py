@@ -133,14 +133,14 @@ class KilledError(Exception):
     """Stands for a kill between two tasks."""
 
 
-def killing(function: Callable[[Any], Any], after: int) -> Callable[[Any], Any]:
+def killing(function: Callable[..., Any], after: int) -> Callable[..., Any]:
     calls = []
 
-    def run(task: Any) -> Any:
+    def run(*arguments: Any) -> Any:
         if len(calls) == after:
             raise KilledError
-        calls.append(task)
-        return function(task)
+        calls.append(arguments)
+        return function(*arguments)
 
     return run
 

@@ -1,0 +1,80 @@
+"""The sources of a configuration, listed: all that they hold, or what is new in them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from offline_packing.config import SourceConfig
+from offline_packing.generations import Generation, earlier_generations
+from offline_packing.measured_files import (
+    added_files,
+    files_path,
+    find_growth,
+    list_files,
+    read_files,
+    save_files,
+)
+from offline_packing.sources import Growth, Scan, Source
+from offline_packing.sources.listing import from_bytes, to_bytes
+from offline_packing.stage import Stage, open_sources
+
+
+@dataclass(frozen=True)
+class ScannedSource:
+    """A source, the parts to be measured, and the files that they lie in."""
+
+    source: Source
+    scan: Scan
+    #: a table of measured_files.FILES_SCHEMA, compressed: a scan of its own takes room enough
+    files: bytes
+
+
+def scan_sources(stage: Stage, samples_per_part: int) -> list[ScannedSource]:
+    """List the sources of a stage; where it appends, what earlier generations did not measure.
+
+    Raises:
+        StageError: a source cannot be read, or a file that was measured is gone or was changed.
+    """
+    earlier = earlier_generations(stage)
+    pairs = zip(stage.config.source, open_sources(stage.config), strict=True)
+    return [
+        _scan_source(stage, config, source, earlier, samples_per_part) for config, source in pairs
+    ]
+
+
+def save_listings(folder: Path, scanned: Sequence[ScannedSource]) -> None:
+    """Keep which files are measured, for data that are appended later."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, one in enumerate(scanned):
+        save_files(files_path(folder, i), from_bytes(one.files), one.scan)
+
+
+def _scan_source(
+    stage: Stage,
+    config: SourceConfig,
+    source: Source,
+    earlier: Sequence[Generation],
+    samples_per_part: int,
+) -> ScannedSource:
+    # Listed before it is scanned: a file that comes in between is new to the next append.
+    files = list_files(source)
+    known = [
+        files_path(generation.workspace.files, old_id)
+        for generation in earlier
+        if (old_id := generation.same_source(config)) is not None
+    ]
+    growth = None
+    if known:
+        growth = find_growth(source, files, read_files(known), accept=stage.accept_mismatch)
+        files = added_files(files, growth)
+    packed = to_bytes(files)
+    del files
+    return ScannedSource(source, _scan(source, growth, samples_per_part), packed)
+
+
+def _scan(source: Source, growth: Growth | None, samples_per_part: int) -> Scan:
+    if growth is None:
+        return source.scan(samples_per_part)
+    if not len(growth.new) and not growth.grown:
+        return Scan((), "nothing new")
+    return source.scan_new(samples_per_part, growth)
