@@ -328,7 +328,7 @@ def test_appended_data_are_counted_once(tmp_path: Path) -> None:
     stage = make_stage(root, tmp_path / "out")
     pack_all(stage)
     report(stage)
-    captioning_pairs(root, 40)  # the first 25 stay as they are
+    captioning_pairs(root, 40, first=25)
     append(stage)
     assert "earlier state" in status(stage)
     found = read_report(stage)
