@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import xxhash
 
+from offline_packing.config import MAX_REPEAT
+from offline_packing.errors import StageError
 from offline_packing.sources import Scan, Source, SourcePart
 from offline_packing.stage import Stage
 
@@ -50,7 +52,14 @@ def source_repeats(stage: Stage, sources: Sequence[Source], scans: Sequence[Scan
     if not weights:
         return [config.repeat for config in configs]
     counts = [count_records(stage, *pair) for pair in zip(sources, scans, strict=True)]
-    return repeats_of_weights(weights, counts)
+    repeats = repeats_of_weights(weights, counts)
+    for config, repeat in zip(configs, repeats, strict=True):
+        if repeat > MAX_REPEAT:
+            raise StageError(
+                f"the weights ask for {repeat:,.0f} copies of each sample of {config.path}, at "
+                f"most {MAX_REPEAT:,} are made; lower its weight"
+            )
+    return repeats
 
 
 def count_records(stage: Stage, source: Source, scan: Scan) -> int:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -25,6 +25,9 @@ from offline_packing.errors import ConfigError
 from offline_packing.sources import SOURCES, source_class
 from offline_packing.sources.fields import FieldMap
 from task_encoders.sample_encoder import FAMILIES
+
+#: Copies of a sample are rows of their own: more of them is a slip of the pen.
+MAX_REPEAT: Final = 1000
 
 
 def _not_bool(value: Any) -> Any:
@@ -44,6 +47,16 @@ def one_of(registry: Collection[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _expand_user(path: Any) -> Any:
+    if isinstance(path, str) and path.startswith("~"):
+        expanded = os.path.expanduser(path)
+        if expanded.startswith("~"):  # pyarrow would expand it, where others do not
+            raise ValueError(f"{path!r} names no home folder; write the path out")
+        return expanded
+    return path
+
+
+LocalOrRemotePath = Annotated[str, BeforeValidator(_expand_user)]
 Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
 NonNegative = Annotated[int, BeforeValidator(_not_bool), Field(ge=0)]
 
@@ -58,14 +71,14 @@ class SourceConfig(_Config):
     #: how they are stored: a name in SOURCES, or "module:Class" of a Source of your own
     format: str
     #: a folder or a file, here or of a storage that fsspec knows
-    path: str
+    path: LocalOrRemotePath
     #: what they are trained as
     task: Literal["captioning", "vqa", "bmr"]
     #: put before every key; needed to tell several sources apart (default: the path's last part,
     #: of a single source nothing)
     name: str | None = None
     #: image paths are relative to this folder instead of the file's own
-    image_root: str | None = None
+    image_root: LocalOrRemotePath | None = None
     #: where a record keeps what a sample needs: {caption: "captions[0].content"}
     fields: dict[str, str] = {}
     #: which split of a dataset that has several (default: train)
@@ -73,7 +86,7 @@ class SourceConfig(_Config):
     #: which of several datasets the path describes
     dataset: str | None = None
     #: how often each sample is used; of a fraction, a part of the samples once more
-    repeat: Annotated[float, BeforeValidator(_not_bool), Field(gt=0)] = 1
+    repeat: Annotated[float, BeforeValidator(_not_bool), Field(gt=0, le=MAX_REPEAT)] = 1
     #: share of all samples that this source is to have, in proportion to the other sources' weights
     weight: Annotated[float, BeforeValidator(_not_bool), Field(gt=0)] | None = None
 
@@ -106,7 +119,7 @@ class ModelConfig(_Config):
     #: a name in FAMILIES
     family: Annotated[str, one_of(FAMILIES)] = "qwen2_vl"
     #: "builtin", a checkpoint folder, or a hub name
-    processor: str = "builtin"
+    processor: LocalOrRemotePath = "builtin"
     min_pixels: Count = 56 * 56
     max_pixels: Count = 28 * 28 * 5120
     max_aspect_ratio: Annotated[float, BeforeValidator(_not_bool), Field(ge=1)] = 200
@@ -172,7 +185,7 @@ class OutputConfig(_Config):
     """What is written, and where."""
 
     #: the folder a trainer is given
-    path: str
+    path: LocalOrRemotePath
     #: how packs lie on disk: a name in LAYOUTS
     layout: str = "energon"
     packs_per_shard: Count = 1000
@@ -271,6 +284,17 @@ class PackingConfig(_Config):
         if repeated:
             raise ValueError(f"two sources are called {min(repeated)!r}; give each its own name")
         return sources
+
+    @model_validator(mode="after")
+    def _check_output_apart(self) -> "PackingConfig":
+        output = Path(self.output.path).resolve()
+        for source in self.source:
+            if output.is_relative_to(Path(source.path).resolve()):
+                raise ValueError(  # it would find its own packs
+                    f"output.path {self.output.path!r} lies inside source.path {source.path!r}; "
+                    "choose a folder outside"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_layout_holds_task(self) -> "PackingConfig":

@@ -51,19 +51,8 @@ def build_engine(config: PackingConfig) -> Engine:
 
 
 def open_sources(config: PackingConfig) -> list[Source]:
-    """The sources of a configuration; a source's id is its place in this list.
-
-    Raises:
-        ConfigError: the output lies inside a source, which would find its own packs.
-    """
-    output = Path(config.output.path).resolve()
-    for source in config.source:
-        if output.is_relative_to(Path(source.path).resolve()):
-            raise ConfigError(
-                f"output.path {config.output.path!r} lies inside source.path {source.path!r}; "
-                "choose a folder outside"
-            )
-    unpack_folder = output / "_packing" / "unpacked"
+    """The sources of a configuration; a source's id is its place in this list."""
+    unpack_folder = Path(config.output.path).resolve() / "_packing" / "unpacked"
     return [
         source_class(source.format)(
             source.path,
@@ -108,7 +97,7 @@ def config_fingerprint(config: PackingConfig) -> Fingerprint:
         fields[f"source.{i}.format"] = source.format
         fields[f"source.{i}.task"] = source.task
         fields[f"source.{i}.key_prefix"] = prefix
-        for name in ("fields", "split", "dataset", "repeat", "weight"):
+        for name in ("image_root", "fields", "split", "dataset", "repeat", "weight"):
             value = getattr(source, name)
             if value != SourceConfig.model_fields[name].default:
                 if isinstance(value, dict):  # a manifest holds them sorted

@@ -58,7 +58,11 @@ class TarReader:
                 header_offset = self._position
             header = self._take(_BLOCK, _HEADER)
             if header == bytes(_BLOCK):
-                return
+                header = self._behind_end_marker()
+                if not header:
+                    return
+                name = size = None
+                header_offset = self._position - _BLOCK
             kind, stored = header[156:157], _checked_size(header, self._position - _BLOCK)
             if kind in (b"L", b"x"):
                 data = self._extension(stored)
@@ -90,6 +94,17 @@ class TarReader:
             DamagedStreamError: the tar ends before it does.
         """
         return self._take(member.size, f"member {member.name!r}")
+
+    def _behind_end_marker(self) -> bytes:
+        """The first header of a tar that was joined to this one (`cat a.tar b.tar`); empty where
+        only padding follows."""
+        while block := self._file.read(_BLOCK):
+            self._position += len(block)
+            if block.strip(b"\0"):
+                if len(block) < _BLOCK:
+                    raise DamagedStreamError(f"the tar ends with {len(block)} bytes of no member")
+                return block
+        return b""
 
     def _extension(self, size: int) -> bytes:
         if size > _MAX_EXTENSION_BYTES:

@@ -184,3 +184,17 @@ def test_weights_are_all_or_none() -> None:
         parse_config(sources({"weight": 1}, {"path": "b"}))
     with pytest.raises(ConfigError, match="a weight and a repeat; remove one"):
         parse_config(sources({"weight": 1, "repeat": 2}, {"path": "b", "weight": 1}))
+
+
+def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load(tmp_path, SMALLEST, "output.path=~/packed", "source.path=~/chat.jsonl")
+    assert config.output.path == str(tmp_path / "packed")
+    assert config.source[0].path == str(tmp_path / "chat.jsonl")
+    with pytest.raises(ConfigError, match="names no home folder"):
+        load(tmp_path, SMALLEST, "output.path=~nobody-of-that-name/packed")
+
+
+def test_a_slip_in_repeat_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="repeat=1e"):
+        load(tmp_path, SMALLEST, "source.repeat=1e30")

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offline_packing.sources.streams import DamagedStreamError
 from offline_packing.sources.tar_members import TarReader
 
 names = st.text("ab/.é_", min_size=1, max_size=12).map(lambda text: f"x{text}y")
@@ -70,3 +71,29 @@ def _members_before_damage(content: bytes) -> list[object]:
     with pytest.raises(ValueError, match="the tar ends within a member"):
         found.extend(reader)
     return found
+
+
+def _tar(*names: str) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name in names:
+            info = tarfile.TarInfo(name)
+            info.size = 3
+            tar.addfile(info, io.BytesIO(b"abc"))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", [io.BytesIO, Stream])
+def test_joined_tars_are_read_to_their_end(kind: type[io.BytesIO]) -> None:
+    content = _tar("a", "b") + _tar("c")
+    reader = TarReader(kind(content))
+    found = [(member.name, reader.read(member)) for member in reader]
+    assert found == [("a", b"abc"), ("b", b"abc"), ("c", b"abc")]
+    offsets = [member.header_offset for member in TarReader(io.BytesIO(content))]
+    assert [content[at : at + 1] for at in offsets] == [b"a", b"b", b"c"]
+
+
+@pytest.mark.parametrize("junk", [b"x" * 512, b"x" * 100])
+def test_what_follows_the_end_marker_is_not_lost_in_silence(junk: bytes) -> None:
+    with pytest.raises(DamagedStreamError):
+        list(TarReader(io.BytesIO(_tar("a") + junk)))
