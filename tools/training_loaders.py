@@ -27,7 +27,7 @@ from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_ro
 from task_encoders.pack_format import (
     JSON_PART,
     PackedSubSample,
-    image_part_names,
+    media_part_names,
     pack_json,
     restore_pack,
 )
@@ -85,7 +85,7 @@ def _singles(key: str, members: Members) -> list[list[tuple[str, bytes]]]:
         extensions = tuple(name.rpartition(".")[2] for name in sample.images)
         images = [members[name] for name in sample.images]
         record = pack_json([PackedSubSample(sample, extensions, num_tokens)], pack.task)
-        names = image_part_names(extensions)
+        names = media_part_names(extensions)
         singles.append([*zip(names, images, strict=True), (JSON_PART, record)])
     return singles
 

@@ -8,7 +8,7 @@ from task_encoders.pack_format import (
     PackedSubSample,
     PackFormatError,
     image_extension,
-    image_part_names,
+    media_part_names,
     pack_json,
     pack_key,
     parse_json,
@@ -47,7 +47,7 @@ def test_round_trip(name: str) -> None:
     assert restored.task == task
     assert restored.keys == tuple(s.sample.key for s in subs)
     assert restored.num_tokens == tuple(s.num_tokens for s in subs)
-    names = iter(image_part_names([e for s in subs for e in s.extensions]))
+    names = iter(media_part_names([e for s in subs for e in s.extensions]))
     for before, after in zip(subs, restored.sub_samples, strict=True):
         assert isinstance(after, SourceSample)
         assert after.turns == before.sample.turns
@@ -69,7 +69,7 @@ def test_the_nested_form_is_used_only_where_needed(name: str, nested: bool) -> N
 def test_the_documented_bytes() -> None:
     assert pack_key(42) == "ps_00000042"
     assert pack_key(42, "cap_") == "cap_ps_00000042"
-    assert image_part_names(["jpg", "png"]) == ["img000.jpg", "img001.png"]
+    assert media_part_names(["jpg", "png"]) == ["img000.jpg", "img001.png"]
     assert image_extension("photo.v2.JPG", "JPEG") == "jpg"
     assert image_extension("photo.pkl", "PNG") == "png"
     assert image_extension("no extension", "JPEG") == "jpg"
