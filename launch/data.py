@@ -47,6 +47,8 @@ class MicroBatch:
     cu_lengths: torch.Tensor  #: (1, P + 1) int32
     imgs: torch.Tensor  #: (patches, C·T·p·p) float32
     image_grid_thw: torch.Tensor  #: (N, 3) int32
+    pixel_values_videos: torch.Tensor  #: (patches, C·T·p·p) float32
+    video_grid_thw: torch.Tensor  #: (M, 3) int32
     num_tokens: int  #: without padding
     pack_keys: tuple[str, ...]
     sub_sample_keys: tuple[str, ...]

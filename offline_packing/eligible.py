@@ -47,9 +47,9 @@ def find_duplicates(hashes: npt.NDArray[np.uint64], name: Callable[[Rows], pa.Ta
 
 
 def find_unfit(samples: Index) -> Rows:
-    """Rows without exactly one image and one turn, ascending."""
+    """Rows without exactly one image and one turn, or with a video, ascending."""
     fit = (samples.array("num_images") == 1) & (samples.array("num_turns") == 1)
-    return np.flatnonzero(~fit)
+    return np.flatnonzero(~fit | (samples.array("num_videos") > 0))
 
 
 def find_repeated(stage: Stage, samples: Index) -> Rows:

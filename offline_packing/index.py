@@ -25,7 +25,7 @@ from offline_packing.files import atomic_file, read_json, to_json, write_atomica
 from offline_packing.sources import Locator
 from task_encoders.sample_encoder import SampleLength
 
-INDEX_VERSION: Final = 2
+INDEX_VERSION: Final = 3
 
 _LOCATOR_FIELDS: Final = [
     pa.field("kind", pa.string()),
@@ -45,8 +45,9 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("num_loss_tokens", pa.int32()),
         pa.field("num_vision_patches", pa.int32()),
         pa.field("num_images", pa.int32()),
+        pa.field("num_videos", pa.int32()),
         pa.field("num_turns", pa.int32()),
-        pa.field("grid_thw", pa.list_(pa.int32())),  # (t, h, w) of each image, one after another
+        pa.field("grid_thw", pa.list_(pa.int32())),  # (t, h, w) of each medium, one after another
         pa.field("stamp", pa.uint64()),  # of the files' modification times, see stamps.py
         pa.field("json", pa.struct(_LOCATOR_FIELDS)),
         pa.field("media", pa.large_list(pa.struct(_MEDIA_FIELDS))),
@@ -64,8 +65,8 @@ SET_ASIDE_SCHEMA: Final = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSample:
-    """One row of the index. `media` holds locator and extension of each image; `stamp` changes when
-    a file of the sample is written to."""
+    """One row of the index. `media` holds locator and extension of each image, then of each video;
+    `stamp` changes when a file of the sample is written to."""
 
     key: str
     source_id: int
@@ -75,6 +76,7 @@ class MeasuredSample:
     json: Locator
     media: tuple[tuple[Locator, str], ...]
     stamp: int
+    num_videos: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,8 @@ def index_table(samples: Sequence[MeasuredSample]) -> pa.Table:
         "num_tokens": [length.num_tokens for length in lengths],
         "num_loss_tokens": [length.num_loss_tokens for length in lengths],
         "num_vision_patches": [length.num_vision_patches for length in lengths],
-        "num_images": [len(sample.media) for sample in samples],
+        "num_images": [len(sample.media) - sample.num_videos for sample in samples],
+        "num_videos": [sample.num_videos for sample in samples],
         "num_turns": [sample.num_turns for sample in samples],
         "grid_thw": grids,
         "stamp": np.array([sample.stamp for sample in samples], dtype=np.uint64),

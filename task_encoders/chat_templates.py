@@ -80,8 +80,9 @@ _ANSWER_END = Control("<|im_end|>", labelled=True)
 def render(sample: SourceSample) -> Iterator[Piece]:
     """The pieces of a checked sample (`samples.check_sample`).
 
-    Captioning: images, videos, caption, end token; no template. Conversations: ChatML with the default
-    system message where the sample has none, without the newline behind the very last end token.
+    Captioning: images, videos, caption, end token; no template. Conversations: ChatML with the
+    default system message where the sample has none, without the newline behind the very last end
+    token.
     """
     if sample.task == "captioning":
         yield from [Image()] * len(sample.images)

@@ -9,7 +9,7 @@ Source: ISO/IEC 14496-12, ISO base media file format.
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, Final
 
@@ -29,7 +29,12 @@ _CODECS: Final = frozenset(
     (b"avc1", b"avc3", b"hvc1", b"hev1", b"av01", b"vp08", b"vp09", b"mp4v", b"mjpg", b"jpeg")
 )
 #: Display matrices (a, b, c, d) and the degrees by which they turn the frames clockwise.
-_ROTATIONS: Final = {(1, 0, 0, 1): 0, (0, 1, -1, 0): 90, (-1, 0, 0, -1): 180, (0, -1, 1, 0): 270}
+_ROTATIONS: Final[Mapping[tuple[float, float, float, float], int]] = {
+    (1, 0, 0, 1): 0,
+    (0, 1, -1, 0): 90,
+    (-1, 0, 0, -1): 180,
+    (0, -1, 1, 0): 270,
+}
 
 Array = npt.NDArray[np.int64]
 
@@ -173,17 +178,17 @@ def _timescale(header: bytes) -> int:
     return int(timescale)
 
 
-def _matrix(header: bytes, offset: int, offset_v1: int) -> tuple[float, ...]:
+def _matrix(header: bytes, offset: int, offset_v1: int) -> tuple[float, float, float, float]:
     """(a, b, c, d) of a header's display matrix."""
-    values = struct.unpack_from(">9i", header, offset_v1 if header[0] == 1 else offset)
-    return tuple(values[i] / 65536 for i in (0, 1, 3, 4))
+    a, b, _, c, d = struct.unpack_from(">5i", header, offset_v1 if header[0] == 1 else offset)
+    return a / 65536, b / 65536, c / 65536, d / 65536
 
 
 def _rotation(track: dict[bytes, bytes]) -> int:
-    rotation = _ROTATIONS.get(_matrix(track[b"tkhd"], 40, 52))  # type: ignore[call-overload]
+    rotation = _ROTATIONS.get(_matrix(track[b"tkhd"], 40, 52))
     if rotation is None:  # mirrored, slanted or scaled
         raise _NotPlainError
-    return int(rotation)
+    return rotation
 
 
 def _sample_sizes(box: bytes, file_size: int) -> Array:

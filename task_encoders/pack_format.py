@@ -48,8 +48,8 @@ class PackFormatError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PackedSubSample:
-    """One sub-sample on its way into a pack: the sample, one extension per medium (images first, then
-    videos), its length."""
+    """One sub-sample on its way into a pack: the sample, one extension per medium (images first,
+    then videos), its length."""
 
     sample: SourceSample
     extensions: tuple[str, ...]
@@ -89,10 +89,9 @@ def is_video_name(name: str) -> bool:
     return name.rpartition(".")[2].lower() in VIDEO_EXTENSIONS
 
 
-def video_extension(name: str) -> str:
-    """Extension for a pack member: the source's own if it is a known video extension, else mp4.
-    What a file is, readers find in its first bytes."""
-    return name.rpartition(".")[2].lower() if is_video_name(name) else "mp4"
+def video_extension(name: str, container: str) -> str:
+    """As `image_extension`, with the extension of the container found in the header."""
+    return name.rpartition(".")[2].lower() if is_video_name(name) else container
 
 
 def media_part_names(extensions: Sequence[str]) -> list[str]:

@@ -39,7 +39,7 @@ REASONS: Final[Mapping[str, str]] = {
     "aspect_ratio": "a medium's longer side is more than max_aspect_ratio times the shorter",
     "not_drawn": "the repeat or weight of its source is below 1 and left it out",
     "duplicate_key": "an earlier sample of the same source has the same key",
-    "not_in_layout": "the output layout cannot hold such a sample (several images or turns, videos)",
+    "not_in_layout": "the output layout cannot hold such a sample (several images, turns, a video)",
     "overlong": "the sample has more tokens than seq_length",
     "over_budget": "the sample alone is over a budget of its pack (vision patches, images, videos)",
     "poor_pack": "its pack has fewer samples or tokens than min_samples or min_fill ask for",

@@ -91,6 +91,8 @@ class VideoHeader:
     height: int
     width: int
     rotation: int = 0
+    #: extension of a file in this container
+    extension: str = "mp4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +194,7 @@ def read_video_header(
     if plain is None:
         header = _ask_pyav(file, head, max_frame_pixels)
     else:
-        header = VideoHeader(
-            plain.num_frames, plain.fps, plain.height, plain.width, plain.rotation
-        )
+        header = VideoHeader(plain.num_frames, plain.fps, plain.height, plain.width, plain.rotation)
     if header.height * header.width > max_frame_pixels:
         raise SampleError(
             "video_too_large",
@@ -265,7 +265,9 @@ def decode_frames(
                 if following is None:
                     return
         except _av_errors() as error:
-            raise SampleError("truncated_video", f"frame {number + 1}: {_one_line(error)}") from error
+            raise SampleError(
+                "truncated_video", f"frame {number + 1}: {_one_line(error)}"
+            ) from error
     if following is not None:
         raise SampleError(
             "truncated_video", f"only {number + 1} of {header.num_frames} frames can be decoded"
@@ -299,6 +301,7 @@ def _ask_pyav(file: BinaryIO, head: bytes, max_frame_pixels: int) -> VideoHeader
             context.height,
             context.width,
             mp4_rotation(file) if is_mp4(head) else 0,
+            _extension(file, head),
         )
 
 
@@ -322,6 +325,13 @@ def _segment_end(head: bytes) -> int:
     length = 9 - head[at + 4].bit_length()  # as many bytes as the first has leading zeros, plus one
     field = int.from_bytes(head[at + 4 : at + 4 + length], "big") & ((1 << 7 * length) - 1)
     return 0 if field == (1 << 7 * length) - 1 else at + 4 + length + field
+
+
+def _extension(file: BinaryIO, head: bytes) -> str:
+    if head[:4] != _EBML:
+        return "avi" if head[:4] == b"RIFF" else "mp4"
+    file.seek(0)
+    return "webm" if b"webm" in file.read(64) else "mkv"
 
 
 def _open(file: BinaryIO, head: bytes, max_frame_pixels: int) -> Any:

@@ -89,8 +89,8 @@ class ResizeLimits(Protocol):
 
 
 def smart_resize(height: int, width: int, settings: ResizeLimits) -> tuple[int, int]:
-    """Height and width an image or a frame is resized to: multiples of `factor`, total within the pixel
-    limits, aspect ratio kept as nearly as that allows.
+    """Height and width an image or a frame is resized to: multiples of `factor`, total within the
+    pixel limits, aspect ratio kept as nearly as that allows.
 
     The rule of Qwen2-VL (https://arxiv.org/abs/2409.12191, its image processor's smart_resize),
     with Python's rounding of halves to even.

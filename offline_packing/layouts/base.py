@@ -84,6 +84,6 @@ class Layout(ABC):
         subs = [
             PackedSubSample(task.read_sample(row), row.extensions, row.num_tokens) for row in rows
         ]
-        images = [data for row in rows for data in task.read_images(row)]
+        media = [data for row in rows for data in task.read_media(row)]
         names = media_part_names([extension for row in rows for extension in row.extensions])
-        return [*zip(names, images, strict=True), (JSON_PART, pack_json(subs, task.task))]
+        return [*zip(names, media, strict=True), (JSON_PART, pack_json(subs, task.task))]

@@ -52,7 +52,7 @@ class LlavaOneVisionLayout(EnergonLayout):
 
     def members(self, task: ShardTask, rows: Sequence[Row]) -> list[Member]:
         samples = [self.stored_form(task.read_sample(row)) for row in rows]
-        images = [task.read_images(row)[0] for row in rows]
+        images = [task.read_media(row)[0] for row in rows]
         names = [f"img{i}.jpg" for i in range(len(rows))]
         record = {
             "images": names,

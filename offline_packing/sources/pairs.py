@@ -1,4 +1,4 @@
-"""`{img, json}` pairs, and text-only `output_00000000.json`, in one folder and all below it.
+"""`{img, json}` and `{video, json}` pairs, text-only `output_00000000.json`; in a folder and below.
 
     root/000000003474.jpg, root/000000003474.json       paired by their name
     root/a/book.json                                    {"images": ["cover.png", ...], ...}
@@ -21,14 +21,14 @@ from offline_packing.sources import listing
 from offline_packing.sources.base import MAX_JSON_BYTES, Scan, Source, SourcePart
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.locators import Locator
-from task_encoders.pack_format import IMAGE_EXTENSIONS
+from task_encoders.pack_format import MEDIA_EXTENSIONS
 from task_encoders.samples import SampleError
 
 _TEXT_ONLY_NAME: Final = re.compile(r"output_\d{8}")
 
 
 class PairsSource(Source):
-    """One JSON file per sample, images beside it.
+    """One JSON file per sample, media beside it.
 
     A part is (rows of the listing as bytes, records to leave out in front): stems stay together.
     """
@@ -38,11 +38,11 @@ class PairsSource(Source):
             raise StageError(f"source path {self.path!r} is a file; pairs lie in a folder")
         files = listing.list_files(self.root.walk())
         is_json = listing.suffix_in(files, ["json"])
-        is_image = listing.suffix_in(files, IMAGE_EXTENSIONS)
+        is_medium = listing.suffix_in(files, MEDIA_EXTENSIONS)
         groups = listing.stem_groups(files)
         has_json = np.bincount(groups, is_json, minlength=1) > 0
-        unpaired = np.flatnonzero(is_image & ~has_json[groups])
-        useful = is_json | is_image
+        unpaired = np.flatnonzero(is_medium & ~has_json[groups])
+        useful = is_json | is_medium
         used = files if useful.all() else files.filter(useful)
         return Scan(
             tuple(_parts(used, samples_per_part)),
@@ -83,7 +83,7 @@ class PairsSource(Source):
 
 
 def _parts(files: "listing.pa.Table", samples_per_part: int) -> Iterator[SourcePart]:
-    """Parts of JSON files with the images that share their stem."""
+    """Parts of JSON files with the media that share their stem."""
     groups = listing.stem_groups(files)
     records = np.flatnonzero(listing.suffix_in(files, ["json"]))
     for start in range(0, len(records), samples_per_part):
@@ -96,10 +96,10 @@ def _parts(files: "listing.pa.Table", samples_per_part: int) -> Iterator[SourceP
 
 
 def _pair(names: Iterator[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Files of one stem -> each JSON file, with the names of the images beside it."""
+    """Files of one stem -> each JSON file, with the names of the media beside it."""
     records: list[str] = []
-    images: list[str] = []
+    media: list[str] = []
     for name in names:
-        (records if name.lower().endswith(".json") else images).append(name)
-    beside = tuple(name.rpartition("/")[2] for name in images)
+        (records if name.lower().endswith(".json") else media).append(name)
+    beside = tuple(name.rpartition("/")[2] for name in media)
     return ((record, beside) for record in records)
