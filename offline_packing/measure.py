@@ -37,7 +37,7 @@ from offline_packing.stamps import sample_stamp
 from task_encoders.pack_format import image_extension, video_extension
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SampleError
-from task_encoders.video import MissingPyAVError, VideoHeader, read_video_header
+from task_encoders.video import MAX_VIDEO_FRAMES, MissingPyAVError, VideoHeader, read_video_header
 from task_encoders.vision import MAX_IMAGE_PIXELS, read_image_header
 
 logger = logging.getLogger(__name__)
@@ -227,6 +227,7 @@ def _measure_some(
     task: MeasureTask, records: Sequence[SourceRecord], encoder: SampleEncoder
 ) -> tuple[list[MeasuredSample], list[SetAsideSample]]:
     """Rows of both tables; a repeated sample is measured once."""
+    limits = (task.model.max_image_pixels or MAX_IMAGE_PIXELS, task.model.max_video_frames)
     source = task.source
     measured: list[MeasuredSample] = []
     aside: list[SetAsideSample] = []
@@ -236,7 +237,7 @@ def _measure_some(
             copies = num_copies(key, task.repeat, task.seed)
             if copies == 0:
                 raise SampleError("not_drawn", f"repeat {task.repeat:g}")
-            row = measure_record(record, key, source, task.source_id, encoder, task.model)
+            row = measure_record(record, key, source, task.source_id, encoder, *limits)
         except SampleError as error:
             aside.append(SetAsideSample(key, source.path, error.reason, error.detail))
             continue
@@ -256,7 +257,8 @@ def measure_record(
     source: Source,
     source_id: int,
     encoder: SampleEncoder,
-    model: ModelConfig,
+    max_image_pixels: int,
+    max_video_frames: int = MAX_VIDEO_FRAMES,
 ) -> MeasuredSample:
     """One row of the index. Raises SampleError where the record is to be set aside."""
     if isinstance(record.content, SampleError):
@@ -265,18 +267,17 @@ def measure_record(
     media: list[tuple[Locator, str]] = []
     sizes: list[tuple[int, int]] = []
     videos: list[VideoHeader] = []
-    max_pixels = model.max_image_pixels or MAX_IMAGE_PIXELS
     for name in sample.images:
         locator, file = source.open_media(record, name)
         with file:
-            header = read_image_header(file, max_image_pixels=max_pixels)
+            header = read_image_header(file, max_image_pixels=max_image_pixels)
         media.append((locator, image_extension(name, header.format)))
         sizes.append((header.height, header.width))
     for name in sample.videos:
         locator, file = source.open_media(record, name)
         with file:
             video = read_video_header(
-                file, max_frame_pixels=max_pixels, max_frames=model.max_video_frames
+                file, max_frame_pixels=max_image_pixels, max_frames=max_video_frames
             )
         media.append((locator, video_extension(name, video.extension)))
         videos.append(video)
