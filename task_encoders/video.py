@@ -192,7 +192,7 @@ def read_video_header(
         raise SampleError("bad_video", "the file is empty")
     plain = read_mp4_header(file) if is_mp4(head) else None
     if plain is None:
-        header = _ask_pyav(file, head, max_frame_pixels)
+        header = _ask_pyav(file, head, max_frame_pixels, max_frames)
     else:
         header = VideoHeader(plain.num_frames, plain.fps, plain.height, plain.width, plain.rotation)
     if header.height * header.width > max_frame_pixels:
@@ -274,7 +274,12 @@ def decode_frames(
         )
 
 
-def _ask_pyav(file: BinaryIO, head: bytes, max_frame_pixels: int) -> VideoHeader:
+def _ask_pyav(
+    file: BinaryIO,
+    head: bytes,
+    max_frame_pixels: int = vision.MAX_IMAGE_PIXELS,
+    max_frames: int = MAX_VIDEO_FRAMES,
+) -> VideoHeader:
     """The header of any container, its packets counted."""
     size = file.seek(0, os.SEEK_END)
     _check_complete(file, head, size)
@@ -282,6 +287,9 @@ def _ask_pyav(file: BinaryIO, head: bytes, max_frame_pixels: int) -> VideoHeader
     with _open(file, head, max_frame_pixels) as container:
         stream = _video_stream(container)
         context = stream.codec_context
+        if len(stream.index_entries) > max_frames:  # of a damaged file, sixteen million
+            claimed = len(stream.index_entries)
+            raise SampleError("video_too_long", f"{claimed} frames > max_video_frames {max_frames}")
         try:
             num_frames = sum(
                 1 for packet in container.demux(stream) if packet.size and not packet.is_discard

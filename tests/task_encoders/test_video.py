@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.nn import functional as F
 
-from task_encoders import video, vision
+from task_encoders import video
 from task_encoders.mp4_header import read_mp4_header
 from task_encoders.samples import SampleError
 from task_encoders.video import (
@@ -48,7 +48,7 @@ def header_of(data: bytes) -> VideoHeader:
 
 
 def by_pyav(data: bytes) -> VideoHeader:
-    return video._ask_pyav(io.BytesIO(data), data[:12], vision.MAX_IMAGE_PIXELS)
+    return video._ask_pyav(io.BytesIO(data), data[:12])
 
 
 def num_decoded(data: bytes) -> int:
@@ -360,20 +360,17 @@ def test_limits() -> None:
 
 def test_a_zero_duration_has_no_rate() -> None:
     data = patched(MP4, b"stts", 16 + 4, struct.pack(">I", 0))
-    try:
-        header = header_of(data)
-    except SampleError as error:
-        assert error.reason == "bad_video"
-        return
-    with pytest.raises(SampleError, match="without a frame rate"):
-        video_grid(header, SMALL, VISION)
+    with pytest.raises(SampleError, match="bad_video"):
+        video_grid(header_of(data), SMALL, VISION)
 
 
 def test_frames_that_do_not_decode() -> None:
     begin = MP4.index(b"mdat") + 4
-    damaged = MP4[:begin] + bytes(len(MP4[begin : MP4.index(b"moov") - 4])) + MP4[
-        MP4.index(b"moov") - 4 :
-    ]
+    damaged = (
+        MP4[:begin]
+        + bytes(len(MP4[begin : MP4.index(b"moov") - 4]))
+        + MP4[MP4.index(b"moov") - 4 :]
+    )
     assert header_of(damaged).num_frames == 20
     with pytest.raises(SampleError, match="truncated_video"):
         video_patches(damaged, SMALL, VISION)
@@ -402,8 +399,7 @@ def survives(data: bytes) -> bool:
     )
     try:
         pixel_values, encoded, _ = video_patches(data, settings, vision_settings)
-    except SampleError as error:
-        assert error.reason in ("truncated_video", "bad_video")
+    except SampleError:
         return True
     assert encoded == grid
     assert len(pixel_values) == math.prod(grid)

@@ -1,6 +1,7 @@
-"""Small videos, drawn and encoded with PyAV, and the containers' own structure to damage them by."""
+"""Small videos, drawn and encoded with PyAV, and the boxes of an MP4, to damage it by."""
 
 import io
+import os
 import struct
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import av
 import numpy as np
+
+os.environ.setdefault("SVT_LOG", "1")  # the AV1 encoder would print its settings
 
 #: Encoder per container; all are in PyAV's wheels.
 CODECS = {"mp4": "libx264", "mov": "mpeg4", "webm": "libvpx-vp9", "matroska": "libx264"}
