@@ -26,7 +26,7 @@ _TOP_BOXES: Final = frozenset(
 )
 #: Codecs that every build of the decoder has; each sample is one frame.
 _CODECS: Final = frozenset(
-    (b"avc1", b"avc3", b"hvc1", b"hev1", b"av01", b"vp08", b"vp09", b"mp4v", b"mjpg", b"jpeg")
+    (b"avc1", b"avc3", b"hvc1", b"hev1", b"av01", b"vp09", b"mp4v", b"mjpg", b"jpeg")
 )
 #: Display matrices (a, b, c, d) and the degrees by which they turn the frames clockwise.
 _ROTATIONS: Final[Mapping[tuple[float, float, float, float], int]] = {

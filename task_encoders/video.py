@@ -291,9 +291,7 @@ def _ask_pyav(
             claimed = len(stream.index_entries)
             raise SampleError("video_too_long", f"{claimed} frames > max_video_frames {max_frames}")
         try:
-            num_frames = sum(
-                1 for packet in container.demux(stream) if packet.size and not packet.is_discard
-            )
+            num_frames = sum(_is_shown(packet, context.name) for packet in container.demux(stream))
         except _av_errors() as error:
             raise SampleError("truncated_video", _one_line(error)) from error
         if is_mp4(head):
@@ -311,6 +309,14 @@ def _ask_pyav(
             mp4_rotation(file) if is_mp4(head) else 0,
             _extension(file, head),
         )
+
+
+def _is_shown(packet: Any, codec: str) -> bool:
+    """Whether decoding the packet gives a frame."""
+    if not packet.size or packet.is_discard:
+        return False
+    # Alone among these codecs VP8 has hidden frames in packets of their own (RFC 6386, §9.1).
+    return codec != "vp8" or bool(memoryview(packet)[0] & 0x10)
 
 
 def _check_complete(file: BinaryIO, head: bytes, size: int) -> None:

@@ -147,6 +147,15 @@ def test_frames_outside_the_edit_list_are_not_counted() -> None:
     assert header_of(short).num_frames == num_decoded(short) < 20
 
 
+def test_hidden_frames_of_vp8_are_not_counted() -> None:
+    data = bytearray(make_video(20, container="webm", codec="libvpx"))
+    with av.open(io.BytesIO(data)) as container:
+        packets = [bytes(packet) for packet in container.demux(video=0) if packet.size]
+    for packet in packets[4:7]:
+        data[data.index(packet)] &= 0xEF
+    assert header_of(bytes(data)).num_frames == num_decoded(bytes(data)) == 17
+
+
 def test_reading_at_a_byte_range_reads_the_index_only() -> None:
     data = make_video(num_frames=60, codec_options={"crf": "1"}, width=256, height=256)
 
