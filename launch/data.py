@@ -74,9 +74,16 @@ class MicroBatches(Protocol):
         """End what reads. There is no `next` after it."""
 
 
-def build_task_encoder(config: DataConfig, data: PackedData) -> Qwen2VLTaskEncoder:
-    """The task encoder with the settings that the packs were measured with."""
-    settings = dict(data.model)
+def build_task_encoder(
+    config: DataConfig, data: PackedData, family: str | None = None
+) -> Qwen2VLTaskEncoder:
+    """The task encoder with the settings that the packs were measured with.
+
+    Args:
+        family: of the model that is trained (default: as measured). Lengths are the same in both;
+            the positions of videos are not.
+    """
+    settings = {**data.model, "family": family or data.model["family"]}
     if config.processor is not None:
         settings["processor"] = config.processor
     return Qwen2VLTaskEncoder(

@@ -1,5 +1,7 @@
 """Images, videos and text from files to packs, through Energon's loader, into both models."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,19 @@ def test_raw_bytes_arrive_through_energon(stage: Any, monkeypatch: pytest.Monkey
     written = [file.read_bytes() for file in folder.iterdir() if file.suffix != ".json"]
     assert len(written) == 15
     assert sorted(arrived) == sorted(written)
+
+
+@pytest.mark.parametrize("command", [["info"], ["lint"], ["preview", "--split-parts", "train"]])
+def test_energons_own_commands_accept_the_folder(stage: Any, command: list[str]) -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("energon"), *command, stage.config.output.path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        input="n\n",
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_batch_holds_images_and_videos(stage: Any) -> None:
