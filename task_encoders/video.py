@@ -40,8 +40,8 @@ _TURNS: Final = {
 class MissingPyAVError(RuntimeError):
     """A video has to be read, and PyAV is not installed."""
 
-    def __init__(self) -> None:
-        super().__init__(
+    def __str__(self) -> str:
+        return (
             "videos need the package av; pip install 'offline-packing[video]', or leave them out "
             "of the source"
         )

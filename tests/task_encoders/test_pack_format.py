@@ -13,6 +13,7 @@ from task_encoders.pack_format import (
     pack_key,
     parse_json,
     restore_pack,
+    video_extension,
 )
 from task_encoders.samples import SampleError, SourceSample, Turn
 
@@ -143,3 +144,58 @@ def test_lists_that_cannot_be_aligned_are_refused(record: dict) -> None:
 def test_bytes_that_are_no_object_are_refused(data: bytes) -> None:
     with pytest.raises(PackFormatError, match="ps_0"):
         parse_json(data, "ps_0")
+
+
+def with_videos(key: str, images: int, videos: tuple[str, ...]) -> PackedSubSample:
+    names = tuple(f"{i}.jpg" for i in range(images)), tuple(f"{i}" for i in range(len(videos)))
+    sample = SourceSample(key, "vqa", (Turn("q", "a"),), names[0], None, names[1])
+    return PackedSubSample(sample, ("jpg",) * images + videos, num_tokens=9)
+
+
+def test_a_pack_with_videos() -> None:
+    subs = [
+        with_videos("a", 1, ("mp4", "webm")),
+        with_videos("b", 0, ()),
+        with_videos("c", 1, ("mov",)),
+    ]
+    names = media_part_names([extension for sub in subs for extension in sub.extensions])
+    assert names == ["img000.jpg", "vid000.mp4", "vid001.webm", "img001.jpg", "vid002.mov"]
+    data = pack_json(subs, "vqa")
+    record = json.loads(data)
+    assert record["images"] == [["img000.jpg"], [], ["img001.jpg"]]
+    assert record["videos"] == [["vid000.mp4", "vid001.webm"], [], ["vid002.mov"]]
+    assert record["prompt"] == [["q"], ["q"], ["q"]]
+    restored = restore_pack(data, "ps_0").sub_samples
+    assert [sub.videos for sub in restored if isinstance(sub, SourceSample)] == [
+        ("vid000.mp4", "vid001.webm"),
+        (),
+        ("vid002.mov",),
+    ]
+
+
+def test_a_pack_without_videos_says_nothing_of_them() -> None:
+    for task, subs in PACKS.values():
+        assert list(json.loads(pack_json(subs, task))) == ["images", "prompt", "captions", "meta"]
+
+
+def test_packs_of_videos_that_others_wrote() -> None:
+    record = {"videos": ["vid0.mp4", None], "prompts": ["<video>?", "b"], "captions": ["x", "y"]}
+    first, second = restore_pack(record, "ps_0", "vqa").sub_samples
+    assert isinstance(first, SourceSample)
+    assert isinstance(second, SourceSample)
+    assert (first.videos, second.videos) == (("vid0.mp4",), ())
+    with pytest.raises(PackFormatError, match="1 videos for 2 captions"):
+        restore_pack({**record, "videos": ["vid0.mp4"]}, "ps_0", "vqa")
+
+
+@pytest.mark.parametrize(
+    ("name", "container", "expected"),
+    [
+        ("a.MP4", "mp4", "mp4"),
+        ("a.mov", "mp4", "mov"),
+        ("a.bin", "webm", "webm"),
+        ("x", "avi", "avi"),
+    ],
+)
+def test_video_extension(name: str, container: str, expected: str) -> None:
+    assert video_extension(name, container) == expected

@@ -14,6 +14,7 @@ from task_encoders.samples import SourceSample
 from tests.offline_packing.datasets import make_stage, pack_all
 from tests.offline_packing.sources import formats
 from tests.offline_packing.sources.formats import Sample
+from tests.task_encoders.videos import make_video
 
 SAMPLES = formats.draw_samples(11)
 
@@ -109,6 +110,18 @@ def test_videos_of_every_format_come_out_as_they_went_in(
     unpacked = read_back(make_stage(again, tmp_path / "again", model=model))
     repacked = {key: value[1:] for key, value in unpacked.items()}
     assert repacked == {key: value[1:] for key, value in found.items()}
+
+
+def test_captioned_videos_in_a_tar(tmp_path: Path) -> None:
+    """As video datasets come: a clip and its caption as text."""
+    members = []
+    for i in range(4):
+        members += [(f"{i:04d}.mp4", make_video(4 + i)), (f"{i:04d}.txt", b"A bar moves.")]
+    formats.write_file(tmp_path / "data" / "000.tar", formats.tar_bytes(members))
+    source = {"format": "webdataset", "path": str(tmp_path / "data"), "task": "captioning"}
+    found = read_back(make_stage(source, tmp_path / "out"))
+    assert [media for _, media, _ in found.values()] == [[data] for _, data in members[::2]]
+    assert all(sample.videos for sample, _, _ in found.values())
 
 
 def test_packing_packs_again_loses_nothing(tmp_path: Path) -> None:
