@@ -24,9 +24,11 @@ TRAIN = [
     "torch>=2.11",
     "transformers>=5.20,<6",
 ]
+VIDEO = ["av>=18"]  # PyAV, whose wheels hold FFmpeg
 DEMO = [*TRAIN, "matplotlib>=3.8"]
 TEST = [
     *DEMO,
+    *VIDEO,
     "accelerate>=1.1",  # transformers' Trainer needs it
     "binpacking==1.5",  # to_constant_volume must give the packs of this version
     "hypothesis>=6.100",
@@ -52,6 +54,7 @@ setup(
         "train": TRAIN,
         "demo": DEMO,
         "test": TEST,
+        "video": VIDEO,
         "remote": ["fsspec>=2024.6"],  # sources that are not on a local disk
         "ray": ["ray>=2.40"],
         "gpu": [*TRAIN, "flash-attn>=2.7"],

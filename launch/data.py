@@ -47,6 +47,8 @@ class MicroBatch:
     cu_lengths: torch.Tensor  #: (1, P + 1) int32
     imgs: torch.Tensor  #: (patches, C·T·p·p) float32
     image_grid_thw: torch.Tensor  #: (N, 3) int32
+    pixel_values_videos: torch.Tensor  #: (patches, C·T·p·p) float32
+    video_grid_thw: torch.Tensor  #: (M, 3) int32
     num_tokens: int  #: without padding
     pack_keys: tuple[str, ...]
     sub_sample_keys: tuple[str, ...]
@@ -72,9 +74,16 @@ class MicroBatches(Protocol):
         """End what reads. There is no `next` after it."""
 
 
-def build_task_encoder(config: DataConfig, data: PackedData) -> Qwen2VLTaskEncoder:
-    """The task encoder with the settings that the packs were measured with."""
-    settings = dict(data.model)
+def build_task_encoder(
+    config: DataConfig, data: PackedData, family: str | None = None
+) -> Qwen2VLTaskEncoder:
+    """The task encoder with the settings that the packs were measured with.
+
+    Args:
+        family: of the model that is trained (default: as measured). Lengths are the same in both;
+            the positions of videos are not.
+    """
+    settings = {**data.model, "family": family or data.model["family"]}
     if config.processor is not None:
         settings["processor"] = config.processor
     return Qwen2VLTaskEncoder(

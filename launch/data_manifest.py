@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from offline_packing.config import ModelConfig
 from offline_packing.errors import StageError
 from offline_packing.files import hash_bytes, read_json
 
-#: Settings that measuring and training must share.
+#: Settings that measuring and training must share, as the task encoder names them.
 MODEL_FIELDS: Final = (
     "family",
     "processor",
@@ -21,6 +22,7 @@ MODEL_FIELDS: Final = (
     "max_pixels",
     "max_aspect_ratio",
     "max_image_pixels",
+    "video",
 )
 
 
@@ -95,7 +97,11 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _model_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: manifest["config"]["model"][name] for name in MODEL_FIELDS}
+    model = ModelConfig.model_validate(manifest["config"]["model"])
+    return {
+        name: model.video_settings() if name == "video" else getattr(model, name)
+        for name in MODEL_FIELDS
+    }
 
 
 def _count_train(manifest: Mapping[str, Any], what: str) -> int:

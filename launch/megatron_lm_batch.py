@@ -35,7 +35,9 @@ FIELDS: Final = (
     ("position_ids", torch.int64, 3),
     ("cu_lengths", torch.int32, 2),
     ("image_grid_thw", torch.int32, 2),
+    ("video_grid_thw", torch.int32, 2),
     ("imgs", torch.float32, 2),
+    ("pixel_values_videos", torch.float32, 2),
     ("attn_mask", torch.bool, 2),
 )
 
@@ -51,6 +53,8 @@ class MegatronBatch:
     packed_seq_params: PackedSeqParams
     imgs: torch.Tensor  #: (patches, C·T·p·p) float32
     image_grid_thw: torch.Tensor  #: (N, 3) int32
+    pixel_values_videos: torch.Tensor  #: (patches, C·T·p·p) float32
+    video_grid_thw: torch.Tensor  #: (M, 3) int32
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,7 +66,9 @@ class _Received:
     position_ids: torch.Tensor
     cu_lengths: torch.Tensor
     image_grid_thw: torch.Tensor
+    video_grid_thw: torch.Tensor
     imgs: torch.Tensor
+    pixel_values_videos: torch.Tensor
     attn_mask: torch.Tensor
 
 
@@ -87,6 +93,8 @@ def get_batch(data_iterator: Iterator[PackedBatch] | None, device: torch.device)
         packed_seq_params=to_packed_seq_params(received),
         imgs=received.imgs,
         image_grid_thw=received.image_grid_thw,
+        pixel_values_videos=received.pixel_values_videos,
+        video_grid_thw=received.video_grid_thw,
     )
 
 
@@ -147,6 +155,8 @@ def forward_step(
         batch.imgs,
         batch.image_grid_thw,
         batch.labels,
+        batch.pixel_values_videos,
+        batch.video_grid_thw,
     )
     return output_tensor, functools.partial(loss_func, batch.loss_mask)
 

@@ -29,6 +29,10 @@ from task_encoders.sample_encoder import IGNORE_INDEX
 LOSS_CHUNK: Final = 2048
 
 
+#: Token id, patches and grids of one kind of media.
+_Media = tuple[int, torch.Tensor | None, torch.Tensor | None]
+
+
 class PackedQwen2VL(torch.nn.Module):
     """A Qwen2-VL that reads packed rows. Made by `build_model`."""
 
@@ -56,6 +60,8 @@ class PackedQwen2VL(torch.nn.Module):
         imgs: torch.Tensor | None = None,
         image_grid_thw: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One packed row of S tokens.
 
@@ -66,13 +72,19 @@ class PackedQwen2VL(torch.nn.Module):
             imgs: (patches, C·T·p·p), read only if there are grids.
             image_grid_thw: (N, 3), in patches.
             labels: (1, S) int64, shifted: the token that follows, or IGNORE_INDEX.
+            pixel_values_videos, video_grid_thw: the same of videos.
 
         Returns:
             With labels the loss of every token, (1, S) float32, 0 where ignored. Without, this
             tensor parallel rank's part of the logits, (1, S, vocab_size / TP).
         """
+        embeddings = self._embed(
+            tokens,
+            (self.hf_config.image_token_id, imgs, image_grid_thw),
+            (self.hf_config.video_token_id, pixel_values_videos, video_grid_thw),
+        )
         hidden = self.language_model.decoder(
-            hidden_states=self._embed(tokens, imgs, image_grid_thw),
+            hidden_states=embeddings,
             attention_mask=None,
             rotary_pos_emb=self._frequencies(position_ids),
             # Angles are given per position. Under "thd" megatron-core would look them up segment by
@@ -83,28 +95,43 @@ class PackedQwen2VL(torch.nn.Module):
             return self._logits(hidden).transpose(0, 1)
         return self._token_losses(hidden, labels[0])
 
-    def _embed(
-        self,
-        tokens: torch.Tensor,
-        imgs: torch.Tensor | None,
-        image_grid_thw: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """(S, 1, H): word embeddings, with image features in the places of image tokens."""
+    def _embed(self, tokens: torch.Tensor, *media: _Media) -> torch.Tensor:
+        """(S, 1, H): word embeddings, with features in the places of image and video tokens.
+
+        Images and videos go through the vision tower together, those of one kind behind those of
+        the other; each kind's features stand in the order of its tokens.
+        """
         embeddings = self.language_model.embedding(input_ids=tokens, position_ids=None)
-        if imgs is not None and image_grid_thw is not None and len(image_grid_thw):
-            grids = image_grid_thw.long()
-            features = self.visual(imgs.to(embeddings.dtype), grid_thw=grids).pooler_output
-            is_image = tokens[0] == self.hf_config.image_token_id
-            if int(is_image.sum()) != len(features):
-                raise ValueError(
-                    f"{int(is_image.sum())} image tokens in the row, {len(features)} image "
-                    "features; tokens and images were encoded with different settings"
-                )
-            embeddings = embeddings.masked_scatter(is_image[:, None, None], features)
+        present = [
+            (token_id, patches.to(embeddings.dtype), grids.long())
+            for token_id, patches, grids in media
+            if patches is not None and grids is not None and len(grids)
+        ]
+        if present:
+            all_features = self.visual(
+                torch.cat([patches for _, patches, _ in present]),
+                grid_thw=torch.cat([grids for _, _, grids in present]),
+            ).pooler_output
+            merged = self.hf_config.vision_config.spatial_merge_size**2
+            counts = [len(patches) // merged for _, patches, _ in present]
+            for (token_id, _, _), features in zip(present, all_features.split(counts), strict=True):
+                embeddings = self._put_features(embeddings, tokens, token_id, features)
         if self.training and not embeddings.requires_grad:
             # Only the projector is trained, and this row has no image: keep backward() possible.
             embeddings.requires_grad_()
         return embeddings
+
+    def _put_features(
+        self, embeddings: torch.Tensor, tokens: torch.Tensor, token_id: int, features: torch.Tensor
+    ) -> torch.Tensor:
+        is_medium = tokens[0] == token_id
+        if int(is_medium.sum()) != len(features):
+            kind = "image" if token_id == self.hf_config.image_token_id else "video"
+            raise ValueError(
+                f"{int(is_medium.sum())} {kind} tokens in the row, {len(features)} {kind} "
+                "features; tokens and media were encoded with different settings"
+            )
+        return embeddings.masked_scatter(is_medium[:, None, None], features)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(n, 1, H) -> (n, 1, vocab_size / TP)."""

@@ -53,7 +53,7 @@ def build_trainer(config: LaunchConfig, device: torch.device) -> tuple[Trainer, 
     data = read_packed_data(Path(config.data.path))
     plan = plan_training(config, data, parallel_state.get_data_parallel_world_size())
     # The environment is checked here, before a checkpoint of many gigabytes is read.
-    task_encoder = build_task_encoder(config.data, data)
+    task_encoder = build_task_encoder(config.data, data, config.model.family)
     train_data = EnergonMicroBatches(config.data, task_encoder, device)
     validation_data = None
     if config.validation.every:

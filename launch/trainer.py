@@ -204,7 +204,8 @@ class Trainer:
         except Exception as error:
             raise StepError(
                 f"step {self.iteration + 1}: packs {', '.join(row.pack_keys)} of "
-                f"{row.tokens.shape[1]} tokens and {len(row.image_grid_thw)} images, samples "
+                f"{row.tokens.shape[1]} tokens, {len(row.image_grid_thw)} images and "
+                f"{len(row.video_grid_thw)} videos, samples "
                 f"{', '.join(row.sub_sample_keys)}: {error}"
             ) from error
 
@@ -212,14 +213,15 @@ class Trainer:
         """The sum of one row's weighted losses, entered into the counts."""
         labels = shift_labels(row.labels)
         terms = loss_terms(labels, row.cu_lengths, self._config.train.normalization)
-        has_images = len(row.image_grid_thw) > 0
         token_losses = self._model(
             tokens=row.tokens,
             position_ids=row.position_ids,
             packed_seq_params=to_packed_seq_params(row),
-            imgs=row.imgs if has_images else None,
-            image_grid_thw=row.image_grid_thw if has_images else None,
+            imgs=row.imgs,
+            image_grid_thw=row.image_grid_thw,
             labels=labels,
+            pixel_values_videos=row.pixel_values_videos,
+            video_grid_thw=row.video_grid_thw,
         )
         loss = weighted_sum(token_losses, terms)
         counts.add(

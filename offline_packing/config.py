@@ -25,6 +25,7 @@ from offline_packing.errors import ConfigError
 from offline_packing.sources import SOURCES, source_class
 from offline_packing.sources.fields import FieldMap
 from task_encoders.sample_encoder import FAMILIES
+from task_encoders.video import MAX_VIDEO_FRAMES, VideoSettings
 
 #: Copies of a sample are rows of their own: more of them is a slip of the pen.
 MAX_REPEAT: Final = 1000
@@ -59,6 +60,9 @@ def _expand_user(path: Any) -> Any:
 LocalOrRemotePath = Annotated[str, BeforeValidator(_expand_user)]
 Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
 NonNegative = Annotated[int, BeforeValidator(_not_bool), Field(ge=0)]
+
+
+_VIDEO: Final = VideoSettings()
 
 
 class _Config(BaseModel):
@@ -125,6 +129,34 @@ class ModelConfig(_Config):
     max_aspect_ratio: Annotated[float, BeforeValidator(_not_bool), Field(ge=1)] = 200
     #: an image with more pixels in its file is set aside (default: Pillow's bomb threshold)
     max_image_pixels: Count | None = None
+    #: frames taken of a second of video, and of a whole one, as far as it has them
+    video_fps: Annotated[float, BeforeValidator(_not_bool), Field(gt=0)] = _VIDEO.fps
+    video_min_frames: Count = _VIDEO.min_frames
+    video_max_frames: Count = _VIDEO.max_frames
+    #: limits of a frame after resizing
+    video_min_pixels: Count = _VIDEO.min_pixels
+    video_max_pixels: Count = _VIDEO.max_pixels
+    #: frames of a video share 0.9 times that many tokens' pixels (default: no such limit)
+    video_max_tokens: Count | None = None
+    #: a video with more frames in its file is set aside
+    max_video_frames: Count = MAX_VIDEO_FRAMES
+
+    def video_settings(self) -> VideoSettings:
+        """What an encoder takes. Raises ValueError where the limits contradict each other."""
+        return VideoSettings(
+            fps=self.video_fps,
+            min_frames=self.video_min_frames,
+            max_frames=self.video_max_frames,
+            min_pixels=self.video_min_pixels,
+            max_pixels=self.video_max_pixels,
+            max_tokens=self.video_max_tokens,
+            max_file_frames=self.max_video_frames,
+        )
+
+    @model_validator(mode="after")
+    def _check_videos(self) -> "ModelConfig":
+        self.video_settings()
+        return self
 
     @model_validator(mode="after")
     def _check_pixels(self) -> "ModelConfig":
@@ -160,9 +192,9 @@ class PackConfig(_Config):
     assignment: tuple[Literal["shuffle", "locality", "mix", "balance"], ...] = ("shuffle",)
     #: write the packs so that the ranks of this loader get packs of similar cost at each step
     order: OrderConfig | None = None
-    #: further limits per pack: {vision_patches: 22000, images: 16}
-    budgets: dict[Literal["vision_patches", "images"], Count] = {}
-    #: packs hold only samples with images, or only samples without
+    #: further limits per pack: {vision_patches: 22000, images: 16, videos: 2}
+    budgets: dict[Literal["vision_patches", "images", "videos"], Count] = {}
+    #: packs hold only samples with images or videos, or only samples without
     homogeneous: bool = False
     #: samples that a pack may hold
     max_samples: Count | None = None

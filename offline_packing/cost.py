@@ -31,7 +31,7 @@ class TransformerShape:
 
 #: Qwen2-VL-7B: 28 layers, 28 heads, 4 key-value heads
 QWEN2_VL_7B = TransformerShape(3584, 28, 18944, kv_share=4 / 28)
-#: its vision tower; patches attend within one image
+#: its vision tower; patches attend within one image, or one step in time of a video
 QWEN2_VL_VISION = TransformerShape(1280, 32, 5120, ffn_matrices=2, causal=False)
 
 
@@ -45,8 +45,9 @@ def sample_cost(
 ) -> np.ndarray:
     """Forward operations of each sample, float64 (num_samples,): language model plus vision tower.
 
-    All arrays are (num_samples,). The patches of a sample count as ``num_images`` equal images
-    (default: one). The cost of a pack is the sum over its samples.
+    All arrays are (num_samples,). The patches of a sample count as ``num_images`` equal pictures
+    (default: one), steps in time of videos included. The cost of a pack is the sum over its
+    samples.
     """
     cost = language.flops(num_tokens)
     if num_vision_patches is not None:

@@ -45,9 +45,10 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("num_loss_tokens", pa.int32()),
         pa.field("num_vision_patches", pa.int32()),
         pa.field("num_images", pa.int32()),
+        pa.field("num_videos", pa.int32()),
         pa.field("num_turns", pa.int32()),
         pa.field("traits", pa.uint8()),  # flags, see traits.py
-        pa.field("grid_thw", pa.list_(pa.int32())),  # (t, h, w) of each image, one after another
+        pa.field("grid_thw", pa.list_(pa.int32())),  # (t, h, w) of each medium, one after another
         pa.field("stamp", pa.uint64()),  # of the files' modification times, see stamps.py
         pa.field("json", pa.struct(_LOCATOR_FIELDS)),
         pa.field("media", pa.large_list(pa.struct(_MEDIA_FIELDS))),
@@ -65,8 +66,8 @@ SET_ASIDE_SCHEMA: Final = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSample:
-    """One row of the index. `media` holds locator and extension of each image; `stamp` changes when
-    a file of the sample is written to."""
+    """One row of the index. `media` holds locator and extension of each image, then of each video;
+    `stamp` changes when a file of the sample is written to."""
 
     key: str
     source_id: int
@@ -77,6 +78,7 @@ class MeasuredSample:
     media: tuple[tuple[Locator, str], ...]
     stamp: int
     traits: int
+    num_videos: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,8 @@ def index_table(samples: Sequence[MeasuredSample]) -> pa.Table:
         "num_tokens": [length.num_tokens for length in lengths],
         "num_loss_tokens": [length.num_loss_tokens for length in lengths],
         "num_vision_patches": [length.num_vision_patches for length in lengths],
-        "num_images": [len(sample.media) for sample in samples],
+        "num_images": [len(sample.media) - sample.num_videos for sample in samples],
+        "num_videos": [sample.num_videos for sample in samples],
         "num_turns": [sample.num_turns for sample in samples],
         "traits": np.array([sample.traits for sample in samples], dtype=np.uint8),
         "grid_thw": grids,

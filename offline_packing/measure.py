@@ -1,7 +1,7 @@
 """measure: source + sample encoder -> index.
 
 A task is a part of a source and writes one part of the index and one of the set-aside table, so
-that a run that was killed goes on after its last finished part. Images are not decoded: their size
+that a run that was killed goes on after its last finished part. Media are not decoded: their size
 is read from the header.
 """
 
@@ -36,9 +36,10 @@ from offline_packing.sources.records import to_sample
 from offline_packing.stage import Stage, config_fingerprint, open_encoder
 from offline_packing.stamps import sample_stamp
 from offline_packing.traits import sample_traits
-from task_encoders.pack_format import image_extension
+from task_encoders.pack_format import image_extension, video_extension
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SampleError
+from task_encoders.video import MAX_VIDEO_FRAMES, MissingPyAVError, VideoHeader, read_video_header
 from task_encoders.vision import MAX_IMAGE_PIXELS, read_image_header
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ def measure(stage: Stage) -> IndexInfo:
     info = _with_unused_images(workspace.index, info, scans)
     if info.num_unused_images:
         logger.warning(
-            "measure: %s image files are used by no sample", f"{info.num_unused_images:,}"
+            "measure: %s image and video files are used by no sample", f"{info.num_unused_images:,}"
         )
     info.save(workspace.index_info)
     return info
@@ -239,7 +240,7 @@ def _measure_some(
     task: MeasureTask, records: Sequence[SourceRecord], encoder: SampleEncoder
 ) -> tuple[list[MeasuredSample], list[SetAsideSample]]:
     """Rows of both tables; a repeated sample is measured once."""
-    max_image_pixels = task.model.max_image_pixels or MAX_IMAGE_PIXELS
+    limits = (task.model.max_image_pixels or MAX_IMAGE_PIXELS, task.model.max_video_frames)
     source = task.source
     measured: list[MeasuredSample] = []
     aside: list[SetAsideSample] = []
@@ -249,10 +250,12 @@ def _measure_some(
             copies = num_copies(key, task.repeat, task.seed)
             if copies == 0:
                 raise SampleError("not_drawn", f"repeat {task.repeat:g}")
-            row = measure_record(record, key, source, task.source_id, encoder, max_image_pixels)
+            row = measure_record(record, key, source, task.source_id, encoder, *limits)
         except SampleError as error:
             aside.append(SetAsideSample(key, source.path, error.reason, error.detail))
             continue
+        except MissingPyAVError as error:
+            raise StageError(f"sample {key!r} in {source.path}: {error}") from error
         except Exception as error:
             raise StageError(
                 f"sample {key!r} in {source.path}: {type(error).__name__}: {error}"
@@ -268,20 +271,30 @@ def measure_record(
     source_id: int,
     encoder: SampleEncoder,
     max_image_pixels: int,
+    max_video_frames: int = MAX_VIDEO_FRAMES,
 ) -> MeasuredSample:
     """One row of the index. Raises SampleError where the record is to be set aside."""
     if isinstance(record.content, SampleError):
         raise record.content
-    sample = to_sample(record.content, key, source.task, record.paired_images)
+    sample = to_sample(record.content, key, source.task, record.paired_media)
     media: list[tuple[Locator, str]] = []
     sizes: list[tuple[int, int]] = []
+    videos: list[VideoHeader] = []
     for name in sample.images:
         locator, file = source.open_media(record, name)
         with file:
             header = read_image_header(file, max_image_pixels=max_image_pixels)
         media.append((locator, image_extension(name, header.format)))
         sizes.append((header.height, header.width))
-    length = encoder.measure(sample, sizes)
+    for name in sample.videos:
+        locator, file = source.open_media(record, name)
+        with file:
+            video = read_video_header(
+                file, max_frame_pixels=max_image_pixels, max_frames=max_video_frames
+            )
+        media.append((locator, video_extension(name, video.extension)))
+        videos.append(video)
+    length = encoder.measure(sample, sizes, videos)
     stamp = sample_stamp(source, record.locator, (locator for locator, _ in media))
     return MeasuredSample(
         key,
@@ -293,12 +306,13 @@ def measure_record(
         tuple(media),
         stamp,
         sample_traits(sample, sizes),
+        len(videos),
     )
 
 
 def _with_unused_images(folder: Path, info: IndexInfo, scans: Sequence[Scan]) -> IndexInfo:
     """Count the image files that neither stand beside a record nor are named by a row."""
-    unpaired = {i: scan.unpaired_images for i, scan in enumerate(scans) if scan.unpaired_images}
+    unpaired = {i: scan.unpaired_media for i, scan in enumerate(scans) if scan.unpaired_media}
     if not unpaired:
         return info
     unused = {  # names need not be UTF-8

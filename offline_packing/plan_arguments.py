@@ -10,7 +10,11 @@ from offline_packing.errors import ConfigError
 from offline_packing.index import Index
 
 #: Column of the index that each budget of a pack counts.
-BUDGET_COLUMNS: Final = {"vision_patches": "num_vision_patches", "images": "num_images"}
+BUDGET_COLUMNS: Final = {
+    "vision_patches": "num_vision_patches",
+    "images": "num_images",
+    "videos": "num_videos",
+}
 
 
 def plan_arguments(
@@ -53,7 +57,7 @@ def plan_arguments(
         "window_packs": config.output.packs_per_shard,
     }
     if pack.homogeneous:
-        arguments["groups"] = (column("num_images") > 0).astype(np.int32)
+        arguments["groups"] = (column("num_images") + column("num_videos") > 0).astype(np.int32)
     if "mix" in pack.assignment:
         arguments["groups"] = column("source_id")
         weights = {i: s.weight for i, s in enumerate(config.source) if s.weight is not None}
@@ -65,9 +69,19 @@ def plan_arguments(
     if pack.order is not None:
         arguments["order"] = RankLayout(pack.order.num_ranks, pack.order.num_workers)
         arguments["cost"] = sample_cost(
-            column("num_tokens"), column("num_vision_patches"), column("num_images")
+            column("num_tokens"), column("num_vision_patches"), _num_pictures(samples)[kept]
         )
     return arguments
+
+
+def _num_pictures(samples: Index) -> npt.NDArray[np.int64]:
+    """(num_samples,) pictures within which patches attend: images, and steps of videos' grids."""
+    counts = [np.empty(0, np.int64)]
+    for table in samples.parts("grid_thw"):
+        grids = table["grid_thw"].combine_chunks()
+        steps = np.concatenate([[0], np.cumsum(grids.flatten().to_numpy()[::3], dtype=np.int64)])
+        counts.append(np.diff(steps[np.cumsum([0, *grids.value_lengths().to_numpy() // 3])]))
+    return np.concatenate(counts)
 
 
 def set_aside_reason(name: str, num_tokens: int, config: PackingConfig) -> tuple[str, str]:

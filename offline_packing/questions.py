@@ -43,9 +43,12 @@ def read_samples(source: Source, skipped: list[str]) -> Iterator[Found]:
             try:
                 if isinstance(record.content, SampleError):
                     raise record.content
-                sample = to_sample(record.content, record.key, source.task, record.paired_images)
-                if len(sample.images) > 1:
-                    raise SampleError("bad_record", f"{len(sample.images)} images, no pair")
+                sample = to_sample(record.content, record.key, source.task, record.paired_media)
+                if len(sample.images) > 1 or sample.videos:
+                    raise SampleError(
+                        "bad_record",
+                        f"{len(sample.images)} images, {len(sample.videos)} videos: no pair",
+                    )
                 yield _find_image(source, record, sample)
             except SampleError as error:
                 skipped.append(f"{record.key}: {error}")

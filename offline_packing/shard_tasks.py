@@ -18,7 +18,7 @@ from offline_packing.shard_rows import rows_of_shards
 from offline_packing.sources import Locator, Source
 from offline_packing.stage import Stage, open_sources
 from offline_packing.stamps import MODIFICATION_TIME, sample_stamp
-from task_encoders.pack_format import pack_key
+from task_encoders.pack_format import is_video_name, pack_key
 from task_encoders.samples import SourceSample
 
 #: Columns of the index that a task carries.
@@ -38,6 +38,11 @@ class Row:
     json: Locator
     media: tuple[Locator, ...]
     extensions: tuple[str, ...]
+
+    @property
+    def num_videos(self) -> int:
+        """How many of the media are videos; they are the last."""
+        return sum(map(is_video_name, self.extensions))
 
 
 @dataclass(frozen=True)
@@ -89,10 +94,12 @@ class ShardTask:
         Raises:
             StageError: the record is not what was measured any more.
         """
-        return self.sources[row.source_id].read_sample(row.key, row.json, len(row.media))
+        num_images = len(row.media) - row.num_videos
+        source = self.sources[row.source_id]
+        return source.read_sample(row.key, row.json, num_images, row.num_videos)
 
-    def read_images(self, row: Row) -> list[bytes]:
-        """The bytes of a sample's images as they are now. Raises StageError where one changed."""
+    def read_media(self, row: Row) -> list[bytes]:
+        """The bytes of a sample's media as they are now. Raises StageError where one changed."""
         source = self.sources[row.source_id]
         return [source.read_media(locator) for locator in row.media]
 

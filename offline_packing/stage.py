@@ -83,6 +83,7 @@ def open_encoder(model: ModelConfig) -> SampleEncoder:
             max_pixels=model.max_pixels,
             max_aspect_ratio=model.max_aspect_ratio,
             max_image_pixels=model.max_image_pixels,
+            video=model.video_settings(),
         )
     except (ValueError, OSError) as error:
         raise ConfigError(f"model: {' '.join(str(error).split())}") from error

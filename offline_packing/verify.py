@@ -42,6 +42,7 @@ class VerifyResult:
     num_set_aside: int
     #: compared with the source, and encoded again; 0 unless deep
     num_images: int
+    num_videos: int
     num_tokens: int
     num_problems: int
     #: the first of them
@@ -79,6 +80,7 @@ def verify(stage: Stage, *, deep: bool = False) -> VerifyResult:
         num_samples=total.num_samples,
         num_set_aside=num_set_aside,
         num_images=total.num_images,
+        num_videos=total.num_videos,
         num_tokens=total.num_tokens,
         num_problems=total.num_problems,
         problems=tuple(total.problems),
@@ -104,6 +106,7 @@ def render_result(result: VerifyResult, *, deep: bool) -> str:
     """The result as a table, problems below."""
     deep_lines = [
         f"{'images':<16}{result.num_images:,}, bytes compared with the source",
+        *([f"{'videos':<16}{result.num_videos:,}, likewise"] if result.num_videos else []),
         f"{'tokens':<16}{result.num_tokens:,}, encoded again",
     ]
     lines = [

@@ -14,6 +14,7 @@ from offline_packing.shard_tasks import Row, ShardTask
 from offline_packing.stage import open_encoder
 from task_encoders.pack_format import JSON_PART, PackFormatError, parse_json, restore_pack
 from task_encoders.samples import SampleError, SourceSample
+from task_encoders.video import MissingPyAVError
 
 #: Problems kept per shard; all are counted.
 _KEPT: Final = 20
@@ -27,6 +28,7 @@ class ShardReport:
     num_samples: int = 0
     num_tokens: int = 0
     num_images: int = 0
+    num_videos: int = 0
     num_problems: int = 0
     problems: list[str] = field(default_factory=list)
     #: key_hash of every sample found: one array per pack
@@ -44,6 +46,7 @@ class ShardReport:
         self.num_samples += other.num_samples
         self.num_tokens += other.num_tokens
         self.num_images += other.num_images
+        self.num_videos += other.num_videos
         self.num_problems += other.num_problems
         self.problems = (self.problems + other.problems)[:_KEPT]
 
@@ -122,8 +125,10 @@ def _verify_pack(
         sub_where = f"{where}: {row.key!r}"
         if isinstance(sub, SampleError):
             report.problem(f"{sub_where}: {sub}")
-        elif any(name not in parts for name in sub.images) or len(sub.images) != len(row.media):
-            report.problem(f"{sub_where}: its images are not those that were measured")
+        elif any(name not in parts for name in sub.media) or (
+            (len(sub.media), len(sub.videos)) != (len(row.media), row.num_videos)
+        ):
+            report.problem(f"{sub_where}: its media are not those that were measured")
         elif task.deep:
             _verify_sub_sample(task.shard, row, sub, parts, sub_where, report)
 
@@ -138,19 +143,23 @@ def _verify_sub_sample(
 ) -> None:
     """Compare one sub-sample with its source, and encode it."""
     images = [parts[name] for name in sub.images]
+    videos = [parts[name] for name in sub.videos]
     try:
         source = LAYOUTS[task.layout].stored_form(task.read_sample(row))
         if (sub.turns, sub.system) != (source.turns, source.system):
             report.problem(f"{where}: text differs from the source")
             return
-        if images != task.read_images(row):
-            report.problem(f"{where}: image bytes differ from the source")
+        media = task.read_media(row)
+        if images + videos != media:
+            kind = "image" if images != media[: len(images)] else "video"
+            report.problem(f"{where}: {kind} bytes differ from the source")
             return
-        num_tokens = len(open_encoder(task.model).encode(sub, images).tokens)
-    except (SampleError, StageError) as error:
+        num_tokens = len(open_encoder(task.model).encode(sub, images, videos).tokens)
+    except (SampleError, StageError, MissingPyAVError) as error:
         report.problem(f"{where}: {error}")
         return
     report.num_images += len(images)
+    report.num_videos += len(videos)
     report.num_tokens += num_tokens
     if num_tokens != row.num_tokens:
         report.problem(f"{where}: encodes to {num_tokens} tokens, measured {row.num_tokens}")

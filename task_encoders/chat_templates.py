@@ -5,10 +5,17 @@ control token, and would lose where the answers are. `check_chat_template` prove
 spell what the checkpoint's own Jinja template writes.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from task_encoders.samples import IMAGE_PLACEHOLDER, SourceSample, Turn
+from task_encoders.samples import (
+    IMAGE_PLACEHOLDER,
+    VIDEO_PLACEHOLDER,
+    SourceSample,
+    Turn,
+    count_placeholders,
+)
 
 #: Qwen2-VL's chat template, for processors that come without one.
 QWEN2_VL_TEMPLATE: Final = (
@@ -53,7 +60,18 @@ class Image(NamedTuple):
     """The place of the next image."""
 
 
-Piece = Control | Text | Answer | Image
+class Video(NamedTuple):
+    """The place of the next video."""
+
+
+Piece = Control | Text | Answer | Image | Video
+
+#: A prompt is cut at both placeholders where the sample has videos.
+_MEDIA: Final[Mapping[str, Image | Video]] = {
+    IMAGE_PLACEHOLDER: Image(),
+    VIDEO_PLACEHOLDER: Video(),
+}
+_PLACEHOLDERS: Final = re.compile(f"({'|'.join(map(re.escape, _MEDIA))})")
 
 _START, _END = Control("<|im_start|>"), Control("<|im_end|>")
 _ANSWER_END = Control("<|im_end|>", labelled=True)
@@ -62,17 +80,29 @@ _ANSWER_END = Control("<|im_end|>", labelled=True)
 def render(sample: SourceSample) -> Iterator[Piece]:
     """The pieces of a checked sample (`samples.check_sample`).
 
-    Captioning: images, caption, end token; no template. Conversations: ChatML with the default
-    system message where the sample has none, without the newline behind the very last end token.
+    Captioning: images, videos, caption, end token; no template. Conversations: ChatML with the
+    default system message where the sample has none, without the newline behind the very last end
+    token.
     """
     if sample.task == "captioning":
         yield from [Image()] * len(sample.images)
+        yield from [Video()] * len(sample.videos)
         yield Answer("", sample.turns[0].answer)
         yield _ANSWER_END
         return
     yield from _message("system", sample.system if sample.system is not None else DEFAULT_SYSTEM)
-    for i, turn in enumerate(_place_images(sample)):
-        yield from _message("user", turn.prompt)
+    for i, turn in enumerate(_place_media(sample)):
+        yield _START
+        # '<image>\nWhat?' -> 'user\n', image, '\nWhat?'
+        first, *parts = _split_at_media(sample, turn.prompt)
+        yield Text(f"user\n{first}")
+        for part in parts:
+            if not isinstance(part, str):
+                yield part
+            elif part:
+                yield Text(part)
+        yield _END
+        yield Text("\n")
         yield _START
         yield Answer("assistant\n", turn.answer)
         yield _ANSWER_END
@@ -82,37 +112,48 @@ def render(sample: SourceSample) -> Iterator[Piece]:
 
 def _message(role: str, content: str) -> Iterator[Piece]:
     yield _START
-    # '<image>\nWhat?' -> 'user\n', image, '\nWhat?'; a system message holds no images.
-    parts = content.split(IMAGE_PLACEHOLDER) if role == "user" else [content]
-    yield Text(f"{role}\n{parts[0]}")
-    for part in parts[1:]:
-        yield Image()
-        if part:
-            yield Text(part)
+    yield Text(f"{role}\n{content}")
     yield _END
     yield Text("\n")
 
 
-def _place_images(sample: SourceSample) -> tuple[Turn, ...]:
-    """The turns, with all images in front where no prompt says where they belong."""
-    if not sample.images or any(IMAGE_PLACEHOLDER in turn.prompt for turn in sample.turns):
+def _place_media(sample: SourceSample) -> tuple[Turn, ...]:
+    """The turns, with all images, and then all videos, in front where no prompt says where they
+    belong."""
+    front = ""
+    for placeholder, names in (
+        (IMAGE_PLACEHOLDER, sample.images),
+        (VIDEO_PLACEHOLDER, sample.videos),
+    ):
+        if names and not count_placeholders(sample.turns, placeholder):
+            front += placeholder * len(names)
+    if not front:
         return sample.turns
     first, *rest = sample.turns
-    prompt = IMAGE_PLACEHOLDER * len(sample.images) + first.prompt
-    return Turn(prompt, first.answer), *rest
+    return Turn(front + first.prompt, first.answer), *rest
+
+
+def _split_at_media(sample: SourceSample, prompt: str) -> list[str | Image | Video]:
+    """'a<image>b' -> ['a', Image(), 'b']; texts and media alternate, and a text comes first."""
+    if not sample.videos:
+        first, *rest = prompt.split(IMAGE_PLACEHOLDER)
+        return [first, *(piece for text in rest for piece in (Image(), text))]
+    return [_MEDIA.get(part, part) for part in _PLACEHOLDERS.split(prompt)]
 
 
 def to_messages(sample: SourceSample) -> list[dict[str, Any]]:
-    """A conversation as transformers' chat messages, with images as content parts."""
+    """A conversation as transformers' chat messages, with media as content parts."""
     messages: list[dict[str, Any]] = []
     if sample.system is not None:
         messages.append({"role": "system", "content": [{"type": "text", "text": sample.system}]})
-    for turn in _place_images(sample):
-        first, *parts = turn.prompt.split(IMAGE_PLACEHOLDER)
-        content = [{"type": "text", "text": first}]
-        for part in parts:
-            content += [{"type": "image"}, {"type": "text", "text": part}]
-        content = [part for part in content if part.get("text") != ""]
+    for turn in _place_media(sample):
+        content = [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image" if isinstance(part, Image) else "video"}
+            for part in _split_at_media(sample, turn.prompt)
+            if part != ""
+        ]
         messages.append({"role": "user", "content": content})
         answer = [{"type": "text", "text": turn.answer}]
         messages.append({"role": "assistant", "content": answer})
@@ -129,9 +170,12 @@ def check_chat_template(template_renderer: Any, name: str) -> None:
     Raises:
         ValueError: it writes something else.
     """
-    turns = (Turn("<image>\nWhat is <image> this?", "A cat.\n"), Turn(" And?", "\n\nA dog."))
+    turns = (
+        Turn("<image>\nWhat is <image> this?", "A cat.\n"),
+        Turn(" And <video>?", "\n\nA dog."),
+    )
     for system in (None, "Be brief."):
-        sample = SourceSample("probe", "bmr", turns, ("a", "b"), system)
+        sample = SourceSample("probe", "bmr", turns, ("a", "b"), system, ("c",))
         ours = "".join(_spell(piece) for piece in render(sample)) + "\n"
         theirs = template_renderer.apply_chat_template(to_messages(sample), tokenize=False)
         if ours != theirs:
@@ -149,4 +193,6 @@ def _spell(piece: Piece) -> str:
             return header + text
         case Text(text=text):
             return text
+        case Video():
+            return "<|vision_start|><|video_pad|><|vision_end|>"
     return "<|vision_start|><|image_pad|><|vision_end|>"

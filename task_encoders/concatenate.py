@@ -3,7 +3,7 @@
     samples of 3, 2 and 4 tokens
     tokens       [a a a b b c c c c]
     cu_lengths   [0 3 5 9]
-    position_ids [0 1 2 0 1 0 1 2 3]      (text; images as in M-RoPE), per sub-sample
+    position_ids [0 1 2 0 1 0 1 2 3]      (text; media as in M-RoPE), per sub-sample
 
 A row is never padded unless asked to. `pad_multiple` pads every sub-sample inside its own segment;
 `pad_to_length` adds a last segment of padding, so that `cu_lengths[-1]` is always the row's length.
@@ -11,6 +11,7 @@ A row is never padded unless asked to. `pad_multiple` pads every sub-sample insi
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """One row of S tokens in P segments, with N images of L patches of D values in all."""
+    """One row of S tokens in P segments, with N images of L patches and M videos of K patches in
+    all, of D values each."""
 
     tokens: torch.Tensor  #: (S,) int64
     labels: torch.Tensor  #: (S,) int64, not shifted, IGNORE_INDEX at each sub-sample's first token
@@ -29,6 +31,12 @@ class PackedRow:
     cu_lengths: torch.Tensor  #: (P + 1,) int32
     pixel_values: torch.Tensor  #: (L, D) float32
     image_grid_thw: torch.Tensor  #: (N, 3) int32
+    pixel_values_videos: torch.Tensor  #: (K, D) float32
+    video_grid_thw: torch.Tensor  #: (M, 3) int32
+
+
+#: Fields of samples and rows that are put one after another as they are.
+_VISION: Final = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
 def concatenate(
@@ -88,8 +96,10 @@ def concatenate(
         position_ids=torch.from_numpy(position_ids),
         attn_mask=torch.from_numpy(padding),
         cu_lengths=torch.tensor(cu_lengths, dtype=torch.int32),
-        pixel_values=torch.from_numpy(np.concatenate([s.pixel_values for s in samples])),
-        image_grid_thw=torch.from_numpy(np.concatenate([s.image_grid_thw for s in samples])),
+        **{
+            name: torch.from_numpy(np.concatenate([getattr(s, name) for s in samples]))
+            for name in _VISION
+        },
     )
 
 
@@ -109,6 +119,5 @@ def merge_rows(rows: Sequence[PackedRow]) -> PackedRow:
         position_ids=torch.cat([row.position_ids for row in rows], dim=1),
         attn_mask=torch.cat([row.attn_mask for row in rows]),
         cu_lengths=torch.cat(ends),
-        pixel_values=torch.cat([row.pixel_values for row in rows]),
-        image_grid_thw=torch.cat([row.image_grid_thw for row in rows]),
+        **{name: torch.cat([getattr(row, name) for row in rows]) for name in _VISION},
     )

@@ -12,7 +12,7 @@ from megatron.energon import Batch, Sample
 from megatron.energon.edataclass import edataclass
 
 from task_encoders.concatenate import PackedRow, merge_rows
-from task_encoders.pack_format import IMAGE_EXTENSIONS, JSON_PART, PackFormatError, parse_json
+from task_encoders.pack_format import JSON_PART, MEDIA_EXTENSIONS, PackFormatError, parse_json
 
 
 @edataclass
@@ -27,6 +27,8 @@ class PackedSample(Sample):
     captions: list[Any]
     #: task, keys, num_tokens, system; None in packs written by others.
     meta: dict[str, Any] | None = None
+    #: As image_names; None in packs without videos.
+    video_names: list[Any] | None = None
 
 
 @edataclass
@@ -53,8 +55,8 @@ SAMPLE_CLASS_OF_TASK = {
 
 
 def part_filter(part: str) -> bool:
-    """Which members of a pack are read: its JSON and its images."""
-    return part == JSON_PART or part.rpartition(".")[2].lower() in IMAGE_EXTENSIONS
+    """Which members of a pack are read: its JSON and its media."""
+    return part == JSON_PART or part.rpartition(".")[2].lower() in MEDIA_EXTENSIONS
 
 
 def sample_loader(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,6 +71,7 @@ def sample_loader(parts: Mapping[str, Any]) -> dict[str, Any]:
         "prompts": record.get("prompt", record.get("prompts")),
         "captions": record.get("captions"),
         "meta": record.get("meta"),
+        "video_names": record.get("videos"),
     }
 
 
@@ -106,9 +109,9 @@ class PackedBatch(Batch):
     imgs: torch.Tensor
     #: (N, 3) int32, in patches
     image_grid_thw: torch.Tensor
-    #: [[0.]]: packs hold no videos yet
+    #: (patches, C·T·p·p) float32; [[0.]] without videos
     pixel_values_videos: torch.Tensor
-    #: (0, 3) int32
+    #: (M, 3) int32, in patches
     video_grid_thw: torch.Tensor
     #: (N,) int32, one tile per image
     num_tiles: torch.Tensor
@@ -136,8 +139,10 @@ def batch_rows(samples: Sequence[PackedRowSample], ignore_index: int) -> PackedB
         max_lengths=row.cu_lengths.diff().max()[None],
         imgs=row.pixel_values if num_images else torch.zeros(1, 1),
         image_grid_thw=row.image_grid_thw,
-        pixel_values_videos=torch.zeros(1, 1),
-        video_grid_thw=torch.zeros(0, 3, dtype=torch.int32),
+        pixel_values_videos=row.pixel_values_videos
+        if len(row.video_grid_thw)
+        else torch.zeros(1, 1),
+        video_grid_thw=row.video_grid_thw,
         num_tiles=torch.ones(num_images, dtype=torch.int32),
         sub_sample_keys=[key for sample in samples for key in sample.sub_sample_keys],
         dropped=[line for sample in samples for line in sample.dropped],

@@ -15,6 +15,8 @@ class Batch(Protocol):
     cu_lengths: torch.Tensor
     imgs: torch.Tensor
     image_grid_thw: torch.Tensor
+    pixel_values_videos: torch.Tensor
+    video_grid_thw: torch.Tensor
 
 
 def required_pad_multiple(
@@ -77,7 +79,8 @@ def to_transformers_kwargs(batch: Batch) -> dict[str, Any]:
 
     Returns:
         input_ids, labels (1, S), position_ids (4, 1, S), use_cache, and where there are images
-        pixel_values (L, D), image_grid_thw (N, 3). Labels are shifted inside the model.
+        pixel_values (L, D), image_grid_thw (N, 3), and likewise of videos. Labels are shifted
+        inside the model.
     """
     boundaries = batch.cu_lengths.flatten().long()
     starts = torch.repeat_interleave(boundaries[:-1], boundaries.diff())
@@ -91,4 +94,7 @@ def to_transformers_kwargs(batch: Batch) -> dict[str, Any]:
     if len(batch.image_grid_thw):
         kwargs["pixel_values"] = batch.imgs
         kwargs["image_grid_thw"] = batch.image_grid_thw.long()
+    if len(batch.video_grid_thw):
+        kwargs["pixel_values_videos"] = batch.pixel_values_videos
+        kwargs["video_grid_thw"] = batch.video_grid_thw.long()
     return kwargs

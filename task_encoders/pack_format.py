@@ -15,12 +15,17 @@ needs it, and for every multi-turn pack:
 
     {"images": [["img000.jpg"], [], ...], "prompt": [[str, ...], ...], "captions": [[str], ...]}
 
+A pack with videos is nested and has one more list, whose names count for themselves:
+
+    {"images": [["img000.jpg"], [], ...], "videos": [[], ["vid000.mp4"], ...], ...}
+
 `meta` holds `task`, and per sub-sample `keys`, `num_tokens` and `system` (null: the template's
 default). Packs written by others are read as well: `prompts` for `prompt`, or neither; `img0` for
-`img000`; empty or null image names for text-only sub-samples; no `meta`; images under other names
-than the members', see `match_images`.
+`img000`; empty or null names for sub-samples without such media; no `images` beside `videos`; no
+`meta`; images under other names than the members', see `match_images`.
 """
 
+import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +40,8 @@ JSON_PART: Final = "json"
 #: Extensions written as they are. Anything else is named after the image's own format: a member's
 #: name decides what readers do with it, so a source must not choose it freely.
 IMAGE_EXTENSIONS: Final = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"})
+VIDEO_EXTENSIONS: Final = frozenset({"mp4", "m4v", "mov", "3gp", "webm", "mkv", "avi"})
+MEDIA_EXTENSIONS: Final = IMAGE_EXTENSIONS | VIDEO_EXTENSIONS
 
 
 #: An image member by its number in the pack: 'img0.jpg', 'img000.png'.
@@ -47,7 +54,8 @@ class PackFormatError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PackedSubSample:
-    """One sub-sample on its way into a pack: the sample, one extension per image, its length."""
+    """One sub-sample on its way into a pack: the sample, one extension per medium (images first,
+    then videos), its length."""
 
     sample: SourceSample
     extensions: tuple[str, ...]
@@ -82,23 +90,44 @@ def image_extension(name: str, image_format: str) -> str:
     return {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}.get(image_format, image_format.lower())
 
 
-def image_part_names(extensions: Sequence[str]) -> list[str]:
-    """Member names of all images of a pack, in order: ['jpg', 'png'] -> ['img000.jpg', ...]."""
-    return [f"img{i:03d}.{extension}" for i, extension in enumerate(extensions)]
+def is_video_name(name: str) -> bool:
+    """Whether a file name, or an extension alone, is a video's."""
+    return name.rpartition(".")[2].lower() in VIDEO_EXTENSIONS
+
+
+def video_extension(name: str, container: str) -> str:
+    """As `image_extension`, with the extension of the container found in the header."""
+    return name.rpartition(".")[2].lower() if is_video_name(name) else container
+
+
+def media_part_names(extensions: Sequence[str]) -> list[str]:
+    """Member names of all media of a pack, in order: ['jpg', 'mp4', 'png'] ->
+    ['img000.jpg', 'vid000.mp4', 'img001.png']."""
+    images, videos = itertools.count(), itertools.count()
+    return [
+        f"vid{next(videos):03d}.{extension}"
+        if is_video_name(extension)
+        else f"img{next(images):03d}.{extension}"
+        for extension in extensions
+    ]
 
 
 def pack_json(sub_samples: Sequence[PackedSubSample], task: str) -> bytes:
-    """The JSON of a pack. Media are named in the order of `image_part_names` over all sub-samples.
+    """The JSON of a pack. Media are named in the order of `media_part_names` over all sub-samples.
 
     Deterministic: same sub-samples, same bytes.
     """
-    names = iter(image_part_names([e for sub in sub_samples for e in sub.extensions]))
-    images = [[next(names) for _ in sub.extensions] for sub in sub_samples]
+    names = iter(media_part_names([e for sub in sub_samples for e in sub.extensions]))
+    media = [[next(names) for _ in sub.extensions] for sub in sub_samples]
+    images = [[name for name in own if not is_video_name(name)] for own in media]
+    videos = [[name for name in own if is_video_name(name)] for own in media]
     samples = [sub.sample for sub in sub_samples]
     prompts: list[Any] = [[turn.prompt for turn in sample.turns] for sample in samples]
     captions: list[Any] = [[turn.answer for turn in sample.turns] for sample in samples]
     record: dict[str, Any] = {"images": images, "prompt": prompts, "captions": captions}
-    if task != "bmr" and all(len(i) == len(p) == 1 for i, p in zip(images, prompts, strict=True)):
+    if any(videos):
+        record = {"images": images, "videos": videos, "prompt": prompts, "captions": captions}
+    elif task != "bmr" and all(len(i) == len(p) == 1 for i, p in zip(images, prompts, strict=True)):
         record = {name: [first for (first,) in column] for name, column in record.items()}
     record["meta"] = {
         "task": task,
@@ -142,7 +171,11 @@ def restore_pack(
     meta = record.get("meta") or {}
     captions = _column(record, ("captions",), key)
     count = len(captions)
-    images = _column(record, ("images",), key, count)
+    without = [None] * count
+    has_videos = "videos" in record
+    videos = _column(record, ("videos",), key, count) if has_videos else without
+    has_images = "images" in record or not has_videos
+    images = _column(record, ("images",), key, count) if has_images else without
     given = tuple(name for name in ("prompt", "prompts") if record.get(name))
     prompts = _column(record, given, key, count) if given else [""] * count
     keys = tuple(meta.get("keys") or (f"{key}/{i}" for i in range(count)))
@@ -154,7 +187,7 @@ def restore_pack(
     sub_task = task or meta.get("task") or "captioning"
     subs = tuple(
         _restore_sub_sample(*columns, task=sub_task)
-        for columns in zip(keys, images, prompts, captions, systems, strict=True)
+        for columns in zip(keys, images, videos, prompts, captions, systems, strict=True)
     )
     return RestoredPack(subs, keys, meta.get("task"), num_tokens)
 
@@ -202,10 +235,18 @@ def _strings(value: Any, what: str) -> list[str]:
 
 
 def _restore_sub_sample(
-    key: str, images: Any, prompts: Any, captions: Any, system: str | None, *, task: str
+    key: str,
+    images: Any,
+    videos: Any,
+    prompts: Any,
+    captions: Any,
+    system: str | None,
+    *,
+    task: str,
 ) -> SourceSample | SampleError:
     try:
-        names = tuple(filter(None, _strings([] if images is None else images, "images")))
+        image_names = tuple(filter(None, _strings([] if images is None else images, "images")))
+        video_names = tuple(filter(None, _strings([] if videos is None else videos, "videos")))
         answers = _strings(captions, "captions")
         questions = _strings(prompts, "prompt")
         if task == "captioning" and not questions:
@@ -213,7 +254,7 @@ def _restore_sub_sample(
         if len(questions) != len(answers):
             raise SampleError("bad_record", f"{len(questions)} prompts, {len(answers)} captions")
         turns = tuple(map(Turn, questions, answers))
-        sample = SourceSample(key, task, turns, names, system)
+        sample = SourceSample(key, task, turns, image_names, system, video_names)
         check_sample(sample)
     except SampleError as error:
         return error

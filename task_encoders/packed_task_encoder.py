@@ -35,6 +35,7 @@ from task_encoders.pack_format import RestoredPack, match_images, restore_pack
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample, build_sample_encoder
 from task_encoders.samples import SampleError
 from task_encoders.settings import PackingSettings, PackingSettingsError
+from task_encoders.video import MissingPyAVError, VideoSettings
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Qwen2VLTaskEncoder(
             over it are dropped from its end, and counted.
         min_pixels, max_pixels, max_aspect_ratio, max_image_pixels: as when the packs were
             measured; the folder's manifest.json says what that was.
+        video: which frames of videos are taken; as when the packs were measured.
         family: model family, see `sample_encoder.FAMILIES`.
         pad_multiple: pad every sub-sample to a multiple (see `required_pad_multiple`).
         pad_to_seq_length: pad every pack to `seq_length`, for kernels compiled per shape.
@@ -65,7 +67,7 @@ class Qwen2VLTaskEncoder(
         settings: instead of the environment variables.
     """
 
-    decoder = None  # images stay bytes until they are encoded
+    decoder = None  # media stay bytes until they are encoded
     cookers = (Cooker(cook_pack),)
 
     def __init__(
@@ -78,6 +80,7 @@ class Qwen2VLTaskEncoder(
         max_pixels: int = 28 * 28 * 5120,
         max_aspect_ratio: float = 200,
         max_image_pixels: int | None = None,
+        video: VideoSettings | None = None,
         pad_multiple: int = 1,
         pad_to_seq_length: bool = False,
         cross_sample_attention: bool = False,
@@ -93,6 +96,7 @@ class Qwen2VLTaskEncoder(
             max_pixels=max_pixels,
             max_aspect_ratio=max_aspect_ratio,
             max_image_pixels=max_image_pixels,
+            video=video,
         )
         self.seq_length = seq_length
         self.pad_multiple = pad_multiple
@@ -177,25 +181,36 @@ class Qwen2VLTaskEncoder(
             task = self.settings.resolve_task(meta_task, subflavor_task, blend=self.is_blend)
         except PackingSettingsError as error:
             raise FatalSampleError(str(error)) from error
-        record = {
+        record: dict[str, Any] = {
             "images": sample.image_names,
             "prompt": sample.prompts or [""] * len(sample.captions or ()),
             "captions": sample.captions,
             "meta": sample.meta,
         }
+        if sample.video_names is not None:
+            record["videos"] = sample.video_names
+            if sample.image_names is None:
+                del record["images"]
         return restore_pack(record, sample.__key__, task)
 
     def _encode_sub_sample(
         self, sample: PackedSample, restored: RestoredPack, images: Mapping[str, Any], index: int
     ) -> EncodedSample:
-        """Encode one sub-sample; `images` holds media by the names in the pack's JSON."""
+        """Encode one sub-sample; `images` holds the images by their names in the pack's JSON."""
         sub_sample = restored.sub_samples[index]
         if isinstance(sub_sample, SampleError):
             raise sub_sample
         missing = [name for name in sub_sample.images if name not in images]
+        missing += [name for name in sub_sample.videos if name not in sample.images]
         if missing:
             raise SampleError("missing_image", f"no member {missing[0]!r}")
-        encoded = self.encoder.encode(sub_sample, [images[name] for name in sub_sample.images])
+        videos = [sample.images[name] for name in sub_sample.videos]
+        try:
+            encoded = self.encoder.encode(
+                sub_sample, [images[n] for n in sub_sample.images], videos
+            )
+        except MissingPyAVError as error:
+            raise FatalSampleError(str(error)) from error
         if self.check_lengths and restored.num_tokens is not None:
             measured = restored.num_tokens[index]
             if measured != len(encoded.tokens):

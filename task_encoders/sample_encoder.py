@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from task_encoders.samples import SourceSample
+from task_encoders.video import VideoHeader, VideoSettings
 
 #: Label of a position that carries no loss, as torch's cross_entropy and transformers have it.
 IGNORE_INDEX: Final = -100
@@ -20,7 +21,8 @@ IGNORE_INDEX: Final = -100
 
 @dataclass(frozen=True, slots=True)
 class SampleLength:
-    """What one sample will cost, known without decoding its images."""
+    """What one sample will cost, known without decoding its media. `grid_thw` holds the grids of
+    the images, then those of the videos."""
 
     num_tokens: int
     num_loss_tokens: int
@@ -30,7 +32,8 @@ class SampleLength:
 
 @dataclass(frozen=True, slots=True)
 class EncodedSample:
-    """One sample as arrays. S tokens, N images, P vision patches of D = C·T·p·p values.
+    """One sample as arrays. S tokens, N images of P patches and M videos of Q patches in all, of
+    D = C·T·p·p values each.
 
     `labels` are not shifted: labels[i] is the token at i, or IGNORE_INDEX. The first is always
     IGNORE_INDEX, so that in a packed row a shift over the whole row stays inside every sub-sample.
@@ -42,6 +45,8 @@ class EncodedSample:
     position_ids: npt.NDArray[np.int64]  #: (3, S) temporal, height, width
     pixel_values: npt.NDArray[np.float32]  #: (P, D)
     image_grid_thw: npt.NDArray[np.int32]  #: (N, 3) in patches
+    pixel_values_videos: npt.NDArray[np.float32]  #: (Q, D)
+    video_grid_thw: npt.NDArray[np.int32]  #: (M, 3) in patches
 
 
 class SampleEncoder(Protocol):
@@ -53,20 +58,29 @@ class SampleEncoder(Protocol):
 
     @property
     def fingerprint(self) -> Mapping[str, str | int]:
-        """Everything that lengths depend on: family, tokenizer, template, pixel limits."""
+        """Everything that lengths depend on: family, tokenizer, template, pixel limits, frames."""
 
-    def measure(self, sample: SourceSample, image_sizes: Sequence[tuple[int, int]]) -> SampleLength:
-        """Length of a sample whose images have these (height, width), EXIF orientation applied.
+    def measure(
+        self,
+        sample: SourceSample,
+        image_sizes: Sequence[tuple[int, int]],
+        videos: Sequence[VideoHeader] = (),
+    ) -> SampleLength:
+        """Length of a sample whose images have these (height, width), EXIF orientation applied,
+        and whose videos have these headers.
 
         Raises:
             SampleError: the sample cannot be encoded.
         """
 
-    def encode(self, sample: SourceSample, images: Sequence[bytes]) -> EncodedSample:
-        """Arrays of a sample whose images are these files.
+    def encode(
+        self, sample: SourceSample, images: Sequence[bytes], videos: Sequence[bytes] = ()
+    ) -> EncodedSample:
+        """Arrays of a sample whose images and videos are these files.
 
         Raises:
             SampleError: the sample cannot be encoded.
+            MissingPyAVError: it has videos, and PyAV is not installed.
         """
 
 
@@ -76,10 +90,18 @@ def _qwen2_vl(**options: Any) -> SampleEncoder:
     return Qwen2VLSampleEncoder(**options)
 
 
-#: A model family is one module and one line here. Qwen2.5-VL reads images and text as Qwen2-VL.
+def _qwen2_5_vl(**options: Any) -> SampleEncoder:
+    from task_encoders.qwen2_vl import Qwen2VLSampleEncoder, read_tokens_per_second
+
+    rate = read_tokens_per_second(options["processor"])
+    return Qwen2VLSampleEncoder(tokens_per_second=rate, **options)
+
+
+#: A model family is one module and one line here. Qwen2.5-VL has Qwen2-VL's tokens; the positions
+#: of its videos follow the time.
 FAMILIES: Final[Mapping[str, Callable[..., SampleEncoder]]] = {
     "qwen2_vl": _qwen2_vl,
-    "qwen2_5_vl": _qwen2_vl,
+    "qwen2_5_vl": _qwen2_5_vl,
 }
 
 
@@ -91,6 +113,7 @@ def build_sample_encoder(
     max_pixels: int = 28 * 28 * 5120,
     max_aspect_ratio: float = 200,
     max_image_pixels: int | None = None,
+    video: VideoSettings | None = None,
 ) -> SampleEncoder:
     """The sample encoder of a model family.
 
@@ -100,6 +123,7 @@ def build_sample_encoder(
         min_pixels, max_pixels: limits of an image after resizing; those the model trains with.
         max_aspect_ratio: an image longer than this in one direction is refused.
         max_image_pixels: an image with more pixels in its file is refused (vision.py's default).
+        video: which frames of a video are taken, and their limits (video.py's default).
 
     Raises:
         ValueError: unknown family, or a checkpoint whose chat template is not the family's.
@@ -112,5 +136,6 @@ def build_sample_encoder(
         min_pixels=min_pixels,
         max_pixels=max_pixels,
         max_aspect_ratio=max_aspect_ratio,
+        video=video or VideoSettings(),
         **options,
     )

@@ -1,10 +1,10 @@
-"""What a sample is: one conversation with the names of its images, whatever file it came from.
+"""What a sample is: one conversation with the names of its media, whatever file it came from.
 
 Every source format and every pack is read into `SourceSample`; every sample encoder takes one. The
-media themselves travel beside it, as bytes in the order of `SourceSample.images`.
+media themselves travel beside it, as bytes in the order of `SourceSample.media`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +14,9 @@ TASKS: Final = ("captioning", "vqa", "bmr")
 #: Marks the place of the next image inside a prompt. In an answer it is ordinary text.
 IMAGE_PLACEHOLDER: Final = "<image>"
 
+#: The same for videos. In a sample without videos it is ordinary text.
+VIDEO_PLACEHOLDER: Final = "<video>"
+
 #: Why a sample can be set aside. A reason is part of the artifacts: never rename one.
 REASONS: Final[Mapping[str, str]] = {
     "bad_json": "the JSON cannot be parsed (also: not UTF-8, a lone surrogate, NaN)",
@@ -22,18 +25,23 @@ REASONS: Final[Mapping[str, str]] = {
     "bad_roles": "messages are not [system,] user, assistant, user, assistant, ...",
     "empty_answer": "an answer or caption is empty or only white space",
     "image_count_mismatch": "the number of <image> placeholders is not the number of images",
-    "missing_image": "an image the record names does not exist",
-    "ambiguous_image": "several images share the record's name and the record names none",
-    "path_outside_root": "an image path leads outside the source's folder",
+    "video_count_mismatch": "the number of <video> placeholders is not the number of videos",
+    "missing_image": "an image or video the record names does not exist",
+    "ambiguous_image": "several images or videos share the record's name and it names none",
+    "path_outside_root": "the path of an image or video leads outside the source's folder",
     "bad_image": "an image is empty or of no supported format",
     "truncated_image": "an image's data ends before the image does, or is corrupt",
     "image_too_large": "an image has more pixels than max_image_pixels",
-    "aspect_ratio": "an image's longer side is more than max_aspect_ratio times the shorter",
+    "bad_video": "a video is empty, of no supported format, or has no readable frames",
+    "truncated_video": "a video's data ends before the video does, or is corrupt",
+    "video_too_large": "a video's frames have more pixels than max_image_pixels",
+    "video_too_long": "a video has more frames than max_video_frames",
+    "aspect_ratio": "a medium's longer side is more than max_aspect_ratio times the shorter",
     "not_drawn": "the repeat or weight of its source is below 1 and left it out",
     "duplicate_key": "an earlier sample of the same source has the same key",
     "not_in_layout": "the output layout cannot hold such a sample (its plan says what)",
     "overlong": "the sample has more tokens than seq_length",
-    "over_budget": "the sample alone is over a budget of its pack (vision patches, images)",
+    "over_budget": "the sample alone is over a budget of its pack (vision patches, images, videos)",
     "poor_pack": "its pack has fewer samples or tokens than min_samples or min_fill ask for",
 }
 
@@ -64,8 +72,9 @@ class Turn:
 class SourceSample:
     """One conversation.
 
-    `images` holds names, in the order of their placeholders: relative paths in a source, member
-    names (`img000.jpg`) in a pack. `system` None means the chat template's default.
+    `images` and `videos` hold names, in the order of their placeholders: relative paths in a
+    source, member names (`img000.jpg`, `vid000.mp4`) in a pack. `system` None means the chat
+    template's default.
     """
 
     key: str
@@ -73,15 +82,21 @@ class SourceSample:
     turns: tuple[Turn, ...]
     images: tuple[str, ...] = ()
     system: str | None = None
+    videos: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise ValueError(f"unknown task {self.task!r}; valid: {', '.join(TASKS)}")
 
+    @property
+    def media(self) -> tuple[str, ...]:
+        """Names of all media: images first, then videos."""
+        return self.images + self.videos
+
 
 def check_sample(sample: SourceSample) -> None:
     """Raise SampleError where no encoder could use the sample: no turn, an empty answer, or
-    placeholders that do not match the images (none at all means: images go in front)."""
+    placeholders that do not match the media (none at all of a kind means: they go in front)."""
     if not sample.turns:
         raise SampleError("bad_record", "no turns")
     for i, turn in enumerate(sample.turns):
@@ -90,10 +105,20 @@ def check_sample(sample: SourceSample) -> None:
     if sample.task == "captioning":
         if len(sample.turns) != 1:
             raise SampleError("bad_record", f"{len(sample.turns)} captions; one is expected")
-        return  # a caption's prompt is not encoded, and its images always go in front
-    placeholders = sum(turn.prompt.count(IMAGE_PLACEHOLDER) for turn in sample.turns)
-    if placeholders not in (0, len(sample.images)):
+        return  # a caption's prompt is not encoded, and its media always go in front
+    _check_count(sample, "image", IMAGE_PLACEHOLDER, len(sample.images))
+    if sample.videos:
+        _check_count(sample, "video", VIDEO_PLACEHOLDER, len(sample.videos))
+
+
+def _check_count(sample: SourceSample, kind: str, placeholder: str, expected: int) -> None:
+    found = count_placeholders(sample.turns, placeholder)
+    if found not in (0, expected):
         raise SampleError(
-            "image_count_mismatch",
-            f"{placeholders} {IMAGE_PLACEHOLDER} placeholders for {len(sample.images)} images",
+            f"{kind}_count_mismatch", f"{found} {placeholder} placeholders for {expected} {kind}s"
         )
+
+
+def count_placeholders(turns: Iterable[Turn], placeholder: str) -> int:
+    """How often a placeholder stands in the prompts."""
+    return sum(turn.prompt.count(placeholder) for turn in turns)

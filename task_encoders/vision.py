@@ -1,4 +1,4 @@
-"""Images: their size without decoding them, and their patches as the vision tower reads them.
+"""Images: their size without decoding them, and the patches of images and of video frames.
 
 Both stages go through `_open`, so that measuring and encoding agree on what an image's size and
 orientation are, and on which images are bad. Measuring spares itself that for a plain JPEG.
@@ -7,8 +7,9 @@ orientation are, and on which images are bad. Measuring spares itself that for a
 import io
 import math
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -74,9 +75,22 @@ class VisionSettings:
         return 3 * self.temporal_patch_size * self.patch_size**2
 
 
-def smart_resize(height: int, width: int, settings: VisionSettings) -> tuple[int, int]:
-    """Height and width an image is resized to: multiples of `factor`, total within the pixel
-    limits, aspect ratio kept as nearly as that allows.
+class ResizeLimits(Protocol):
+    """What `smart_resize` has to keep to."""
+
+    @property
+    def factor(self) -> int: ...
+    @property
+    def min_pixels(self) -> int: ...
+    @property
+    def max_pixels(self) -> int: ...
+    @property
+    def max_aspect_ratio(self) -> float: ...
+
+
+def smart_resize(height: int, width: int, settings: ResizeLimits) -> tuple[int, int]:
+    """Height and width an image or a frame is resized to: multiples of `factor`, total within the
+    pixel limits, aspect ratio kept as nearly as that allows.
 
     The rule of Qwen2-VL (https://arxiv.org/abs/2409.12191, its image processor's smart_resize),
     with Python's rounding of halves to even.
@@ -157,22 +171,35 @@ def image_patches(
     """
     image = decode_image(data, max_image_pixels=settings.max_image_pixels)
     grid = image_grid(image.height, image.width, settings)
-    _, grid_h, grid_w = grid
-    patch, merge = settings.patch_size, settings.merge_size
-    resized = image.resize((grid_w * patch, grid_h * patch), Image.Resampling.BICUBIC)
-    # (H, W, C) -> (h/m, m, p, w/m, m, p, C) -> (h/m, w/m, m, m, C, p, p) -> (patches, C, p·p)
-    blocks = np.asarray(resized).reshape(
-        grid_h // merge, merge, patch, grid_w // merge, merge, patch, 3
-    )
-    patches = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(grid_h * grid_w, 3, patch**2)
+    return frame_patches([image], grid, settings), grid
+
+
+def frame_patches(
+    frames: Iterable[Image.Image], grid: tuple[int, int, int], settings: VisionSettings
+) -> npt.NDArray[np.float32]:
+    """RGB frames as patches (t·h·w, C·T·p·p), each frame resized to the grid's size.
+
+    A grid of t takes up to t·T frames, in order; the last one is repeated where there are fewer. An
+    image is one frame.
+    """
+    grid_t, grid_h, grid_w = grid
+    patch, merge, depth = settings.patch_size, settings.merge_size, settings.temporal_patch_size
     table = _normalise_table(settings)
-    pixel_values = np.empty(
-        (len(patches), 3, settings.temporal_patch_size, patch**2), dtype=np.float32
-    )
-    for channel in range(3):
-        # An image is one frame, repeated to fill the temporal patch.
-        pixel_values[:, channel] = table[channel][patches[:, channel]][:, None]
-    return pixel_values.reshape(len(patches), settings.patch_dim), grid
+    pixel_values = np.empty((grid_t, grid_h * grid_w, 3, depth, patch**2), dtype=np.float32)
+    number = -1
+    for number, frame in enumerate(frames):
+        resized = frame.resize((grid_w * patch, grid_h * patch), Image.Resampling.BICUBIC)
+        # (H, W, C) -> (h/m, m, p, w/m, m, p, C) -> (h/m, w/m, m, m, C, p, p) -> (patches, C, p·p)
+        blocks = np.asarray(resized).reshape(
+            grid_h // merge, merge, patch, grid_w // merge, merge, patch, 3
+        )
+        patches = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(grid_h * grid_w, 3, patch**2)
+        for channel in range(3):
+            t, within = divmod(number, depth)
+            pixel_values[t, :, channel, within] = table[channel][patches[:, channel]]
+    last, within = divmod(number, depth)
+    pixel_values[last, :, :, within + 1 :] = pixel_values[last, :, :, within, None]
+    return pixel_values.reshape(grid_t * grid_h * grid_w, settings.patch_dim)
 
 
 def _normalise_table(settings: VisionSettings) -> npt.NDArray[np.float32]:

@@ -1,6 +1,6 @@
 """Speed of measuring, against transformers' image processor and against the physical floor.
 
-    python tools/benchmark_measure.py [--num-samples 2000] [--folder DIR]
+    python tools/benchmark_measure.py [--num-samples 2000] [--folder DIR] [--videos 4]
 
 The same JPEG and text pairs (0.75 to 3 megapixels, about 1.2 kB of text), on one core, in one run:
 
@@ -10,6 +10,12 @@ The same JPEG and text pairs (0.75 to 3 megapixels, about 1.2 kB of text), on on
 
 Times are those of the processor: other work on the machine does not count. Every length of
 `measure` is compared with transformers'.
+
+With --videos also, on as many H.264 clips of 10 s at 640x360 and as many WebM ones:
+
+    header         frames, rate and size, as `measure` reads them
+    libavformat    the same from PyAV, packets counted
+    decode         the frames that training takes, as patches: what a length costs without a header
 """
 
 import argparse
@@ -114,11 +120,52 @@ def seconds(function: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
+def draw_video(container: str, codec: str, seed: int) -> bytes:
+    """Ten seconds of a textured picture that moves."""
+    import av
+
+    rng = np.random.default_rng(seed)
+    picture = rng.integers(0, 255, (45, 80, 3), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=container) as out:
+        stream = out.add_stream(codec, rate=30)
+        stream.width, stream.height, stream.pix_fmt = 640, 360, "yuv420p"
+        for i in range(300):
+            frame = av.VideoFrame.from_ndarray(np.roll(picture, 3 * i, 1), format="rgb24")
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def benchmark_videos(count: int) -> None:
+    """Print what the length of a video costs by header, by libavformat and by decoding."""
+    from task_encoders import video
+    from task_encoders.vision import VisionSettings
+
+    limits = ModelConfig()
+    vision = VisionSettings(limits.min_pixels, limits.max_pixels)
+    settings = limits.video_settings()
+    ways: dict[str, tuple[int, Callable[[bytes], object]]] = {
+        "header": (100, lambda data: video.read_video_header(io.BytesIO(data))),
+        "libavformat": (10, lambda data: video._ask_pyav(io.BytesIO(data), data[:12])),
+        "decode": (1, lambda data: video.video_patches(data, settings, vision)),
+    }
+    for container, codec in (("mp4", "libx264"), ("webm", "libvpx-vp9")):
+        files = [draw_video(container, codec, seed) for seed in range(count)]
+        for label, (repeats, read) in ways.items():
+            duration = seconds(lambda: [read(data) for data in files * repeats])  # noqa: B023
+            each = duration / (count * repeats)
+            print(f"{container:4s} {label:13s} {1 / each:10,.0f} videos/s  {1e6 * each:9,.0f} us")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-samples", type=int, default=2000)
     parser.add_argument("--folder", type=Path, help="where to draw the data (default: temporary)")
+    parser.add_argument("--videos", type=int, default=0, help="also videos, so many of each kind")
     arguments = parser.parse_args()
+    if arguments.videos:
+        benchmark_videos(arguments.videos)
     count = arguments.num_samples
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         data, out = Path(name, "data"), Path(name, "out")

@@ -163,7 +163,8 @@ def train_row(
         labels = torch.where(labels == IGNORE_INDEX, labels, labels % (FOLDED_WORDS - 1))
     params = to_packed_seq_params(batch)
     num_labels = int((labels != IGNORE_INDEX).sum())
-    flops = row_flops(model, params.cu_seqlens_q.diff(), batch.image_grid_thw, num_labels)
+    grids = torch.cat([batch.image_grid_thw, batch.video_grid_thw])
+    flops = row_flops(model, params.cu_seqlens_q.diff(), grids, num_labels)
     params = to_packed_seq_params(move(batch, device))
     losses = model(
         tokens=tokens.to(device, non_blocking=True),
@@ -172,6 +173,8 @@ def train_row(
         imgs=batch.imgs.to(device, non_blocking=True),
         image_grid_thw=batch.image_grid_thw.to(device, non_blocking=True),
         labels=labels.to(device, non_blocking=True),
+        pixel_values_videos=batch.pixel_values_videos.to(device, non_blocking=True),
+        video_grid_thw=batch.video_grid_thw.to(device, non_blocking=True),
     )
     losses.sum().backward()
     optimizer.accumulate()

@@ -21,14 +21,14 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def row_flops(
-    model: Any, segment_tokens: torch.Tensor, image_grid_thw: torch.Tensor, num_labels: int
+    model: Any, segment_tokens: torch.Tensor, grid_thw: torch.Tensor, num_labels: int
 ) -> float:
     """Operations of one forward and backward.
 
     Args:
         model: a `launch.model.PackedQwen2VL` on one rank.
         segment_tokens: (P,) real tokens in each segment.
-        image_grid_thw: (N, 3) in patches.
+        grid_thw: (N, 3) in patches, of images and videos; patches attend within a step of t.
         num_labels: positions whose logits are computed.
     """
     text = model.hf_config.text_config
@@ -38,10 +38,10 @@ def row_flops(
     language += 2 * text.num_hidden_layers * text.hidden_size * float(lengths.square().sum())
     language += 2 * text.hidden_size * text.vocab_size * num_labels
     vision = 0.0
-    if len(image_grid_thw):
+    if len(grid_thw):
         blocks = model.visual.blocks
         width = blocks[0].norm1.weight.numel()
-        patches = image_grid_thw[:, 1:].double().prod(dim=1)
+        patches = grid_thw[:, 1:].double().prod(dim=1).repeat_interleave(grid_thw[:, 0].long())
         weights = sum(p.numel() for p in blocks.parameters())
         vision += 2 * weights * float(patches.sum())
         vision += 4 * len(blocks) * width * float(patches.square().sum())

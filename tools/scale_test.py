@@ -42,6 +42,7 @@ def make_part(first: int, count: int, rng: np.random.Generator) -> pa.Table:
         "num_loss_tokens": pa.array(num_tokens // 2),
         "num_vision_patches": pa.array(np.full(count, 576, np.int32)),
         "num_images": pa.array(np.ones(count, np.int32)),
+        "num_videos": pa.array(np.zeros(count, np.int32)),
         "num_turns": pa.array(np.ones(count, np.int32)),
         "traits": pa.array(np.zeros(count, np.uint8)),
         "grid_thw": pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * 3, grids),

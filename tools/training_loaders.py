@@ -7,6 +7,7 @@ differs. A padded batch of B samples is a row of B segments of the same length, 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from megatron.energon import (
 )
 from torch.nn import functional as F
 
+from offline_packing.config import ModelConfig
 from offline_packing.energon_metadata import index_pack_folder
 from offline_packing.files import read_json
 from offline_packing.tar_shards import TarShardWriter, scan_tar
@@ -27,7 +29,7 @@ from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_ro
 from task_encoders.pack_format import (
     JSON_PART,
     PackedSubSample,
-    image_part_names,
+    media_part_names,
     pack_json,
     restore_pack,
 )
@@ -82,11 +84,11 @@ def _singles(key: str, members: Members) -> list[list[tuple[str, bytes]]]:
     singles = []
     for sample, num_tokens in zip(pack.sub_samples, pack.num_tokens, strict=True):
         assert isinstance(sample, SourceSample)
-        extensions = tuple(name.rpartition(".")[2] for name in sample.images)
-        images = [members[name] for name in sample.images]
+        extensions = tuple(name.rpartition(".")[2] for name in sample.media)
+        media = [members[name] for name in sample.media]
         record = pack_json([PackedSubSample(sample, extensions, num_tokens)], pack.task)
-        names = image_part_names(extensions)
-        singles.append([*zip(names, images, strict=True), (JSON_PART, record)])
+        names = media_part_names(extensions)
+        singles.append([*zip(names, media, strict=True), (JSON_PART, record)])
     return singles
 
 
@@ -160,7 +162,9 @@ def build_loader(
     """One pass over the samples in a mode of MODES."""
     manifest = read_json(packed / "manifest.json")
     names = ("family", "processor", "min_pixels", "max_pixels", "max_aspect_ratio")
-    options = {name: manifest["config"]["model"][name] for name in names}
+    model = ModelConfig.model_validate(manifest["config"]["model"])
+    options: dict[str, Any] = {name: getattr(model, name) for name in names}
+    options["video"] = model.video_settings()
     task = manifest["task"]
     options["settings"] = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
     options["seq_length"] = manifest["seq_length"]

@@ -125,23 +125,30 @@ def compare_packed_with_unpacked(model: Any, batches: Iterable[PackedBatch]) -> 
 
 def sub_sample_inputs(batch: PackedBatch) -> Iterator[dict[str, Any]]:
     """Each segment of a packed batch as the inputs of an unpacked forward."""
-    images = patches = 0
+    kinds = {
+        IMAGE_TOKEN: ("image_grid_thw", "pixel_values", batch.imgs),
+        VIDEO_TOKEN: ("video_grid_thw", "pixel_values_videos", batch.pixel_values_videos),
+    }
+    used = dict.fromkeys(kinds, (0, 0))
     bounds = batch.cu_lengths[0].tolist()
     for start, end in itertools.pairwise(bounds):
         tokens = batch.tokens[:, start:end]
-        is_image = tokens == IMAGE_TOKEN
         inputs = {
             "input_ids": tokens,
             "labels": batch.labels[:, start:end],
-            "mm_token_type_ids": is_image.int(),
+            "mm_token_type_ids": (tokens == IMAGE_TOKEN).int() + 2 * (tokens == VIDEO_TOKEN).int(),
             "use_cache": False,
         }
-        grids = batch.image_grid_thw[images : images + int((tokens == VISION_START).sum())].long()
-        if len(grids):
-            num_patches = int(grids.prod(dim=1).sum())
-            inputs["image_grid_thw"] = grids
-            inputs["pixel_values"] = batch.imgs[patches : patches + num_patches]
-            images, patches = images + len(grids), patches + num_patches
+        followers = tokens[0, 1:][tokens[0, :-1] == VISION_START]
+        for token, (grid_name, patches_name, all_patches) in kinds.items():
+            media, patches = used[token]
+            count = int((followers == token).sum())
+            grids = getattr(batch, grid_name)[media : media + count].long()
+            if len(grids):
+                num_patches = int(grids.prod(dim=1).sum())
+                inputs[grid_name] = grids
+                inputs[patches_name] = all_patches[patches : patches + num_patches]
+                used[token] = media + len(grids), patches + num_patches
         yield inputs
 
 

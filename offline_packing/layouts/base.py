@@ -9,7 +9,7 @@ from offline_packing.eligible import Rows
 from offline_packing.fragments import ShardFragment, ShardFragments
 from offline_packing.index import Index
 from offline_packing.shard_tasks import Row, ShardTask
-from task_encoders.pack_format import JSON_PART, PackedSubSample, image_part_names, pack_json
+from task_encoders.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
 from task_encoders.samples import TASKS, SourceSample
 
 #: Name of a pack's member without its key, and content.
@@ -93,6 +93,6 @@ class Layout(ABC):
         subs = [
             PackedSubSample(task.read_sample(row), row.extensions, row.num_tokens) for row in rows
         ]
-        images = [data for row in rows for data in task.read_images(row)]
-        names = image_part_names([extension for row in rows for extension in row.extensions])
-        return [*zip(names, images, strict=True), (JSON_PART, pack_json(subs, task.task))]
+        media = [data for row in rows for data in task.read_media(row)]
+        names = media_part_names([extension for row in rows for extension in row.extensions])
+        return [*zip(names, media, strict=True), (JSON_PART, pack_json(subs, task.task))]

@@ -67,6 +67,7 @@ class LlavaOneVisionLayout(EnergonLayout):
 
     def find_unfit(self, samples: Index) -> Iterator[tuple[str, Rows]]:
         yield "sample without exactly one image", np.flatnonzero(samples.array("num_images") != 1)
+        yield "video", np.flatnonzero(samples.array("num_videos"))
         yield "sample of several turns", np.flatnonzero(samples.array("num_turns") != 1)
         traits = samples.array("traits")
         for trait, what in _UNFIT_TRAITS.items():
@@ -74,7 +75,7 @@ class LlavaOneVisionLayout(EnergonLayout):
 
     def members(self, task: ShardTask, rows: Sequence[Row]) -> list[Member]:
         samples = [self.stored_form(task.read_sample(row)) for row in rows]
-        images = [task.read_images(row)[0] for row in rows]
+        images = [task.read_media(row)[0] for row in rows]
         names = [f"img{i}.jpg" for i in range(len(rows))]
         record = {
             "images": names,

@@ -43,14 +43,14 @@ class SourcePart:
 class Scan:
     """A source's listing.
 
-    `fingerprint` changes with the names and sizes of its files. `unpaired_images` are image files
-    that stand beside no record of their name; a record may still name them. `stretches` says which
-    bytes were listed of each file that may grow at its end.
+    `fingerprint` changes with the names and sizes of its files. `unpaired_media` are image and
+    video files that stand beside no record of their name; a record may still name them. `stretches`
+    says which bytes were listed of each file that may grow at its end.
     """
 
     parts: tuple[SourcePart, ...]
     fingerprint: str
-    unpaired_images: tuple[str, ...] = ()
+    unpaired_media: tuple[str, ...] = ()
     stretches: Mapping[str, "Stretch"] = field(default_factory=dict)
 
 
@@ -88,15 +88,15 @@ class Embedded:
 class SourceRecord:
     """A record as found. `content` is its JSON object, or why there is none.
 
-    `paired_images` are the images that belong to it by their name, where the format pairs by name
-    (None where it does not); they count only if the content names no images itself. `embedded`
-    holds, by the name that the content or `paired_images` use, the media in the record's container.
+    `paired_media` are the images and videos that belong to it by their name, where the format pairs
+    by name (None where it does not); they count only if the content names none itself. `embedded`
+    holds, by the name that the content or `paired_media` use, the media in the record's container.
     """
 
     key: str
     locator: Locator
     content: Mapping[str, Any] | SampleError
-    paired_images: tuple[str, ...] | None = None
+    paired_media: tuple[str, ...] | None = None
     embedded: Mapping[str, Embedded] = field(default_factory=dict)
 
 
@@ -215,7 +215,7 @@ class Source(ABC):
         return self.fields.apply(load_json(data))
 
     def open_media(self, record: SourceRecord, name: str) -> tuple[Locator, BinaryIO]:
-        """Where an image of a record lies, and a file of its bytes.
+        """Where an image or a video of a record lies, and a file of its bytes.
 
         Raises:
             SampleError: missing_image or path_outside_root.
@@ -247,24 +247,27 @@ class Source(ABC):
                 f"{_CHANGED}"
             ) from error
 
-    def read_sample(self, key: str, locator: Locator, num_images: int) -> SourceSample:
-        """The sample whose record lies at a locator and had this many images.
+    def read_sample(
+        self, key: str, locator: Locator, num_images: int, num_videos: int = 0
+    ) -> SourceSample:
+        """The sample whose record lies at a locator and had this many images and videos.
 
         Raises:
             StageError: it is not there any more, or is no longer what was measured.
         """
-        # A record that names no images was paired with one; its name does not matter any more.
-        paired = ("paired",) if num_images else None
+        # A record that names no media was paired with one; its name does not matter any more.
+        paired = ("paired.mp4",) if num_videos else ("paired",) if num_images else None
         try:
             sample = to_sample(self.read(locator), key, self.task, paired)
         except SampleError as error:
             raise StageError(
                 f"sample {key!r} changed since it was measured: {error}; {_CHANGED}"
             ) from error
-        if len(sample.images) != num_images:
+        if (len(sample.images), len(sample.videos)) != (num_images, num_videos):
             raise StageError(
                 f"sample {key!r} changed since it was measured: it names {len(sample.images)} "
-                f"images, was {num_images}; {_CHANGED}"
+                f"images and {len(sample.videos)} videos, was {num_images} and {num_videos}; "
+                f"{_CHANGED}"
             )
         return sample
 

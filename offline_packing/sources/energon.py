@@ -101,12 +101,12 @@ class EnergonSource(WebDatasetSource):
             raise StageError(f"{self.root.path(container)} holds no mapping")
         return content
 
-    def _images(self, sample: TarSample) -> list[str]:
+    def _media(self, sample: TarSample) -> list[str]:
         if self._image_places is None:
-            return super()._images(sample)
+            return super()._media(sample)
         part = _first_part(self._image_places, sample)
         chosen = {} if part is None else {part: sample.members[part]}
-        return super()._images(TarSample(sample.key, chosen, sample.data, sample.damage))
+        return super()._media(TarSample(sample.key, chosen, sample.data, sample.damage))
 
     def _record_parts(self, sample: TarSample, file: BinaryIO) -> list[str]:
         if not self._text_places:

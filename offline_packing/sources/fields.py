@@ -15,6 +15,7 @@ from offline_packing.errors import ConfigError
 CANONICAL_FIELDS: Final = (
     "id",
     "images",
+    "videos",
     "messages",
     "conversations",
     "system",

@@ -119,7 +119,8 @@ class LlamaFactorySource(Source):
 
 
 class _EntryFields(FieldMap):
-    """Makes `messages`, `images` and `system` of a record, as the entry's columns and tags say."""
+    """Makes `messages`, `images`, `videos` and `system` of a record, as the entry's columns and
+    tags say."""
 
     def __init__(self, entry: Mapping[str, Any]) -> None:
         super().__init__({})

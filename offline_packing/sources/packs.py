@@ -90,9 +90,12 @@ class PacksSource(WebDatasetSource):
             at = Locator("bytes", container, 0, len(data))
             for record in self._sub_samples(stem, at, data, {}):
                 if not isinstance(record.content, SampleError):
-                    names = [_file_name(stem, name) for name in record.content["images"]]
-                    content = {**record.content, "images": names}
-                    record = Record(record.key, record.locator, content)
+                    names = {
+                        field: [_file_name(stem, name) for name in record.content[field]]
+                        for field in ("images", "videos")
+                        if field in record.content
+                    }
+                    record = Record(record.key, record.locator, {**record.content, **names})
                 yield record
 
     def _records(
@@ -103,14 +106,14 @@ class PacksSource(WebDatasetSource):
             if JSON_PART not in sample.members:
                 raise SampleError("bad_json", f"pack {key!r} has no .json member")
             data = read_part(sample, JSON_PART, file)
-            images = self._images(sample)
-            embedded = self._embedded(container, sample, images)
+            media = self._media(sample)
+            embedded = self._embedded(container, sample, media)
         except SampleError as error:
             yield Record(key, at, error)
             return
         member = sample.members[JSON_PART]
         at = Locator(at.kind, container, member.offset, member.size)
-        yield from self._sub_samples(key, at, data, embedded, images)
+        yield from self._sub_samples(key, at, data, embedded, media)
 
     def _sub_samples(
         self,
@@ -156,7 +159,8 @@ def _to_json(sample: SourceSample) -> bytes:
     for turn in sample.turns:
         messages.append({"role": "user", "content": turn.prompt})
         messages.append({"role": "assistant", "content": turn.answer})
-    return orjson.dumps({"messages": messages, "images": sample.images})
+    record = {"messages": messages, "images": sample.images}
+    return orjson.dumps(record | {"videos": sample.videos} if sample.videos else record)
 
 
 def sub_sample_json(pack: bytes, task: str, number: int, size: int) -> bytes:

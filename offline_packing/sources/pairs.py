@@ -1,4 +1,4 @@
-"""`{img, json}` pairs, and text-only `output_00000000.json`, in one folder and all below it.
+"""`{img, json}` and `{video, json}` pairs, text-only `output_00000000.json`; in a folder and below.
 
     root/000000003474.jpg, root/000000003474.json       paired by their name
     root/a/book.json                                    {"images": ["cover.png", ...], ...}
@@ -22,16 +22,16 @@ from offline_packing.sources import listing
 from offline_packing.sources.base import MAX_JSON_BYTES, Growth, Scan, Source, SourcePart
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.locators import Locator
-from task_encoders.pack_format import IMAGE_EXTENSIONS
+from task_encoders.pack_format import MEDIA_EXTENSIONS
 from task_encoders.samples import SampleError
 
 #: Suffixes of the files that samples are made of.
-_READ: Final = frozenset(("json", *IMAGE_EXTENSIONS))
+_READ: Final = frozenset(("json", *MEDIA_EXTENSIONS))
 _TEXT_ONLY_NAME: Final = re.compile(r"output_\d{8}")
 
 
 class PairsSource(Source):
-    """One JSON file per sample, images beside it.
+    """One JSON file per sample, media beside it.
 
     A part is (rows of the listing as bytes, records to leave out in front): stems stay together.
     """
@@ -49,7 +49,7 @@ class PairsSource(Source):
         )
 
     def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
-        """New JSON files with the images that share their stem, whether these are new or not."""
+        """New JSON files with the media that share their stem, whether these are new or not."""
         files = listing.list_files(entry[:2] for entry in self.entries())
         is_new = pc.is_in(listing.joined(files), growth.new).to_numpy(zero_copy_only=False)
         is_json = listing.suffix_in(files, ["json"])
@@ -98,15 +98,15 @@ class PairsSource(Source):
 
 
 def _unpaired(files: "listing.pa.Table") -> np.ndarray:
-    """(num_files,) bool: whether it is an image beside no JSON of its name."""
+    """(num_files,) bool: whether it is a medium beside no JSON of its name."""
     groups = listing.stem_groups(files)
     has_json = np.bincount(groups, listing.suffix_in(files, ["json"]), minlength=1) > 0
-    unpaired: np.ndarray = listing.suffix_in(files, IMAGE_EXTENSIONS) & ~has_json[groups]
+    unpaired: np.ndarray = listing.suffix_in(files, MEDIA_EXTENSIONS) & ~has_json[groups]
     return unpaired
 
 
 def _parts(files: "listing.pa.Table", samples_per_part: int) -> Iterator[SourcePart]:
-    """Parts of JSON files with the images that share their stem."""
+    """Parts of JSON files with the media that share their stem."""
     groups = listing.stem_groups(files)
     records = np.flatnonzero(listing.suffix_in(files, ["json"]))
     for start in range(0, len(records), samples_per_part):
@@ -119,10 +119,10 @@ def _parts(files: "listing.pa.Table", samples_per_part: int) -> Iterator[SourceP
 
 
 def _pair(names: Iterator[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Files of one stem -> each JSON file, with the names of the images beside it."""
+    """Files of one stem -> each JSON file, with the names of the media beside it."""
     records: list[str] = []
-    images: list[str] = []
+    media: list[str] = []
     for name in names:
-        (records if name.lower().endswith(".json") else images).append(name)
-    beside = tuple(name.rpartition("/")[2] for name in images)
+        (records if name.lower().endswith(".json") else media).append(name)
+    beside = tuple(name.rpartition("/")[2] for name in media)
     return ((record, beside) for record in records)

@@ -8,7 +8,7 @@
     {"question" | "prompt" | "context": str, "answer" | "answers": str}
 
 The prompts and answers of the last form may also be two lists of equal length: turns. Images are
-named by "images" or "image". Other fields are ignored.
+named by "images" or "image", videos by "videos" or "video". Other fields are ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,16 @@ from typing import Any, Final, cast
 
 import orjson
 
-from task_encoders.samples import SampleError, SourceSample, Turn, check_sample
+from task_encoders.pack_format import is_video_name
+from task_encoders.samples import (
+    IMAGE_PLACEHOLDER,
+    VIDEO_PLACEHOLDER,
+    SampleError,
+    SourceSample,
+    Turn,
+    check_sample,
+    count_placeholders,
+)
 
 _UTF8_BOM: Final = b"\xef\xbb\xbf"
 _PROMPT_FIELDS: Final = ("question", "prompt", "context")
@@ -52,27 +61,26 @@ def to_sample(
     content: Mapping[str, Any],
     key: str,
     task: str,
-    paired_images: Sequence[str] | None = None,
+    paired_media: Sequence[str] | None = None,
 ) -> SourceSample:
     """Make a sample of a parsed record.
 
     Args:
-        paired_images: images with the record's name, where the format pairs by name.
+        paired_media: images and videos with the record's name, where the format pairs by name.
 
     Raises:
         SampleError: the record cannot be used.
     """
-    for name in ("video", "videos"):
-        if content.get(name):
-            raise SampleError("bad_record", f"{name!r} is not supported")
     dialogue = next((name for name in _DIALOGUE_FIELDS if content.get(name) is not None), None)
     if dialogue is not None:
         system, turns = _dialogue(content[dialogue], dialogue)
         system = _system(content) if system is None else system
     else:
         system, turns = None, _turns(content, task)
-    images = _images(content, paired_images)
-    sample = SourceSample(key, task, tuple(turns), tuple(images), system)
+    images, videos = _media(content, paired_media)
+    if videos and not images:
+        turns = _mark_videos(turns, len(videos))
+    sample = SourceSample(key, task, tuple(turns), tuple(images), system, tuple(videos))
     check_sample(sample)
     return sample
 
@@ -86,6 +94,24 @@ def image_names(content: Mapping[str, Any]) -> list[Any] | None:
     """What a record names as its images, unchecked; None where it names none."""
     named = content.get("image") if content.get("images") is None else content["images"]
     return named if named is None or isinstance(named, list) else [named]
+
+
+def video_names(content: Mapping[str, Any]) -> list[Any] | None:
+    """What a record names as its videos, unchecked; None where it names none."""
+    named = content.get("videos") or content.get("video") or None
+    return named if named is None or isinstance(named, list) else [named]
+
+
+def _mark_videos(turns: list[Turn], num_videos: int) -> list[Turn]:
+    """LLaVA-Video's records mark the places of videos by `<image>`: those marks as our own."""
+    if count_placeholders(turns, IMAGE_PLACEHOLDER) != num_videos or count_placeholders(
+        turns, VIDEO_PLACEHOLDER
+    ):
+        return turns
+    return [
+        Turn(turn.prompt.replace(IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER), turn.answer)
+        for turn in turns
+    ]
 
 
 def _system(content: Mapping[str, Any]) -> str | None:
@@ -149,19 +175,23 @@ def _texts(content: Mapping[str, Any], names: Sequence[str]) -> list[str] | None
     return cast(list[str], texts)
 
 
-def _images(content: Mapping[str, Any], paired_images: Sequence[str] | None) -> Sequence[str]:
-    names = image_names(content)
-    if names is not None:
-        if not all(isinstance(name, str) for name in names):
-            raise SampleError("bad_record", "'images' holds something other than file names")
-        return names
-    if paired_images is None:
-        return ()
-    if not paired_images:
+def _media(
+    content: Mapping[str, Any], paired_media: Sequence[str] | None
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Names of the images and of the videos."""
+    images, videos = image_names(content), video_names(content)
+    if images is not None or videos is not None:
+        for field, names in (("images", images), ("videos", videos)):
+            if not all(isinstance(name, str) for name in names or ()):
+                raise SampleError("bad_record", f"{field!r} holds something other than file names")
+        return images or (), videos or ()
+    if paired_media is None:
+        return (), ()
+    if not paired_media:
         raise SampleError("missing_image", "no image of the record's name beside it")
-    if len(paired_images) > 1:
-        raise SampleError("ambiguous_image", f"the record names none of {_names(paired_images)}")
-    return paired_images
+    if len(paired_media) > 1:
+        raise SampleError("ambiguous_image", f"the record names none of {_names(paired_media)}")
+    return ((), paired_media) if is_video_name(paired_media[0]) else (paired_media, ())
 
 
 def _names(names: Sequence[str]) -> str:

@@ -1,10 +1,10 @@
 """Rows as records: Parquet files, and Hugging Face datasets saved to disk (Arrow files).
 
-    id: string    image: binary | {bytes, path} | string    caption: string
+    id: string    image: binary | {bytes, path} | string    caption: string    (or video)
     id: string    images: list of the same                  messages: list of {role, content}
 
 Columns have the names that the fields of a JSON record have, or are named by `source.fields`. An
-image that is a path, and no bytes, is a file below `image_root` or beside the table.
+image or video that is a path, and no bytes, is a file below `image_root` or beside the table.
 A record's key is its id, or else `FILE:ROW`, rows counted from 0.
 """
 

@@ -5,9 +5,9 @@
                        0003.img0.jpg  0003.img1.jpg  0003.json      {"images": ["img0.jpg", ...]}
 
 Members that stand together and share the name up to its first dot are one sample; its key is
-`SHARD/NAME`, so that shards may number their samples alike. The JSON names images by member, or
-names none, or one of any name where there is one. Links are not followed, and nothing but JSON,
-text and images is read: a `.pkl` is never loaded.
+`SHARD/NAME`, so that shards may number their samples alike. The JSON names images and videos by
+member, or names none, or one of any name where there is one. Links are not followed, and nothing
+but JSON, text, images and videos is read: a `.pkl` is never loaded.
 """
 
 import io
@@ -30,10 +30,10 @@ from offline_packing.sources.base import (
 )
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.locators import Locator
-from offline_packing.sources.records import has_answer, image_names
+from offline_packing.sources.records import has_answer, image_names, video_names
 from offline_packing.sources.streams import CODECS, DamagedStreamError, codec_of, open_unpacked
 from offline_packing.sources.tar_members import TarMember, TarReader
-from task_encoders.pack_format import IMAGE_EXTENSIONS
+from task_encoders.pack_format import MEDIA_EXTENSIONS, is_video_name
 from task_encoders.samples import SampleError
 
 #: Key and part of a member, parted at the first dot of the file name as by WebDataset readers.
@@ -41,8 +41,8 @@ _MEMBER: Final = re.compile(r"(?:\./)?((?:.*/|)[^./]+)\.([^/]*)")
 _TAR_SUFFIXES: Final = (".tar", ".tgz", *(f".tar.{name}" for name in CODECS))
 _TEXT_PARTS: Final = ("txt", "caption", "text")
 _RECORD_EXTENSIONS: Final = frozenset(("json", *_TEXT_PARTS))
-#: A larger image in a compressed tar, which has to be read on the way, is set aside.
-_MAX_IMAGE_BYTES: Final = 256 << 20
+#: A larger medium in a compressed tar, which has to be read on the way, is set aside.
+_MAX_MEDIUM_BYTES: Final = 256 << 20
 
 #: Column of a locator that spans several members, from the first one's header on. Otherwise it is
 #: the part that the record is.
@@ -60,12 +60,12 @@ class TarSample:
     damage: DamagedStreamError | None = None
 
     def has_record(self) -> bool:
-        """Whether there is anything but images."""
+        """Whether there is anything but media."""
         return any(_extension(part) in _RECORD_EXTENSIONS for part in self.members)
 
-    def images(self) -> list[str]:
-        """Parts that are images by their name."""
-        return [part for part in self.members if _extension(part) in IMAGE_EXTENSIONS]
+    def media(self) -> list[str]:
+        """Parts that are images or videos by their name."""
+        return [part for part in self.members if _extension(part) in MEDIA_EXTENSIONS]
 
 
 class WebDatasetSource(Source):
@@ -119,41 +119,42 @@ class WebDatasetSource(Source):
         kind = self._kind(container)
         at = Locator(kind, container, 0, 0)
         try:
-            images = self._images(sample)
-            embedded = self._embedded(container, sample, images)
+            media = self._media(sample)
+            embedded = self._embedded(container, sample, media)
             chosen = self._record_parts(sample, file)
             at = _locator(kind, container, sample, chosen)
             content = self.parse_parts({part: read_part(sample, part, file) for part in chosen})
         except SampleError as error:
             return Record(key, at, error)
-        names = image_names(content)
-        if names is not None and len(names) == len(images) == 1:
-            embedded.setdefault(str(names[0]), embedded[images[0]])
-        paired = tuple(images) if images or self.task == "captioning" else None
+        videos = [part for part in media if is_video_name(part)]
+        images = [part for part in media if not is_video_name(part)]
+        for names, parts in ((image_names(content), images), (video_names(content), videos)):
+            if names is not None and len(names) == len(parts) == 1:
+                embedded.setdefault(str(names[0]), embedded[parts[0]])
+        paired = tuple(media) if media or self.task == "captioning" else None
         return Record(key, at, content, paired, embedded)
 
-    def _embedded(
-        self, container: str, sample: TarSample, images: list[str]
-    ) -> dict[str, Embedded]:
-        """The images by every name that a record may use."""
+    def _embedded(self, container: str, sample: TarSample, media: list[str]) -> dict[str, Embedded]:
+        """The media by every name that a record may use."""
         embedded: dict[str, Embedded] = {}
-        for part in images:
+        for part in media:
             member = sample.members[part]
             at = Locator(self._kind(container), container, member.offset, member.size)
             found = Embedded(at, sample.data.get(part))
             embedded |= dict.fromkeys((part, member.name, f"{sample.key}.{part}"), found)
         return embedded
 
-    def _images(self, sample: TarSample) -> list[str]:
-        """The image parts. Raises SampleError where one is a link or too large to be held."""
-        images = sample.images()
-        for part in images:
+    def _media(self, sample: TarSample) -> list[str]:
+        """The parts with media. Raises SampleError where one is a link or too large to be held."""
+        media = sample.media()
+        for part in media:
             member = sample.members[part]
             if not member.is_file:
                 raise SampleError("missing_image", f"{member.name!r} is a link or no file")
             if sample.damage is None and sample.data and part not in sample.data:
-                raise SampleError("image_too_large", f"{member.name!r} has {member.size} bytes")
-        return images
+                reason = "video_too_large" if is_video_name(part) else "image_too_large"
+                raise SampleError(reason, f"{member.name!r} has {member.size} bytes")
+        return media
 
     def _record_parts(self, sample: TarSample, file: BinaryIO) -> list[str]:
         """The parts that make the record: the JSON; the text where there is none, or where the
@@ -204,7 +205,7 @@ def group_members(reader: TarReader, *, keep_data: bool) -> Iterator[TarSample]:
     """The samples of a tar. A part that comes twice begins another sample of the same key.
 
     Args:
-        keep_data: read texts and images on the way; the tar cannot be read at any place.
+        keep_data: read texts and media on the way; the tar cannot be read at any place.
     """
     sample: TarSample | None = None
     try:
@@ -248,8 +249,8 @@ def _extension(part: str) -> str:
 def _limit(part: str) -> int:
     """Bytes up to which a part of a compressed tar is kept in memory."""
     extension = _extension(part)
-    if extension in IMAGE_EXTENSIONS:
-        return _MAX_IMAGE_BYTES
+    if extension in MEDIA_EXTENSIONS:
+        return _MAX_MEDIUM_BYTES
     return MAX_JSON_BYTES if extension in _RECORD_EXTENSIONS else -1
 
 

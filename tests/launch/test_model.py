@@ -40,7 +40,14 @@ def token_losses(
 ) -> torch.Tensor:
     inputs = (batch.tokens, batch.position_ids, to_packed_seq_params(batch))
     labels = shift_labels(batch.labels) if labels is None else labels
-    return model(*inputs, batch.imgs, batch.image_grid_thw, labels)
+    return model(
+        *inputs,
+        batch.imgs,
+        batch.image_grid_thw,
+        labels,
+        batch.pixel_values_videos,
+        batch.video_grid_thw,
+    )
 
 
 def gradients(model: PackedQwen2VL) -> dict[str, torch.Tensor]:

@@ -48,7 +48,14 @@ class Differences:
 
 def forward(model: PackedQwen2VL, batch: PackedBatch, labels: torch.Tensor | None) -> torch.Tensor:
     inputs = (batch.tokens, batch.position_ids, to_packed_seq_params(batch))
-    return model(*inputs, batch.imgs, batch.image_grid_thw, labels)
+    return model(
+        *inputs,
+        batch.imgs,
+        batch.image_grid_thw,
+        labels,
+        batch.pixel_values_videos,
+        batch.video_grid_thw,
+    )
 
 
 def gather_vocabulary(logits: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,14 @@ def examine_rank(source: Path, target: Path) -> dict[str, Any]:
     batch = packed_batch(row_samples(reference, "mixed"))
     batch.tokens[batch.tokens == reference.config.image_token_id] = model.hf_config.image_token_id
     inputs = (batch.tokens, batch.position_ids, to_packed_seq_params(batch))
-    losses = model(*inputs, batch.imgs, batch.image_grid_thw, shift_labels(batch.labels))
+    losses = model(
+        *inputs,
+        batch.imgs,
+        batch.image_grid_thw,
+        shift_labels(batch.labels),
+        batch.pixel_values_videos,
+        batch.video_grid_thw,
+    )
     losses.sum().backward()
 
     parameters = dict(model.named_parameters())

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from launch.config import LaunchConfig
+from launch.config import DataConfig, LaunchConfig
+from launch.data import build_task_encoder
 from launch.data_manifest import PackedData, read_packed_data
 from launch.train_plan import plan_training
 from offline_packing.errors import StageError
@@ -55,6 +56,19 @@ def test_a_folder_is_counted_by_its_train_split(captions: Path) -> None:
     assert data.num_samples < manifest["counts"]["packed"]
     assert data.samples_per_pack == data.num_samples / data.num_packs
     assert data.seq_length == SEQ_LENGTH
+
+
+def test_the_task_encoder_is_of_the_family_that_is_trained(captions: Path) -> None:
+    """Packs fit both; positions of videos are the model's own."""
+    config = DataConfig(path=str(captions))
+    data = read_packed_data(captions)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OFFLINE_PACKED_DATA", "1")
+        encoders = [
+            build_task_encoder(config, data, family).encoder for family in (None, "qwen2_5_vl")
+        ]
+    assert [encoder.tokens_per_second for encoder in encoders] == [None, 2]
+    assert encoders[0].fingerprint == encoders[1].fingerprint
 
 
 def test_a_blend_is_weighed_as_it_is_drawn(captions: Path, dialogues: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Small Qwen2-VL and Qwen2.5-VL of transformers with random weights, and samples to feed them."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,45 +77,65 @@ def write_checkpoint(folder: Path, family: str, *, tied: bool, **options: Any) -
 
 
 def random_sample(
-    reference: Any, num_text: int, grids: Sequence[tuple[int, int]], seed: int
+    reference: Any, num_text: int, grids: Sequence[tuple[int, ...]], seed: int
 ) -> EncodedSample:
-    """Text, then images of these (height, width) in patches with a little text, then text.
+    """Text, then media of these grids (see ROWS) with a little text, then text.
 
-    The first quarter of the text has no labels, nor have images. Positions are transformers'.
+    The first quarter of the text has no labels, nor have media. Positions are transformers'.
     """
     rng = np.random.default_rng(seed)
     half = num_text // 2
     start, end = np.array([VISION_START]), np.array([VISION_END])
     pieces = [rng.integers(3, 1000, half)]
-    for height, width in grids:
-        pads = np.full(height * width // 4, IMAGE)
+    for grid in grids:
+        pads = np.full(math.prod(grid) // 4, IMAGE if len(grid) == 2 else VIDEO)
         pieces += [start, pads, end, rng.integers(3, 1000, 3)]
     tokens = np.concatenate([*pieces, rng.integers(3, 1000, num_text - half)]).astype(np.int64)
     labels = np.where(tokens < 1000, tokens, IGNORE_INDEX)
     labels[: max(1, num_text // 4)] = IGNORE_INDEX
-    num_patches = sum(height * width for height, width in grids)
-    grid_thw = np.array([(1, *grid) for grid in grids], dtype=np.int32).reshape(-1, 3)
+    images = np.array([(1, *g) for g in grids if len(g) == 2], dtype=np.int32).reshape(-1, 3)
+    videos = np.array([g for g in grids if len(g) == 3], dtype=np.int32).reshape(-1, 3)
     positions, _ = reference.model.get_rope_index(
         torch.from_numpy(tokens)[None],
-        mm_token_type_ids=torch.from_numpy(tokens == IMAGE).int()[None],
-        image_grid_thw=torch.from_numpy(grid_thw).long() if grids else None,
+        mm_token_type_ids=token_types(torch.from_numpy(tokens)[None]),
+        image_grid_thw=torch.from_numpy(images).long(),
+        video_grid_thw=torch.from_numpy(videos).long(),
     )
+
+    def patches(grid_thw: np.ndarray) -> np.ndarray:
+        return rng.standard_normal((int(grid_thw.prod(1).sum()), 1176), dtype=np.float32)
+
     return EncodedSample(
         key=f"sample-{seed}",
         tokens=tokens,
         labels=labels,
         position_ids=positions[:, 0].numpy(),
-        pixel_values=rng.standard_normal((num_patches, 3 * 2 * 14 * 14), dtype=np.float32),
-        image_grid_thw=grid_thw,
+        pixel_values=patches(images),
+        image_grid_thw=images,
+        pixel_values_videos=patches(videos),
+        video_grid_thw=videos,
     )
 
 
-#: What a row holds: (text tokens, images) per sub-sample.
-ROWS: dict[str, list[tuple[int, list[tuple[int, int]]]]] = {
+def token_types(tokens: torch.Tensor) -> torch.Tensor:
+    """transformers' mm_token_type_ids: 0 text, 1 image, 2 video."""
+    return (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int()
+
+
+#: What a row holds: (text tokens, media) per sub-sample; an image's grid is (h, w), a video's
+#: (t, h, w).
+ROWS: dict[str, list[tuple[int, list[tuple[int, ...]]]]] = {
     "one_image": [(12, [(4, 6)]), (7, [(8, 4)]), (15, [(6, 10)])],
     "several_images": [(9, [(8, 4), (2, 2)]), (20, [(4, 4), (2, 6), (4, 2)])],
     "no_image": [(20, []), (1, []), (33, [])],
     "mixed": [(12, [(4, 6)]), (20, []), (9, [(8, 4), (2, 2)]), (1, []), (15, [(6, 10)])],
+    "videos": [(12, [(3, 4, 6)]), (9, [(1, 8, 4), (5, 2, 2)]), (15, [])],
+    "images_and_videos": [
+        (12, [(2, 4, 6), (4, 6), (3, 2, 2)]),
+        (20, []),
+        (9, [(8, 4), (6, 4, 4), (2, 2)]),
+        (15, [(6, 10)]),
+    ],
 }
 
 
@@ -145,9 +166,13 @@ def unpacked_inputs(sample: EncodedSample) -> dict[str, Any]:
     tokens = torch.from_numpy(sample.tokens)[None]
     inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
     if len(sample.image_grid_thw):
-        inputs["mm_token_type_ids"] = (tokens == IMAGE).int()
         inputs["pixel_values"] = torch.from_numpy(sample.pixel_values)
         inputs["image_grid_thw"] = torch.from_numpy(sample.image_grid_thw).long()
+    if len(sample.video_grid_thw):
+        inputs["pixel_values_videos"] = torch.from_numpy(sample.pixel_values_videos)
+        inputs["video_grid_thw"] = torch.from_numpy(sample.video_grid_thw).long()
+    if len(sample.image_grid_thw) or len(sample.video_grid_thw):
+        inputs["mm_token_type_ids"] = token_types(tokens)
     return inputs
 
 

@@ -81,7 +81,7 @@ BAD: dict[str, tuple[str, Files]] = {
         {".json": record([{"role": "user", "content": [{"type": "text"}]}], images=[])},
     ),
     "images_numbers": ("bad_record", {".json": record(images=[7])}),
-    "video": ("bad_record", {".json": record(images=[], videos=["a.mp4"])}),
+    "video_missing": ("missing_image", {".json": record(images=[], videos=["a.mp4"])}),
     "no_question": ("bad_record", {".json": {"answer": "Blue.", "images": []}}),
     "two_questions_one_answer": (
         "bad_record",

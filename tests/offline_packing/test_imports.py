@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.offline_packing.datasets import captioning_pairs
+from tests.task_encoders.videos import make_video
 
-BLOCKED = ("torch", "transformers", "megatron", "ray", "webdataset", "matplotlib", "jinja2")
+BLOCKED = ("av", "torch", "transformers", "megatron", "ray", "webdataset", "matplotlib", "jinja2")
 
 PROGRAM = """
 import sys
@@ -51,6 +52,16 @@ def test_measure_plan_and_report(config: str) -> None:
         result = run_blocked(BLOCKED, verb, config)
         assert result.returncode == 0, result.stderr
         assert text in result.stdout
+
+
+def test_videos_without_pyav_are_refused_in_one_line(config: str, tmp_path: Path) -> None:
+    (tmp_path / "data" / "clip.mp4").write_bytes(make_video(4))
+    (tmp_path / "data" / "clip.json").write_text('{"caption": "a bar"}')
+    result = run_blocked(("av",), "measure", config)
+    assert result.returncode != 0
+    last = result.stderr.strip().splitlines()[-1]
+    assert "sample 'clip'" in last
+    assert "videos need the package av; pip install 'offline-packing[video]'" in last
 
 
 def test_the_block_works(config: str) -> None:

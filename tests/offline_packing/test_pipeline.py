@@ -356,6 +356,7 @@ def test_verify_counts(captions: Path, tmp_path: Path) -> None:
         num_samples=40,
         num_set_aside=0,
         num_images=40,
+        num_videos=0,
         num_tokens=tokens,
         num_problems=0,
         problems=(),

@@ -19,7 +19,7 @@ from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
 PAD = 0
 
 
-def sample(key: str, length: int, images: int = 0) -> EncodedSample:
+def sample(key: str, length: int, images: int = 0, videos: int = 0) -> EncodedSample:
     tokens = np.arange(1, length + 1, dtype=np.int64) + 100 * len(key)
     return EncodedSample(
         key=key,
@@ -28,6 +28,8 @@ def sample(key: str, length: int, images: int = 0) -> EncodedSample:
         position_ids=np.tile(np.arange(length), (3, 1)),
         pixel_values=np.ones((4 * images, 1176), dtype=np.float32),
         image_grid_thw=np.tile(np.array([1, 2, 2], dtype=np.int32), (images, 1)),
+        pixel_values_videos=np.full((12 * videos, 1176), len(key), dtype=np.float32),
+        video_grid_thw=np.tile(np.array([3, 2, 2], dtype=np.int32), (videos, 1)),
     )
 
 
@@ -45,6 +47,8 @@ def as_batch(packed: PackedRow) -> Any:
         cu_lengths=packed.cu_lengths[None],
         imgs=packed.pixel_values,
         image_grid_thw=packed.image_grid_thw,
+        pixel_values_videos=packed.pixel_values_videos,
+        video_grid_thw=packed.video_grid_thw,
     )
 
 

@@ -8,12 +8,13 @@ from task_encoders.pack_format import (
     PackedSubSample,
     PackFormatError,
     image_extension,
-    image_part_names,
     match_images,
+    media_part_names,
     pack_json,
     pack_key,
     parse_json,
     restore_pack,
+    video_extension,
 )
 from task_encoders.samples import SampleError, SourceSample, Turn
 
@@ -48,7 +49,7 @@ def test_round_trip(name: str) -> None:
     assert restored.task == task
     assert restored.keys == tuple(s.sample.key for s in subs)
     assert restored.num_tokens == tuple(s.num_tokens for s in subs)
-    names = iter(image_part_names([e for s in subs for e in s.extensions]))
+    names = iter(media_part_names([e for s in subs for e in s.extensions]))
     for before, after in zip(subs, restored.sub_samples, strict=True):
         assert isinstance(after, SourceSample)
         assert after.turns == before.sample.turns
@@ -70,7 +71,7 @@ def test_the_nested_form_is_used_only_where_needed(name: str, nested: bool) -> N
 def test_the_documented_bytes() -> None:
     assert pack_key(42) == "ps_00000042"
     assert pack_key(42, "cap_") == "cap_ps_00000042"
-    assert image_part_names(["jpg", "png"]) == ["img000.jpg", "img001.png"]
+    assert media_part_names(["jpg", "png"]) == ["img000.jpg", "img001.png"]
     assert image_extension("photo.v2.JPG", "JPEG") == "jpg"
     assert image_extension("photo.pkl", "PNG") == "png"
     assert image_extension("no extension", "JPEG") == "jpg"
@@ -175,3 +176,58 @@ def test_lists_that_cannot_be_aligned_are_refused(record: dict) -> None:
 def test_bytes_that_are_no_object_are_refused(data: bytes) -> None:
     with pytest.raises(PackFormatError, match="ps_0"):
         parse_json(data, "ps_0")
+
+
+def with_videos(key: str, images: int, videos: tuple[str, ...]) -> PackedSubSample:
+    names = tuple(f"{i}.jpg" for i in range(images)), tuple(f"{i}" for i in range(len(videos)))
+    sample = SourceSample(key, "vqa", (Turn("q", "a"),), names[0], None, names[1])
+    return PackedSubSample(sample, ("jpg",) * images + videos, num_tokens=9)
+
+
+def test_a_pack_with_videos() -> None:
+    subs = [
+        with_videos("a", 1, ("mp4", "webm")),
+        with_videos("b", 0, ()),
+        with_videos("c", 1, ("mov",)),
+    ]
+    names = media_part_names([extension for sub in subs for extension in sub.extensions])
+    assert names == ["img000.jpg", "vid000.mp4", "vid001.webm", "img001.jpg", "vid002.mov"]
+    data = pack_json(subs, "vqa")
+    record = json.loads(data)
+    assert record["images"] == [["img000.jpg"], [], ["img001.jpg"]]
+    assert record["videos"] == [["vid000.mp4", "vid001.webm"], [], ["vid002.mov"]]
+    assert record["prompt"] == [["q"], ["q"], ["q"]]
+    restored = restore_pack(data, "ps_0").sub_samples
+    assert [sub.videos for sub in restored if isinstance(sub, SourceSample)] == [
+        ("vid000.mp4", "vid001.webm"),
+        (),
+        ("vid002.mov",),
+    ]
+
+
+def test_a_pack_without_videos_says_nothing_of_them() -> None:
+    for task, subs in PACKS.values():
+        assert list(json.loads(pack_json(subs, task))) == ["images", "prompt", "captions", "meta"]
+
+
+def test_packs_of_videos_that_others_wrote() -> None:
+    record = {"videos": ["vid0.mp4", None], "prompts": ["<video>?", "b"], "captions": ["x", "y"]}
+    first, second = restore_pack(record, "ps_0", "vqa").sub_samples
+    assert isinstance(first, SourceSample)
+    assert isinstance(second, SourceSample)
+    assert (first.videos, second.videos) == (("vid0.mp4",), ())
+    with pytest.raises(PackFormatError, match="1 videos for 2 captions"):
+        restore_pack({**record, "videos": ["vid0.mp4"]}, "ps_0", "vqa")
+
+
+@pytest.mark.parametrize(
+    ("name", "container", "expected"),
+    [
+        ("a.MP4", "mp4", "mp4"),
+        ("a.mov", "mp4", "mov"),
+        ("a.bin", "webm", "webm"),
+        ("x", "avi", "avi"),
+    ],
+)
+def test_video_extension(name: str, container: str, expected: str) -> None:
+    assert video_extension(name, container) == expected

@@ -50,7 +50,8 @@ def account(source: Source) -> list[tuple[str, str, MeasuredSample | None]]:
 
 def read_again(source: Source, key: str, row: MeasuredSample) -> list[bytes]:
     """A measured sample from nothing but its locators; its images."""
-    sample = source.read_sample(key, row.json, len(row.media))
+    num_images = len(row.media) - row.num_videos
+    sample = source.read_sample(key, row.json, num_images, row.num_videos)
     images = [source.read_media(locator) for locator, _ in row.media]
     assert [len(image) for image in images] == [locator.size for locator, _ in row.media]
     assert len(sample.turns) == row.num_turns

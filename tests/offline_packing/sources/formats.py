@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tests.offline_packing.datasets import dialogue, image_bytes, write_json
+from tests.task_encoders.videos import make_video
 
-#: One sample: its name, its messages, its images.
+#: One sample: its name, its messages, its images and then its videos.
 Sample = tuple[str, list[dict[str, str]], list[bytes]]
 #: Writes samples below a folder; returns the source's configuration without its task.
 Writer = Callable[[Path, list[Sample]], dict[str, Any]]
@@ -28,6 +29,20 @@ def draw_samples(count: int, seed: int = 0) -> list[Sample]:
         words = " ".join(rng.choice(["red", 'the "left"', "a\\b", "é", "[1, 2}", "\n"], 8))
         image = image_bytes(28 * int(rng.integers(2, 6)), 56, ("JPEG", "PNG")[i % 2])
         samples.append((f"s{i:04d}", dialogue(f"<image>\nWhat {i}?", f"It is {words}."), [image]))
+    return samples
+
+
+def draw_video_samples(count: int, *, single: bool) -> list[Sample]:
+    """Dialogues over videos in several containers; unless `single`, with images among them."""
+    samples: list[Sample] = []
+    for i in range(count):
+        clip = make_video(4 + i, container=("mp4", "webm", "avi")[i % 3])
+        text, media = "<video>\nWhat?", [clip]
+        if not single and i % 3 == 1:
+            text, media = "<video>\n<image>\nWhat?", [image_bytes(84, 56), clip]
+        if not single and i % 3 == 2:
+            text, media = "Which of these two?", [clip, make_video(5)]
+        samples.append((f"s{i:04d}", dialogue(text, f"It is {i}."), media))
     return samples
 
 
@@ -53,9 +68,25 @@ def write_file(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def suffix_of(image: bytes) -> str:
-    """'png' or 'jpg'."""
-    return "png" if image.startswith(b"\x89PNG") else "jpg"
+def suffix_of(medium: bytes) -> str:
+    """'png', 'jpg', 'mp4', 'webm' or 'avi'."""
+    if medium[4:8] == b"ftyp":
+        return "mp4"
+    suffixes = {b"\x89PNG": "png", b"\x1aE\xdf\xa3": "webm", b"RIFF": "avi"}
+    return suffixes.get(medium[:4], "jpg")
+
+
+def field_of(name: str) -> str:
+    """The field of a record that names a file: 'images' or 'videos'."""
+    return "images" if name.endswith(("png", "jpg")) else "videos"
+
+
+def media_fields(names: list[str]) -> dict[str, list[str]]:
+    """Names by the field that they stand in; videos only where there are any."""
+    fields: dict[str, list[str]] = {"images": []}
+    for name in names:
+        fields.setdefault(field_of(name), []).append(name)
+    return fields
 
 
 def sharegpt(messages: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -71,8 +102,10 @@ def with_files(root: Path, samples: list[Sample], field: str = "images") -> list
         names = [f"images/{key}_{i}.{suffix_of(image)}" for i, image in enumerate(images)]
         for name, image in zip(names, images, strict=True):
             write_file(root / name, image)
-        named: Any = names if field == "images" else names[0]
-        records.append({"id": key, "messages": messages, field: named})
+        named: dict[str, Any] = media_fields(names)
+        if field == "image":  # one medium, in a field of LLaVA's
+            named = {field_of(names[0]).removesuffix("s"): names[0]}
+        records.append({"id": key, "messages": messages, **named})
     return records
 
 
@@ -105,7 +138,7 @@ def jsonl_zst(root: Path, samples: list[Sample]) -> dict[str, Any]:
 def json_array(root: Path, samples: list[Sample]) -> dict[str, Any]:
     """LLaVA's form."""
     records = [
-        {"id": r["id"], "image": r["image"], "conversations": sharegpt(r["messages"])}
+        {**r, "conversations": sharegpt(r.pop("messages"))}
         for r in with_files(root, samples, "image")
     ]
     write_file(root / "llava.json", json.dumps(records, indent=1).encode())
@@ -118,7 +151,7 @@ def llama_factory(root: Path, samples: list[Sample]) -> dict[str, Any]:
     entry = {
         "file_name": "mllm.json",
         "formatting": "sharegpt",
-        "columns": {"messages": "messages", "images": "images"},
+        "columns": {"messages": "messages", "images": "images", "videos": "videos"},
         "tags": {
             "role_tag": "role",
             "content_tag": "content",
@@ -135,7 +168,7 @@ def tar_members(samples: list[Sample]) -> list[tuple[str, bytes]]:
     for key, messages, images in samples:
         names = [f"img{i}.{suffix_of(image)}" for i, image in enumerate(images)]
         members += [(f"{key}.{name}", image) for name, image in zip(names, images, strict=True)]
-        record = json.dumps({"messages": messages, "images": names}).encode()
+        record = json.dumps({"messages": messages, **media_fields(names)}).encode()
         members.append((f"{key}.json", record))
     return members
 
@@ -170,14 +203,22 @@ def table(samples: list[Sample]) -> pa.Table:
     """Rows with images as Hugging Face's Image feature stores them."""
     image = pa.struct([pa.field("bytes", pa.binary()), pa.field("path", pa.string())])
     message = pa.struct([pa.field("role", pa.string()), pa.field("content", pa.string())])
+
+    def column(field: str) -> pa.Array:
+        return pa.array(
+            [
+                [{"bytes": m, "path": None} for m in media if field_of(suffix_of(m)) == field]
+                for *_, media in samples
+            ],
+            pa.list_(image),
+        )
+
     return pa.table(
         {
             "id": [key for key, _, _ in samples],
             "messages": pa.array([messages for _, messages, _ in samples], pa.list_(message)),
-            "images": pa.array(
-                [[{"bytes": image, "path": None} for image in images] for *_, images in samples],
-                pa.list_(image),
-            ),
+            "images": column("images"),
+            "videos": column("videos"),
             "unused": [1.5] * len(samples),
         }
     )
@@ -207,16 +248,23 @@ def pack_members(samples: list[Sample], size: int = 3) -> list[tuple[str, bytes]
     members: list[tuple[str, bytes]] = []
     for number, start in enumerate(range(0, len(samples), size)):
         some = samples[start : start + size]
-        names, count = [], 0
-        for _, _, images in some:
-            own = [f"img{count + i:03d}.{suffix_of(image)}" for i, image in enumerate(images)]
-            members += [
-                (f"ps_{number:08d}.{name}", image) for name, image in zip(own, images, strict=True)
+        names: dict[str, list[list[str]]] = {"images": [], "videos": []}
+        count = 0
+        for _, _, media in some:
+            own = [
+                f"{field_of(suffix_of(medium))[:3]}{count + i:03d}.{suffix_of(medium)}"
+                for i, medium in enumerate(media)
             ]
-            names.append(own)
-            count += len(images)
+            members += [
+                (f"ps_{number:08d}.{name}", data) for name, data in zip(own, media, strict=True)
+            ]
+            for field, lists in names.items():
+                lists.append([name for name in own if field_of(name) == field])
+            count += len(media)
+        if not any(names["videos"]):
+            del names["videos"]
         record = {
-            "images": names,
+            **names,
             "prompt": [[m["content"] for m in messages[::2]] for _, messages, _ in some],
             "captions": [[m["content"] for m in messages[1::2]] for _, messages, _ in some],
         }

@@ -9,10 +9,12 @@ from offline_packing.index import Index
 from offline_packing.measure import measure
 from offline_packing.sources import SOURCES, Locator
 from offline_packing.stage import Stage, open_sources
+from offline_packing.verify import verify
 from task_encoders.samples import SourceSample
 from tests.offline_packing.datasets import make_stage, pack_all
 from tests.offline_packing.sources import formats
 from tests.offline_packing.sources.formats import Sample
+from tests.task_encoders.videos import make_video
 
 SAMPLES = formats.draw_samples(11)
 
@@ -28,7 +30,9 @@ def read_back(stage: Stage) -> dict[str, tuple[SourceSample, list[bytes], int]]:
         extensions = [medium.pop("extension") for medium in media]
         assert extensions == [formats.suffix_of(source.read_media(at(m))) for m in media]
         images = [source.read_media(at(medium)) for medium in media]
-        sample = source.read_sample(row["key"], at(row["json"]), len(images))
+        sample = source.read_sample(
+            row["key"], at(row["json"]), row["num_images"], row["num_videos"]
+        )
         found[row["key"]] = (sample, images, row["num_tokens"])
     assert len(found) == info.num_samples
     return found
@@ -76,6 +80,48 @@ def test_packs_hold_what_the_source_held(tmp_path: Path, name: str) -> None:
     ordered = [found[key] for key in sorted(found)]
     assert [text_of(sample) for sample, _, _ in ordered] == expected_texts(SAMPLES)
     assert [images for _, images, _ in ordered] == [images for *_, images in SAMPLES]
+
+
+#: Of samples with one medium: all formats; with several: those that can name them.
+VIDEO_SAMPLES = formats.draw_video_samples(5, single=True)
+MIXED_SAMPLES = formats.draw_video_samples(6, single=False)
+ONE_MEDIUM_ONLY = ("pairs", "json_array")
+
+
+@pytest.mark.parametrize("name", formats.WRITERS)
+@pytest.mark.parametrize("mixed", [False, True], ids=["one_video", "images_and_videos"])
+def test_videos_of_every_format_come_out_as_they_went_in(
+    tmp_path: Path, name: str, mixed: bool
+) -> None:
+    samples = MIXED_SAMPLES if mixed and name not in ONE_MEDIUM_ONLY else VIDEO_SAMPLES
+    source = {**formats.WRITERS[name](tmp_path / "data", samples), "task": "bmr"}
+    model = {"video_min_pixels": 28 * 28, "video_max_pixels": 28 * 28 * 9}
+    stage = make_stage(source, tmp_path / "out", model=model, engine={"samples_per_part": 4})
+    found = read_back(stage)
+    assert [text_of(sample) for sample, _, _ in found.values()] == expected_texts(samples)
+    assert [media for _, media, _ in found.values()] == [media for *_, media in samples]
+    assert pack_all(stage)["counts"]["packed"] == len(samples)
+    result = verify(stage, deep=True)
+    assert result.ok, result.problems
+    assert result.num_videos == sum(
+        formats.field_of(formats.suffix_of(m)) == "videos" for *_, media in samples for m in media
+    )
+    again = {"format": "packs", "path": str(tmp_path / "out"), "task": "bmr"}
+    unpacked = read_back(make_stage(again, tmp_path / "again", model=model))
+    repacked = {key: value[1:] for key, value in unpacked.items()}
+    assert repacked == {key: value[1:] for key, value in found.items()}
+
+
+def test_captioned_videos_in_a_tar(tmp_path: Path) -> None:
+    """As video datasets come: a clip and its caption as text."""
+    members = []
+    for i in range(4):
+        members += [(f"{i:04d}.mp4", make_video(4 + i)), (f"{i:04d}.txt", b"A bar moves.")]
+    formats.write_file(tmp_path / "data" / "000.tar", formats.tar_bytes(members))
+    source = {"format": "webdataset", "path": str(tmp_path / "data"), "task": "captioning"}
+    found = read_back(make_stage(source, tmp_path / "out"))
+    assert [media for _, media, _ in found.values()] == [[data] for _, data in members[::2]]
+    assert all(sample.videos for sample, _, _ in found.values())
 
 
 def test_packing_packs_again_loses_nothing(tmp_path: Path) -> None:

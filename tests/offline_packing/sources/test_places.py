@@ -19,7 +19,9 @@ from tests.offline_packing.datasets import image_bytes, make_stage, outcomes, pa
 from tests.offline_packing.sources import accounting, formats
 from tests.offline_packing.sources.formats import write_file
 
-SAMPLES = formats.draw_samples(5)
+SAMPLES = formats.draw_samples(4) + [
+    (f"v{key}", *rest) for key, *rest in formats.draw_video_samples(3, single=True)
+]
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 

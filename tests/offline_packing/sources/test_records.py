@@ -90,3 +90,59 @@ def test_images_that_are_not_clear(paired: list[str], reason: str) -> None:
     with pytest.raises(SampleError) as error:
         to_sample({"caption": "a"}, "k", "captioning", paired)
     assert error.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "paired", "images", "videos"),
+    [
+        ({"video": "b.mp4"}, None, (), ("b.mp4",)),
+        ({"videos": ["b.mp4", "c.webm"]}, ["a.jpg"], (), ("b.mp4", "c.webm")),
+        ({"videos": ["b.mp4"], "image": "a.jpg"}, None, ("a.jpg",), ("b.mp4",)),
+        ({}, ["a.mp4"], (), ("a.mp4",)),
+        ({"videos": []}, ["a.jpg"], ("a.jpg",), ()),
+        ({"video": None, "images": []}, ["a.mp4"], (), ()),
+    ],
+)
+def test_videos(fields: dict[str, Any], paired: Any, images: Any, videos: Any) -> None:
+    sample = to_sample({"caption": "a", **fields}, "k", "captioning", paired)
+    assert (sample.images, sample.videos) == (images, videos)
+    assert sample.media == images + videos
+
+
+@pytest.mark.parametrize(
+    ("prompts", "fields", "expected"),
+    [
+        (["<image>\nWhat?", "And?"], {"video": "a.mp4"}, ["<video>\nWhat?", "And?"]),
+        (["<image>, <image>?"], {"videos": ["a", "b"]}, ["<video>, <video>?"]),
+        (["<video>?"], {"video": "a.mp4"}, ["<video>?"]),
+        (["What?"], {"video": "a.mp4"}, ["What?"]),
+        (["<image>?"], {"video": "a.mp4", "image": "b.jpg"}, ["<image>?"]),
+        (["What is <video>?"], {}, ["What is <video>?"]),
+    ],
+)
+def test_marks_of_videos(prompts: list[str], fields: dict[str, Any], expected: list[str]) -> None:
+    """LLaVA-Video's records mark the places of videos by <image>."""
+    texts = [text for prompt in prompts for text in (prompt, "An answer with <image>.")]
+    sample = to_sample({"messages": dialogue(*texts), **fields}, "k", "bmr")
+    assert [turn.prompt for turn in sample.turns] == expected
+    assert {turn.answer for turn in sample.turns} == {"An answer with <image>."}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "reason"),
+    [
+        ("<image> <image>", {"video": "a.mp4"}, "image_count_mismatch"),
+        ("<image> <video>", {"video": "a.mp4"}, "image_count_mismatch"),
+        ("<video> <video>", {"video": "a.mp4"}, "video_count_mismatch"),
+        ("What?", {"videos": [7]}, "bad_record"),
+    ],
+)
+def test_videos_that_do_not_fit(prompt: str, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SampleError) as error:
+        to_sample({"messages": dialogue(prompt, "a"), **fields}, "k", "vqa")
+    assert error.value.reason == reason
+
+
+def test_media_that_are_not_clear() -> None:
+    with pytest.raises(SampleError, match="ambiguous_image"):
+        to_sample({"caption": "a"}, "k", "captioning", ["a.jpg", "a.mp4"])

@@ -83,14 +83,14 @@ def test_pairs_by_stem(tmp_path: Path) -> None:
     source = make_pairs(
         tmp_path, [*names, "lonely.jpg", "notes.txt", ".hidden.json", ".git/x.json"]
     )
-    found = {record.key: record.paired_images for record in records(source, 2)}
+    found = {record.key: record.paired_media for record in records(source, 2)}
     assert found == {"a": ("a.jpg",), "a-1": ("a-1.PNG",), "a.b": ("a.b.jpg",), "sub/a": ()}
-    assert source.scan(2).unpaired_images == ("lonely.jpg",)
+    assert source.scan(2).unpaired_media == ("lonely.jpg",)
 
 
 def test_pairs_text_only_name(tmp_path: Path) -> None:
     source = make_pairs(tmp_path, ["output_00000001.json", "output_1.json"])
-    found = {record.key: record.paired_images for record in records(source, 2)}
+    found = {record.key: record.paired_media for record in records(source, 2)}
     assert found == {"output_00000001": None, "output_1": ()}
 
 

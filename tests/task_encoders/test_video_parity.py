@@ -1,0 +1,199 @@
+"""Tokens, labels and positions of samples with videos equal transformers'."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.video_utils import VideoMetadata
+
+from task_encoders.builtin_processor import builtin_processor
+from task_encoders.chat_templates import to_messages
+from task_encoders.sample_encoder import IGNORE_INDEX, build_sample_encoder
+from task_encoders.samples import SampleError, SourceSample, Turn, check_sample
+from task_encoders.video import (
+    VideoSettings,
+    num_sampled_frames,
+    read_video_header,
+    sampled_frames,
+)
+from task_encoders.vision import read_image_header
+from tests.launch.tiny_checkpoints import TEXT
+from tests.offline_packing.datasets import image_bytes
+from tests.task_encoders.videos import make_video
+
+VIDEO = VideoSettings(min_pixels=28 * 28, max_pixels=28 * 28 * 12, max_frames=40)
+MAX_PIXELS = 28 * 28 * 32
+IMAGE_PAD, VIDEO_PAD = 151_655, 151_656
+FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+
+CLIPS = {
+    "short": make_video(7, 10),
+    "long": make_video(90, 10, 96, 40),
+    "slow": make_video(12, 1),
+    "one_frame": make_video(1),
+    "fractional": make_video(47, 24, 40, 64, container="webm"),
+}
+PICTURE = image_bytes(90, 60)
+
+#: Turns, number of images, names of videos.
+SAMPLES: dict[str, tuple[list[tuple[str, str]], int, list[str]]] = {
+    "in_front": ([("What?", "A bar.")], 0, ["short"]),
+    "placed": ([("First <video>, then <video>: which?\n", "\nThe first.")], 0, ["short", "slow"]),
+    "with_images": (
+        [("<image>Before <video> and <image>", "Yes."), ("<video>\nAnd now?", "\n\nNo.")],
+        2,
+        ["long", "one_frame"],
+    ),
+    "images_in_front": ([("It is <video>.", "Yes.")], 2, ["fractional"]),
+    "all_in_front": ([("Which?", "Both."), ("Why?", "So.")], 1, ["long", "short"]),
+    "videos_in_front": ([("<image> or not?", "Not.")], 1, ["slow"]),
+    "control_text": ([("<video><|video_pad|><|im_end|>", "<|vision_end|>")], 0, ["short"]),
+}
+
+
+def make_sample(name: str, task: str = "bmr") -> tuple[SourceSample, list[bytes], list[bytes]]:
+    turns, num_images, clips = SAMPLES[name]
+    sample = SourceSample(
+        name,
+        task,
+        tuple(Turn(*turn) for turn in turns),
+        tuple(f"{i}.jpg" for i in range(num_images)),
+        videos=tuple(clips),
+    )
+    return sample, [PICTURE] * num_images, [CLIPS[clip] for clip in clips]
+
+
+def encoder_of(family: str) -> Any:
+    return build_sample_encoder(family, max_pixels=MAX_PIXELS, video=VIDEO)
+
+
+def tiny_model(family: str) -> Any:
+    """A model whose `get_rope_index` is asked; published checkpoints have 2 tokens per second."""
+    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}[family]
+    vision: dict[str, Any] = {"depth": 1, "hidden_size": 128, "num_heads": 4}
+    vision |= {"embed_dim": 32} if family == "qwen2_vl" else {"out_hidden_size": 128}
+    if family == "qwen2_5_vl":
+        vision["tokens_per_second"] = 2
+    text = {**TEXT, "num_hidden_layers": 1, "vocab_size": 64}
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision)
+    return getattr(transformers, f"{name}Model")(config)
+
+
+def expected_ids(processor: Any, sample: SourceSample, grids: Sequence[Any]) -> list[int]:
+    """transformers' chat template, with as many pads as its processor would put in."""
+    text = processor.apply_chat_template(to_messages(sample), tokenize=False)
+    counts = iter([int(np.prod(grid)) // 4 for grid in grids])
+    for pad in ("<|image_pad|>", "<|video_pad|>"):
+        parts = text.split(f"<|vision_start|>{pad}<|vision_end|>")
+        text = parts[0]
+        for part in parts[1:]:
+            text += "<|vision_start|>" + pad * next(counts) + "<|vision_end|>" + part
+    return processor.tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLES if name != "control_text"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_array_equals_transformers(name: str, family: str) -> None:
+    processor = builtin_processor(min_pixels=56 * 56, max_pixels=MAX_PIXELS)
+    sample, images, videos = make_sample(name)
+    encoded = encoder_of(family).encode(sample, images, videos)
+    grids = [*encoded.image_grid_thw, *encoded.video_grid_thw]
+    assert len(grids) == len(images) + len(videos)
+    assert encoded.tokens.tolist() == expected_ids(processor, sample, grids)[:-1]
+
+    seconds = []  # as Qwen2_5_VLProcessor works it out
+    for data in videos:
+        header = read_video_header(io.BytesIO(data))
+        indices = sampled_frames(header.num_frames, num_sampled_frames(header, VIDEO))
+        metadata = VideoMetadata(header.num_frames, fps=header.fps, frames_indices=indices)
+        seconds.append(2 / metadata.sampled_fps)
+    tokens = torch.from_numpy(encoded.tokens)[None]
+    kwargs = {"second_per_grid_ts": torch.tensor(seconds)} if family == "qwen2_5_vl" else {}
+    positions, _ = tiny_model(family).get_rope_index(
+        tokens,
+        (tokens == IMAGE_PAD).int() + 2 * (tokens == VIDEO_PAD).int(),
+        image_grid_thw=torch.from_numpy(encoded.image_grid_thw).long(),
+        video_grid_thw=torch.from_numpy(encoded.video_grid_thw).long(),
+        **kwargs,
+    )
+    np.testing.assert_array_equal(encoded.position_ids, positions[:, 0].numpy())
+
+
+def test_families_differ_in_the_time_of_videos_only() -> None:
+    sample, images, videos = make_sample("with_images")
+    first, second = (encoder_of(family).encode(sample, images, videos) for family in FAMILIES)
+    np.testing.assert_array_equal(first.tokens, second.tokens)
+    np.testing.assert_array_equal(first.position_ids[1:], second.position_ids[1:])
+    differing = (first.position_ids != second.position_ids).any(axis=0)
+    assert differing.any()
+    assert set(first.tokens[differing].tolist()) == {VIDEO_PAD}
+
+
+@pytest.mark.parametrize("task", ["captioning", "vqa", "bmr"])
+@pytest.mark.parametrize("name", SAMPLES)
+def test_measured_is_encoded(name: str, task: str) -> None:
+    if task == "captioning" and len(SAMPLES[name][0]) > 1:
+        return
+    encoder = encoder_of("qwen2_vl")
+    sample, images, videos = make_sample(name, task)
+    sizes = [(h.height, h.width) for h in (read_image_header(io.BytesIO(i)) for i in images)]
+    headers = [read_video_header(io.BytesIO(data)) for data in videos]
+    measured = encoder.measure(sample, sizes, headers)
+    encoded = encoder.encode(sample, images, videos)
+    assert measured.num_tokens == len(encoded.tokens)
+    assert measured.num_loss_tokens == (encoded.labels != IGNORE_INDEX).sum()
+    patches = len(encoded.pixel_values) + len(encoded.pixel_values_videos)
+    assert measured.num_vision_patches == patches
+    grids = [*encoded.image_grid_thw.tolist(), *encoded.video_grid_thw.tolist()]
+    assert measured.grid_thw == tuple(map(tuple, grids))
+    assert (encoded.tokens == VIDEO_PAD).sum() == len(encoded.pixel_values_videos) // 4
+    vision = np.isin(encoded.tokens, [IMAGE_PAD, VIDEO_PAD])
+    assert (encoded.labels[vision] == IGNORE_INDEX).all()
+
+
+def test_a_caption_has_images_then_videos_in_front() -> None:
+    sample, images, videos = make_sample("images_in_front", "captioning")
+    tokens = encoder_of("qwen2_vl").encode(sample, images, videos).tokens.tolist()
+    pads = [token for token in tokens if token in (IMAGE_PAD, VIDEO_PAD)]
+    assert pads == sorted(pads)
+    assert pads.count(VIDEO_PAD) > 0
+    assert tokens[0] == 151_652
+
+
+def test_the_placeholder_is_text_where_there_are_no_videos() -> None:
+    processor = builtin_processor(min_pixels=3136, max_pixels=MAX_PIXELS)
+    sample = SourceSample("k", "vqa", (Turn("What does <video> mean?", "It marks <video>s."),))
+    tokens = build_sample_encoder().encode(sample, []).tokens.tolist()
+    assert VIDEO_PAD not in tokens
+    assert tokens == expected_ids(processor, sample, [])[:-1]
+    assert "<video>" in processor.tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "videos", "reason"),
+    [
+        ("<video>", 0, 2, "video_count_mismatch"),
+        ("<video><video>", 0, 1, "video_count_mismatch"),
+        ("<video><image>", 0, 1, "image_count_mismatch"),
+        ("<video><image>", 2, 1, "image_count_mismatch"),
+    ],
+)
+def test_counts_that_do_not_match(prompt: str, images: int, videos: int, reason: str) -> None:
+    sample = SourceSample("k", "vqa", (Turn(prompt, "x"),), ("a",) * images, videos=("b",) * videos)
+    with pytest.raises(SampleError, match=reason):
+        check_sample(sample)
+
+
+def test_tokens_per_second_are_the_checkpoints(tmp_path: Path) -> None:
+    from task_encoders.qwen2_vl import read_tokens_per_second
+
+    assert read_tokens_per_second("builtin") == read_tokens_per_second(str(tmp_path)) == 2
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen2_5_vl", "vision_config": {"tokens_per_second": 4}}'
+    )
+    assert read_tokens_per_second(str(tmp_path)) == 4

@@ -1,0 +1,99 @@
+"""Small videos, drawn and encoded with PyAV, and the boxes of an MP4, to damage it by."""
+
+import io
+import os
+import struct
+import tempfile
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+
+os.environ.setdefault("SVT_LOG", "1")  # the AV1 encoder would print its settings
+
+#: Encoder per container; all are in PyAV's wheels.
+CODECS = {"mp4": "libx264", "mov": "mpeg4", "webm": "libvpx-vp9", "matroska": "libx264"}
+CODECS |= {"avi": "mpeg4"}
+
+
+def draw_frame(number: int, width: int, height: int) -> np.ndarray:
+    """(height, width, 3) uint8: a gradient with a bar that moves, so that frames can be told."""
+    rows, columns = np.indices((height, width))
+    frame = np.stack([rows * 255 // height, columns * 255 // width, rows * 0 + 60], axis=-1)
+    bar = number * 8 % width
+    frame[:, bar : bar + 8] = [255, 255, number * 5 % 256]
+    return frame.astype(np.uint8)
+
+
+def make_video(
+    num_frames: int = 12,
+    fps: int | Fraction = 10,
+    width: int = 64,
+    height: int = 48,
+    *,
+    container: str = "mp4",
+    codec: str | None = None,
+    rotation: int = 0,
+    times: Sequence[int] | None = None,
+    container_options: dict[str, str] | None = None,
+    codec_options: dict[str, str] | None = None,
+) -> bytes:
+    """A video file.
+
+    Args:
+        rotation: degrees clockwise by which players are to turn it.
+        times: of each frame in thousandths of a second, for a variable rate.
+    """
+    with (
+        tempfile.NamedTemporaryFile() as file,  # putting the index in front reads the file again
+        av.open(file.name, "w", format=container, options=container_options or {}) as out,
+    ):
+        stream = out.add_stream(
+            codec or CODECS[container], rate=fps, options=codec_options or {"threads": "1"}
+        )
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        if times is not None:
+            stream.codec_context.time_base = Fraction(1, 1000)
+        if rotation:
+            stream.set_display_rotation(-rotation)
+        for i in range(num_frames):
+            frame = av.VideoFrame.from_ndarray(draw_frame(i, width, height), format="rgb24")
+            if times is not None:
+                frame.pts, frame.time_base = times[i], Fraction(1, 1000)
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+        out.close()
+        return Path(file.name).read_bytes()
+
+
+def make_audio(container: str = "mp4") -> bytes:
+    """A file that holds sound only."""
+    buffer = io.BytesIO()
+    codec = {"mp4": "aac", "webm": "libopus"}[container]
+    with av.open(buffer, "w", format=container) as out:
+        stream = out.add_stream(codec, rate=48000)
+        for i in range(20):
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 960), np.float32), "fltp", "mono")
+            frame.sample_rate, frame.pts = 48000, i * 960
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def boxes(data: bytes, begin: int = 0, end: int | None = None) -> Iterator[tuple[bytes, int, int]]:
+    """(kind, offset, size) of every box of an MP4 file, those inside others too."""
+    end = len(data) if end is None else end
+    while begin + 8 <= end:
+        size, kind = struct.unpack_from(">I4s", data, begin)
+        yield kind, begin, size
+        if kind in (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"edts"):
+            yield from boxes(data, begin + 8, begin + size)
+        begin += max(size, 8)
+
+
+def patched(data: bytes, kind: bytes, offset: int, value: bytes) -> bytes:
+    """The file with some bytes of its first box of a kind replaced; offset 0 is its size field."""
+    at = next(begin for name, begin, _ in boxes(data) if name == kind) + offset
+    return data[:at] + value + data[at + len(value) :]

@@ -1,0 +1,324 @@
+"""Images, videos and text from files to packs, through Energon's loader, into both models."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import torch
+from megatron.energon import WorkerConfig, get_loader
+
+from offline_packing.demo import training
+from offline_packing.index import Index
+from offline_packing.plan_stage import open_index
+from offline_packing.tar_shards import scan_tar
+from offline_packing.verify import verify
+from task_encoders.model_inputs import to_transformers_kwargs
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, get_packed_train_dataset
+from task_encoders.settings import PackingSettings
+from task_encoders.video import VideoSettings
+from tests.offline_packing.datasets import (
+    dialogue,
+    image_bytes,
+    make_stage,
+    outcomes,
+    pack_all,
+    write_json,
+)
+from tests.task_encoders.videos import make_video
+
+SEQ_LENGTH = 1024
+MODEL = {"max_pixels": 28 * 28 * 16, "video_min_pixels": 784, "video_max_pixels": 784 * 9}
+VIDEO = VideoSettings(min_pixels=784, max_pixels=784 * 9)
+
+
+def write_samples(root: Path) -> Path:
+    """Twelve of videos, of images and videos, of images, and of text."""
+    for i in range(12):
+        text = dialogue(f"What happens in number {i}?", f"A bar moves {i} steps to the right.")
+        record: dict[str, Any] = {"messages": text}
+        stem = f"output_{i:08d}"
+        if i % 4 == 0:  # a video of the record's name
+            stem = f"{i:04d}"
+            suffix = ("mp4", "webm", "avi")[i // 4]
+            container = {"mp4": "mp4", "webm": "webm", "avi": "avi"}[suffix]
+            (root / f"{stem}.{suffix}").write_bytes(make_video(5 + i, container=container))
+        elif i % 4 == 1:
+            stem = f"{i:04d}"
+            record["images"], record["videos"] = [f"{i}_a.jpg"], [f"{i}_b.mp4", f"{i}_c.mov"]
+            text[0]["content"] = "<video> or <image>? <video>"
+            (root / f"{i}_a.jpg").write_bytes(image_bytes(70, 56))
+            (root / f"{i}_b.mp4").write_bytes(make_video(4, width=80))
+            (root / f"{i}_c.mov").write_bytes(make_video(3 + i, container="mov", rotation=90))
+        elif i % 4 == 2:
+            stem = f"{i:04d}"
+            (root / f"{stem}.jpg").write_bytes(image_bytes(56, 28 * (i % 5 + 2)))
+        write_json(root / f"{stem}.json", record)
+    return root
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("videos")
+    (root / "data").mkdir()
+    source = {"format": "pairs", "path": str(write_samples(root / "data")), "task": "bmr"}
+    stage = make_stage(source, root / "out", model=MODEL, pack={"seq_length": SEQ_LENGTH})
+    pack_all(stage)
+    return stage
+
+
+def task_encoder(family: str = "qwen2_vl") -> Qwen2VLTaskEncoder:
+    return Qwen2VLTaskEncoder(
+        seq_length=SEQ_LENGTH,
+        family=family,
+        max_pixels=MODEL["max_pixels"],
+        video=VIDEO,
+        settings=PackingSettings(packed=True, bmr=True),
+    )
+
+
+def load(path: Path, encoder: Qwen2VLTaskEncoder, micro_batch_size: int = 1) -> list[Any]:
+    dataset = get_packed_train_dataset(
+        path,
+        encoder,
+        micro_batch_size=micro_batch_size,
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+        repeat=False,
+    )
+    return list(get_loader(dataset))
+
+
+def test_every_sample_is_packed_and_verified(stage: Any) -> None:
+    result = verify(stage, deep=True)
+    assert result.ok, result.problems
+    assert (result.num_samples, result.num_images, result.num_videos) == (12, 6, 9)
+
+
+def test_the_index_counts_images_and_videos(stage: Any) -> None:
+    samples: Index = open_index(stage)
+    rows = samples.table().to_pylist()
+    assert sorted((r["num_images"], r["num_videos"]) for r in rows) == sorted(
+        [(0, 1)] * 3 + [(1, 2)] * 3 + [(1, 0)] * 3 + [(0, 0)] * 3
+    )
+    for row in rows:
+        extensions = [medium["extension"] for medium in row["media"]]
+        assert len(extensions) == row["num_images"] + row["num_videos"]
+        assert extensions == sorted(extensions, key=lambda name: name != "jpg")
+        assert len(row["grid_thw"]) == 3 * len(extensions)
+
+
+def test_members_of_a_pack(stage: Any) -> None:
+    path = Path(stage.config.output.path)
+    names: list[str] = []
+    for tar in sorted(path.glob("*.tar")):
+        data = tar.read_bytes()
+        for entry in scan_tar(tar):
+            parts = {part.name: data[part.offset : part.offset + part.size] for part in entry.parts}
+            record = orjson.loads(parts["json"])
+            videos = [name for own in record["videos"] for name in own]
+            images = [name for own in record["images"] for name in own]
+            assert {*videos, *images, "json"} == set(parts)
+            assert [name[:6] for name in videos] == [f"vid{i:03d}" for i in range(len(videos))]
+            names += videos
+    assert {name.rpartition(".")[2] for name in names} == {"mp4", "webm", "avi", "mov"}
+
+
+def test_raw_bytes_arrive_through_energon(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived: list[bytes] = []
+    encoder = task_encoder()
+    encode = encoder.encode_sample
+
+    def collect(sample: Any) -> Any:
+        arrived.extend(map(bytes, sample.images.values()))
+        return encode(sample)
+
+    monkeypatch.setattr(encoder, "encode_sample", collect)
+    batches = load(Path(stage.config.output.path), encoder)
+    assert not any(batch.dropped for batch in batches)
+    folder = Path(stage.config.source[0].path)
+    written = [file.read_bytes() for file in folder.iterdir() if file.suffix != ".json"]
+    assert len(written) == 15
+    assert sorted(arrived) == sorted(written)
+
+
+@pytest.mark.parametrize("command", [["info"], ["lint"], ["preview", "--split-parts", "train"]])
+def test_energons_own_commands_accept_the_folder(stage: Any, command: list[str]) -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("energon"), *command, stage.config.output.path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        input="n\n",
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_batch_holds_images_and_videos(stage: Any) -> None:
+    batches = load(Path(stage.config.output.path), task_encoder(), micro_batch_size=2)
+    assert sum(len(batch.image_grid_thw) for batch in batches) == 6
+    assert sum(len(batch.video_grid_thw) for batch in batches) == 9
+    for batch in batches:
+        assert batch.video_grid_thw.dtype == torch.int32
+        assert batch.pixel_values_videos.shape == (int(batch.video_grid_thw.prod(1).sum()), 1176)
+        assert int((batch.tokens == 151_656).sum()) == len(batch.pixel_values_videos) // 4
+        assert batch.num_tiles.shape == (len(batch.image_grid_thw),)
+
+
+def test_packed_equals_unpacked(stage: Any) -> None:
+    batches = load(Path(stage.config.output.path), task_encoder(), micro_batch_size=2)
+    model = training.tiny_qwen2_vl(weight_std=0.08)
+    difference = training.compare_packed_with_unpacked(model, batches)
+    assert difference.num_tokens > 100
+    assert difference.packed <= 1e-4
+    assert difference.without_boundaries >= 1e-1
+
+
+def test_other_settings_are_refused(stage: Any) -> None:
+    encoder = Qwen2VLTaskEncoder(
+        seq_length=SEQ_LENGTH,
+        max_pixels=MODEL["max_pixels"],
+        settings=PackingSettings(packed=True, bmr=True),
+    )
+    with pytest.raises(ValueError, match="video_max_pixels 7056"):
+        load(Path(stage.config.output.path), encoder)
+
+
+def test_transformers_reads_the_videos(stage: Any) -> None:
+    """The values of a video reach the loss: without them, or turned round, it is another."""
+    batch = next(
+        b for b in load(Path(stage.config.output.path), task_encoder()) if len(b.video_grid_thw)
+    )
+    model = training.tiny_qwen2_vl(weight_std=0.08)
+    kwargs = to_transformers_kwargs(batch)
+    with torch.no_grad():
+        losses = training.token_losses(model, **kwargs)
+        kwargs["pixel_values_videos"] = kwargs["pixel_values_videos"].flip(0)
+        assert float((training.token_losses(model, **kwargs) - losses).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("task", ["captioning", "vqa"])
+def test_captions_and_questions_may_have_videos(tmp_path: Path, task: str) -> None:
+    for i in range(6):
+        record = (
+            {"question": "What?", "answer": "A bar."} if task == "vqa" else {"caption": "A bar"}
+        )
+        write_json(tmp_path / "data" / f"{i}.json", record)
+        (tmp_path / "data" / f"{i}.mp4").write_bytes(make_video(4 + i))
+    source = {"format": "pairs", "path": str(tmp_path / "data"), "task": task}
+    stage = make_stage(source, tmp_path / "out", model=MODEL)
+    pack_all(stage)
+    result = verify(stage, deep=True)
+    assert result.ok, result.problems
+    assert (result.num_samples, result.num_videos) == (6, 6)
+    settings = PackingSettings(packed=True, vqa=task == "vqa")
+    encoder = Qwen2VLTaskEncoder(
+        seq_length=1024, max_pixels=MODEL["max_pixels"], video=VIDEO, settings=settings
+    )
+    batches = load(tmp_path / "out", encoder)
+    assert sum(len(batch.video_grid_thw) for batch in batches) == 6
+    assert all(batch.imgs.tolist() == [[0.0]] for batch in batches)
+
+
+def test_budgets_groups_and_cost_count_videos(stage: Any, tmp_path: Path) -> None:
+    source = stage.config.source[0].model_dump()
+    limited = make_stage(
+        source,
+        tmp_path / "out",
+        model=MODEL,
+        pack={
+            "seq_length": SEQ_LENGTH,
+            "budgets": {"videos": 2},
+            "homogeneous": True,
+            "order": {"num_ranks": 2},
+        },
+    )
+    pack_all(limited)
+    for tar in sorted((tmp_path / "out").glob("*.tar")):
+        data = tar.read_bytes()
+        for entry in scan_tar(tar):
+            part = next(part for part in entry.parts if part.name == "json")
+            record = orjson.loads(data[part.offset : part.offset + part.size])
+            videos = record.get("videos", [[]] * len(record["images"]))
+            assert sum(map(len, videos)) <= 2
+            with_media = {bool(i or v) for i, v in zip(record["images"], videos, strict=True)}
+            assert len(with_media) == 1
+
+
+def test_the_llava_onevision_layout_holds_no_videos(stage: Any, tmp_path: Path) -> None:
+    write_json(tmp_path / "data" / "a.json", {"caption": "A bar"})
+    (tmp_path / "data" / "a.mp4").write_bytes(make_video(4))
+    write_json(
+        tmp_path / "data" / "both.json",
+        {"caption": "A bar", "images": ["b.jpg"], "videos": ["a.mp4"]},
+    )
+    (tmp_path / "data" / "b.jpg").write_bytes(image_bytes())
+    write_json(tmp_path / "data" / "b.json", {"caption": "A picture"})
+    source = {"format": "pairs", "path": str(tmp_path / "data"), "task": "captioning"}
+    output = {"layout": "llava_onevision"}
+    manifest = pack_all(make_stage(source, tmp_path / "out", model=MODEL, output=output))
+    assert manifest["counts"]["set_aside"] == {"not_in_layout": 2}
+    assert manifest["counts"]["packed"] == 1
+
+
+BAD_FILES = {
+    "empty": (b"", "bad_video"),
+    "text": (b"no video at all", "bad_video"),
+    "cut": (make_video(20)[:2000], "truncated_video"),
+    "good": (make_video(5), "ok"),
+}
+
+
+def test_bad_videos_are_set_aside(tmp_path: Path) -> None:
+    for name, (data, _) in BAD_FILES.items():
+        write_json(tmp_path / "data" / f"{name}.json", {"caption": "A bar"})
+        (tmp_path / "data" / f"{name}.mp4").write_bytes(data)
+    write_json(tmp_path / "data" / "both.json", {"caption": "A bar"})
+    (tmp_path / "data" / "both.mp4").write_bytes(make_video(5))
+    (tmp_path / "data" / "both.jpg").write_bytes(image_bytes())
+    write_json(tmp_path / "data" / "missing.json", {"caption": "x", "video": "nowhere.mp4"})
+    write_json(tmp_path / "data" / "outside.json", {"caption": "x", "video": "../a.mp4"})
+    source = {"format": "pairs", "path": str(tmp_path / "data"), "task": "captioning"}
+    expected = {name: reason for name, (_, reason) in BAD_FILES.items()}
+    expected |= {"both": "ambiguous_image", "missing": "missing_image"}
+    expected |= {"outside": "path_outside_root"}
+    assert outcomes(make_stage(source, tmp_path / "out", model=MODEL)) == expected
+
+
+def test_a_damaged_video_is_dropped_from_its_pack(tmp_path: Path) -> None:
+    """Its frames are zeros: the header is whole, and only decoding finds it."""
+    good, bad = make_video(6), make_video(6, codec_options={"bf": "0"})
+    begin, end = bad.index(b"mdat") + 4, bad.index(b"moov") - 4
+    bad = bad[:begin] + bytes(end - begin) + bad[end:]
+    for name, data in (("good", good), ("bad", bad)):
+        write_json(tmp_path / "data" / f"{name}.json", {"caption": "A bar"})
+        (tmp_path / "data" / f"{name}.mp4").write_bytes(data)
+    source = {"format": "pairs", "path": str(tmp_path / "data"), "task": "captioning"}
+    stage = make_stage(source, tmp_path / "out", model=MODEL)
+    pack_all(stage)
+    result = verify(stage, deep=True)
+    assert result.num_problems == 1
+    assert "truncated_video" in result.problems[0]
+    encoder = Qwen2VLTaskEncoder(
+        seq_length=1024,
+        max_pixels=MODEL["max_pixels"],
+        video=VIDEO,
+        settings=PackingSettings(packed=True),
+    )
+    (batch,) = load(tmp_path / "out", encoder)
+    assert batch.sub_sample_keys == ["good"]
+    assert "bad: truncated_video" in batch.dropped[0]
+
+
+def test_one_and_several_workers_write_the_same_bytes(stage: Any, tmp_path: Path) -> None:
+    source = stage.config.source[0].model_dump()
+    pack = {"seq_length": SEQ_LENGTH}
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder, workers in zip(folders, (0, 2), strict=True):
+        engine = {"workers": workers, "samples_per_part": 3}
+        pack_all(make_stage(source, folder, model=MODEL, pack=pack, engine=engine))
+    one, two = ({f.name: f.read_bytes() for f in folder.glob("*.tar*")} for folder in folders)
+    assert one == two
+    assert len(one) > 1
