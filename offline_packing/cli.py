@@ -117,6 +117,7 @@ def preview_verb(
     if dry_run:
         click.echo(f"would write {len(content):,} bytes to {html}")
         return
+    html.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(html, content)
     click.echo(f"preview: {html}")
 
@@ -186,7 +187,13 @@ _deep_option = click.option(
 
 def _preview_options(function: Callable[..., Any]) -> Callable[..., Any]:
     options = (
-        click.option("--packs", default=3, show_default=True, help="Packs to draw."),
+        click.option(
+            "--packs",
+            type=click.IntRange(min=1),
+            default=3,
+            show_default=True,
+            help="How many packs to draw.",
+        ),
         click.option("--pack", multiple=True, metavar="KEY", help="A pack by key or number."),
         click.option("--seed", default=0, show_default=True, help="Decides what is drawn."),
         click.option("--full", is_flag=True, help="Show long texts in full."),
@@ -196,7 +203,9 @@ def _preview_options(function: Callable[..., Any]) -> Callable[..., Any]:
             help="Write one page, with the images, instead of text.",
         ),
     )
-    return functools.reduce(lambda decorated, option: option(decorated), options, function)
+    return functools.reduce(
+        lambda decorated, option: option(decorated), reversed(options), function
+    )
 
 
 _OPTIONS: dict[Callable[..., None], Callable[..., Any]] = {

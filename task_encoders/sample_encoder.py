@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from task_encoders.samples import SourceSample
+from task_encoders.tokenizer import Tokenizer
 from task_encoders.video import VideoHeader, VideoSettings
 
 #: Label of a position that carries no loss, as torch's cross_entropy and transformers have it.
@@ -51,6 +52,10 @@ class EncodedSample:
 
 class SampleEncoder(Protocol):
     """Turns one sample into its length, or into its arrays, by the same code."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Text to ids, and back."""
 
     @property
     def pad_token_id(self) -> int:

@@ -5,7 +5,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,8 @@ from task_encoders.pack_format import JSON_PART, pack_key, parse_json, restore_p
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SourceSample
 from task_encoders.settings import PackingSettings
-from task_encoders.vision import decode_image
+from task_encoders.tokenizer import Tokenizer
+from task_encoders.vision import MAX_IMAGE_PIXELS, decode_image
 
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedRowSample
@@ -161,7 +162,7 @@ def _preview_pack(
         split=shard["split"],
         seq_length=manifest["seq_length"],
         cu_lengths=tuple(row.row.cu_lengths.tolist()),
-        sub_samples=tuple(_sub_samples(task_encoder, row, members, manifest["task"])),
+        sub_samples=tuple(_sub_samples(stage, task_encoder, row, members)),
         dropped=tuple(row.dropped),
     )
 
@@ -192,34 +193,37 @@ def encode_pack(
 
 
 def _sub_samples(
+    stage: Stage,
     task_encoder: "Qwen2VLTaskEncoder",
     row: "PackedRowSample",
     members: Mapping[str, bytes],
-    task: str,
 ) -> Iterator[SubSamplePreview]:
     """What the row's segments were made from, beside what became of it."""
     key = row.__key__
-    restored = restore_pack(parse_json(members[JSON_PART], key), key, task)
+    max_image_pixels = stage.config.model.max_image_pixels or MAX_IMAGE_PIXELS
+    restored = restore_pack(parse_json(members[JSON_PART], key), key)
     samples = (sub for sub in restored.sub_samples if isinstance(sub, SourceSample))
     grids = iter(row.row.image_grid_thw.tolist())
     bounds = itertools.pairwise(row.row.cu_lengths.tolist())
     for sub_key, (start, end) in zip(row.sub_sample_keys, bounds, strict=True):
         sample = next(sample for sample in samples if sample.key == sub_key)
-        images = tuple(_image(name, members[name], next(grids)) for name in sample.images)
+        images = tuple(
+            _image(name, members[name], next(grids), max_image_pixels) for name in sample.images
+        )
         labels = row.row.labels[start:end].numpy()
         spans = spell_row(
             row.row.tokens[start:end].numpy(),
             labels,
             row.row.attn_mask[start:end].numpy(),
-            task_encoder.encoder,
+            task_encoder.encoder.tokenizer,
             [image.grid for image in images],
         )
         num_loss_tokens = int((labels != IGNORE_INDEX).sum())
         yield SubSamplePreview(sample, end - start, num_loss_tokens, images, tuple(spans))
 
 
-def _image(name: str, data: bytes, grid: Sequence[int]) -> ImagePreview:
-    image = decode_image(data)
+def _image(name: str, data: bytes, grid: Sequence[int], max_image_pixels: int) -> ImagePreview:
+    image = decode_image(data, max_image_pixels=max_image_pixels)
     t, h, w = grid
     return ImagePreview(name, image.width, image.height, (t, h, w), data)
 
@@ -228,14 +232,13 @@ def spell_row(
     tokens: npt.NDArray[np.int64],
     labels: npt.NDArray[np.int64],
     is_padding: npt.NDArray[np.bool_],
-    encoder: Any,
+    tokenizer: Tokenizer,
     grids: Sequence[tuple[int, int, int]],
 ) -> Iterator[Span]:
     """A segment as text, in spans with loss and without.
 
     Args:
         tokens, labels, is_padding: (num_tokens,) of one segment.
-        encoder: the sample encoder, for its tokenizer.
         grids: (t, h, w) of the images, in order.
     """
     trained = labels != IGNORE_INDEX
@@ -247,7 +250,7 @@ def spell_row(
         if is_padding[start]:
             pieces = [Piece("padding", f"[padding: {end - start:,} tokens]")]
         else:
-            spelled = encoder.tokenizer.spell(tokens[start:end].tolist())
+            spelled = tokenizer.spell(tokens[start:end].tolist())
             pieces = list(_pieces(spelled, remaining))
         yield Span(bool(trained[start]), end - start, tuple(pieces))
 

@@ -103,7 +103,7 @@ def _thumbnail(image: ImagePreview) -> Element:
     _, rows, columns = image.grid
     return tag(
         "figure",
-        tag("img", src=_small_jpeg(image.data), alt=image.name),
+        tag("img", src=_small_jpeg(image), alt=image.name),
         tag(
             "figcaption",
             f"{image.name}: {image.width}x{image.height} pixels, {rows}x{columns} patches",
@@ -111,10 +111,10 @@ def _thumbnail(image: ImagePreview) -> Element:
     )
 
 
-def _small_jpeg(data: bytes) -> str:
+def _small_jpeg(image: ImagePreview) -> str:
     """An image as a data URL."""
-    image = decode_image(data)
-    image.thumbnail(_THUMBNAIL, Image.Resampling.LANCZOS)
+    thumbnail = decode_image(image.data, max_image_pixels=image.width * image.height)
+    thumbnail.thumbnail(_THUMBNAIL, Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=75)
+    thumbnail.save(buffer, "JPEG", quality=75)
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
