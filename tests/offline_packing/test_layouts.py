@@ -247,7 +247,7 @@ def test_llava_onevision_names_a_sample_that_got_another_turn(tmp_path: Path) ->
 
 
 def test_layouts_and_tasks(tmp_path: Path) -> None:
-    source = {"format": "pairs", "path": str(tmp_path), "task": "bmr"}
+    source = {"format": "pairs", "path": str(tmp_path / "data"), "task": "bmr"}
     with pytest.raises(
         ConfigError, match="llava_onevision' holds captioning and vqa only, not bmr"
     ):
