@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from offline_packing import index
 from offline_packing.eligible import (
@@ -24,10 +25,11 @@ from offline_packing.eligible import (
 from offline_packing.errors import StageError
 from offline_packing.files import hash_file, read_json, to_json, write_atomically
 from offline_packing.fingerprint import Fingerprint, changed_fields, check_fingerprint
-from offline_packing.index import Index, IndexInfo, SetAsideSample
+from offline_packing.index import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.pack_plan import PackPlan
 from offline_packing.plan_arguments import plan_arguments, set_aside_reason
+from offline_packing.set_aside import SetAside
 from offline_packing.stage import Stage, config_fingerprint, listed, without_listings
 from offline_packing.summary import render_summary, summarize
 
@@ -39,12 +41,12 @@ class Planned:
     """A plan whose ids are rows of the index, and what it leaves out."""
 
     packs: PackPlan
-    set_aside: list[SetAsideSample]
+    set_aside: SetAside
 
     @property
     def reasons(self) -> Counter[str]:
         """Samples set aside while planning, by reason."""
-        return Counter(sample.reason for sample in self.set_aside)
+        return self.set_aside.reasons
 
 
 def open_index(stage: Stage) -> Index:
@@ -86,8 +88,10 @@ def plan(stage: Stage) -> str:
     _discard_previous(stage, {} if found is None else found["fingerprint"], fingerprint)
     planned = make_plan(stage, samples)
     planned.packs.save(workspace.plan)
-    table = index.set_aside_table(planned.set_aside)
-    index.write_table(workspace.plan / "set_aside.parquet", table)
+    path = workspace.plan / "set_aside.parquet"
+    with index.table_writer(path, index.SET_ASIDE_SCHEMA) as write_aside:
+        for table in planned.set_aside.tables(samples, [s.path for s in stage.config.source]):
+            write_aside(table)
     text = _summary(stage, samples, planned.packs, planned.reasons)
     write_atomically(workspace.plan / "summary.txt", text.encode())
     document = {
@@ -127,7 +131,7 @@ def make_plan(stage: Stage, samples: Index) -> Planned:
 
     num_tokens = samples.array("num_tokens")
     aside = _find_set_aside(stage, samples)
-    kept = np.delete(np.arange(len(num_tokens)), np.array(sorted(aside), np.int64))
+    kept = np.delete(np.arange(len(num_tokens)), aside.rows)
     try:
         packs = plan_packs(
             num_tokens[kept],
@@ -139,35 +143,44 @@ def make_plan(stage: Stage, samples: Index) -> Planned:
     packs = replace(
         packs, sample_ids=kept[packs.sample_ids], set_aside_ids=kept[packs.set_aside_ids]
     )
-    names = packs.info.reason_names
-    reasons = packs.set_aside_reasons.tolist()
-    for row, reason in zip(packs.set_aside_ids.tolist(), reasons, strict=True):
-        aside[row] = set_aside_reason(names[reason], int(num_tokens[row]), stage.config)
-    planned = Planned(packs, _name_set_aside(stage, samples, aside))
+    left_out = _left_out(stage, packs, num_tokens[packs.set_aside_ids])
+    planned = Planned(packs, SetAside.merge([aside, left_out]))
     _check_planned(stage, samples, planned)
     return planned
 
 
-def _find_set_aside(stage: Stage, samples: Index) -> dict[int, tuple[str, str]]:
-    """Reason and detail of the rows that are not planned."""
-    duplicates = find_duplicates(samples.array("key_hash"), partial(name_rows, samples))
+def _find_set_aside(stage: Stage, samples: Index) -> SetAside:
+    """The rows that are not planned."""
     layout = stage.config.output.layout
-    aside: dict[int, tuple[str, str]] = {}
+    duplicates = find_duplicates(samples.array("key_hash"), partial(name_rows, samples))
+    known = find_known(stage, samples)
+    found = [
+        (known, "duplicate_key", "a sample that was measured before has this key"),
+        (duplicates, "duplicate_key", "an earlier sample has this key"),
+    ]
     for what, rows in LAYOUTS[layout].find_unfit(samples):
-        unfit = ("not_in_layout", f"layout {layout} holds no {what}")
-        for row in rows.tolist():
-            aside.setdefault(row, unfit)
-    earlier = ("duplicate_key", "an earlier sample has this key")
-    known = ("duplicate_key", "a sample that was measured before has this key")
-    aside |= dict.fromkeys(duplicates.tolist(), earlier)
-    return aside | dict.fromkeys(find_known(stage, samples).tolist(), known)
+        found.append((rows, "not_in_layout", f"layout {layout} holds no {what}"))
+    return SetAside.merge([SetAside.of(rows, *reason) for rows, *reason in found])
+
+
+def _left_out(stage: Stage, packs: PackPlan, num_tokens: npt.NDArray[np.integer]) -> SetAside:
+    """What the planner left out; `num_tokens` are those of `packs.set_aside_ids`."""
+    kinds = packs.set_aside_reasons.astype(np.int64) << 32 | num_tokens
+    different, codes = np.unique(kinds, return_inverse=True)
+    texts = tuple(
+        set_aside_reason(packs.info.reason_names[kind >> 32], kind & 0xFFFFFFFF, stage.config)
+        for kind in different.tolist()
+    )
+    return SetAside(packs.set_aside_ids.astype(np.int64), codes.astype(np.int32), texts)
 
 
 def _check_planned(stage: Stage, samples: Index, planned: Planned) -> None:
-    overlong = [sample for sample in planned.set_aside if sample.reason == "overlong"]
-    if overlong and stage.config.pack.on_overlong == "error":
+    overlong = planned.set_aside.first("overlong")
+    if overlong is not None and stage.config.pack.on_overlong == "error":
+        row, detail = overlong
+        key = name_rows(samples, np.array([row]))["key"][0].as_py()
         raise StageError(
-            f"sample {overlong[0].key!r} has {overlong[0].detail} ({len(overlong):,} such samples);"
+            f"sample {key!r} has {detail} ({planned.reasons['overlong']:,} such samples);"
             " set pack.on_overlong: set_aside, or a longer pack.seq_length"
         )
     if planned.packs.num_packs == 0 and stage.generation == 0:
@@ -176,16 +189,6 @@ def _check_planned(stage: Stage, samples: Index, planned: Planned) -> None:
             f"nothing to pack in {stage.workspace.root}; set aside: {listed(reasons.items())}; "
             "check source.path and source.task"
         )
-
-
-def _name_set_aside(
-    stage: Stage, samples: Index, aside: Mapping[int, tuple[str, str]]
-) -> list[SetAsideSample]:
-    rows = np.array(sorted(aside), dtype=np.int64)
-    return [
-        SetAsideSample(named["key"], stage.config.source[named["source_id"]].path, *aside[row])
-        for row, named in zip(rows.tolist(), name_rows(samples, rows).to_pylist(), strict=True)
-    ]
 
 
 def _summary(stage: Stage, samples: Index, packs: PackPlan, plan_reasons: Mapping[str, int]) -> str:

@@ -207,7 +207,8 @@ def match_images(images: Any, key: str, members: Collection[str]) -> dict[str, s
     entries = images if isinstance(images, list) else []
     names = [n for entry in entries for n in (entry if isinstance(entry, list) else [entry])]
     candidates = {name: name.removeprefix(f"{key}.") for name in names if isinstance(name, str)}
-    found = {name: member for name, member in candidates.items() if member in members}
+    known = frozenset(members)
+    found = {name: member for name, member in candidates.items() if member in known}
     if found or not all(isinstance(entry, str) for entry in entries):
         return found
     numbered = ((_NUMBERED.fullmatch(member), member) for member in members)

@@ -301,13 +301,15 @@ def test_duplicate_keys_and_overlong_samples(tmp_path: Path) -> None:
     info = measure(stage)
     planned = make_plan(stage, open_index(stage))
     packs, aside = planned.packs, planned.set_aside
-    assert [(sample.key, sample.reason) for sample in aside] == [
+    (table,) = aside.tables(open_index(stage), [str(root)])
+    found = table.select(["key", "reason"]).to_pylist()
+    assert [(row["key"], row["reason"]) for row in found] == [
         ("b", "overlong"),
         ("a", "duplicate_key"),
         ("a", "duplicate_key"),
     ]
     assert sorted(packs.sample_ids) == [0, 3]  # the first 'a' stays
-    assert len(packs.sample_ids) + len(aside) == info.num_samples == 5
+    assert len(packs.sample_ids) + len(aside.rows) == info.num_samples == 5
     plan(stage)
     counts = write(stage)["counts"]
     assert (counts["samples"], counts["packed"]) == (5, 2)
