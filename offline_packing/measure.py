@@ -9,7 +9,7 @@ import itertools
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -41,7 +41,7 @@ from task_encoders.vision import MAX_IMAGE_PIXELS, read_image_header
 
 logger = logging.getLogger(__name__)
 
-#: Records that a worker holds at a time: a part of a compressed source may have any number.
+#: Rows that a worker holds at a time: a part of a compressed source may have any number.
 _ROWS_AT_ONCE: Final = 1024
 
 _REMEDY = (
@@ -209,8 +209,10 @@ def measure_part(task: MeasureTask) -> PartResult:
     ):
         total = PartResult(task.number, 0, 0, {})
         records = task.source.records(task.part)
-        while some := list(itertools.islice(records, _ROWS_AT_ONCE)):
-            measured, aside = _measure_some(task, some, encoder)
+        while True:  # one record at a time, as it may hold its media
+            measured, aside = _measure_some(task, itertools.islice(records, _ROWS_AT_ONCE), encoder)
+            if not measured and not aside:
+                break
             write_measured(index.index_table(measured))
             write_aside(index.set_aside_table(aside))
             total = PartResult(
@@ -223,7 +225,7 @@ def measure_part(task: MeasureTask) -> PartResult:
 
 
 def _measure_some(
-    task: MeasureTask, records: Sequence[SourceRecord], encoder: SampleEncoder
+    task: MeasureTask, records: Iterable[SourceRecord], encoder: SampleEncoder
 ) -> tuple[list[MeasuredSample], list[SetAsideSample]]:
     """Rows of both tables; a repeated sample is measured once."""
     max_image_pixels = task.model.max_image_pixels or MAX_IMAGE_PIXELS

@@ -50,9 +50,10 @@ def retry(stage: Stage) -> str:
         return f"{len(write(stage)['shards']):,} shards are complete"
     if num_appends(stage.workspace) > len(manifest["appended"]):
         return f"{len(append(stage)['shards']):,} shards are complete"
-    written = [
-        name for own in stages_of_manifest(stage, manifest) for name in _repair(own, manifest)
-    ]
+    with stage.unpacked_files():
+        written = [
+            name for own in stages_of_manifest(stage, manifest) for name in _repair(own, manifest)
+        ]
     finish_layout(stage, manifest)
     return f"wrote {len(written):,} damaged shards again: {', '.join(sorted(written)) or 'none'}"
 
@@ -80,7 +81,8 @@ def repair_shard(task: RepairTask) -> str | None:
     expected = task.expected["xxh3_128"]
     if task.shard.fragment_path.exists() and not layout.find_damage(task.shard, expected):
         return None
-    fragment = layout.write(task.shard)
+    with task.shard.rows_at_hand():
+        fragment = layout.write(task.shard)
     if fragment.xxh3_128 != expected:
         raise StageError(
             f"{fragment.name} cannot be written as it was: the source changed; pack it again with "

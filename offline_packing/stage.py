@@ -1,7 +1,8 @@
 """What every stage is given, and the sources and the encoder that a configuration names."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,16 @@ class Stage:
         """Where the artifacts lie."""
         return Workspace(Path(self.config.output.path), self.generation)
 
+    @contextmanager
+    def unpacked_files(self) -> Iterator[None]:
+        """Tasks may unpack files while the block runs. Afterwards these are removed, unless shards
+        are left to write or other ranks may be reading them."""
+        try:
+            yield
+        finally:
+            if not self.engine.IS_SHARED:
+                self.workspace.remove_unpacked()
+
     def bar(self, name: str, total: int, unit: str) -> "tqdm[None]":
         """A progress bar."""
         return tqdm(total=total, desc=name, unit=unit, disable=not self.progress)
@@ -57,7 +68,7 @@ def open_sources(config: PackingConfig) -> list[Source]:
                 f"output.path {config.output.path!r} lies inside source.path {source.path!r}; "
                 "choose a folder outside"
             )
-    unpack_folder = output / "_packing" / "unpacked"
+    unpack_folder = Workspace(output).unpacked
     return [
         source_class(source.format)(
             source.path,

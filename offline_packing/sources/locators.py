@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
 from offline_packing.errors import StageError
-from offline_packing.sources.streams import unpacked_copy
+from offline_packing.sources.streams import unpack, unpacked_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,9 @@ class Root(Protocol):
     def open(self, container: str) -> BinaryIO:
         """Open a file for reading. Raises SampleError if it may not be read."""
 
+    def size(self, file: BinaryIO) -> int:
+        """Bytes of an open file."""
+
     def stamp(self, container: str) -> str:
         """Changes when a file is replaced or written to."""
 
@@ -82,7 +85,7 @@ def _read_bytes(root: Root, at: Locator, _: Path | None) -> bytes:
 def _read_stream(root: Root, at: Locator, unpack_folder: Path | None) -> bytes:
     if unpack_folder is None:
         raise StageError(f"{root.path(at.container)} is compressed and no unpack_folder is set")
-    path = unpacked_copy(root.path(at.container), lambda: root.open(at.container), unpack_folder)
+    path = unpacked_file(root, at.container, unpack_folder)
     with open(path, "rb", buffering=0) as file:
         data = os.pread(file.fileno(), at.size, at.offset)
     if len(data) != at.size:
@@ -93,8 +96,19 @@ def _read_stream(root: Root, at: Locator, unpack_folder: Path | None) -> bytes:
     return data
 
 
+def unpacked_file(root: Root, container: str, folder: Path) -> Path:
+    """The unpacked content of a compressed file, as a file in `folder`; see `unpacked_copy`."""
+    path = root.path(container)
+
+    def write(copy: BinaryIO) -> None:
+        with root.open(container) as file:
+            unpack(file, container, root.size(file), copy)
+
+    return unpacked_copy(f"{path}\0{root.stamp(container)}", path, folder, write)
+
+
 def _read_row(root: Root, at: Locator, _: Path | None) -> bytes:
-    from offline_packing.sources.row_files import read_value
+    from offline_packing.sources.row_reader import read_value
 
     return read_value(root, at.kind, at.container, at.offset, at.column, at.size)
 
