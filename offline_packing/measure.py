@@ -7,14 +7,13 @@ is read from the header.
 
 import itertools
 import logging
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-import pyarrow as pa
+import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
@@ -31,6 +30,7 @@ from offline_packing.fingerprint import (
 )
 from offline_packing.index import Index, IndexInfo, MeasuredSample, SetAsideSample
 from offline_packing.sources import Locator, Scan, Source, SourcePart, SourceRecord
+from offline_packing.sources.listing import container_hash
 from offline_packing.sources.records import to_sample
 from offline_packing.stage import Stage, config_fingerprint, open_encoder, open_sources
 from offline_packing.stamps import sample_stamp
@@ -280,16 +280,16 @@ def measure_record(
 
 def _with_unused_images(folder: Path, info: IndexInfo, scans: Sequence[Scan]) -> IndexInfo:
     """Count the image files that neither stand beside a record nor are named by a row."""
-    unpaired = {i: scan.unpaired_images for i, scan in enumerate(scans) if scan.unpaired_images}
-    if not unpaired:
+    unpaired = {i: np.sort(scan.unpaired_images) for i, scan in enumerate(scans)}
+    unused = {i: np.ones(len(hashes), bool) for i, hashes in unpaired.items() if len(hashes)}
+    if not unused:
         return info
-    unused = {  # names need not be UTF-8
-        i: pa.array(map(os.fsencode, names), pa.large_binary()) for i, names in unpaired.items()
-    }
     for table in Index(folder, info).parts("source_id", "media"):
         for i in unused:
             rows = table.filter(pc.equal(table["source_id"], i))
-            media = rows["media"].combine_chunks().flatten()
-            used = pc.is_in(unused[i], media.field("container").cast(pa.large_binary()))
-            unused[i] = unused[i].filter(pc.invert(used))
-    return replace(info, num_unused_images=sum(map(len, unused.values())))
+            names = rows["media"].combine_chunks().flatten().field("container").unique()
+            used = [container_hash(name.encode()) for name in names.to_pylist()]
+            places = np.searchsorted(unpaired[i], np.array(used, np.uint64))
+            places = np.minimum(places, len(unpaired[i]) - 1)
+            unused[i][places[unpaired[i][places] == np.array(used, np.uint64)]] = False
+    return replace(info, num_unused_images=sum(int(flags.sum()) for flags in unused.values()))

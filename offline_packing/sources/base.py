@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from offline_packing.errors import StageError
 from offline_packing.sources.fields import FieldMap
 from offline_packing.sources.locators import Locator, RangeFile, read_locator
@@ -40,13 +43,14 @@ class SourcePart:
 class Scan:
     """A source's listing.
 
-    `fingerprint` changes with the names and sizes of its files. `unpaired_images` are image files
-    that stand beside no record of their name; a record may still name them.
+    `fingerprint` changes with the names and sizes of its files. `unpaired_images` are the
+    `container_hash`es of image files that stand beside no record of their name, as uint64
+    (num_images,); a record may still name them.
     """
 
     parts: tuple[SourcePart, ...]
     fingerprint: str
-    unpaired_images: tuple[str, ...] = ()
+    unpaired_images: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
 
 
 @dataclass(frozen=True, slots=True)

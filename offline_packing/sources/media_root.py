@@ -88,10 +88,29 @@ class MediaRoot:
         """
         return read_range(self.path(container), offset, size, whole=whole)
 
+    def entries(self, folder: bytes = b"") -> Iterator[tuple[bytes, int | None]]:
+        """(name, size) of what is in a folder (b"" or b"a/b/"), links not followed; None is the
+        size of a folder. What begins with a dot is left out."""
+        with os.scandir(os.fsencode(self._inside) + folder) as found:
+            for entry in found:
+                if entry.name[:1] == b".":
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    yield entry.name, None
+                else:
+                    yield entry.name, entry.stat(follow_symlinks=False).st_size
+
     def walk(self) -> Iterator[tuple[str, int]]:
-        """(container, size) of every file, links not followed. What begins with a dot is left out;
-        the order is the file system's own."""
-        return _walk(self.folder, "")
+        """(container, size) of every file in the folder and below; the order is the file system's
+        own."""
+        folders = [b""]
+        while folders:
+            folder = folders.pop()
+            for name, size in self.entries(folder):
+                if size is None:
+                    folders.append(folder + name + b"/")
+                else:
+                    yield os.fsdecode(folder + name), size
 
     def _open(self, container: str) -> int:
         """A descriptor of a regular file under the root."""
@@ -121,18 +140,6 @@ class MediaRoot:
 
     def _holds(self, path: str) -> bool:
         return path.startswith(self._inside) or path == self.folder
-
-
-def _walk(folder: str, relative: str) -> Iterator[tuple[str, int]]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            path = f"{relative}{entry.name}"
-            if entry.is_dir(follow_symlinks=False):
-                yield from _walk(entry.path, f"{path}/")
-            else:
-                yield path, entry.stat(follow_symlinks=False).st_size
 
 
 @functools.lru_cache(maxsize=1024)

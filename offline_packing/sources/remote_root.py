@@ -103,6 +103,16 @@ class RemoteRoot:
             raise StageError(f"{self.path(container)} changed since it was measured; {remedy}")
         return data
 
+    def entries(self, folder: bytes = b"") -> Iterator[tuple[bytes, int | None]]:
+        """(name, size) of what is in a folder (b"" or b"a/b/"); None is the size of a folder. What
+        begins with a dot is left out."""
+        path = f"{self.folder}/{folder.decode()}".rstrip("/")
+        for info in self._filesystem.ls(path, detail=True):
+            name = info["name"].rstrip("/").rpartition("/")[2]
+            if info["name"].rstrip("/") == path or name.startswith("."):
+                continue  # some storages list a folder as its own first entry
+            yield name.encode(), None if info["type"] == "directory" else int(info["size"])
+
     def walk(self) -> Iterator[tuple[str, int]]:
         """(container, size) of every file but those that begin with a dot."""
         for path, info in sorted(self._filesystem.find(self.folder, detail=True).items()):
