@@ -33,11 +33,10 @@ def cli() -> None:
 
 def measure_verb(stage: Stage, dry_run: bool) -> None:
     """Measure every sample: source -> index."""
-    from offline_packing.measure import measure, scan_counts
+    from offline_packing.measure import measure, preview_measure
 
     if dry_run:
-        for source, count in zip(stage.config.source, scan_counts(stage), strict=True):
-            click.echo(f"would measure {count:,} records of {source.path}")
+        click.echo(preview_measure(stage), nl=False)
         return
     info = measure(stage)
     click.echo(f"measured {info.num_samples:,} samples, {info.num_tokens:,} tokens")

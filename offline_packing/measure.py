@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from offline_packing import index
-from offline_packing.blend import copy_key, count_records, num_copies, source_repeats
+from offline_packing.blend import copy_key, estimate_records, num_copies, source_repeats
 from offline_packing.config import ModelConfig
 from offline_packing.errors import StageError
 from offline_packing.files import read_json, remove_temporaries, to_json, write_atomically
@@ -114,10 +114,14 @@ def measure(stage: Stage) -> IndexInfo:
     return info
 
 
-def scan_counts(stage: Stage) -> list[int]:
-    """Records (at most) in each source, for a dry run."""
-    sources = open_sources(stage.config)
-    return [count_records(stage, source, source.scan(4096)) for source in sources]
+def preview_measure(stage: Stage) -> str:
+    """What `measure` would read; nothing is written, and of large files only the beginning read."""
+    lines = []
+    for source in open_sources(stage.config):
+        count, is_exact = estimate_records(source)
+        about = "" if is_exact else "about "
+        lines.append(f"would measure {about}{count:,} records of {source.path}\n")
+    return "".join(lines)
 
 
 def _fingerprint(stage: Stage, scans: Sequence[Scan]) -> Fingerprint:

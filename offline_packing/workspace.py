@@ -56,6 +56,11 @@ class Workspace:
         return self.stages / "index.json"
 
     @property
+    def counts(self) -> Path:
+        """How many records the sources of a blend hold, where only reading them tells."""
+        return self.stages / "counts.json"
+
+    @property
     def plan(self) -> Path:
         """Folder of the plan."""
         return self.stages / "plan"

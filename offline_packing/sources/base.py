@@ -8,7 +8,7 @@ read_sample, read_media   -> the same again, from nothing but locators
 
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final
@@ -27,6 +27,7 @@ from task_encoders.samples import SampleError, SourceSample
 #: A record with a larger JSON is refused before it is read into memory.
 MAX_JSON_BYTES: Final = 32 << 20
 
+_DRY_RUN_SAMPLES: Final = 4096
 _CHANGED: Final = "restore it, or measure again with output.overwrite=true"
 
 
@@ -134,6 +135,11 @@ class Source(ABC):
     def scan(self, samples_per_part: int) -> Scan:
         """List the source. Parts, and records in them, come in an order that depends on nothing
         but the files."""
+
+    def unread_parts(self) -> Sequence[SourcePart]:
+        """Parts as far as they can be known without reading whole files, for a dry run. A part
+        without `num_records` is one file, from its beginning."""
+        return self.scan(_DRY_RUN_SAMPLES).parts
 
     @abstractmethod
     def records(self, part: SourcePart) -> Iterator[SourceRecord]:

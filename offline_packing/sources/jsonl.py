@@ -69,6 +69,9 @@ class RecordFilesSource(Source):
                 parts.append(SourcePart((container, begin, end, first + 1), count))
         return Scan(tuple(parts), digest.hexdigest())
 
+    def unread_parts(self) -> list[SourcePart]:
+        return [SourcePart((container, 0, None, 1), None) for container in self._containers()]
+
     def records(self, part: SourcePart) -> Iterator[Record]:
         container, begin, end, number = part.items
         packed = codec_of(container) is not None

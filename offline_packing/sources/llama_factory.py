@@ -9,7 +9,7 @@ The path is that file or its folder, `dataset` the name of the entry. The data a
 beside it (.json, .jsonl, .parquet); those on a hub, and preference data, are refused.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -76,6 +76,9 @@ class LlamaFactorySource(Source):
 
     def scan(self, samples_per_part: int) -> Scan:
         return self._file.scan(samples_per_part)
+
+    def unread_parts(self) -> Sequence[SourcePart]:
+        return self._file.unread_parts()
 
     def records(self, part: SourcePart) -> Iterator[Record]:
         return self._file.records(part)
