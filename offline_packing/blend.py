@@ -104,8 +104,8 @@ def _estimate_part(source: Source, part: SourcePart) -> tuple[float, bool]:
     opened: list[BinaryIO] = []
     watched = copy(source)
 
-    def open_container(container: str) -> BinaryIO:
-        opened.append(source.open_container(container))
+    def open_container(container: str, *, sequential: bool = False) -> BinaryIO:
+        opened.append(source.open_container(container, sequential=sequential))
         return opened[-1]
 
     watched.open_container = open_container  # type: ignore[method-assign]

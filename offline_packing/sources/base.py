@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from offline_packing.errors import StageError
 from offline_packing.sources.fields import FieldMap
-from offline_packing.sources.locators import Locator, RangeFile, read_locator
+from offline_packing.sources.locators import Locator, read_locator
 from offline_packing.sources.media_root import MediaRoot
 from offline_packing.sources.records import load_json, to_sample
 from offline_packing.sources.remote_root import RemoteRoot, is_remote
@@ -145,10 +145,11 @@ class Source(ABC):
     def records(self, part: SourcePart) -> Iterator[SourceRecord]:
         """The records of a part, in order. A record that cannot be read is yielded as its error."""
 
-    def open_container(self, container: str) -> BinaryIO:
-        """Open one of the source's own files. Raises StageError where that must not be."""
+    def open_container(self, container: str, *, sequential: bool = False) -> BinaryIO:
+        """Open one of the source's own files, perhaps to be read from front to back. Raises
+        StageError where that must not be."""
         try:
-            return self.root.open(container)
+            return self.root.open(container, sequential=sequential)
         except SampleError as error:
             raise self.unreadable(container, error) from error
 
@@ -184,10 +185,8 @@ class Source(ABC):
             return Locator("file", container, 0, self.media.size(file)), file
         if found.data is not None:
             return found.locator, io.BytesIO(found.data)
-        container_file = self.root.open(found.locator.container)
-        return found.locator, RangeFile.open(
-            container_file, found.locator.offset, found.locator.size
-        )
+        at = found.locator
+        return at, self.root.open_range(at.container, at.offset, at.size)
 
     def read(self, locator: Locator) -> Mapping[str, Any]:
         """The JSON object at a locator.

@@ -102,7 +102,7 @@ class RecordFilesSource(Source):
         return Record(record_key(content, key), locator, content)
 
     def _open(self, container: str) -> BinaryIO:
-        file = self.open_container(container)
+        file = self.open_container(container, sequential=True)
         return open_unpacked(file, container, self.root.size(file))
 
     def _digest_file(self, container: str, digest: "xxhash.xxh3_128") -> None:

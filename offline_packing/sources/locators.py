@@ -9,7 +9,6 @@ arrow_row    an Arrow file, `column`       row                              byte
 sub_sample   a tar, or a pack's JSON       first byte of the pack's JSON    bytes of the value
 """
 
-import io
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -49,8 +48,9 @@ class Root(Protocol):
             StageError: they are not there.
         """
 
-    def open(self, container: str) -> BinaryIO:
-        """Open a file for reading. Raises SampleError if it may not be read."""
+    def open(self, container: str, *, sequential: bool = False) -> BinaryIO:
+        """Open a file for reading, perhaps from front to back. Raises SampleError if it may not be
+        read."""
 
     def size(self, file: BinaryIO) -> int:
         """Bytes of an open file."""
@@ -101,7 +101,7 @@ def unpacked_file(root: Root, container: str, folder: Path) -> Path:
     path = root.path(container)
 
     def write(copy: BinaryIO) -> None:
-        with root.open(container) as file:
+        with root.open(container, sequential=True) as file:
             unpack(file, container, root.size(file), copy)
 
     return unpacked_copy(f"{path}\0{root.stamp(container)}", path, folder, write)
@@ -131,39 +131,3 @@ READERS: Final[Mapping[str, Reader]] = {
     "sub_sample": _read_sub_sample,
     "stream_sub_sample": _read_sub_sample,
 }
-
-
-class RangeFile(io.RawIOBase):
-    """Bytes begin to begin + size of a file, as a file; closing it closes that file."""
-
-    def __init__(self, file: BinaryIO, begin: int, size: int) -> None:
-        self._file, self._begin, self._size = file, begin, size
-        self._position = 0
-
-    @classmethod
-    def open(cls, file: BinaryIO, begin: int, size: int) -> BinaryIO:
-        """A buffered file of the range; image headers are read in many small pieces."""
-        return io.BufferedReader(cls(file, begin, size), 4096)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        count = min(len(buffer), max(0, self._size - self._position))
-        self._file.seek(self._begin + self._position)
-        data = self._file.read(count)
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()

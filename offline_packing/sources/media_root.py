@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from offline_packing.files import read_range
+from offline_packing.sources.range_file import RangeFile
 from task_encoders.samples import SampleError
 
 #: Enough for most image headers, in one read.
@@ -44,14 +45,18 @@ class MediaRoot:
             raise SampleError("path_outside_root", f"{name!r} leads outside {self.folder!r}")
         return path[len(self.folder) :].lstrip("/")
 
-    def open(self, container: str) -> BinaryIO:
-        """Open a file for reading.
+    def open(self, container: str, *, sequential: bool = False) -> BinaryIO:
+        """Open a file for reading; the system itself notices what is read from front to back.
 
         Raises:
             SampleError: path_outside_root if a symlink leads outside; missing_image if there is no
                 such file, or it is a folder, a pipe or a device, or may not be read.
         """
         return io.BufferedReader(io.FileIO(self._open(container)), _BUFFER_BYTES)
+
+    def open_range(self, container: str, offset: int, size: int) -> BinaryIO:
+        """A file of `size` bytes at `offset` of a file. Raises SampleError as `open`."""
+        return RangeFile.open(self.open(container), offset, size)
 
     def size(self, file: BinaryIO) -> int:
         """Bytes of an open file."""
