@@ -81,8 +81,8 @@ class RemoteRoot:
             return self._filesystem.open(f"{self.folder}/{container}", "rb", block_size=block)
 
     def open_range(self, container: str, offset: int, size: int) -> BinaryIO:
-        """A file of `size` bytes at `offset` of a file; it is asked for once, not for each of its
-        ranges. Only the range that was opened last can be read."""
+        """A file of `size` bytes at `offset` of a file, which is opened once for its ranges in
+        succession. Raises SampleError as `open`."""
         if self._open_file is None or self._open_file[0] != container:
             self._open_file = (container, self.open(container))
         return RangeFile.open(self._open_file[1], offset, size, keep_open=True)
