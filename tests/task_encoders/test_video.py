@@ -21,20 +21,22 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.nn import functional as F
 
-from task_encoders import video
+from task_encoders import video_file
 from task_encoders.mp4_header import read_mp4_header
 from task_encoders.samples import SampleError
 from task_encoders.video import (
-    MissingPyAVError,
-    VideoHeader,
     VideoSettings,
-    decode_frames,
     num_sampled_frames,
-    read_video_header,
     sampled_frames,
     seconds_per_grid,
     video_grid,
     video_patches,
+)
+from task_encoders.video_file import (
+    MissingPyAVError,
+    VideoHeader,
+    decode_frames,
+    read_video_header,
 )
 from task_encoders.vision import VisionSettings
 from tests.task_encoders.videos import boxes, draw_frame, make_audio, make_video, patched
@@ -48,7 +50,7 @@ def header_of(data: bytes) -> VideoHeader:
 
 
 def by_pyav(data: bytes) -> VideoHeader:
-    return video._ask_pyav(io.BytesIO(data), data[:12])
+    return video_file._ask_pyav(io.BytesIO(data), data[:12])
 
 
 def num_decoded(data: bytes) -> int:
@@ -113,7 +115,7 @@ def test_the_header_says_what_decoding_gives(name: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_the_own_header_reader_agrees_with_libavformat(name: str) -> None:
     data = make_video(**FILES[name])
-    plain = read_mp4_header(io.BytesIO(data)) if video.is_mp4(data[:12]) else None
+    plain = read_mp4_header(io.BytesIO(data)) if video_file.is_mp4(data[:12]) else None
     theirs = by_pyav(data)
     is_plain = FILES[name].get("container", "mp4") in ("mp4", "mov") and name != "fragments"
     assert (plain is not None) == is_plain
@@ -386,13 +388,13 @@ def test_frames_that_do_not_decode() -> None:
 
 
 def test_without_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
-    video._pyav.cache_clear()
+    video_file._pyav.cache_clear()
     monkeypatch.setitem(sys.modules, "av", None)
     try:
         with pytest.raises(MissingPyAVError, match=r"pip install 'offline-packing\[video\]'"):
             header_of(MP4)
     finally:
-        video._pyav.cache_clear()
+        video_file._pyav.cache_clear()
 
 
 def survives(data: bytes) -> bool:
