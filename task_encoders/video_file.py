@@ -244,7 +244,6 @@ def _pyav() -> Any:
         import av
     except ImportError as error:
         raise MissingPyAVError from error
-    av.logging.set_level(av.logging.PANIC)  # of a damaged file it would print every packet
     return av
 
 

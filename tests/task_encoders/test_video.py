@@ -6,6 +6,7 @@ import itertools
 import math
 import struct
 import sys
+import tracemalloc
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +23,12 @@ from PIL import Image
 from torch.nn import functional as F
 
 from task_encoders import video_file
-from task_encoders.mp4_header import read_mp4_header
+from task_encoders.mp4_header import (
+    _data_end,
+    _NotPlainError,
+    _sample_sizes,
+    read_mp4_header,
+)
 from task_encoders.samples import SampleError
 from task_encoders.video import (
     VideoSettings,
@@ -357,6 +363,30 @@ def test_bad_files(name: str) -> None:
     assert "\n" not in str(caught.value)
     with pytest.raises(SampleError):
         video_patches(data, SMALL, VISION)
+
+
+def test_claims_cost_no_memory() -> None:
+    """Tables that name billions of frames or chunks are refused before they are made."""
+    runs = patched(MP4, b"stts", 16, struct.pack(">I", 0x7FFFFFFF))
+    chunks = patched(MP4, b"stco", 12, struct.pack(">I", 0xFFFFFFF0))
+    first = patched(MP4, b"stsc", 16, struct.pack(">I", 0xFFFFFFF0))
+    many = MP4[:32] + struct.pack(">I4s", 8, b"free") * 200_000 + MP4[32:]
+    tracemalloc.start()
+    try:
+        for data in (runs, chunks, first, many):
+            assert read_mp4_header(io.BytesIO(data)) is None
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(SampleError, match="video_too_long"):
+        _sample_sizes(struct.pack(">III", 0, 1, 1 << 25), 1 << 40)
+    # Two runs of chunks, the first of which claims four billion.
+    table = {
+        b"stco": struct.pack(">III", 0, 1, 0),
+        b"stsc": struct.pack(">8I", 0, 2, 1, 1, 1, 0xFFFFFFF0, 1, 1),
+    }
+    with pytest.raises(_NotPlainError):
+        _data_end(table, np.ones(1, np.int64))
 
 
 def test_limits() -> None:
