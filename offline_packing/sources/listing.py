@@ -82,9 +82,10 @@ class _Names:
             held += keys.take(order[start : start + _CHUNK]).to_pylist()
             last = start + _CHUNK >= len(keys)
             end = len(held) if last else _last_stem(held)
-            places = order[first : first + end].to_numpy()
-            yield held[:end], sizes[places], times[places]
-            held, first = held[end:], first + end
+            if end:
+                places = order[first : first + end].to_numpy()
+                yield held[:end], sizes[places], times[places]
+                held, first = held[end:], first + end
 
 
 def list_files(root: Listable, folder: bytes = b"") -> Iterator[Files]:
