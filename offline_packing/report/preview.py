@@ -135,8 +135,15 @@ def _task_encoder(stage: Stage, manifest: Manifest) -> "Qwen2VLTaskEncoder":
 
     task = manifest["task"]
     try:
+        model = stage.config.model
         task_encoder = Qwen2VLTaskEncoder(
-            **stage.config.model.model_dump(),
+            family=model.family,
+            processor=model.processor,
+            min_pixels=model.min_pixels,
+            max_pixels=model.max_pixels,
+            max_aspect_ratio=model.max_aspect_ratio,
+            max_image_pixels=model.max_image_pixels,
+            video=model.video_settings(),
             seq_length=manifest["seq_length"],
             pad_multiple=manifest["pad_multiple"],
             settings=PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr"),

@@ -219,7 +219,7 @@ def test_two_launches_at_once(running: Path) -> None:
 
 
 def test_killed_process_leaves_no_lock(tmp_path: Path) -> None:
-    workspace = make_stage(tmp_path, tmp_path / "out").workspace
+    workspace = make_stage(tmp_path / "data", tmp_path / "out").workspace
     program = (
         "import os, signal, sys\nfrom pathlib import Path\n"
         "from offline_packing.workspace import Workspace\n"

@@ -243,6 +243,10 @@ def huggingface(root: Path, samples: list[Sample]) -> dict[str, Any]:
     return {"format": "huggingface", "path": str(root)}
 
 
+#: Names of media in a pack, by the field of a record.
+_PARTS: Mapping[str, str] = {"images": "img", "videos": "vid"}
+
+
 def pack_members(samples: list[Sample], size: int = 3) -> list[tuple[str, bytes]]:
     """Multi-turn packs as others write them: without meta, images counted over the pack."""
     members: list[tuple[str, bytes]] = []
@@ -252,7 +256,7 @@ def pack_members(samples: list[Sample], size: int = 3) -> list[tuple[str, bytes]
         count = 0
         for _, _, media in some:
             own = [
-                f"{field_of(suffix_of(medium))[:3]}{count + i:03d}.{suffix_of(medium)}"
+                f"{_PARTS[field_of(suffix_of(medium))]}{count + i:03d}.{suffix_of(medium)}"
                 for i, medium in enumerate(media)
             ]
             members += [
