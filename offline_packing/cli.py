@@ -66,7 +66,7 @@ def write_verb(stage: Stage, dry_run: bool) -> None:
 
 def verify_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
     """Re-read everything that was written; --deep: compare it with the source, encode it again."""
-    from offline_packing.verify import preview_verify, render_result, verify
+    from offline_packing.verify import preview_verify, render_result, render_verdict, verify
 
     if dry_run:
         click.echo(preview_verify(stage))
@@ -74,10 +74,7 @@ def verify_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
     result = verify(stage, deep=deep)
     click.echo(render_result(result, deep=deep), nl=False)
     if not result.ok:
-        raise StageError(
-            f"{stage.workspace.root} has {result.num_problems:,} problems; retry writes damaged "
-            "shards again, output.overwrite=true all of them"
-        )
+        raise StageError(f"{stage.workspace.root} has {render_verdict(result)}")
 
 
 def report_verb(stage: Stage, dry_run: bool) -> None:
@@ -154,7 +151,7 @@ def append_verb(stage: Stage, dry_run: bool) -> None:
 
 
 def retry_verb(stage: Stage, dry_run: bool) -> None:
-    """Go on where a run ended; write missing and damaged shards of a complete output again."""
+    """Go on where a run ended; write what is missing or damaged of a complete output again."""
     from offline_packing.retry import retry
 
     if dry_run:
@@ -250,11 +247,15 @@ def _add_stage_command(name: str, verb: Callable[..., None]) -> None:
                 progress=not quiet and sys.stderr.isatty(),
             )
             reads_only = dry_run or verb in (status_verb, preview_verb)
+            # These fail where nothing was made yet, and leave nothing behind.
+            needs_none = verb in _NEED_OUTPUT and not stage.workspace.packing.exists()
             lock = stage.workspace.lock(shared=engine.IS_SHARED)
-            with contextlib.nullcontext() if reads_only else lock:
+            with contextlib.nullcontext() if reads_only or needs_none else lock:
                 verb(stage, dry_run, **verb_options)
 
 
+#: What makes nothing of its own where there is no output.
+_NEED_OUTPUT = (verify_verb, append_verb, report_verb)
 #: What several ranks can do to one output at the same time.
 _SHARED_VERBS = (measure_verb, write_verb, verify_verb, status_verb, preview_verb)
 

@@ -11,13 +11,18 @@
 shard that it cannot read.
 """
 
+import errno
 import importlib.util
 import os
+import sqlite3
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
+import orjson
+import xxhash
 import yaml
 
 from offline_packing.errors import StageError
@@ -34,6 +39,19 @@ from task_encoders.samples import TASKS
 
 #: Named in every split.yaml, empty or not: `energon lint` asks for all of them.
 _DEFAULT_SPLITS: Final = ("train", "val", "test")
+
+#: Files of .nv-meta.
+METADATA_FILES: Final = (
+    "dataset.yaml",
+    "sample_loader.py",
+    "split.yaml",
+    ".info.json",
+    "index.sqlite",
+    "index.uuid",
+)
+
+#: Rows of a database that are in memory at a time.
+_ROWS_AT_ONCE: Final = 1 << 14
 
 _NAMESPACE: Final = uuid.uuid5(uuid.NAMESPACE_URL, "offline-packing")
 
@@ -95,6 +113,37 @@ def write_energon_metadata(
     write_atomically(meta / "split.yaml", yaml.safe_dump(split, sort_keys=False).encode())
     write_atomically(meta / "index.uuid", identity.encode())
     write_atomically(meta / ".info.json", to_json(info))
+
+
+def hash_metadata(path: Path) -> str:
+    """xxh3_128 of a file; of a database, of its tables and rows: SQLite decides their bytes.
+
+    Raises:
+        StageError: the database is damaged.
+    """
+    if path.suffix != ".sqlite":
+        return hash_file(path)
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
+            return _hash_rows(database)
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        raise StageError(f"{path} is damaged: {error}") from error
+
+
+def _hash_rows(database: sqlite3.Connection) -> str:
+    (verdict,) = database.execute("PRAGMA integrity_check(1)").fetchone()
+    if verdict != "ok":
+        raise sqlite3.DatabaseError(verdict)
+    named = database.execute("SELECT type, name, sql FROM sqlite_master ORDER BY type, name")
+    entries = named.fetchall()
+    digest = xxhash.xxh3_128(orjson.dumps(entries))
+    for table in (name for kind, name, _ in entries if kind == "table"):
+        rows = database.execute(f'SELECT * FROM "{table}" ORDER BY rowid')
+        while some := rows.fetchmany(_ROWS_AT_ONCE):
+            digest.update(orjson.dumps(some))
+    return digest.hexdigest()
 
 
 def _write_sqlite(path: Path, packs: Iterable[tuple[str, Sequence[PackEntry]]]) -> dict[str, int]:

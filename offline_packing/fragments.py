@@ -9,7 +9,7 @@ import orjson
 import pyarrow.compute as pc
 
 from offline_packing.errors import StageError
-from offline_packing.files import read_json, write_atomically
+from offline_packing.files import hash_bytes, read_json, write_atomically
 from offline_packing.tar_shards import PackEntry, Part
 
 if TYPE_CHECKING:
@@ -34,6 +34,11 @@ class ShardFragment:
         """Packs in the shard."""
         return len(self.packs)
 
+    @property
+    def content_hash(self) -> str:
+        """xxh3_128 of the file that `save` writes."""
+        return hash_bytes(orjson.dumps(self))
+
     @classmethod
     def of(
         cls,
@@ -53,15 +58,18 @@ class ShardFragment:
 
     @classmethod
     def load(cls, path: Path) -> "ShardFragment":
-        """Read a fragment. Raises StageError where there is none."""
+        """Read a fragment. Raises StageError where there is none, or it is damaged."""
         content = read_json(path)
         if content is None:
             raise StageError(f"{path} is missing; run write again")
-        packs = [
-            PackEntry(**{**pack, "parts": tuple(Part(**part) for part in pack["parts"])})
-            for pack in content["packs"]
-        ]
-        return cls(**{**content, "packs": packs})
+        try:
+            packs = [
+                PackEntry(**{**pack, "parts": tuple(Part(**part) for part in pack["parts"])})
+                for pack in content["packs"]
+            ]
+            return cls(**{**content, "packs": packs})
+        except (KeyError, TypeError) as error:
+            raise StageError(f"{path} is damaged: {error}; retry writes it again") from error
 
 
 @dataclass(frozen=True)

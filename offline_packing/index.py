@@ -10,7 +10,7 @@ so that data and index can move.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from offline_packing.files import atomic_file, read_json, to_json, write_atomica
 from offline_packing.sources import Locator
 from task_encoders.sample_encoder import SampleLength
 
-INDEX_VERSION: Final = 3
+INDEX_VERSION: Final = 4
 
 _LOCATOR_FIELDS: Final = [
     pa.field("kind", pa.string()),
@@ -184,6 +184,8 @@ class IndexInfo:
     num_unused_images: int = 0
     #: sum of num_tokens
     num_tokens: int = 0
+    #: xxh3_128 of the files in the folders index, set_aside and files
+    hashes: dict[str, dict[str, str]] = field(default_factory=dict)
     version: int = INDEX_VERSION
 
     @property
@@ -205,7 +207,7 @@ class IndexInfo:
         """Read index.json; None if the index is not complete.
 
         Raises:
-            StageError: it is of another format version.
+            StageError: it is damaged, or of another format version.
         """
         content = read_json(path)
         if content is None:
@@ -215,7 +217,10 @@ class IndexInfo:
                 f"{path} has format version {content.get('version')}, this version reads "
                 f"{INDEX_VERSION}; measure again with another output.path"
             )
-        return cls(**content)
+        try:
+            return cls(**content)
+        except TypeError as error:
+            raise StageError(f"{path} is damaged: {error}; verify tells what to do") from error
 
 
 def part_name(number: int) -> str:
@@ -251,10 +256,15 @@ class Index:
         path, rows = self._paths[number], self.info.part_rows[number]
         try:
             table = pq.read_table(path, columns=list(columns), memory_map=True)
-        except (OSError, pa.ArrowInvalid) as error:
-            raise StageError(f"index part {path} cannot be read: {error}") from error
+        except (OSError, pa.ArrowException) as error:
+            raise StageError(
+                f"index part {path} cannot be read: {error}; verify tells what to do"
+            ) from error
         if len(table) != rows:
-            raise StageError(f"index part {path} has {len(table)} rows, {rows} were written")
+            raise StageError(
+                f"index part {path} has {len(table)} rows, {rows} were written; verify tells what "
+                "to do"
+            )
         return table
 
     def array(self, column: str) -> npt.NDArray[Any]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from offline_packing.config import PackingConfig
+from offline_packing.energon_metadata import hash_metadata
 from offline_packing.errors import StageError
 from offline_packing.files import hash_bytes, read_json, to_json, write_atomically
 from offline_packing.fragments import ShardFragment, ShardFragments
@@ -22,13 +23,28 @@ from offline_packing.stage import Stage
 
 MANIFEST_VERSION: Final = 1
 
+#: What `content_hash` does not cover.
+_APART: Final = ("content_hash", "library_versions", "metadata")
+
 Manifest = Mapping[str, Any]
 
 
 def read_manifest(stage: Stage) -> Manifest | None:
-    """The manifest of a dataset that is complete as far as this stage's generation; or None."""
-    manifest = read_json(stage.workspace.manifest)
-    if manifest is None or len(manifest["appended"]) < stage.generation:
+    """The manifest of a dataset that is complete as far as this stage's generation; or None.
+
+    Raises:
+        StageError: it is damaged, or was edited.
+    """
+    path = stage.workspace.manifest
+    manifest = read_json(path)
+    if manifest is None:
+        return None
+    if _content_hash(manifest) != manifest.get("content_hash"):
+        raise StageError(
+            f"{path} is not what was written: its content_hash differs; restore it from a copy, or "
+            "remove it and run write, then each append, again"
+        )
+    if len(manifest["appended"]) < stage.generation:
         return None
     return dict(manifest)
 
@@ -53,14 +69,15 @@ def write_manifest(
     """
     workspace = stage.workspace
     before = read_json(workspace.manifest) if stage.generation else None
-    manifest = build_manifest(stage, index, plan, fragments, before)
-    finish_layout(stage, manifest)
+    content = build_manifest(stage, index, plan, fragments, before)
+    manifest = finish_layout(stage, content)
     write_atomically(workspace.manifest, to_json(manifest))
     return manifest
 
 
-def finish_layout(stage: Stage, manifest: Manifest) -> None:
-    """Write what the layout says of all shards in a manifest."""
+def finish_layout(stage: Stage, manifest: Manifest) -> Manifest:
+    """Write what the layout says of all shards in a manifest; returns the manifest with the hashes
+    of these files."""
     workspace = stage.workspace
     splits: dict[str, list[str]] = {split: [] for split in manifest["counts"]["packs"]}
     for shard in manifest["shards"]:
@@ -69,13 +86,16 @@ def finish_layout(stage: Stage, manifest: Manifest) -> None:
         workspace.of_generation(shard["generation"]).fragment(shard["name"])
         for shard in manifest["shards"]
     ]
-    LAYOUTS[manifest["layout"]].finish(
+    layout = LAYOUTS[manifest["layout"]]
+    layout.finish(
         workspace.root,
         manifest["task"],
         splits,
         ShardFragments(fragments),
         manifest["content_hash"],
     )
+    hashes = {name: hash_metadata(workspace.root / name) for name in layout.METADATA}
+    return {**manifest, "metadata": hashes}
 
 
 def stages_of_manifest(stage: Stage, manifest: Manifest) -> Iterator[Stage]:
@@ -96,7 +116,7 @@ def build_manifest(
     fragments: ShardFragments,
     before: Manifest | None,
 ) -> dict[str, Any]:
-    """The manifest's content; `content_hash` covers everything but the versions of libraries.
+    """The manifest's content but `metadata`, which `finish_layout` adds.
 
     Args:
         before: the manifest that data are appended to.
@@ -124,10 +144,27 @@ def build_manifest(
             },
         },
         "shards": shards,
-        **_origin(stage, index, before),
+        **_origin(stage, index, plan, before),
     }
-    content_hash = hash_bytes(to_json(content))
-    return {**content, "content_hash": content_hash, "library_versions": index.versions}
+    return {
+        **content,
+        "content_hash": _content_hash(content),
+        "library_versions": index.versions,
+    }
+
+
+def _content_hash(manifest: Manifest) -> str:
+    """Of all that does not depend on versions of libraries."""
+    content = {name: value for name, value in manifest.items() if name not in _APART}
+    return hash_bytes(to_json(content))
+
+
+def hash_plan(info: Mapping[str, Any]) -> str:
+    """Of what a plan's stage.json says of the plan, whatever the times of the source's files and
+    the versions of libraries are."""
+    fingerprint = {name: value for name, value in info["fingerprint"].items() if name != "index"}
+    named = {"fingerprint": fingerprint, "hash": info["hash"], "set_aside": info["set_aside"]}
+    return hash_bytes(to_json(named))
 
 
 def _shards_before(stage: Stage, manifest: Manifest | None) -> list[dict[str, Any]]:
@@ -145,6 +182,7 @@ def _describe(fragments: ShardFragments, generation: int) -> Iterator[dict[str, 
             "tokens": fragment.num_tokens,
             "bytes": fragment.num_bytes,
             "xxh3_128": fragment.xxh3_128,
+            "fragment_xxh3_128": fragment.content_hash,
             "generation": generation,
         }
 
@@ -164,15 +202,22 @@ def stored_config(config: PackingConfig) -> dict[str, Any]:
     )
 
 
-def _origin(stage: Stage, index: IndexInfo, before: Manifest | None) -> dict[str, Any]:
+def _origin(
+    stage: Stage, index: IndexInfo, plan: Mapping[str, Any], before: Manifest | None
+) -> dict[str, Any]:
     """What the shards were made from: first the original data, then what was appended."""
-    origin = {"fingerprint": index.fingerprint, "config": stored_config(stage.config)}
+    origin = {
+        "fingerprint": index.fingerprint,
+        "config": stored_config(stage.config),
+        "plan": hash_plan(plan),
+    }
     if before is None:
         return {**origin, "appended": []}
     appended = [*before["appended"][: stage.generation - 1], origin]
     return {
         "fingerprint": before["fingerprint"],
         "config": before["config"],
+        "plan": before["plan"],
         "appended": appended,
     }
 

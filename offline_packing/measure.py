@@ -21,7 +21,13 @@ from offline_packing import index
 from offline_packing.blend import copy_key, estimate_records, num_copies, source_repeats
 from offline_packing.config import ModelConfig
 from offline_packing.errors import StageError
-from offline_packing.files import read_json, remove_temporaries, to_json, write_atomically
+from offline_packing.files import (
+    hash_file,
+    read_json,
+    remove_temporaries,
+    to_json,
+    write_atomically,
+)
 from offline_packing.fingerprint import (
     Fingerprint,
     check_fingerprint,
@@ -36,6 +42,7 @@ from offline_packing.sources.records import to_sample
 from offline_packing.stage import Stage, config_fingerprint, open_encoder, open_sources
 from offline_packing.stamps import sample_stamp
 from offline_packing.traits import sample_traits
+from offline_packing.workspace import Workspace
 from task_encoders.pack_format import image_extension, video_extension
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SampleError
@@ -82,6 +89,8 @@ class PartResult:
     num_rows: int
     num_tokens: int
     set_aside: dict[str, int]
+    #: of the part of the index, and of that of the set-aside table
+    hashes: tuple[str, str]
 
 
 def measure(stage: Stage) -> IndexInfo:
@@ -116,6 +125,7 @@ def measure(stage: Stage) -> IndexInfo:
         part_rows=[result.num_rows for result in results],
         set_aside=dict(sum((Counter(result.set_aside) for result in results), Counter())),
         num_tokens=sum(result.num_tokens for result in results),
+        hashes=_hashes(workspace, results),
     )
     info = _with_unused_images(workspace.index, info, scans)
     if info.num_unused_images:
@@ -217,11 +227,27 @@ def _run_tasks(stage: Stage, tasks: Sequence[MeasureTask]) -> list[PartResult]:
     return [results[task.number] for task in tasks]
 
 
+def _hashes(workspace: Workspace, results: Sequence[PartResult]) -> dict[str, dict[str, str]]:
+    """What index.json records of the files beside it."""
+    tables = sorted(workspace.files.glob("*.parquet"))
+    names = [index.part_name(result.number) for result in results]
+    return {
+        workspace.index.name: dict(zip(names, (r.hashes[0] for r in results), strict=True)),
+        workspace.set_aside.name: dict(zip(names, (r.hashes[1] for r in results), strict=True)),
+        workspace.files.name: {path.name: hash_file(path) for path in tables},
+    }
+
+
+def _hash_tables(task: MeasureTask) -> tuple[str, str]:
+    return hash_file(task.index_path), hash_file(task.set_aside_path)
+
+
 def _finished_part(task: MeasureTask) -> PartResult:
     num_tokens = pq.read_table(task.index_path, columns=["num_tokens"])["num_tokens"]
     reasons = pq.read_table(task.set_aside_path, columns=["reason"])["reason"].to_pylist()
     tokens = pc.sum(num_tokens).as_py() or 0
-    return PartResult(task.number, len(num_tokens), tokens, dict(Counter(reasons)))
+    hashes = _hash_tables(task)
+    return PartResult(task.number, len(num_tokens), tokens, dict(Counter(reasons)), hashes)
 
 
 def measure_part(task: MeasureTask) -> PartResult:
@@ -231,7 +257,7 @@ def measure_part(task: MeasureTask) -> PartResult:
         index.table_writer(task.index_path, index.INDEX_SCHEMA) as write_measured,
         index.table_writer(task.set_aside_path, index.SET_ASIDE_SCHEMA) as write_aside,
     ):
-        total = PartResult(task.number, 0, 0, {})
+        total = PartResult(task.number, 0, 0, {}, ("", ""))
         records = task.source.records(task.part)
         while True:  # one record at a time, as it may hold its media
             measured, aside = _measure_some(task, itertools.islice(records, _ROWS_AT_ONCE), encoder)
@@ -244,8 +270,9 @@ def measure_part(task: MeasureTask) -> PartResult:
                 total.num_rows + len(measured),
                 total.num_tokens + sum(sample.length.num_tokens for sample in measured),
                 dict(Counter(total.set_aside) + Counter(sample.reason for sample in aside)),
+                total.hashes,
             )
-    return total
+    return replace(total, hashes=_hash_tables(task))  # just written, so in the page cache
 
 
 def _measure_some(

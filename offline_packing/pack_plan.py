@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from offline_packing.errors import StageError
 from offline_packing.files import atomic_file, read_json, to_json, write_atomically
 
 FORMAT_VERSION = 1
@@ -118,9 +119,9 @@ class PackPlan:
     def load(cls, folder: str | Path, *, mmap: bool = True) -> "PackPlan":
         """Read a plan; with ``mmap`` the arrays stay on disk and are paged in as needed.
 
-        Raises FileNotFoundError if the plan is absent or incomplete, StageError if plan.json cannot
-        be parsed, ValueError if the plan is of another format version or an array does not have the
-        recorded shape.
+        Raises FileNotFoundError if the plan is absent or incomplete, StageError if one of its files
+        is damaged, ValueError if the plan is of another format version or an array does not have
+        the recorded shape.
         """
         folder = Path(folder)
         document = read_json(folder / "plan.json")
@@ -133,19 +134,25 @@ class PackPlan:
                 f"plan {folder} has format_version {document.get('format_version')}, "
                 f"this version reads {FORMAT_VERSION}; plan again"
             )
-        arrays = {
-            name: np.load(
-                folder / f"{name}.npy", mmap_mode="r" if mmap else None, allow_pickle=False
-            )
-            for name in _ARRAYS
-        }
+        arrays = {name: _load_array(folder / f"{name}.npy", mmap) for name in _ARRAYS}
         for name, array in arrays.items():
             if list(array.shape) != document["shapes"][name]:
                 raise ValueError(
                     f"plan {folder}: {name}.npy has shape {list(array.shape)}, plan.json says "
                     f"{document['shapes'][name]}; plan again"
                 )
-        document["reason_names"] = tuple(document["reason_names"])
-        names = PlanInfo.__dataclass_fields__
-        info = PlanInfo(**{name: document[name] for name in names})
+        try:
+            document["reason_names"] = tuple(document["reason_names"])
+            info = PlanInfo(**{name: document[name] for name in PlanInfo.__dataclass_fields__})
+        except KeyError as error:
+            raise StageError(
+                f"{folder / 'plan.json'} is damaged: it has no {error}; plan again"
+            ) from error
         return cls(**arrays, info=info)
+
+
+def _load_array(path: Path, mmap: bool) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
+    except (OSError, EOFError, ValueError) as error:
+        raise StageError(f"{path} cannot be read: {error}; plan again") from error

@@ -3,15 +3,17 @@
 _packing/plan/*.npy, plan.json      the plan; sample ids are row numbers of the index
 _packing/plan/set_aside.parquet     duplicate_key, not_in_layout and overlong, with their details
 _packing/plan/summary.txt           the figures, to be shared
-_packing/plan/stage.json            fingerprint; written last
+_packing/plan/stage.json            fingerprint, hashes of the files above; written last
 """
 
 import logging
+import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +25,7 @@ from offline_packing.eligible import (
     name_rows,
 )
 from offline_packing.errors import StageError
-from offline_packing.files import hash_file, read_json, to_json, write_atomically
+from offline_packing.files import hash_file, read_json, sync_folder, to_json, write_atomically
 from offline_packing.fingerprint import Fingerprint, changed_fields, check_fingerprint
 from offline_packing.index import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
@@ -34,6 +36,24 @@ from offline_packing.stage import Stage, config_fingerprint, listed, without_lis
 from offline_packing.summary import render_summary, summarize
 
 logger = logging.getLogger(__name__)
+
+#: What stage.json holds the hashes of.
+PLAN_FILES: Final = (
+    "sample_ids.npy",
+    "pack_offsets.npy",
+    "set_aside_ids.npy",
+    "set_aside_reasons.npy",
+    "plan.json",
+    "set_aside.parquet",
+    "summary.txt",
+)
+#: Those that say which samples form which pack.
+_PACKS: Final = ("sample_ids.npy", "pack_offsets.npy")
+
+_PLAN_REMEDY: Final = (
+    "retry repairs the plan of a complete output; where there are no shards yet, remove the folder "
+    "and run plan again"
+)
 
 
 @dataclass(frozen=True)
@@ -82,25 +102,83 @@ def plan(stage: Stage) -> str:
     fingerprint = _fingerprint(stage)
     found = read_json(workspace.plan_info)
     if found is not None and not changed_fields(found["fingerprint"], fingerprint):
-        packs = PackPlan.load(workspace.plan)
+        packs = load_packs(stage, found)
         logger.info("plan: complete (%s packs), nothing to do", f"{packs.num_packs:,}")
         return _summary(stage, samples, packs, found["set_aside"])
     _discard_previous(stage, {} if found is None else found["fingerprint"], fingerprint)
-    planned = make_plan(stage, samples)
-    planned.packs.save(workspace.plan)
-    path = workspace.plan / "set_aside.parquet"
-    with index.table_writer(path, index.SET_ASIDE_SCHEMA) as write_aside:
+    return _save(stage, samples, make_plan(stage, samples), workspace.plan)
+
+
+def _save(stage: Stage, samples: Index, planned: Planned, folder: Path) -> str:
+    """Write all files of a plan, stage.json last; returns the summary."""
+    planned.packs.save(folder)
+    with index.table_writer(folder / "set_aside.parquet", index.SET_ASIDE_SCHEMA) as write_aside:
         for table in planned.set_aside.tables(samples, [s.path for s in stage.config.source]):
             write_aside(table)
     text = _summary(stage, samples, planned.packs, planned.reasons)
-    write_atomically(workspace.plan / "summary.txt", text.encode())
+    write_atomically(folder / "summary.txt", text.encode())
+    files = {name: hash_file(folder / name) for name in PLAN_FILES}
     document = {
-        "fingerprint": fingerprint,
-        "hash": _hash(stage),
+        "fingerprint": _fingerprint(stage),
+        "hash": _identity(files),
         "set_aside": dict(planned.reasons),
+        "files": files,
     }
-    write_atomically(workspace.plan_info, to_json(document))
+    write_atomically(folder / stage.workspace.plan_info.name, to_json(document))
     return text
+
+
+def restore_plan(stage: Stage, expected: str) -> None:
+    """Make a damaged plan again, where shards are written from it already.
+
+    Args:
+        expected: `hash_plan` of the plan as it was.
+
+    Raises:
+        StageError: it would not be the same plan.
+    """
+    from offline_packing.manifest import hash_plan  # imports this module
+
+    folder = stage.workspace.plan
+    scratch = folder.with_suffix(".repair")
+    shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was killed
+    samples = open_index(stage)
+    try:
+        _save(stage, samples, make_plan(stage, samples), scratch)
+        info = scratch / stage.workspace.plan_info.name
+        if hash_plan(read_json(info)) != expected:
+            raise StageError(
+                f"{folder} cannot be made as it was: the plan comes out otherwise; restore it from "
+                "a copy, or pack all data again with another output.path"
+            )
+        folder.mkdir(exist_ok=True)
+        for path in [*(scratch / name for name in PLAN_FILES), info]:
+            path.replace(folder / path.name)
+        sync_folder(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def load_packs(stage: Stage, info: Mapping[str, Any]) -> PackPlan:
+    """The plan that a stage.json speaks of.
+
+    Raises:
+        StageError: a file of it cannot be read, or does not hold the packs that were planned.
+    """
+    folder = stage.workspace.plan
+    try:
+        packs = PackPlan.load(folder)
+        found = _identity({name: hash_file(folder / name) for name in _PACKS})
+    except (FileNotFoundError, ValueError) as error:
+        raise StageError(f"{error}; {_PLAN_REMEDY}") from error
+    if found != info["hash"]:
+        names = " or ".join(
+            str(folder / name)
+            for name, one in zip(_PACKS, found.split("-"), strict=True)
+            if one not in info["hash"].split("-")
+        )
+        raise StageError(f"{names} differs from what was planned; {_PLAN_REMEDY}")
+    return packs
 
 
 def check_plan(stage: Stage, info: Mapping[str, Any]) -> None:
@@ -224,7 +302,6 @@ def _discard_previous(stage: Stage, found: Fingerprint, wanted: Fingerprint) -> 
     workspace.discard_plan()
 
 
-def _hash(stage: Stage) -> str:
-    """What identifies which samples form which pack."""
-    names = ("sample_ids.npy", "pack_offsets.npy")
-    return "-".join(hash_file(stage.workspace.plan / name) for name in names)
+def _identity(files: Mapping[str, str]) -> str:
+    """What identifies which samples form which pack, of the hashes of the files."""
+    return "-".join(files[name] for name in _PACKS)

@@ -1,12 +1,19 @@
 """retry: bring an output to completion, or back to what was written."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from offline_packing.append import append
+from offline_packing.damage import (
+    expected_started,
+    find_metadata_damage,
+    find_stage_damage,
+    planned_as,
+)
 from offline_packing.errors import StageError
+from offline_packing.files import read_json, to_json, write_atomically
 from offline_packing.layouts import LAYOUTS
 from offline_packing.manifest import (
     Manifest,
@@ -16,11 +23,12 @@ from offline_packing.manifest import (
     stages_of_manifest,
 )
 from offline_packing.measure import measure
-from offline_packing.plan_stage import plan
-from offline_packing.shard_layout import plan_shards
+from offline_packing.plan_stage import plan, restore_plan
+from offline_packing.shard_layout import Shard, plan_shards
 from offline_packing.shard_tasks import ShardTask, iterate_tasks
 from offline_packing.stage import Stage
 from offline_packing.status import num_appends
+from offline_packing.verify_shard import find_damage
 from offline_packing.write import open_plan, write
 
 
@@ -38,11 +46,17 @@ class RepairTask:
 
 
 def retry(stage: Stage) -> str:
-    """Go on where a run ended; in a complete output, write those shards again that are missing or
-    damaged, from the same source to the same bytes. All others stay as they are.
+    """Go on where a run ended; in a complete output, write again what is missing or damaged of
+    shards, plan and metadata, to the same bytes. All else stays as it is.
+
+    The source is needed for shards only.
 
     Returns:
         What was done, as text.
+
+    Raises:
+        StageError: something is damaged that only measuring again can repair, or the source does
+            not give the same bytes any more.
     """
     manifest = read_manifest(stage)
     if manifest is None:
@@ -51,15 +65,48 @@ def retry(stage: Stage) -> str:
         return f"{len(write(stage)['shards']):,} shards are complete"
     if num_appends(stage.workspace) > len(manifest["appended"]):
         return f"{len(append(stage)['shards']):,} shards are complete"
+    files: list[str] = []
+    shards: list[str] = []
     with stage.unpacked_files():
-        written = [
-            name for own in stages_of_manifest(stage, manifest) for name in _repair(own, manifest)
-        ]
-    finish_layout(stage, manifest)
-    return f"wrote {len(written):,} damaged shards again: {', '.join(sorted(written)) or 'none'}"
+        for own in stages_of_manifest(stage, manifest):
+            files += _repair_plan(own, manifest)
+            shards += _repair_shards(own, manifest)
+    files += _repair_metadata(stage, manifest)
+    others = f"; and {', '.join(files)}" if files else ""
+    return (
+        f"wrote {len(shards):,} damaged shards again: {', '.join(sorted(shards)) or 'none'}{others}"
+    )
 
 
-def _repair(stage: Stage, manifest: Manifest) -> list[str]:
+def _repair_plan(stage: Stage, manifest: Manifest) -> list[str]:
+    """Names of the files of one generation, beside shards and fragments, that were damaged."""
+    damage = find_stage_damage(stage, manifest)
+    for one in damage:
+        if not one.is_repairable:
+            raise StageError(f"{stage.workspace.root}: {one}")
+    started = stage.workspace.started
+    expected = planned_as(stage, manifest)
+    if any(stage.workspace.root / one.name != started for one in damage):
+        restore_plan(stage, expected)
+    if damage:
+        content = expected_started(stage, manifest, read_json(stage.workspace.plan_info)["hash"])
+        stage.workspace.write.mkdir(exist_ok=True)
+        write_atomically(started, content)
+    return [one.name for one in damage]
+
+
+def _repair_metadata(stage: Stage, manifest: Manifest) -> list[str]:
+    """Names of the layout's files that were damaged."""
+    damage = find_metadata_damage(stage, manifest)
+    if damage:
+        LAYOUTS[manifest["layout"]].check_ready()
+        now = finish_layout(stage, manifest)
+        if now != manifest:  # by another version of Energon
+            write_atomically(stage.workspace.manifest, to_json(now))
+    return [one.name for one in damage]
+
+
+def _repair_shards(stage: Stage, manifest: Manifest) -> list[str]:
     """Names of the shards of one generation that had to be written again."""
     samples, packs, _ = open_plan(stage)
     for left_by_kill in stage.workspace.write.glob("*.repair"):
@@ -67,15 +114,24 @@ def _repair(stage: Stage, manifest: Manifest) -> list[str]:
     shards = plan_shards(stage.config.output, samples, packs, earlier_shards(stage))
     layout = LAYOUTS[stage.config.output.layout]
     lines = {line["name"]: line for line in manifest["shards"]}
-    tasks = (
-        RepairTask(task, lines[layout.shard_file(task.shard.name)])
-        for task in iterate_tasks(stage, samples, packs, shards)
-    )
-    return [name for name in stage.engine.run(repair_shard, tasks) if name is not None]
+
+    def tasks(some: Sequence[Shard], *, with_sources: bool) -> Iterator[RepairTask]:
+        for task in iterate_tasks(stage, samples, packs, some, with_sources=with_sources):
+            yield RepairTask(task, lines[layout.shard_file(task.shard.name)])
+
+    checked = stage.engine.run(is_damaged, tasks(shards, with_sources=False))
+    numbers = {number for number, damaged in checked if damaged}
+    damaged = [shard for shard in shards if shard.number in numbers]
+    return list(stage.engine.run(repair_shard, tasks(damaged, with_sources=True)))
 
 
-def repair_shard(task: RepairTask) -> str | None:
-    """Write a shard again if it is damaged; returns its name if so.
+def is_damaged(task: RepairTask) -> tuple[int, bool]:
+    """Number of a shard, and whether it or its fragment is missing or damaged."""
+    return task.number, bool(find_damage(task.shard, task.expected))
+
+
+def repair_shard(task: RepairTask) -> str:
+    """Write a shard again; returns its name.
 
     It is written elsewhere first, and its hash, not the times of the source's files, says whether
     it is what it was: a JSONL file may have grown since, or the source may have moved.
@@ -84,16 +140,14 @@ def repair_shard(task: RepairTask) -> str | None:
         StageError: the source does not give the same bytes any more.
     """
     shard = task.shard
-    layout = LAYOUTS[shard.layout]
-    expected = task.expected["xxh3_128"]
-    if shard.fragment_path.exists() and not layout.find_damage(shard, expected):
-        return None
     scratch = shard.fragment_path.with_suffix(".repair")
     scratch.mkdir()
     try:
         with shard.rows_at_hand():
-            fragment = layout.write(replace(shard, folder=scratch, check_times=False))
-        if fragment.xxh3_128 != expected:
+            fragment = LAYOUTS[shard.layout].write(
+                replace(shard, folder=scratch, check_times=False)
+            )
+        if fragment.xxh3_128 != task.expected["xxh3_128"]:
             raise StageError(
                 f"{fragment.name} cannot be written as it was: the source changed; pack it again "
                 "with another output.path"

@@ -192,16 +192,18 @@ def iterate_tasks(
     shards: Sequence[Shard],
     *,
     scratch: Path | None = None,
+    with_sources: bool = True,
 ) -> Iterator[ShardTask]:
     """The task of each shard, made when it is asked for.
 
     Args:
         scratch: folder for rows that do not fit in memory; default: that of the fragments.
+        with_sources: whether the tasks read samples and media; without, no source need be there.
     """
     if not shards:
         return
     workspace = stage.workspace
-    sources = tuple(open_sources(stage.config))
+    sources = tuple(open_sources(stage.config)) if with_sources else ()
     bounds = [
         plan.pack_offsets[shard.first_pack : shard.first_pack + shard.num_packs + 1]
         for shard in shards

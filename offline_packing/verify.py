@@ -1,6 +1,7 @@
 """verify: re-read what was written and compare it with the plan; `deep`: also with the source.
 
-shards      there, with the hash they were written with; .tar.idx; the layout's own counts
+files       every artifact there, with the hash it was written with, see damage.py
+shards      the same; .tar.idx
 packs       the planned keys, within seq_length
 samples     each one in exactly one pack or set aside, with its measured length
 deep        same turns and media bytes as the source; re-encoded from the pack's own bytes, as many
@@ -14,8 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.files import read_json
-from offline_packing.index import Index
+from offline_packing.damage import Damage, find_metadata_damage, find_stage_damage
+from offline_packing.errors import StageError
+from offline_packing.files import read_json, to_json
+from offline_packing.index import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.manifest import (
     Manifest,
@@ -27,7 +30,7 @@ from offline_packing.manifest import (
 from offline_packing.pack_plan import PackPlan
 from offline_packing.shard_layout import Shard, plan_shards
 from offline_packing.shard_tasks import iterate_tasks
-from offline_packing.stage import Stage
+from offline_packing.stage import Stage, open_sources
 from offline_packing.verify_shard import ShardReport, VerifyTask, verify_shard
 from offline_packing.write import check_layout, layout_fingerprint, open_plan
 
@@ -45,6 +48,8 @@ class VerifyResult:
     num_videos: int
     num_tokens: int
     num_problems: int
+    #: those that `retry` repairs
+    num_repairable: int
     #: the first of them
     problems: tuple[str, ...]
 
@@ -61,20 +66,20 @@ def verify(stage: Stage, *, deep: bool = False) -> VerifyResult:
         deep: also compare with the source, and encode every sample again.
 
     Raises:
-        StageError: there is no complete dataset to check, or the source cannot be read.
+        StageError: there is no complete dataset to check, or the source, which only `deep` needs,
+            cannot be read.
     """
     manifest = _require_complete(stage)
     total = ShardReport()
-    num_set_aside = 0
+    _report(find_metadata_damage(stage, manifest), total)
     with stage.unpacked_files():
-        for own in stages_of_manifest(stage, manifest):
-            num_set_aside += _verify_generation(own, manifest, deep, total)
-    counts = manifest["counts"]
-    if counts["samples"] != counts["packed"] + num_set_aside:
-        total.problem(
-            f"manifest.json: {counts['samples']} samples are not {counts['packed']} packed + "
-            f"{num_set_aside} set aside"
-        )
+        found = [
+            _verify_generation(own, manifest, deep, total)
+            for own in stages_of_manifest(stage, manifest)
+        ]
+    num_set_aside = sum(number for number in found if number is not None)
+    if None not in found:
+        _check_manifest(stage, manifest, num_set_aside, total)
     return VerifyResult(
         num_shards=len(manifest["shards"]),
         num_packs=total.num_packs,
@@ -84,8 +89,31 @@ def verify(stage: Stage, *, deep: bool = False) -> VerifyResult:
         num_videos=total.num_videos,
         num_tokens=total.num_tokens,
         num_problems=total.num_problems,
+        num_repairable=total.num_repairable,
         problems=tuple(total.problems),
     )
+
+
+def _report(damage: Sequence[Damage], total: ShardReport) -> None:
+    for one in damage:
+        total.problem(str(one), repairable=one.is_repairable)
+
+
+def _check_manifest(
+    stage: Stage, manifest: Manifest, num_set_aside: int, total: ShardReport
+) -> None:
+    """What of the manifest its own hash does not cover, and its counts."""
+    last = IndexInfo.load(stage.workspace.of_generation(len(manifest["appended"])).index_info)
+    versions = None if last is None else last.versions
+    is_whole = stage.workspace.manifest.read_bytes() == to_json(manifest)
+    if not is_whole or manifest.get("library_versions") != versions:
+        total.problem("manifest.json is not what was written; restore it from a copy")
+    counts = manifest["counts"]
+    if counts["samples"] != counts["packed"] + num_set_aside:
+        total.problem(
+            f"manifest.json: {counts['samples']} samples are not {counts['packed']} packed + "
+            f"{num_set_aside} set aside"
+        )
 
 
 def preview_verify(stage: Stage) -> str:
@@ -96,6 +124,12 @@ def preview_verify(stage: Stage) -> str:
 
 
 def _require_complete(stage: Stage) -> Manifest:
+    packing = stage.workspace.packing
+    if stage.workspace.manifest.exists() and not packing.exists():
+        raise StageError(
+            f"{packing} is missing, and with it the plan that the packs are compared with; copy it "
+            "to here as well"
+        )
     manifest = read_manifest(stage)
     if manifest is None:
         open_plan(stage)  # where an earlier stage is missing, this says which
@@ -121,10 +155,36 @@ def render_result(result: VerifyResult, *, deep: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _verify_generation(stage: Stage, manifest: Manifest, deep: bool, total: ShardReport) -> int:
-    """Check the shards of one generation; returns how many samples it set aside."""
+def render_verdict(result: VerifyResult) -> str:
+    """How many problems there are, and whether `retry` repairs them."""
+    left = result.num_problems - result.num_repairable
+    if left == 0:
+        return f"{result.num_problems:,} problems; retry repairs what is damaged"
+    repaired = f"retry repairs {result.num_repairable:,} of them; " if result.num_repairable else ""
+    return (
+        f"{result.num_problems:,} problems; {repaired}where a problem names no remedy, the shards "
+        "are as they were written: pack again with another output.path or output.overwrite=true"
+    )
+
+
+def _verify_generation(
+    stage: Stage, manifest: Manifest, deep: bool, total: ShardReport
+) -> int | None:
+    """Check the files of one generation; returns how many samples it set aside, or None where
+    the shards cannot be compared with the plan."""
+    if deep:
+        _require_sources(stage)
+    damage = find_stage_damage(stage, manifest)
+    _report(damage, total)
+    in_the_way = [one for one in damage if not one.is_aside]
+    if in_the_way:
+        total.problem(
+            f"the shards were not read, since {in_the_way[0].name} is damaged",
+            repairable=all(one.is_repairable for one in in_the_way),
+        )
+        return None
     samples, plan, info = open_plan(stage)
-    started = read_json(stage.workspace.write / "started.json") or {}
+    started = read_json(stage.workspace.started) or {}
     check_layout(stage, started, layout_fingerprint(stage, info["hash"]))
     shards = plan_shards(stage.config.output, samples, plan, earlier_shards(stage))
     own = [shard for shard in shards if stage.engine.owns(shard)]
@@ -141,6 +201,15 @@ def _verify_generation(stage: Stage, manifest: Manifest, deep: bool, total: Shar
     return samples.info.num_set_aside + sum(info["set_aside"].values())
 
 
+def _require_sources(stage: Stage) -> None:
+    try:
+        open_sources(stage.config)
+    except StageError as error:
+        raise StageError(
+            f"verify --deep needs the source: {error}; verify without --deep does not"
+        ) from error
+
+
 def _tasks(
     stage: Stage,
     samples: Index,
@@ -152,7 +221,7 @@ def _tasks(
     layout = LAYOUTS[stage.config.output.layout]
     expected = {line["name"]: line for line in lines}
     listed = [shard for shard in shards if layout.shard_file(shard.name) in expected]
-    for task in iterate_tasks(stage, samples, plan, listed):
+    for task in iterate_tasks(stage, samples, plan, listed, with_sources=deep):
         line = expected[layout.shard_file(task.shard.name)]
         yield VerifyTask(task, line, stage.config.pack.pad_multiple, deep)
 
@@ -160,7 +229,7 @@ def _tasks(
 def _check_shard_list(
     stage: Stage, shards: Sequence[Shard], manifest: Manifest, total: ShardReport
 ) -> None:
-    """Plan, manifest and the layout's metadata name the same shards."""
+    """Plan and manifest name the same shards."""
     layout = LAYOUTS[stage.config.output.layout]
     planned = {layout.shard_file(shard.name): shard.num_packs for shard in shards}
     lines = manifest["shards"]
@@ -169,10 +238,6 @@ def _check_shard_list(
     }
     if named != planned:
         total.problem("manifest.json does not list the planned shards with their packs")
-    all_packs = {line["name"]: line["packs"] for line in lines}
-    if stage.generation == 0:
-        for problem in layout.find_wrong_counts(stage.workspace.root, all_packs):
-            total.problem(problem)
 
 
 def _check_each_once(
@@ -199,4 +264,7 @@ def _check_each_once(
     lost = len(np.setdiff1d(expected, found))
     repeated = len(found) - len(np.unique(found))
     if lost or repeated or not np.array_equal(expected, found):
-        total.problem(f"{lost:,} samples are in no pack, {repeated:,} in more than one")
+        total.problem(
+            f"{lost:,} samples are in no pack, {repeated:,} in more than one",
+            repairable=total.num_repairable > 0,  # of damaged shards
+        )

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing.errors import StageError
+from offline_packing.files import hash_file
 from offline_packing.index import key_hash
 from offline_packing.layouts import LAYOUTS
 from offline_packing.shard_tasks import Row, ShardTask
@@ -31,13 +32,16 @@ class ShardReport:
     num_images: int = 0
     num_videos: int = 0
     num_problems: int = 0
+    #: those that retry repairs
+    num_repairable: int = 0
     problems: list[str] = field(default_factory=list)
     #: key_hash of every sample found: one array per pack
     key_hashes: list[npt.NDArray[np.uint64]] = field(default_factory=list)
 
-    def problem(self, text: str) -> None:
+    def problem(self, text: str, *, repairable: bool = False) -> None:
         """Count a problem; the first ones are kept."""
         self.num_problems += 1
+        self.num_repairable += repairable
         if len(self.problems) < _KEPT:
             self.problems.append(text)
 
@@ -49,6 +53,7 @@ class ShardReport:
         self.num_images += other.num_images
         self.num_videos += other.num_videos
         self.num_problems += other.num_problems
+        self.num_repairable += other.num_repairable
         self.problems = (self.problems + other.problems)[:_KEPT]
 
 
@@ -70,9 +75,38 @@ class VerifyTask:
 def verify_shard(task: VerifyTask) -> ShardReport:
     """Re-read one shard."""
     report = ShardReport()
-    layout = LAYOUTS[task.shard.layout]
-    for problem in layout.find_damage(task.shard, task.expected["xxh3_128"]):
+    for problem in find_damage(task.shard, task.expected):
         report.problem(problem)
+    is_damaged = report.num_problems > 0
+    _verify_packs(task, report)
+    if is_damaged:  # written again, it has none of the others either
+        report.num_repairable = report.num_problems
+    return report
+
+
+def find_damage(shard: ShardTask, expected: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a shard as a whole, or with its fragment; retry repairs it.
+
+    Args:
+        expected: its line in the manifest.
+    """
+    path = shard.fragment_path
+    name = path.relative_to(shard.folder)
+    if not path.is_file():
+        found = [f"{name} is missing"]
+    elif hash_file(path) != expected["fragment_xxh3_128"]:
+        found = [f"{name} is not what was written: its hash differs"]
+    else:
+        return LAYOUTS[shard.layout].find_damage(shard, expected["xxh3_128"])
+    try:
+        return found + LAYOUTS[shard.layout].find_damage(shard, expected["xxh3_128"])
+    except StageError:  # a layout that finds its files by the fragment
+        return found
+
+
+def _verify_packs(task: VerifyTask, report: ShardReport) -> None:
+    """Compare the packs of a shard with the plan."""
+    layout = LAYOUTS[task.shard.layout]
     keys = task.shard.keys()
     planned = task.shard.packs()
     try:
@@ -83,16 +117,15 @@ def verify_shard(task: VerifyTask) -> ShardReport:
                     report.problem(
                         f"{task.expected['name']} does not hold the packs {keys[0]} to {keys[-1]}"
                     )
-                    return report
+                    return
                 report.num_packs += 1
                 _verify_pack(task, key, parts, rows, report)
     except StageError as error:
         if not report.num_problems:
             report.problem(str(error))
-        return report
+        return
     if next(planned, None) is not None:
         report.problem(f"{task.expected['name']} does not hold all packs up to {keys[-1]}")
-    return report
 
 
 def _verify_pack(

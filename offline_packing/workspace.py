@@ -81,6 +81,11 @@ class Workspace:
         """Folder of one fragment per finished shard."""
         return self.stages / "write"
 
+    @property
+    def started(self) -> Path:
+        """What the shards depend on beside index and source; there when the first is written."""
+        return self.write / "started.json"
+
     def fragment(self, shard_name: str) -> Path:
         """The fragment of a shard, by its name with or without `.tar`."""
         return self.write / f"{shard_name.removesuffix('.tar')}.json"

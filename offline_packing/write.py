@@ -21,7 +21,7 @@ from offline_packing.index import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.manifest import Manifest, earlier_shards, read_manifest, write_manifest
 from offline_packing.pack_plan import PackPlan
-from offline_packing.plan_stage import check_plan, open_index
+from offline_packing.plan_stage import check_plan, load_packs, open_index
 from offline_packing.shard_layout import Shard, estimate_pack_bytes, plan_shards
 from offline_packing.shard_tasks import ShardTask, iterate_tasks
 from offline_packing.stage import Stage
@@ -44,14 +44,14 @@ class WriteResult:
 
 
 def open_plan(stage: Stage) -> tuple[Index, PackPlan, dict[str, Any]]:
-    """Index, plan and the plan's stage.json. Raises StageError if either is not complete, or the
-    plan was made with other settings or of another index."""
+    """Index, plan and the plan's stage.json. Raises StageError if either is not complete or is
+    damaged, or the plan was made with other settings or of another index."""
     samples = open_index(stage)
     info = read_json(stage.workspace.plan_info)
     if info is None:
         raise StageError(f"no complete plan in {stage.workspace.root}; run plan first")
     check_plan(stage, info)
-    return samples, PackPlan.load(stage.workspace.plan), info
+    return samples, load_packs(stage, info), info
 
 
 def write(stage: Stage) -> Manifest:
@@ -120,7 +120,7 @@ def check_layout(stage: Stage, found: Fingerprint, fingerprint: Fingerprint) -> 
 
 def _start(stage: Stage, fingerprint: Fingerprint) -> None:
     """Refuse to go on with shards of another plan or layout, or remove them."""
-    started = stage.workspace.write / "started.json"
+    started = stage.workspace.started
     found = read_json(started)
     if found is not None and changed_fields(found, fingerprint):
         if not stage.config.output.overwrite:

@@ -21,6 +21,8 @@ class Layout(ABC):
 
     #: the tasks whose packs it holds
     TASKS: ClassVar[Sequence[str]] = TASKS
+    #: what `finish` writes, relative to the output
+    METADATA: ClassVar[Sequence[str]] = ()
 
     @abstractmethod
     def shard_file(self, shard_name: str) -> str:
@@ -56,10 +58,6 @@ class Layout(ABC):
             fragments: all shards, in order.
             content_hash: changes when any shard does.
         """
-
-    def find_wrong_counts(self, folder: Path, num_packs: Mapping[str, int]) -> list[str]:
-        """What is wrong with the metadata, given the packs of each shard."""
-        return []
 
     @abstractmethod
     def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:

@@ -8,11 +8,11 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, ClassVar, Final
 
-from offline_packing.energon_metadata import check_energon, write_energon_metadata
+from offline_packing.energon_metadata import METADATA_FILES, check_energon, write_energon_metadata
 from offline_packing.errors import StageError
-from offline_packing.files import atomic_file, hash_file, read_json, write_atomically
+from offline_packing.files import atomic_file, hash_file, write_atomically
 from offline_packing.fragments import ShardFragment, ShardFragments
 from offline_packing.layouts.base import Layout
 from offline_packing.shard_tasks import ShardTask
@@ -23,6 +23,8 @@ _SHARD: Final = re.compile(r"([A-Za-z0-9_]+-\d{6}\.tar)(\.idx)?")
 
 class EnergonLayout(Layout):
     """Tar shards."""
+
+    METADATA: ClassVar[Sequence[str]] = tuple(f".nv-meta/{name}" for name in METADATA_FILES)
 
     def shard_file(self, shard_name: str) -> str:
         return f"{shard_name}.tar"
@@ -50,12 +52,6 @@ class EnergonLayout(Layout):
     ) -> None:
         packs = ((fragment.name, fragment.packs) for fragment in fragments)
         write_energon_metadata(folder, task, splits, packs, content_hash=content_hash)
-
-    def find_wrong_counts(self, folder: Path, num_packs: Mapping[str, int]) -> list[str]:
-        counts = (read_json(folder / ".nv-meta" / ".info.json") or {}).get("shard_counts")
-        if counts != num_packs:
-            return [".nv-meta/.info.json does not list the shards with their packs"]
-        return []
 
     def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
         path = task.folder / self.shard_file(task.shard.name)

@@ -64,6 +64,7 @@ class LlavaOneVisionLayout(EnergonLayout):
     """Tar shards with the member names and metadata of those trainers."""
 
     TASKS: ClassVar[Sequence[str]] = ("captioning", "vqa")
+    METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")
 
     def find_unfit(self, samples: Index) -> Iterator[tuple[str, Rows]]:
         yield "sample without exactly one image", np.flatnonzero(samples.array("num_images") != 1)

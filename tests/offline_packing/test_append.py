@@ -252,7 +252,9 @@ def test_retry_writes_damaged_shards_only(tmp_path: Path, monkeypatch: pytest.Mo
     (root / "train-000002.tar").unlink()
     (stage.workspace.nv_meta / "split.yaml").unlink()
     assert not verify(stage).ok
-    assert retry(stage) == ("wrote 2 damaged shards again: train-000001.tar, train-000002.tar")
+    assert retry(stage) == (
+        "wrote 2 damaged shards again: train-000001.tar, train-000002.tar; and .nv-meta/split.yaml"
+    )
     assert shard_files(stage) == before
     assert (root / "train-000000.tar").stat().st_ino == kept
     assert (stage.workspace.nv_meta / "split.yaml").exists()

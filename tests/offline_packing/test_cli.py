@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -150,9 +151,27 @@ def test_failed_check(
     (tmp_path / "out/train-000000.tar.idx").unlink()
     code, error = main(monkeypatch, capsys, "verify", config)
     assert code == 1
-    assert error.endswith(
-        "has 1 problems; retry writes damaged shards again, output.overwrite=true all of them\n"
-    )
+    assert error.endswith("has 1 problems; retry repairs what is damaged\n")
+
+
+@pytest.mark.parametrize("verb", ["verify", "append", "status", "report", "preview"])
+def test_looking_makes_no_output(
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    verb: str,
+) -> None:
+    """Of an output that was never made they say so, and leave no folder behind."""
+    monkeypatch.setattr(sys, "argv", ["offline-packing", verb, str(config)])
+    if verb == "status":
+        cli_module.main()
+        assert "not begun" in capsys.readouterr().out
+    else:
+        code, error = main(monkeypatch, capsys, verb, config)
+        assert (code, error.count("\n")) == (1, 1)
+        assert re.search(rf"no .* in {tmp_path}/out; run (measure|write) first", error)
+    assert not (tmp_path / "out").exists()
 
 
 def test_unexpected_errors_are_one_line(

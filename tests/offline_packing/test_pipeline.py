@@ -359,6 +359,7 @@ def test_verify_counts(captions: Path, tmp_path: Path) -> None:
         num_videos=0,
         num_tokens=tokens,
         num_problems=0,
+        num_repairable=0,
         problems=(),
     )
 
