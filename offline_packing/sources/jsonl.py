@@ -130,7 +130,8 @@ class RecordFilesSource(Source):
             content = self.parse(data)
         except SampleError as error:
             return Record(key, locator, error)
-        return Record(record_key(content, key), locator, content)
+        own = record_key(content, "")
+        return Record(own or key, locator, content, own_id=own != "")
 
     def _open(self, container: str) -> BinaryIO:
         file = self.open_container(container)

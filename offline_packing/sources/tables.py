@@ -130,14 +130,16 @@ class TableSource(Source):
             data, media = row_files.record_json(values, media_columns)
             at = Locator(self.KIND, container, row, len(data), column)
             content = self.parse(data)
-            key = record_key(content, default_key)
+            own = record_key(content, "")
+            key = own or default_key
         except SampleError as error:
             return Record(key, at, error)
         except orjson.JSONEncodeError as error:
             return Record(key, at, SampleError("bad_json", str(error)))
         for name, image in media.items():
             embedded[name] = Embedded(Locator(self.KIND, container, row, len(image), name), image)
-        return Record(key, at, content, () if self.task == "captioning" else None, embedded)
+        paired = () if self.task == "captioning" else None
+        return Record(key, at, content, paired, embedded, own_id=own != "")
 
     def _columns(self, schema: pa.Schema, container: str) -> list[str]:
         """The columns that records are made of. Raises StageError where there are none."""
