@@ -59,7 +59,7 @@ def read_samples(
                     )
                 found = _find_image(source, record, sample)
                 is_list = split_lists and not has_dialogue(record.content)
-                for turns in zip(sample.turns) if is_list else (sample.turns,):
+                for turns in ((turn,) for turn in sample.turns) if is_list else (sample.turns,):
                     yield found._replace(sample=replace(sample, turns=turns))
             except SampleError as error:
                 skipped.append(f"{record.key}: {error}")
@@ -148,14 +148,11 @@ def _messages(sample: SourceSample) -> list[dict[str, str]]:
 
 
 def _put_image(source: Source, place: Locator, path: Path, copies: dict[str, Path]) -> None:
-    if place.kind != "file":
+    first = copies.setdefault(place.container, path) if place.kind == "file" else path
+    if first is path:
         path.write_bytes(source.read_media(place))
         return
-    first = copies.setdefault(place.container, path)
-    if first is not path:
-        try:
-            os.link(first, path)
-        except OSError:  # no links here, or too many of one file
-            shutil.copyfile(first, path)
-    else:
-        path.write_bytes(source.read_media(place))
+    try:
+        os.link(first, path)
+    except OSError:  # no links here, or too many of one file
+        shutil.copyfile(first, path)

@@ -51,7 +51,7 @@ def repeated_key(key: str, content_hash: int) -> str:
 
 
 def rename_repeated(stage: Stage, samples: Index) -> int:
-    """Give the samples of a measured index that share an id keys of their own; returns their number.
+    """Give samples of a measured index that share an id keys of their own; returns their number.
 
     Parts are replaced whole. Killed and run again, or run twice at once, it does the same: the
     first sample of an id is never renamed, and what was renamed shares no id any more.
@@ -102,16 +102,14 @@ def _take_owners(
         order = np.argsort(own)
         ordered = own[order]
         for part in _parts_from_last(generation.open_index()):
-            earlier = part["key_hash"].to_numpy()[::-1]  # of equal ones the first comes last
-            found = earlier[part["source_id"].to_numpy()[::-1] == old_id]
-            content = part["content_hash"].to_numpy()[::-1]
-            content = content[part["source_id"].to_numpy()[::-1] == old_id]
-            begins = np.searchsorted(ordered, found, "left")
-            counts = np.searchsorted(ordered, found, "right") - begins
-            places = np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(
-                counts.sum()
-            )
-            owners[rows[order[places]]] = np.repeat(content, counts)
+            same = np.flatnonzero(part["source_id"].to_numpy() == old_id)[::-1]  # the first is last
+            earlier = part["key_hash"].to_numpy()[same]
+            begins = np.searchsorted(ordered, earlier, "left")
+            counts = np.searchsorted(ordered, earlier, "right") - begins
+            # begins [4, 0], counts [2, 1] -> places [4, 5, 0]
+            shifts = np.repeat(begins - np.cumsum(counts) + counts, counts)
+            places = shifts + np.arange(len(shifts))
+            owners[rows[order[places]]] = np.repeat(part["content_hash"].to_numpy()[same], counts)
 
 
 def _parts_from_last(index: Index) -> Iterable[pa.Table]:

@@ -24,7 +24,12 @@ from offline_packing.sources.base import MAX_JSON_BYTES, Growth, Scan
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.fields import follow
 from offline_packing.sources.records import load_json
-from offline_packing.sources.webdataset import TarSample, WebDatasetSource, decode_text
+from offline_packing.sources.webdataset import (
+    TarSample,
+    WebDatasetSource,
+    decode_text,
+    find_part,
+)
 from offline_packing.yaml_text import parse_yaml
 from task_encoders.samples import SampleError
 
@@ -179,15 +184,16 @@ def _parse_places(text: str) -> _Places:
 
 
 def _first_part(places: _Places, sample: TarSample) -> str | None:
-    return next((place[0] for place in places if place[0] in sample.members), None)
+    found = (find_part(sample.members, place[0]) for place in places)
+    return next((part for part in found if part is not None), None)
 
 
 def _value(places: _Places, parts: Mapping[str, bytes]) -> Any:
-    place = next((place for place in places if place[0] in parts), None)
-    if place is None:
+    found = ((find_part(parts, part), steps) for part, *steps in places)
+    part, steps = next((one for one in found if one[0] is not None), (None, []))
+    if part is None:
         return None
-    part, *steps = place
-    if part.rpartition(".")[2] != "json":
+    if part.rpartition(".")[2].lower() != "json":
         return decode_text(parts[part])
     return follow({part: load_json(parts[part])}, (part, *steps))
 

@@ -40,20 +40,18 @@ _FORMATS: Final[Mapping[str, type[Source]]] = {
 }
 #: Fields of an entry; `subset`, `folder` and `revision` mean nothing to a file here.
 _ENTRY_FIELDS: Final = frozenset(
-    ("file_name", "formatting", "ranking", "split", "num_samples", "columns", "tags")
-    + ("subset", "folder", "revision")
+    "file_name formatting ranking split num_samples columns tags subset folder revision".split()
 )
 #: Where LLaMA-Factory would read the data from instead of `file_name`.
 _ELSEWHERE: Final = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 _COLUMN_FIELDS: Final = frozenset(
-    ("prompt", "query", "response", "history", "messages", "system", "images", "videos")
-    + ("tools", "audios", "chosen", "rejected", "kto_tag")
+    "prompt query response history messages system images videos "
+    "tools audios chosen rejected kto_tag".split()
 )
 #: Columns whose content would be lost.
 _UNPACKED_COLUMNS: Final = ("tools", "audios")
 _TAG_FIELDS: Final = frozenset(
-    ("role_tag", "content_tag", "user_tag", "assistant_tag", "system_tag")
-    + ("observation_tag", "function_tag")
+    "role_tag content_tag user_tag assistant_tag system_tag observation_tag function_tag".split()
 )
 _COLUMNS: Final = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},

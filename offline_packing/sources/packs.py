@@ -61,7 +61,7 @@ class PacksSource(WebDatasetSource):
     @functools.cached_property
     def _is_tars(self) -> bool:
         return self.file_name is not None or any(
-            name.endswith(".tar") for name, _ in self.root.walk()
+            name.lower().endswith(".tar") for name, _ in self.root.walk()
         )
 
     def _scan_loose(self, files: Sequence[tuple[str, int]], samples_per_part: int) -> Scan:

@@ -175,7 +175,7 @@ class ParquetSource(TableSource):
     KIND = "parquet_row"
 
     def is_read(self, container: str) -> bool:
-        return container.endswith(".parquet")
+        return container.lower().endswith(".parquet")
 
     def _containers(self) -> list[tuple[str, int]]:
         found = sorted((name, size) for name, size, _ in self.entries())
@@ -191,7 +191,7 @@ class HuggingFaceSource(TableSource):
     KIND = "arrow_row"
 
     def is_read(self, container: str) -> bool:
-        return container.startswith(self._split_folder) and container.endswith(".arrow")
+        return container.startswith(self._split_folder) and container.lower().endswith(".arrow")
 
     def _containers(self) -> list[tuple[str, int]]:
         found = sorted((name, size) for name, size, _ in self.entries())

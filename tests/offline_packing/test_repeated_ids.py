@@ -1,6 +1,7 @@
 """Several samples of one id, as in LLaVA-Instruct: all are kept, only equal ones are duplicates."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from offline_packing.verify import verify
 from tests.offline_packing.datasets import dialogue, image_bytes, make_stage, pack_all
 from tests.offline_packing.sources.formats import write_file
 
-KINDS = ("conversation", "detail", "complex")
+NUM_KINDS = 3  # conversation, detail, complex
 
 
 def llava_records(num_images: int = 4) -> list[dict[str, Any]]:
-    """Three conversations on each image, kind by kind as in LLaVA-Instruct-150K, all of one length."""
+    """Three conversations on each image, one kind after another as in LLaVA-Instruct-150K."""
     return [
         {
             "id": f"{number:012d}",
@@ -34,7 +35,7 @@ def llava_records(num_images: int = 4) -> list[dict[str, Any]]:
                 {"from": "gpt", "value": "An answer."},
             ],
         }
-        for kind in range(len(KINDS))
+        for kind in range(NUM_KINDS)
         for number in range(num_images)
     ]
 
@@ -136,8 +137,11 @@ def test_append(tmp_path: Path) -> None:
     assert append(stage)["counts"]["packed"] == 12
     whole = llava_stage(tmp_path, "whole")
     assert pack_all(whole)["counts"]["packed"] == 12
-    manifest_keys = set(keys_of(whole))
-    assert {f"{r['id']}" for r in records} <= manifest_keys
+    by_generation = [
+        set(keys_of(replace(stage, generation=number))) if number else set(keys_of(stage))
+        for number in range(3)
+    ]
+    assert set.union(*by_generation) == set(keys_of(whole))
 
 
 def test_rows_of_one_id_with_images_inside(tmp_path: Path) -> None:

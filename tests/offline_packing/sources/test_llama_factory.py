@@ -1,4 +1,4 @@
-"""LLaMA-Factory's entries: every field is honoured or refused by name; bad records are set aside."""
+"""LLaMA-Factory's entries: all fields honoured or refused by name; bad records set aside."""
 
 import json
 from pathlib import Path
@@ -41,8 +41,12 @@ BAD_DIALOGUES: dict[str, tuple[Any, str]] = {
     "nothing": (None, "bad_record"),
     "message is a number": ([5, 6], "bad_record"),
     "tools were called": (
-        [TALK[0], {"from": "function_call", "value": "f"}, {"from": "observation", "value": "1"}]
-        + TALK[1:],
+        [
+            TALK[0],
+            {"from": "function_call", "value": "f"},
+            {"from": "observation", "value": "1"},
+            TALK[1],
+        ],
         "bad_roles",
     ),
     "unknown role": ([TALK[0], {"from": "assistant", "value": "x"}], "bad_roles"),
