@@ -3,6 +3,7 @@
 from setuptools import find_packages, setup
 
 CORE = [
+    "braceexpand>=0.1.7",  # names of shards, as Energon expands them
     "click>=8.1",
     "dashscope>=1.20",  # carries the Qwen vocabulary, so that no model hub is needed
     "numba>=0.61",

@@ -39,6 +39,9 @@ INDEX_SCHEMA: Final = pa.schema(
     [
         pa.field("key", pa.large_string()),
         pa.field("key_hash", pa.uint64()),  # xxh3_64 of "source_id/key"
+        pa.field(
+            "content_hash", pa.uint64()
+        ),  # 0 where the key is an identity, see repeated_ids.py
         pa.field("source_id", pa.int32()),
         pa.field("task", pa.string()),
         pa.field("num_tokens", pa.int32()),
@@ -79,6 +82,7 @@ class MeasuredSample:
     stamp: int
     traits: int
     num_videos: int = 0
+    content_hash: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,7 @@ def index_table(samples: Sequence[MeasuredSample]) -> pa.Table:
     columns: dict[str, Iterable[Any]] = {
         "key": [sample.key for sample in samples],
         "key_hash": np.array([key_hash(s.source_id, s.key) for s in samples], dtype=np.uint64),
+        "content_hash": np.array([sample.content_hash for sample in samples], dtype=np.uint64),
         "source_id": [sample.source_id for sample in samples],
         "task": [sample.task for sample in samples],
         "num_tokens": [length.num_tokens for length in lengths],
@@ -234,6 +239,10 @@ class Index:
     def __init__(self, folder: Path, info: IndexInfo) -> None:
         self._paths = [folder / part_name(i) for i in range(len(info.part_rows))]
         self.info = info
+
+    def path(self, number: int) -> Path:
+        """The file of a part."""
+        return self._paths[number]
 
     def table(self, *columns: str) -> pa.Table:
         """Columns of all rows; every column where none is named. Raises StageError as `part`."""

@@ -35,6 +35,7 @@ from offline_packing.fingerprint import (
     warn_of_versions,
 )
 from offline_packing.index import Index, IndexInfo, MeasuredSample, SetAsideSample
+from offline_packing.repeated_ids import hash_content, rename_repeated
 from offline_packing.scan_sources import save_listings, scan_sources
 from offline_packing.sources import Locator, Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.listing import container_hash
@@ -127,6 +128,11 @@ def measure(stage: Stage) -> IndexInfo:
         num_tokens=sum(result.num_tokens for result in results),
         hashes=_hashes(workspace, results),
     )
+    num_renamed = rename_repeated(stage, Index(workspace.index, info))
+    if num_renamed:
+        logger.info(
+            "measure: %s samples share their id with another one: ID@CONTENT", f"{num_renamed:,}"
+        )
     info = _with_unused_images(workspace.index, info, scans)
     if info.num_unused_images:
         logger.warning(
@@ -333,6 +339,8 @@ def measure_record(
             )
         media.append((locator, video_extension(name, video.extension)))
         videos.append(video)
+    names = (*sample.images, *sample.videos)
+    content_hash = hash_content(sample, map(record.embedded.get, names)) if record.own_id else 0
     length = encoder.measure(sample, sizes, videos)
     stamp = sample_stamp(source, record.locator, (locator for locator, _ in media))
     return MeasuredSample(
@@ -346,6 +354,7 @@ def measure_record(
         stamp,
         sample_traits(sample, sizes),
         len(videos),
+        content_hash,
     )
 
 

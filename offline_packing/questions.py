@@ -5,7 +5,9 @@ Both are what `{img, json}` pairs can hold: a pair has one image and one convers
     a.jpg: "What is it?", "Which colour?"   copies    a.jpg a.json  a_1.jpg a_1.json
                                             dialogue  a.jpg a.json with two turns
 
-As a dialogue the image costs its tokens once, and later questions see the earlier answers.
+As a dialogue the image costs its tokens once, and later questions see the earlier answers. A record
+whose question and answer are lists asks several questions too. One with messages is a conversation,
+whose later turns may mean the earlier ones: copies keep it whole.
 """
 
 import os
@@ -19,7 +21,7 @@ import orjson
 
 from offline_packing.files import write_atomically
 from offline_packing.sources import Locator, Source, SourceRecord
-from offline_packing.sources.records import to_sample
+from offline_packing.sources.records import has_dialogue, to_sample
 from task_encoders.pack_format import image_extension
 from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample, Turn
 from task_encoders.vision import read_image_header
@@ -35,9 +37,15 @@ class Found(NamedTuple):
     extension: str
 
 
-def read_samples(source: Source, skipped: list[str]) -> Iterator[Found]:
+def read_samples(
+    source: Source, skipped: list[str], *, split_lists: bool = False
+) -> Iterator[Found]:
     """The samples of a source that have one image or none; "key: why" of the others goes to
-    `skipped`."""
+    `skipped`.
+
+    Args:
+        split_lists: a record with a list of questions is a sample for each of them.
+    """
     for part in source.scan(4096).parts:
         for record in source.records(part):
             try:
@@ -49,7 +57,10 @@ def read_samples(source: Source, skipped: list[str]) -> Iterator[Found]:
                         "bad_record",
                         f"{len(sample.images)} images, {len(sample.videos)} videos: no pair",
                     )
-                yield _find_image(source, record, sample)
+                found = _find_image(source, record, sample)
+                is_list = split_lists and not has_dialogue(record.content)
+                for turns in ((turn,) for turn in sample.turns) if is_list else (sample.turns,):
+                    yield found._replace(sample=replace(sample, turns=turns))
             except SampleError as error:
                 skipped.append(f"{record.key}: {error}")
 
@@ -97,10 +108,12 @@ def group_by_image(found: Iterator[Found], max_turns: int) -> Iterator[Found]:
 def write_pairs(source: Source, found: Iterator[Found], folder: Path) -> int:
     """Write `{img, json}` pairs; the n-th sample of a name is NAME_n. Returns their number.
 
-    An image that is a file of its own is linked where the file system can, and copied elsewhere.
+    Images are copied; further copies of a file are links to the first, where the file system can,
+    never to the source's own file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     taken: dict[str, int] = {}
+    copies: dict[str, Path] = {}  # of the images that are files, by their container
     count = 0
     for sample, place, extension in found:
         # Named after the image's file, or after the sample whose image is inside a container.
@@ -109,7 +122,7 @@ def write_pairs(source: Source, found: Iterator[Found], folder: Path) -> int:
         images = []
         if place is not None:
             images = [f"{name}.{extension}"]
-            _put_image(source, place, folder / images[0])
+            _put_image(source, place, folder / images[0], copies)
         record = {"messages": _messages(sample), "images": images}
         write_atomically(folder / f"{name}.json", orjson.dumps(record))
         count += 1
@@ -134,12 +147,12 @@ def _messages(sample: SourceSample) -> list[dict[str, str]]:
     return messages
 
 
-def _put_image(source: Source, place: Locator, path: Path) -> None:
-    if place.kind == "file":
-        origin = source.media.path(place.container)
-        try:
-            os.link(origin, path)
-        except OSError:
-            shutil.copyfile(origin, path)
+def _put_image(source: Source, place: Locator, path: Path, copies: dict[str, Path]) -> None:
+    first = copies.setdefault(place.container, path) if place.kind == "file" else path
+    if first is path:
+        path.write_bytes(source.read_media(place))
         return
-    path.write_bytes(source.read_media(place))
+    try:
+        os.link(first, path)
+    except OSError:  # no links here, or too many of one file
+        shutil.copyfile(first, path)

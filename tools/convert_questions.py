@@ -3,6 +3,7 @@
     python tools/convert_questions.py jsonl questions.jsonl pairs/ --form dialogue --max-turns 8
     python tools/convert_questions.py parquet data/ pairs/ --form copies --fields question=q
 
+A record may ask several questions in lists; one with messages is a conversation, which stays whole.
 FORMAT is any source format of `offline-packing`. Samples without an image are written as they are,
 those with several are left out and listed. A dialogue may outgrow a sequence: --max-turns.
 """
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
             fields=fields,
             unpack_folder=given.output / ".unpacked",
         )
-        found = read_samples(source, skipped)
+        found = read_samples(source, skipped, split_lists=given.form == "copies")
         if given.form == "dialogue":
             found = group_by_image(found, given.max_turns)
         count = write_pairs(source, found, given.output)

@@ -36,6 +36,7 @@ def make_part(first: int, count: int, rng: np.random.Generator) -> pa.Table:
     columns = {
         "key": pa.array(names, pa.large_string()),
         "key_hash": pa.array(rng.integers(0, 1 << 64, count, dtype=np.uint64)),
+        "content_hash": pa.array(np.zeros(count, np.uint64)),
         "source_id": pa.array(np.zeros(count, np.int32)),
         "task": pa.array(["captioning"] * count),
         "num_tokens": pa.array(num_tokens),

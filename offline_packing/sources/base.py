@@ -107,6 +107,7 @@ class SourceRecord:
     `paired_media` are the images and videos that belong to it by their name, where the format pairs
     by name (None where it does not); they count only if the content names none itself. `embedded`
     holds, by the name that the content or `paired_media` use, the media in the record's container.
+    `own_id` tells that the key is an id of the record's own, which others may repeat.
     """
 
     key: str
@@ -114,6 +115,7 @@ class SourceRecord:
     content: Mapping[str, Any] | SampleError
     paired_media: tuple[str, ...] | None = None
     embedded: Mapping[str, Embedded] = field(default_factory=dict)
+    own_id: bool = False
 
 
 class Source(ABC):

@@ -2,23 +2,35 @@
 
     .nv-meta/dataset.yaml   sample_type: {__module__: megatron.energon, __class__: CaptioningSample}
                             field_map: {image: jpg, caption: "json[caption]"}
-    .nv-meta/split.yaml     which tars belong to which split
+    .nv-meta/split.yaml     which tars belong to which split: {train: ["a-{00..07}.tar"]}, and what
+                            is left out: exclude: [a-03.tar, "a-04.tar/0017"]
 
 Of a VQA sample's answers the one with the largest weight is taken, the first where there are none.
 A crude dataset, whose meaning is in the trainer's own code, is read as plain WebDataset. A
 `sample_loader` is code as well, and is not run.
 """
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, BinaryIO, Final
 
+import xxhash
+from braceexpand import braceexpand
+
 from offline_packing.errors import StageError
-from offline_packing.sources.base import MAX_JSON_BYTES
+from offline_packing.sources.base import MAX_JSON_BYTES, Growth, Scan
+from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.fields import follow
 from offline_packing.sources.listing import walk
 from offline_packing.sources.records import load_json
-from offline_packing.sources.webdataset import TarSample, WebDatasetSource, decode_text
+from offline_packing.sources.webdataset import (
+    TarSample,
+    WebDatasetSource,
+    decode_text,
+    find_part,
+)
 from offline_packing.yaml_text import parse_yaml
 from task_encoders.samples import SampleError
 
@@ -28,7 +40,6 @@ _SAMPLE_TYPES: Final[Mapping[str, Mapping[str, str]]] = {
     "VQASample": {"context": "question", "answers": "answers", "answer_weights": "weights"},
 }
 _CRUDE: Final = "CrudeWebdataset"
-_RANGE: Final = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _STEP: Final = re.compile(r"[^\[\]]+")
 
 #: Where a field lies: alternatives, each a part and the steps into it.
@@ -60,6 +71,20 @@ class EnergonSource(WebDatasetSource):
             if field in field_map:
                 self._text_places[name] = _parse_places(str(field_map[field]))
 
+    def scan(self, samples_per_part: int) -> Scan:
+        return self._without_excluded(super().scan(samples_per_part))
+
+    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
+        return self._without_excluded(super().scan_new(samples_per_part, growth))
+
+    def _without_excluded(self, scan: Scan) -> Scan:
+        """A scan whose fingerprint tells of the samples that are left out of its tars."""
+        samples = sorted(name for name in self._excluded if "/" in name)
+        if not samples:
+            return scan
+        digest = xxhash.xxh3_128_hexdigest("\n".join([scan.fingerprint, *samples]).encode())
+        return replace(scan, fingerprint=digest)
+
     def entries(self) -> Iterator[tuple[str, int, int]]:
         names = set(self._split_names())
         return (entry for entry in walk(self.root) if entry[0] in names)
@@ -77,17 +102,44 @@ class EnergonSource(WebDatasetSource):
 
     def _split_names(self) -> list[str]:
         """The tars of the split, in order."""
-        description = self._read_yaml("split.yaml")
-        splits = description.get("split_parts") or {}
+        splits = self._splits.get("split_parts") or {}
         split = self.split or "train"
-        if not splits.get(split):
+        if not isinstance(splits, dict) or not splits.get(split):
             raise StageError(
                 f"{self.root.path('.nv-meta/split.yaml')} has no split {split!r}; set source.split "
                 f"to one of: {', '.join(splits) or 'none'}"
             )
-        excluded = set(description.get("exclude") or ())
-        wanted = [name for pattern in splits[split] for name in expand_range(str(pattern))]
-        return [name for name in wanted if name not in excluded]
+        names = self._expand(f"split_parts.{split}", splits[split])
+        return [name for name in names if name not in self._excluded]
+
+    @functools.cached_property
+    def _splits(self) -> Mapping[str, Any]:
+        return self._read_yaml("split.yaml")
+
+    @functools.cached_property
+    def _excluded(self) -> frozenset[str]:
+        """What is left out of all splits: tars, and samples as TAR/KEY."""
+        return frozenset(self._expand("exclude", self._splits.get("exclude") or []))
+
+    def _expand(self, field: str, patterns: Any) -> list[str]:
+        """Names that a field of split.yaml lists, with braces expanded as Energon does."""
+        try:
+            if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
+                raise ValueError(f"{patterns!r:.100} is no list of names")
+            return [name for pattern in patterns for name in braceexpand(pattern)]
+        except ValueError as error:
+            raise StageError(
+                f"{self.root.path('.nv-meta/split.yaml')}: {field}: {error}; list tars, or "
+                "TAR/KEY under exclude"
+            ) from error
+
+    def _records(
+        self, container: str, key: str, sample: TarSample, file: BinaryIO
+    ) -> Iterator[Record]:
+        first = next(iter(sample.members.values())).name
+        name = f"./{sample.key}" if first.startswith("./") else sample.key  # as Energon has it
+        if f"{container}/{name}" not in self._excluded:
+            yield from super()._records(container, key, sample, file)
 
     def _read_yaml(self, name: str) -> Mapping[str, Any]:
         container = f".nv-meta/{name}"
@@ -127,34 +179,22 @@ class EnergonSource(WebDatasetSource):
         return {name: value for name, value in fields.items() if value is not None}
 
 
-def expand_range(pattern: str) -> list[str]:
-    """'a-{00..02}.tar' -> ['a-00.tar', 'a-01.tar', 'a-02.tar']."""
-    found = _RANGE.search(pattern)
-    if found is None:
-        return [pattern]
-    first, last = found.groups()
-    return [
-        name
-        for number in range(int(first), int(last) + 1)
-        for name in expand_range(_RANGE.sub(f"{number:0{len(first)}d}", pattern, count=1))
-    ]
-
-
 def _parse_places(text: str) -> _Places:
     """'json[a][b],txt' -> [['json', 'a', 'b'], ['txt']]."""
     return [_STEP.findall(option) for option in text.split(",")]
 
 
 def _first_part(places: _Places, sample: TarSample) -> str | None:
-    return next((place[0] for place in places if place[0] in sample.members), None)
+    found = (find_part(sample.members, place[0]) for place in places)
+    return next((part for part in found if part is not None), None)
 
 
 def _value(places: _Places, parts: Mapping[str, bytes]) -> Any:
-    place = next((place for place in places if place[0] in parts), None)
-    if place is None:
+    found = ((find_part(parts, part), steps) for part, *steps in places)
+    part, steps = next((one for one in found if one[0] is not None), (None, []))
+    if part is None:
         return None
-    part, *steps = place
-    if part.rpartition(".")[2] != "json":
+    if part.rpartition(".")[2].lower() != "json":
         return decode_text(parts[part])
     return follow({part: load_json(parts[part])}, (part, *steps))
 

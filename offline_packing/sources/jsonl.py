@@ -29,7 +29,14 @@ from offline_packing.sources.base import (
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.json_array import ArrayCutter, split_elements
 from offline_packing.sources.locators import Locator
-from offline_packing.sources.streams import CODECS, DamagedStreamError, codec_of, open_unpacked
+from offline_packing.sources.streams import (
+    CODECS,
+    UNREAD_SUFFIXES,
+    DamagedStreamError,
+    codec_of,
+    find_unread,
+    open_unpacked,
+)
 from task_encoders.samples import SampleError
 
 _BLOCK: Final = 8 << 20
@@ -109,7 +116,7 @@ class RecordFilesSource(Source):
     def records(self, part: SourcePart) -> Iterator[Record]:
         container, begin, end, number = part.items
         packed = codec_of(container) is not None
-        stem = container[: container.rfind(f".{self.SUFFIX}")] or container
+        stem = container[: container.lower().rfind(f".{self.SUFFIX}")] or container
         kind = "stream" if packed else "bytes"
         with self._open(container) as file:
             found = self._split(file, begin, end)
@@ -133,7 +140,8 @@ class RecordFilesSource(Source):
             content = self.parse(data)
         except SampleError as error:
             return Record(key, locator, error)
-        return Record(record_key(content, key), locator, content)
+        own = record_key(content, "")
+        return Record(own or key, locator, content, own_id=own != "")
 
     def _open(self, container: str) -> BinaryIO:
         file = self.open_container(container, sequential=True)
@@ -164,12 +172,17 @@ class RecordFilesSource(Source):
 
     def is_read(self, container: str) -> bool:
         suffixes = tuple(f".{self.SUFFIX}{end}" for end in ("", *(f".{name}" for name in CODECS)))
-        return container.lower().endswith(suffixes)
+        return container.lower().endswith((*suffixes, *self._unread_endings()))
+
+    def _unread_endings(self) -> tuple[str, ...]:
+        return tuple(f".{self.SUFFIX}{end}" for end in UNREAD_SUFFIXES)
 
     def _containers(self) -> list[str]:
         found = sorted(name for name, *_ in self.entries())
         if not found:
             raise StageError(f"source path {self.path!r} holds no *.{self.SUFFIX}; set source.path")
+        if problem := find_unread(found, self._unread_endings()):
+            raise StageError(f"source path {self.path!r} {problem}")
         return found
 
 

@@ -62,7 +62,7 @@ class PacksSource(WebDatasetSource):
     @functools.cached_property
     def _is_tars(self) -> bool:
         return self.file_name is not None or any(
-            name.endswith(".tar") for name, *_ in walk(self.root)
+            name.lower().endswith(".tar") for name, *_ in walk(self.root)
         )
 
     def _scan_loose(self, files: Sequence[tuple[str, int]], samples_per_part: int) -> Scan:

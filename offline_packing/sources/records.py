@@ -85,6 +85,11 @@ def to_sample(
     return sample
 
 
+def has_dialogue(content: Mapping[str, Any]) -> bool:
+    """Whether a record holds a list of messages, and not questions and answers."""
+    return any(content.get(name) is not None for name in _DIALOGUE_FIELDS)
+
+
 def has_answer(content: Mapping[str, Any]) -> bool:
     """Whether a record holds what is to be learned, in any of the forms."""
     return any(content.get(name) is not None for name in (*_DIALOGUE_FIELDS, *_ANSWER_FIELDS))

@@ -7,7 +7,7 @@ raises `DamagedStreamError`.
 import contextlib
 import io
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -18,6 +18,9 @@ from offline_packing.files import atomic_file, remove_temporaries, wait_for_lock
 
 #: Suffixes of compressed files, and pyarrow's names of the codecs.
 CODECS: Final = {"gz": "gzip", "tgz": "gzip", "zst": "zstd"}
+
+#: Suffixes of files that are compressed otherwise: they are refused, not passed over.
+UNREAD_SUFFIXES: Final = (".xz", ".lzma", ".bz2", ".lz4", ".br", ".z")
 
 #: Beyond `_FREE_BYTES` a file may unpack to this many times its size: text takes 5 to 50, a bomb
 #: 1,000 and more.
@@ -33,6 +36,17 @@ class DamagedStreamError(ValueError):
 def codec_of(name: str) -> str | None:
     """The codec that a file's name tells; None for a plain file."""
     return CODECS.get(name.rpartition(".")[2].lower())
+
+
+def find_unread(names: Iterable[str], endings: tuple[str, ...]) -> str | None:
+    """Why a source cannot be read that has a file with one of these (lower-case) endings."""
+    name = next((name for name in names if name.lower().endswith(endings)), None)
+    if name is None:
+        return None
+    return (
+        f"holds {name}, compressed in a way that is not read; unpack it, compress it as .gz or "
+        ".zst, or move it out of source.path"
+    )
 
 
 def open_unpacked(file: BinaryIO, name: str, packed_size: int) -> BinaryIO:

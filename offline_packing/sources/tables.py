@@ -130,14 +130,16 @@ class TableSource(Source):
             data, media = row_files.record_json(values, media_columns)
             at = Locator(self.KIND, container, row, len(data), column)
             content = self.parse(data)
-            key = record_key(content, default_key)
+            own = record_key(content, "")
+            key = own or default_key
         except SampleError as error:
             return Record(key, at, error)
         except orjson.JSONEncodeError as error:
             return Record(key, at, SampleError("bad_json", str(error)))
         for name, image in media.items():
             embedded[name] = Embedded(Locator(self.KIND, container, row, len(image), name), image)
-        return Record(key, at, content, () if self.task == "captioning" else None, embedded)
+        paired = () if self.task == "captioning" else None
+        return Record(key, at, content, paired, embedded, own_id=own != "")
 
     def _columns(self, schema: pa.Schema, container: str) -> list[str]:
         """The columns that records are made of. Raises StageError where there are none."""
@@ -173,7 +175,7 @@ class ParquetSource(TableSource):
     KIND = "parquet_row"
 
     def is_read(self, container: str) -> bool:
-        return container.endswith(".parquet")
+        return container.lower().endswith(".parquet")
 
     def _containers(self) -> list[tuple[str, int]]:
         found = sorted((name, size) for name, size, _ in self.entries())
@@ -189,7 +191,7 @@ class HuggingFaceSource(TableSource):
     KIND = "arrow_row"
 
     def is_read(self, container: str) -> bool:
-        return container.startswith(self._split_folder) and container.endswith(".arrow")
+        return container.startswith(self._split_folder) and container.lower().endswith(".arrow")
 
     def _containers(self) -> list[tuple[str, int]]:
         found = sorted((name, size) for name, size, _ in self.entries())

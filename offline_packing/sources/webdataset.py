@@ -31,7 +31,14 @@ from offline_packing.sources.base import (
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.locators import Locator
 from offline_packing.sources.records import has_answer, image_names, video_names
-from offline_packing.sources.streams import CODECS, DamagedStreamError, codec_of, open_unpacked
+from offline_packing.sources.streams import (
+    CODECS,
+    UNREAD_SUFFIXES,
+    DamagedStreamError,
+    codec_of,
+    find_unread,
+    open_unpacked,
+)
 from offline_packing.sources.tar_members import TarMember, TarReader
 from task_encoders.pack_format import MEDIA_EXTENSIONS, is_video_name
 from task_encoders.samples import SampleError
@@ -39,6 +46,7 @@ from task_encoders.samples import SampleError
 #: Key and part of a member, parted at the first dot of the file name as by WebDataset readers.
 _MEMBER: Final = re.compile(r"(?:\./)?((?:.*/|)[^./]+)\.([^/]*)")
 _TAR_SUFFIXES: Final = (".tar", ".tgz", *(f".tar.{name}" for name in CODECS))
+_UNREAD_TARS: Final = (".txz", ".tbz", ".tbz2", *(f".tar{end}" for end in UNREAD_SUFFIXES))
 _TEXT_PARTS: Final = ("txt", "caption", "text")
 _RECORD_EXTENSIONS: Final = frozenset(("json", *_TEXT_PARTS))
 #: A larger medium in a compressed tar, which has to be read on the way, is set aside.
@@ -79,7 +87,7 @@ class WebDatasetSource(Source):
         return _scan_tars((name, size) for name, size in self._tars() if name in new)
 
     def is_read(self, container: str) -> bool:
-        return container.endswith(_TAR_SUFFIXES)
+        return container.lower().endswith((*_TAR_SUFFIXES, *_UNREAD_TARS))
 
     def records(self, part: SourcePart) -> Iterator[Record]:
         container: str = part.items
@@ -104,6 +112,8 @@ class WebDatasetSource(Source):
         tars = sorted((name, size) for name, size, _ in self.entries())
         if not tars:
             raise StageError(f"source path {self.path!r} holds no *.tar; set source.path")
+        if problem := find_unread((name for name, _ in tars), _UNREAD_TARS):
+            raise StageError(f"source path {self.path!r} {problem}")
         return tars
 
     def _lost(self, container: str, key: str, error: DamagedStreamError) -> Record:
@@ -143,6 +153,8 @@ class WebDatasetSource(Source):
             at = Locator(self._kind(container), container, member.offset, member.size)
             found = Embedded(at, sample.data.get(part))
             embedded |= dict.fromkeys((part, member.name, f"{sample.key}.{part}"), found)
+        for part in media:  # WebDataset's own reader gives parts in lower case
+            embedded.setdefault(part.lower(), embedded[part])
         return embedded
 
     def _media(self, sample: TarSample) -> list[str]:
@@ -161,7 +173,7 @@ class WebDatasetSource(Source):
         """The parts that make the record: the JSON; the text where there is none, or where the
         JSON only describes the image."""
         records = [part for part in sample.members if _extension(part) == "json"]
-        texts: list[str] = [part for part in _TEXT_PARTS if part in sample.members]
+        texts = [part for name in _TEXT_PARTS if (part := find_part(sample.members, name))]
         if not records and not texts:
             raise SampleError(
                 "bad_record",
@@ -169,7 +181,7 @@ class WebDatasetSource(Source):
             )
         if not records:
             return texts[:1]
-        record = "json" if "json" in records else records[0]
+        record = find_part(sample.members, "json") or records[0]
         if texts and not self.fields:
             content = self.parse_parts({record: read_part(sample, record, file)})
             return [record] if has_answer(content) else texts[:1]
@@ -231,8 +243,14 @@ def group_members(reader: TarReader, *, keep_data: bool) -> Iterator[TarSample]:
 
 def tar_stem(container: str) -> str:
     """'train/shard-0.tar.gz' -> 'train/shard-0'."""
-    suffix = next((end for end in _TAR_SUFFIXES if container.endswith(end)), "")
-    return container.removesuffix(suffix)
+    suffix = next((end for end in _TAR_SUFFIXES if container.lower().endswith(end)), "")
+    return container[: len(container) - len(suffix)]
+
+
+def find_part(parts: Iterable[str], name: str) -> str | None:
+    """The part of this name, be it 'txt', or else 'TXT'; None where there is none."""
+    same = [part for part in parts if part.lower() == name.lower()]
+    return name if name in same else next(iter(same), None)
 
 
 def decode_text(data: bytes) -> str:

@@ -293,7 +293,7 @@ def test_duplicate_keys_and_overlong_samples(tmp_path: Path) -> None:
     root = tmp_path / "data"
     texts = {"a": "first", "b": "word " * 600, "c": "third"}
     for i, key in enumerate(["a", "b", "a", "c", "a"]):
-        line = {"id": key, **said("Hi", f"{texts[key]} {i}")}
+        line = {"id": key, "line": i, **said("Hi", texts[key])}
         root.mkdir(exist_ok=True)
         with open(root / "chat.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")

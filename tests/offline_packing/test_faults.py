@@ -17,7 +17,7 @@ from offline_packing.cli import cli
 from offline_packing.errors import DiskFullError, StageError
 from offline_packing.files import remove_temporaries, write_atomically
 from offline_packing.measure import measure
-from offline_packing.plan_stage import plan
+from offline_packing.plan_stage import make_plan, open_index, plan
 from offline_packing.retry import retry
 from offline_packing.stage import Stage
 from offline_packing.verify import verify
@@ -232,12 +232,12 @@ def test_killed_process_leaves_no_lock(tmp_path: Path) -> None:
         assert workspace.packing.exists()
 
 
-def test_duplicate_keys_over_shards_of_one_source(tmp_path: Path) -> None:
-    """Two files of one source use the same ids: the first of each stays, in order of the files."""
+def test_duplicate_samples_over_files_of_one_source(tmp_path: Path) -> None:
+    """Two files of one source hold the same samples: those of the first stay."""
     for name in ("a", "b"):
         write_json(
             tmp_path / f"data/{name}.json",
-            [{"id": i, "caption": f"the {name} of number {i}"} for i in range(20)],
+            [{"id": i, "from": name, "caption": f"number {i}"} for i in range(20)],
         )
     source = {"format": "json", "path": str(tmp_path / "data"), "task": "captioning"}
     stage = make_stage(source, tmp_path / "out", engine={"samples_per_part": 7})
@@ -246,9 +246,9 @@ def test_duplicate_keys_over_shards_of_one_source(tmp_path: Path) -> None:
     assert counts["packed"] == 20
     assert counts["set_aside"] == {"duplicate_key": 20}
     assert verify(stage, deep=True).ok
-    texts = b"".join(path.read_bytes() for path in stage.workspace.root.glob("*.tar"))
-    assert texts.count(b"the a of") == 20
-    assert b"the b of" not in texts
+    places = open_index(stage).table("json")["json"].combine_chunks().field("container")
+    planned = make_plan(stage, open_index(stage)).packs.sample_ids
+    assert set(places.take(planned).to_pylist()) == {"a.json"}
 
 
 def test_temporaries_of_living_writers_stay(tmp_path: Path) -> None:

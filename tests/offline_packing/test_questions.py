@@ -79,3 +79,41 @@ def test_images_inside_a_table(tmp_path: Path) -> None:
     names = {path.name for path in out.iterdir() if path.suffix != ".json"}
     assert names == {"s0000.jpg", "s0001.png", "s0002.jpg", "again.jpg"}
     assert (out / "s0001.png").read_bytes() == samples[1][2][0]
+
+
+def test_a_list_of_questions(tmp_path: Path) -> None:
+    """Each is a pair of its own; a conversation is not torn apart."""
+    write_file(tmp_path / "a.jpg", image_bytes())
+    records = [
+        {"image": "a.jpg", "question": ["<image>\nOne?", "Two?", "3?"], "answer": ["1", "2", "3"]},
+        {"image": "a.jpg", "messages": [*dialogue("Hi", "Hello"), *dialogue("And?", "Well.")]},
+        {"id": "text", "question": ["One?", "Two?"], "answer": ["1", "2"]},
+    ]
+    write_file(tmp_path / "q.jsonl", lines(records))
+    out = tmp_path / "pairs"
+    assert main(["jsonl", str(tmp_path / "q.jsonl"), str(out), "--form", "copies"]) == 0
+    expected = {
+        "a": ["<image>\nOne?", "1"],
+        "a_1": ["Two?", "2"],
+        "a_2": ["3?", "3"],
+        "a_3": ["Hi", "Hello", "And?", "Well."],
+        "text": ["One?", "1"],
+        "text_1": ["Two?", "2"],
+    }
+    assert {path.stem: texts(path) for path in out.glob("*.json")} == expected
+    found = account(open_source({"format": "pairs", "path": str(out)}, tmp_path))
+    assert {key: outcome for key, outcome, _ in found} == dict.fromkeys(expected, "ok")
+    assert [row.num_turns for *_, row in found if row is not None] == [1, 1, 1, 2, 1, 1]
+    together = tmp_path / "dialogue"
+    assert main(["jsonl", str(tmp_path / "q.jsonl"), str(together), "--form", "dialogue"]) == 0
+    assert len(texts(together / "a.json")) == 10
+
+
+def test_images_of_the_source_are_left_alone(questions: Path, tmp_path: Path) -> None:
+    origin = tmp_path / "images" / "a.jpg"
+    before = origin.read_bytes()
+    out = tmp_path / "pairs"
+    assert main(["jsonl", str(questions), str(out), "--form", "copies"]) == 0
+    (out / "a.jpg").write_bytes(b"changed in place")
+    assert origin.read_bytes() == before
+    assert origin.stat().st_nlink == 1

@@ -286,7 +286,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "dataset_on_a_hub": (
         {"dataset_info.json": b'{"a": {"hf_hub_url": "x/y"}}'},
         {"format": "llama_factory", "dataset": "a"},
-        "file_name None; only files beside",
+        "is read from its hf_hub_url, .*download it",
     ),
     "preferences": (
         {"dataset_info.json": b'{"a": {"file_name": "a.json", "ranking": true}}'},

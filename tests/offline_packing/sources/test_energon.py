@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from offline_packing.sources.energon import expand_range
+from offline_packing.errors import StageError
 from tests.offline_packing.datasets import image_bytes
 from tests.offline_packing.sources.accounting import MeasuredSample, account, open_source
 from tests.offline_packing.sources.formats import tar_bytes, write_file
@@ -99,10 +99,93 @@ def test_splits_and_excluded_shards(tmp_path: Path) -> None:
     assert [key for key, *_ in rows(tmp_path, "captioning")] == ["b/k"]
 
 
-def test_expand_range() -> None:
-    assert expand_range("a-{08..10}.tar") == ["a-08.tar", "a-09.tar", "a-10.tar"]
-    assert expand_range("{0..1}/{2..3}") == ["0/2", "0/3", "1/2", "1/3"]
-    assert expand_range("a.tar") == ["a.tar"]
+CAPTIONING = sample_type("CaptioningSample", image="jpg", caption="txt")
+
+
+def energon_dataset(root: Path, exclude: str, shards: str = '"s{00..02}.tar"') -> Path:
+    """Three shards of four captions each, prepared by Energon itself; split.yaml by hand."""
+    from megatron.energon.epathlib import EPath
+    from megatron.energon.flavors import BaseWebdatasetFactory
+
+    names = [f"s{shard:02d}.tar" for shard in range(3)]
+    for shard, name in enumerate(names):
+        members = [
+            member
+            for i in range(4 * shard, 4 * shard + 4)
+            for member in ((f"{i:04d}.jpg", JPEG), (f"{i:04d}.txt", b"A square."))
+        ]
+        write_file(root / name, tar_bytes(members))
+    BaseWebdatasetFactory.prepare_dataset(
+        EPath(root), names, split_parts_ratio=[("train", 1.0)], workers=1
+    )
+    write_file(root / ".nv-meta" / "dataset.yaml", CAPTIONING.encode())
+    split = f"split_parts: {{train: [{shards}]}}\nexclude: [{exclude}]\n"
+    write_file(root / ".nv-meta" / "split.yaml", split.encode())
+    return root
+
+
+def read_with_energon(root: Path) -> list[str]:
+    """SHARD/KEY of what Energon's own loader gives of the train split, in order."""
+    from megatron.energon import WorkerConfig, get_loader, get_val_dataset
+    from megatron.energon.task_encoder.base import DefaultTaskEncoder
+
+    dataset = get_val_dataset(
+        root,
+        split_part="train",
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+        batch_size=None,
+        task_encoder=DefaultTaskEncoder(),
+    )
+    return [
+        f"{source.shard_name.removesuffix('.tar')}/{sample.__key__}"
+        for sample in get_loader(dataset)
+        for source in sample.__sources__
+    ]
+
+
+@pytest.mark.parametrize(
+    ("exclude", "count"),
+    [
+        ("", 12),
+        ('"s00.tar/0001", "s02.tar"', 7),
+        ('"s{00..01}.tar"', 4),
+        ('"s01.tar/000{4..6}", "s{00,02}.tar/0003"', 8),
+        ('"s0{0..2..2}.tar"', 4),
+        ('"s00/0001", "0001", "s07.tar"', 12),
+    ],
+)
+def test_exclude_is_what_energon_excludes(tmp_path: Path, exclude: str, count: int) -> None:
+    pytest.importorskip("megatron.energon")
+    root = energon_dataset(tmp_path / "data", exclude)
+    found = [key for key, *_ in rows(root, "captioning")]
+    assert found == read_with_energon(root)
+    assert len(found) == count
+
+
+@pytest.mark.parametrize("shards", ['"s{02..00}.tar"', '"s{00,02}.tar"', "s01.tar, s00.tar"])
+def test_shards_are_those_that_energon_reads(tmp_path: Path, shards: str) -> None:
+    pytest.importorskip("megatron.energon")
+    root = energon_dataset(tmp_path / "data", "", shards)
+    found = [key for key, *_ in rows(root, "captioning")]
+    assert found == read_with_energon(root)
+
+
+def test_another_exclude_is_another_listing(tmp_path: Path) -> None:
+    members = [("k.jpg", JPEG), ("k.txt", b"A.")]
+    config = {"format": "energon", "path": str(tmp_path), "task": "captioning"}
+    scans = []
+    for exclude in ("", "a.tar/l", "a.tar/k"):
+        split = f"split_parts: {{train: [a.tar, b.tar]}}\nexclude: [{exclude}]\n"
+        prepared(tmp_path, CAPTIONING, *members, split=split)
+        scans.append(open_source(config, tmp_path).scan(4).fingerprint)
+    assert len(set(scans)) == 3
+
+
+@pytest.mark.parametrize("exclude", ["a.tar", "[7]", '["s{00..01.tar"]'])
+def test_exclude_that_energon_refuses(tmp_path: Path, exclude: str) -> None:
+    prepared(tmp_path, CAPTIONING, split=f"split_parts: {{train: [a.tar]}}\nexclude: {exclude}\n")
+    with pytest.raises(StageError, match=r"split\.yaml: exclude: .*list tars, or TAR/KEY"):
+        rows(tmp_path, "captioning")
 
 
 def test_what_energon_prepared(tmp_path: Path) -> None:
