@@ -34,6 +34,8 @@ FILES_SCHEMA: Final = pa.schema(
     ]
 )
 _CHUNK: Final = 1 << 16
+#: Names of files that a message lists of each kind of change.
+_NUM_NAMED: Final = 3
 
 
 def files_path(folder: Path, source_id: int) -> Path:
@@ -127,6 +129,39 @@ def find_growth(
         f"--accept-mismatch {MODIFICATION_TIME}",
     )
     return Growth(names.filter(pa.array(last < 0)), grown)
+
+
+def describe_changes(known: pa.Table, files: pa.Table) -> str:
+    """ "2 added ('a.json', 'b.json'), 1 removed ('c.json')"; empty where all are as they were.
+
+    Args:
+        known: what `read_files` gave.
+        files: what the source holds now.
+    """
+    names, known_names = (table["container"].combine_chunks() for table in (files, known))
+    place = pc.index_in(known_names, names)
+    is_here = pc.is_valid(place)
+    kept, now = known.filter(is_here), files.take(place.drop_null())
+    sizes, times = (
+        kept[column].to_numpy() != now[column].to_numpy() for column in ("size", "modified")
+    )
+    # Of files that may grow `size` is where the last whole line ended, perhaps not the file's end.
+    is_read = pc.is_valid(kept["content_hash"]).to_numpy()
+    sizes &= times | ~is_read | (now["modified"].to_numpy() == 0)
+    kept_names = kept["container"].combine_chunks()
+    changes = {
+        "added": names.filter(pc.invert(pc.is_in(names, known_names))),
+        "removed": known_names.filter(pc.invert(is_here)),
+        "of another size": kept_names.filter(pa.array(sizes)),
+        "of another modification time": kept_names.filter(pa.array(times & ~sizes)),
+    }
+    return ", ".join(_count_and_name(what, found) for what, found in changes.items() if len(found))
+
+
+def _count_and_name(what: str, names: pa.LargeBinaryArray) -> str:
+    first = ", ".join(repr(os.fsdecode(name.as_py())) for name in names[:_NUM_NAMED])
+    more = ", …" if len(names) > _NUM_NAMED else ""
+    return f"{len(names):,} {what} ({first}{more})"
 
 
 def added_files(files: pa.Table, growth: Growth) -> pa.Table:

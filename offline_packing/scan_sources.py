@@ -1,5 +1,6 @@
 """The sources of a configuration, listed: all that they hold, or what is new in them."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from offline_packing.config import SourceConfig
 from offline_packing.generations import Generation, earlier_generations
 from offline_packing.measured_files import (
     added_files,
+    describe_changes,
     files_path,
     find_growth,
     list_files,
@@ -47,6 +49,27 @@ def save_listings(folder: Path, scanned: Sequence[ScannedSource]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for i, one in enumerate(scanned):
         save_files(files_path(folder, i), from_bytes(one.files), one.scan)
+
+
+def explain_listing(folder: Path, scanned: Sequence[ScannedSource], field: str) -> str | None:
+    """What changed in the files of a source since its listing was kept.
+
+    Args:
+        folder: where `save_listings` kept them.
+        field: of a fingerprint, such as source.0.listing.
+
+    Returns:
+        None where it is another field, the listing is gone, or it was of the same files.
+    """
+    match = re.fullmatch(r"source\.(\d+)\.listing", field)
+    if match is None or int(match[1]) >= len(scanned):
+        return None
+    number = int(match[1])
+    path = files_path(folder, number)
+    if not path.exists():
+        return None
+    changes = describe_changes(read_files([path]), from_bytes(scanned[number].files))
+    return f"{scanned[number].source.path} has other files: {changes}" if changes else None
 
 
 def _scan_source(
