@@ -45,7 +45,12 @@ from offline_packing.traits import sample_traits
 from task_encoders.pack_format import image_extension, video_extension
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SampleError
-from task_encoders.video import MAX_VIDEO_FRAMES, MissingPyAVError, VideoHeader, read_video_header
+from task_encoders.video_file import (
+    MAX_VIDEO_FRAMES,
+    MissingPyAVError,
+    VideoHeader,
+    read_video_header,
+)
 from task_encoders.vision import MAX_IMAGE_PIXELS, read_image_header
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from offline_packing.shard_tasks import Row, ShardTask
 from offline_packing.stage import open_encoder
 from task_encoders.pack_format import JSON_PART, PackFormatError, parse_json, restore_pack
 from task_encoders.samples import SampleError, SourceSample
-from task_encoders.video import MissingPyAVError
+from task_encoders.video_file import MissingPyAVError
 
 #: Problems kept per shard; all are counted.
 _KEPT: Final = 20

@@ -20,6 +20,9 @@ from task_encoders.samples import SampleError
 
 #: A larger index of a file is left to PyAV; that of ten hours has about 15 MB.
 _MAX_MOOV_BYTES: Final = 64 << 20
+#: Boxes beside one another, and frames: more are no video that anyone made.
+_MAX_BOXES: Final = 10_000
+_MAX_FRAMES: Final = 1 << 24
 #: Boxes that may stand at the top of a file whose index is not in fragments.
 _TOP_BOXES: Final = frozenset(
     (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"uuid", b"udta", b"meta", b"pnot")
@@ -88,8 +91,9 @@ def mp4_rotation(file: BinaryIO) -> int:
 def _read_moov(file: BinaryIO, size: int) -> bytes:
     """Content of the box that describes all tracks."""
     moov: bytes | None = None
-    offset = 0
+    offset = num_boxes = 0
     while offset + 8 <= size:
+        num_boxes += 1
         file.seek(offset)
         head = file.read(16)
         length, kind = struct.unpack_from(">I4s", head)
@@ -99,7 +103,7 @@ def _read_moov(file: BinaryIO, size: int) -> bytes:
             header_size = 16
         elif length == 0:
             length = size - offset
-        if kind not in _TOP_BOXES or length < header_size:
+        if kind not in _TOP_BOXES or length < header_size or num_boxes > _MAX_BOXES:
             raise _NotPlainError
         if offset + length > size:
             raise SampleError(
@@ -147,10 +151,11 @@ def _read_movie(moov: bytes, size: int) -> Mp4Video:
 
 
 def _iterate_boxes(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    offset = 0
+    offset = num_boxes = 0
     while offset + 8 <= len(data):
+        num_boxes += 1
         length, kind = struct.unpack_from(">I4s", data, offset)
-        if length < 8 or offset + length > len(data):
+        if length < 8 or offset + length > len(data) or num_boxes > _MAX_BOXES:
             if length == 0 and kind == b"\0\0\0\0":  # QuickTime ends user data with a zero
                 return
             raise _NotPlainError
@@ -194,8 +199,11 @@ def _rotation(track: dict[bytes, bytes]) -> int:
 def _sample_sizes(box: bytes, file_size: int) -> Array:
     """(num_frames,) bytes of each frame."""
     common, count = struct.unpack_from(">4xII", box)
-    if common * count > file_size:  # before an array of any claimed length is made
+    # Before an array of any claimed length is made:
+    if common * count > file_size:
         raise SampleError("truncated_video", f"{count} frames of {common} bytes in {file_size}")
+    if count > _MAX_FRAMES:
+        raise SampleError("video_too_long", f"{count} frames")
     if common:
         return np.full(count, common, np.int64)
     return _integers(box, 12, count, ">u4")
@@ -224,8 +232,11 @@ def _data_end(table: dict[bytes, bytes], sizes: Array) -> int:
     offsets = _integers(box, 8, num_chunks, ">u8" if wide else ">u4")
     (count,) = struct.unpack_from(">4xI", table[b"stsc"])
     runs = _integers(table[b"stsc"], 8, 3 * count, ">u4").reshape(-1, 3)
-    per_chunk = np.repeat(runs[:, 1], np.diff([*runs[:, 0], num_chunks + 1]))  # ValueError if < 0
-    if len(per_chunk) != num_chunks or per_chunk.sum() != len(sizes) or (offsets < 0).any():
+    lengths = np.diff(runs[:, 0], append=num_chunks + 1)  # [1, 4], 5 chunks -> [3, 2]
+    if not count or runs[0, 0] != 1 or (lengths < 0).any():
+        raise _NotPlainError
+    per_chunk = np.repeat(runs[:, 1], lengths)
+    if per_chunk.sum() != len(sizes) or (offsets < 0).any():
         raise _NotPlainError
     ends = np.concatenate([[0], np.cumsum(sizes)])[np.cumsum(per_chunk)]
     return int((offsets + np.diff(ends, prepend=0)).max())

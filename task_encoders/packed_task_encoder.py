@@ -35,7 +35,8 @@ from task_encoders.pack_format import RestoredPack, match_images, restore_pack
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample, build_sample_encoder
 from task_encoders.samples import SampleError
 from task_encoders.settings import PackingSettings, PackingSettingsError
-from task_encoders.video import MissingPyAVError, VideoSettings
+from task_encoders.video import VideoSettings
+from task_encoders.video_file import MissingPyAVError
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from task_encoders.chat_templates import Answer, Control, Text, Video
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample, SampleLength
 from task_encoders.samples import SourceSample, check_sample
 from task_encoders.tokenizer import BUILTIN, load_tokenizer
-from task_encoders.video import VideoHeader, VideoSettings
+from task_encoders.video import VideoSettings
+from task_encoders.video_file import VideoHeader
 
 Grid = tuple[int, int, int]
 

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from task_encoders.samples import SourceSample
 from task_encoders.tokenizer import Tokenizer
-from task_encoders.video import VideoHeader, VideoSettings
+from task_encoders.video import VideoSettings
+from task_encoders.video_file import VideoHeader
 
 #: Label of a position that carries no loss, as torch's cross_entropy and transformers have it.
 IGNORE_INDEX: Final = -100

@@ -139,15 +139,15 @@ def draw_video(container: str, codec: str, seed: int) -> bytes:
 
 def benchmark_videos(count: int) -> None:
     """Print what the length of a video costs by header, by libavformat and by decoding."""
-    from task_encoders import video
+    from task_encoders import video, video_file
     from task_encoders.vision import VisionSettings
 
     limits = ModelConfig()
     vision = VisionSettings(limits.min_pixels, limits.max_pixels)
     settings = limits.video_settings()
     ways: dict[str, tuple[int, Callable[[bytes], object]]] = {
-        "header": (100, lambda data: video.read_video_header(io.BytesIO(data))),
-        "libavformat": (10, lambda data: video._ask_pyav(io.BytesIO(data), data[:12])),
+        "header": (100, lambda data: video_file.read_video_header(io.BytesIO(data))),
+        "libavformat": (10, lambda data: video_file._ask_pyav(io.BytesIO(data), data[:12])),
         "decode": (1, lambda data: video.video_patches(data, settings, vision)),
     }
     for container, codec in (("mp4", "libx264"), ("webm", "libvpx-vp9")):

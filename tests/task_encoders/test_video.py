@@ -6,6 +6,7 @@ import itertools
 import math
 import struct
 import sys
+import tracemalloc
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,20 +22,27 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.nn import functional as F
 
-from task_encoders import video
-from task_encoders.mp4_header import read_mp4_header
+from task_encoders import video_file
+from task_encoders.mp4_header import (
+    _data_end,
+    _NotPlainError,
+    _sample_sizes,
+    read_mp4_header,
+)
 from task_encoders.samples import SampleError
 from task_encoders.video import (
-    MissingPyAVError,
-    VideoHeader,
     VideoSettings,
-    decode_frames,
     num_sampled_frames,
-    read_video_header,
     sampled_frames,
     seconds_per_grid,
     video_grid,
     video_patches,
+)
+from task_encoders.video_file import (
+    MissingPyAVError,
+    VideoHeader,
+    decode_frames,
+    read_video_header,
 )
 from task_encoders.vision import VisionSettings
 from tests.task_encoders.videos import boxes, draw_frame, make_audio, make_video, patched
@@ -48,7 +56,7 @@ def header_of(data: bytes) -> VideoHeader:
 
 
 def by_pyav(data: bytes) -> VideoHeader:
-    return video._ask_pyav(io.BytesIO(data), data[:12])
+    return video_file._ask_pyav(io.BytesIO(data), data[:12])
 
 
 def num_decoded(data: bytes) -> int:
@@ -113,7 +121,7 @@ def test_the_header_says_what_decoding_gives(name: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_the_own_header_reader_agrees_with_libavformat(name: str) -> None:
     data = make_video(**FILES[name])
-    plain = read_mp4_header(io.BytesIO(data)) if video.is_mp4(data[:12]) else None
+    plain = read_mp4_header(io.BytesIO(data)) if video_file.is_mp4(data[:12]) else None
     theirs = by_pyav(data)
     is_plain = FILES[name].get("container", "mp4") in ("mp4", "mov") and name != "fragments"
     assert (plain is not None) == is_plain
@@ -357,6 +365,30 @@ def test_bad_files(name: str) -> None:
         video_patches(data, SMALL, VISION)
 
 
+def test_claims_cost_no_memory() -> None:
+    """Tables that name billions of frames or chunks are refused before they are made."""
+    runs = patched(MP4, b"stts", 16, struct.pack(">I", 0x7FFFFFFF))
+    chunks = patched(MP4, b"stco", 12, struct.pack(">I", 0xFFFFFFF0))
+    first = patched(MP4, b"stsc", 16, struct.pack(">I", 0xFFFFFFF0))
+    many = MP4[:32] + struct.pack(">I4s", 8, b"free") * 200_000 + MP4[32:]
+    tracemalloc.start()
+    try:
+        for data in (runs, chunks, first, many):
+            assert read_mp4_header(io.BytesIO(data)) is None
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(SampleError, match="video_too_long"):
+        _sample_sizes(struct.pack(">III", 0, 1, 1 << 25), 1 << 40)
+    # Two runs of chunks, the first of which claims four billion.
+    table = {
+        b"stco": struct.pack(">III", 0, 1, 0),
+        b"stsc": struct.pack(">8I", 0, 2, 1, 1, 1, 0xFFFFFFF0, 1, 1),
+    }
+    with pytest.raises(_NotPlainError):
+        _data_end(table, np.ones(1, np.int64))
+
+
 def test_limits() -> None:
     with pytest.raises(SampleError, match=r"video_too_long: 20 frames > max_video_frames 19"):
         read_video_header(io.BytesIO(MP4), max_frames=19)
@@ -386,13 +418,13 @@ def test_frames_that_do_not_decode() -> None:
 
 
 def test_without_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
-    video._pyav.cache_clear()
+    video_file._pyav.cache_clear()
     monkeypatch.setitem(sys.modules, "av", None)
     try:
         with pytest.raises(MissingPyAVError, match=r"pip install 'offline-packing\[video\]'"):
             header_of(MP4)
     finally:
-        video._pyav.cache_clear()
+        video_file._pyav.cache_clear()
 
 
 def survives(data: bytes) -> bool:

@@ -15,12 +15,8 @@ from task_encoders.builtin_processor import builtin_processor
 from task_encoders.chat_templates import to_messages
 from task_encoders.sample_encoder import IGNORE_INDEX, build_sample_encoder
 from task_encoders.samples import SampleError, SourceSample, Turn, check_sample
-from task_encoders.video import (
-    VideoSettings,
-    num_sampled_frames,
-    read_video_header,
-    sampled_frames,
-)
+from task_encoders.video import VideoSettings, num_sampled_frames, sampled_frames
+from task_encoders.video_file import read_video_header
 from task_encoders.vision import read_image_header
 from tests.launch.tiny_checkpoints import TEXT
 from tests.offline_packing.datasets import image_bytes
