@@ -9,16 +9,21 @@ old and new.
 import logging
 import shutil
 from dataclasses import replace
+from typing import Final
 
+from offline_packing.blend import estimate_records
 from offline_packing.errors import StageError
 from offline_packing.generations import adopt_sources, earlier_generations
 from offline_packing.manifest import Manifest, require_manifest
-from offline_packing.measure import measure, scan_counts
+from offline_packing.measure import measure
 from offline_packing.plan_stage import plan
+from offline_packing.scan_sources import scan_sources
 from offline_packing.stage import Stage
 from offline_packing.write import write
 
 logger = logging.getLogger(__name__)
+
+_DRY_RUN_SAMPLES: Final = 4096
 
 
 def append(stage: Stage) -> Manifest:
@@ -41,9 +46,14 @@ def append(stage: Stage) -> Manifest:
     return write(own)
 
 
-def count_new(stage: Stage) -> list[int]:
-    """New records (at most) in each source, for a dry run. Raises StageError as `append`."""
-    return scan_counts(next_stage(stage, require_manifest(stage)))
+def preview_append(stage: Stage) -> str:
+    """What `append` would measure; nothing is written. Raises StageError as `append`."""
+    lines = []
+    for one in scan_sources(next_stage(stage, require_manifest(stage)), _DRY_RUN_SAMPLES):
+        count, is_exact = estimate_records(one.source, one.scan.parts)
+        about = "" if is_exact else "about "
+        lines.append(f"would measure {about}{count:,} new records of {one.source.path}\n")
+    return "".join(lines)
 
 
 def next_stage(stage: Stage, manifest: Manifest) -> Stage:

@@ -6,17 +6,24 @@ share of all samples a source is to have; nothing is left out for it: the source
 its weight is used once, the others are repeated.
 """
 
+import itertools
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import BinaryIO, Final
 
 import xxhash
 
 from offline_packing.config import MAX_REPEAT
 from offline_packing.errors import StageError
+from offline_packing.files import read_json, to_json, write_atomically
 from offline_packing.sources import Scan, Source, SourcePart
 from offline_packing.stage import Stage
 
 _WHOLE = 2**64
+#: What a dry run reads: files, and records of each.
+_SAMPLED_PARTS: Final = 8
+_SAMPLED_RECORDS: Final = 1000
 
 
 def repeats_of_weights(weights: Sequence[float], counts: Sequence[int]) -> list[float]:
@@ -64,13 +71,61 @@ def source_repeats(stage: Stage, sources: Sequence[Source], scans: Sequence[Scan
 
 def count_records(stage: Stage, source: Source, scan: Scan) -> int:
     """Records in a source. Parts whose number the scan does not tell (tars, compressed files) are
-    read from front to back."""
+    read from front to back, once: the count is kept with the listing's fingerprint."""
     known = sum(part.num_records for part in scan.parts if part.num_records is not None)
     unknown = [part for part in scan.parts if part.num_records is None]
-    tasks = [_CountTask(i, source, part) for i, part in enumerate(unknown)]
-    # An engine that shares tasks with others would count its share only.
-    counts = map(_count, tasks) if stage.engine.IS_SHARED else stage.engine.run(_count, tasks)
-    return known + sum(counts)
+    if not unknown:
+        return known
+    kept_counts = stage.workspace.counts
+    kept: dict[str, int] = read_json(kept_counts) or {}
+    if scan.fingerprint not in kept:
+        tasks = [_CountTask(i, source, part) for i, part in enumerate(unknown)]
+        # An engine that shares tasks with others would count its share only.
+        counts = map(_count, tasks) if stage.engine.IS_SHARED else stage.engine.run(_count, tasks)
+        with stage.bar("count", len(tasks), "file") as bar:
+            total = 0
+            for count in counts:
+                total += count
+                bar.update()
+        kept[scan.fingerprint] = total
+        kept_counts.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(kept_counts, to_json(kept))
+    return known + kept[scan.fingerprint]
+
+
+def estimate_records(source: Source, parts: Sequence[SourcePart]) -> tuple[int, bool]:
+    """Records in parts of a source and whether that is exact. Parts whose number nobody knows are
+    one file each: the first records of some are read; of the others it is taken that they hold as
+    many."""
+    known = sum(part.num_records for part in parts if part.num_records is not None)
+    unknown = [part for part in parts if part.num_records is None]
+    if not unknown:
+        return known, True
+    chosen = unknown[:: -(-len(unknown) // _SAMPLED_PARTS)]
+    sampled = [_estimate_part(source, part) for part in chosen]
+    mean = sum(count for count, _ in sampled) / len(sampled)
+    is_exact = len(chosen) == len(unknown) and all(exact for _, exact in sampled)
+    return known + round(mean * len(unknown)), is_exact
+
+
+def _estimate_part(source: Source, part: SourcePart) -> tuple[float, bool]:
+    """Records in a part, of one file, in proportion to how far the first ones reach into it."""
+    opened: list[BinaryIO] = []
+    watched = copy(source)
+
+    def open_container(container: str, *, sequential: bool = False) -> BinaryIO:
+        opened.append(source.open_container(container, sequential=sequential))
+        return opened[-1]
+
+    watched.open_container = open_container  # type: ignore[method-assign]
+    records = watched.records(part)
+    count = sum(1 for _ in itertools.islice(records, _SAMPLED_RECORDS))
+    if count < _SAMPLED_RECORDS:
+        return count, True
+    if not opened:  # it is no single file
+        return count + sum(1 for _ in records), True
+    reached = max(1, opened[0].tell())
+    return count * max(1.0, source.root.size(opened[0]) / reached), False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,19 @@ is read from the header.
 
 import itertools
 import logging
-import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-import pyarrow as pa
+import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from offline_packing import index
-from offline_packing.blend import copy_key, count_records, num_copies, source_repeats
+from offline_packing.blend import copy_key, estimate_records, num_copies, source_repeats
 from offline_packing.config import ModelConfig
 from offline_packing.errors import StageError
 from offline_packing.files import read_json, remove_temporaries, to_json, write_atomically
@@ -38,8 +37,9 @@ from offline_packing.scan_sources import (
     scan_sources,
 )
 from offline_packing.sources import Locator, Scan, Source, SourcePart, SourceRecord
+from offline_packing.sources.listing import container_hash
 from offline_packing.sources.records import to_sample
-from offline_packing.stage import Stage, config_fingerprint, open_encoder
+from offline_packing.stage import Stage, config_fingerprint, open_encoder, open_sources
 from offline_packing.stamps import sample_stamp
 from offline_packing.traits import sample_traits
 from task_encoders.pack_format import image_extension, video_extension
@@ -55,7 +55,7 @@ from task_encoders.vision import MAX_IMAGE_PIXELS, read_image_header
 
 logger = logging.getLogger(__name__)
 
-#: Records that a worker holds at a time: a part of a compressed source may have any number.
+#: Rows that a worker holds at a time: a part of a compressed source may have any number.
 _ROWS_AT_ONCE: Final = 1024
 
 _REMEDY = (
@@ -132,9 +132,14 @@ def measure(stage: Stage) -> IndexInfo:
     return info
 
 
-def scan_counts(stage: Stage) -> list[int]:
-    """Records (at most) in each source, for a dry run."""
-    return [count_records(stage, one.source, one.scan) for one in scan_sources(stage, 4096)]
+def preview_measure(stage: Stage) -> str:
+    """What `measure` would read; nothing is written, and of large files only the beginning read."""
+    lines = []
+    for source in open_sources(stage.config):
+        count, is_exact = estimate_records(source, source.unread_parts())
+        about = "" if is_exact else "about "
+        lines.append(f"would measure {about}{count:,} records of {source.path}\n")
+    return "".join(lines)
 
 
 def _fingerprint(stage: Stage, scans: Sequence[Scan]) -> Fingerprint:
@@ -239,8 +244,10 @@ def measure_part(task: MeasureTask) -> PartResult:
     ):
         total = PartResult(task.number, 0, 0, {})
         records = task.source.records(task.part)
-        while some := list(itertools.islice(records, _ROWS_AT_ONCE)):
-            measured, aside = _measure_some(task, some, encoder)
+        while True:  # one record at a time, as it may hold its media
+            measured, aside = _measure_some(task, itertools.islice(records, _ROWS_AT_ONCE), encoder)
+            if not measured and not aside:
+                break
             write_measured(index.index_table(measured))
             write_aside(index.set_aside_table(aside))
             total = PartResult(
@@ -253,7 +260,7 @@ def measure_part(task: MeasureTask) -> PartResult:
 
 
 def _measure_some(
-    task: MeasureTask, records: Sequence[SourceRecord], encoder: SampleEncoder
+    task: MeasureTask, records: Iterable[SourceRecord], encoder: SampleEncoder
 ) -> tuple[list[MeasuredSample], list[SetAsideSample]]:
     """Rows of both tables; a repeated sample is measured once."""
     limits = (task.model.max_image_pixels or MAX_IMAGE_PIXELS, task.model.max_video_frames)
@@ -328,16 +335,16 @@ def measure_record(
 
 def _with_unused_images(folder: Path, info: IndexInfo, scans: Sequence[Scan]) -> IndexInfo:
     """Count the image files that neither stand beside a record nor are named by a row."""
-    unpaired = {i: scan.unpaired_media for i, scan in enumerate(scans) if scan.unpaired_media}
-    if not unpaired:
+    unpaired = {i: np.sort(scan.unpaired_media) for i, scan in enumerate(scans)}
+    unused = {i: np.ones(len(hashes), bool) for i, hashes in unpaired.items() if len(hashes)}
+    if not unused:
         return info
-    unused = {  # names need not be UTF-8
-        i: pa.array(map(os.fsencode, names), pa.large_binary()) for i, names in unpaired.items()
-    }
     for table in Index(folder, info).parts("source_id", "media"):
         for i in unused:
             rows = table.filter(pc.equal(table["source_id"], i))
-            media = rows["media"].combine_chunks().flatten()
-            used = pc.is_in(unused[i], media.field("container").cast(pa.large_binary()))
-            unused[i] = unused[i].filter(pc.invert(used))
-    return replace(info, num_unused_images=sum(map(len, unused.values())))
+            names = rows["media"].combine_chunks().flatten().field("container").unique()
+            used = [container_hash(name.encode()) for name in names.to_pylist()]
+            places = np.searchsorted(unpaired[i], np.array(used, np.uint64))
+            places = np.minimum(places, len(unpaired[i]) - 1)
+            unused[i][places[unpaired[i][places] == np.array(used, np.uint64)]] = False
+    return replace(info, num_unused_images=sum(int(flags.sum()) for flags in unused.values()))

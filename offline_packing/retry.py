@@ -51,9 +51,10 @@ def retry(stage: Stage) -> str:
         return f"{len(write(stage)['shards']):,} shards are complete"
     if num_appends(stage.workspace) > len(manifest["appended"]):
         return f"{len(append(stage)['shards']):,} shards are complete"
-    written = [
-        name for own in stages_of_manifest(stage, manifest) for name in _repair(own, manifest)
-    ]
+    with stage.unpacked_files():
+        written = [
+            name for own in stages_of_manifest(stage, manifest) for name in _repair(own, manifest)
+        ]
     finish_layout(stage, manifest)
     return f"wrote {len(written):,} damaged shards again: {', '.join(sorted(written)) or 'none'}"
 
@@ -90,7 +91,8 @@ def repair_shard(task: RepairTask) -> str | None:
     scratch = shard.fragment_path.with_suffix(".repair")
     scratch.mkdir()
     try:
-        fragment = layout.write(replace(shard, folder=scratch, check_times=False))
+        with shard.rows_at_hand():
+            fragment = layout.write(replace(shard, folder=scratch, check_times=False))
         if fragment.xxh3_128 != expected:
             raise StageError(
                 f"{fragment.name} cannot be written as it was: the source changed; pack it again "

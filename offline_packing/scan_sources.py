@@ -8,16 +8,13 @@ from pathlib import Path
 from offline_packing.config import SourceConfig
 from offline_packing.generations import Generation, earlier_generations
 from offline_packing.measured_files import (
-    added_files,
     describe_changes,
     files_path,
     find_growth,
     list_files,
-    read_files,
     save_files,
 )
 from offline_packing.sources import Growth, Scan, Source
-from offline_packing.sources.listing import from_bytes, to_bytes
 from offline_packing.stage import Stage, open_sources
 
 
@@ -27,7 +24,7 @@ class ScannedSource:
 
     source: Source
     scan: Scan
-    #: a table of measured_files.FILES_SCHEMA, compressed: a scan of its own takes room enough
+    #: a table of measured_files.FILES_SCHEMA, packed: a scan of its own takes room enough
     files: bytes
 
 
@@ -48,7 +45,7 @@ def save_listings(folder: Path, scanned: Sequence[ScannedSource]) -> None:
     """Keep which files are measured, for data that are appended later."""
     folder.mkdir(parents=True, exist_ok=True)
     for i, one in enumerate(scanned):
-        save_files(files_path(folder, i), from_bytes(one.files), one.scan)
+        save_files(files_path(folder, i), one.files, one.scan)
 
 
 def explain_listing(folder: Path, scanned: Sequence[ScannedSource], field: str) -> str | None:
@@ -68,7 +65,7 @@ def explain_listing(folder: Path, scanned: Sequence[ScannedSource], field: str) 
     path = files_path(folder, number)
     if not path.exists():
         return None
-    changes = describe_changes(read_files([path]), from_bytes(scanned[number].files))
+    changes = describe_changes(path, scanned[number].files)
     return f"{scanned[number].source.path} has other files: {changes}" if changes else None
 
 
@@ -88,16 +85,14 @@ def _scan_source(
     ]
     growth = None
     if known:
-        growth = find_growth(source, files, read_files(known), accept=stage.accept_mismatch)
-        files = added_files(files, growth)
-    packed = to_bytes(files)
-    del files
-    return ScannedSource(source, _scan(source, growth, samples_per_part), packed)
+        growth = find_growth(source, files, known, accept=stage.accept_mismatch)
+        files = growth.added
+    return ScannedSource(source, _scan(source, growth, samples_per_part), files)
 
 
 def _scan(source: Source, growth: Growth | None, samples_per_part: int) -> Scan:
     if growth is None:
         return source.scan(samples_per_part)
-    if not len(growth.new) and not growth.grown:
+    if not growth.num_added:
         return Scan((), "nothing new")
     return source.scan_new(samples_per_part, growth)

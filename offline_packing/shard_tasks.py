@@ -1,6 +1,7 @@
 """The task that holds all a worker needs to write, or to check, one shard."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -8,6 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from offline_packing.config import ModelConfig
 from offline_packing.errors import StageError
@@ -16,13 +18,18 @@ from offline_packing.pack_plan import PackPlan
 from offline_packing.shard_layout import Shard
 from offline_packing.shard_rows import rows_of_shards
 from offline_packing.sources import Locator, Source
+from offline_packing.sources.row_files import record_columns
+from offline_packing.sources.row_reader import WantedRows, rows_at_hand
+from offline_packing.sources.tables import ParquetSource
 from offline_packing.stage import Stage, open_sources
 from offline_packing.stamps import MODIFICATION_TIME, sample_stamp
+from offline_packing.workspace import Workspace
 from task_encoders.pack_format import is_video_name, pack_key
 from task_encoders.samples import SourceSample
 
 #: Columns of the index that a task carries.
 COLUMNS: Final = ("key", "source_id", "num_tokens", "stamp", "json", "media")
+_ROW_PLACE: Final = ("container", "column", "offset")
 #: Packs whose rows are Python objects at a time.
 _PACKS_AT_ONCE: Final = 64
 
@@ -87,6 +94,37 @@ class ShardTask:
             for key, end in zip(keys[some], ends[some], strict=True):
                 yield key, rows[start - done : end - done]
                 start = end
+
+    @contextmanager
+    def rows_at_hand(self) -> Iterator[None]:
+        """While the block runs, samples in rows of Parquet files can be read in any order at the
+        cost of reading in order. Raises StageError where such a file cannot be read."""
+        scratch = self.fragment_path.parent
+        scratch.mkdir(parents=True, exist_ok=True)
+        with rows_at_hand(self._wanted_rows(), scratch, Workspace(self.folder).unpacked):
+            yield
+
+    def _wanted_rows(self) -> list[WantedRows]:
+        """The rows of Parquet files that the samples are made of."""
+        json = self.rows["json"].combine_chunks()
+        is_row = pc.equal(json.field("kind"), ParquetSource.KIND)
+        table = pa.table(
+            {
+                "source_id": self.rows["source_id"].filter(is_row),
+                **{name: json.field(name).filter(is_row) for name in _ROW_PLACE},
+            }
+        )
+        files = table.group_by(["source_id", "container", "column"]).aggregate([("offset", "list")])
+        return [
+            WantedRows(
+                self.sources[file["source_id"]].root,
+                ParquetSource.KIND,
+                file["container"],
+                np.unique(np.array(file["offset_list"])),
+                record_columns(file["column"]),
+            )
+            for file in files.to_pylist()
+        ]
 
     def read_sample(self, row: Row) -> SourceSample:
         """Read and parse a sample's record again.

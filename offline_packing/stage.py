@@ -1,7 +1,8 @@
 """What every stage is given, and the sources and the encoder that a configuration names."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,16 @@ class Stage:
         """Fields of the fingerprint that may differ."""
         return self.accept_mismatch - {MODIFICATION_TIME}
 
+    @contextmanager
+    def unpacked_files(self) -> Iterator[None]:
+        """Tasks may unpack files while the block runs. Afterwards these are removed, unless shards
+        are left to write or other ranks may be reading them."""
+        try:
+            yield
+        finally:
+            if not self.engine.IS_SHARED:
+                self.workspace.remove_unpacked()
+
     def bar(self, name: str, total: int, unit: str) -> "tqdm[None]":
         """A progress bar."""
         return tqdm(total=total, desc=name, unit=unit, disable=not self.progress)
@@ -52,7 +63,7 @@ def build_engine(config: PackingConfig) -> Engine:
 
 def open_sources(config: PackingConfig) -> list[Source]:
     """The sources of a configuration; a source's id is its place in this list."""
-    unpack_folder = Path(config.output.path).resolve() / "_packing" / "unpacked"
+    unpack_folder = Workspace(Path(config.output.path).resolve()).unpacked
     return [
         source_class(source.format)(
             source.path,

@@ -19,11 +19,10 @@ Verb = Callable[..., None]
 
 def measure_verb(stage: Stage, dry_run: bool) -> None:
     """Measure the tokens of every sample; no image or video is decoded."""
-    from offline_packing.measure import measure, scan_counts
+    from offline_packing.measure import measure, preview_measure
 
     if dry_run:
-        for source, count in zip(stage.config.source, scan_counts(stage), strict=True):
-            click.echo(f"would measure {count:,} records of {source.path}")
+        click.echo(preview_measure(stage), nl=False)
         return
     info = measure(stage)
     click.echo(f"measured {info.num_samples:,} samples, {info.num_tokens:,} tokens")
@@ -123,12 +122,11 @@ def run_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
 
 def append_verb(stage: Stage, dry_run: bool) -> None:
     """Pack what is new in the sources into further shards of a complete output."""
-    from offline_packing.append import append, count_new
+    from offline_packing.append import append, preview_append
     from offline_packing.manifest import read_manifest
 
     if dry_run:
-        for source, count in zip(stage.config.source, count_new(stage), strict=True):
-            click.echo(f"would measure {count:,} new records of {source.path}")
+        click.echo(preview_append(stage), nl=False)
         return
     before = read_manifest(stage)
     manifest = append(stage)

@@ -66,8 +66,9 @@ def verify(stage: Stage, *, deep: bool = False) -> VerifyResult:
     manifest = _require_complete(stage)
     total = ShardReport()
     num_set_aside = 0
-    for own in stages_of_manifest(stage, manifest):
-        num_set_aside += _verify_generation(own, manifest, deep, total)
+    with stage.unpacked_files():
+        for own in stages_of_manifest(stage, manifest):
+            num_set_aside += _verify_generation(own, manifest, deep, total)
     counts = manifest["counts"]
     if counts["samples"] != counts["packed"] + num_set_aside:
         total.problem(

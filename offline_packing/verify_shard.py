@@ -1,6 +1,7 @@
 """The task of `verify`: re-read one shard."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -75,15 +76,16 @@ def verify_shard(task: VerifyTask) -> ShardReport:
     keys = task.shard.keys()
     planned = task.shard.packs()
     try:
-        for key, parts in layout.read_packs(task.shard):
-            planned_key, rows = next(planned, ("", []))
-            if key != planned_key:
-                report.problem(
-                    f"{task.expected['name']} does not hold the packs {keys[0]} to {keys[-1]}"
-                )
-                return report
-            report.num_packs += 1
-            _verify_pack(task, key, parts, rows, report)
+        with task.shard.rows_at_hand() if task.deep else nullcontext():
+            for key, parts in layout.read_packs(task.shard):
+                planned_key, rows = next(planned, ("", []))
+                if key != planned_key:
+                    report.problem(
+                        f"{task.expected['name']} does not hold the packs {keys[0]} to {keys[-1]}"
+                    )
+                    return report
+                report.num_packs += 1
+                _verify_pack(task, key, parts, rows, report)
     except StageError as error:
         if not report.num_problems:
             report.problem(str(error))

@@ -6,6 +6,7 @@ OUT/_packing/plan/                                          plan
 OUT/_packing/write/                                         write: one fragment per shard
 OUT/_packing/append-0001/                                   the same, of data appended later
 OUT/_packing/report/                                        report: for people, and as JSON
+OUT/_packing/unpacked/                                      while packs are written or compared
 """
 
 import shutil
@@ -61,6 +62,11 @@ class Workspace:
         return self.stages / "index.json"
 
     @property
+    def counts(self) -> Path:
+        """How many records the sources of a blend hold, where only reading them tells."""
+        return self.stages / "counts.json"
+
+    @property
     def plan(self) -> Path:
         """Folder of the plan."""
         return self.stages / "plan"
@@ -94,6 +100,12 @@ class Workspace:
         """Present when the packed dataset is complete."""
         return self.root / "manifest.json"
 
+    @property
+    def unpacked(self) -> Path:
+        """Folder of copies of what cannot be read at any place: compressed files, and large row
+        groups. Present while packs are written or compared with their source."""
+        return self.packing / "unpacked"
+
     @contextmanager
     def lock(self, *, shared: bool = False) -> Iterator[None]:
         """Keep other runs away from this output; with `shared`, only those that do not share it.
@@ -115,6 +127,14 @@ class Workspace:
         for folder in (self.root, self.nv_meta, self.packing, self.report, *stages):
             remove_temporaries(folder)
 
+    def remove_unpacked(self) -> None:
+        """Remove what was unpacked, if the packed dataset is complete: a run that is to go on, or
+        an append that was killed, would only unpack it again."""
+        manifest = read_json(self.manifest)
+        appends = len(list(self.packing.glob("append-*")))
+        if manifest is not None and len(manifest["appended"]) >= appends:
+            shutil.rmtree(self.unpacked, ignore_errors=True)
+
     def discard_index(self) -> None:
         """Remove the index and all that was made from it."""
         self.discard_plan()
@@ -122,6 +142,7 @@ class Workspace:
         shutil.rmtree(self.index, ignore_errors=True)
         shutil.rmtree(self.set_aside, ignore_errors=True)
         shutil.rmtree(self.files, ignore_errors=True)
+        shutil.rmtree(self.unpacked, ignore_errors=True)  # perhaps of files that were replaced
 
     def discard_plan(self) -> None:
         """Remove the plan and all that was made from it."""

@@ -25,6 +25,7 @@ from offline_packing.plan_stage import check_plan, open_index
 from offline_packing.shard_layout import Shard, estimate_pack_bytes, plan_shards
 from offline_packing.shard_tasks import ShardTask, iterate_tasks
 from offline_packing.stage import Stage
+from offline_packing.unpacking import estimate_unpacked_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -64,16 +65,17 @@ def write(stage: Stage) -> Manifest:
     workspace = stage.workspace
     samples, plan, info = open_plan(stage)
     _start(stage, layout_fingerprint(stage, info["hash"]))
-    manifest = read_manifest(stage)
-    if manifest is not None:
-        logger.info("write: complete (%d shards), nothing to do", len(manifest["shards"]))
-        return manifest
-    LAYOUTS[stage.config.output.layout].check_ready()
-    shards = plan_shards(stage.config.output, samples, plan, earlier_shards(stage))
-    _run_tasks(stage, samples, plan, shards)
-    workspace.remove_temporaries()  # of this and earlier runs, and of workers that died
-    fragments = ShardFragments([workspace.fragment(shard.name) for shard in shards])
-    return write_manifest(stage, samples.info, info, fragments)
+    with stage.unpacked_files():
+        manifest = read_manifest(stage)
+        if manifest is not None:
+            logger.info("write: complete (%d shards), nothing to do", len(manifest["shards"]))
+            return manifest
+        LAYOUTS[stage.config.output.layout].check_ready()
+        shards = plan_shards(stage.config.output, samples, plan, earlier_shards(stage))
+        _run_tasks(stage, samples, plan, shards)
+        workspace.remove_temporaries()  # of this and earlier runs, and of workers that died
+        fragments = ShardFragments([workspace.fragment(shard.name) for shard in shards])
+        return write_manifest(stage, samples.info, info, fragments)
 
 
 def preview_write(stage: Stage) -> str:
@@ -81,9 +83,15 @@ def preview_write(stage: Stage) -> str:
     samples, plan, _ = open_plan(stage)
     shards = plan_shards(stage.config.output, samples, plan)
     num_bytes = int(estimate_pack_bytes(samples, plan).sum())
+    unpacked = estimate_unpacked_bytes(samples, len(shards))
+    meanwhile = (
+        f"; meanwhile up to {unpacked:,} bytes of unpacked files in {stage.workspace.unpacked}"
+        if unpacked
+        else ""
+    )
     return (
         f"would write {len(plan.sample_ids):,} samples in {plan.num_packs:,} packs, "
-        f"{len(shards):,} shards, about {num_bytes:,} bytes to {stage.workspace.root}"
+        f"{len(shards):,} shards, about {num_bytes:,} bytes to {stage.workspace.root}{meanwhile}"
     )
 
 
@@ -173,7 +181,8 @@ def write_shard(task: ShardTask) -> WriteResult:
     """
     failed = failure_path(task.fragment_path)
     try:
-        fragment = LAYOUTS[task.layout].write(task)
+        with task.rows_at_hand():
+            fragment = LAYOUTS[task.layout].write(task)
     except DiskFullError:
         raise
     except (StageError, OSError) as error:

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final
 
-import pyarrow as pa
+import numpy as np
+import numpy.typing as npt
 
 from offline_packing.errors import StageError
 from offline_packing.sources.fields import FieldMap
-from offline_packing.sources.locators import Locator, RangeFile, read_locator
+from offline_packing.sources.listing import unpack_batches, walk
+from offline_packing.sources.locators import Locator, read_locator
 from offline_packing.sources.media_root import MediaRoot
 from offline_packing.sources.records import load_json, to_sample
 from offline_packing.sources.remote_root import RemoteRoot, is_remote
@@ -27,6 +29,7 @@ from task_encoders.samples import SampleError, SourceSample
 #: A record with a larger JSON is refused before it is read into memory.
 MAX_JSON_BYTES: Final = 32 << 20
 
+_DRY_RUN_SAMPLES: Final = 4096
 _CHANGED: Final = "restore it, or measure again with output.overwrite=true"
 
 
@@ -43,14 +46,15 @@ class SourcePart:
 class Scan:
     """A source's listing.
 
-    `fingerprint` changes with the names and sizes of its files. `unpaired_media` are image and
-    video files that stand beside no record of their name; a record may still name them. `stretches`
-    says which bytes were listed of each file that may grow at its end.
+    `fingerprint` changes with the names and sizes of its files. `unpaired_media` are the
+    `container_hash`es of image and video files that stand beside no record of their name, as uint64
+    (num_files,); a record may still name them. `stretches` says which bytes were listed of each
+    file that may grow at its end.
     """
 
     parts: tuple[SourcePart, ...]
     fingerprint: str
-    unpaired_media: tuple[str, ...] = ()
+    unpaired_media: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     stretches: Mapping[str, "Stretch"] = field(default_factory=dict)
 
 
@@ -65,15 +69,27 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What a source has beyond what was measured before: containers as an array of bytes, and of
-    files that grew at their end the offset and the number of records before it."""
+    """What a source has beyond what was measured before.
 
-    new: pa.LargeBinaryArray
+    `added` is a table of the files that are new or grew (measured_files.py), packed, in the order
+    of a listing; `grown` tells, of those that grew at their end, the offset and the number of
+    records before it.
+    """
+
+    added: bytes
+    num_added: int
     grown: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def new_files(self) -> Iterator[bytes]:
+        """The new containers, in order."""
+        for batch in unpack_batches(self.added):
+            for container in batch["container"].to_pylist():
+                if not self.grown or os.fsdecode(container) not in self.grown:
+                    yield container
 
     def new_names(self) -> frozenset[str]:
         """The new containers, for formats whose files hold many samples each."""
-        return frozenset(map(os.fsdecode, self.new.to_pylist()))
+        return frozenset(map(os.fsdecode, self.new_files()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,24 +190,31 @@ class Source(ABC):
         return True
 
     def entries(self) -> Iterator[tuple[str, int, int]]:
-        """(container, size, modification time in ns) of every file that `scan` reads."""
+        """(container, size, modification time in ns) of every file that `scan` reads, in the order
+        of a listing (listing.order)."""
         if self.file_name is not None:
             return iter([self.root.entry(self.file_name)])
-        return (entry for entry in self.root.entries() if self.is_read(entry[0]))
+        return (entry for entry in walk(self.root) if self.is_read(entry[0]))
 
     def find_end(self, container: str, measured: Sequence[Stretch]) -> tuple[int, int] | None:
         """Where a file that was written to goes on behind what was measured: offset, and records
         before it. None where these bytes are not as they were, or the format does not allow it."""
         return None
 
+    def unread_parts(self) -> Sequence[SourcePart]:
+        """Parts as far as they can be known without reading whole files, for a dry run. A part
+        without `num_records` is one file, from its beginning."""
+        return self.scan(_DRY_RUN_SAMPLES).parts
+
     @abstractmethod
     def records(self, part: SourcePart) -> Iterator[SourceRecord]:
         """The records of a part, in order. A record that cannot be read is yielded as its error."""
 
-    def open_container(self, container: str) -> BinaryIO:
-        """Open one of the source's own files. Raises StageError where that must not be."""
+    def open_container(self, container: str, *, sequential: bool = False) -> BinaryIO:
+        """Open one of the source's own files, perhaps to be read from front to back. Raises
+        StageError where that must not be."""
         try:
-            return self.root.open(container)
+            return self.root.open(container, sequential=sequential)
         except SampleError as error:
             raise self.unreadable(container, error) from error
 
@@ -227,10 +250,8 @@ class Source(ABC):
             return Locator("file", container, 0, self.media.size(file)), file
         if found.data is not None:
             return found.locator, io.BytesIO(found.data)
-        container_file = self.root.open(found.locator.container)
-        return found.locator, RangeFile.open(
-            container_file, found.locator.offset, found.locator.size
-        )
+        at = found.locator
+        return at, self.root.open_range(at.container, at.offset, at.size)
 
     def read(self, locator: Locator) -> Mapping[str, Any]:
         """The JSON object at a locator.

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Final
 from offline_packing.errors import StageError
 from offline_packing.sources.base import MAX_JSON_BYTES
 from offline_packing.sources.fields import follow
+from offline_packing.sources.listing import walk
 from offline_packing.sources.records import load_json
 from offline_packing.sources.webdataset import TarSample, WebDatasetSource, decode_text
 from offline_packing.yaml_text import parse_yaml
@@ -61,7 +62,7 @@ class EnergonSource(WebDatasetSource):
 
     def entries(self) -> Iterator[tuple[str, int, int]]:
         names = set(self._split_names())
-        return (entry for entry in self.root.entries() if entry[0] in names)
+        return (entry for entry in walk(self.root) if entry[0] in names)
 
     def _tars(self) -> list[tuple[str, int]]:
         sizes = {name: size for name, size, _ in self.entries()}

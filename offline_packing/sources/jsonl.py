@@ -103,6 +103,9 @@ class RecordFilesSource(Source):
             digest.update(os.fsencode(container) + b"\0%d\n" % begin + content.digest())
         return Scan(tuple(parts), digest.hexdigest(), stretches=stretches)
 
+    def unread_parts(self) -> list[SourcePart]:
+        return [SourcePart((container, 0, None, 1), None) for container in self._containers()]
+
     def records(self, part: SourcePart) -> Iterator[Record]:
         container, begin, end, number = part.items
         packed = codec_of(container) is not None
@@ -133,7 +136,7 @@ class RecordFilesSource(Source):
         return Record(record_key(content, key), locator, content)
 
     def _open(self, container: str) -> BinaryIO:
-        file = self.open_container(container)
+        file = self.open_container(container, sequential=True)
         return open_unpacked(file, container, self.root.size(file))
 
     def _read_through(self, container: str, content: "_Content") -> None:

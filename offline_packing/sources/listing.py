@@ -1,105 +1,187 @@
-"""A listing of files as arrays: 10⁷ names take 1 GB as Python objects apiece, 0.5 GB so."""
+"""The files of a folder and all below it, folder after folder, as arrays.
+
+10⁷ names are 1.5 GB as Python objects and 0.5 GB in one buffer; only those of one folder are held
+at a time. Files come in the order of their stem, then of their suffix; folders in the order of
+their names, behind the files beside them.
+"""
 
 import itertools
 import os
-from collections.abc import Iterable
-from typing import Any, Final
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-#: Name of a file without its last suffix, that suffix, and the file's size in bytes.
-LISTING_SCHEMA: Final = pa.schema(
-    [
-        pa.field("stem", pa.large_binary()),  # names need not be UTF-8
-        pa.field("suffix", pa.large_binary()),
-        pa.field("size", pa.int64()),
-    ]
-)
 _CHUNK: Final = 1 << 16
 
-
-def list_files(files: Iterable[tuple[str, int]]) -> pa.Table:
-    """(container, size) pairs as a table of LISTING_SCHEMA, sorted by stem, then suffix."""
-    remaining = iter(files)
-    batches = []
-    while chunk := list(itertools.islice(remaining, _CHUNK)):
-        names = [split_suffix(os.fsencode(container)) for container, _ in chunk]
-        columns: list[list[Any]] = [
-            [stem for stem, _ in names],
-            [suffix for _, suffix in names],
-            [size for _, size in chunk],
-        ]
-        batches.append(pa.record_batch(columns, schema=LISTING_SCHEMA))
-    table = pa.Table.from_batches(batches, LISTING_SCHEMA)
-    del batches  # with a table of its own memory, the unsorted one can go
-    table = table.combine_chunks()
-    return table.sort_by([("stem", "ascending"), ("suffix", "ascending")])
+#: Stands in a key for the last dot of a file's name. It sorts before all that can be in a name, so
+#: that keys in order are files in the order of stem and suffix.
+DOT: Final = b"\0"
 
 
-def split_suffix(path: bytes) -> tuple[bytes, bytes]:
-    """b'a/b.c.json' -> (b'a/b.c', b'json')."""
-    stem, _, suffix = path.rpartition(b".")
-    return (stem, suffix) if stem and b"/" not in suffix else (path, b"")
+Numbers = npt.NDArray[np.int64]
 
 
-def suffix_in(listing: pa.Table, suffixes: Iterable[str]) -> np.ndarray:
-    """(num_files,) bool: whether the suffix, in lower case, is one of these."""
-    encoded = listing["suffix"].combine_chunks().dictionary_encode()
-    wanted = {suffix.encode() for suffix in suffixes}
-    of_code = np.array([value.lower() in wanted for value in encoded.dictionary.to_pylist()], bool)
-    return of_code[encoded.indices.to_numpy()] if len(listing) else np.zeros(0, bool)
+class Listable(Protocol):
+    """What a listing needs from a root."""
+
+    def list_folder(self, folder: bytes) -> Iterator[tuple[bytes, int | None, int]]:
+        """(name, size, modification time in ns) of what is in a folder; None is the size of a
+        folder."""
 
 
-def stem_groups(listing: pa.Table) -> np.ndarray:
-    """(num_files,) int64: number of the file's stem, counted from 0."""
-    stems = listing["stem"].combine_chunks()
-    begins = np.ones(len(stems), bool)
-    begins[1:] = pc.not_equal(stems[1:], stems[:-1]).to_numpy(zero_copy_only=False)
-    return np.cumsum(begins) - 1
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Some files of one folder (b"" or b"a/b/"), in order: keys, sizes, modification times (ns)."""
+
+    folder: bytes
+    keys: list[bytes]
+    sizes: npt.NDArray[np.int64]
+    times: npt.NDArray[np.int64]
+
+    def only(self, keys: list[bytes]) -> "Files":
+        """Some of the files."""
+        places = {key: place for place, key in enumerate(self.keys)}
+        chosen = np.array([places[key] for key in keys], np.intp)
+        return Files(self.folder, keys, self.sizes[chosen], self.times[chosen])
 
 
-def joined(listing: pa.Table) -> pa.LargeBinaryArray:
-    """Containers of all files, as bytes."""
-    stems, suffixes = (listing[name].combine_chunks() for name in ("stem", "suffix"))
-    dots = pc.binary_join_element_wise(stems, suffixes, pa.scalar(b".", pa.large_binary()))
-    return pc.if_else(pc.equal(pc.binary_length(suffixes), 0), stems, dots)
+class _Names:
+    """Keys of a folder in one buffer, as they come."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._numbers = tuple(bytearray() for _ in range(3))  # lengths, sizes, times: int64
+
+    def add(self, files: list[tuple[bytes, int, int]]) -> None:
+        """Add files by name, size and time."""
+        keys = [to_key(name) for name, _, _ in files]
+        self._data += b"".join(keys)
+        columns = (map(len, keys), (size for _, size, _ in files), (time for *_, time in files))
+        for numbers, column in zip(self._numbers, columns, strict=True):
+            numbers += np.fromiter(column, np.int64, len(keys)).tobytes()
+
+    def in_order(self) -> Iterator[tuple[list[bytes], Numbers, Numbers]]:
+        """Keys, sizes and times, some at a time; a stem is never cut."""
+        lengths, sizes, times = (np.frombuffer(numbers, np.int64) for numbers in self._numbers)
+        offsets = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        del lengths
+        self._numbers = ()
+        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(self._data)]
+        keys = pa.Array.from_buffers(pa.large_binary(), len(offsets) - 1, buffers)
+        order = pc.array_sort_indices(keys)
+        held: list[bytes] = []
+        first = 0
+        for start in range(0, len(keys), _CHUNK):
+            held += keys.take(order[start : start + _CHUNK]).to_pylist()
+            last = start + _CHUNK >= len(keys)
+            end = len(held) if last else _last_stem(held)
+            places = order[first : first + end].to_numpy()
+            yield held[:end], sizes[places], times[places]
+            held, first = held[end:], first + end
 
 
-def full_names(listing: pa.Table) -> list[str]:
-    """Containers of all files."""
-    stems, suffixes = (listing[name].to_pylist() for name in ("stem", "suffix"))
-    return [
-        os.fsdecode(stem + b"." + suffix if suffix else stem)
-        for stem, suffix in zip(stems, suffixes, strict=True)
-    ]
+def list_files(root: Listable, folder: bytes = b"") -> Iterator[Files]:
+    """All files; those of a large folder in several pieces."""
+    folders: list[bytes] = []
+    names = _Names()
+    found = root.list_folder(folder)
+    while chunk := list(itertools.islice(found, _CHUNK)):
+        folders += [name for name, size, _ in chunk if size is None]
+        names.add([(name, size, time) for name, size, time in chunk if size is not None])
+    for keys, sizes, times in names.in_order():
+        yield Files(folder, keys, sizes, times)
+    del names
+    for name in sorted(folders):
+        yield from list_files(root, folder + name + b"/")
 
 
-def listing_hash(listing: pa.Table) -> str:
-    """Changes with any file's name or size."""
-    digest = xxhash.xxh3_128()
-    for name in ("stem", "suffix"):
-        column = listing[name].combine_chunks()
-        _, offsets, data = column.buffers()
-        ends = np.frombuffer(offsets, np.int64)[column.offset :][: len(column) + 1]
-        digest.update(np.diff(ends).tobytes())
-        if len(column):
-            digest.update(memoryview(data)[ends[0] : ends[-1]])
-    digest.update(listing["size"].to_numpy().tobytes())
-    return digest.hexdigest()
+def walk(root: Listable) -> Iterator[tuple[str, int, int]]:
+    """(container, size, modification time in ns) of all files, in order."""
+    for files in list_files(root):
+        folder = os.fsdecode(files.folder)
+        sizes, times = files.sizes.tolist(), files.times.tolist()
+        for key, size, time in zip(files.keys, sizes, times, strict=True):
+            yield folder + to_name(key), size, time
 
 
-def to_bytes(listing: pa.Table) -> bytes:
-    """A table in as many bytes as its rows need; pickling a slice would take the whole table."""
+def order(container: bytes) -> bytes:
+    """By this key files are in the order in which they are listed."""
+    folder, slash, name = container.rpartition(b"/")
+    # Files stand before the folders beside them: the file behind two zeros, a folder behind 0, 1.
+    return (slash + folder).replace(b"/", b"\0\1") + b"\0\0" + to_key(name)
+
+
+def _last_stem(keys: list[bytes]) -> int:
+    """Where the keys of the last stem begin."""
+    stem = keys[-1].partition(DOT)[0]
+    begin = len(keys) - 1
+    while begin and keys[begin - 1].partition(DOT)[0] == stem:
+        begin -= 1
+    return begin
+
+
+def to_key(name: bytes) -> bytes:
+    """b'a.b.json' -> b'a.b\\0json'."""
+    stem, _, suffix = name.rpartition(b".")
+    return stem + DOT + suffix if stem else name
+
+
+def to_name(key: bytes) -> str:
+    """b'a.b\\0json' -> 'a.b.json'."""
+    return os.fsdecode(key.replace(DOT, b"."))
+
+
+def hash_files(digest: "xxhash.xxh3_128", files: Files) -> None:
+    """Put names and sizes into a digest."""
+    digest.update(files.folder + b"\0/" + b"/".join(files.keys) + b"\0/")
+    digest.update(files.sizes.tobytes())
+
+
+def container_hash(container: bytes) -> int:
+    """What tells a file from others in 8 bytes."""
+    return xxhash.xxh3_64_intdigest(container)
+
+
+def pack_batches(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> bytes:
+    """Tables of names in as few bytes as they take."""
     sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression="lz4")  # sorted names are much alike
-    with pa.ipc.new_stream(sink, listing.schema, options=options) as writer:
-        writer.write_table(listing)
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_stream(sink, schema, options=options) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
     return sink.getvalue().to_pybytes()
 
 
-def from_bytes(data: bytes) -> pa.Table:
-    """The table of `to_bytes`."""
-    return pa.ipc.open_stream(data).read_all()
+def unpack_batches(data: bytes) -> Iterator[pa.RecordBatch]:
+    """What `pack_batches` was given."""
+    with pa.ipc.open_stream(data) as reader:
+        yield from reader
+
+
+@dataclass(frozen=True, slots=True)
+class PackedKeys:
+    """Keys by folder, in as few bytes as a part of 10⁷ files may have: names in order are alike."""
+
+    size: int
+    data: bytes
+
+    @classmethod
+    def of(cls, folders: list[tuple[bytes, list[bytes]]]) -> "PackedKeys":
+        """Pack keys that have a suffix. No name holds a slash, and no key two zeros in a row."""
+        blocks = [folder + DOT + b"/".join(keys) for folder, keys in folders]
+        data = (DOT + DOT).join(blocks)
+        return cls(len(data), pa.Codec("zstd").compress(data, asbytes=True))
+
+    def unpack(self) -> Iterator[tuple[bytes, list[bytes]]]:
+        """(folder, keys), in order."""
+        data = pa.Codec("zstd").decompress(self.data, self.size, asbytes=True)
+        for block in data.split(DOT + DOT):
+            folder, _, keys = block.partition(DOT)
+            yield folder, keys.split(b"/")

@@ -93,6 +93,9 @@ class LlamaFactorySource(Source):
     def find_end(self, container: str, measured: Sequence[Stretch]) -> tuple[int, int] | None:
         return self._file.find_end(container, measured)
 
+    def unread_parts(self) -> Sequence[SourcePart]:
+        return self._file.unread_parts()
+
     def records(self, part: SourcePart) -> Iterator[Record]:
         return self._file.records(part)
 

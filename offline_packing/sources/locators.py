@@ -9,7 +9,6 @@ arrow_row    an Arrow file, `column`       row                              byte
 sub_sample   a tar, or a pack's JSON       first byte of the pack's JSON    bytes of the value
 """
 
-import io
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
 from offline_packing.errors import StageError
-from offline_packing.sources.streams import unpacked_copy
+from offline_packing.sources.streams import unpack, unpacked_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +48,12 @@ class Root(Protocol):
             StageError: they are not there.
         """
 
-    def open(self, container: str) -> BinaryIO:
-        """Open a file for reading. Raises SampleError if it may not be read."""
+    def open(self, container: str, *, sequential: bool = False) -> BinaryIO:
+        """Open a file for reading, perhaps from front to back. Raises SampleError if it may not be
+        read."""
+
+    def size(self, file: BinaryIO) -> int:
+        """Bytes of an open file."""
 
     def stamp(self, container: str) -> str:
         """Changes when a file is replaced or written to."""
@@ -82,7 +85,7 @@ def _read_bytes(root: Root, at: Locator, _: Path | None) -> bytes:
 def _read_stream(root: Root, at: Locator, unpack_folder: Path | None) -> bytes:
     if unpack_folder is None:
         raise StageError(f"{root.path(at.container)} is compressed and no unpack_folder is set")
-    path = unpacked_copy(root.path(at.container), lambda: root.open(at.container), unpack_folder)
+    path = unpacked_file(root, at.container, unpack_folder)
     with open(path, "rb", buffering=0) as file:
         data = os.pread(file.fileno(), at.size, at.offset)
     if len(data) != at.size:
@@ -93,8 +96,19 @@ def _read_stream(root: Root, at: Locator, unpack_folder: Path | None) -> bytes:
     return data
 
 
+def unpacked_file(root: Root, container: str, folder: Path) -> Path:
+    """The unpacked content of a compressed file, as a file in `folder`; see `unpacked_copy`."""
+    path = root.path(container)
+
+    def write(copy: BinaryIO) -> None:
+        with root.open(container, sequential=True) as file:
+            unpack(file, container, root.size(file), copy)
+
+    return unpacked_copy(f"{path}\0{root.stamp(container)}", path, folder, write)
+
+
 def _read_row(root: Root, at: Locator, _: Path | None) -> bytes:
-    from offline_packing.sources.row_files import read_value
+    from offline_packing.sources.row_reader import read_value
 
     return read_value(root, at.kind, at.container, at.offset, at.column, at.size)
 
@@ -117,39 +131,3 @@ READERS: Final[Mapping[str, Reader]] = {
     "sub_sample": _read_sub_sample,
     "stream_sub_sample": _read_sub_sample,
 }
-
-
-class RangeFile(io.RawIOBase):
-    """Bytes begin to begin + size of a file, as a file; closing it closes that file."""
-
-    def __init__(self, file: BinaryIO, begin: int, size: int) -> None:
-        self._file, self._begin, self._size = file, begin, size
-        self._position = 0
-
-    @classmethod
-    def open(cls, file: BinaryIO, begin: int, size: int) -> BinaryIO:
-        """A buffered file of the range; image headers are read in many small pieces."""
-        return io.BufferedReader(cls(file, begin, size), 4096)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        count = min(len(buffer), max(0, self._size - self._position))
-        self._file.seek(self._begin + self._position)
-        data = self._file.read(count)
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from offline_packing.files import read_range
+from offline_packing.sources.range_file import RangeFile
 from task_encoders.samples import SampleError
 
 #: Enough for most image headers, in one read.
@@ -44,14 +45,18 @@ class MediaRoot:
             raise SampleError("path_outside_root", f"{name!r} leads outside {self.folder!r}")
         return path[len(self.folder) :].lstrip("/")
 
-    def open(self, container: str) -> BinaryIO:
-        """Open a file for reading.
+    def open(self, container: str, *, sequential: bool = False) -> BinaryIO:
+        """Open a file for reading; the system itself notices what is read from front to back.
 
         Raises:
             SampleError: path_outside_root if a symlink leads outside; missing_image if there is no
                 such file, or it is a folder, a pipe or a device, or may not be read.
         """
         return io.BufferedReader(io.FileIO(self._open(container)), _BUFFER_BYTES)
+
+    def open_range(self, container: str, offset: int, size: int) -> BinaryIO:
+        """A file of `size` bytes at `offset` of a file. Raises SampleError as `open`."""
+        return RangeFile.open(self.open(container), offset, size)
 
     def size(self, file: BinaryIO) -> int:
         """Bytes of an open file."""
@@ -88,17 +93,22 @@ class MediaRoot:
         """
         return read_range(self.path(container), offset, size, whole=whole)
 
-    def walk(self) -> Iterator[tuple[str, int]]:
-        """(container, size) of every file; folders that are links are not entered. What begins with
-        a dot is left out; the order is the file system's own."""
-        return ((container, size) for container, size, _ in self.entries())
-
-    def entries(self) -> Iterator[tuple[str, int, int]]:
-        """As `walk`, with the modification time in ns."""
-        return _walk(self.folder, "")
+    def list_folder(self, folder: bytes) -> Iterator[tuple[bytes, int | None, int]]:
+        """(name, size, modification time in ns) of what is in a folder (b"" or b"a/b/"); None is
+        the size of a folder, and those that are links are files. What begins with a dot is left
+        out; the order is the file system's own."""
+        with os.scandir(os.fsencode(self._inside) + folder) as found:
+            for entry in found:
+                if entry.name[:1] == b".":
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    yield entry.name, None, 0
+                else:
+                    status = _stat(entry)
+                    yield entry.name, status.st_size, status.st_mtime_ns
 
     def entry(self, container: str) -> tuple[str, int, int]:
-        """One file of `entries`."""
+        """(container, size, modification time in ns) of a file."""
         found = os.stat(self.path(container))
         return container, found.st_size, found.st_mtime_ns
 
@@ -132,20 +142,7 @@ class MediaRoot:
         return path.startswith(self._inside) or path == self.folder
 
 
-def _walk(folder: str, relative: str) -> Iterator[tuple[str, int, int]]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            path = f"{relative}{entry.name}"
-            if entry.is_dir(follow_symlinks=False):
-                yield from _walk(entry.path, f"{path}/")
-            else:
-                found = _stat(entry)
-                yield path, found.st_size, found.st_mtime_ns
-
-
-def _stat(entry: os.DirEntry[str]) -> os.stat_result:
+def _stat(entry: os.DirEntry[bytes]) -> os.stat_result:
     """Of the file that a link leads to; of the link where it leads nowhere."""
     try:
         return entry.stat()

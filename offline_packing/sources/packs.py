@@ -20,6 +20,7 @@ import xxhash
 from offline_packing.errors import StageError
 from offline_packing.sources.base import MAX_JSON_BYTES, Embedded, Growth, Scan, SourcePart
 from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.listing import walk
 from offline_packing.sources.locators import Locator
 from offline_packing.sources.records import load_json
 from offline_packing.sources.webdataset import TarSample, WebDatasetSource, read_part
@@ -61,7 +62,7 @@ class PacksSource(WebDatasetSource):
     @functools.cached_property
     def _is_tars(self) -> bool:
         return self.file_name is not None or any(
-            name.endswith(".tar") for name, _ in self.root.walk()
+            name.endswith(".tar") for name, *_ in walk(self.root)
         )
 
     def _scan_loose(self, files: Sequence[tuple[str, int]], samples_per_part: int) -> Scan:

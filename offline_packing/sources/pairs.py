@@ -11,68 +11,82 @@ begins with a dot are not looked at.
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
-import pyarrow.compute as pc
+import numpy.typing as npt
+import xxhash
 
 from offline_packing.errors import StageError
 from offline_packing.sources import listing
 from offline_packing.sources.base import MAX_JSON_BYTES, Growth, Scan, Source, SourcePart
 from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.listing import Files, PackedKeys
 from offline_packing.sources.locators import Locator
 from task_encoders.pack_format import MEDIA_EXTENSIONS
 from task_encoders.samples import SampleError
 
-#: Suffixes of the files that samples are made of.
-_READ: Final = frozenset(("json", *MEDIA_EXTENSIONS))
+#: What a suffix may mean beside 1, a medium, and 0, neither.
+_RECORD: Final = 2
 _TEXT_ONLY_NAME: Final = re.compile(r"output_\d{8}")
 
 
 class PairsSource(Source):
-    """One JSON file per sample, media beside it.
-
-    A part is (rows of the listing as bytes, records to leave out in front): stems stay together.
-    """
+    """One JSON file per sample, media beside it. A part is PackedKeys: JSON files, and the media
+    that share their stem."""
 
     def scan(self, samples_per_part: int) -> Scan:
         if self.file_name is not None:
             raise StageError(f"source path {self.path!r} is a file; pairs lie in a folder")
-        files = listing.list_files(self.root.walk())
-        useful = listing.suffix_in(files, _READ)
-        used = files if useful.all() else files.filter(useful)
-        return Scan(
-            tuple(_parts(used, samples_per_part)),
-            listing.listing_hash(files),
-            tuple(listing.full_names(files.filter(_unpaired(files)))),
-        )
+        digest = xxhash.xxh3_128()
+        parts = _Parts(samples_per_part)
+        unpaired = [np.empty(0, np.uint64)]
+        for files in listing.list_files(self.root):
+            listing.hash_files(digest, files)
+            alone: list[bytes] = []
+            for keys, num_records in _by_stem(files.keys):
+                if num_records:
+                    parts.add(files.folder, keys, num_records)
+                else:
+                    alone += keys
+            unpaired.append(_hashes(files.folder, alone))
+        return Scan(tuple(parts.finish()), digest.hexdigest(), np.concatenate(unpaired))
 
     def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
         """New JSON files with the media that share their stem, whether these are new or not."""
-        files = listing.list_files(entry[:2] for entry in self.entries())
-        is_new = pc.is_in(listing.joined(files), growth.new).to_numpy(zero_copy_only=False)
-        is_json = listing.suffix_in(files, ["json"])
-        groups = listing.stem_groups(files)
-        has_new_json = np.bincount(groups, is_new & is_json, minlength=1) > 0
-        used = files.filter(has_new_json[groups] & (is_new | ~is_json))
-        return Scan(
-            tuple(_parts(used, samples_per_part)),
-            listing.listing_hash(used),
-            tuple(listing.full_names(files.filter(_unpaired(files) & is_new))),
-        )
+        digest = xxhash.xxh3_128()
+        parts = _Parts(samples_per_part)
+        unpaired = [np.empty(0, np.uint64)]
+        new = _NewKeys(growth)
+        for files in listing.list_files(self.root):
+            found = new.among(files)
+            if not found:
+                continue
+            alone: list[bytes] = []
+            used: list[bytes] = []
+            for keys, num_records in _by_stem(files.keys):
+                if not num_records:
+                    alone += (key for key in keys if key in found)
+                    continue
+                chosen = [key for key in keys if key in found or not _is_record(key)]
+                num_new = sum(map(_is_record, chosen))
+                if num_new:
+                    parts.add(files.folder, chosen, num_new)
+                    used += chosen
+            unpaired.append(_hashes(files.folder, alone))
+            listing.hash_files(digest, files.only(used))
+        return Scan(tuple(parts.finish()), digest.hexdigest(), np.concatenate(unpaired))
 
     def is_read(self, container: str) -> bool:
-        return container.rpartition(".")[2].lower() in _READ
+        return _kind(_suffix(listing.to_key(os.fsencode(container)))) > 0
 
     def records(self, part: SourcePart) -> Iterator[Record]:
-        data, skip = part.items
-        names = listing.full_names(listing.from_bytes(data))
-        files = ((name, *os.path.splitext(name)) for name in names)
-        stems = itertools.groupby(files, key=lambda file: file[1])
-        found = (record for _, group in stems for record in _pair(name for name, *_ in group))
-        for container, beside in itertools.islice(found, skip, skip + (part.num_records or 0)):
-            yield self._record(container, beside)
+        for folder, keys in part.items.unpack():
+            where = os.fsdecode(folder)
+            for _, stem_keys in itertools.groupby(keys, key=_stem):
+                for name, beside in _pair(map(listing.to_name, stem_keys)):
+                    yield self._record(where + name, beside)
 
     def _record(self, container: str, beside: tuple[str, ...]) -> Record:
         stem = container.rpartition(".")[0]
@@ -97,25 +111,96 @@ class PairsSource(Source):
             raise
 
 
-def _unpaired(files: "listing.pa.Table") -> np.ndarray:
-    """(num_files,) bool: whether it is a medium beside no JSON of its name."""
-    groups = listing.stem_groups(files)
-    has_json = np.bincount(groups, listing.suffix_in(files, ["json"]), minlength=1) > 0
-    unpaired: np.ndarray = listing.suffix_in(files, MEDIA_EXTENSIONS) & ~has_json[groups]
-    return unpaired
+class _NewKeys:
+    """The new files of a listing, while the whole listing goes by."""
+
+    def __init__(self, growth: Growth) -> None:
+        self._files = growth.new_files()
+        self._next = next(self._files, None)
+
+    def among(self, files: Files) -> frozenset[bytes]:
+        """Keys of the new files among those that come next."""
+        found: list[bytes] = []
+        last = listing.order(files.folder + files.keys[-1].replace(listing.DOT, b"."))
+        # One that is gone again is passed by.
+        while self._next is not None and listing.order(self._next) <= last:
+            folder, slash, name = self._next.rpartition(b"/")
+            if folder + slash == files.folder:
+                found.append(listing.to_key(name))
+            self._next = next(self._files, None)
+        return frozenset(found)
 
 
-def _parts(files: "listing.pa.Table", samples_per_part: int) -> Iterator[SourcePart]:
-    """Parts of JSON files with the media that share their stem."""
-    groups = listing.stem_groups(files)
-    records = np.flatnonzero(listing.suffix_in(files, ["json"]))
-    for start in range(0, len(records), samples_per_part):
-        chosen = records[start : start + samples_per_part]
-        begin = int(np.searchsorted(groups, groups[chosen[0]]))
-        end = int(np.searchsorted(groups, groups[chosen[-1]], "right"))
-        skip = start - int(np.searchsorted(records, begin))
-        rows = files.slice(begin, end - begin)
-        yield SourcePart((listing.to_bytes(rows), skip), len(chosen))
+class _Parts:
+    """Parts of bounded size, made of the stems of one folder after the other."""
+
+    def __init__(self, samples_per_part: int) -> None:
+        self._samples_per_part = samples_per_part
+        self._folders: list[tuple[bytes, list[bytes]]] = []
+        self._num_records = 0
+        self._parts: list[SourcePart] = []
+
+    def add(self, folder: bytes, keys: Sequence[bytes], num_records: int) -> None:
+        """Add the files of one stem."""
+        if self._num_records + num_records > self._samples_per_part:
+            self._close()
+        if not self._folders or self._folders[-1][0] != folder:
+            self._folders.append((folder, []))
+        self._folders[-1][1].extend(keys)
+        self._num_records += num_records
+
+    def finish(self) -> list[SourcePart]:
+        """All parts."""
+        self._close()
+        return self._parts
+
+    def _close(self) -> None:
+        if self._folders:
+            self._parts.append(SourcePart(PackedKeys.of(self._folders), self._num_records))
+        self._folders, self._num_records = [], 0
+
+
+def _by_stem(keys: Sequence[bytes]) -> Iterator[tuple[list[bytes], int]]:
+    """Keys in order -> those of each stem that are records or media, and how many are records."""
+    kinds: dict[bytes, int] = {}
+    stem, found, num_records = b"", list[bytes](), 0
+    for key in keys:
+        own, _, suffix = key.partition(listing.DOT)
+        kind = kinds.get(suffix)
+        if kind is None:
+            kind = kinds[suffix] = _kind(suffix)
+        if not kind:
+            continue
+        if own != stem:
+            if found:
+                yield found, num_records
+            stem, found, num_records = own, [], 0
+        found.append(key)
+        num_records += kind == _RECORD
+    if found:
+        yield found, num_records
+
+
+def _kind(suffix: bytes) -> int:
+    name = os.fsdecode(suffix.lower())
+    return _RECORD if name == "json" else int(name in MEDIA_EXTENSIONS)
+
+
+def _is_record(key: bytes) -> bool:
+    return _kind(_suffix(key)) == _RECORD
+
+
+def _suffix(key: bytes) -> bytes:
+    return key.partition(listing.DOT)[2]
+
+
+def _hashes(folder: bytes, keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    names = (folder + key.replace(listing.DOT, b".") for key in keys)
+    return np.array([listing.container_hash(name) for name in names], np.uint64)
+
+
+def _stem(key: bytes) -> bytes:
+    return key.partition(listing.DOT)[0]
 
 
 def _pair(names: Iterator[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -124,5 +209,5 @@ def _pair(names: Iterator[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
     media: list[str] = []
     for name in names:
         (records if name.lower().endswith(".json") else media).append(name)
-    beside = tuple(name.rpartition("/")[2] for name in media)
+    beside = tuple(media)
     return ((record, beside) for record in records)

@@ -5,13 +5,17 @@ The packages of the storage (s3fs, gcsfs, ...) and its credentials are fsspec's 
 
 import posixpath
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO, Final
 
 from offline_packing.errors import ConfigError, StageError
+from offline_packing.sources.range_file import RangeFile
 from task_encoders.samples import SampleError
 
-#: Read ahead of image headers: they lie in the first kilobytes, so more would be read in vain.
-_BLOCK: Final = 1 << 16
+#: Asked for at a time: image headers lie in the first kilobytes, so more would be read in vain.
+_BLOCK: Final = 1 << 14
+#: The same where a file is read from front to back.
+_SEQUENTIAL_BLOCK: Final = 1 << 19
 
 
 def is_remote(path: str) -> bool:
@@ -25,6 +29,13 @@ class RemoteRoot:
     def __init__(self, filesystem: Any, folder: str) -> None:
         self._filesystem = filesystem
         self.folder = folder.rstrip("/")
+        self._stamps: dict[str, str] = {}
+        self._sizes: dict[str, int] = {}
+        self._open_file: tuple[str, BinaryIO] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process asks, and opens, for itself."""
+        return {**self.__dict__, "_stamps": {}, "_sizes": {}, "_open_file": None}
 
     @classmethod
     def at(cls, url: str) -> tuple["RemoteRoot", str | None]:
@@ -64,13 +75,18 @@ class RemoteRoot:
             raise SampleError("path_outside_root", f"{name!r} leads outside {self.folder!r}")
         return path.lstrip("/")
 
-    def open(self, container: str) -> BinaryIO:
+    def open(self, container: str, *, sequential: bool = False) -> BinaryIO:
         """Open a file for reading. Raises SampleError (missing_image) if there is none."""
-        try:
-            path = f"{self.folder}/{container}"
-            return self._filesystem.open(path, "rb", block_size=_BLOCK)
-        except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-            raise SampleError("missing_image", f"{container!r}: {type(error).__name__}") from error
+        block = _SEQUENTIAL_BLOCK if sequential else _BLOCK
+        with _missing(container):
+            return self._filesystem.open(f"{self.folder}/{container}", "rb", block_size=block)
+
+    def open_range(self, container: str, offset: int, size: int) -> BinaryIO:
+        """A file of `size` bytes at `offset` of a file, which is opened once for its ranges in
+        succession. Raises SampleError as `open`."""
+        if self._open_file is None or self._open_file[0] != container:
+            self._open_file = (container, self.open(container))
+        return RangeFile.open(self._open_file[1], offset, size, keep_open=True)
 
     def size(self, file: BinaryIO) -> int:
         """Bytes of an open file."""
@@ -80,40 +96,74 @@ class RemoteRoot:
         return size
 
     def stamp(self, container: str) -> str:
-        """Changes when a file is replaced or written to."""
-        return str(self._filesystem.ukey(f"{self.folder}/{container}"))
+        """Changes when a file is replaced or written to; asked for once per task."""
+        if container not in self._stamps:
+            self._stamps[container] = str(self._filesystem.ukey(f"{self.folder}/{container}"))
+        return self._stamps[container]
 
     def read(self, container: str, limit: int) -> bytes:
         """A whole file. Raises SampleError as MediaRoot.read does."""
-        with self.open(container) as file:
-            if self.size(file) > limit:
-                raise SampleError("bad_record", f"the JSON is larger than {limit} bytes")
-            return file.read()
+        with _missing(container):
+            data = self._cat(container, 0, limit + 1)
+        if len(data) > limit:
+            raise SampleError("bad_record", f"the JSON is larger than {limit} bytes")
+        return data
 
     def read_range(self, container: str, offset: int, size: int, *, whole: bool) -> bytes:
         """`size` bytes at `offset`. Raises StageError as MediaRoot.read_range does."""
-        path = f"{self.folder}/{container}"
         remedy = "restore it, or measure again with output.overwrite=true"
         try:
-            data: bytes = self._filesystem.cat_file(path, start=offset, end=offset + size)
-            actual = self._filesystem.size(path) if whole else None
+            # One byte more tells whether the file has grown, without asking for its size.
+            data = self._cat(container, offset, offset + size + whole)
         except OSError as error:
             raise StageError(f"{self.path(container)} cannot be read: {error}; {remedy}") from error
-        if len(data) != size or (whole and actual != size):
+        if len(data) != size:
             raise StageError(f"{self.path(container)} changed since it was measured; {remedy}")
         return data
 
-    def walk(self) -> Iterator[tuple[str, int]]:
-        """(container, size) of every file but those that begin with a dot."""
-        for path, info in sorted(self._filesystem.find(self.folder, detail=True).items()):
-            container = path[len(self.folder) :].lstrip("/")
-            if not any(part.startswith(".") for part in container.split("/")):
-                yield container, int(info["size"])
+    def list_folder(self, folder: bytes) -> Iterator[tuple[bytes, int | None, int]]:
+        """(name, size, 0) of what is in a folder (b"" or b"a/b/"); None is the size of a folder,
+        and storages do not agree on a modification time. What begins with a dot is left out.
 
-    def entries(self) -> Iterator[tuple[str, int, int]]:
-        """As `walk`, with 0 for the modification time: storages do not agree on one."""
-        return ((container, size, 0) for container, size in self.walk())
+        Raises:
+            StageError: the storage does not tell the size of a file.
+        """
+        path = f"{self.folder}/{folder.decode()}".rstrip("/")
+        for info in self._filesystem.ls(path, detail=True):
+            name = info["name"].rstrip("/").rpartition("/")[2]
+            if info["name"].rstrip("/") == path or name.startswith("."):
+                continue  # some storages list a folder as its own first entry
+            is_folder = info["type"] == "directory"
+            yield name.encode(), None if is_folder else self._size(info["name"], info["size"]), 0
 
     def entry(self, container: str) -> tuple[str, int, int]:
-        """One file of `entries`."""
-        return container, int(self._filesystem.size(f"{self.folder}/{container}")), 0
+        """(container, size, 0) of a file. Raises StageError as `list_folder`."""
+        return container, self._size(f"{self.folder}/{container}"), 0
+
+    def _size(self, path: str, listed: int | None = None) -> int:
+        """Size of a file; a plain web server lists names only, and is asked once for each."""
+        if listed is not None:
+            return int(listed)
+        if path not in self._sizes:
+            size = self._filesystem.size(path)
+            if size is None:
+                raise StageError(
+                    f"{self._filesystem.unstrip_protocol(path)}: its server does not tell the size "
+                    "of the file (Content-Length); download the source, and set source.path to it"
+                )
+            self._sizes[path] = int(size)
+        return self._sizes[path]
+
+    def _cat(self, container: str, start: int, end: int) -> bytes:
+        """Bytes start to end, or to the end of the file, in one request."""
+        data: bytes = self._filesystem.cat_file(f"{self.folder}/{container}", start=start, end=end)
+        return data
+
+
+@contextmanager
+def _missing(container: str) -> Iterator[None]:
+    """A file that is not there is the sample's fault; a failing storage is not."""
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise SampleError("missing_image", f"{container!r}: {type(error).__name__}") from error

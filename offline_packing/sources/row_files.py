@@ -4,42 +4,43 @@ A record's `column` lists the columns that it is made of: "{id,caption,image}". 
 in the row it lies: "image", or "images.2" for the third of a list.
 """
 
-import bisect
 import itertools
-from collections import OrderedDict
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, Final, TypeVar
+from typing import Any, BinaryIO, Final
 
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from offline_packing.errors import StageError
 from offline_packing.sources.locators import Root
 from offline_packing.sources.media_root import MediaRoot
 
-#: Rows taken at a time while measuring: of a column of images that is tens of megabytes.
-BATCH_ROWS: Final = 128
-#: Row groups that a process keeps, beside the one it reads: packs take rows in any order.
-_CACHE_BYTES: Final = 192 << 20
-_OPEN_FILES: Final = 16
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
+#: Rows and bytes taken at a time while reading in order.
+_BATCH_ROWS: Final = 128
+_BATCH_BYTES: Final = 4 << 20
+#: Bytes of a remote Parquet file asked for at a time.
+_REMOTE_BUFFER: Final = 4 << 20
 
 
 class RowFile:
     """One open Parquet or Arrow file."""
 
-    def __init__(self, source: "BinaryIO | pa.NativeFile", kind: str) -> None:
+    def __init__(
+        self, source: "BinaryIO | pa.NativeFile", kind: str, mapped: mmap.mmap | None = None
+    ) -> None:
         """Raises pa.ArrowException or OSError if the file is damaged."""
         self._parquet: pq.ParquetFile | None = None
         self._table: pa.Table | None = None
+        self._mapped = mapped
+        #: bytes of each row group when decoded, all columns; of Arrow files 0: they are not
+        self.group_bytes: list[int] = []
         if kind == "parquet_row":
-            self._parquet = pq.ParquetFile(source)
+            self._parquet = _open_parquet(source, 0 if mapped else _REMOTE_BUFFER)
             metadata = self._parquet.metadata
-            groups = map(metadata.row_group, range(metadata.num_row_groups))
+            groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
             self.group_rows = [group.num_rows for group in groups]
+            self.group_bytes = [group.total_byte_size for group in groups]
             self.schema = self._parquet.schema_arrow
         else:
             self._table = _read_arrow(source)
@@ -56,20 +57,39 @@ class RowFile:
             SampleError: it may not be read.
         """
         file = root.open(container)
-        if isinstance(root, MediaRoot):
-            file.close()
-            return cls(pa.memory_map(root.path(container)), kind)
-        return cls(file, kind)
+        if not isinstance(root, MediaRoot):
+            return cls(file, kind)
+        with file:
+            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        return cls(pa.BufferReader(pa.py_buffer(mapped)), kind, mapped)
 
     def batches(self, groups: range, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """The rows of some groups in order, at most BATCH_ROWS at a time."""
+        """The rows of some groups in order, a few megabytes at a time.
+
+        Memory does not depend on the size of a row group, but on that of its pages: one of each
+        column is decoded at a time.
+        """
         if self._parquet is not None:
-            yield from self._parquet.iter_batches(BATCH_ROWS, list(groups), list(columns))
+            size = self._batch_rows(groups)
+            for batch in self._parquet.iter_batches(size, list(groups), list(columns)):
+                yield batch
+                self.release()
             return
         begin, end = self.group_starts[groups.start], self.group_starts[groups.stop]
-        for batch in self._rows(begin, end, columns).to_batches(max_chunksize=BATCH_ROWS):
+        for batch in self._rows(begin, end, columns).to_batches(max_chunksize=_BATCH_ROWS):
             batch.validate(full=True)  # nothing else does, and a wrong offset would end the process
             yield batch
+            self.release()
+
+    def _batch_rows(self, groups: range) -> int:
+        num_bytes = sum(self.group_bytes[i] for i in groups)
+        num_rows = sum(self.group_rows[i] for i in groups)
+        return min(_BATCH_ROWS, max(1, _BATCH_BYTES * num_rows // max(1, num_bytes)))
+
+    def release(self) -> None:
+        """Give back the memory of what was read from a mapped file; it is read again if needed."""
+        if self._mapped is not None:
+            self._mapped.madvise(mmap.MADV_DONTNEED)
 
     def group(self, number: int, columns: Sequence[str]) -> pa.Table:
         """All rows of one group."""
@@ -82,6 +102,17 @@ class RowFile:
     def _rows(self, begin: int, end: int, columns: Sequence[str]) -> pa.Table:
         assert self._table is not None
         return self._table.select(list(columns)).slice(begin, end - begin)
+
+
+def _open_parquet(source: "BinaryIO | pa.NativeFile", buffer_size: int) -> pq.ParquetFile:
+    # Arrow's own allocator copies a buffer that grows, and keeps what was freed: for pages of
+    # 130 MiB, which its writer makes of images of 130 KiB, 630 MiB instead of 500.
+    pool = pa.default_memory_pool()
+    pa.set_memory_pool(pa.system_memory_pool())
+    try:
+        return pq.ParquetFile(source, buffer_size=buffer_size, pre_buffer=False)
+    finally:
+        pa.set_memory_pool(pool)
 
 
 def _read_arrow(source: "BinaryIO | pa.NativeFile") -> pa.Table:
@@ -128,6 +159,11 @@ def record_column(columns: Sequence[str]) -> str:
     return "{" + ",".join(columns) + "}"
 
 
+def record_columns(column: str) -> tuple[str, ...]:
+    """The columns that a record, or a medium, with this `column` is made of."""
+    return tuple(column[1:-1].split(",")) if column.startswith("{") else (column,)
+
+
 def record_json(
     row: Mapping[str, Any], media_columns: Sequence[str]
 ) -> tuple[bytes, dict[str, bytes]]:
@@ -137,66 +173,3 @@ def record_json(
         content[column], found = name_media(row[column], column)
         media.update(found)
     return orjson.dumps(content, default=str), media
-
-
-class _GroupCache:
-    """Files that are open, and row groups read last, as many as fit."""
-
-    def __init__(self) -> None:
-        self._files: OrderedDict[tuple[str, str], RowFile] = OrderedDict()
-        self._groups: OrderedDict[tuple[str, str, int, str], pa.Table] = OrderedDict()
-
-    def row(self, root: Root, kind: str, container: str, row: int, column: str) -> pa.Table:
-        """One row of a column, or of a record's columns. Raises IndexError if there is none."""
-        path = root.path(container)
-        stamp = root.stamp(container)  # a file that was replaced is another file
-        file = self._files.get((path, stamp)) or RowFile.open(root, container, kind)
-        _keep(self._files, (path, stamp), file)
-        while len(self._files) > _OPEN_FILES:
-            self._files.popitem(last=False)
-        number = bisect.bisect_right(file.group_starts, row) - 1
-        if number == len(file.group_rows):
-            raise IndexError(f"there are {file.group_starts[-1]} rows")
-        columns = column[1:-1].split(",") if column.startswith("{") else [column]
-        key = (path, stamp, number, column)
-        group = self._groups[key] if key in self._groups else file.group(number, columns)
-        _keep(self._groups, key, group)
-        while len(self._groups) > 1 and sum(t.nbytes for t in self._groups.values()) > _CACHE_BYTES:
-            self._groups.popitem(last=False)
-        return group.slice(row - file.group_starts[number], 1)
-
-
-def _keep(cache: OrderedDict[Key, Value], key: Key, value: Value) -> None:
-    cache[key] = value
-    cache.move_to_end(key)
-
-
-_cache = _GroupCache()
-
-
-def read_value(root: Root, kind: str, container: str, row: int, column: str, size: int) -> bytes:
-    """A record's JSON or a medium's bytes.
-
-    Raises:
-        StageError: there is no such row or column any more, or it has another size.
-    """
-    is_record = column.startswith("{")
-    top = column if is_record else column.partition(".")[0]
-    try:
-        table = _cache.row(root, kind, container, row, top)
-        values = table.to_pylist()[0]
-    except (OSError, LookupError, ValueError, pa.ArrowException) as error:
-        raise StageError(f"{root.path(container)}, row {row} cannot be read: {error}") from error
-    if is_record:
-        media = [
-            name for name in table.column_names if is_media_type(table.schema.field(name).type)
-        ]
-        data: Any = record_json(values, media)[0]
-    else:
-        data = name_media(values[top], top)[1].get(column)
-    if data is None or len(data) != size:
-        raise StageError(
-            f"{root.path(container)}, row {row} changed since it was measured; restore it, or "
-            "measure again with output.overwrite=true"
-        )
-    return bytes(data)

@@ -4,15 +4,17 @@ A file that is damaged, cut off, or unpacks beyond all measure gives what lies b
 raises `DamagedStreamError`.
 """
 
+import contextlib
 import io
-import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import xxhash
 
-from offline_packing.files import atomic_file
+from offline_packing.errors import DiskFullError
+from offline_packing.files import atomic_file, remove_temporaries, wait_for_lock
 
 #: Suffixes of compressed files, and pyarrow's names of the codecs.
 CODECS: Final = {"gz": "gzip", "tgz": "gzip", "zst": "zstd"}
@@ -88,26 +90,48 @@ class _UnpackedStream(io.RawIOBase):
         super().close()
 
 
-def unpacked_copy(name: str, open_packed: Callable[[], BinaryIO], folder: Path) -> Path:
-    """The unpacked content of a compressed file, as a file in `folder`.
+def unpack(file: BinaryIO, name: str, packed_size: int, target: BinaryIO) -> None:
+    """Write the content of an open compressed file; of a damaged one, what lies before the damage,
+    which is all that was measured."""
+    with (
+        open_unpacked(file, name, packed_size) as content,
+        contextlib.suppress(DamagedStreamError),
+    ):
+        while block := content.read(_BLOCK):
+            target.write(block)
 
-    Made where it is missing. Several processes may make it at once: each writes a file of its own,
-    and all rename the same content to the same name.
+
+def unpacked_copy(name: str, what: str, folder: Path, write: Callable[[BinaryIO], None]) -> Path:
+    """A file in `folder` that is made once, by whoever needs it first; others wait for it.
+
+    Killed on the way, it leaves nothing that counts: the next one begins anew. Where there are no
+    locks, several processes may write it at once, each to a file of its own, and all rename the
+    same content to the same name.
 
     Args:
-        name: of the compressed file, with its suffix; made with another size, it is made anew.
+        name: tells it from all others: what it is made of, and the state that is in.
+        what: what to call that in messages.
+        write: writes the content.
+
+    Raises:
+        DiskFullError: there is no room for it.
     """
-    with open_packed() as file:
-        size = file.seek(0, os.SEEK_END)
-        path = folder / f"{xxhash.xxh3_64_hexdigest(f'{name}:{size}'.encode())}.unpacked"
+    path = folder / f"{xxhash.xxh3_128_hexdigest(name.encode(errors='surrogateescape'))}.unpacked"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with wait_for_lock(path.with_suffix(".lock")):
         if path.exists():
             return path
-        file.seek(0)
-        folder.mkdir(parents=True, exist_ok=True)
-        with open_unpacked(file, name, size) as content, atomic_file(path) as copy:
-            try:
-                while block := content.read(_BLOCK):
-                    copy.write(block)
-            except DamagedStreamError:
-                copy.flush()  # what lies before the damage is all that was measured
+        remove_temporaries(folder)  # of processes that were killed: they may be large
+        try:
+            with atomic_file(path) as copy:
+                write(copy)
+        except DiskFullError as error:
+            free = shutil.disk_usage(folder).free
+            raise DiskFullError(
+                f"no room to unpack {what} to {folder}, {free:,} bytes are free: compressed files "
+                "and large row groups are unpacked while packs are written; free some space and "
+                "run again, unpack the source yourself, or choose an output.path on another disk"
+            ) from error
     return path

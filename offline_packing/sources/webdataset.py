@@ -84,7 +84,8 @@ class WebDatasetSource(Source):
     def records(self, part: SourcePart) -> Iterator[Record]:
         container: str = part.items
         stem = tar_stem(container)
-        with self.open_container(container) as packed:
+        sequential = codec_of(container) is not None
+        with self.open_container(container, sequential=sequential) as packed:
             file = open_unpacked(packed, container, self.root.size(packed))
             reader = TarReader(file)
             for sample in group_members(reader, keep_data=not file.seekable()):

@@ -1,23 +1,22 @@
 """Tables of measured files: new ones are found by name, whatever the name; others by time."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offline_packing import measured_files
 from offline_packing.errors import StageError
-from offline_packing.measured_files import (
-    added_files,
-    find_growth,
-    list_files,
-    read_files,
-    save_files,
-)
-from offline_packing.sources import PairsSource, Source
+from offline_packing.measured_files import find_growth, list_files, save_files
+from offline_packing.sources import PairsSource, Scan, Source, listing
 from offline_packing.sources.jsonl import JsonlSource
+from offline_packing.sources.media_root import MediaRoot
 
 Entry = tuple[str, int, int]
 
@@ -30,7 +29,7 @@ class Listed(PairsSource):
         self._entries = entries
 
     def entries(self) -> Iterator[Entry]:
-        return iter(self._entries)
+        return iter(sorted(self._entries, key=lambda entry: listing.order(os.fsencode(entry[0]))))
 
 
 @pytest.fixture(scope="module")
@@ -38,40 +37,64 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("root")
 
 
-def names(array: "object") -> list[str]:
-    return [os.fsdecode(name) for name in array.to_pylist()]  # type: ignore[attr-defined]
+#: In the order of listings: files before the folders beside them, stems as wholes.
+NAMES = ["z", "a.json", "a.jpg", "a-.json", "b", "a/a", "a/b.json", "a/b/c", "a-/a"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     generations=st.lists(
-        st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 2), max_size=6), max_size=3
+        st.dictionaries(st.sampled_from(NAMES), st.integers(0, 2), max_size=9), max_size=3
     ),
-    now=st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 2), max_size=6),
+    now=st.dictionaries(st.sampled_from(NAMES), st.integers(0, 2), max_size=9),
+    is_appended=st.booleans(),
+    chunk=st.integers(1, 4),
 )
 def test_growth_is_the_difference(
-    root: Path, generations: list[dict[str, int]], now: dict[str, int]
+    root: Path,
+    generations: list[dict[str, int]],
+    now: dict[str, int],
+    is_appended: bool,
+    chunk: int,
 ) -> None:
-    """Against dictionaries; the last generation that holds a file says how it was."""
+    """Against dictionaries, however the tables are cut; the last generation that holds a file says
+    how it was."""
     known: dict[str, int] = {}
     for i, files in enumerate(generations):
         source = Listed(root, [(name, size, size) for name, size in files.items()])
-        save_files(root / f"{i}.parquet", list_files(source), source.scan(10))
+        save_files(root / f"{i}.parquet", list_files(source), Scan((), ""))
         known |= files
     if not generations:
         return
+    now = {**known, **{name: now[name] for name in now.keys() - known}} if is_appended else now
     source = Listed(root, [(name, size, size) for name, size in now.items()])
-    table = read_files(root / f"{i}.parquet" for i in range(len(generations)))
-    gone = sorted(known.keys() - now.keys())
-    changed = sorted(name for name in known.keys() & now.keys() if known[name] != now[name])
-    if gone or changed:
-        message = "gone" if gone else "not as it was measured"
-        with pytest.raises(StageError, match=rf"/{(gone or changed)[0]}\b.*{message}"):
-            find_growth(source, list_files(source), table)
-        return
-    growth = find_growth(source, list_files(source), table)
-    assert names(growth.new) == sorted(now.keys() - known.keys())
-    assert growth.grown == {}
+    tables = [root / f"{i}.parquet" for i in range(len(generations))]
+    gone = known.keys() - now.keys()
+    changed = {name for name in known.keys() & now.keys() if known[name] != now[name]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured_files, "_CHUNK", chunk)
+        if gone or changed:
+            first = re.escape(min(gone or changed))
+            more = len(gone or changed) - 1
+            count = f" and {more} more" if more else ""
+            message = "gone" if gone else "not as it was measured"
+            with pytest.raises(StageError, match=rf"/{first}{count}: {message}"):
+                find_growth(source, list_files(source), tables)
+            return
+        growth = find_growth(source, list_files(source), tables)
+    new = now.keys() - known.keys()
+    ordered = sorted(map(os.fsencode, new), key=listing.order)
+    assert list(growth.new_files()) == ordered
+    assert (growth.num_added, growth.grown) == (len(new), {})
+
+
+def test_order_is_that_of_a_listing(tmp_path: Path) -> None:
+    for name in NAMES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    listed = [os.fsencode(name) for name, *_ in listing.walk(MediaRoot(tmp_path))]
+    assert set(map(os.fsdecode, listed)) == set(NAMES)
+    assert sorted(listed, key=listing.order) == listed
 
 
 def test_names_that_are_not_utf8(root: Path) -> None:
@@ -79,20 +102,19 @@ def test_names_that_are_not_utf8(root: Path) -> None:
     source = Listed(root, [("a.json", 1, 1)])
     save_files(root / "old.parquet", list_files(source), source.scan(10))
     source = Listed(root, [(name, 2, 2), ("a.json", 1, 1)])
-    growth = find_growth(source, list_files(source), read_files([root / "old.parquet"]))
+    growth = find_growth(source, list_files(source), [root / "old.parquet"])
     assert growth.new_names() == {name}
-    assert names(added_files(list_files(source), growth)["container"]) == [name]
 
 
 def test_times_count_unless_accepted(root: Path) -> None:
     source: Source = Listed(root, [("a", 1, 1), ("b", 1, 1)])
-    save_files(root / "old.parquet", list_files(source), source.scan(10))
-    known = read_files([root / "old.parquet"])
+    known = [root / "old.parquet"]
+    save_files(known[0], list_files(source), source.scan(10))
     source = Listed(root, [("a", 1, 2), ("b", 1, 2)])
     with pytest.raises(StageError, match=r"/a and 1 more: .*--accept-mismatch modifi"):
         find_growth(source, list_files(source), known)
     growth = find_growth(source, list_files(source), known, accept={"modification_time"})
-    assert not len(growth.new)
+    assert not growth.num_added
     source = Listed(root, [("a", 1, 2), ("b", 2, 2)])
     with pytest.raises(StageError, match=r"/b: not as it was measured"):
         find_growth(source, list_files(source), known, accept={"modification_time"})
@@ -102,22 +124,23 @@ def test_stretches_of_a_file_that_grew_twice(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"1\n2\n")
     source = JsonlSource(str(path), "bmr")
-    tables = []
+    tables: list[Path] = []
     for number, more in enumerate((b"3\n", b"4\n5\n")):
-        files = list_files(source)
+        files, scan = list_files(source), source.scan(10)
         if tables:
-            growth = find_growth(source, files, read_files(tables))
-            scan, files = source.scan_new(10, growth), added_files(files, growth)
-        else:
-            scan = source.scan(10)
+            growth = find_growth(source, files, tables)
+            scan, files = source.scan_new(10, growth), growth.added
         tables.append(tmp_path / f"{number}.parquet")
         save_files(tables[-1], files, scan)
         with open(path, "ab") as file:
             file.write(more)
-    growth = find_growth(source, list_files(source), read_files(tables))
+    growth = find_growth(source, list_files(source), tables)
     assert growth.grown == {"a.jsonl": (6, 3)}
-    columns = read_files(tables).to_pydict()
+    columns = pa.concat_tables(map(pq.read_table, tables)).to_pydict()
     assert (columns["begin"], columns["size"]) == ([0, 4], [4, 6])
+    path.write_bytes(b"1\n2\n3\n")
+    os.utime(path, ns=(0, 0))  # the time alone is no growth
+    assert not find_growth(source, list_files(source), tables).num_added
     path.write_bytes(b"1\n2\n3 \n4\n5\n")  # the second stretch differs
     with pytest.raises(StageError, match=r"a\.jsonl: not as it was measured"):
-        find_growth(source, list_files(source), read_files(tables))
+        find_growth(source, list_files(source), tables)

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offline_packing import blend
 from offline_packing.blend import copy_key, num_copies, repeats_of_weights
 from offline_packing.errors import StageError
 from offline_packing.measure import measure
 from tests.offline_packing.datasets import index_rows, make_stage, outcomes, pack_all
-from tests.offline_packing.sources import formats
+from tests.offline_packing.sources import accounting, formats
 
 
 @given(
@@ -80,3 +81,34 @@ def test_another_repeat_is_refused(tmp_path: Path) -> None:
     measure(make_stage(sources(tmp_path), tmp_path / "out"))
     with pytest.raises(StageError, match=r"source\.1\.repeat was None, is '2\.0'"):
         measure(make_stage(sources(tmp_path, repeat=2), tmp_path / "out"))
+
+
+@pytest.mark.parametrize("name", ["jsonl", "jsonl_gz", "json_array", "webdataset", "webdataset_gz"])
+def test_a_dry_run_estimates_from_the_beginning_of_files(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = formats.draw_samples(60)
+    source = accounting.open_source(formats.WRITERS[name](tmp_path, samples), tmp_path)
+    assert blend.estimate_records(source, source.unread_parts()) == (60, True)
+    monkeypatch.setattr(blend, "_SAMPLED_RECORDS", 10)
+    monkeypatch.setattr(blend, "_SAMPLED_PARTS", 1)
+    count, is_exact = blend.estimate_records(source, source.unread_parts())
+    assert not is_exact
+    # Files this small are read in one block, so that only the order of magnitude can be right.
+    assert 10 <= count <= 120
+
+
+def test_counts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights need exact numbers; the files are read for them once, also when measure is killed."""
+    source = {**formats.webdataset_gz(tmp_path / "a", formats.draw_samples(7)), "task": "bmr"}
+    pairs = {**formats.pairs(tmp_path / "b", formats.draw_samples(5)), "task": "bmr"}
+    blended = [{**source, "weight": 1, "name": "a"}, {**pairs, "weight": 1, "name": "b"}]
+    stage = make_stage(blended, tmp_path / "out")
+    counted: list[object] = []
+    count = blend._count
+    monkeypatch.setattr(blend, "_count", lambda task: counted.append(task) or count(task))
+    measured = measure(stage)
+    assert len(counted) == 2
+    stage.workspace.index_info.unlink()
+    assert measure(stage) == measured
+    assert len(counted) == 2

@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offline_packing.errors import StageError
-from offline_packing.sources import JsonlSource, PairsSource, Source, SourceRecord
+from offline_packing.sources import JsonlSource, PairsSource, Source, SourceRecord, listing
 from offline_packing.sources import jsonl as jsonl_module
+from offline_packing.sources.listing import container_hash
 
 
 def records(source: Source, samples_per_part: int) -> list[SourceRecord]:
@@ -85,7 +86,51 @@ def test_pairs_by_stem(tmp_path: Path) -> None:
     )
     found = {record.key: record.paired_media for record in records(source, 2)}
     assert found == {"a": ("a.jpg",), "a-1": ("a-1.PNG",), "a.b": ("a.b.jpg",), "sub/a": ()}
-    assert source.scan(2).unpaired_media == ("lonely.jpg",)
+    assert source.scan(2).unpaired_media.tolist() == [container_hash(b"lonely.jpg")]
+
+
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None
+)
+@given(
+    names=st.sets(
+        st.builds(
+            "{}{}.{}".format,
+            st.sampled_from(["", "a/", "a/b/", "a-/", "b/"]),
+            st.text("ab.-\n\t", min_size=1, max_size=4).filter(lambda t: not t.startswith(".")),
+            st.sampled_from(["json", "JSON", "jpg", "png", "txt", ""]),
+        ),
+        max_size=30,
+    ),
+    chunk=st.integers(1, 5),
+    samples_per_part=st.integers(3, 5),
+)
+def test_pairs_equal_a_simple_pairing(
+    tmp_path_factory: pytest.TempPathFactory, names: set[str], chunk: int, samples_per_part: int
+) -> None:
+    """However names are cut into pieces and parts, each JSON comes once with the images beside."""
+    root = tmp_path_factory.mktemp("pairs")
+    source = make_pairs(root, sorted(names))
+    with pytest.MonkeyPatch.context() as patch:
+        whole = source.scan(1000)
+        patch.setattr(listing, "_CHUNK", chunk)
+        assert source.scan(1000).parts == whole.parts
+        found = records(source, samples_per_part)
+    stems: dict[str, list[str]] = {}
+    for name in sorted(names):
+        stem, _, suffix = name.rpartition(".")
+        if suffix in ("jpg", "png"):
+            stems.setdefault(stem, []).append(name.rpartition("/")[2])
+    expected = [
+        (name, tuple(stems.get(name.rpartition(".")[0], [])))
+        for name in sorted(names)
+        if name.lower().endswith(".json")
+    ]
+    assert sorted((r.locator.container, r.paired_media) for r in found) == sorted(expected)
+    paired = {name.rpartition(".")[0] for name, _ in expected}
+    assert len(whole.unpaired_media) == sum(
+        len(images) for stem, images in stems.items() if stem not in paired
+    )
 
 
 def test_pairs_text_only_name(tmp_path: Path) -> None:
