@@ -66,7 +66,8 @@ def explain_listing(folder: Path, scanned: Sequence[ScannedSource], field: str) 
     if not path.exists():
         return None
     changes = describe_changes(path, scanned[number].files)
-    return f"{scanned[number].source.path} has other files: {changes}" if changes else None
+    path_now = scanned[number].source.path
+    return f"{field}: the files of {path_now} are others: {changes}" if changes else None
 
 
 def _scan_source(

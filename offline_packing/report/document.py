@@ -102,7 +102,8 @@ def _plan(generations: Sequence[CompleteStages]) -> dict[str, Any]:
 
 
 def _sources(generations: Sequence[CompleteStages], set_aside: SetAside) -> list[dict[str, Any]]:
-    """One entry per source and generation. `samples` leaves out what an earlier generation had."""
+    """One entry per source and generation. They sum up to `samples` of the document: what an
+    append measured again is found again, and set aside as duplicate_key."""
     lines: list[dict[str, Any]] = []
     for generation, aside in zip(generations, set_aside.by_source, strict=True):
         sums = source_sums(generation)

@@ -23,8 +23,7 @@ _BATCH: Final = 1 << 16
 
 @dataclass
 class SetAside:
-    """Counts and examples. `by_source` counts rows: samples that an earlier generation had set
-    aside already are counted again there, and not in `by_reason`."""
+    """Counts and examples of the same rows."""
 
     by_reason: Counter[str] = field(default_factory=Counter)
     #: per generation: (number of the source, set aside while planning) -> samples
@@ -58,7 +57,6 @@ def count_set_aside(generations: list[CompleteStages]) -> SetAside:
                 found.by_reason[reason] += count
                 sources[source, while_planning] += count
             _keep_examples(found.examples, table, {reason for reason, _ in counted})
-        found.by_reason -= Counter(generation.plan_info.get("repeated_set_aside", {}))
         found.by_source.append(sources)
     return found
 
