@@ -18,7 +18,7 @@ from offline_packing.manifest import Manifest, require_manifest
 from offline_packing.measure import measure
 from offline_packing.plan_stage import plan
 from offline_packing.scan_sources import scan_sources
-from offline_packing.stage import Stage
+from offline_packing.stage import Stage, open_encoder
 from offline_packing.write import write
 
 logger = logging.getLogger(__name__)
@@ -67,13 +67,16 @@ def _check_compatible(stage: Stage, manifest: Manifest) -> None:
     """Raise StageError where old and new packs could not be one dataset."""
     config = stage.config
     old = manifest["config"]
-    model = config.model.model_dump(mode="json")
+    # Of the family counts what lengths depend on: packs of Qwen2-VL are packs of Qwen2.5-VL.
+    model = config.model.model_dump(mode="json", exclude={"family"})
+    family = open_encoder(config.model).fingerprint["family"]
     wanted = {
         "task": (manifest["task"], config.task),
         "output.layout": (manifest["layout"], config.output.layout),
         "pack.seq_length": (manifest["seq_length"], config.pack.seq_length),
         "pack.pad_multiple": (manifest["pad_multiple"], config.pack.pad_multiple),
         "output.key_prefix": (old["output"]["key_prefix"], config.output.key_prefix),
+        "model.family": (manifest["fingerprint"]["model.family"], family),
         **{f"model.{name}": (old["model"].get(name), value) for name, value in model.items()},
     }
     differing = {name: pair for name, pair in wanted.items() if pair[0] != pair[1]}

@@ -1,7 +1,7 @@
 """The command line: `offline-packing VERB CONFIG.yaml [key.sub=value ...]`.
 
-Exit status: 0 done, 1 a stage or a check failed, 2 the command or the configuration is wrong.
-A verb imports what it needs when it runs.
+Exit status: 0 done, 1 a stage or a check failed, 2 the command or the configuration is wrong,
+128 and the signal's number where a signal ended it. What the verbs do is in verbs.py.
 """
 
 import contextlib
@@ -10,161 +10,36 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
+from offline_packing import verbs
 from offline_packing.config import load_config
 from offline_packing.errors import ConfigError, ShareDoneError, StageError
-from offline_packing.stage import Stage, build_engine, listed
+from offline_packing.signals import EndedBySignal, signals_raise
+from offline_packing.stage import Stage, build_engine
 from task_encoders.samples import TASKS
 
-logger = logging.getLogger(__name__)
+
+class _InOrder(click.Group):
+    """Help lists the verbs in the order of work."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+_SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@click.group(cls=_InOrder, context_settings=_SETTINGS)
 @click.version_option(package_name="offline-packing")
 def cli() -> None:
     """Pack a vision-language dataset into full training sequences, before training.
 
-    CONFIG is a YAML file; its fields can be set on the command line: pack.seq_length=8192
+    Most verbs are called as VERB CONFIG [KEY.SUB=VALUE]..., where CONFIG is a YAML file and its
+    fields can be set behind it: offline-packing run pack.yaml pack.seq_length=8192
     """
-
-
-def measure_verb(stage: Stage, dry_run: bool) -> None:
-    """Measure every sample: source -> index."""
-    from offline_packing.measure import measure, preview_measure
-
-    if dry_run:
-        click.echo(preview_measure(stage), nl=False)
-        return
-    info = measure(stage)
-    click.echo(f"measured {info.num_samples:,} samples, {info.num_tokens:,} tokens")
-    if info.num_set_aside:
-        reasons = listed(info.set_aside.items())
-        click.echo(f"set aside: {reasons}; details in {stage.workspace.set_aside}")
-
-
-def plan_verb(stage: Stage, dry_run: bool) -> None:
-    """Decide which samples form which pack: index -> plan."""
-    from offline_packing.plan_stage import plan, preview_plan
-
-    click.echo(preview_plan(stage) if dry_run else plan(stage), nl=False)
-
-
-def write_verb(stage: Stage, dry_run: bool) -> None:
-    """Write the packed dataset: plan -> shards, Energon metadata, manifest."""
-    from offline_packing.write import preview_write, write
-
-    if dry_run:
-        click.echo(preview_write(stage))
-        return
-    counts = write(stage)["counts"]
-    packs = ", ".join(f"{name} {count:,}" for name, count in counts["packs"].items())
-    click.echo(f"wrote {counts['packed']:,} samples to {stage.workspace.root}; packs: {packs}")
-
-
-def verify_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
-    """Re-read everything that was written; --deep: compare it with the source, encode it again."""
-    from offline_packing.verify import preview_verify, render_result, render_verdict, verify
-
-    if dry_run:
-        click.echo(preview_verify(stage))
-        return
-    result = verify(stage, deep=deep)
-    click.echo(render_result(result, deep=deep), nl=False)
-    if not result.ok:
-        raise StageError(f"{stage.workspace.root} has {render_verdict(result)}")
-
-
-def report_verb(stage: Stage, dry_run: bool) -> None:
-    """Write a page and a JSON file with all figures of what is complete: samples, packs, shards."""
-    from offline_packing.report.report import report
-
-    page = stage.workspace.report / "report.html"
-    if dry_run:
-        click.echo(f"would write {page}")
-        return
-    click.echo(report(stage))
-    click.echo(f"report: {page}")
-
-
-def preview_verb(
-    stage: Stage,
-    dry_run: bool,
-    packs: int,
-    pack: tuple[str, ...],
-    seed: int,
-    full: bool,
-    html: Path | None,
-) -> None:
-    """Show some packs as they are trained: sub-samples, tokens and labels as text, images."""
-    from offline_packing.files import write_atomically
-    from offline_packing.report.preview import preview
-    from offline_packing.report.preview_page import render_packs
-    from offline_packing.report.preview_text import render_pack
-
-    shown = preview(stage, num_packs=packs, packs=pack, seed=seed)
-    if html is None:
-        for one in shown:
-            click.echo(render_pack(one, full=full))
-        return
-    content = render_packs(list(shown), stage.config.task)
-    if dry_run:
-        click.echo(f"would write {len(content):,} bytes to {html}")
-        return
-    html.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(html, content)
-    click.echo(f"preview: {html}")
-
-
-def run_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
-    """measure, plan, write, verify and report; what is complete is not done again."""
-    verify = functools.partial(verify_verb, deep=deep)
-    verbs: tuple[Callable[[Stage, bool], None], ...]
-    verbs = (measure_verb, plan_verb, write_verb, verify, report_verb)
-    manifest = stage.workspace.manifest
-    needed = (stage.workspace.index_info, stage.workspace.plan_info, manifest, manifest)
-    for verb, artifact in zip(verbs, (None, *needed), strict=True):
-        if dry_run and artifact is not None and not artifact.exists():
-            click.echo(f"what follows depends on {artifact}, which is not there yet")
-            return
-        verb(stage, dry_run)
-
-
-def append_verb(stage: Stage, dry_run: bool) -> None:
-    """Pack further data into further shards of a complete output; the old ones stay."""
-    from offline_packing.append import append, preview_append
-    from offline_packing.manifest import read_manifest
-
-    if dry_run:
-        click.echo(preview_append(stage), nl=False)
-        return
-    before = read_manifest(stage)
-    manifest = append(stage)
-    counts = manifest["counts"]
-    num_packs = sum(counts["packs"].values())
-    click.echo(
-        f"{'no new samples: ' if manifest == before else ''}{stage.workspace.root} holds "
-        f"{counts['packed']:,} samples in {num_packs:,} packs, {len(manifest['shards']):,} shards"
-    )
-
-
-def retry_verb(stage: Stage, dry_run: bool) -> None:
-    """Go on where a run ended; write what is missing or damaged of a complete output again."""
-    from offline_packing.retry import retry
-
-    if dry_run:
-        status_verb(stage, dry_run)
-        return
-    click.echo(retry(stage))
-
-
-def status_verb(stage: Stage, dry_run: bool) -> None:
-    """Show how far an output is; also while a run is at work on it."""
-    from offline_packing.status import status
-
-    click.echo(status(stage), nl=False)
 
 
 def _output_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,7 +51,9 @@ def _output_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _deep_option = click.option(
-    "--deep", is_flag=True, help="Verify against the source, and encode every sample again."
+    "--deep",
+    is_flag=True,
+    help="Also compare what was written with the source, and encode every sample again.",
 )
 
 
@@ -187,15 +64,23 @@ def _preview_options(function: Callable[..., Any]) -> Callable[..., Any]:
             type=click.IntRange(min=1),
             default=3,
             show_default=True,
-            help="How many packs to draw.",
+            help="How many packs to draw at random.",
         ),
-        click.option("--pack", multiple=True, metavar="KEY", help="A pack by key or number."),
-        click.option("--seed", default=0, show_default=True, help="Decides what is drawn."),
+        click.option(
+            "--pack", multiple=True, metavar="KEY", help="Show this pack, by key or number."
+        ),
+        click.option(
+            "--seed",
+            type=click.IntRange(min=0),
+            default=0,
+            show_default=True,
+            help="Decides which packs are drawn.",
+        ),
         click.option("--full", is_flag=True, help="Show long texts in full."),
         click.option(
             "--html",
             type=click.Path(dir_okay=False, path_type=Path),
-            help="Write one page, with the images, instead of text.",
+            help="Write one page, with images and first frames of videos, instead of text.",
         ),
     )
     return functools.reduce(
@@ -203,24 +88,24 @@ def _preview_options(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-_OPTIONS: dict[Callable[..., None], Callable[..., Any]] = {
-    verify_verb: _deep_option,
-    run_verb: _deep_option,
-    preview_verb: _preview_options,
+_OPTIONS: dict[verbs.Verb, Callable[..., Any]] = {
+    verbs.verify_verb: _deep_option,
+    verbs.run_verb: _deep_option,
+    verbs.preview_verb: _preview_options,
 }
 
 
-def _add_stage_command(name: str, verb: Callable[..., None]) -> None:
+def _add_stage_command(name: str, verb: verbs.Verb) -> None:
     @cli.command(name, help=verb.__doc__)
-    @click.argument("config", type=click.Path(dir_okay=False))
+    @click.argument("config")
     @click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
     @click.option("--dry-run", is_flag=True, help="Say what would be done; write nothing.")
     @click.option(
         "--accept-mismatch",
         multiple=True,
         metavar="FIELD",
-        help="Use an index although this field of its fingerprint differs, or "
-        "modification_time: files although they were copied without their times.",
+        help="Use what was measured although this field, as an error message named it, differs "
+        "now; or modification_time: although files were copied without their times.",
     )
     @_OPTIONS.get(verb, lambda function: function)
     @_output_options
@@ -235,7 +120,7 @@ def _add_stage_command(name: str, verb: Callable[..., None]) -> None:
         _start_logging(quiet)
         parsed = load_config(config, overrides)
         with build_engine(parsed) as engine:
-            if engine.IS_SHARED and verb not in _SHARED_VERBS:
+            if engine.IS_SHARED and verb not in verbs.SHARED_VERBS:
                 raise ConfigError(
                     f"engine.name={parsed.engine.name} shares measure, write and verify among "
                     f"ranks; run {name} with engine.name=local"
@@ -246,40 +131,26 @@ def _add_stage_command(name: str, verb: Callable[..., None]) -> None:
                 accept_mismatch=frozenset(accept_mismatch),
                 progress=not quiet and sys.stderr.isatty(),
             )
-            reads_only = dry_run or verb in (status_verb, preview_verb)
+            reads_only = dry_run or verb in verbs.READING_VERBS
             # These fail where nothing was made yet, and leave nothing behind.
-            needs_none = verb in _NEED_OUTPUT and not stage.workspace.packing.exists()
+            needs_none = verb in verbs.NEED_OUTPUT and not stage.workspace.packing.exists()
             lock = stage.workspace.lock(shared=engine.IS_SHARED)
             with contextlib.nullcontext() if reads_only or needs_none else lock:
                 verb(stage, dry_run, **verb_options)
 
 
-#: What makes nothing of its own where there is no output.
-_NEED_OUTPUT = (verify_verb, append_verb, report_verb)
-#: What several ranks can do to one output at the same time.
-_SHARED_VERBS = (measure_verb, write_verb, verify_verb, status_verb, preview_verb)
-
-for _verb in (
-    measure_verb,
-    plan_verb,
-    write_verb,
-    verify_verb,
-    report_verb,
-    preview_verb,
-    run_verb,
-    append_verb,
-    status_verb,
-    retry_verb,
-):
+for _verb in verbs.VERBS:
     _add_stage_command(_verb.__name__.removesuffix("_verb"), _verb)
 
 
 @cli.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--task", type=click.Choice(TASKS), help="For packs that do not name their task.")
+@click.option(
+    "--task", type=click.Choice(TASKS), help="What packs that do not say so are trained as."
+)
 @_output_options
 def index(folder: Path, task: str | None, quiet: bool) -> None:
-    """Give a FOLDER of pack tars, written by others, the metadata that Energon needs."""
+    """Give a FOLDER of packs (*.tar), written by others, the metadata that Energon needs."""
     from offline_packing.energon_metadata import index_pack_folder
 
     _start_logging(quiet)
@@ -288,7 +159,7 @@ def index(folder: Path, task: str | None, quiet: bool) -> None:
 
 @cli.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path), default="demo_output")
-@click.option("--num-samples", default=2000, show_default=True, help="Samples to draw.")
+@click.option("--num-samples", default=2000, show_default=True, help="How many samples to draw.")
 @click.option("--seed", default=0, show_default=True, help="Decides everything that is drawn.")
 @_output_options
 def demo(folder: Path, num_samples: int, seed: int, quiet: bool) -> None:
@@ -307,20 +178,22 @@ def _start_logging(quiet: bool) -> None:
 def main() -> None:
     """Entry point: an error is one line on stderr."""
     try:
-        cli.main(standalone_mode=False)
+        with signals_raise():
+            cli.main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(2)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted; run again to go on", err=True)
-        sys.exit(130)
+    except EndedBySignal as ended:
+        click.echo(f"{ended}; the same command goes on where it stopped", err=True)
+        sys.exit(128 + ended.number)
     except ShareDoneError as done:
         click.echo(str(done), err=True)
     except Exception as error:
         if "--debug" in sys.argv[1:]:
             raise
         known = isinstance(error, StageError | OSError)
-        text = str(error) if known else f"{type(error).__name__}: {error} (--debug shows where)"
+        cause = error.__cause__ if isinstance(error, click.Abort) else error  # of an EOFError
+        text = str(error) if known else f"{type(cause).__name__}: {cause} (--debug shows where)"
         click.echo(f"error: {' '.join(text.split())}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 

@@ -19,9 +19,10 @@ from pydantic import (
     model_validator,
 )
 
-from offline_packing.config_file import read_config, validate
+from offline_packing.config_file import explain_value_error, read_config, validate
 from offline_packing.engines import ENGINES
 from offline_packing.errors import ConfigError
+from offline_packing.plan_rules import check_combination
 from offline_packing.sources import SOURCES, source_class
 from offline_packing.sources.fields import FieldMap
 from task_encoders.sample_encoder import FAMILIES
@@ -30,12 +31,19 @@ from task_encoders.video_file import MAX_VIDEO_FRAMES
 
 #: Copies of a sample are rows of their own: more of them is a slip of the pen.
 MAX_REPEAT: Final = 1000
+#: Lengths are 32-bit numbers in plans, everything else is a 64-bit one in artifacts.
+MAX_SEQ_LENGTH: Final = 2**31 - 1
+_MAX_INTEGER: Final = 2**63 - 1
 
 
 def _not_bool(value: Any) -> Any:
     if isinstance(value, bool):  # pydantic would read true as 1
         raise ValueError("a number is needed")
     return value
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
 def one_of(registry: Collection[str]) -> AfterValidator:
@@ -59,15 +67,17 @@ def _expand_user(path: Any) -> Any:
 
 
 LocalOrRemotePath = Annotated[str, BeforeValidator(_expand_user)]
-Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
-NonNegative = Annotated[int, BeforeValidator(_not_bool), Field(ge=0)]
+Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1, le=_MAX_INTEGER)]
+NonNegative = Annotated[int, BeforeValidator(_not_bool), Field(ge=0, le=_MAX_INTEGER)]
 
 
 _VIDEO: Final = VideoSettings()
 
 
 class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class SourceConfig(_Config):
@@ -179,7 +189,7 @@ class OrderConfig(_Config):
 class PackConfig(_Config):
     """How samples are put together."""
 
-    seq_length: Count = 8192
+    seq_length: Annotated[Count, Field(le=MAX_SEQ_LENGTH)] = 8192
     strategy: str = "auto"
     seed: NonNegative = 0
     #: what happens to a sample with more tokens than seq_length
@@ -189,8 +199,10 @@ class PackConfig(_Config):
     #: what the strategy understands beside seq_length and seed, such as hash_bucket's phases
     strategy_options: dict[str, Any] = {}
     #: which sample of a length goes where: shuffle, locality (packs follow the source), mix (packs
-    #: interleave the sources by weight), balance (vision patches evened out); they combine
-    assignment: tuple[Literal["shuffle", "locality", "mix", "balance"], ...] = ("shuffle",)
+    #: interleave the sources by weight), balance (vision patches evened out); one, or a list
+    assignment: Annotated[
+        tuple[Literal["shuffle", "locality", "mix", "balance"], ...], BeforeValidator(_listed)
+    ] = ("shuffle",)
     #: write the packs so that the ranks of this loader get packs of similar cost at each step
     order: OrderConfig | None = None
     #: further limits per pack: {vision_patches: 22000, images: 16, videos: 2}
@@ -212,6 +224,31 @@ class PackConfig(_Config):
 
             one_of(STRATEGIES).func(strategy)  # type: ignore[call-arg]
         return strategy
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "PackConfig":
+        if self.pad_multiple > self.seq_length:
+            raise ValueError(
+                f"pad_multiple {self.pad_multiple} > seq_length {self.seq_length}; no sample would "
+                "fit a pack"
+            )
+        check_combination(
+            strategy=self.strategy,
+            assignment=self.assignment,
+            budgets=[*self.budgets, *(["samples"] if self.max_samples else [])],
+            has_order=self.order is not None,
+            homogeneous=self.homogeneous,
+            min_samples=self.min_samples,
+            max_samples=self.max_samples,
+        )
+        if self.strategy_options:
+            from offline_packing.strategies import check_options
+
+            try:
+                check_options(self.strategy, self.seq_length, self.strategy_options)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"strategy_options: {explain_value_error(error)}") from error
+        return self
 
 
 class OutputConfig(_Config):

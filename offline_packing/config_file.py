@@ -21,6 +21,15 @@ def read_config(model: type[ModelT], path: str | Path, overrides: Sequence[str] 
     name = f"config {str(path)!r}"
     try:
         text = Path(path).read_text("utf-8")
+    except FileNotFoundError as error:
+        remedy = "write one as the README shows it, or give its path"
+        if "=" in str(path):
+            remedy = "the YAML file comes first, settings behind it"
+        raise ConfigError(f"{name} does not exist; {remedy}") from error
+    except IsADirectoryError as error:
+        found = sorted(str(file) for file in Path(path).glob("*.y*ml"))[:3]
+        inside = f" such as {', '.join(found)}" if found else ", in which source.path names data"
+        raise ConfigError(f"{name} is a folder; give a YAML file{inside}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} cannot be read: {error}") from error
     content = parse_yaml(text, name)
@@ -51,11 +60,26 @@ def _explain(model: type[BaseModel], problem: Mapping[str, Any]) -> str:
         return f"{field} is missing; set it"
     if problem["type"] == "literal_error":
         return f"{field}={problem['input']!r} is not valid; choose {problem['ctx']['expected']}"
+    if problem["type"] in ("tuple_type", "list_type"):
+        return f"{field}={problem['input']!r} is no list; write [first, second]"
+    if problem["type"] in ("dict_type", "model_type"):
+        fields = ", ".join(_model_at(model, location).model_fields)
+        valid = f" with fields among: {fields}" if problem["type"] == "model_type" else ""
+        return f"{field}={problem['input']!r} is no mapping; write {{name: value}}{valid}"
     message = problem["msg"].removeprefix("Value error, ")
     value = problem["input"]
     shown = f"={value!r}" if isinstance(value, str | int | float | None) else ""
     text = f"{message[:1].lower()}{message[1:]}"
     return f"{field}{shown}: {text}" if field else text
+
+
+def explain_value_error(error: Exception) -> str:
+    """What is wrong, in one line; of pydantic's own errors without its addresses."""
+    if isinstance(error, ValidationError):
+        return "; ".join(
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()
+        )
+    return " ".join(str(error).split())
 
 
 def _model_at(model: type[BaseModel], location: Sequence[str]) -> type[BaseModel]:

@@ -5,8 +5,9 @@ fingerprint is refused by the name of the field that changed. Versions of librar
 """
 
 import importlib.metadata
+import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from offline_packing.errors import ConfigError, StageError
 
@@ -30,6 +31,7 @@ def check_fingerprint(
     artifact: str,
     remedy: str,
     accept: Collection[str] = (),
+    explain: Callable[[str], str | None] = lambda name: None,
 ) -> None:
     """Raise StageError if any field but the accepted ones differs.
 
@@ -39,6 +41,7 @@ def check_fingerprint(
         artifact: what to call it in the message.
         remedy: what the user can do.
         accept: names of fields that may differ.
+        explain: what changed, of a field whose values say nothing to people; None of others.
     """
     unknown = set(accept) - {*found, *wanted}
     if unknown:
@@ -47,10 +50,21 @@ def check_fingerprint(
         )
     names = [name for name in changed_fields(found, wanted) if name not in accept]
     if names:
-        values = "; ".join(
-            f"{name} was {found.get(name)!r}, is {wanted.get(name)!r}" for name in names
+        changes = "; ".join(
+            explain(name) or f"{name} was {_shown(name, found)}, is {_shown(name, wanted)}"
+            for name in names
         )
-        raise StageError(f"{artifact} was made otherwise: {values}; {remedy}")
+        raise StageError(f"{artifact} cannot be used: {changes}; {remedy}")
+
+
+def _shown(name: str, fingerprint: Fingerprint) -> str:
+    """A value on one line; what is neither text nor an integer stands in a fingerprint as JSON."""
+    if name not in fingerprint:
+        return "not set"
+    value = fingerprint[name]
+    if isinstance(value, str) and value.endswith("\n"):
+        return json.dumps(json.loads(value), ensure_ascii=False)
+    return repr(value)
 
 
 def library_versions() -> dict[str, str]:

@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -36,7 +37,12 @@ from offline_packing.fingerprint import (
 )
 from offline_packing.index import Index, IndexInfo, MeasuredSample, SetAsideSample
 from offline_packing.repeated_ids import hash_content, rename_repeated
-from offline_packing.scan_sources import save_listings, scan_sources
+from offline_packing.scan_sources import (
+    ScannedSource,
+    explain_listing,
+    save_listings,
+    scan_sources,
+)
 from offline_packing.sources import Locator, Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.listing import container_hash
 from offline_packing.sources.records import to_sample
@@ -105,7 +111,7 @@ def measure(stage: Stage) -> IndexInfo:
     scanned = scan_sources(stage, size)
     scans = [one.scan for one in scanned]
     fingerprint = _fingerprint(stage, scans)
-    info = _existing_index(stage, fingerprint)
+    info = _existing_index(stage, fingerprint, scanned)
     if info is not None:
         logger.info("measure: complete (%s samples), nothing to do", f"{info.num_samples:,}")
         return info
@@ -166,9 +172,12 @@ def _started(stage: Stage, fingerprint: Fingerprint) -> Fingerprint:
     }
 
 
-def _existing_index(stage: Stage, fingerprint: Fingerprint) -> IndexInfo | None:
+def _existing_index(
+    stage: Stage, fingerprint: Fingerprint, scanned: Sequence[ScannedSource]
+) -> IndexInfo | None:
     """The complete index, if there is one; what cannot be used is refused, or removed."""
     workspace = stage.workspace
+    explain = partial(explain_listing, workspace.files, scanned)
     info = IndexInfo.load(workspace.index_info)
     try:
         if info is not None:
@@ -178,6 +187,7 @@ def _existing_index(stage: Stage, fingerprint: Fingerprint) -> IndexInfo | None:
                 artifact=f"the index in {workspace.root}",
                 remedy=_REMEDY,
                 accept=stage.accepted_fields,
+                explain=explain,
             )
             warn_of_versions(info.versions, "the index")
             return info
@@ -189,6 +199,7 @@ def _existing_index(stage: Stage, fingerprint: Fingerprint) -> IndexInfo | None:
                 _started(stage, fingerprint),
                 artifact=f"the unfinished index in {workspace.root}",
                 remedy="set output.overwrite=true to make it anew, or choose another output.path",
+                explain=explain,
             )
     except StageError:
         if not stage.config.output.overwrite:

@@ -38,6 +38,8 @@ FILES_SCHEMA: Final = pa.schema(
     ]
 )
 _CHUNK: Final = 1 << 16
+#: Names of files that a message lists of each kind of change.
+_NUM_NAMED: Final = 3
 
 
 def files_path(folder: Path, source_id: int) -> Path:
@@ -201,6 +203,40 @@ def find_growth(
         same = set(differing["container"].to_pylist()) - set(map(os.fsencode, grown))
         added = pack_batches(_without(unpack_batches(added), same), FILES_SCHEMA)
     return Growth(added, sum(map(len, unpack_batches(added))), grown)
+
+
+def describe_changes(known: Path, files: bytes) -> str:
+    """ "2 added ('a.json', 'b.json'), 1 removed ('c.json')"; empty where all are as they were.
+
+    Args:
+        known: table of what was measured.
+        files: what `list_files` gave of the source as it is now.
+    """
+    comparison = _Comparison([known], check_times=True)
+    now = pa.Table.from_batches(comparison.added(files), FILES_SCHEMA)
+    was = pa.concat_tables([FILES_SCHEMA.empty_table(), *comparison.differing])
+    names, was_names = (table["container"].combine_chunks() for table in (now, was))
+    place = pc.index_in(was_names, names)
+    sizes, times = (
+        was[column].to_numpy() != now[column].take(place).to_numpy()
+        for column in ("size", "modified")
+    )
+    # Of files that may grow `size` is where the last whole line ended, perhaps not the file's end.
+    is_read = pc.is_valid(was["content_hash"]).to_numpy(zero_copy_only=False)
+    sizes &= times | ~is_read | (was["modified"].to_numpy() == 0)
+    changes = {
+        "added": names.filter(pc.invert(pc.is_in(names, was_names))),
+        "removed": pa.concat_tables(comparison.gone)["container"].combine_chunks(),
+        "of another size": was_names.filter(pa.array(sizes)),
+        "of another modification time": was_names.filter(pa.array(times & ~sizes)),
+    }
+    return ", ".join(_count_and_name(what, found) for what, found in changes.items() if len(found))
+
+
+def _count_and_name(what: str, names: pa.LargeBinaryArray) -> str:
+    first = ", ".join(repr(os.fsdecode(name.as_py())) for name in names[:_NUM_NAMED])
+    more = ", …" if len(names) > _NUM_NAMED else ""
+    return f"{len(names):,} {what} ({first}{more})"
 
 
 def _without(batches: Iterator[pa.RecordBatch], names: set[bytes]) -> Iterator[pa.RecordBatch]:

@@ -6,7 +6,6 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing.config import PackingConfig
-from offline_packing.errors import ConfigError
 from offline_packing.index import Index
 
 #: Column of the index that each budget of a pack counts.
@@ -24,19 +23,11 @@ def plan_arguments(
 
     Args:
         kept: (num_kept,) rows of the index that are planned; the arrays returned are theirs.
-
-    Raises:
-        ConfigError: mix and homogeneous, which group the samples in two ways.
     """
     from offline_packing.cost import sample_cost
     from offline_packing.pack_order import RankLayout
 
     pack = config.pack
-    if pack.homogeneous and "mix" in pack.assignment:
-        raise ConfigError(
-            "pack.homogeneous groups samples by their media, assignment mix by their source; "
-            "leave out one of the two"
-        )
 
     def column(name: str) -> npt.NDArray[Any]:
         return samples.array(name)[kept]

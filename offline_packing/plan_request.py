@@ -8,6 +8,7 @@ import numpy as np
 
 from offline_packing.admission import Admission
 from offline_packing.pack_order import RankLayout
+from offline_packing.plan_rules import check_combination
 from offline_packing.strategies import STRATEGIES
 
 ASSIGNMENTS = ("shuffle", "locality", "mix", "balance")
@@ -96,28 +97,17 @@ def check_request(request: PlanRequest) -> None:
     _check_given("assignment mix", "mix" in wants, groups=request.groups)
     _check_given("assignment balance", "balance" in wants, balance_by=request.balance_by)
     _check_given("homogeneous", request.homogeneous, groups=request.groups)
-    windowed = sorted(wants & {"locality", "mix"})
-    if windowed and request.order is not None:
-        raise ValueError(
-            f"order puts packs of similar cost side by side, assignment {windowed[0]} packs of the "
-            "same stretch of the source; choose one of them"
-        )
-    exact = windowed or request.sizes
-    if exact and request.strategy != "auto":
-        asked = f"assignment {windowed[0]}" if windowed else f"budget {min(request.sizes)!r}"
-        raise ValueError(f"{asked} needs strategy 'auto', not {request.strategy!r}")
-    if request.sizes and wants & {"locality", "mix", "balance"}:
-        raise ValueError(
-            f"assignment {min(wants - {'shuffle'})} exchanges samples of equal length, which may "
-            "break a budget; leave out one of the two"
-        )
     if not 0 <= request.min_fill <= 1:
         raise ValueError(f"min_fill is {request.min_fill}; it is a share of seq_length, 0 to 1")
-    limit = request.sizes["samples"][1] if "samples" in request.sizes else None
-    if limit is not None and request.min_samples > limit:
-        raise ValueError(
-            f"min_samples is {request.min_samples} > max_samples {limit}; no pack can be both"
-        )
+    check_combination(
+        strategy=request.strategy,
+        assignment=wants,
+        budgets=request.sizes,
+        has_order=request.order is not None,
+        homogeneous=False,  # what its groups are is the caller's choice
+        min_samples=request.min_samples,
+        max_samples=request.sizes["samples"][1] if "samples" in request.sizes else None,
+    )
 
 
 def check_strategy(name: str) -> None:

@@ -1,12 +1,19 @@
 """The sources of a configuration, listed: all that they hold, or what is new in them."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from offline_packing.config import SourceConfig
 from offline_packing.generations import Generation, earlier_generations
-from offline_packing.measured_files import files_path, find_growth, list_files, save_files
+from offline_packing.measured_files import (
+    describe_changes,
+    files_path,
+    find_growth,
+    list_files,
+    save_files,
+)
 from offline_packing.sources import Growth, Scan, Source
 from offline_packing.stage import Stage, open_sources
 
@@ -39,6 +46,28 @@ def save_listings(folder: Path, scanned: Sequence[ScannedSource]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for i, one in enumerate(scanned):
         save_files(files_path(folder, i), one.files, one.scan)
+
+
+def explain_listing(folder: Path, scanned: Sequence[ScannedSource], field: str) -> str | None:
+    """What changed in the files of a source since its listing was kept.
+
+    Args:
+        folder: where `save_listings` kept them.
+        field: of a fingerprint, such as source.0.listing.
+
+    Returns:
+        None where it is another field, the listing is gone, or it was of the same files.
+    """
+    match = re.fullmatch(r"source\.(\d+)\.listing", field)
+    if match is None or int(match[1]) >= len(scanned):
+        return None
+    number = int(match[1])
+    path = files_path(folder, number)
+    if not path.exists():
+        return None
+    changes = describe_changes(path, scanned[number].files)
+    path_now = scanned[number].source.path
+    return f"{field}: the files of {path_now} are others: {changes}" if changes else None
 
 
 def _scan_source(

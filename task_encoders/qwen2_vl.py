@@ -87,6 +87,8 @@ class Qwen2VLSampleEncoder:
 
     @cached_property
     def fingerprint(self) -> Mapping[str, str | int]:
+        # `tokens_per_second` is not among it: it decides position_ids, which are made when a pack
+        # is read and stand in no artifact. Packs of Qwen2-VL and Qwen2.5-VL are the same.
         return {
             "family": "qwen2_vl",
             "template": TEMPLATE_VERSION,

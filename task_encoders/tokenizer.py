@@ -180,14 +180,21 @@ def qwen_ranks() -> dict[bytes, int]:
 
 @functools.cache
 def load_tokenizer(processor: str) -> Tokenizer:
-    """The tokenizer of "builtin", a checkpoint folder, or a hub name (no remote code is run)."""
+    """The tokenizer of "builtin", a checkpoint folder, or a hub name (no remote code is run).
+
+    Raises:
+        ValueError: there is none of that name, or it is no fast one.
+    """
     if processor == BUILTIN:
         ranks = qwen_ranks()
         special = {token: len(ranks) + i for i, token in enumerate(QWEN_SPECIAL_TOKENS)}
         return TiktokenTokenizer(ranks, QWEN_PATTERN, special, nfc=True)
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(processor, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(processor, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(_explain_missing(processor)) from error
     if not tokenizer.is_fast:
         raise ValueError(
             f"checkpoint {processor!r} has no fast tokenizer; save its tokenizer.json beside it"
@@ -198,6 +205,20 @@ def load_tokenizer(processor: str) -> Tokenizer:
         return fast
     logger.info("%s: no tiktoken form of this tokenizer; using transformers' own", processor)
     return slow
+
+
+def _explain_missing(processor: str) -> str:
+    """Why transformers found no tokenizer, where it writes a paragraph."""
+    path = Path(processor)
+    if path.is_dir():
+        why = "is a folder without a tokenizer (tokenizer.json, tokenizer_config.json)"
+    elif path.exists():
+        why = "is a file"
+    elif path.is_absolute() or processor.startswith((".", "~")):
+        why = "does not exist"
+    else:
+        why = "is no folder here, and not on the hub or out of reach (offline, or no access)"
+    return f"processor {processor!r} {why}; name a checkpoint folder or a hub name, or {BUILTIN!r}"
 
 
 def _as_tiktoken(spec: Mapping[str, Any]) -> TiktokenTokenizer | None:

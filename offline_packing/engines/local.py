@@ -7,7 +7,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import islice
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from types import TracebackType
 
 from offline_packing.engines.base import Engine, Result, Task
 from offline_packing.errors import StageError
@@ -22,6 +26,7 @@ class LocalEngine(Engine):
     def __init__(self, workers: int) -> None:
         super().__init__(workers)
         self._pool: ProcessPoolExecutor | None = None
+        self._others: set[BaseProcess] = set()
 
     def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
         if self.workers == 0:
@@ -32,9 +37,7 @@ class LocalEngine(Engine):
         try:
             while True:
                 room = _TASKS_PER_WORKER * self.workers - len(pending)
-                pending |= {
-                    self._executor().submit(function, task) for task in islice(remaining, room)
-                }
+                pending |= {self._submit(function, task) for task in islice(remaining, room)}
                 if not pending:
                     return
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
@@ -55,17 +58,65 @@ class LocalEngine(Engine):
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
 
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._pool is not None and exc is not None and not isinstance(exc, Exception):
+            # A signal: tasks at work are not waited for, they leave nothing half-written.
+            for worker in set(multiprocessing.active_children()) - self._others:
+                worker.terminate()
+        self.close()
+
+    def _submit(self, function: Callable[[Task], Result], task: Task) -> "Future[Result]":
+        pool = self._executor()
+        with _held(signal.SIGINT):
+            return pool.submit(function, task)
+
     def _executor(self) -> ProcessPoolExecutor:
         if self._pool is None:
+            _start_quiet_tracker()
+            self._others = set(multiprocessing.active_children())
             # Spawned, not forked: the parent has threads (progress bar, arrow) that a fork breaks.
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self.workers, context, initializer=_start_worker)
         return self._pool
 
 
+@contextmanager
+def _held(number: signal.Signals) -> Iterator[None]:
+    """A signal in here arrives at its end. A process that is started in here inherits that: a
+    worker takes no Ctrl-C before it can end without the traceback of its imports."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_quiet_tracker() -> None:
+    """Start multiprocessing's resource tracker, which removes the semaphores of a killed parent,
+    so that it does not warn of them, and outlives the terminal as it outlives Ctrl-C."""
+    name = "PYTHONWARNINGS"
+    before = os.environ.get(name)
+    filters = [] if before is None else [before]
+    os.environ[name] = ",".join([*filters, "ignore:resource_tracker:UserWarning"])
+    try:
+        with _held(signal.SIGHUP):
+            resource_tracker.ensure_running()
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 def _start_worker() -> None:
     """Ctrl-C ends a worker without a traceback, and no worker outlives a killed parent."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 

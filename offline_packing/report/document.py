@@ -9,7 +9,7 @@ import numpy as np
 from offline_packing.eligible import name_rows
 from offline_packing.files import hash_file, read_json
 from offline_packing.manifest import Manifest, earlier_shards, stored_config
-from offline_packing.report.generations import Generation, open_generations
+from offline_packing.report.complete_stages import CompleteStages, open_complete_stages
 from offline_packing.report.pack_figures import pack_figures, saving_figures
 from offline_packing.report.pack_rows import choose_packs, padded_rows
 from offline_packing.report.sample_figures import length_figures, overlong_figures, source_sums
@@ -32,7 +32,7 @@ def build_document(stage: Stage) -> Document:
     Raises:
         StageError: not even the index is complete, or a stage was made otherwise.
     """
-    generations, manifest = open_generations(stage)
+    generations, manifest = open_complete_stages(stage)
     planned = all(g.plan is not None and g.plan.num_packs > 0 for g in generations)
     set_aside = count_set_aside(generations)
     sources = _sources(generations, set_aside)
@@ -82,7 +82,7 @@ def made_from(workspace: Workspace, manifest: Manifest | None) -> dict[str, str 
     }
 
 
-def _plan(generations: Sequence[Generation]) -> dict[str, Any]:
+def _plan(generations: Sequence[CompleteStages]) -> dict[str, Any]:
     plans = [g.plan for g in generations if g.plan is not None]
     num_packs = sum(plan.num_packs for plan in plans)
     # Data that were appended are packed by themselves, so that their bounds add up.
@@ -101,8 +101,9 @@ def _plan(generations: Sequence[Generation]) -> dict[str, Any]:
     }
 
 
-def _sources(generations: Sequence[Generation], set_aside: SetAside) -> list[dict[str, Any]]:
-    """One entry per source and generation. `samples` leaves out what an earlier generation had."""
+def _sources(generations: Sequence[CompleteStages], set_aside: SetAside) -> list[dict[str, Any]]:
+    """One entry per source and generation. They sum up to `samples` of the document: what an
+    append measured again is found again, and set aside as duplicate_key."""
     lines: list[dict[str, Any]] = []
     for generation, aside in zip(generations, set_aside.by_source, strict=True):
         sums = source_sums(generation)
@@ -150,7 +151,7 @@ def _shards(manifest: Manifest) -> list[dict[str, Any]]:
     return lines
 
 
-def _drawn(generation: Generation) -> dict[str, Any]:
+def _drawn(generation: CompleteStages) -> dict[str, Any]:
     """Some packs with the names of their samples, and samples in padded batches."""
     plan, config = generation.plan, generation.stage.config
     assert plan is not None

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from offline_packing.config import PackingConfig
 from offline_packing.cost import sample_cost
+from offline_packing.report.complete_stages import CompleteStages
 from offline_packing.report.distributions import linear_histogram, spread
-from offline_packing.report.generations import Generation
 from offline_packing.shard_layout import split_packs
 from offline_packing.summary import padded_tokens
 
@@ -24,7 +24,7 @@ _NUM_RANKS: Final = 8
 _COST_CHUNK: Final = 1 << 20
 
 
-def pack_figures(generations: Sequence[Generation]) -> dict[str, Any]:
+def pack_figures(generations: Sequence[CompleteStages]) -> dict[str, Any]:
     """Fill, samples and cost per pack. All generations are planned, with one pack at least."""
     seq_length = generations[0].stage.config.pack.seq_length
     tokens = _per_pack(generations, "num_tokens")
@@ -46,7 +46,7 @@ def pack_figures(generations: Sequence[Generation]) -> dict[str, Any]:
     }
 
 
-def saving_figures(generations: Sequence[Generation]) -> dict[str, Any]:
+def saving_figures(generations: Sequence[CompleteStages]) -> dict[str, Any]:
     """Packing against padding, and against packing in a small buffer while training."""
     config = generations[0].stage.config
     counts = np.zeros(config.pack.seq_length + 1, np.int64)
@@ -76,12 +76,12 @@ def saving_figures(generations: Sequence[Generation]) -> dict[str, Any]:
     }
 
 
-def _plan(generation: Generation) -> Any:
+def _plan(generation: CompleteStages) -> Any:
     assert generation.plan is not None
     return generation.plan
 
 
-def _per_pack(generations: Sequence[Generation], column: str) -> npt.NDArray[np.int64]:
+def _per_pack(generations: Sequence[CompleteStages], column: str) -> npt.NDArray[np.int64]:
     return np.concatenate([g.sum_of_packs(g.columns[column]) for g in generations])
 
 
@@ -89,7 +89,7 @@ def _squares(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
     return np.square(lengths, dtype=np.float64)
 
 
-def _cost(generation: Generation) -> npt.NDArray[np.float32]:
+def _cost(generation: CompleteStages) -> npt.NDArray[np.float32]:
     """(num_samples,) forward operations of Qwen2-VL-7B; a chunk at a time, for the temporaries."""
     columns = list(generation.columns.values())
     cost = np.empty(len(columns[0]), np.float32)
@@ -125,7 +125,7 @@ def _waiting(config: PackingConfig, costs: Sequence[npt.NDArray[np.float64]]) ->
     }
 
 
-def _online(generations: Sequence[Generation], config: PackingConfig) -> list[dict[str, Any]]:
+def _online(generations: Sequence[CompleteStages], config: PackingConfig) -> list[dict[str, Any]]:
     """Fill that first-fit-decreasing reaches on buffers of some samples in random order."""
     from offline_packing.strategies.first_fit import first_fit_decreasing
 

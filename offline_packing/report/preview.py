@@ -1,6 +1,7 @@
 """preview: packs as training sees them: read from the shards, restored and encoded by the task
 encoder, and their tokens spelled out with what is trained and what is not."""
 
+import io
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
+from offline_packing.config import ModelConfig
 from offline_packing.energon_metadata import check_energon
 from offline_packing.errors import StageError
 from offline_packing.layouts import LAYOUTS
@@ -20,6 +22,8 @@ from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SourceSample
 from task_encoders.settings import PackingSettings
 from task_encoders.tokenizer import Tokenizer
+from task_encoders.video import num_sampled_frames, sampled_frames
+from task_encoders.video_file import decode_frames, read_video_header
 from task_encoders.vision import MAX_IMAGE_PIXELS, decode_image
 
 if TYPE_CHECKING:
@@ -59,6 +63,19 @@ class ImagePreview:
 
 
 @dataclass(frozen=True)
+class VideoPreview:
+    """One video of a sub-sample, upright. `num_frames` are those that are trained on, `first` is
+    the first of them as a PNG file."""
+
+    name: str
+    width: int
+    height: int
+    grid: tuple[int, int, int]
+    num_frames: int
+    first: bytes
+
+
+@dataclass(frozen=True)
 class SubSamplePreview:
     """One segment of a row. `num_tokens` counts its padding."""
 
@@ -66,6 +83,7 @@ class SubSamplePreview:
     num_tokens: int
     num_loss_tokens: int
     images: tuple[ImagePreview, ...]
+    videos: tuple[VideoPreview, ...]
     spans: tuple[Span, ...]
 
 
@@ -133,9 +151,8 @@ def choose(manifest: Manifest, num_packs: int, packs: Sequence[str], seed: int) 
 def _task_encoder(stage: Stage, manifest: Manifest) -> "Qwen2VLTaskEncoder":
     from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, check_manifest
 
-    task = manifest["task"]
+    task, model = manifest["task"], stage.config.model
     try:
-        model = stage.config.model
         task_encoder = Qwen2VLTaskEncoder(
             family=model.family,
             processor=model.processor,
@@ -210,12 +227,19 @@ def _sub_samples(
     max_image_pixels = stage.config.model.max_image_pixels or MAX_IMAGE_PIXELS
     restored = restore_pack(parse_json(members[JSON_PART], key), key)
     samples = (sub for sub in restored.sub_samples if isinstance(sub, SourceSample))
-    grids = iter(row.row.image_grid_thw.tolist())
+    image_grids, video_grids = (
+        iter(grids.tolist()) for grids in (row.row.image_grid_thw, row.row.video_grid_thw)
+    )
     bounds = itertools.pairwise(row.row.cu_lengths.tolist())
     for sub_key, (start, end) in zip(row.sub_sample_keys, bounds, strict=True):
         sample = next(sample for sample in samples if sample.key == sub_key)
         images = tuple(
-            _image(name, members[name], next(grids), max_image_pixels) for name in sample.images
+            _image(name, members[name], next(image_grids), max_image_pixels)
+            for name in sample.images
+        )
+        videos = tuple(
+            _video(name, members[name], next(video_grids), stage.config.model)
+            for name in sample.videos
         )
         labels = row.row.labels[start:end].numpy()
         spans = spell_row(
@@ -223,10 +247,11 @@ def _sub_samples(
             labels,
             row.row.attn_mask[start:end].numpy(),
             task_encoder.encoder.tokenizer,
-            [image.grid for image in images],
+            [f"{image.grid[1]}x{image.grid[2]}" for image in images],
+            [f"{v.num_frames} frames {v.grid[1]}x{v.grid[2]}" for v in videos],
         )
         num_loss_tokens = int((labels != IGNORE_INDEX).sum())
-        yield SubSamplePreview(sample, end - start, num_loss_tokens, images, tuple(spans))
+        yield SubSamplePreview(sample, end - start, num_loss_tokens, images, videos, tuple(spans))
 
 
 def _image(name: str, data: bytes, grid: Sequence[int], max_image_pixels: int) -> ImagePreview:
@@ -235,21 +260,36 @@ def _image(name: str, data: bytes, grid: Sequence[int], max_image_pixels: int) -
     return ImagePreview(name, image.width, image.height, (t, h, w), data)
 
 
+def _video(name: str, data: bytes, grid: Sequence[int], model: ModelConfig) -> VideoPreview:
+    limit = model.max_image_pixels or MAX_IMAGE_PIXELS
+    header = read_video_header(
+        io.BytesIO(data), max_frame_pixels=limit, max_frames=model.max_video_frames
+    )
+    num_frames = num_sampled_frames(header, model.video_settings())
+    numbers = sampled_frames(header.num_frames, num_frames)
+    first = next(decode_frames(data, header, numbers[:1], limit))
+    buffer = io.BytesIO()
+    first.save(buffer, "PNG")
+    t, h, w = grid
+    return VideoPreview(name, first.width, first.height, (t, h, w), num_frames, buffer.getvalue())
+
+
 def spell_row(
     tokens: npt.NDArray[np.int64],
     labels: npt.NDArray[np.int64],
     is_padding: npt.NDArray[np.bool_],
     tokenizer: Tokenizer,
-    grids: Sequence[tuple[int, int, int]],
+    images: Sequence[str],
+    videos: Sequence[str],
 ) -> Iterator[Span]:
     """A segment as text, in spans with loss and without.
 
     Args:
         tokens, labels, is_padding: (num_tokens,) of one segment.
-        grids: (t, h, w) of the images, in order.
+        images, videos: the size of each, in order, as it is to be shown.
     """
     trained = labels != IGNORE_INDEX
-    remaining = iter(grids)
+    remaining = {"image": iter(images), "video": iter(videos)}
     # A pair changes where a span ends: [0 0 0 1 1 0] -> 3, 5
     kinds = 2 * trained + is_padding
     cuts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(tokens)]
@@ -263,14 +303,13 @@ def spell_row(
 
 
 def _pieces(
-    spelled: Iterator[tuple[str, bool]], grids: Iterator[tuple[int, int, int]]
+    spelled: Iterator[tuple[str, bool]], sizes: Mapping[str, Iterator[str]]
 ) -> Iterator[Piece]:
-    """Text and control tokens, those that stand for pixels as one per image."""
+    """Text and control tokens, those that stand for pixels as one per image or video."""
     for (text, is_control), some in itertools.groupby(spelled):
         count = len(list(some))
         if is_control and text in _PADS:
-            grid = next(grids, None) if _PADS[text] == "image" else None
-            size = f" {grid[1]}x{grid[2]}" if grid else ""
-            yield Piece("vision", f"[{_PADS[text]}{size}: {count:,} tokens]")
+            size = next(sizes[_PADS[text]])
+            yield Piece("vision", f"[{_PADS[text]} {size}: {count:,} tokens]")
         else:
             yield from [Piece("control" if is_control else "text", text)] * count

@@ -9,7 +9,13 @@ from PIL import Image
 
 from offline_packing.report import charts
 from offline_packing.report.markup import Content, Element, page, tag
-from offline_packing.report.preview import ImagePreview, PackPreview, Span, SubSamplePreview
+from offline_packing.report.preview import (
+    ImagePreview,
+    PackPreview,
+    Span,
+    SubSamplePreview,
+    VideoPreview,
+)
 from offline_packing.report.preview_text import first_words
 from offline_packing.report.tables import table
 from task_encoders.vision import decode_image
@@ -28,9 +34,9 @@ def render_packs(packs: Sequence[PackPreview], task: str) -> bytes:
         tag("span", "marked like this", class_="trained"),
         "; control tokens are ",
         tag("span", "<|pale|>", class_="control"),
-        ", and the tokens of an image stand as one ",
+        ", and the tokens of an image or a video stand as one ",
         tag("span", "[image rows x columns: tokens]", class_="vision"),
-        ".",
+        ", rows and columns counted in patches. Of a video the first frame is shown.",
     )
     title = f"Preview of {len(packs)} packs ({task})"
     return page(title, tag("h1", title), legend, *sections)
@@ -63,12 +69,13 @@ def _pack(pack: PackPreview) -> Iterator[Element]:
             f"{sub.num_loss_tokens:,}",
             f"{len(sub.sample.turns):,}",
             f"{len(sub.images):,}",
+            f"{len(sub.videos):,}",
             tag("td", first_words(sub.sample.turns[0].prompt, _WORDS), class_="name"),
             tag("td", first_words(sub.sample.turns[0].answer, _WORDS), class_="name"),
         ]
         for i, sub in enumerate(pack.sub_samples)
     ]
-    names = ("sub-sample", "tokens", "loss", "turns", "images", "prompt", "answer")
+    names = ("sub-sample", "tokens", "loss", "turns", "images", "videos", "prompt", "answer")
     yield table(names, lines)
     yield tag("p", "cu_lengths ", tag("code", str(list(pack.cu_lengths))))
     for line in pack.dropped:
@@ -84,8 +91,9 @@ def _sub_sample(number: int, sub: SubSamplePreview) -> Iterator[Element]:
         tag("code", sub.sample.key),
         f" – {sub.num_tokens:,} tokens, {sub.num_loss_tokens:,} with loss",
     )
-    if sub.images:
-        yield tag("div", *map(_thumbnail, sub.images), class_="thumbs")
+    if sub.images or sub.videos:
+        thumbnails = [*map(_image, sub.images), *map(_video, sub.videos)]
+        yield tag("div", *thumbnails, class_="thumbs")
     yield tag("div", *map(_span, sub.spans), class_="text")
 
 
@@ -99,21 +107,29 @@ def _span(span: Span) -> Element:
     return tag("span", *pieces, title=title, **({"class_": "trained"} if span.trained else {}))
 
 
-def _thumbnail(image: ImagePreview) -> Element:
-    _, rows, columns = image.grid
+def _image(image: ImagePreview) -> Element:
+    return _thumbnail(image, image.data, "")
+
+
+def _video(video: VideoPreview) -> Element:
+    return _thumbnail(video, video.first, f"{video.num_frames} frames of ")
+
+
+def _thumbnail(medium: ImagePreview | VideoPreview, picture: bytes, what: str) -> Element:
+    _, rows, columns = medium.grid
     return tag(
         "figure",
-        tag("img", src=_small_jpeg(image), alt=image.name),
+        tag("img", src=_small_jpeg(picture, medium.width * medium.height), alt=medium.name),
         tag(
             "figcaption",
-            f"{image.name}: {image.width}x{image.height} pixels, {rows}x{columns} patches",
+            f"{medium.name}: {what}{medium.width}x{medium.height} pixels, {rows}x{columns} patches",
         ),
     )
 
 
-def _small_jpeg(image: ImagePreview) -> str:
-    """An image as a data URL."""
-    thumbnail = decode_image(image.data, max_image_pixels=image.width * image.height)
+def _small_jpeg(data: bytes, num_pixels: int) -> str:
+    """An image file as a data URL."""
+    thumbnail = decode_image(data, max_image_pixels=num_pixels)
     thumbnail.thumbnail(_THUMBNAIL, Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
     thumbnail.save(buffer, "JPEG", quality=75)

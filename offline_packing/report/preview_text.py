@@ -73,7 +73,7 @@ def _bar(pack: PackPreview) -> str:
 def _table(pack: PackPreview) -> Iterator[str]:
     yield (
         f"{'#':>3} {'tokens':>7} {'loss':>7} {'turns':>5}  {'prompt':<{_WORDS}}  "
-        f"{'answer':<{_WORDS}}  images (pixels -> patches)"
+        f"{'answer':<{_WORDS}}  images and videos (pixels -> patches)"
     )
     for number, sub in enumerate(pack.sub_samples):
         first = sub.sample.turns[0]
@@ -85,8 +85,13 @@ def _table(pack: PackPreview) -> Iterator[str]:
 
 
 def _sizes(sub: SubSamplePreview) -> str:
-    """'640x480 -> 34x46' of each image: width and height in pixels, rows and columns of patches."""
-    return ", ".join(f"{i.width}x{i.height} -> {i.grid[1]}x{i.grid[2]}" for i in sub.images)
+    """'640x480 -> 34x46' of each image: width and height in pixels, rows and columns of patches;
+    of a video '8 frames 640x480 -> 34x46'."""
+    images = [f"{i.width}x{i.height} -> {i.grid[1]}x{i.grid[2]}" for i in sub.images]
+    videos = [
+        f"{v.num_frames} frames {v.width}x{v.height} -> {v.grid[1]}x{v.grid[2]}" for v in sub.videos
+    ]
+    return ", ".join(images + videos)
 
 
 def _span(span: Span, full: bool, max_characters: int) -> Iterator[str]:

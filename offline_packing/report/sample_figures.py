@@ -6,8 +6,8 @@ from typing import Any, Final
 import numpy as np
 
 from offline_packing.admission import OVER_SEQ_LENGTH
+from offline_packing.report.complete_stages import CompleteStages
 from offline_packing.report.distributions import LogHistogram, spread
-from offline_packing.report.generations import Generation
 
 #: Summed up per source.
 _SUMS: Final = {
@@ -21,7 +21,7 @@ _SUMS: Final = {
 _LONGER: Final = (2, 4)
 
 
-def length_figures(generations: Sequence[Generation]) -> dict[str, Any] | None:
+def length_figures(generations: Sequence[CompleteStages]) -> dict[str, Any] | None:
     """Lengths in tokens of all measured samples; None without any."""
     histogram = LogHistogram(generations[0].stage.config.pack.seq_length)
     arrays = [generation.columns["num_tokens"] for generation in generations]
@@ -31,7 +31,7 @@ def length_figures(generations: Sequence[Generation]) -> dict[str, Any] | None:
     return {**spread(lengths), **histogram.document()} if len(lengths) else None
 
 
-def source_sums(generation: Generation) -> dict[str, list[int]]:
+def source_sums(generation: CompleteStages) -> dict[str, list[int]]:
     """Per source of a generation: `rows` of the index, `packed` of them, and the sums of what the
     packed ones hold (without a plan: of all)."""
     num_sources = len(generation.stage.config.source)
@@ -51,7 +51,7 @@ def source_sums(generation: Generation) -> dict[str, list[int]]:
     return {name: array.tolist() for name, array in sums.items()}
 
 
-def overlong_figures(generations: Sequence[Generation]) -> dict[str, Any]:
+def overlong_figures(generations: Sequence[CompleteStages]) -> dict[str, Any]:
     """Samples with more tokens than a pack holds, and what longer sequences would save."""
     pack = generations[0].stage.config.pack
     lengths = np.concatenate([_overlong_lengths(generation) for generation in generations])
@@ -73,7 +73,7 @@ def overlong_figures(generations: Sequence[Generation]) -> dict[str, Any]:
     }
 
 
-def _overlong_lengths(generation: Generation) -> np.ndarray:
+def _overlong_lengths(generation: CompleteStages) -> np.ndarray:
     lengths = generation.columns["num_tokens"]
     plan = generation.plan
     if plan is None:

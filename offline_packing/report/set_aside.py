@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from offline_packing.index import SET_ASIDE_SCHEMA, part_name
-from offline_packing.report.generations import Generation
+from offline_packing.report.complete_stages import CompleteStages
 from task_encoders.samples import REASONS
 
 #: Examples kept of each reason.
@@ -23,8 +23,7 @@ _BATCH: Final = 1 << 16
 
 @dataclass
 class SetAside:
-    """Counts and examples. `by_source` counts rows: samples that an earlier generation had set
-    aside already are counted again there, and not in `by_reason`."""
+    """Counts and examples of the same rows."""
 
     by_reason: Counter[str] = field(default_factory=Counter)
     #: per generation: (number of the source, set aside while planning) -> samples
@@ -47,7 +46,7 @@ class SetAside:
         ]
 
 
-def count_set_aside(generations: list[Generation]) -> SetAside:
+def count_set_aside(generations: list[CompleteStages]) -> SetAside:
     """Read the set-aside tables of all generations, one batch of rows at a time."""
     found = SetAside()
     for generation in generations:
@@ -58,12 +57,11 @@ def count_set_aside(generations: list[Generation]) -> SetAside:
                 found.by_reason[reason] += count
                 sources[source, while_planning] += count
             _keep_examples(found.examples, table, {reason for reason, _ in counted})
-        found.by_reason -= Counter(generation.plan_info.get("repeated_set_aside", {}))
         found.by_source.append(sources)
     return found
 
 
-def _tables(generation: Generation) -> Iterator[tuple[bool, pa.Table]]:
+def _tables(generation: CompleteStages) -> Iterator[tuple[bool, pa.Table]]:
     """(whether set aside while planning, some rows)."""
     workspace, info = generation.stage.workspace, generation.samples.info
     if info.num_set_aside:
@@ -77,7 +75,7 @@ def _tables(generation: Generation) -> Iterator[tuple[bool, pa.Table]]:
             yield True, pa.Table.from_batches([batch], SET_ASIDE_SCHEMA)
 
 
-def _count(table: pa.Table, generation: Generation) -> Mapping[tuple[str, int], int]:
+def _count(table: pa.Table, generation: CompleteStages) -> Mapping[tuple[str, int], int]:
     """(reason, number of the source) -> rows."""
     config = generation.stage.config
     numbers = np.zeros(len(table), np.int32)

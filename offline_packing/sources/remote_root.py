@@ -54,9 +54,19 @@ class RemoteRoot:
                 f"source path {url!r} cannot be opened: {error}; install fsspec and the package of "
                 "this storage (s3fs, gcsfs, ...)"
             ) from error
-        if filesystem.isdir(path):
+        try:
+            is_folder = filesystem.isdir(path)
+            is_file = not is_folder and filesystem.isfile(path)
+        except Exception as error:  # every storage has its own: botocore's, google's, aiohttp's
+            raise StageError(
+                f"source path {url!r} cannot be reached: {type(error).__name__}: {error}; check "
+                "its address, and the credentials of the storage in the environment (of S3 "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or FSSPEC_S3_ANON=true of a public "
+                "bucket)"
+            ) from error
+        if is_folder:
             return cls(filesystem, path), None
-        if not filesystem.isfile(path):
+        if not is_file:
             raise StageError(f"source path {url!r} does not exist; set source.path")
         folder, _, name = path.rpartition("/")
         return cls(filesystem, folder), name

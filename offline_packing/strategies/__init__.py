@@ -5,9 +5,10 @@ the packs, and leaves open which sample of a length is used (COMPOSERS); the oth
 themselves. To add a strategy, write its function and add one line here.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from offline_packing.strategies.histogram import (
 from offline_packing.strategies.narrow_fill import narrow_fill
 from offline_packing.strategies.packs import Packs
 from offline_packing.strategies.pattern_lp import pattern_lp
+
+#: Strategies count lengths in an array of so many; options are tried on no more.
+_TRIED_LENGTH: Final = 1 << 20
 
 
 class Strategy(Protocol):
@@ -72,3 +76,24 @@ STRATEGIES: dict[str, Strategy] = {
     **sequential.STRATEGIES,
     **knapsack.STRATEGIES,
 }
+
+
+def check_options(strategy: str, seq_length: int, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options that a strategy has not, or values that it does not take.
+
+    The values are tried on one sample; arrays with an entry per sample are not for configurations.
+    """
+    function = COMPOSERS.get(strategy, STRATEGIES[strategy])
+    valid = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY
+        and parameter.name != "seed"
+        and "ndarray" not in str(parameter.annotation)
+    ]
+    unknown = sorted(set(options) - set(valid))
+    if unknown:
+        takes = f"valid: {', '.join(valid)}" if valid else "it has none; leave them out"
+        raise ValueError(f"strategy {strategy!r} has no option {unknown[0]!r}; {takes}")
+    if options:
+        STRATEGIES[strategy](np.ones(1, np.int32), min(seq_length, _TRIED_LENGTH), **options)

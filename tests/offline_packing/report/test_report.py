@@ -302,7 +302,7 @@ def test_every_state(tmp_path: Path) -> None:
     assert "run write" not in report(stage)
     assert "Shards" in read_page(stage)
     changed = make_stage(root, tmp_path / "out", pack={"seed": 1})
-    with pytest.raises(StageError, match=r"the plan in .* was made otherwise: pack\.seed"):
+    with pytest.raises(StageError, match=r"the plan in .* cannot be used: pack\.seed"):
         report(changed)
 
 

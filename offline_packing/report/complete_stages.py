@@ -21,7 +21,7 @@ _CHUNK = 1 << 21
 
 
 @dataclass(frozen=True)
-class Generation:
+class CompleteStages:
     """The stages of the original data, or of one append."""
 
     stage: Stage
@@ -70,7 +70,7 @@ class Generation:
         return sums
 
 
-def open_generations(stage: Stage) -> tuple[list[Generation], Manifest | None]:
+def open_complete_stages(stage: Stage) -> tuple[list[CompleteStages], Manifest | None]:
     """All complete stages of an output, and its manifest if the packs are written.
 
     Raises:
@@ -87,7 +87,7 @@ def open_generations(stage: Stage) -> tuple[list[Generation], Manifest | None]:
     return generations, manifest
 
 
-def _open(stage: Stage) -> Generation:
+def _open(stage: Stage) -> CompleteStages:
     if not stage.workspace.plan_info.exists():
-        return Generation(stage, open_index(stage), None, {})
-    return Generation(stage, *open_plan(stage))
+        return CompleteStages(stage, open_index(stage), None, {})
+    return CompleteStages(stage, *open_plan(stage))
