@@ -102,9 +102,10 @@ class EnergonSource(WebDatasetSource):
 
     def _split_names(self) -> list[str]:
         """The tars of the split, in order."""
-        splits = self._splits.get("split_parts") or {}
+        found = self._splits.get("split_parts")
+        splits = found if isinstance(found, dict) else {}
         split = self.split or "train"
-        if not isinstance(splits, dict) or not splits.get(split):
+        if not splits.get(split):
             raise StageError(
                 f"{self.root.path('.nv-meta/split.yaml')} has no split {split!r}; set source.split "
                 f"to one of: {', '.join(splits) or 'none'}"

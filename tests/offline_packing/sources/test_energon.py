@@ -188,6 +188,13 @@ def test_exclude_that_energon_refuses(tmp_path: Path, exclude: str) -> None:
         rows(tmp_path, "captioning")
 
 
+@pytest.mark.parametrize("splits", ["[a.tar]", "7", "{val: [b.tar]}", "{train: []}"])
+def test_split_that_is_not_there(tmp_path: Path, splits: str) -> None:
+    prepared(tmp_path, CAPTIONING, split=f"split_parts: {splits}\n")
+    with pytest.raises(StageError, match=r"has no split 'train'; set source\.split to one of"):
+        rows(tmp_path, "captioning")
+
+
 def test_what_energon_prepared(tmp_path: Path) -> None:
     pytest.importorskip("megatron.energon")
     from megatron.energon.epathlib import EPath
