@@ -132,13 +132,16 @@ def measure(stage: Stage) -> IndexInfo:
         part_rows=[result.num_rows for result in results],
         set_aside=dict(sum((Counter(result.set_aside) for result in results), Counter())),
         num_tokens=sum(result.num_tokens for result in results),
-        hashes=_hashes(workspace, results),
     )
-    num_renamed = rename_repeated(stage, Index(workspace.index, info))
-    if num_renamed:
+    renamed = rename_repeated(stage, Index(workspace.index, info))
+    if renamed:
+        num_renamed = sum(renamed.values())
         logger.info(
             "measure: %s samples share their id with another one: ID@CONTENT", f"{num_renamed:,}"
         )
+        for number in renamed:
+            results[number] = replace(results[number], hashes=_hash_tables(tasks[number]))
+    info = replace(info, hashes=_hashes(workspace, results))
     info = _with_unused_images(workspace.index, info, scans)
     if info.num_unused_images:
         logger.warning(
