@@ -155,7 +155,7 @@ def test_moved_source_is_the_same(planned: Stage, data: Path) -> None:
         ("model", "max_pixels", 28 * 28 * 32, (measure, plan, write)),
         ("engine", "samples_per_part", 4, ()),
         ("pack", "seed", 1, (plan, write)),
-        ("pack", "strategy_options", {"seeds": 1}, (plan, write)),
+        ("pack", "strategy", "best_fit_decreasing", (plan, write)),
         ("output", "packs_per_shard", 3, (write,)),
         ("output", "key_prefix", "x", (write,)),
         ("output", "layout", "raw_packing", (plan, write)),

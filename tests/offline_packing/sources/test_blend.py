@@ -79,7 +79,7 @@ def test_weights_count_what_a_scan_cannot(tmp_path: Path) -> None:
 
 def test_another_repeat_is_refused(tmp_path: Path) -> None:
     measure(make_stage(sources(tmp_path), tmp_path / "out"))
-    with pytest.raises(StageError, match=r"source\.1\.repeat was None, is '2\.0'"):
+    with pytest.raises(StageError, match=r"source\.1\.repeat was not set, is '2\.0'"):
         measure(make_stage(sources(tmp_path, repeat=2), tmp_path / "out"))
 
 
