@@ -96,8 +96,6 @@ class PartResult:
     num_rows: int
     num_tokens: int
     set_aside: dict[str, int]
-    #: of the part of the index, and of that of the set-aside table
-    hashes: tuple[str, str]
 
 
 def measure(stage: Stage) -> IndexInfo:
@@ -133,15 +131,12 @@ def measure(stage: Stage) -> IndexInfo:
         set_aside=dict(sum((Counter(result.set_aside) for result in results), Counter())),
         num_tokens=sum(result.num_tokens for result in results),
     )
-    renamed = rename_repeated(stage, Index(workspace.index, info))
-    if renamed:
-        num_renamed = sum(renamed.values())
+    num_renamed = rename_repeated(stage, Index(workspace.index, info))
+    if num_renamed:
         logger.info(
             "measure: %s samples share their id with another one: ID@CONTENT", f"{num_renamed:,}"
         )
-        for number in renamed:
-            results[number] = replace(results[number], hashes=_hash_tables(tasks[number]))
-    info = replace(info, hashes=_hashes(workspace, results))
+    info = replace(info, hashes=_hashes(workspace))
     info = _with_unused_images(workspace.index, info, scans)
     if info.num_unused_images:
         logger.warning(
@@ -247,27 +242,19 @@ def _run_tasks(stage: Stage, tasks: Sequence[MeasureTask]) -> list[PartResult]:
     return [results[task.number] for task in tasks]
 
 
-def _hashes(workspace: Workspace, results: Sequence[PartResult]) -> dict[str, dict[str, str]]:
-    """What index.json records of the files beside it."""
-    tables = sorted(workspace.files.glob("*.parquet"))
-    names = [index.part_name(result.number) for result in results]
+def _hashes(workspace: Workspace) -> dict[str, dict[str, str]]:
+    """What index.json records of the files beside it, which are complete now."""
     return {
-        workspace.index.name: dict(zip(names, (r.hashes[0] for r in results), strict=True)),
-        workspace.set_aside.name: dict(zip(names, (r.hashes[1] for r in results), strict=True)),
-        workspace.files.name: {path.name: hash_file(path) for path in tables},
+        folder.name: {path.name: hash_file(path) for path in sorted(folder.glob("*.parquet"))}
+        for folder in (workspace.index, workspace.set_aside, workspace.files)
     }
-
-
-def _hash_tables(task: MeasureTask) -> tuple[str, str]:
-    return hash_file(task.index_path), hash_file(task.set_aside_path)
 
 
 def _finished_part(task: MeasureTask) -> PartResult:
     num_tokens = pq.read_table(task.index_path, columns=["num_tokens"])["num_tokens"]
     reasons = pq.read_table(task.set_aside_path, columns=["reason"])["reason"].to_pylist()
     tokens = pc.sum(num_tokens).as_py() or 0
-    hashes = _hash_tables(task)
-    return PartResult(task.number, len(num_tokens), tokens, dict(Counter(reasons)), hashes)
+    return PartResult(task.number, len(num_tokens), tokens, dict(Counter(reasons)))
 
 
 def measure_part(task: MeasureTask) -> PartResult:
@@ -277,7 +264,7 @@ def measure_part(task: MeasureTask) -> PartResult:
         index.table_writer(task.index_path, index.INDEX_SCHEMA) as write_measured,
         index.table_writer(task.set_aside_path, index.SET_ASIDE_SCHEMA) as write_aside,
     ):
-        total = PartResult(task.number, 0, 0, {}, ("", ""))
+        total = PartResult(task.number, 0, 0, {})
         records = task.source.records(task.part)
         while True:  # one record at a time, as it may hold its media
             measured, aside = _measure_some(task, itertools.islice(records, _ROWS_AT_ONCE), encoder)
@@ -290,9 +277,8 @@ def measure_part(task: MeasureTask) -> PartResult:
                 total.num_rows + len(measured),
                 total.num_tokens + sum(sample.length.num_tokens for sample in measured),
                 dict(Counter(total.set_aside) + Counter(sample.reason for sample in aside)),
-                total.hashes,
             )
-    return replace(total, hashes=_hash_tables(task))  # just written, so in the page cache
+    return total
 
 
 def _measure_some(

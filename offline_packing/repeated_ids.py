@@ -50,30 +50,27 @@ def repeated_key(key: str, content_hash: int) -> str:
     return f"{key}@{content_hash:016x}"
 
 
-def rename_repeated(stage: Stage, samples: Index) -> dict[int, int]:
-    """Give samples of a measured index that share an id keys of their own; returns how many, of
-    each part that has any.
+def rename_repeated(stage: Stage, samples: Index) -> int:
+    """Give samples of a measured index that share an id keys of their own; returns their number.
 
     Parts are replaced whole. Killed and run again, or run twice at once, it does the same: the
     first sample of an id is never renamed, and what was renamed shares no id any more.
     """
     contents = samples.array("content_hash")
     if not contents.any():
-        return {}
+        return 0
     hashes = samples.array("key_hash")
     owners = contents[first_of_equal(hashes)]
     for generation in reversed(earlier_generations(stage)):  # the first one has the last word
         _take_owners(stage, generation, samples, hashes, owners)
     renamed = contents != owners
-    counts: dict[int, int] = {}
     begin = 0
     for number, num_rows in enumerate(samples.info.part_rows):
         some = slice(begin, begin + num_rows)
         if renamed[some].any():
-            counts[number] = int(np.count_nonzero(renamed[some]))
             _rename_part(samples.path(number), renamed[some], hashes[some])
         begin += num_rows
-    return counts
+    return int(np.count_nonzero(renamed))
 
 
 def first_of_equal(hashes: Hashes) -> npt.NDArray[np.int64]:

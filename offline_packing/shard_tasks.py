@@ -121,7 +121,7 @@ class ShardTask:
                 ParquetSource.KIND,
                 file["container"],
                 np.unique(np.array(file["offset_list"])),
-                record_columns(file["column"]),
+                tuple(record_columns(file["column"])[0]),
             )
             for file in files.to_pylist()
         ]

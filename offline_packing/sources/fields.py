@@ -57,6 +57,13 @@ class FieldMap:
         """All of the record's own fields that any canonical one is taken from."""
         return {steps[0] for steps in self._steps.values()}
 
+    def media_columns(self) -> set[str]:
+        """The record's own fields that images and videos are taken from."""
+        if not self._steps:
+            return {"image", "images", "video", "videos"}
+        places = (self.column(name) for name in ("images", "videos"))
+        return {place for place in places if place is not None}
+
     def apply(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
         """The record with nothing but the named fields; those that it has not are left out."""
         if not self._steps:

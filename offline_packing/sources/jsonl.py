@@ -7,6 +7,7 @@ key is its "id" (text or a whole number), or else `FILE:NUMBER`, lines or elemen
 Blank lines are no records.
 """
 
+import io
 import itertools
 import os
 from abc import abstractmethod
@@ -41,6 +42,7 @@ from task_encoders.samples import SampleError
 
 _BLOCK: Final = 8 << 20
 _ARRAY_BLOCK: Final = 1 << 20
+_BUFFER: Final = 1 << 16
 
 #: Offset of a record in its file, its bytes (None where they are too many), their number.
 _Found = tuple[int, bytes | None, int]
@@ -145,7 +147,10 @@ class RecordFilesSource(Source):
 
     def _open(self, container: str) -> BinaryIO:
         file = self.open_container(container, sequential=True)
-        return open_unpacked(file, container, self.root.size(file))
+        content = open_unpacked(file, container, self.root.size(file))
+        if isinstance(content, io.BufferedIOBase):
+            return content
+        return io.BufferedReader(content, _BUFFER)  # type: ignore[type-var]  # of fsspec
 
     def _read_through(self, container: str, content: "_Content") -> None:
         with self.open_container(container) as file:

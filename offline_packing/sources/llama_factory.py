@@ -200,6 +200,9 @@ class _EntryFields(FieldMap):
     def columns(self) -> set[str]:
         return {"id", *self._names.values()}
 
+    def media_columns(self) -> set[str]:
+        return {self._names["images"], self._names["videos"]}
+
     def apply(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
         named = {name: content.get(column) for name, column in self._names.items()}
         for name in _UNPACKED_COLUMNS:

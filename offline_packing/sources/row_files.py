@@ -1,12 +1,13 @@
 """Rows of Parquet and Arrow files: text as records, images as their bytes.
 
-A record's `column` lists the columns that it is made of: "{id,caption,image}". A medium's is where
-in the row it lies: "image", or "images.2" for the third of a list.
+A record's `column` lists the columns that it is made of, those of images and videos in brackets:
+`["id","caption",["image"]]`. A medium's is where in the row it lies: "images.2" is the third of a
+list, "image.0" one that is no list.
 """
 
 import itertools
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, Final
 
 import orjson
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 
 from offline_packing.sources.locators import Root
 from offline_packing.sources.media_root import MediaRoot
+from task_encoders.samples import SampleError
 
 #: Rows and bytes taken at a time while reading in order.
 _BATCH_ROWS: Final = 128
@@ -71,9 +73,10 @@ class RowFile:
         """
         if self._parquet is not None:
             size = self._batch_rows(groups)
-            for batch in self._parquet.iter_batches(size, list(groups), list(columns)):
-                yield batch
-                self.release()
+            for group in groups:  # of several at once, Arrow refuses lists of dictionaries
+                for batch in self._parquet.iter_batches(size, [group], list(columns)):
+                    yield as_plain(batch)
+                    self.release()
             return
         begin, end = self.group_starts[groups.start], self.group_starts[groups.stop]
         for batch in self._rows(begin, end, columns).to_batches(max_chunksize=_BATCH_ROWS):
@@ -124,13 +127,56 @@ def _read_arrow(source: "BinaryIO | pa.NativeFile") -> pa.Table:
         return pa.ipc.open_file(source).read_all()
 
 
-def is_media_type(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds the bytes of images: binary, {bytes, path}, or lists."""
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return is_media_type(kind.value_type)
-    if pa.types.is_struct(kind):
+def holds_bytes(kind: pa.DataType) -> bool:
+    """Whether a column of this type can hold the bytes of images: binary of any kind,
+    {bytes, path}, or lists of these."""
+    types = pa.types
+    if types.is_dictionary(kind) or _is_any_list(kind):
+        return holds_bytes(kind.value_type)
+    if types.is_struct(kind):
         return "bytes" in {kind.field(i).name for i in range(kind.num_fields)}
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+    is_kind = (
+        *(types.is_binary, types.is_large_binary, types.is_binary_view),
+        types.is_fixed_size_binary,
+    )
+    return any(one(kind) for one in is_kind)
+
+
+def _is_any_list(kind: pa.DataType) -> bool:
+    types = pa.types
+    is_kind = (
+        *(types.is_list, types.is_large_list, types.is_fixed_size_list),
+        *(types.is_list_view, types.is_large_list_view),
+    )
+    return any(one(kind) for one in is_kind)
+
+
+def as_plain(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The same values without dictionaries, of which an Arrow file has one for all batches, and
+    without views, of which Arrow cannot take single rows."""
+    schema = pa.schema([field.with_type(_plain_type(field.type)) for field in batch.schema])
+    return batch if schema == batch.schema else batch.cast(schema)
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """A type of the same values, without dictionaries and views in it."""
+    if pa.types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain_type(kind.value_type)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_plain_type(kind.value_type)))
+    if pa.types.is_fixed_size_list(kind):
+        value = kind.value_field.with_type(_plain_type(kind.value_type))
+        return pa.list_(value, kind.list_size)
+    if pa.types.is_struct(kind):
+        fields = [kind.field(i) for i in range(kind.num_fields)]
+        return pa.struct([field.with_type(_plain_type(field.type)) for field in fields])
+    return kind
 
 
 def name_media(value: Any, column: str) -> tuple[Any, dict[str, bytes]]:
@@ -140,11 +186,9 @@ def name_media(value: Any, column: str) -> tuple[Any, dict[str, bytes]]:
     """
     if value is None:
         return None, {}
-    if isinstance(value, list):
-        named = [_name_one(one, f"{column}.{i}") for i, one in enumerate(value)]
-        return [name for name, _ in named], {name: data for name, data in named if data is not None}
-    name, data = _name_one(value, column)
-    return [name], {} if data is None else {name: data}
+    values = value if isinstance(value, list) else [value]
+    named = [_name_one(one, f"{column}.{i}") for i, one in enumerate(values)]
+    return [name for name, _ in named], {name: data for name, data in named if data is not None}
 
 
 def _name_one(value: Any, column: str) -> tuple[str, bytes | None]:
@@ -154,22 +198,47 @@ def _name_one(value: Any, column: str) -> tuple[str, bytes | None]:
     return ("", None) if value is None else (column, value)
 
 
-def record_column(columns: Sequence[str]) -> str:
-    """The `column` of a record made of these columns."""
-    return "{" + ",".join(columns) + "}"
+def record_column(columns: Sequence[str], media_columns: Collection[str]) -> str:
+    """The `column` of a record made of these columns, some of which hold images or videos."""
+    named = [[name] if name in media_columns else name for name in columns]
+    return orjson.dumps(named).decode()
 
 
-def record_columns(column: str) -> tuple[str, ...]:
-    """The columns that a record, or a medium, with this `column` is made of."""
-    return tuple(column[1:-1].split(",")) if column.startswith("{") else (column,)
+def is_record(column: str) -> bool:
+    """Whether a locator with this `column` means a record; a medium's ends with a number."""
+    return column.endswith("]")
+
+
+def record_columns(column: str) -> tuple[list[str], list[str]]:
+    """The columns of a record with this `column`: all, and those that hold images or videos."""
+    named = orjson.loads(column)
+    media = [name[0] for name in named if isinstance(name, list)]
+    return [name if isinstance(name, str) else name[0] for name in named], media
+
+
+def media_column(column: str) -> str:
+    """The column that a medium with this `column` lies in."""
+    return column.rpartition(".")[0]
 
 
 def record_json(
     row: Mapping[str, Any], media_columns: Sequence[str]
 ) -> tuple[bytes, dict[str, bytes]]:
-    """A row as JSON with names in the place of images, and the bytes by name."""
+    """A row as JSON with names in the place of images, and the bytes by name.
+
+    Raises:
+        SampleError: bad_json, where a text is not UTF-8 or a value is none that JSON has.
+    """
     content, media = dict(row), {}
     for column in media_columns:
         content[column], found = name_media(row[column], column)
         media.update(found)
-    return orjson.dumps(content, default=str), media
+    try:
+        return orjson.dumps(content, default=_as_text), media
+    except orjson.JSONEncodeError as error:
+        raise SampleError("bad_json", f"{error}: {error.__cause__}"[:200]) from error
+
+
+def _as_text(value: Any) -> str:
+    """What JSON has no form for: dates and decimals; and bytes, as older writers store text."""
+    return value.decode("utf-8") if isinstance(value, bytes) else str(value)

@@ -31,7 +31,8 @@ from offline_packing.files import translate_disk_full
 from offline_packing.sources.locators import Root
 from offline_packing.sources.row_files import (
     RowFile,
-    is_media_type,
+    is_record,
+    media_column,
     name_media,
     record_columns,
     record_json,
@@ -121,7 +122,8 @@ class _RowReader:
 
     def row(self, root: Root, kind: str, container: str, row: int, column: str) -> pa.Table:
         """One row of a column, or of a record's columns. Raises IndexError if there is none."""
-        path, columns = root.path(container), record_columns(column)
+        path = root.path(container)
+        columns = record_columns(column)[0] if is_record(column) else [media_column(column)]
         at_hand = next(
             (one for one in self.at_hand.get(path, ()) if set(columns) <= set(one.columns)), None
         )
@@ -134,7 +136,7 @@ class _RowReader:
         place = row - file.group_starts[number]
         if at_hand is not None:
             return self._copy(file, (path, stamp, number), at_hand).row(place, columns)
-        key = (path, stamp, number, column)
+        key = (path, stamp, number, "\0".join(columns))
         group = self._groups[key] if key in self._groups else file.group(number, columns)
         _keep(self._groups, key, group, _OPEN_FILES)
         while len(self._groups) > 1 and sum(t.nbytes for t in self._groups.values()) > _CACHE_BYTES:
@@ -294,19 +296,16 @@ def read_value(root: Root, kind: str, container: str, row: int, column: str, siz
     Raises:
         StageError: there is no such row or column any more, or it has another size.
     """
-    is_record = column.startswith("{")
-    top = column if is_record else column.partition(".")[0]
     try:
-        table = _reader.row(root, kind, container, row, top)
-        values = table.to_pylist()[0]
+        values = _reader.row(root, kind, container, row, column).to_pylist()[0]
+        if is_record(column):
+            data: Any = record_json(values, record_columns(column)[1])[0]
+        else:
+            top = media_column(column)
+            data = name_media(values[top], top)[1].get(column)
     except (*_DAMAGE, SampleError) as error:
         raise StageError(f"{root.path(container)}, row {row} cannot be read: {error}") from error
     _reader.count(size)
-    if is_record:
-        media = [field.name for field in table.schema if is_media_type(field.type)]
-        data: Any = record_json(values, media)[0]
-    else:
-        data = name_media(values[top], top)[1].get(column)
     if data is None or len(data) != size:
         raise StageError(
             f"{root.path(container)}, row {row} changed since it was measured; restore it, or "

@@ -12,6 +12,7 @@ import functools
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 import orjson
@@ -36,6 +37,7 @@ from offline_packing.sources.row_files import RowFile
 from task_encoders.samples import SampleError
 
 _DICT_NAME: Final = "dataset_dict.json"
+_STATE_NAME: Final = "state.json"
 _DAMAGE: Final = (OSError, ValueError, pa.ArrowException)
 
 
@@ -92,9 +94,17 @@ class TableSource(Source):
         try:
             rows = self._open(container)
             columns = self._columns(rows.schema, container)
+            media_columns = [
+                name
+                for name in columns
+                if name in self.fields.media_columns()
+                and row_files.holds_bytes(rows.schema.field(name).type)
+            ]
             for batch in rows.batches(groups, columns):
+                column = row_files.record_column(batch.schema.names, media_columns)
                 for values in _to_rows(batch):
-                    yield self._record(container, f"{stem}:{row}", row, values, batch.schema)
+                    at = Locator(self.KIND, container, row, 0, column)
+                    yield self._record(f"{stem}:{row}", at, values, media_columns)
                     row += 1
         except _DAMAGE as error:
             detail = " ".join(str(error).split())[:200]
@@ -113,31 +123,25 @@ class TableSource(Source):
 
     def _record(
         self,
-        container: str,
         default_key: str,
-        row: int,
+        at: Locator,
         values: Mapping[str, Any] | SampleError,
-        schema: pa.Schema,
+        media_columns: Sequence[str],
     ) -> Record:
-        column = row_files.record_column(schema.names)
-        at = Locator(self.KIND, container, row, 0, column)
         if isinstance(values, SampleError):
             return Record(default_key, at, values)
-        media_columns = [f.name for f in schema if row_files.is_media_type(f.type)]
         embedded: dict[str, Embedded] = {}
         key = default_key
         try:
             data, media = row_files.record_json(values, media_columns)
-            at = Locator(self.KIND, container, row, len(data), column)
+            at = replace(at, size=len(data))
             content = self.parse(data)
             own = record_key(content, "")
             key = own or default_key
         except SampleError as error:
             return Record(key, at, error)
-        except orjson.JSONEncodeError as error:
-            return Record(key, at, SampleError("bad_json", str(error)))
         for name, image in media.items():
-            embedded[name] = Embedded(Locator(self.KIND, container, row, len(image), name), image)
+            embedded[name] = Embedded(replace(at, size=len(image), column=name), image)
         paired = () if self.task == "captioning" else None
         return Record(key, at, content, paired, embedded, own_id=own != "")
 
@@ -145,6 +149,12 @@ class TableSource(Source):
         """The columns that records are made of. Raises StageError where there are none."""
         wanted = self.fields.columns() or set(RECORD_FIELDS)
         columns = [name for name in schema.names if name in wanted]
+        twice = [name for name in columns if columns.count(name) > 1]
+        if twice:
+            raise StageError(
+                f"{self.root.path(container)} has {len(twice)} columns named {twice[0]!r}; write "
+                "it again with a name for each"
+            )
         if not set(columns) - {"id", self.fields.column("id")}:
             raise StageError(
                 f"{self.root.path(container)} has the columns {', '.join(schema.names)}; name "
@@ -191,7 +201,12 @@ class HuggingFaceSource(TableSource):
     KIND = "arrow_row"
 
     def is_read(self, container: str) -> bool:
-        return container.startswith(self._split_folder) and container.lower().endswith(".arrow")
+        name = container.rpartition("/")[2].lower()
+        if self._data_files is not None:
+            return container in self._data_files
+        # What `map` and `filter` leave behind holds samples a second time.
+        is_cache = name.startswith("cache-")
+        return container.startswith(self._split_folder) and name.endswith(".arrow") and not is_cache
 
     def _containers(self) -> list[tuple[str, int]]:
         found = sorted((name, size) for name, size, _ in self.entries())
@@ -200,19 +215,39 @@ class HuggingFaceSource(TableSource):
                 f"source path {self.path!r} holds no *.arrow; save the dataset with save_to_disk, "
                 "or use format parquet"
             )
+        missing = (self._data_files or frozenset()) - {name for name, _ in found}
+        if missing and self.file_name is None:
+            raise StageError(
+                f"{self.root.path(min(missing))}, which {_STATE_NAME} names, is not there; restore "
+                "it or save the dataset again"
+            )
         return found
+
+    @functools.cached_property
+    def _data_files(self) -> frozenset[str] | None:
+        """The files that the dataset consists of; None where nothing says which."""
+        container = f"{self._split_folder}{_STATE_NAME}"
+        state = self._read_json(container)
+        if state is None:
+            return None
+        try:
+            names = [str(file["filename"]) for file in state["_data_files"]]
+        except (LookupError, TypeError) as error:
+            raise StageError(
+                f"{self.root.path(container)} names no _data_files; save the dataset again"
+            ) from error
+        return frozenset(f"{self._split_folder}{name}" for name in names)
 
     @functools.cached_property
     def _split_folder(self) -> str:
         """Where the split's files lie; '' in a dataset without splits."""
-        try:
-            self.root.entry(_DICT_NAME)
-        except FileNotFoundError:
+        content = self._read_json(_DICT_NAME)
+        if content is None:
             return ""
         try:
-            splits = list(orjson.loads(self.root.read(_DICT_NAME, MAX_JSON_BYTES))["splits"])
-        except (SampleError, ValueError, LookupError, TypeError) as error:
-            raise StageError(f"{self.root.path(_DICT_NAME)} cannot be read: {error}") from error
+            splits = list(content["splits"])
+        except (LookupError, TypeError) as error:
+            raise StageError(f"{self.root.path(_DICT_NAME)} names no splits") from error
         split = self.split or "train"
         if split not in splits:
             raise StageError(
@@ -220,3 +255,14 @@ class HuggingFaceSource(TableSource):
                 "set source.split"
             )
         return f"{split}/"
+
+    def _read_json(self, container: str) -> Any:
+        """What a file that describes the dataset holds; None if there is none."""
+        try:
+            self.root.entry(container)
+        except FileNotFoundError:
+            return None
+        try:
+            return orjson.loads(self.root.read(container, MAX_JSON_BYTES))
+        except (SampleError, ValueError) as error:
+            raise StageError(f"{self.root.path(container)} cannot be read: {error}") from error

@@ -57,6 +57,8 @@ def grow_huggingface(root: Path, new: list[Sample]) -> None:
     path = root / "train" / "data-00001-of-00002.arrow"
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, rows.schema) as writer:
         writer.write_table(rows)
+    files = sorted(path.name for path in (root / "train").glob("*.arrow"))
+    write_json(root / "train/state.json", {"_data_files": [{"filename": name} for name in files]})
 
 
 def grow_packs(root: Path, new: list[Sample]) -> None:

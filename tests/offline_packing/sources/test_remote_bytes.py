@@ -8,15 +8,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 from PIL import Image
 
+from offline_packing.errors import StageError
 from offline_packing.measure import measure
 from offline_packing.plan_stage import plan
 from offline_packing.write import write
 from tests.offline_packing.datasets import make_stage
-from tests.offline_packing.sources import formats
+from tests.offline_packing.sources import accounting, formats
 
 pytest.importorskip("aiohttp")  # what fsspec reads HTTP with
 
@@ -31,6 +33,7 @@ class _Server(ThreadingHTTPServer):
         self.folder = folder
         self.requests = 0
         self.bytes_sent = 0
+        self.tells_sizes = True
         self.lock = threading.Lock()
 
     def count(self) -> tuple[int, int]:
@@ -73,7 +76,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, data: bytes, headers: dict[str, str], send: bool) -> None:
         self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+        if self.server.tells_sizes:
+            headers = {**headers, "Content-Length": str(len(data))}
+        else:
+            headers = {"Connection": "close"}
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         with self.server.lock:
@@ -132,3 +139,55 @@ def test_headers_are_measured_and_bytes_are_copied_once(
     requests, num_bytes = server.count()
     assert requests <= write_requests * NUM_SAMPLES + 10
     assert total < num_bytes < 1.05 * total
+
+
+class _PlainFile(fsspec.spec.AbstractBufferedFile):
+    """A file as most storages give it: its readline takes no limit."""
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        data: bytes = self.fs.data[start:end]
+        return data
+
+
+class _PlainStorage(fsspec.AbstractFileSystem):
+    """One file, a.jsonl."""
+
+    protocol = "plain"
+    data = b"".join(b'{"id": %d, "question": "What?", "answer": "%d"}\n' % (i, i) for i in range(9))
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        if path.strip("/").endswith("a.jsonl"):
+            return {"name": path, "size": len(self.data), "type": "file"}
+        raise FileNotFoundError(path)
+
+    def _open(self, path: str, mode: str = "rb", block_size: int = 5, **_: Any) -> _PlainFile:
+        return _PlainFile(self, path, mode, 16, size=len(self.data))
+
+
+def test_lines_of_a_storage_whose_files_know_no_limit(tmp_path: Path) -> None:
+    fsspec.register_implementation("plain", _PlainStorage, clobber=True)
+    source = {"format": "jsonl", "path": "plain://data/a.jsonl", "task": "vqa"}
+    assert accounting.outcomes(source, tmp_path) == {str(i): "ok" for i in range(9)}
+
+
+@pytest.mark.parametrize("name", ["jsonl", "jsonl_gz", "json_array", "webdataset", "parquet"])
+def test_formats_on_a_server_that_lists_no_sizes(
+    tmp_path: Path, server: _Server, name: str
+) -> None:
+    samples = formats.draw_samples(3)
+    written = formats.WRITERS[name](tmp_path / "data", samples)
+    url = f"http://127.0.0.1:{server.server_port}/"
+    whole = {**written, "path": written["path"].replace(str(tmp_path / "data"), url.rstrip("/"))}
+    folder = {**written, "path": url}
+    for source in (whole, folder):
+        found = accounting.outcomes(source, tmp_path)
+        assert list(found.values()) == ["ok"] * len(samples)
+
+
+def test_a_server_that_tells_no_size_is_refused(tmp_path: Path, server: _Server) -> None:
+    server.tells_sizes = False
+    (tmp_path / "data/a.jsonl").write_bytes(_PlainStorage.data)
+    for name in ("", "a.jsonl"):
+        path = f"http://127.0.0.1:{server.server_port}/{name}"
+        with pytest.raises(StageError, match=r"a\.jsonl: its server does not tell the size"):
+            measure(make_stage({"format": "jsonl", "path": path, "task": "vqa"}, tmp_path / "out"))
