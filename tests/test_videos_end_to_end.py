@@ -1,18 +1,26 @@
 """Images, videos and text from files to packs, through Energon's loader, into both models."""
 
+import io
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import click
+import numpy as np
 import orjson
 import pytest
 import torch
 from megatron.energon import WorkerConfig, get_loader
+from PIL import Image
 
+from offline_packing.append import append
 from offline_packing.demo import training
 from offline_packing.index import Index
 from offline_packing.plan_stage import open_index
+from offline_packing.report.preview import preview
+from offline_packing.report.preview_page import render_packs
+from offline_packing.report.preview_text import render_pack
 from offline_packing.tar_shards import scan_tar
 from offline_packing.verify import verify
 from task_encoders.model_inputs import to_transformers_kwargs
@@ -20,6 +28,7 @@ from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, get_packed_tra
 from task_encoders.settings import PackingSettings
 from task_encoders.video import VideoSettings
 from tests.offline_packing.datasets import (
+    captioning_pairs,
     dialogue,
     image_bytes,
     make_stage,
@@ -27,6 +36,7 @@ from tests.offline_packing.datasets import (
     pack_all,
     write_json,
 )
+from tests.offline_packing.report.elements import Elements
 from tests.task_encoders.videos import make_video
 
 SEQ_LENGTH = 1024
@@ -184,6 +194,62 @@ def test_other_settings_are_refused(stage: Any) -> None:
     )
     with pytest.raises(ValueError, match="video_max_pixels 7056"):
         load(Path(stage.config.output.path), encoder)
+
+
+def test_either_family_trains_on_the_packs(stage: Any, tmp_path: Path) -> None:
+    """Positions of videos are all that differs, and these are made when a pack is read: measured
+    lengths, plans and packs are the same, so neither refuses what was made for the other."""
+    other = make_stage(
+        {"format": "pairs", "path": stage.config.source[0].path, "task": "bmr"},
+        tmp_path / "out",
+        model={**MODEL, "family": "qwen2_5_vl"},
+        pack={"seq_length": SEQ_LENGTH},
+    )
+    pack_all(other)
+    ours, theirs = (Path(one.config.output.path) for one in (stage, other))
+    for shard in ours.glob("*.tar"):
+        assert shard.read_bytes() == (theirs / shard.name).read_bytes()
+    assert open_index(stage).table().equals(open_index(other).table())
+    qwen2 = load(theirs, task_encoder("qwen2_vl"))
+    qwen2_5 = load(ours, task_encoder("qwen2_5_vl"))
+    assert len(qwen2) == len(qwen2_5) > 0
+    differing = 0
+    for a, b in zip(qwen2, qwen2_5, strict=True):
+        assert torch.equal(a.tokens, b.tokens)
+        assert torch.equal(a.video_grid_thw, b.video_grid_thw)
+        if not torch.equal(a.position_ids, b.position_ids):
+            assert len(a.video_grid_thw)
+            differing += 1
+    assert differing
+
+
+def test_append_takes_either_family(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        captioning_pairs(tmp_path / name, 6)
+    pack_all(make_stage(tmp_path / "a", tmp_path / "out"))
+    more = make_stage(tmp_path / "b", tmp_path / "out", model={"family": "qwen2_5_vl"})
+    assert append(more)["counts"]["packed"] == 12
+
+
+def test_preview_shows_grids_and_first_frames(stage: Any) -> None:
+    packs = list(preview(stage, num_packs=100))
+    videos = [video for pack in packs for sub in pack.sub_samples for video in sub.videos]
+    assert len(videos) == 9
+    page = Elements(render_packs(packs, "bmr").decode())
+    assert page.names["img"] == 9 + 6
+    text = "".join(click.unstyle(render_pack(pack, full=True)) for pack in packs)
+    for video in videos:
+        t, rows, columns = video.grid
+        size, num_tokens = f"{rows}x{columns}", t * rows * columns // 4
+        assert video.num_frames == 2 * t
+        assert f"[video {video.num_frames} frames {size}: {num_tokens:,} tokens]" in text
+        assert f"{video.num_frames} frames {video.width}x{video.height} -> {size}" in text
+        assert f"{video.name}: {video.num_frames} frames of" in page.text
+        frame = np.asarray(Image.open(io.BytesIO(video.first)))
+        assert frame.shape == (video.height, video.width, 3)
+        # The first frame has its bar at the left; turned upright by 90 degrees, at the top.
+        bar = frame[:6, :, :2] if video.height > video.width else frame[:, :6, :2]
+        assert bar.mean() > 180
 
 
 def test_transformers_reads_the_videos(stage: Any) -> None:

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -105,7 +107,10 @@ def test_dry_run_writes_nothing(config: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["run", "nowhere.yaml"], 2, "error: config 'nowhere.yaml' cannot be read"),
+        (["run", "nowhere.yaml"], 2, "error: config 'nowhere.yaml' does not exist; write"),
+        (["run", "DATA"], 2, "is a folder; give a YAML file"),
+        (["run", "CONFIG", "model.processor=/etc"], 2, "'/etc' is a folder without a tokenizer"),
+        (["run", "CONFIG", "pack.seed=99999999999999999999999"], 2, "pack.seed=9999"),
         (["run", "CONFIG", "pack.seqlen=1"], 2, "pack.seqlen is no known field; valid: seq_length"),
         (
             ["run", "CONFIG", "source.path=nowhere"],
@@ -220,3 +225,46 @@ def test_help_lists_every_verb() -> None:
     text = invoke("--help").stdout
     assert all(verb in text for verb in (*VERBS, "index", "demo"))
     assert "--accept-mismatch" in invoke("run", "--help").stdout
+
+
+def test_help_is_whole() -> None:
+    text = CliRunner().invoke(cli_module.cli, ["--help"], terminal_width=100).stdout
+    lines = text.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in lines] == list(cli_module.cli.commands)
+    assert all(line.endswith(".") and not line.endswith("...") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("number", "to_workers", "message"),
+    [
+        (signal.SIGINT, True, "interrupted; the same command goes on where it stopped\n"),
+        (signal.SIGTERM, False, "ended by SIGTERM; the same command goes on where it stopped\n"),
+        (signal.SIGHUP, True, "ended by SIGHUP; the same command goes on where it stopped\n"),
+        (signal.SIGKILL, False, ""),
+    ],
+)
+@pytest.mark.parametrize("when", ["workers start", "workers are at work"])
+def test_signals_end_a_run_in_one_line(
+    config: Path, tmp_path: Path, number: signal.Signals, to_workers: bool, message: str, when: str
+) -> None:
+    captioning_pairs(tmp_path / "data", 400)
+    index = tmp_path / "out/_packing/index"
+    command = ["measure", str(config), "--quiet", "engine.workers=2", "engine.samples_per_part=2"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "offline_packing.cli", *command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    awaited = "started.json" if when == "workers start" else "part-*.parquet"
+    deadline = time.monotonic() + 60
+    while not list(index.glob(awaited)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if when == "workers start":
+        time.sleep(0.1)  # in the middle of their imports
+    (os.killpg if to_workers else os.kill)(run.pid, number)
+    _, stderr = run.communicate(timeout=60)  # until the workers are gone, too
+    assert stderr == message
+    assert run.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    assert "measured 400 samples" in invoke("measure", config, "engine.samples_per_part=2").stdout

@@ -112,6 +112,15 @@ def test_frozen(tmp_path: Path) -> None:
         ("pack.seed", r"'pack\.seed' is not of the form a\.b=value"),
         ("pack..seed=1", r"not of the form a\.b=value"),
         ("pack.seed.more=1", r"pack\.seed is 0, not a mapping"),
+        ("pack.seed=99999999999999999999", r"pack\.seed=9+: .*less than or equal to 9223372036"),
+        ("pack.seq_length=3000000000", r"pack\.seq_length=3000000000: .*equal to 2147483647"),
+        ("pack.pad_multiple=8193", r"pad_multiple 8193 > seq_length 8192"),
+        ("pack.min_fill=nan", r"pack\.min_fill='nan': .*finite"),
+        ("pack.assignment=random", r"choose 'shuffle', 'locality', 'mix' or 'balance'"),
+        ("pack.assignment=3", r"pack\.assignment=3 is no list"),
+        ("pack.order=8", r"pack\.order=8 is no mapping; .*fields among: num_ranks, num_workers"),
+        ("pack.budgets={pixels: 3}", r"pack\.budgets\.pixels.*'images'"),
+        ("pack.strategy_options={foo: 1}", r"strategy 'auto' has no option 'foo'; it has none"),
         ("pack.seed={", r"override 'pack\.seed=\{' is no valid YAML"),
     ],
 )
@@ -139,9 +148,53 @@ def test_refused_files(tmp_path: Path, text: str, message: str) -> None:
         load(tmp_path, text)
 
 
+@pytest.mark.parametrize(
+    ("pack", "message"),
+    [
+        ({"strategy": "hash_bucket", "strategy_options": {"phase": 1}}, "valid: phases"),
+        ({"strategy": "hash_bucket", "strategy_options": {"phases": [{"kind": "x"}]}}, "'seeds'"),
+        (
+            {"strategy": "first_fit_shuffle", "strategy_options": {"chunk_size": 0}},
+            "chunk_size is 0; it must be at least 1",
+        ),
+        ({"strategy": "knapsack", "strategy_options": {"num_images": [1]}}, "no option 'num_im"),
+        ({"homogeneous": True, "assignment": "mix"}, "leave out one of the two"),
+        ({"order": {"num_ranks": 2}, "assignment": "locality"}, "choose one of them"),
+        ({"max_samples": 2, "min_samples": 3}, "no pack can be both"),
+        ({"max_samples": 2, "strategy": "knapsack"}, "needs strategy 'auto', not 'knapsack'"),
+        ({"budgets": {"images": 2}, "assignment": ["balance"]}, "may break a budget"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_measuring(
+    tmp_path: Path, pack: dict[str, Any], message: str
+) -> None:
+    source = {"format": "pairs", "path": "data", "task": "vqa"}
+    with pytest.raises(ConfigError, match=message) as error:
+        parse_config({"source": source, "output": {"path": "out"}, "pack": pack})
+    assert "\n" not in str(error.value)
+
+
+def test_one_assignment_needs_no_list(tmp_path: Path) -> None:
+    assert load(tmp_path, EXAMPLE, "pack.assignment=mix").pack.assignment == ("mix",)
+    both = load(tmp_path, EXAMPLE, "pack.assignment=[shuffle, balance]")
+    assert both.pack.assignment == ("shuffle", "balance")
+
+
+def test_options_of_a_strategy(tmp_path: Path) -> None:
+    overrides = ("pack.strategy=knapsack", "pack.strategy_options={extra_packs: 5}")
+    assert load(tmp_path, EXAMPLE, *overrides).pack.strategy_options == {"extra_packs": 5}
+
+
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml' cannot be read: .*No such file"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml' does not exist; write one as the READ"):
         load_config(tmp_path / "nowhere.yaml")
+    with pytest.raises(ConfigError, match=r"'pack\.seed=1' does not exist; the YAML file"):
+        load_config("pack.seed=1")
+    with pytest.raises(ConfigError, match=r"is a folder; give a YAML file, in which source\.path"):
+        load_config(tmp_path)
+    (tmp_path / "a.yaml").write_text(EXAMPLE)
+    with pytest.raises(ConfigError, match=r"is a folder; give a YAML file such as .*/a\.yaml"):
+        load_config(tmp_path)
 
 
 def sources(*changes: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from offline_packing import measured_files
 from offline_packing.errors import StageError
-from offline_packing.measured_files import find_growth, list_files, save_files
+from offline_packing.measured_files import (
+    describe_changes,
+    find_growth,
+    list_files,
+    save_files,
+)
 from offline_packing.sources import PairsSource, Scan, Source, listing
 from offline_packing.sources.jsonl import JsonlSource
 from offline_packing.sources.media_root import MediaRoot
@@ -95,6 +100,36 @@ def test_order_is_that_of_a_listing(tmp_path: Path) -> None:
     listed = [os.fsencode(name) for name, *_ in listing.walk(MediaRoot(tmp_path))]
     assert set(map(os.fsdecode, listed)) == set(NAMES)
     assert sorted(listed, key=listing.order) == listed
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    was=st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 2), max_size=6),
+    now=st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 2), max_size=6),
+)
+def test_changes_are_counted_by_kind(root: Path, was: dict[str, int], now: dict[str, int]) -> None:
+    """Against dictionaries: 2 and 3 differ by their time only."""
+    entries = [
+        [(name, 1 + kind // 2, 1 + kind) for name, kind in sorted(files.items())]
+        for files in (was, now)
+    ]
+    source = Listed(root, entries[0])
+    save_files(root / "was.parquet", list_files(source), source.scan(10))
+    both = sorted(was.keys() & now.keys())
+    expected = {
+        "added": sorted(now.keys() - was.keys()),
+        "removed": sorted(was.keys() - now.keys()),
+        "of another size": [name for name in both if was[name] // 2 != now[name] // 2],
+        "of another modification time": [
+            name for name in both if was[name] != now[name] and was[name] // 2 == now[name] // 2
+        ],
+    }
+    shown = describe_changes(root / "was.parquet", list_files(Listed(root, entries[1])))
+    assert shown == ", ".join(
+        f"{len(found)} {what} ({', '.join(map(repr, found[:3]))}{', …' * (len(found) > 3)})"
+        for what, found in expected.items()
+        if found
+    )
 
 
 def test_names_that_are_not_utf8(root: Path) -> None:

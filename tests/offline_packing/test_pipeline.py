@@ -213,7 +213,15 @@ def test_changed_source_is_refused_by_name(tmp_path: Path) -> None:
     stage = make_stage(root, tmp_path / "out", engine={"samples_per_part": 2})
     measure(stage)
     (root / "part0" / "000000.json").write_text('{"caption": "another length"}')
-    with pytest.raises(StageError, match=r"source\.0\.listing was"):
+    (root / "part0" / "000002.json").unlink()
+    for i in range(4):
+        (root / "part1" / f"new{i}.jpg").write_bytes(b"")
+    changes = (
+        r"source\.0\.listing: the files of .*/data are others: 4 added \('part1/new0\.jpg', "
+        r"'part1/new1\.jpg', 'part1/new2\.jpg', …\), 1 removed \('part0/000002\.json'\), "
+        r"1 of another size \('part0/000000\.json'\); append adds"
+    )
+    with pytest.raises(StageError, match=changes):
         measure(stage)
     stage.workspace.index_info.unlink()  # as if the run had been killed
     with pytest.raises(StageError, match=r"unfinished index .* source\.0\.listing"):

@@ -322,6 +322,30 @@ def test_nothing_to_pack(tmp_path: Path) -> None:
     assert "and 2 more" in read_page(stage)
 
 
+def test_sources_sum_up_to_the_totals_after_appending(tmp_path: Path) -> None:
+    """Also where a sample is set aside in both runs, and where one is found twice."""
+    root = tmp_path / "data"
+    root.mkdir()
+    good = [json.dumps({"id": str(i), "messages": dialogue("Hi.", f"No. {i}")}) for i in range(9)]
+    (root / "a.jsonl").write_text("\n".join([*good[:6], "{", "{"]) + "\n")
+    stage = make_stage({"format": "jsonl", "path": str(root), "task": "bmr"}, tmp_path / "out")
+    pack_all(stage)
+    (root / "b.jsonl").write_text("\n".join([*good[4:], "{"]) + "\n")
+    append(stage)
+    found = read_report(stage)
+    manifest = json.loads(stage.workspace.manifest.read_text())
+    sources = found["sources"]
+    assert [source["generation"] for source in sources] == [0, 1]
+    assert sum(s["samples"] for s in sources) == found["samples"]["found"] == 14
+    assert sum(s["set_aside"] for s in sources) == found["samples"]["set_aside"]
+    assert sum(s["packed"] for s in sources) == found["samples"]["packed"]
+    assert found["samples"]["packed"] + found["samples"]["set_aside"] == 14
+    by_reason = {entry["reason"]: entry["samples"] for entry in found["set_aside"]}
+    assert by_reason == manifest["counts"]["set_aside"]
+    assert by_reason["duplicate_key"] == 2
+    assert (manifest["counts"]["samples"], manifest["counts"]["packed"]) == (14, 9)
+
+
 def test_appended_data_are_counted_once(tmp_path: Path) -> None:
     root = captioning_pairs(tmp_path / "data", 25)
     (root / "part1" / "broken.json").write_text("{")
