@@ -80,7 +80,7 @@ def retry(stage: Stage) -> str:
         shards += _repair_shards(own, manifest)
     files += _repair_metadata(stage, manifest)
     if left:
-        raise StageError(f"{stage.workspace.root}: {left[0]}; all else is repaired")
+        raise StageError(f"{stage.workspace.root}: {left[0]}; what else could be repaired is")
     others = f"; and {', '.join(files)}" if files else ""
     return (
         f"wrote {len(shards):,} damaged shards again: {', '.join(sorted(shards)) or 'none'}{others}"

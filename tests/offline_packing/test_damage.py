@@ -248,7 +248,7 @@ def test_retry_repairs_all_else(packed: Stage) -> None:
     flip_middle(aside)
     for path in (*packed.workspace.nv_meta.glob("*"), *packed.workspace.root.glob("*.tar")):
         path.unlink()
-    with pytest.raises(StageError, match=r"set_aside/part-00000\.parquet .*; all else is repaired"):
+    with pytest.raises(StageError, match=r"set_aside/part-00000\.parquet .*; what else could be"):
         retry(packed)
     assert [found.split()[0] for found in verify(packed, deep=True).problems] == [
         "_packing/set_aside/part-00000.parquet"
