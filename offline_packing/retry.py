@@ -7,6 +7,7 @@ from typing import Any
 
 from offline_packing.append import append
 from offline_packing.damage import (
+    Damage,
     expected_started,
     find_metadata_damage,
     find_stage_damage,
@@ -67,32 +68,35 @@ def retry(stage: Stage) -> str:
         return f"{len(append(stage)['shards']):,} shards are complete"
     files: list[str] = []
     shards: list[str] = []
+    left: list[Damage] = []
     with stage.unpacked_files():
         for own in stages_of_manifest(stage, manifest):
-            files += _repair_plan(own, manifest)
+            damage = find_stage_damage(own, manifest)
+            beyond = [one for one in damage if not one.is_repairable]
+            left += beyond
+            if any(not one.is_aside for one in beyond):
+                continue  # without its index nothing of this generation can be made again
+            _repair_plan(own, manifest, [one for one in damage if one.is_repairable])
+            files += [one.name for one in damage if one.is_repairable]
             shards += _repair_shards(own, manifest)
     files += _repair_metadata(stage, manifest)
+    if left:
+        raise StageError(f"{stage.workspace.root}: {left[0]}; what else could be repaired is")
     others = f"; and {', '.join(files)}" if files else ""
     return (
         f"wrote {len(shards):,} damaged shards again: {', '.join(sorted(shards)) or 'none'}{others}"
     )
 
 
-def _repair_plan(stage: Stage, manifest: Manifest) -> list[str]:
-    """Names of the files of one generation, beside shards and fragments, that were damaged."""
-    damage = find_stage_damage(stage, manifest)
-    for one in damage:
-        if not one.is_repairable:
-            raise StageError(f"{stage.workspace.root}: {one}")
+def _repair_plan(stage: Stage, manifest: Manifest, damage: Sequence[Damage]) -> None:
+    """Make the plan of one generation again, and what says which layout it was written in."""
     started = stage.workspace.started
-    expected = planned_as(stage, manifest)
     if any(stage.workspace.root / one.name != started for one in damage):
-        restore_plan(stage, expected)
+        restore_plan(stage, planned_as(stage, manifest))
     if damage:
         content = expected_started(stage, manifest, read_json(stage.workspace.plan_info)["hash"])
         stage.workspace.write.mkdir(exist_ok=True)
         write_atomically(started, content)
-    return [one.name for one in damage]
 
 
 def _repair_metadata(stage: Stage, manifest: Manifest) -> list[str]:

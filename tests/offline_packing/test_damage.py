@@ -241,6 +241,26 @@ def test_measuring_again_repairs_the_index(packed: Stage) -> None:
     assert verify(packed, deep=True).ok
 
 
+def test_retry_repairs_all_else(packed: Stage) -> None:
+    """A table that it cannot bring back keeps it from nothing; a lost index from the shards."""
+    aside = packed.workspace.set_aside / "part-00000.parquet"
+    before = aside.read_bytes()
+    flip_middle(aside)
+    for path in (*packed.workspace.nv_meta.glob("*"), *packed.workspace.root.glob("*.tar")):
+        path.unlink()
+    with pytest.raises(StageError, match=r"set_aside/part-00000\.parquet .*; what else could be"):
+        retry(packed)
+    assert [found.split()[0] for found in verify(packed, deep=True).problems] == [
+        "_packing/set_aside/part-00000.parquet"
+    ]
+    aside.write_bytes(before)
+    packed.workspace.index_info.unlink()
+    (packed.workspace.nv_meta / "split.yaml").unlink()
+    with pytest.raises(StageError, match=r"index\.json is missing"):
+        retry(packed)
+    assert (packed.workspace.nv_meta / "split.yaml").exists()
+
+
 @pytest.mark.parametrize("name", ["sample_ids.npy", "pack_offsets.npy", "set_aside_ids.npy"])
 @pytest.mark.parametrize("verb", [plan, write, report])
 def test_unreadable_plan_is_named(packed: Stage, name: str, verb: Callable[[Stage], Any]) -> None:
