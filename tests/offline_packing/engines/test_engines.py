@@ -15,7 +15,7 @@ from tests.offline_packing.datasets import make_config
 def test_engine_of_a_config(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACKING_RANK", "0")
     monkeypatch.setenv("PACKING_WORLD_SIZE", "1")
-    config = make_config(tmp_path, tmp_path / "out", engine={"name": name})
+    config = make_config(tmp_path / "data", tmp_path / "out", engine={"name": name})
     with build_engine(config) as engine:
         assert isinstance(engine, ENGINES[name])
         assert engine.workers == 0

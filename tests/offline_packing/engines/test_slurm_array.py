@@ -165,7 +165,7 @@ def test_array_gives_the_bytes_of_one_process(
 
 
 def test_ranks_share_the_lock_with_each_other_only(tmp_path: Path) -> None:
-    workspace = make_stage(tmp_path, tmp_path / "out").workspace
+    workspace = make_stage(tmp_path / "data", tmp_path / "out").workspace
     refused = pytest.raises(StageError, match="another run is working on")
     with workspace.lock(shared=True), workspace.lock(shared=True), refused, workspace.lock():
         pytest.fail("the lock was taken")
