@@ -16,6 +16,7 @@ from types import TracebackType
 from offline_packing.engines.base import Engine, Result, Task
 from offline_packing.errors import StageError
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Tasks handed out per worker: one at work, one waiting.
 _TASKS_PER_WORKER = 2
 
@@ -67,12 +68,12 @@ class LocalEngine(Engine):
         if self._pool is not None and exc is not None and not isinstance(exc, Exception):
             # A signal: tasks at work are not waited for, they leave nothing half-written.
             for worker in set(multiprocessing.active_children()) - self._others:
-                worker.terminate()
+                worker.kill()
         self.close()
 
     def _submit(self, function: Callable[[Task], Result], task: Task) -> "Future[Result]":
         pool = self._executor()
-        with _held(signal.SIGINT):
+        with _held(*_ENDING):
             return pool.submit(function, task)
 
     def _executor(self) -> ProcessPoolExecutor:
@@ -86,10 +87,11 @@ class LocalEngine(Engine):
 
 
 @contextmanager
-def _held(number: signal.Signals) -> Iterator[None]:
-    """A signal in here arrives at its end. A process that is started in here inherits that: a
-    worker takes no Ctrl-C before it can end without the traceback of its imports."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+def _held(*numbers: signal.Signals) -> Iterator[None]:
+    """Signals in here arrive at its end. A process that is started in here inherits that: a worker
+    takes none before it can end without the traceback of its imports, or while its pool, which
+    does not bear it, is starting others."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
@@ -114,9 +116,12 @@ def _start_quiet_tracker() -> None:
 
 
 def _start_worker() -> None:
-    """Ctrl-C ends a worker without a traceback, and no worker outlives a killed parent."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    """Ctrl-C and the end of a terminal are the parent's business, which then ends its workers; no
+    worker outlives a killed parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 

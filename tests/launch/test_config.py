@@ -72,5 +72,5 @@ def test_a_config_cannot_be_changed(file: Path) -> None:
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="does not exist"):
         load_config(tmp_path / "none.yaml")

@@ -25,7 +25,7 @@ TEXT = lines([{"messages": dialogue("Hi", "Hello")}])
 
 @pytest.mark.parametrize(
     "name",
-    ["jsonl", "jsonl_gz", "jsonl_zst", "webdataset", "webdataset_gz", "parquet", "huggingface"],
+    ["jsonl", "jsonl_gz", "jsonl_zst", "webdataset", "webdataset_gz", "parquet"],
 )
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside others"])
 def test_files_in_upper_case(tmp_path: Path, name: str, beside: bool) -> None:
