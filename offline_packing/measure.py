@@ -1,26 +1,21 @@
 """measure: source + sample encoder -> index.
 
-A task is a part of a source and writes one part of the index and one of the set-aside table, so
-that a run that was killed goes on after its last finished part. Media are not decoded: their size
-is read from the header.
+A task is a part of a source, see measure_part.py; a run that was killed goes on after its last
+finished part.
 """
 
-import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from offline_packing import index
-from offline_packing.blend import copy_key, estimate_records, num_copies, source_repeats
-from offline_packing.config import ModelConfig
+from offline_packing.blend import estimate_records, source_repeats
 from offline_packing.errors import StageError
 from offline_packing.files import (
     hash_file,
@@ -35,67 +30,26 @@ from offline_packing.fingerprint import (
     library_versions,
     warn_of_versions,
 )
-from offline_packing.index import Index, IndexInfo, MeasuredSample, SetAsideSample
-from offline_packing.repeated_ids import hash_content, rename_repeated
+from offline_packing.index import Index, IndexInfo
+from offline_packing.measure_part import MeasureTask, PartResult, finished_part, measure_part
+from offline_packing.repeated_ids import rename_repeated
 from offline_packing.scan_sources import (
     ScannedSource,
     explain_listing,
     save_listings,
     scan_sources,
 )
-from offline_packing.sources import Locator, Scan, Source, SourcePart, SourceRecord
+from offline_packing.sources import Scan, Source
 from offline_packing.sources.listing import container_hash
-from offline_packing.sources.records import to_sample
-from offline_packing.stage import Stage, config_fingerprint, open_encoder, open_sources
-from offline_packing.stamps import sample_stamp
-from offline_packing.traits import sample_traits
+from offline_packing.stage import Stage, config_fingerprint, open_sources
 from offline_packing.workspace import Workspace
-from task_encoders.pack_format import image_extension, video_extension
-from task_encoders.sample_encoder import SampleEncoder
-from task_encoders.samples import SampleError
-from task_encoders.video_file import (
-    MAX_VIDEO_FRAMES,
-    MissingPyAVError,
-    VideoHeader,
-    read_video_header,
-)
-from task_encoders.vision import MAX_IMAGE_PIXELS, read_image_header
 
 logger = logging.getLogger(__name__)
-
-#: Rows that a worker holds at a time: a part of a compressed source may have any number.
-_ROWS_AT_ONCE: Final = 1024
 
 _REMEDY = (
     "append adds new data; or set output.overwrite=true to make it anew, choose another "
     "output.path, or pass --accept-mismatch FIELD"
 )
-
-
-@dataclass(frozen=True)
-class MeasureTask:
-    """One part of one source, and where its two tables go."""
-
-    number: int
-    source: Source
-    source_id: int
-    part: SourcePart
-    model: ModelConfig
-    index_path: Path
-    set_aside_path: Path
-    #: how often each sample is used, and what decides where that is no whole number
-    repeat: float = 1
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class PartResult:
-    """What a finished part holds."""
-
-    number: int
-    num_rows: int
-    num_tokens: int
-    set_aside: dict[str, int]
 
 
 def measure(stage: Stage) -> IndexInfo:
@@ -228,7 +182,7 @@ def _tasks(stage: Stage, sources: Sequence[Source], scans: Sequence[Scan]) -> li
 
 def _run_tasks(stage: Stage, tasks: Sequence[MeasureTask]) -> list[PartResult]:
     """Results in the order of the tasks; those of finished parts are read back."""
-    results = {task.number: _finished_part(task) for task in tasks if task.index_path.exists()}
+    results = {task.number: finished_part(task) for task in tasks if task.index_path.exists()}
     remaining = [task for task in tasks if task.number not in results]
     if results and remaining:
         logger.info("measure: %d of %d parts are there already", len(results), len(tasks))
@@ -248,114 +202,6 @@ def _hashes(workspace: Workspace) -> dict[str, dict[str, str]]:
         folder.name: {path.name: hash_file(path) for path in sorted(folder.glob("*.parquet"))}
         for folder in (workspace.index, workspace.set_aside, workspace.files)
     }
-
-
-def _finished_part(task: MeasureTask) -> PartResult:
-    num_tokens = pq.read_table(task.index_path, columns=["num_tokens"])["num_tokens"]
-    reasons = pq.read_table(task.set_aside_path, columns=["reason"])["reason"].to_pylist()
-    tokens = pc.sum(num_tokens).as_py() or 0
-    return PartResult(task.number, len(num_tokens), tokens, dict(Counter(reasons)))
-
-
-def measure_part(task: MeasureTask) -> PartResult:
-    """Measure one part and write its two tables. The index part comes last: it marks the end."""
-    encoder = open_encoder(task.model)
-    with (
-        index.table_writer(task.index_path, index.INDEX_SCHEMA) as write_measured,
-        index.table_writer(task.set_aside_path, index.SET_ASIDE_SCHEMA) as write_aside,
-    ):
-        total = PartResult(task.number, 0, 0, {})
-        records = task.source.records(task.part)
-        while True:  # one record at a time, as it may hold its media
-            measured, aside = _measure_some(task, itertools.islice(records, _ROWS_AT_ONCE), encoder)
-            if not measured and not aside:
-                break
-            write_measured(index.index_table(measured))
-            write_aside(index.set_aside_table(aside))
-            total = PartResult(
-                task.number,
-                total.num_rows + len(measured),
-                total.num_tokens + sum(sample.length.num_tokens for sample in measured),
-                dict(Counter(total.set_aside) + Counter(sample.reason for sample in aside)),
-            )
-    return total
-
-
-def _measure_some(
-    task: MeasureTask, records: Iterable[SourceRecord], encoder: SampleEncoder
-) -> tuple[list[MeasuredSample], list[SetAsideSample]]:
-    """Rows of both tables; a repeated sample is measured once."""
-    limits = (task.model.max_image_pixels or MAX_IMAGE_PIXELS, task.model.max_video_frames)
-    source = task.source
-    measured: list[MeasuredSample] = []
-    aside: list[SetAsideSample] = []
-    for record in records:
-        key = source.key_prefix + record.key
-        try:
-            copies = num_copies(key, task.repeat, task.seed)
-            if copies == 0:
-                raise SampleError("not_drawn", f"repeat {task.repeat:g}")
-            row = measure_record(record, key, source, task.source_id, encoder, *limits)
-        except SampleError as error:
-            aside.append(SetAsideSample(key, source.path, error.reason, error.detail))
-            continue
-        except MissingPyAVError as error:
-            raise StageError(f"sample {key!r} in {source.path}: {error}") from error
-        except Exception as error:
-            raise StageError(
-                f"sample {key!r} in {source.path}: {type(error).__name__}: {error}"
-            ) from error
-        measured += [replace(row, key=copy_key(key, i)) if i else row for i in range(copies)]
-    return measured, aside
-
-
-def measure_record(
-    record: SourceRecord,
-    key: str,
-    source: Source,
-    source_id: int,
-    encoder: SampleEncoder,
-    max_image_pixels: int,
-    max_video_frames: int = MAX_VIDEO_FRAMES,
-) -> MeasuredSample:
-    """One row of the index. Raises SampleError where the record is to be set aside."""
-    if isinstance(record.content, SampleError):
-        raise record.content
-    sample = to_sample(record.content, key, source.task, record.paired_media)
-    media: list[tuple[Locator, str]] = []
-    sizes: list[tuple[int, int]] = []
-    videos: list[VideoHeader] = []
-    for name in sample.images:
-        locator, file = source.open_media(record, name)
-        with file:
-            header = read_image_header(file, max_image_pixels=max_image_pixels)
-        media.append((locator, image_extension(name, header.format)))
-        sizes.append((header.height, header.width))
-    for name in sample.videos:
-        locator, file = source.open_media(record, name)
-        with file:
-            video = read_video_header(
-                file, max_frame_pixels=max_image_pixels, max_frames=max_video_frames
-            )
-        media.append((locator, video_extension(name, video.extension)))
-        videos.append(video)
-    names = (*sample.images, *sample.videos)
-    content_hash = hash_content(sample, map(record.embedded.get, names)) if record.own_id else 0
-    length = encoder.measure(sample, sizes, videos)
-    stamp = sample_stamp(source, record.locator, (locator for locator, _ in media))
-    return MeasuredSample(
-        key,
-        source_id,
-        source.task,
-        len(sample.turns),
-        length,
-        record.locator,
-        tuple(media),
-        stamp,
-        sample_traits(sample, sizes),
-        len(videos),
-        content_hash,
-    )
 
 
 def _with_unused_images(folder: Path, info: IndexInfo, scans: Sequence[Scan]) -> IndexInfo:

@@ -35,7 +35,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from offline_packing.config import ModelConfig
-from offline_packing.measure import MeasureTask, measure_part
+from offline_packing.measure_part import MeasureTask, measure_part
 from offline_packing.sources import PairsSource
 from offline_packing.stage import open_encoder
 from task_encoders.builtin_processor import builtin_processor

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from offline_packing import measure as measure_module
+from offline_packing import measure_part as measure_part_module
 from offline_packing.append import append
 from offline_packing.errors import StageError
 from offline_packing.retry import retry
@@ -95,13 +95,13 @@ def untouched(before: dict[str, bytes], after: dict[str, bytes]) -> bool:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The keys of all samples that are measured, in this process, as long as the test runs."""
     keys: list[str] = []
-    true_measure = measure_module.measure_record
+    true_measure = measure_part_module.measure_record
 
     def counted(record: Any, key: str, *args: Any) -> Any:
         keys.append(key)
         return true_measure(record, key, *args)
 
-    monkeypatch.setattr(measure_module, "measure_record", counted)
+    monkeypatch.setattr(measure_part_module, "measure_record", counted)
     return keys
 
 

@@ -13,11 +13,13 @@ import pytest
 from PIL import Image
 
 from offline_packing import measure as measure_module
+from offline_packing import measure_part as measure_part_module
 from offline_packing import write as write_module
 from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.index import part_name
-from offline_packing.measure import MeasureTask, PartResult, measure, measure_part
+from offline_packing.measure import measure
+from offline_packing.measure_part import MeasureTask, PartResult, measure_part
 from offline_packing.plan_stage import plan
 from offline_packing.shard_tasks import ShardTask
 from offline_packing.stage import Stage
@@ -336,7 +338,7 @@ def test_verify_finds_a_wrong_length(
 ) -> None:
     """A measuring encoder that is off by one in one sample."""
     stage = make_stage(captions, tmp_path / "out")
-    true_measure = measure_module.measure_record
+    true_measure = measure_part_module.measure_record
 
     def off_by_one(record: Any, key: str, *args: Any) -> Any:
         measured = true_measure(record, key, *args)
@@ -346,7 +348,7 @@ def test_verify_finds_a_wrong_length(
             measured = replace(measured, length=wrong)
         return measured
 
-    monkeypatch.setattr(measure_module, "measure_record", off_by_one)
+    monkeypatch.setattr(measure_part_module, "measure_record", off_by_one)
     pack_all(stage)
     result = verify(stage, deep=True)
     assert result.num_problems == 1

@@ -5,7 +5,7 @@ from typing import Any
 
 from offline_packing.config import SourceConfig
 from offline_packing.index import MeasuredSample
-from offline_packing.measure import measure_record
+from offline_packing.measure_part import measure_record
 from offline_packing.sources import Source, source_class
 from offline_packing.stage import open_encoder
 from task_encoders.samples import REASONS, SampleError
