@@ -38,7 +38,7 @@ def render_packs(packs: Sequence[PackPreview], task: str) -> bytes:
         tag("span", "[image rows x columns: tokens]", class_="vision"),
         ", rows and columns counted in patches. Of a video the first frame is shown.",
     )
-    title = f"Preview of {len(packs)} packs ({task})"
+    title = f"Preview of {len(packs)} pack{'s' * (len(packs) != 1)} ({task})"
     return page(title, tag("h1", title), legend, *sections)
 
 
