@@ -152,6 +152,18 @@ class ModelConfig(_Config):
     #: a video with more frames in its file is set aside
     max_video_frames: Count = MAX_VIDEO_FRAMES
 
+    def encoder_options(self) -> dict[str, Any]:
+        """Keyword arguments of `build_sample_encoder`, and of the task encoder."""
+        return {
+            "family": self.family,
+            "processor": self.processor,
+            "min_pixels": self.min_pixels,
+            "max_pixels": self.max_pixels,
+            "max_aspect_ratio": self.max_aspect_ratio,
+            "max_image_pixels": self.max_image_pixels,
+            "video": self.video_settings(),
+        }
+
     def video_settings(self) -> VideoSettings:
         """What an encoder takes. Raises ValueError where the limits contradict each other."""
         return VideoSettings(

@@ -8,7 +8,7 @@ A sample's id is its row number over all parts. Containers are paths relative to
 so that data and index can move.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -279,12 +279,3 @@ class Index:
     def array(self, column: str) -> npt.NDArray[Any]:
         """A numeric column as an array (num_samples,)."""
         return self.table(column)[column].to_numpy()
-
-
-def read_set_aside(folder: Path, num_parts: int) -> list[Mapping[str, str]]:
-    """All rows of the set-aside table."""
-    return [
-        row
-        for number in range(num_parts)
-        for row in pq.read_table(folder / part_name(number)).to_pylist()
-    ]

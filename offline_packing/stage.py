@@ -87,15 +87,7 @@ def open_encoder(model: ModelConfig) -> SampleEncoder:
         ConfigError: there is no such model, or its limits contradict each other.
     """
     try:
-        return build_sample_encoder(
-            model.family,
-            model.processor,
-            min_pixels=model.min_pixels,
-            max_pixels=model.max_pixels,
-            max_aspect_ratio=model.max_aspect_ratio,
-            max_image_pixels=model.max_image_pixels,
-            video=model.video_settings(),
-        )
+        return build_sample_encoder(**model.encoder_options())
     except (ValueError, OSError) as error:
         raise ConfigError(f"model: {' '.join(str(error).split())}") from error
 

@@ -151,16 +151,10 @@ def choose(manifest: Manifest, num_packs: int, packs: Sequence[str], seed: int) 
 def _task_encoder(stage: Stage, manifest: Manifest) -> "Qwen2VLTaskEncoder":
     from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, check_manifest
 
-    task, model = manifest["task"], stage.config.model
+    task = manifest["task"]
     try:
         task_encoder = Qwen2VLTaskEncoder(
-            family=model.family,
-            processor=model.processor,
-            min_pixels=model.min_pixels,
-            max_pixels=model.max_pixels,
-            max_aspect_ratio=model.max_aspect_ratio,
-            max_image_pixels=model.max_image_pixels,
-            video=model.video_settings(),
+            **stage.config.model.encoder_options(),
             seq_length=manifest["seq_length"],
             pad_multiple=manifest["pad_multiple"],
             settings=PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr"),

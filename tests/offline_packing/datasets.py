@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 from PIL import Image
 
 from offline_packing.config import PackingConfig, parse_config
 from offline_packing.engines.local import LocalEngine
-from offline_packing.index import Index, read_set_aside
+from offline_packing.index import Index, part_name
 from offline_packing.manifest import Manifest
 from offline_packing.measure import measure
 from offline_packing.plan_stage import open_index, plan
@@ -103,7 +104,11 @@ def pack_all(stage: Stage) -> Manifest:
 def outcomes(stage: Stage) -> dict[str, str]:
     """Measure; key -> 'ok' or the reason for which the sample was set aside."""
     info = measure(stage)
-    aside = read_set_aside(stage.workspace.set_aside, len(info.part_rows))
+    aside = [
+        row
+        for number in range(len(info.part_rows))
+        for row in pq.read_table(stage.workspace.set_aside / part_name(number)).to_pylist()
+    ]
     keys = Index(stage.workspace.index, info).table("key")["key"].to_pylist()
     assert len(keys) == info.num_samples
     assert len(aside) == info.num_set_aside
