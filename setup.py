@@ -60,5 +60,5 @@ setup(
         "ray": ["ray>=2.40"],
         "gpu": [*TRAIN, "flash-attn>=2.7"],
     },
-    entry_points={"console_scripts": ["offline-packing = offline_packing.cli:main"]},
+    entry_points={"console_scripts": ["offline-packing = offline_packing.cli.main:main"]},
 )

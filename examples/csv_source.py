@@ -11,8 +11,8 @@ import csv
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from offline_packing.files import hash_bytes
 from offline_packing.sources import Locator, Scan, Source, SourcePart, SourceRecord
+from offline_packing.storage.files import hash_bytes
 from task_encoders.samples import SampleError
 
 COLUMNS = ("image", "question", "answer")

@@ -22,7 +22,7 @@ from torch import distributed
 
 from launch.loader_state import from_plain, to_plain
 from offline_packing.errors import StageError
-from offline_packing.files import read_json, to_json, write_atomically
+from offline_packing.storage.files import read_json, to_json, write_atomically
 
 VERSION: Final = 1
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from offline_packing.config import ModelConfig
+from offline_packing.config.packing import ModelConfig
 from offline_packing.errors import StageError
-from offline_packing.files import hash_bytes, read_json
+from offline_packing.storage.files import hash_bytes, read_json
 
 #: Settings that measuring and training must share, as the task encoder names them.
 MODEL_FIELDS: Final = (

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from offline_packing.files import write_atomically
+from offline_packing.storage.files import write_atomically
 
 
 class StepCounts:

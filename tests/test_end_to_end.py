@@ -12,15 +12,15 @@ import torch
 import webdataset
 from megatron.energon import WorkerConfig, get_loader, get_savable_loader
 
-from offline_packing.config import PackingConfig, parse_config
+from offline_packing.config.packing import PackingConfig, parse_config
 from offline_packing.demo import generate_demo_dataset, training
 from offline_packing.engines.local import LocalEngine
-from offline_packing.index import Index
-from offline_packing.measure import measure
-from offline_packing.plan_stage import plan
-from offline_packing.stage import Stage
-from offline_packing.verify import VerifyResult, verify
-from offline_packing.write import open_plan, write
+from offline_packing.index.table import Index
+from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import plan
+from offline_packing.runs.run import Stage
+from offline_packing.verify.verify import VerifyResult, verify
+from offline_packing.write.write import open_plan, write
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, get_packed_val_dataset
 from task_encoders.settings import PackingSettings
 

@@ -14,20 +14,20 @@ import torch
 from megatron.energon import WorkerConfig, get_loader
 from PIL import Image
 
-from offline_packing.append import append
 from offline_packing.demo import training
-from offline_packing.index import Index
-from offline_packing.plan_stage import open_index
+from offline_packing.index.table import Index
+from offline_packing.plan.plan import open_index
 from offline_packing.report.preview import preview
 from offline_packing.report.preview_page import render_packs
 from offline_packing.report.preview_text import render_pack
-from offline_packing.tar_shards import scan_tar
-from offline_packing.verify import verify
+from offline_packing.storage.tar_shards import scan_tar
+from offline_packing.upkeep.append import append
+from offline_packing.verify.verify import verify
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, get_packed_train_dataset
 from task_encoders.settings import PackingSettings
 from task_encoders.video import VideoSettings
-from tests.offline_packing.datasets import (
+from tests.helpers.datasets import (
     captioning_pairs,
     dialogue,
     image_bytes,
@@ -36,8 +36,8 @@ from tests.offline_packing.datasets import (
     pack_all,
     write_json,
 )
-from tests.offline_packing.report.elements import Elements
-from tests.task_encoders.videos import make_video
+from tests.helpers.elements import Elements
+from tests.helpers.videos import make_video
 
 SEQ_LENGTH = 1024
 MODEL = {"max_pixels": 28 * 28 * 16, "video_min_pixels": 784, "video_max_pixels": 784 * 9}

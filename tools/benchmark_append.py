@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from offline_packing.append import append
-from offline_packing.config import parse_config
+from offline_packing.config.packing import parse_config
 from offline_packing.engines.local import LocalEngine
-from offline_packing.measure import measure
-from offline_packing.plan_stage import plan
-from offline_packing.stage import Stage, open_encoder
-from offline_packing.write import write
+from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import plan
+from offline_packing.runs.run import Stage, open_encoder
+from offline_packing.upkeep.append import append
+from offline_packing.write.write import write
 
 SAMPLES_PER_FILE = 1_000
 WORDS = "the red circle stands left of a small blue square below two green stars".split()

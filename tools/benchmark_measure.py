@@ -34,10 +34,10 @@ import orjson
 import pyarrow.parquet as pq
 from PIL import Image
 
-from offline_packing.config import ModelConfig
-from offline_packing.measure_part import MeasureTask, measure_part
+from offline_packing.config.packing import ModelConfig
+from offline_packing.measure.measure_part import MeasureTask, measure_part
+from offline_packing.runs.run import open_encoder
 from offline_packing.sources import PairsSource
-from offline_packing.stage import open_encoder
 from task_encoders.builtin_processor import builtin_processor
 from task_encoders.tokenizer import load_tokenizer
 

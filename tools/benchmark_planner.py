@@ -25,10 +25,10 @@ from planner_plots import draw_gap, draw_seconds
 from planner_speed import WARM_UP_SAMPLES, measure, peak_mib
 
 from offline_packing import PackPlan, plan_packs
-from offline_packing.pack_order import RankLayout, idle_share
-from offline_packing.strategies.budgets import size_lower_bound
-from offline_packing.strategies.histogram import count_lengths, lower_bound
-from offline_packing.streaming import WindowOptions, WindowPlanner
+from offline_packing.planner.order import RankLayout, idle_share
+from offline_packing.planner.strategies.budgets import size_lower_bound
+from offline_packing.planner.strategies.histogram import count_lengths, lower_bound
+from offline_packing.planner.windows import WindowOptions, WindowPlanner
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 

@@ -33,7 +33,7 @@ from launch.model import build_model
 from launch.model_config import QWEN_TOKEN_IDS, ModelConfig
 from launch.optimizer import ShardedAdamW
 from launch.parallel import initialize_parallel
-from offline_packing.files import read_json
+from offline_packing.storage.files import read_json
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.sample_encoder import IGNORE_INDEX

@@ -28,12 +28,12 @@ from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 from PIL import Image
 
-from offline_packing.config import parse_config
+from offline_packing.config.packing import parse_config
 from offline_packing.engines.local import LocalEngine
-from offline_packing.measure import measure
-from offline_packing.plan_stage import plan
-from offline_packing.stage import Stage
-from offline_packing.write import open_plan, write
+from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import plan
+from offline_packing.runs.run import Stage
+from offline_packing.write.write import open_plan, write
 
 PACKS_PER_SHARD = 100
 #: JPEGs of 0.75 to 3 megapixels.

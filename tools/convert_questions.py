@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from offline_packing.errors import StageError
-from offline_packing.questions import FORMS, group_by_image, read_samples, write_pairs
 from offline_packing.sources import source_class
+from offline_packing.upkeep.questions import FORMS, group_by_image, read_samples, write_pairs
 
 
 def main(arguments: list[str] | None = None) -> int:

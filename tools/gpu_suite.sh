@@ -32,7 +32,7 @@ model: {max_pixels: 1003520}
 pack: {seq_length: $SEQ_LENGTH}
 output: {path: $DATA/packed}
 YAML
-"$PYTHON" -m offline_packing.cli run "$DATA/bmr.yaml" --quiet
+"$PYTHON" -m offline_packing run "$DATA/bmr.yaml" --quiet
 
 timeout 240 "$PYTHON" tools/benchmark_training.py "$DATA/packed" \
     --shapes "$SHAPES" --steps "$STEPS" --workers 4 --output "$OUT/benchmark"

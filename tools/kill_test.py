@@ -27,13 +27,13 @@ import numpy as np
 import orjson
 from PIL import Image
 
-from offline_packing.append import append
-from offline_packing.config import PackingConfig, parse_config
-from offline_packing.files import read_json
-from offline_packing.measure import measure
-from offline_packing.plan_stage import plan
-from offline_packing.stage import Stage, build_engine, open_encoder
-from offline_packing.write import write
+from offline_packing.config.packing import PackingConfig, parse_config
+from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import plan
+from offline_packing.runs.run import Stage, build_engine, open_encoder
+from offline_packing.storage.files import read_json
+from offline_packing.upkeep.append import append
+from offline_packing.write.write import write
 
 _WORDS = "a red circle stands left of the small blue square below two green stars".split()
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from offline_packing.plan_parts import read_num_tokens
+from offline_packing.planner.plan_parts import read_num_tokens
 
 LAWS = ("captions", "sft", "uniform", "half", "narrow")
 MAX_TOKENS = 8192

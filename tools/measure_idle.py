@@ -18,7 +18,7 @@ from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_t
 from megatron.energon.flavors.webdataset import BaseWebdatasetFactory
 
 from offline_packing import plan_packs
-from offline_packing.pack_order import RankLayout, idle_share
+from offline_packing.planner.order import RankLayout, idle_share
 
 DATASET = """sample_type: {__module__: megatron.energon, __class__: TextSample}
 field_map: {text: txt}

@@ -11,7 +11,7 @@ from length_laws import draw_lengths
 from planner_peers import PEERS
 
 from offline_packing import plan_packs
-from offline_packing.strategies.histogram import count_lengths, lower_bound
+from offline_packing.planner.strategies.histogram import count_lengths, lower_bound
 
 WARM_UP_SAMPLES = 2000
 

@@ -15,17 +15,17 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from offline_packing import index
-from offline_packing.config import PackingConfig, parse_config
+from offline_packing.config.packing import PackingConfig, parse_config
 from offline_packing.engines.local import LocalEngine
-from offline_packing.fingerprint import library_versions
-from offline_packing.index import INDEX_SCHEMA, IndexInfo
-from offline_packing.plan_stage import plan
+from offline_packing.index import table as index
+from offline_packing.index.table import INDEX_SCHEMA, IndexInfo
+from offline_packing.layouts.shard_layout import plan_shards
+from offline_packing.layouts.shard_tasks import iterate_tasks
+from offline_packing.plan.plan import plan
 from offline_packing.report.report import report
-from offline_packing.shard_layout import plan_shards
-from offline_packing.shard_tasks import iterate_tasks
-from offline_packing.stage import Stage, config_fingerprint
-from offline_packing.write import open_plan
+from offline_packing.runs.run import Stage, config_fingerprint
+from offline_packing.storage.fingerprint import library_versions
+from offline_packing.write.write import open_plan
 
 
 def make_part(first: int, count: int, rng: np.random.Generator) -> pa.Table:

@@ -20,10 +20,10 @@ from megatron.energon import (
 )
 from torch.nn import functional as F
 
-from offline_packing.config import ModelConfig
-from offline_packing.energon_metadata import index_pack_folder
-from offline_packing.files import read_json
-from offline_packing.tar_shards import TarShardWriter, scan_tar
+from offline_packing.config.packing import ModelConfig
+from offline_packing.layouts.energon_metadata import index_pack_folder
+from offline_packing.storage.files import read_json
+from offline_packing.storage.tar_shards import TarShardWriter, scan_tar
 from task_encoders.concatenate import PackedRow, merge_rows
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.pack_format import (

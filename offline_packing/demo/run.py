@@ -19,18 +19,18 @@ from typing import Any, Final
 import click
 import yaml
 
-from offline_packing.config import PackingConfig, load_config
+from offline_packing.config.packing import PackingConfig, load_config
 from offline_packing.demo.contact_sheet import contact_sheet
 from offline_packing.demo.generate import generate_demo_dataset
 from offline_packing.errors import StageError
-from offline_packing.measure import measure
-from offline_packing.plan_stage import plan
+from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import plan
+from offline_packing.plan.summary import PlanSummary, summarize
 from offline_packing.report.pack_picture import draw_packs
 from offline_packing.report.report import report
-from offline_packing.stage import Stage, build_engine, listed
-from offline_packing.summary import PlanSummary, summarize
-from offline_packing.verify import VerifyResult, verify
-from offline_packing.write import open_plan, write
+from offline_packing.runs.run import Stage, build_engine, listed
+from offline_packing.verify.verify import VerifyResult, verify
+from offline_packing.write.write import open_plan, write
 
 logger = logging.getLogger(__name__)
 

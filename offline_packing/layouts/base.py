@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from offline_packing.eligible import Rows
-from offline_packing.fragments import ShardFragment, ShardFragments
-from offline_packing.index import Index
-from offline_packing.shard_tasks import Row, ShardTask
+from offline_packing.index.eligible import Rows
+from offline_packing.index.table import Index
+from offline_packing.layouts.fragments import ShardFragment, ShardFragments
+from offline_packing.layouts.shard_tasks import Row, ShardTask
 from task_encoders.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
 from task_encoders.samples import TASKS, SourceSample
 

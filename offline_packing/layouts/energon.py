@@ -10,13 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, ClassVar, Final
 
-from offline_packing.energon_metadata import METADATA_FILES, check_energon, write_energon_metadata
 from offline_packing.errors import StageError
-from offline_packing.files import atomic_file, hash_file, write_atomically
-from offline_packing.fragments import ShardFragment, ShardFragments
 from offline_packing.layouts.base import Layout
-from offline_packing.shard_tasks import ShardTask
-from offline_packing.tar_shards import PackEntry, TarShardWriter, index_bytes, scan_tar
+from offline_packing.layouts.energon_metadata import (
+    METADATA_FILES,
+    check_energon,
+    write_energon_metadata,
+)
+from offline_packing.layouts.fragments import ShardFragment, ShardFragments
+from offline_packing.layouts.shard_tasks import ShardTask
+from offline_packing.storage.files import atomic_file, hash_file, write_atomically
+from offline_packing.storage.tar_shards import PackEntry, TarShardWriter, index_bytes, scan_tar
 
 _SHARD: Final = re.compile(r"([A-Za-z0-9_]+-\d{6}\.tar)(\.idx)?")
 

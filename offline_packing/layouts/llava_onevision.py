@@ -19,15 +19,15 @@ import numpy as np
 import orjson
 import yaml
 
-from offline_packing.eligible import Rows
 from offline_packing.errors import StageError
-from offline_packing.files import write_atomically
-from offline_packing.fragments import ShardFragments
-from offline_packing.index import Index
+from offline_packing.index.eligible import Rows
+from offline_packing.index.table import Index
+from offline_packing.index.traits import Trait
 from offline_packing.layouts.base import Member
 from offline_packing.layouts.energon import EnergonLayout
-from offline_packing.shard_tasks import Row, ShardTask
-from offline_packing.traits import Trait
+from offline_packing.layouts.fragments import ShardFragments
+from offline_packing.layouts.shard_tasks import Row, ShardTask
+from offline_packing.storage.files import write_atomically
 from task_encoders.pack_format import JSON_PART
 from task_encoders.samples import IMAGE_PLACEHOLDER, SourceSample, Turn
 

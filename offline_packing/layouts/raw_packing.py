@@ -16,11 +16,11 @@ from typing import Final
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.files import sync_folder, translate_disk_full
-from offline_packing.fragments import ShardFragment, ShardFragments
 from offline_packing.layouts.base import Layout
-from offline_packing.shard_tasks import ShardTask
-from offline_packing.tar_shards import PackEntry, Part
+from offline_packing.layouts.fragments import ShardFragment, ShardFragments
+from offline_packing.layouts.shard_tasks import ShardTask
+from offline_packing.storage.files import sync_folder, translate_disk_full
+from offline_packing.storage.tar_shards import PackEntry, Part
 from task_encoders.pack_format import JSON_PART
 
 FOLDER: Final = "raw_packing_data"

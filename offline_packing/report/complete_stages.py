@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.files import read_json
-from offline_packing.index import Index
-from offline_packing.manifest import Manifest, read_manifest, stages_of_manifest
-from offline_packing.pack_plan import PackPlan
-from offline_packing.plan_stage import open_index
-from offline_packing.stage import Stage
-from offline_packing.write import check_layout, layout_fingerprint, open_plan
+from offline_packing.index.table import Index
+from offline_packing.plan.plan import open_index
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.manifest import Manifest, read_manifest, stages_of_manifest
+from offline_packing.runs.run import Stage
+from offline_packing.storage.files import read_json
+from offline_packing.write.write import check_layout, layout_fingerprint, open_plan
 
 #: Samples that are looked up at a time: temporaries stay small, whatever the number of samples.
 _CHUNK = 1 << 21

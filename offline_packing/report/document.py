@@ -6,16 +6,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from offline_packing.eligible import name_rows
-from offline_packing.files import hash_file, read_json
-from offline_packing.manifest import Manifest, earlier_shards, stored_config
+from offline_packing.index.eligible import name_rows
 from offline_packing.report.complete_stages import CompleteStages, open_complete_stages
 from offline_packing.report.pack_figures import pack_figures, saving_figures
 from offline_packing.report.pack_rows import choose_packs, padded_rows
 from offline_packing.report.sample_figures import length_figures, overlong_figures, source_sums
 from offline_packing.report.set_aside import SetAside, count_set_aside
-from offline_packing.stage import Stage
-from offline_packing.workspace import Workspace
+from offline_packing.runs.manifest import Manifest, earlier_shards, stored_config
+from offline_packing.runs.run import Stage
+from offline_packing.runs.workspace import Workspace
+from offline_packing.storage.files import hash_file, read_json
 from task_encoders.pack_format import pack_key
 
 REPORT_VERSION: Final = 1

@@ -7,12 +7,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.config import PackingConfig
-from offline_packing.cost import sample_cost
+from offline_packing.config.packing import PackingConfig
+from offline_packing.layouts.shard_layout import split_packs
+from offline_packing.plan.summary import padded_tokens
+from offline_packing.planner.cost import sample_cost
 from offline_packing.report.complete_stages import CompleteStages
 from offline_packing.report.distributions import linear_histogram, spread
-from offline_packing.shard_layout import split_packs
-from offline_packing.summary import padded_tokens
 
 #: Lower ends of the bands that packs are counted in, as shares of seq_length.
 FILL_BANDS: Final = (1.0, 0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.0)
@@ -111,7 +111,10 @@ def _fill_bands(tokens: npt.NDArray[np.int64], seq_length: int) -> list[dict[str
 
 def _waiting(config: PackingConfig, costs: Sequence[npt.NDArray[np.float64]]) -> dict[str, Any]:
     """Share of time that data parallel ranks wait for the slowest, in the order written."""
-    from offline_packing.pack_order import RankLayout, idle_share  # compiled: takes time to import
+    from offline_packing.planner.order import (  # compiled: takes time to import
+        RankLayout,
+        idle_share,
+    )
 
     order = config.pack.order
     layout = RankLayout(order.num_ranks, order.num_workers) if order else RankLayout(_NUM_RANKS)
@@ -127,7 +130,7 @@ def _waiting(config: PackingConfig, costs: Sequence[npt.NDArray[np.float64]]) ->
 
 def _online(generations: Sequence[CompleteStages], config: PackingConfig) -> list[dict[str, Any]]:
     """Fill that first-fit-decreasing reaches on buffers of some samples in random order."""
-    from offline_packing.strategies.first_fit import first_fit_decreasing
+    from offline_packing.planner.strategies.peers.first_fit import first_fit_decreasing
 
     pack = config.pack
     rng = np.random.default_rng(pack.seed)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.pack_plan import PackPlan
+from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.report.pack_rows import choose_packs, padded_rows
 
 _PADDING = "0.85"

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.config import ModelConfig
-from offline_packing.energon_metadata import check_energon
+from offline_packing.config.packing import ModelConfig
 from offline_packing.errors import StageError
 from offline_packing.layouts import LAYOUTS
-from offline_packing.manifest import Manifest, require_manifest
-from offline_packing.stage import Stage
+from offline_packing.layouts.energon_metadata import check_energon
+from offline_packing.runs.manifest import Manifest, require_manifest
+from offline_packing.runs.run import Stage
 from task_encoders.pack_format import JSON_PART, pack_key, parse_json, restore_pack
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SourceSample

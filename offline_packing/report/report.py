@@ -4,11 +4,11 @@ _packing/report/report.html    one page for people, without anything outside it
 _packing/report/report.json    the same figures
 """
 
-from offline_packing.files import read_json, to_json, write_atomically
 from offline_packing.report.document import build_document, made_from
 from offline_packing.report.report_page import render_page, verdict
-from offline_packing.stage import Stage
-from offline_packing.workspace import Workspace
+from offline_packing.runs.run import Stage
+from offline_packing.runs.workspace import Workspace
+from offline_packing.storage.files import read_json, to_json, write_atomically
 
 
 def report(stage: Stage) -> str:

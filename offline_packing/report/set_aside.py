@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from offline_packing.index import SET_ASIDE_SCHEMA, part_name
+from offline_packing.index.table import SET_ASIDE_SCHEMA, part_name
 from offline_packing.report.complete_stages import CompleteStages
 from task_encoders.samples import REASONS
 

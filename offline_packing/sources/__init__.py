@@ -12,14 +12,14 @@ from offline_packing.sources.base import (
     SourceRecord,
     Stretch,
 )
-from offline_packing.sources.energon import EnergonSource
-from offline_packing.sources.jsonl import JsonlSource, JsonSource
-from offline_packing.sources.llama_factory import LlamaFactorySource
-from offline_packing.sources.locators import Locator
-from offline_packing.sources.packs import PacksSource
-from offline_packing.sources.pairs import PairsSource
-from offline_packing.sources.tables import HuggingFaceSource, ParquetSource
-from offline_packing.sources.webdataset import WebDatasetSource
+from offline_packing.sources.formats.energon import EnergonSource
+from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource
+from offline_packing.sources.formats.llama_factory import LlamaFactorySource
+from offline_packing.sources.formats.packs import PacksSource
+from offline_packing.sources.formats.pairs import PairsSource
+from offline_packing.sources.formats.tables import HuggingFaceSource, ParquetSource
+from offline_packing.sources.formats.webdataset import WebDatasetSource
+from offline_packing.sources.reading.locators import Locator
 
 SOURCES: dict[str, type[Source]] = {
     "pairs": PairsSource,

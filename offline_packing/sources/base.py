@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from offline_packing.errors import StageError
 from offline_packing.sources.fields import FieldMap
-from offline_packing.sources.listing import unpack_batches, walk
-from offline_packing.sources.locators import Locator, read_locator
-from offline_packing.sources.media_root import MediaRoot
+from offline_packing.sources.reading.locators import Locator, read_locator
 from offline_packing.sources.records import load_json, to_sample
-from offline_packing.sources.remote_root import RemoteRoot, is_remote
+from offline_packing.sources.roots.listing import unpack_batches, walk
+from offline_packing.sources.roots.local import MediaRoot
+from offline_packing.sources.roots.remote import RemoteRoot, is_remote
 from task_encoders.samples import SampleError, SourceSample
 
 #: A record with a larger JSON is refused before it is read into memory.

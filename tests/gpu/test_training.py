@@ -8,7 +8,7 @@ import torch
 
 from launch.metrics import Stopwatch
 from launch.optimizer import ShardedAdamW
-from tests.launch.packed_runs import (
+from tests.helpers.packed_runs import (
     BMR_ENVIRONMENT,
     bmr_folder,
     losses,

@@ -13,8 +13,8 @@ from launch.language_model import check_supported
 from launch.model import build_model, save_hf_checkpoint
 from launch.model_config import ModelConfig, transformers_classes
 from launch.parallel import initialize_parallel
-from tests.launch import tiny_checkpoints
-from tests.launch.tiny_checkpoints import (
+from tests.helpers import tiny_checkpoints
+from tests.helpers.tiny_checkpoints import (
     all_tensors,
     assert_same_tensors,
     transformers_model,

@@ -15,8 +15,8 @@ import yaml
 from launch.config import load_config
 from launch.metrics import read_metrics
 from launch.train_setup import run
-from tests.launch.packed_runs import BMR_ENVIRONMENT, bmr_folder, captioning_folder, losses
-from tests.offline_packing.datasets import captioning_pairs
+from tests.helpers.datasets import captioning_pairs
+from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder, captioning_folder, losses
 
 ROOT = Path(__file__).parents[2]
 STEPS = 10

@@ -16,15 +16,15 @@ from launch.model_config import ModelConfig
 from launch.parallel import initialize_parallel
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.sample_encoder import IGNORE_INDEX
-from tests.launch.rank_processes import run_ranks
-from tests.launch.tiny_checkpoints import (
+from tests.helpers.legacy_packs import legacy_vqa_folder
+from tests.helpers.rank_processes import run_ranks
+from tests.helpers.tiny_checkpoints import (
     ROWS,
     packed_batch,
     row_samples,
     transformers_model,
     write_checkpoint,
 )
-from tests.task_encoders.legacy_packs import legacy_vqa_folder
 
 
 def example_batches() -> list[PackedBatch]:

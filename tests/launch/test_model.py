@@ -14,7 +14,7 @@ from launch.parallel import initialize_parallel
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.sample_encoder import IGNORE_INDEX
-from tests.launch.tiny_checkpoints import IMAGE, packed_batch, row_samples, transformers_model
+from tests.helpers.tiny_checkpoints import IMAGE, packed_batch, row_samples, transformers_model
 
 CPU = torch.device("cpu")
 

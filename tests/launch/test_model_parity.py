@@ -20,8 +20,8 @@ from launch.parallel import initialize_parallel
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.sample_encoder import IGNORE_INDEX
-from tests.launch.rank_processes import run_ranks
-from tests.launch.tiny_checkpoints import (
+from tests.helpers.rank_processes import run_ranks
+from tests.helpers.tiny_checkpoints import (
     ROWS,
     packed_batch,
     row_samples,

@@ -9,7 +9,7 @@ import torch
 from torch import distributed, nn
 
 from launch.optimizer import ShardedAdamW
-from tests.launch.rank_processes import run_ranks
+from tests.helpers.rank_processes import run_ranks
 
 ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STEPS = 4

@@ -8,7 +8,7 @@ import torch
 
 from launch.config import LaunchConfig
 from offline_packing.errors import StageError
-from tests.launch.packed_runs import (
+from tests.helpers.packed_runs import (
     BMR_ENVIRONMENT,
     KilledError,
     bmr_folder,

@@ -18,8 +18,8 @@ from launch.parallel import (
     is_sharded,
 )
 from task_encoders.model_inputs import to_packed_seq_params
-from tests.launch.rank_processes import run_ranks
-from tests.launch.tiny_checkpoints import (
+from tests.helpers.rank_processes import run_ranks
+from tests.helpers.tiny_checkpoints import (
     assert_same_tensors,
     packed_batch,
     row_samples,

@@ -19,7 +19,7 @@ from launch.parallel import initialize_parallel
 from launch.train_setup import run
 from launch.trainer import StepError
 from offline_packing.errors import StageError
-from tests.launch.packed_runs import (
+from tests.helpers.packed_runs import (
     BMR_ENVIRONMENT,
     SEQ_LENGTH,
     bmr_folder,

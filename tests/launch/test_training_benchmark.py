@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from task_encoders.energon_samples import PackedBatch
-from tests.launch.packed_runs import SEQ_LENGTH, bmr_folder
+from tests.helpers.packed_runs import SEQ_LENGTH, bmr_folder
 
 TOOLS = Path(__file__).parents[2] / "tools"
 PADDED_BATCH = 3

@@ -12,13 +12,13 @@ from transformers import TrainingArguments
 
 from launch.transformers_trainer import PackedRows, PackedTrainer, collate_packed, main
 from task_encoders.sample_encoder import IGNORE_INDEX
-from tests.launch.tiny_checkpoints import (
+from tests.helpers.legacy_packs import legacy_vqa_folder
+from tests.helpers.tiny_checkpoints import (
     packed_batch,
     row_samples,
     transformers_model,
     unpacked_inputs,
 )
-from tests.task_encoders.legacy_packs import legacy_vqa_folder
 
 
 def trainer(folder: Path, rows: list[Any], **options: Any) -> PackedTrainer:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from offline_packing.measure import measure
-from offline_packing.plan_stage import make_plan, open_index, plan
-from offline_packing.sources import jsonl, pairs
-from offline_packing.write import write
-from tests.offline_packing.datasets import (
+from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import make_plan, open_index, plan
+from offline_packing.sources.formats import jsonl, pairs
+from offline_packing.write.write import write
+from tests.helpers.datasets import (
     dialogue,
     image_bytes,
     make_stage,

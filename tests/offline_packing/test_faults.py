@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from offline_packing import files
-from offline_packing.cli import cli
+from offline_packing.cli.main import cli
 from offline_packing.errors import DiskFullError, StageError
-from offline_packing.files import remove_temporaries, write_atomically
-from offline_packing.measure import measure
-from offline_packing.plan_stage import make_plan, open_index, plan
-from offline_packing.retry import retry
-from offline_packing.stage import Stage
-from offline_packing.verify import verify
-from offline_packing.write import write
-from tests.offline_packing.datasets import captioning_pairs, make_stage, pack_all, write_json
+from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import make_plan, open_index, plan
+from offline_packing.runs.run import Stage
+from offline_packing.storage import files
+from offline_packing.storage.files import remove_temporaries, write_atomically
+from offline_packing.upkeep.retry import retry
+from offline_packing.verify.verify import verify
+from offline_packing.write.write import write
+from tests.helpers.datasets import captioning_pairs, make_stage, pack_all, write_json
 from tests.offline_packing.test_pipeline import shard_files
 from tools import kill_test
 
@@ -52,7 +52,7 @@ def limited(limit: int, config: Path) -> "subprocess.CompletedProcess[str]":
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
     return subprocess.run(
-        [sys.executable, "-m", "offline_packing.cli", "run", str(config), "--quiet"],
+        [sys.executable, "-m", "offline_packing", "run", str(config), "--quiet"],
         preexec_fn=limit_files,
         capture_output=True,
         text=True,
@@ -194,7 +194,7 @@ def running(data: Path, tmp_path: Path) -> Iterator[Path]:
     )
     program = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from offline_packing.workspace import Workspace\n"
+        "from offline_packing.runs.workspace import Workspace\n"
         "with Workspace(Path(sys.argv[1])).lock():\n"
         "    print('held', flush=True)\n"
         "    time.sleep(600)\n"
@@ -222,7 +222,7 @@ def test_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     workspace = make_stage(tmp_path / "data", tmp_path / "out").workspace
     program = (
         "import os, signal, sys\nfrom pathlib import Path\n"
-        "from offline_packing.workspace import Workspace\n"
+        "from offline_packing.runs.workspace import Workspace\n"
         "with Workspace(Path(sys.argv[1])).lock():\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )

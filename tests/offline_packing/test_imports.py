@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.offline_packing.datasets import captioning_pairs
-from tests.task_encoders.videos import make_video
+from tests.helpers.datasets import captioning_pairs
+from tests.helpers.videos import make_video
 
 BLOCKED = ("av", "torch", "transformers", "megatron", "ray", "webdataset", "matplotlib", "jinja2")
 
@@ -22,7 +22,7 @@ class Refuse(MetaPathFinder):
 
 sys.meta_path.insert(0, Refuse())
 import offline_packing, task_encoders
-from offline_packing.cli import cli
+from offline_packing.cli.main import cli
 cli({arguments!r}, standalone_mode=False)
 """
 

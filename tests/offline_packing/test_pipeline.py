@@ -12,23 +12,23 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from offline_packing import measure as measure_module
-from offline_packing import measure_part as measure_part_module
-from offline_packing import write as write_module
 from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import ConfigError, StageError
-from offline_packing.index import part_name
-from offline_packing.measure import measure
-from offline_packing.measure_part import MeasureTask, PartResult, measure_part
-from offline_packing.plan_stage import plan
-from offline_packing.shard_tasks import ShardTask
-from offline_packing.stage import Stage
-from offline_packing.tar_shards import scan_tar
-from offline_packing.verify import VerifyResult, verify
-from offline_packing.write import write, write_shard
+from offline_packing.index.table import part_name
+from offline_packing.layouts.shard_tasks import ShardTask
+from offline_packing.measure import measure as measure_module
+from offline_packing.measure import measure_part as measure_part_module
+from offline_packing.measure.measure import measure
+from offline_packing.measure.measure_part import MeasureTask, PartResult, measure_part
+from offline_packing.plan.plan import plan
+from offline_packing.runs.run import Stage
+from offline_packing.storage.tar_shards import scan_tar
+from offline_packing.verify.verify import VerifyResult, verify
+from offline_packing.write import write as write_module
+from offline_packing.write.write import write, write_shard
 from task_encoders.pack_format import parse_json, restore_pack
 from task_encoders.samples import SourceSample
-from tests.offline_packing.datasets import (
+from tests.helpers.datasets import (
     captioning_pairs,
     index_rows,
     make_stage,

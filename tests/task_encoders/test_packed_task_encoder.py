@@ -16,7 +16,7 @@ from task_encoders.energon_samples import PackedBatch
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, get_packed_train_dataset
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
-from tests.task_encoders.legacy_packs import (
+from tests.helpers.legacy_packs import (
     CRUDE_YAML,
     DATASET_YAML,
     legacy_vqa_folder,

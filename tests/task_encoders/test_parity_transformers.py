@@ -13,7 +13,7 @@ from task_encoders.chat_templates import QWEN2_VL_TEMPLATE, check_chat_template,
 from task_encoders.sample_encoder import IGNORE_INDEX, build_sample_encoder
 from task_encoders.samples import SourceSample, Turn
 from task_encoders.vision import read_image_header
-from tests.task_encoders.texts_and_images import KINDS, random_image, random_samples
+from tests.helpers.texts_and_images import KINDS, random_image, random_samples
 
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 96
 SAMPLES_PER_KIND = 300

@@ -12,7 +12,7 @@ from task_encoders.tokenizer import (
     TransformersTokenizer,
     load_tokenizer,
 )
-from tests.task_encoders.texts_and_images import random_text
+from tests.helpers.texts_and_images import random_text
 
 
 def texts(count: int) -> list[str]:

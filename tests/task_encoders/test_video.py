@@ -45,7 +45,7 @@ from task_encoders.video_file import (
     read_video_header,
 )
 from task_encoders.vision import VisionSettings
-from tests.task_encoders.videos import boxes, draw_frame, make_audio, make_video, patched
+from tests.helpers.videos import boxes, draw_frame, make_audio, make_video, patched
 
 VISION = VisionSettings(56 * 56, 28 * 28 * 64)
 SMALL = VideoSettings(min_pixels=28 * 28, max_pixels=28 * 28 * 16)

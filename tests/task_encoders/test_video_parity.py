@@ -18,9 +18,9 @@ from task_encoders.samples import SampleError, SourceSample, Turn, check_sample
 from task_encoders.video import VideoSettings, num_sampled_frames, sampled_frames
 from task_encoders.video_file import read_video_header
 from task_encoders.vision import read_image_header
-from tests.launch.tiny_checkpoints import TEXT
-from tests.offline_packing.datasets import image_bytes
-from tests.task_encoders.videos import make_video
+from tests.helpers.datasets import image_bytes
+from tests.helpers.tiny_checkpoints import TEXT
+from tests.helpers.videos import make_video
 
 VIDEO = VideoSettings(min_pixels=28 * 28, max_pixels=28 * 28 * 12, max_frames=40)
 MAX_PIXELS = 28 * 28 * 32

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 from task_encoders import vision
 from task_encoders.samples import SampleError
 from task_encoders.vision import VisionSettings, decode_image, read_image_header, smart_resize
-from tests.task_encoders.texts_and_images import random_image
+from tests.helpers.texts_and_images import random_image
 
 SETTINGS = VisionSettings(min_pixels=56 * 56, max_pixels=28 * 28 * 256)
 

@@ -7,8 +7,8 @@ import pytest
 
 from offline_packing.engines import ENGINES
 from offline_packing.errors import ConfigError, StageError
-from offline_packing.stage import build_engine
-from tests.offline_packing.datasets import make_config
+from offline_packing.runs.run import build_engine
+from tests.helpers.datasets import make_config
 
 
 @pytest.mark.parametrize("name", sorted(ENGINES))

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from offline_packing.append import append
 from offline_packing.engines.ray_cluster import RayEngine
-from offline_packing.stage import Stage
-from offline_packing.verify import verify
+from offline_packing.runs.run import Stage
+from offline_packing.upkeep.append import append
+from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError
-from tests.offline_packing.datasets import captioning_pairs, make_config, make_stage, pack_all
+from tests.helpers.datasets import captioning_pairs, make_config, make_stage, pack_all
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'offline-packing[ray]'")
 

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from offline_packing.cli import main
+from offline_packing.cli.main import main
 from offline_packing.engines.local import LocalEngine
 from offline_packing.engines.slurm_array import SlurmEngine, find_rank
 from offline_packing.errors import ConfigError, ShareDoneError, StageError
-from offline_packing.measure import measure
-from offline_packing.plan_stage import plan
-from offline_packing.stage import Stage
-from offline_packing.verify import verify
-from offline_packing.write import write
-from tests.offline_packing.datasets import captioning_pairs, make_config, make_stage, pack_all
+from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import plan
+from offline_packing.runs.run import Stage
+from offline_packing.verify.verify import verify
+from offline_packing.write.write import write
+from tests.helpers.datasets import captioning_pairs, make_config, make_stage, pack_all
 
 
 @dataclass(frozen=True)

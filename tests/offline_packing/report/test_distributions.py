@@ -5,7 +5,7 @@ import pytest
 
 from offline_packing.report.distributions import LogHistogram, linear_histogram, spread
 from offline_packing.report.markup import page, tag
-from tests.offline_packing.report.elements import Elements
+from tests.helpers.elements import Elements
 
 
 def test_bins_end_at_powers_of_two_and_at_the_limit() -> None:

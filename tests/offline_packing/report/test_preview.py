@@ -11,9 +11,8 @@ import pytest
 import tiktoken
 
 from offline_packing.errors import StageError
-from offline_packing.manifest import read_manifest
-from offline_packing.measure import measure
-from offline_packing.plan_stage import plan
+from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import plan
 from offline_packing.report.preview import (
     PackPreview,
     Span,
@@ -23,10 +22,11 @@ from offline_packing.report.preview import (
 )
 from offline_packing.report.preview_page import render_packs
 from offline_packing.report.preview_text import first_words, render_pack, safe
-from offline_packing.stage import Stage, open_encoder
+from offline_packing.runs.manifest import read_manifest
+from offline_packing.runs.run import Stage, open_encoder
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.tokenizer import QWEN_PATTERN, QWEN_SPECIAL_TOKENS, qwen_ranks
-from tests.offline_packing.datasets import (
+from tests.helpers.datasets import (
     captioning_pairs,
     dialogue,
     image_bytes,
@@ -36,7 +36,7 @@ from tests.offline_packing.datasets import (
     pack_all,
     write_json,
 )
-from tests.offline_packing.report.elements import Elements
+from tests.helpers.elements import Elements
 from tests.offline_packing.report.test_report import HOSTILE, vqa_pairs
 
 MAKE = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}

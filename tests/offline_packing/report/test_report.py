@@ -10,19 +10,19 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from offline_packing.append import append
-from offline_packing.cost import sample_cost
 from offline_packing.errors import StageError
-from offline_packing.measure import measure
-from offline_packing.pack_plan import PackPlan
-from offline_packing.plan_stage import open_index, plan
+from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import open_index, plan
+from offline_packing.plan.summary import summarize
+from offline_packing.planner.cost import sample_cost
+from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.report.report import report, report_status
-from offline_packing.stage import Stage
-from offline_packing.status import status
-from offline_packing.summary import summarize
-from offline_packing.write import open_plan, write
+from offline_packing.runs.run import Stage
+from offline_packing.upkeep.append import append
+from offline_packing.upkeep.status import status
+from offline_packing.write.write import open_plan, write
 from task_encoders.samples import REASONS
-from tests.offline_packing.datasets import (
+from tests.helpers.datasets import (
     captioning_pairs,
     dialogue,
     image_bytes,
@@ -32,7 +32,7 @@ from tests.offline_packing.datasets import (
     pack_all,
     write_json,
 )
-from tests.offline_packing.report.elements import Elements
+from tests.helpers.elements import Elements
 
 HOSTILE = "<script>alert('x')</script>\"><img src=http://evil.example/x onerror=alert(1)>"
 

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.errors import StageError
-from offline_packing.sources import streams
-from tests.offline_packing.datasets import image_bytes, make_stage, pack_all
-from tests.offline_packing.sources import formats
-from tests.offline_packing.sources.accounting import outcomes
-from tests.offline_packing.sources.formats import lines, tar_bytes, tar_members, write_file
+from offline_packing.storage import streams
+from tests.helpers import formats
+from tests.helpers.accounting import outcomes
+from tests.helpers.datasets import image_bytes, make_stage, pack_all
+from tests.helpers.formats import lines, tar_bytes, tar_members, write_file
 
 SAMPLES = formats.draw_samples(3)
 MEMBERS = tar_members(SAMPLES)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from offline_packing.errors import StageError
-from tests.offline_packing.datasets import dialogue, image_bytes, make_stage, pack_all
-from tests.offline_packing.sources.accounting import account, open_source, outcomes
-from tests.offline_packing.sources.formats import (
+from tests.helpers.accounting import account, open_source, outcomes
+from tests.helpers.datasets import dialogue, image_bytes, make_stage, pack_all
+from tests.helpers.formats import (
     WRITERS,
     draw_samples,
     lines,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from offline_packing.errors import StageError
-from tests.offline_packing.sources import formats
-from tests.offline_packing.sources.accounting import account, open_source
+from tests.helpers import formats
+from tests.helpers.accounting import account, open_source
 
 SAMPLES = formats.draw_samples(5, seed=1)
 CASES_PER_FORMAT = 42

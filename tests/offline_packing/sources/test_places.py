@@ -10,14 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from offline_packing.config import load_config
+from offline_packing.config.packing import load_config
 from offline_packing.errors import ConfigError, StageError
-from offline_packing.index import MeasuredSample
-from offline_packing.sources.remote_root import RemoteRoot
+from offline_packing.index.table import MeasuredSample
+from offline_packing.sources.roots.remote import RemoteRoot
 from task_encoders.samples import SampleError
-from tests.offline_packing.datasets import image_bytes, make_stage, outcomes, pack_all, write_json
-from tests.offline_packing.sources import accounting, formats
-from tests.offline_packing.sources.formats import write_file
+from tests.helpers import accounting, formats
+from tests.helpers.datasets import image_bytes, make_stage, outcomes, pack_all, write_json
+from tests.helpers.formats import write_file
 
 SAMPLES = formats.draw_samples(4) + [
     (f"v{key}", *rest) for key, *rest in formats.draw_video_samples(3, single=True)

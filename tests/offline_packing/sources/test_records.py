@@ -6,7 +6,7 @@ import pytest
 
 from offline_packing.sources.records import to_sample
 from task_encoders.samples import SampleError, SourceSample, Turn
-from tests.offline_packing.datasets import dialogue
+from tests.helpers.datasets import dialogue
 
 
 def turns(*texts: str) -> tuple[Turn, ...]:

@@ -1,0 +1,1 @@
+"""The command line: `offline-packing VERB CONFIG.yaml [key.sub=value ...]`."""

@@ -1,0 +1,182 @@
+"""The verbs: what each stage says on stdout. A verb imports what it needs when it runs.
+
+A verb's docstring is its help text, and `dry_run` says what it would do.
+"""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import click
+
+from offline_packing.errors import StageError
+from offline_packing.runs.run import Stage, listed
+
+#: f(stage, dry_run, **its own options); prints its result, raises StageError where it fails.
+Verb = Callable[..., None]
+
+
+def measure_verb(stage: Stage, dry_run: bool) -> None:
+    """Measure the tokens of every sample; no image or video is decoded."""
+    from offline_packing.measure.measure import measure, preview_measure
+
+    if dry_run:
+        click.echo(preview_measure(stage), nl=False)
+        return
+    info = measure(stage)
+    click.echo(f"measured {info.num_samples:,} samples, {info.num_tokens:,} tokens")
+    if info.num_set_aside:
+        reasons = listed(info.set_aside.items())
+        click.echo(f"set aside: {reasons}; details in {stage.workspace.set_aside}")
+
+
+def plan_verb(stage: Stage, dry_run: bool) -> None:
+    """Decide which samples form which pack, and print the figures."""
+    from offline_packing.plan.plan import plan, preview_plan
+
+    click.echo(preview_plan(stage) if dry_run else plan(stage), nl=False)
+
+
+def write_verb(stage: Stage, dry_run: bool) -> None:
+    """Write the packs as tar shards, with the metadata that Megatron-Energon needs."""
+    from offline_packing.write.write import preview_write, write
+
+    if dry_run:
+        click.echo(preview_write(stage))
+        return
+    counts = write(stage)["counts"]
+    packs = ", ".join(f"{name} {count:,}" for name, count in counts["packs"].items())
+    click.echo(f"wrote {counts['packed']:,} samples to {stage.workspace.root}; packs: {packs}")
+
+
+def verify_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
+    """Read everything that was written again, and check it."""
+    from offline_packing.verify.verify import preview_verify, render_result, render_verdict, verify
+
+    if dry_run:
+        click.echo(preview_verify(stage))
+        return
+    result = verify(stage, deep=deep)
+    click.echo(render_result(result, deep=deep), nl=False)
+    if not result.ok:
+        raise StageError(f"{stage.workspace.root} has {render_verdict(result)}")
+
+
+def report_verb(stage: Stage, dry_run: bool) -> None:
+    """Write a page and a JSON file with the figures of all that is done so far."""
+    from offline_packing.report.report import report
+
+    page = stage.workspace.report / "report.html"
+    if dry_run:
+        click.echo(f"would write {page}")
+        return
+    click.echo(report(stage))
+    click.echo(f"report: {page}")
+
+
+def preview_verb(
+    stage: Stage,
+    dry_run: bool,
+    packs: int,
+    pack: tuple[str, ...],
+    seed: int,
+    full: bool,
+    html: Path | None,
+) -> None:
+    """Show some packs as they are trained: text, what carries loss, images and videos."""
+    from offline_packing.report.preview import preview
+    from offline_packing.report.preview_page import render_packs
+    from offline_packing.report.preview_text import render_pack
+    from offline_packing.storage.files import write_atomically
+
+    shown = preview(stage, num_packs=packs, packs=pack, seed=seed)
+    if html is None:
+        for one in shown:
+            click.echo(render_pack(one, full=full))
+        return
+    content = render_packs(list(shown), stage.config.task)
+    if dry_run:
+        click.echo(f"would write {len(content):,} bytes to {html}")
+        return
+    html.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(html, content)
+    click.echo(f"preview: {html}")
+
+
+def run_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
+    """Do measure, plan, write, verify and report; what is complete is not done again."""
+    verify = functools.partial(verify_verb, deep=deep)
+    verbs: tuple[Verb, ...] = (measure_verb, plan_verb, write_verb, verify, report_verb)
+    manifest = stage.workspace.manifest
+    needed = (stage.workspace.index_info, stage.workspace.plan_info, manifest, manifest)
+    for verb, artifact in zip(verbs, (None, *needed), strict=True):
+        if dry_run and artifact is not None and not artifact.exists():
+            click.echo(f"what follows depends on {artifact}, which is not there yet")
+            return
+        verb(stage, dry_run)
+
+
+def append_verb(stage: Stage, dry_run: bool) -> None:
+    """Pack what is new in the sources into further shards of a complete output."""
+    from offline_packing.runs.manifest import read_manifest
+    from offline_packing.upkeep.append import append, preview_append
+
+    if dry_run:
+        click.echo(preview_append(stage), nl=False)
+        return
+    before = read_manifest(stage)
+    manifest = append(stage)
+    counts = manifest["counts"]
+    num_packs = sum(counts["packs"].values())
+    click.echo(
+        f"{'no new samples: ' if manifest == before else ''}{stage.workspace.root} holds "
+        f"{counts['packed']:,} samples in {num_packs:,} packs, {len(manifest['shards']):,} shards"
+    )
+
+
+def retry_verb(stage: Stage, dry_run: bool) -> None:
+    """Go on where a run ended; write what is missing or damaged of a complete output again."""
+    from offline_packing.upkeep.retry import retry
+
+    if dry_run:
+        status_verb(stage, dry_run)
+        return
+    click.echo(retry(stage))
+
+
+def status_verb(stage: Stage, dry_run: bool) -> None:
+    """Show how far an output is, also while a run is at work on it."""
+    from offline_packing.upkeep.status import status
+
+    click.echo(status(stage), nl=False)
+
+
+#: In the order in which help lists them.
+VERBS: Final[tuple[Verb, ...]] = (
+    measure_verb,
+    plan_verb,
+    write_verb,
+    verify_verb,
+    report_verb,
+    preview_verb,
+    run_verb,
+    append_verb,
+    status_verb,
+    retry_verb,
+)
+
+#: What several ranks can do to one output at the same time.
+SHARED_VERBS: Final[tuple[Verb, ...]] = (
+    measure_verb,
+    write_verb,
+    verify_verb,
+    status_verb,
+    preview_verb,
+)
+
+#: What writes nothing into the output, and needs no lock.
+READING_VERBS: Final[tuple[Verb, ...]] = (status_verb, preview_verb)
+
+#: What makes nothing of its own where there is no output.
+NEED_OUTPUT: Final[tuple[Verb, ...]] = (verify_verb, append_verb, report_verb)

@@ -1,0 +1,421 @@
+"""The configuration: one YAML file, with overrides `a.b=value` from the command line.
+
+Every model is frozen and refuses unknown keys. Relative paths are relative to the current folder.
+"""
+
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from offline_packing.config.yaml_file import explain_value_error, read_config, validate
+from offline_packing.engines import ENGINES
+from offline_packing.errors import ConfigError
+from offline_packing.planner.rules import check_combination
+from offline_packing.sources import SOURCES, source_class
+from offline_packing.sources.fields import FieldMap
+from task_encoders.sample_encoder import FAMILIES
+from task_encoders.video import VideoSettings
+from task_encoders.video_file import MAX_VIDEO_FRAMES
+
+#: Copies of a sample are rows of their own: more of them is a slip of the pen.
+MAX_REPEAT: Final = 1000
+#: Lengths are 32-bit numbers in plans, everything else is a 64-bit one in artifacts.
+MAX_SEQ_LENGTH: Final = 2**31 - 1
+_MAX_INTEGER: Final = 2**63 - 1
+
+
+def _not_bool(value: Any) -> Any:
+    if isinstance(value, bool):  # pydantic would read true as 1
+        raise ValueError("a number is needed")
+    return value
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def one_of(registry: Collection[str]) -> AfterValidator:
+    """A check that a value is a name in a registry."""
+
+    def check(name: str) -> str:
+        if name not in registry:
+            raise ValueError(f"not a known name; choose one of: {', '.join(registry)}")
+        return name
+
+    return AfterValidator(check)
+
+
+def _expand_user(path: Any) -> Any:
+    if isinstance(path, str) and path.startswith("~"):
+        expanded = os.path.expanduser(path)
+        if expanded.startswith("~"):  # pyarrow would expand it, where others do not
+            raise ValueError(f"{path!r} names no home folder; write the path out")
+        return expanded
+    return path
+
+
+LocalOrRemotePath = Annotated[str, BeforeValidator(_expand_user)]
+Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1, le=_MAX_INTEGER)]
+NonNegative = Annotated[int, BeforeValidator(_not_bool), Field(ge=0, le=_MAX_INTEGER)]
+
+
+_VIDEO: Final = VideoSettings()
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )
+
+
+class SourceConfig(_Config):
+    """Where samples come from."""
+
+    #: how they are stored: a name in SOURCES, or "module:Class" of a Source of your own
+    format: str
+    #: a folder or a file, here or of a storage that fsspec knows
+    path: LocalOrRemotePath
+    #: what they are trained as
+    task: Literal["captioning", "vqa", "bmr"]
+    #: put before every key; needed to tell several sources apart (default: the path's last part,
+    #: of a single source nothing)
+    name: str | None = None
+    #: image paths are relative to this folder instead of the file's own
+    image_root: LocalOrRemotePath | None = None
+    #: where a record keeps what a sample needs: {caption: "captions[0].content"}
+    fields: dict[str, str] = {}
+    #: which split of a dataset that has several (default: train)
+    split: str | None = None
+    #: which of several datasets the path describes
+    dataset: str | None = None
+    #: how often each sample is used; of a fraction, a part of the samples once more
+    repeat: Annotated[float, BeforeValidator(_not_bool), Field(gt=0, le=MAX_REPEAT)] = 1
+    #: share of all samples that this source is to have, in proportion to the other sources' weights
+    weight: Annotated[float, BeforeValidator(_not_bool), Field(gt=0)] | None = None
+
+    @field_validator("format")
+    @classmethod
+    def _check_format(cls, name: str) -> str:
+        try:
+            source_class(name)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return name
+
+    @model_validator(mode="after")
+    def _check_options(self) -> "SourceConfig":
+        allowed = source_class(self.format).OPTIONS
+        for name in ("image_root", "fields", "split", "dataset"):
+            if getattr(self, name) and name not in allowed:
+                fitting = [key for key, known in SOURCES.items() if name in known.OPTIONS]
+                raise ValueError(f"{name} applies to format {', '.join(fitting)} only; remove it")
+        try:
+            FieldMap(self.fields)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+
+class ModelConfig(_Config):
+    """What lengths depend on; the same values must be used in training."""
+
+    #: a name in FAMILIES
+    family: Annotated[str, one_of(FAMILIES)] = "qwen2_vl"
+    #: "builtin", a checkpoint folder, or a hub name
+    processor: LocalOrRemotePath = "builtin"
+    min_pixels: Count = 56 * 56
+    max_pixels: Count = 28 * 28 * 5120
+    max_aspect_ratio: Annotated[float, BeforeValidator(_not_bool), Field(ge=1)] = 200
+    #: an image with more pixels in its file is set aside (default: Pillow's bomb threshold)
+    max_image_pixels: Count | None = None
+    #: frames taken of a second of video, and of a whole one, as far as it has them
+    video_fps: Annotated[float, BeforeValidator(_not_bool), Field(gt=0)] = _VIDEO.fps
+    video_min_frames: Count = _VIDEO.min_frames
+    video_max_frames: Count = _VIDEO.max_frames
+    #: limits of a frame after resizing
+    video_min_pixels: Count = _VIDEO.min_pixels
+    video_max_pixels: Count = _VIDEO.max_pixels
+    #: frames of a video share 0.9 times that many tokens' pixels (default: no such limit)
+    video_max_tokens: Count | None = None
+    #: a video with more frames in its file is set aside
+    max_video_frames: Count = MAX_VIDEO_FRAMES
+
+    def encoder_options(self) -> dict[str, Any]:
+        """Keyword arguments of `build_sample_encoder`, and of the task encoder."""
+        return {
+            "family": self.family,
+            "processor": self.processor,
+            "min_pixels": self.min_pixels,
+            "max_pixels": self.max_pixels,
+            "max_aspect_ratio": self.max_aspect_ratio,
+            "max_image_pixels": self.max_image_pixels,
+            "video": self.video_settings(),
+        }
+
+    def video_settings(self) -> VideoSettings:
+        """What an encoder takes. Raises ValueError where the limits contradict each other."""
+        return VideoSettings(
+            fps=self.video_fps,
+            min_frames=self.video_min_frames,
+            max_frames=self.video_max_frames,
+            min_pixels=self.video_min_pixels,
+            max_pixels=self.video_max_pixels,
+            max_tokens=self.video_max_tokens,
+            max_file_frames=self.max_video_frames,
+        )
+
+    @model_validator(mode="after")
+    def _check_videos(self) -> "ModelConfig":
+        self.video_settings()
+        return self
+
+    @model_validator(mode="after")
+    def _check_pixels(self) -> "ModelConfig":
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(
+                f"min_pixels {self.min_pixels} > max_pixels {self.max_pixels}; lower min_pixels"
+            )
+        return self
+
+
+class OrderConfig(_Config):
+    """The loader that will read the packs, for an order that gives its ranks equal work."""
+
+    num_ranks: Count
+    #: loader workers on each rank
+    num_workers: NonNegative = 1
+
+
+class PackConfig(_Config):
+    """How samples are put together."""
+
+    seq_length: Annotated[Count, Field(le=MAX_SEQ_LENGTH)] = 8192
+    strategy: str = "auto"
+    seed: NonNegative = 0
+    #: what happens to a sample with more tokens than seq_length
+    on_overlong: Literal["set_aside", "error"] = "set_aside"
+    #: each sample counts as its length rounded up to this multiple
+    pad_multiple: Count = 1
+    #: what the strategy understands beside seq_length and seed, such as hash_bucket's phases
+    strategy_options: dict[str, Any] = {}
+    #: which sample of a length goes where: shuffle, locality (packs follow the source), mix (packs
+    #: interleave the sources by weight), balance (vision patches evened out); one, or a list
+    assignment: Annotated[
+        tuple[Literal["shuffle", "locality", "mix", "balance"], ...], BeforeValidator(_listed)
+    ] = ("shuffle",)
+    #: write the packs so that the ranks of this loader get packs of similar cost at each step
+    order: OrderConfig | None = None
+    #: further limits per pack: {vision_patches: 22000, images: 16, videos: 2}
+    budgets: dict[Literal["vision_patches", "images", "videos"], Count] = {}
+    #: packs hold only samples with images or videos, or only samples without
+    homogeneous: bool = False
+    #: samples that a pack may hold
+    max_samples: Count | None = None
+    #: packs with fewer samples are dissolved, their samples set aside
+    min_samples: Count = 1
+    #: likewise for packs with fewer tokens than this share of seq_length
+    min_fill: Annotated[float, BeforeValidator(_not_bool), Field(ge=0, le=1)] = 0.0
+
+    @field_validator("strategy")
+    @classmethod
+    def _check_strategy(cls, strategy: str) -> str:
+        if strategy != "auto":  # the planner's compiled parts take half a second to import
+            from offline_packing.planner.strategies import STRATEGIES
+
+            one_of(STRATEGIES).func(strategy)  # type: ignore[call-arg]
+        return strategy
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "PackConfig":
+        if self.pad_multiple > self.seq_length:
+            raise ValueError(
+                f"pad_multiple {self.pad_multiple} > seq_length {self.seq_length}; no sample would "
+                "fit a pack"
+            )
+        check_combination(
+            strategy=self.strategy,
+            assignment=self.assignment,
+            budgets=[*self.budgets, *(["samples"] if self.max_samples else [])],
+            has_order=self.order is not None,
+            homogeneous=self.homogeneous,
+            min_samples=self.min_samples,
+            max_samples=self.max_samples,
+        )
+        if self.strategy_options:
+            from offline_packing.planner.strategies import check_options
+
+            try:
+                check_options(self.strategy, self.seq_length, self.strategy_options)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"strategy_options: {explain_value_error(error)}") from error
+        return self
+
+
+class OutputConfig(_Config):
+    """What is written, and where."""
+
+    #: the folder a trainer is given
+    path: LocalOrRemotePath
+    #: how packs lie on disk: a name in LAYOUTS
+    layout: str = "energon"
+    packs_per_shard: Count = 1000
+    #: a shard is closed before it would grow beyond this
+    max_shard_bytes: Count | None = None
+    #: share of the packs per split
+    split: dict[str, float] = {"train": 1.0}
+    #: put before every pack's key, to keep blended datasets apart
+    key_prefix: str = ""
+    #: replace artifacts of another configuration instead of refusing to go on
+    overwrite: bool = False
+
+    @field_validator("layout")
+    @classmethod
+    def _check_layout(cls, layout: str) -> str:
+        from offline_packing.layouts import LAYOUTS  # imports this module
+
+        return str(one_of(LAYOUTS).func(layout))  # type: ignore[call-arg]
+
+    @field_validator("split")
+    @classmethod
+    def _check_split(cls, split: dict[str, float]) -> dict[str, float]:
+        if not split:
+            raise ValueError("no split; write for example {train: 1.0}")
+        for name, share in split.items():
+            if not re.fullmatch(r"[A-Za-z0-9_]+", name):
+                raise ValueError(f"split name {name!r} may hold letters, digits and _ only")
+            if not 0 < share <= 1:
+                raise ValueError(f"share of {name!r} is {share}; it must be in (0, 1]")
+        if abs(sum(split.values()) - 1) > 1e-6:
+            raise ValueError(f"shares sum to {sum(split.values()):g}; make them sum to 1")
+        return split
+
+    @field_validator("key_prefix")
+    @classmethod
+    def _check_key_prefix(cls, prefix: str) -> str:
+        # A dot would end the key early in every WebDataset reader.
+        if not re.fullmatch(r"[A-Za-z0-9_-]{0,48}", prefix):
+            raise ValueError(f"{prefix!r} may hold at most 48 letters, digits, _ and -")
+        return prefix
+
+
+class EngineConfig(_Config):
+    """What runs the tasks. Nothing here changes any result."""
+
+    #: a name in ENGINES
+    name: Annotated[str, one_of(ENGINES)] = "local"
+    #: processes; 0 runs everything in this one
+    workers: NonNegative = Field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    #: records per measuring task, and rows per part of the index
+    samples_per_part: Count = 4096
+
+
+class ReportConfig(_Config):
+    """What the summary compares with."""
+
+    #: sequences per training step, before and after packing
+    global_batch_size: Count = 256
+    #: samples padded to the longest among them, in a run without packing
+    padded_batch_size: Count = 8
+
+
+class PackingConfig(_Config):
+    """Everything one packed dataset is made from."""
+
+    source: tuple[SourceConfig, ...]
+    model: ModelConfig = ModelConfig()
+    pack: PackConfig = PackConfig()
+    output: OutputConfig
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    report: ReportConfig = ReportConfig()
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _one_or_many(cls, source: Any) -> Any:
+        return [source] if isinstance(source, Mapping) else source
+
+    @field_validator("source")
+    @classmethod
+    def _check_sources(cls, sources: tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
+        if not sources:
+            raise ValueError("no source; name at least one")
+        tasks = sorted({source.task for source in sources})
+        if len(tasks) > 1:
+            raise ValueError(
+                f"tasks {' and '.join(tasks)} in one output; pack each by itself and blend the "
+                "datasets in training"
+            )
+        if any(source.weight for source in sources):
+            if not all(source.weight for source in sources):
+                raise ValueError("some sources have a weight and some have none; give all one")
+            if any(source.repeat != 1 for source in sources):
+                raise ValueError("a source has a weight and a repeat; remove one of them")
+        names = [_source_name(source) for source in sources]
+        repeated = {name for name in names if name and names.count(name) > 1}
+        if repeated:
+            raise ValueError(f"two sources are called {min(repeated)!r}; give each its own name")
+        return sources
+
+    @model_validator(mode="after")
+    def _check_output_apart(self) -> "PackingConfig":
+        output = Path(self.output.path).resolve()
+        for source in self.source:
+            if output.is_relative_to(Path(source.path).resolve()):
+                raise ValueError(  # it would find its own packs
+                    f"output.path {self.output.path!r} lies inside source.path {source.path!r}; "
+                    "choose a folder outside"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_layout_holds_task(self) -> "PackingConfig":
+        from offline_packing.layouts import LAYOUTS  # imports this module
+
+        tasks = LAYOUTS[self.output.layout].TASKS
+        if self.task not in tasks:
+            raise ValueError(
+                f"output.layout={self.output.layout!r} holds {' and '.join(tasks)} only, not "
+                f"{self.task}; choose another layout"
+            )
+        return self
+
+    @property
+    def task(self) -> str:
+        """What the packs are trained as."""
+        return self.source[0].task
+
+    def key_prefixes(self) -> list[str]:
+        """What stands before the keys of each source; nothing where there is but one."""
+        if len(self.source) == 1 and self.source[0].name is None:
+            return [""]
+        names = map(_source_name, self.source)
+        return [f"{name}/" if name else "" for name in names]
+
+
+def _source_name(source: SourceConfig) -> str:
+    return Path(source.path).resolve().stem if source.name is None else source.name
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PackingConfig:
+    """Read a YAML file, apply the overrides `a.b=value` (values are YAML), validate.
+
+    Raises:
+        ConfigError: the file cannot be read or parsed, or a field is unknown or has a bad value.
+    """
+    return read_config(PackingConfig, path, overrides)
+
+
+def parse_config(content: Mapping[str, Any], name: str = "config") -> PackingConfig:
+    """Validate a mapping. Raises ConfigError naming field, value and remedy."""
+    return validate(PackingConfig, content, name)

@@ -1,0 +1,97 @@
+"""A YAML file and overrides `a.b=value` to a validated pydantic model, with errors on one line."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from offline_packing.errors import ConfigError
+from offline_packing.storage.yaml_text import apply_override, parse_yaml
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def read_config(model: type[ModelT], path: str | Path, overrides: Sequence[str] = ()) -> ModelT:
+    """Read a YAML file, apply the overrides (their values are YAML), validate.
+
+    Raises:
+        ConfigError: the file cannot be read or parsed, or a field is unknown or has a bad value.
+    """
+    name = f"config {str(path)!r}"
+    try:
+        text = Path(path).read_text("utf-8")
+    except FileNotFoundError as error:
+        remedy = "write one as the README shows it, or give its path"
+        if "=" in str(path):
+            remedy = "the YAML file comes first, settings behind it"
+        raise ConfigError(f"{name} does not exist; {remedy}") from error
+    except IsADirectoryError as error:
+        found = sorted(str(file) for file in Path(path).glob("*.y*ml"))[:3]
+        inside = f" such as {', '.join(found)}" if found else ", in which source.path names data"
+        raise ConfigError(f"{name} is a folder; give a YAML file{inside}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} cannot be read: {error}") from error
+    content = parse_yaml(text, name)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{name} holds no mapping; see the examples in the README")
+    for override in overrides:
+        apply_override(content, override)
+    return validate(model, content, name)
+
+
+def validate(model: type[ModelT], content: Mapping[str, Any], name: str = "config") -> ModelT:
+    """Validate a mapping. Raises ConfigError naming field, value and remedy."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        problems = "; ".join(_explain(model, dict(problem)) for problem in error.errors())
+        raise ConfigError(f"{name}: {problems}") from error
+
+
+def _explain(model: type[BaseModel], problem: Mapping[str, Any]) -> str:
+    """Field, value, what is valid."""
+    location = [str(name) for name in problem["loc"]]
+    field = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        valid = ", ".join(_model_at(model, location[:-1]).model_fields)
+        return f"{field} is no known field; valid: {valid}"
+    if problem["type"] == "missing":
+        return f"{field} is missing; set it"
+    if problem["type"] == "literal_error":
+        return f"{field}={problem['input']!r} is not valid; choose {problem['ctx']['expected']}"
+    if problem["type"] in ("tuple_type", "list_type"):
+        return f"{field}={problem['input']!r} is no list; write [first, second]"
+    if problem["type"] in ("dict_type", "model_type"):
+        fields = ", ".join(_model_at(model, location).model_fields)
+        valid = f" with fields among: {fields}" if problem["type"] == "model_type" else ""
+        return f"{field}={problem['input']!r} is no mapping; write {{name: value}}{valid}"
+    message = problem["msg"].removeprefix("Value error, ")
+    value = problem["input"]
+    shown = f"={value!r}" if isinstance(value, str | int | float | None) else ""
+    text = f"{message[:1].lower()}{message[1:]}"
+    return f"{field}{shown}: {text}" if field else text
+
+
+def explain_value_error(error: Exception) -> str:
+    """What is wrong, in one line; of pydantic's own errors without its addresses."""
+    if isinstance(error, ValidationError):
+        return "; ".join(
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()
+        )
+    return " ".join(str(error).split())
+
+
+def _model_at(model: type[BaseModel], location: Sequence[str]) -> type[BaseModel]:
+    """The model at a field: ['source', '0'] -> SourceConfig, where `source` holds several."""
+    for name in location:
+        if name in model.model_fields:
+            model = next(_models_in(model.model_fields[name].annotation), model)
+    return model
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)

@@ -1,0 +1,140 @@
+"""Rows of the index in the order of the packs, whatever the size of the index.
+
+A shard's samples lie all over the index. The rows are therefore sorted in two steps, as far as they
+do not fit in memory: one pass over the index deals them out to groups of shards, each a scratch
+file; then group after group is read back and put in order.
+"""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from offline_packing.index.table import INDEX_SCHEMA, Index
+
+#: Rows held in memory at a time: some 200 MB of index.
+ROWS_IN_MEMORY: Final = 1 << 19
+#: Groups, each of which holds a scratch file open.
+_MAX_GROUPS: Final = 256
+
+Ids = npt.NDArray[np.integer]
+
+
+def rows_of_shards(
+    samples: Index,
+    columns: Sequence[str],
+    ids_of_shards: Sequence[Ids],
+    scratch: Path,
+    *,
+    rows_in_memory: int = ROWS_IN_MEMORY,
+) -> Iterator[pa.Table]:
+    """Columns of the rows of each shard, in the given order.
+
+    Args:
+        ids_of_shards: row numbers per shard; no row twice.
+        scratch: existing folder; the files in it have no name and vanish with this process.
+    """
+    groups = _group(ids_of_shards, rows_in_memory)
+    if len(groups) == 1:
+        ids = np.sort(np.concatenate(groups[0]))
+        chosen = [table for _, table in _pick(samples, columns, [ids], rows_in_memory)]
+        yield from _in_order(_concat(chosen, columns), ids, groups[0])
+        return
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile(dir=scratch)) for _ in groups]
+        sorted_ids = [np.sort(np.concatenate(group)) for group in groups]
+        _deal_out(samples, columns, sorted_ids, files, rows_in_memory)
+        for group, ids, file in zip(groups, sorted_ids, files, strict=True):
+            file.seek(0)
+            with pa.ipc.open_stream(file) as reader:
+                table = reader.read_all()
+            file.truncate(0)
+            yield from _in_order(table, ids, group)
+
+
+def _group(ids_of_shards: Sequence[Ids], rows_in_memory: int) -> list[list[Ids]]:
+    """Shards in a row that fit in memory together; a larger one stands alone."""
+    total = sum(map(len, ids_of_shards))
+    limit = max(rows_in_memory, -(-2 * total // _MAX_GROUPS))
+    groups: list[list[Ids]] = []
+    held = 0
+    for ids in ids_of_shards:
+        if not groups or held + len(ids) > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(ids)
+        held += len(ids)
+    return groups
+
+
+def _deal_out(
+    samples: Index,
+    columns: Sequence[str],
+    sorted_ids: Sequence[Ids],
+    files: Sequence[IO[bytes]],
+    rows_in_memory: int,
+) -> None:
+    """Write the rows of each group, ascending, as an Arrow stream to its file."""
+    schema = _schema(columns)
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(pa.ipc.new_stream(file, schema, options=options)) for file in files
+        ]
+        for group, table in _pick(samples, columns, sorted_ids, rows_in_memory):
+            writers[group].write_table(table)
+
+
+def _pick(
+    samples: Index, columns: Sequence[str], sorted_ids: Sequence[Ids], rows_in_memory: int
+) -> Iterator[tuple[int, pa.Table]]:
+    """(group, its rows) for each stretch of the index that fits in memory."""
+    for first, table in _stretches(samples, columns, sorted_ids, rows_in_memory):
+        for group, ids in enumerate(sorted_ids):
+            start, end = np.searchsorted(ids, (first, first + len(table)))
+            if end > start:
+                yield group, table.take(pa.array(ids[start:end] - first))
+
+
+def _stretches(
+    samples: Index, columns: Sequence[str], sorted_ids: Sequence[Ids], rows_in_memory: int
+) -> Iterator[tuple[int, pa.Table]]:
+    """(number of its first row, rows) of neighboring parts that fit in memory together; parts
+    without any of the ids are left out."""
+    ends = np.cumsum(samples.info.part_rows)
+    wanted = np.zeros(len(ends), dtype=bool)
+    for ids in sorted_ids:
+        wanted[np.searchsorted(ends, ids, side="right")] = True
+    first, held = 0, list[pa.Table]()
+    for number, (end, is_wanted) in enumerate(zip(ends.tolist(), wanted, strict=True)):
+        if is_wanted:
+            held.append(samples.part(number, *columns))
+        if held and (not is_wanted or sum(map(len, held)) >= rows_in_memory):
+            yield first, _concat(held, columns)
+            held = []
+        if not held:
+            first = end
+    if held:
+        yield first, _concat(held, columns)
+
+
+def _in_order(table: pa.Table, sorted_ids: Ids, ids_of_shards: Sequence[Ids]) -> Iterator[pa.Table]:
+    """The rows of each shard, of a table that holds them ascending."""
+    table = table.combine_chunks()
+    for ids in ids_of_shards:
+        yield table.take(pa.array(np.searchsorted(sorted_ids, ids)))
+
+
+def _concat(tables: Sequence[pa.Table], columns: Sequence[str]) -> pa.Table:
+    if not tables:
+        return _schema(columns).empty_table()
+    return pa.concat_tables(tables).combine_chunks()
+
+
+def _schema(columns: Sequence[str]) -> pa.Schema:
+    return pa.schema([INDEX_SCHEMA.field(name) for name in columns])

@@ -1,0 +1,240 @@
+"""Energon's metadata for a folder of pack shards: everything in .nv-meta, without a second pass.
+
+    .nv-meta/dataset.yaml      sample type by task, loader, subflavors
+    .nv-meta/sample_loader.py  one import
+    .nv-meta/split.yaml        shards of each split, in order
+    .nv-meta/.info.json        number of packs in each shard
+    .nv-meta/index.sqlite      where each pack and each of its parts lies
+    .nv-meta/index.uuid        derived from the content
+
+`energon prepare` writes the same tables; it also shuffles the shards, draws the uuid, and skips a
+shard that it cannot read.
+"""
+
+import errno
+import importlib.util
+import os
+import sqlite3
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Final
+
+import orjson
+import xxhash
+import yaml
+
+from offline_packing.errors import StageError
+from offline_packing.storage.files import (
+    hash_bytes,
+    hash_file,
+    to_json,
+    translate_disk_full,
+    write_atomically,
+)
+from offline_packing.storage.tar_shards import PackEntry, index_bytes, scan_tar
+from task_encoders.pack_format import JSON_PART, PackFormatError, parse_json, restore_pack
+from task_encoders.samples import TASKS
+
+#: Named in every split.yaml, empty or not: `energon lint` asks for all of them.
+_DEFAULT_SPLITS: Final = ("train", "val", "test")
+
+#: Files of .nv-meta.
+METADATA_FILES: Final = (
+    "dataset.yaml",
+    "sample_loader.py",
+    "split.yaml",
+    ".info.json",
+    "index.sqlite",
+    "index.uuid",
+)
+
+#: Rows of a database that are in memory at a time.
+_ROWS_AT_ONCE: Final = 1 << 14
+
+_NAMESPACE: Final = uuid.uuid5(uuid.NAMESPACE_URL, "offline-packing")
+
+_SAMPLE_LOADER: Final = (
+    '"""What Energon reads of a pack."""\n\n'
+    "from task_encoders.energon_samples import part_filter, sample_loader\n\n"
+    '__all__ = ["part_filter", "sample_loader"]\n'
+)
+
+
+def check_energon() -> None:
+    """Raise StageError if Energon is not installed: known before any shard is written."""
+    if importlib.util.find_spec("megatron.energon") is None:
+        raise StageError(
+            "shards are described and read with megatron-energon; "
+            "pip install 'offline-packing[train]'"
+        )
+
+
+def write_energon_metadata(
+    folder: Path,
+    task: str,
+    splits: Mapping[str, Sequence[str]],
+    packs: Iterable[tuple[str, Sequence[PackEntry]]],
+    *,
+    content_hash: str,
+) -> None:
+    """Write .nv-meta.
+
+    Args:
+        folder: the folder with the shards and their .tar.idx.
+        task: what the packs are trained as.
+        splits: file names of the shards of each split.
+        packs: name and packs of each shard, in order; drawn once.
+        content_hash: changes when any shard does.
+    """
+    from megatron.energon import __version__ as energon_version
+
+    from task_encoders.energon_samples import SAMPLE_CLASS_OF_TASK
+
+    meta = folder / ".nv-meta"
+    meta.mkdir(exist_ok=True)
+    dataset = {
+        "sample_type": {
+            "__module__": "task_encoders.energon_samples",
+            "__class__": SAMPLE_CLASS_OF_TASK[task],
+        },
+        "part_filter": "sample_loader.py:part_filter",
+        "sample_loader": "sample_loader.py:sample_loader",
+        "subflavors": {"offline_packing": task},
+    }
+    parts = {name: list(splits.get(name, ())) for name in (*_DEFAULT_SPLITS, *splits)}
+    split = {"split_parts": parts, "exclude": []}
+    identity = str(uuid.uuid5(_NAMESPACE, content_hash))
+    counts = _write_sqlite(meta / "index.sqlite", packs)
+    info = {"energon_version": energon_version, "shard_counts": counts}
+    write_atomically(meta / "sample_loader.py", _SAMPLE_LOADER.encode())
+    write_atomically(meta / "dataset.yaml", yaml.safe_dump(dataset, sort_keys=False).encode())
+    write_atomically(meta / "split.yaml", yaml.safe_dump(split, sort_keys=False).encode())
+    write_atomically(meta / "index.uuid", identity.encode())
+    write_atomically(meta / ".info.json", to_json(info))
+
+
+def hash_metadata(path: Path) -> str:
+    """xxh3_128 of a file; of a database, of its tables and rows: SQLite decides their bytes.
+
+    Raises:
+        StageError: the database is damaged.
+    """
+    if path.suffix != ".sqlite":
+        return hash_file(path)
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
+            return _hash_rows(database)
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        raise StageError(f"{path} is damaged: {error}") from error
+
+
+def _hash_rows(database: sqlite3.Connection) -> str:
+    (verdict,) = database.execute("PRAGMA integrity_check(1)").fetchone()
+    if verdict != "ok":
+        raise sqlite3.DatabaseError(verdict)
+    named = database.execute("SELECT type, name, sql FROM sqlite_master ORDER BY type, name")
+    entries = named.fetchall()
+    digest = xxhash.xxh3_128(orjson.dumps(entries))
+    for table in (name for kind, name, _ in entries if kind == "table"):
+        rows = database.execute(f'SELECT * FROM "{table}" ORDER BY rowid')
+        while some := rows.fetchmany(_ROWS_AT_ONCE):
+            digest.update(orjson.dumps(some))
+    return digest.hexdigest()
+
+
+def _write_sqlite(path: Path, packs: Iterable[tuple[str, Sequence[PackEntry]]]) -> dict[str, int]:
+    """The tables of `energon prepare`, with its own writer; returns the packs of each shard."""
+    from megatron.energon.epathlib import EPath
+    from megatron.energon.flavors.webdataset.indexing import SqliteIndexWriter
+    from megatron.energon.flavors.webdataset.prepare import IndexSample, IndexSamplePart
+
+    temporary = path.with_name(f"{path.name}.tmp")
+    for leftover in path.parent.glob(f"{temporary.name}*"):  # a journal would be rolled back
+        leftover.unlink()
+    counts: dict[str, int] = {}
+    with translate_disk_full(path), SqliteIndexWriter(EPath(temporary)) as writer:
+        for shard, (name, entries) in enumerate(packs):
+            counts[name] = len(entries)
+            writer.append_samples(
+                [
+                    IndexSample(
+                        tar_file_id=shard,
+                        sample_key=entry.key,
+                        sample_index=i,
+                        byte_offset=entry.offset,
+                        byte_size=entry.size,
+                    )
+                    for i, entry in enumerate(entries)
+                ]
+            )
+            writer.append_parts(
+                [
+                    IndexSamplePart(
+                        tar_file_id=shard,
+                        sample_index=i,
+                        part_name=part.name,
+                        content_byte_offset=part.offset,
+                        content_byte_size=part.size,
+                    )
+                    for i, entry in enumerate(entries)
+                    for part in entry.parts
+                ]
+            )
+    os.replace(temporary, path)
+    return counts
+
+
+def index_pack_folder(path: Path, task: str | None = None, split: str = "train") -> int:
+    """Give a folder of pack tars, written by others, the metadata it needs; returns the packs.
+
+    All tars become one split. The folder's own `meta.task` decides the task; `task` is needed for
+    packs without it, and must agree.
+
+    Raises:
+        StageError: no tars, a damaged one, a pack without JSON, a repeated key, or no task.
+    """
+    tars = sorted(path.glob("*.tar"))
+    if not tars:
+        raise StageError(f"{path} holds no *.tar; name the folder of the shards")
+    packs: dict[str, list[PackEntry]] = {}
+    seen: dict[str, str] = {}
+    for tar in tars:
+        packs[tar.name] = list(scan_tar(tar))
+        if not packs[tar.name]:
+            raise StageError(f"{tar} holds no pack; remove it")
+        for entry in packs[tar.name]:
+            if entry.key in seen:
+                raise StageError(f"key {entry.key!r} is in {seen[entry.key]} and in {tar.name}")
+            seen[entry.key] = tar.name
+        task = _checked_task(tar, packs[tar.name], task)
+    if task is None:
+        raise StageError(
+            f"{path}: the packs do not say what they are; pass --task {'|'.join(TASKS)}"
+        )
+    for tar in tars:
+        write_atomically(tar.with_suffix(".tar.idx"), index_bytes(packs[tar.name]))
+    hashes = hash_bytes(to_json({tar.name: hash_file(tar) for tar in tars}))
+    write_energon_metadata(path, task, {split: list(packs)}, packs.items(), content_hash=hashes)
+    return len(seen)
+
+
+def _checked_task(tar: Path, entries: Sequence[PackEntry], task: str | None) -> str | None:
+    """Check that every pack can be restored; the task they name, which must be the given one."""
+    with open(tar, "rb") as file:
+        for entry in entries:
+            part = next((part for part in entry.parts if part.name == JSON_PART), None)
+            if part is None:
+                raise StageError(f"{tar}: {entry.key!r} has no {JSON_PART}; it is no pack")
+            file.seek(part.offset)
+            try:
+                record = parse_json(file.read(part.size), entry.key)
+                found = restore_pack(record, entry.key, task).task
+            except PackFormatError as error:
+                raise StageError(f"{tar}: {error}") from error
+            if found is not None and found != (task := task or found):
+                raise StageError(f"{tar}: {entry.key!r} is a {found} pack, not {task}")
+    return task

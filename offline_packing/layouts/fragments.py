@@ -1,0 +1,82 @@
+"""Fragments: what each finished shard holds, in _packing/write/. They mark it as finished."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import orjson
+import pyarrow.compute as pc
+
+from offline_packing.errors import StageError
+from offline_packing.storage.files import hash_bytes, read_json, write_atomically
+from offline_packing.storage.tar_shards import PackEntry, Part
+
+if TYPE_CHECKING:
+    from offline_packing.layouts.shard_tasks import ShardTask
+
+
+@dataclass(frozen=True)
+class ShardFragment:
+    """One finished shard."""
+
+    #: as in the manifest
+    name: str
+    split: str
+    num_samples: int
+    num_tokens: int
+    num_bytes: int
+    xxh3_128: str
+    packs: Sequence[PackEntry]
+
+    @property
+    def num_packs(self) -> int:
+        """Packs in the shard."""
+        return len(self.packs)
+
+    @property
+    def content_hash(self) -> str:
+        """xxh3_128 of the file that `save` writes."""
+        return hash_bytes(orjson.dumps(self))
+
+    @classmethod
+    def of(
+        cls,
+        task: "ShardTask",
+        name: str,
+        num_bytes: int,
+        digest: str,
+        packs: Sequence[PackEntry],
+    ) -> "ShardFragment":
+        """The fragment of a task's shard."""
+        num_tokens = int(pc.sum(task.rows["num_tokens"]).as_py() or 0)
+        return cls(name, task.shard.split, len(task.rows), num_tokens, num_bytes, digest, packs)
+
+    def save(self, path: Path) -> None:
+        """Write the fragment: from now on the shard is finished."""
+        write_atomically(path, orjson.dumps(self))
+
+    @classmethod
+    def load(cls, path: Path) -> "ShardFragment":
+        """Read a fragment. Raises StageError where there is none, or it is damaged."""
+        content = read_json(path)
+        if content is None:
+            raise StageError(f"{path} is missing; run write again")
+        try:
+            packs = [
+                PackEntry(**{**pack, "parts": tuple(Part(**part) for part in pack["parts"])})
+                for pack in content["packs"]
+            ]
+            return cls(**{**content, "packs": packs})
+        except (KeyError, TypeError) as error:
+            raise StageError(f"{path} is damaged: {error}; retry writes it again") from error
+
+
+@dataclass(frozen=True)
+class ShardFragments:
+    """Fragments in order, read one at a time: together they may not fit in memory."""
+
+    paths: Sequence[Path]
+
+    def __iter__(self) -> Iterator[ShardFragment]:
+        return map(ShardFragment.load, self.paths)

@@ -1,0 +1,119 @@
+"""Which packs go in which shard."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+
+from offline_packing.config.packing import OutputConfig
+from offline_packing.index.table import Index
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.storage.tar_shards import member_size, tar_size
+
+#: What a member's name and a sample's part of the pack's JSON take beside the text, at most.
+_EXTRA_BYTES = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Packs first_pack to first_pack + num_packs of the plan. `number` counts the shards of all
+    splits, `key_offset` is the number of packs that earlier runs wrote."""
+
+    name: str
+    split: str
+    number: int
+    first_pack: int
+    num_packs: int
+    key_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What earlier runs wrote to the same output: packs, and shards by split."""
+
+    num_packs: int
+    num_shards: Mapping[str, int]
+
+
+NOTHING_EARLIER = Earlier(0, {})
+
+
+def split_packs(num_packs: int, shares: Mapping[str, float]) -> dict[str, range]:
+    """Packs of each split, in order of the plan; at least one each, the first splits first."""
+    ends = np.rint(np.cumsum(list(shares.values())) * num_packs).astype(int)
+    later = len(shares) - 1 - np.arange(len(shares))
+    splits: dict[str, range] = {}
+    start = 0
+    for name, end, reserved in zip(shares, ends.tolist(), later.tolist(), strict=True):
+        if reserved == 0:
+            end = num_packs
+        end = max(min(end, num_packs - reserved), min(start + 1, num_packs))
+        splits[name] = range(start, end)
+        start = end
+    return splits
+
+
+def lay_out_shards(
+    output: OutputConfig,
+    pack_bytes: npt.NDArray[np.int64],
+    earlier: Earlier = NOTHING_EARLIER,
+) -> list[Shard]:
+    """Cut the packs into shards; no shard holds packs of two splits. A pack that is larger than
+    max_shard_bytes by itself gets a shard of its own.
+
+    Args:
+        pack_bytes: (num_packs,) bytes that each pack takes in a tar, or more.
+        earlier: the numbers in names and keys go on from there.
+    """
+    shards: list[Shard] = []
+    for split, packs in split_packs(len(pack_bytes), output.split).items():
+        sizes = pack_bytes[packs.start : packs.stop].tolist()
+        cuts = [packs.start]
+        held = 0
+        for pack, size in zip(packs, sizes, strict=True):
+            full = tar_size(held + size) > (output.max_shard_bytes or math.inf)
+            if pack > cuts[-1] and (full or pack - cuts[-1] == output.packs_per_shard):
+                cuts.append(pack)
+                held = 0
+            held += size
+        first = earlier.num_shards.get(split, 0)
+        for i, (start, end) in enumerate(zip(cuts, [*cuts[1:], packs.stop], strict=True)):
+            if end > start:
+                name = f"{split}-{first + i:06d}"
+                number = len(shards)
+                shards.append(Shard(name, split, number, start, end - start, earlier.num_packs))
+    return shards
+
+
+def plan_shards(
+    output: OutputConfig, samples: Index, plan: PackPlan, earlier: Earlier = NOTHING_EARLIER
+) -> list[Shard]:
+    """The shards of a plan."""
+    if output.max_shard_bytes is None:
+        return lay_out_shards(output, np.zeros(plan.num_packs, dtype=np.int64), earlier)
+    return lay_out_shards(output, estimate_pack_bytes(samples, plan), earlier)
+
+
+def estimate_pack_bytes(samples: Index, plan: PackPlan) -> npt.NDArray[np.int64]:
+    """(num_packs,) bytes of each pack in a tar. Exact for media; the pack's JSON is taken to be no
+    larger than its records, whose text it holds, and 96 bytes per sample and image beside it."""
+    per_sample = np.zeros(samples.info.num_samples, dtype=np.int64)
+    first = 0
+    for part in samples.parts("key", "json", "media"):
+        media = part["media"].combine_chunks()
+        counts = np.diff(media.offsets.to_numpy())
+        sizes = media.flatten().field("size").to_numpy()
+        in_tar = member_size(0) + -(-sizes // 512) * 512 + _EXTRA_BYTES
+        ends = np.concatenate([[0], np.cumsum(in_tar)])
+        last = np.cumsum(counts)
+        record = part["json"].combine_chunks().field("size").to_numpy()
+        keys = pc.binary_length(part["key"]).to_numpy()
+        per_sample[first : first + len(part)] = (
+            ends[last] - ends[last - counts] + record + keys + _EXTRA_BYTES
+        )
+        first += len(part)
+    chosen = per_sample[plan.sample_ids]
+    return np.add.reduceat(chosen, plan.pack_offsets[:-1]) + member_size(0) + 512

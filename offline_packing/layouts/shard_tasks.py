@@ -1,0 +1,227 @@
+"""The task that holds all a worker needs to write, or to check, one shard."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from offline_packing.config.packing import ModelConfig
+from offline_packing.errors import StageError
+from offline_packing.index.rows import rows_of_shards
+from offline_packing.index.stamps import MODIFICATION_TIME, sample_stamp
+from offline_packing.index.table import Index
+from offline_packing.layouts.shard_layout import Shard
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.run import Stage, open_sources
+from offline_packing.runs.workspace import Workspace
+from offline_packing.sources import Locator, Source
+from offline_packing.sources.formats.tables import ParquetSource
+from offline_packing.sources.reading.row_files import record_columns
+from offline_packing.sources.reading.row_reader import WantedRows, rows_at_hand
+from task_encoders.pack_format import is_video_name, pack_key
+from task_encoders.samples import SourceSample
+
+#: Columns of the index that a task carries.
+COLUMNS: Final = ("key", "source_id", "num_tokens", "stamp", "json", "media")
+_ROW_PLACE: Final = ("container", "column", "offset")
+#: Packs whose rows are Python objects at a time.
+_PACKS_AT_ONCE: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A sample's row of the index, as far as a task needs it."""
+
+    key: str
+    source_id: int
+    num_tokens: int
+    stamp: int
+    json: Locator
+    media: tuple[Locator, ...]
+    extensions: tuple[str, ...]
+
+    @property
+    def num_videos(self) -> int:
+        """How many of the media are videos; they are the last."""
+        return sum(map(is_video_name, self.extensions))
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """One shard: rows of its samples in the order of the packs, and how many each pack has."""
+
+    shard: Shard
+    folder: Path
+    fragment_path: Path
+    rows: pa.Table
+    #: (num_packs,)
+    pack_sizes: npt.NDArray[np.int64]
+    sources: tuple[Source, ...]
+    task: str
+    key_prefix: str
+    seq_length: int
+    model: ModelConfig
+    #: a name in LAYOUTS
+    layout: str
+    #: whether a file of another modification time is refused
+    check_times: bool = True
+
+    @property
+    def number(self) -> int:
+        """What tells the task from the others."""
+        return self.shard.number
+
+    def keys(self) -> list[str]:
+        """The keys of the packs."""
+        first = self.shard.key_offset + self.shard.first_pack
+        return [pack_key(first + i, self.key_prefix) for i in range(len(self.pack_sizes))]
+
+    def packs(self) -> Iterator[tuple[str, list[Row]]]:
+        """Key and rows of each pack."""
+        ends = np.cumsum(self.pack_sizes).tolist()
+        keys = self.keys()
+        start = 0
+        for first in range(0, len(keys), _PACKS_AT_ONCE):
+            some = slice(first, first + _PACKS_AT_ONCE)
+            rows = read_rows(self.rows.slice(start, ends[some][-1] - start))
+            done = start
+            for key, end in zip(keys[some], ends[some], strict=True):
+                yield key, rows[start - done : end - done]
+                start = end
+
+    @contextmanager
+    def rows_at_hand(self) -> Iterator[None]:
+        """While the block runs, samples in rows of Parquet files can be read in any order at the
+        cost of reading in order. Raises StageError where such a file cannot be read."""
+        scratch = self.fragment_path.parent
+        scratch.mkdir(parents=True, exist_ok=True)
+        with rows_at_hand(self._wanted_rows(), scratch, Workspace(self.folder).unpacked):
+            yield
+
+    def _wanted_rows(self) -> list[WantedRows]:
+        """The rows of Parquet files that the samples are made of."""
+        json = self.rows["json"].combine_chunks()
+        is_row = pc.equal(json.field("kind"), ParquetSource.KIND)
+        table = pa.table(
+            {
+                "source_id": self.rows["source_id"].filter(is_row),
+                **{name: json.field(name).filter(is_row) for name in _ROW_PLACE},
+            }
+        )
+        files = table.group_by(["source_id", "container", "column"]).aggregate([("offset", "list")])
+        return [
+            WantedRows(
+                self.sources[file["source_id"]].root,
+                ParquetSource.KIND,
+                file["container"],
+                np.unique(np.array(file["offset_list"])),
+                tuple(record_columns(file["column"])[0]),
+            )
+            for file in files.to_pylist()
+        ]
+
+    def read_sample(self, row: Row) -> SourceSample:
+        """Read and parse a sample's record again.
+
+        Raises:
+            StageError: the record is not what was measured any more.
+        """
+        num_images = len(row.media) - row.num_videos
+        source = self.sources[row.source_id]
+        return source.read_sample(row.key, row.json, num_images, row.num_videos)
+
+    def read_media(self, row: Row) -> list[bytes]:
+        """The bytes of a sample's media as they are now. Raises StageError where one changed."""
+        source = self.sources[row.source_id]
+        return [source.read_media(locator) for locator in row.media]
+
+    def check_unchanged(self, row: Row) -> None:
+        """Raise StageError if a file of the sample was written to since it was measured."""
+        if not self.check_times:
+            return
+        if sample_stamp(self.sources[row.source_id], row.json, row.media) != row.stamp:
+            paths = sorted({locator.container for locator in (row.json, *row.media)})
+            raise StageError(
+                f"sample {row.key!r} changed since it was measured: {' or '.join(paths)} has "
+                "another modification time; restore it; where it was copied without its times, "
+                f"copy it with cp -a or rsync -t or pass --accept-mismatch {MODIFICATION_TIME}; or "
+                "pack again with another output.path"
+            )
+
+
+def read_rows(table: pa.Table) -> list[Row]:
+    """Rows of a table with COLUMNS."""
+    media = table["media"].combine_chunks()
+    flat = media.flatten()
+    files = list(zip(_locators(flat), flat.field("extension").to_pylist(), strict=True))
+    ends = np.cumsum(media.value_lengths().to_numpy()).tolist()
+    columns = (
+        table["key"].to_pylist(),
+        table["source_id"].to_pylist(),
+        table["num_tokens"].to_pylist(),
+        table["stamp"].to_pylist(),
+        _locators(table["json"].combine_chunks()),
+    )
+    rows = []
+    start = 0
+    for key, source_id, num_tokens, stamp, json, end in zip(*columns, ends, strict=True):
+        media_at = tuple(at for at, _ in files[start:end])
+        extensions = tuple(name for _, name in files[start:end])
+        rows.append(Row(key, source_id, num_tokens, stamp, json, media_at, extensions))
+        start = end
+    return rows
+
+
+def _locators(structs: pa.StructArray) -> list[Locator]:
+    names = [structs.type.field(i).name for i in range(structs.type.num_fields)]
+    fields = [name for name in Locator.__dataclass_fields__ if name in names]
+    columns = [structs.field(name).to_pylist() for name in fields]
+    return [Locator(*values) for values in zip(*columns, strict=True)]
+
+
+def iterate_tasks(
+    stage: Stage,
+    samples: Index,
+    plan: PackPlan,
+    shards: Sequence[Shard],
+    *,
+    scratch: Path | None = None,
+    with_sources: bool = True,
+) -> Iterator[ShardTask]:
+    """The task of each shard, made when it is asked for.
+
+    Args:
+        scratch: folder for rows that do not fit in memory; default: that of the fragments.
+        with_sources: whether the tasks read samples and media; without, no source need be there.
+    """
+    if not shards:
+        return
+    workspace = stage.workspace
+    sources = tuple(open_sources(stage.config)) if with_sources else ()
+    bounds = [
+        plan.pack_offsets[shard.first_pack : shard.first_pack + shard.num_packs + 1]
+        for shard in shards
+    ]
+    ids = [plan.sample_ids[offsets[0] : offsets[-1]] for offsets in bounds]
+    tables = rows_of_shards(samples, COLUMNS, ids, scratch or workspace.write)
+    for shard, offsets, rows in zip(shards, bounds, tables, strict=True):
+        yield ShardTask(
+            shard=shard,
+            folder=workspace.root,
+            fragment_path=workspace.write / f"{shard.name}.json",
+            rows=rows,
+            pack_sizes=np.diff(offsets),
+            sources=sources,
+            task=stage.config.task,
+            key_prefix=stage.config.output.key_prefix,
+            seq_length=stage.config.pack.seq_length,
+            model=stage.config.model,
+            layout=stage.config.output.layout,
+            check_times=MODIFICATION_TIME not in stage.accept_mismatch,
+        )

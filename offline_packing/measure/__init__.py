@@ -1,0 +1,1 @@
+"""The stage `measure`: source to index. Reads headers of media, decodes none."""

@@ -1,0 +1,226 @@
+"""measure: source + sample encoder -> index.
+
+A task is a part of a source, see measure_part.py; a run that was killed goes on after its last
+finished part.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow.compute as pc
+
+from offline_packing.errors import StageError
+from offline_packing.index import table as index
+from offline_packing.index.table import Index, IndexInfo
+from offline_packing.measure.measure_part import (
+    MeasureTask,
+    PartResult,
+    finished_part,
+    measure_part,
+)
+from offline_packing.measure.repeated_ids import rename_repeated
+from offline_packing.measure.repeats import estimate_records, source_repeats
+from offline_packing.measure.scan_sources import (
+    ScannedSource,
+    explain_listing,
+    save_listings,
+    scan_sources,
+)
+from offline_packing.runs.run import Stage, config_fingerprint, open_sources
+from offline_packing.runs.workspace import Workspace
+from offline_packing.sources import Scan, Source
+from offline_packing.sources.roots.listing import container_hash
+from offline_packing.storage.files import (
+    hash_file,
+    read_json,
+    remove_temporaries,
+    to_json,
+    write_atomically,
+)
+from offline_packing.storage.fingerprint import (
+    Fingerprint,
+    check_fingerprint,
+    library_versions,
+    warn_of_versions,
+)
+
+logger = logging.getLogger(__name__)
+
+_REMEDY = (
+    "append adds new data; or set output.overwrite=true to make it anew, choose another "
+    "output.path, or pass --accept-mismatch FIELD"
+)
+
+
+def measure(stage: Stage) -> IndexInfo:
+    """Make the index, or return it if it is complete.
+
+    Raises:
+        StageError: an index of another fingerprint is there, or a source cannot be read.
+    """
+    workspace = stage.workspace
+    size = stage.config.engine.samples_per_part
+    scanned = scan_sources(stage, size)
+    scans = [one.scan for one in scanned]
+    fingerprint = _fingerprint(stage, scans)
+    info = _existing_index(stage, fingerprint, scanned)
+    if info is not None:
+        logger.info("measure: complete (%s samples), nothing to do", f"{info.num_samples:,}")
+        return info
+    if stage.generation and not any(scan.parts for scan in scans):
+        return IndexInfo(dict(fingerprint), library_versions(), [], {})  # nothing is left behind
+    workspace.index.mkdir(parents=True, exist_ok=True)
+    workspace.set_aside.mkdir(parents=True, exist_ok=True)
+    save_listings(workspace.files, scanned)
+    write_atomically(workspace.index / "started.json", to_json(_started(stage, fingerprint)))
+    for folder in (workspace.index, workspace.set_aside, workspace.files):
+        remove_temporaries(folder)
+    tasks = _tasks(stage, [one.source for one in scanned], scans)
+    del scanned  # the names of all files
+    results = _run_tasks(stage, tasks)
+    info = IndexInfo(
+        fingerprint=dict(fingerprint),
+        versions=library_versions(),
+        part_rows=[result.num_rows for result in results],
+        set_aside=dict(sum((Counter(result.set_aside) for result in results), Counter())),
+        num_tokens=sum(result.num_tokens for result in results),
+    )
+    num_renamed = rename_repeated(stage, Index(workspace.index, info))
+    if num_renamed:
+        logger.info(
+            "measure: %s samples share their id with another one: ID@CONTENT", f"{num_renamed:,}"
+        )
+    info = replace(info, hashes=_hashes(workspace))
+    info = _with_unused_images(workspace.index, info, scans)
+    if info.num_unused_images:
+        logger.warning(
+            "measure: %s image and video files are used by no sample", f"{info.num_unused_images:,}"
+        )
+    info.save(workspace.index_info)
+    return info
+
+
+def preview_measure(stage: Stage) -> str:
+    """What `measure` would read; nothing is written, and of large files only the beginning read."""
+    lines = []
+    for source in open_sources(stage.config):
+        count, is_exact = estimate_records(source, source.unread_parts())
+        about = "" if is_exact else "about "
+        lines.append(f"would measure {about}{count:,} records of {source.path}\n")
+    return "".join(lines)
+
+
+def _fingerprint(stage: Stage, scans: Sequence[Scan]) -> Fingerprint:
+    listings = {f"source.{i}.listing": scan.fingerprint for i, scan in enumerate(scans)}
+    return {**config_fingerprint(stage.config), **listings}
+
+
+def _started(stage: Stage, fingerprint: Fingerprint) -> Fingerprint:
+    """What all parts of an index that is not complete must have been made with."""
+    return {
+        **fingerprint,
+        "index.version": index.INDEX_VERSION,
+        "engine.samples_per_part": stage.config.engine.samples_per_part,
+    }
+
+
+def _existing_index(
+    stage: Stage, fingerprint: Fingerprint, scanned: Sequence[ScannedSource]
+) -> IndexInfo | None:
+    """The complete index, if there is one; what cannot be used is refused, or removed."""
+    workspace = stage.workspace
+    explain = partial(explain_listing, workspace.files, scanned)
+    info = IndexInfo.load(workspace.index_info)
+    try:
+        if info is not None:
+            check_fingerprint(
+                info.fingerprint,
+                fingerprint,
+                artifact=f"the index in {workspace.root}",
+                remedy=_REMEDY,
+                accept=stage.accepted_fields,
+                explain=explain,
+            )
+            warn_of_versions(info.versions, "the index")
+            return info
+        found = read_json(workspace.index / "started.json")
+        if found is not None:
+            # Parts made otherwise must not be mixed: nothing can be accepted here.
+            check_fingerprint(
+                found,
+                _started(stage, fingerprint),
+                artifact=f"the unfinished index in {workspace.root}",
+                remedy="set output.overwrite=true to make it anew, or choose another output.path",
+                explain=explain,
+            )
+    except StageError:
+        if not stage.config.output.overwrite:
+            raise
+        logger.warning("measure: made otherwise before; overwriting")
+        workspace.discard_index()
+    return None
+
+
+def _tasks(stage: Stage, sources: Sequence[Source], scans: Sequence[Scan]) -> list[MeasureTask]:
+    repeats = source_repeats(stage, sources, scans)
+    parts = [(i, part) for i, scan in enumerate(scans) for part in scan.parts]
+    return [
+        MeasureTask(
+            number,
+            sources[source_id],
+            source_id,
+            part,
+            stage.config.model,
+            stage.workspace.index / index.part_name(number),
+            stage.workspace.set_aside / index.part_name(number),
+            repeats[source_id],
+            stage.config.pack.seed,
+        )
+        for number, (source_id, part) in enumerate(parts)
+    ]
+
+
+def _run_tasks(stage: Stage, tasks: Sequence[MeasureTask]) -> list[PartResult]:
+    """Results in the order of the tasks; those of finished parts are read back."""
+    results = {task.number: finished_part(task) for task in tasks if task.index_path.exists()}
+    remaining = [task for task in tasks if task.number not in results]
+    if results and remaining:
+        logger.info("measure: %d of %d parts are there already", len(results), len(tasks))
+    total = sum(task.part.num_records or 0 for task in tasks)
+    done = sum(result.num_rows + sum(result.set_aside.values()) for result in results.values())
+    with stage.bar("measure", total, "sample") as bar:
+        bar.update(done)
+        for result in stage.engine.run(measure_part, remaining):
+            results[result.number] = result
+            bar.update(result.num_rows + sum(result.set_aside.values()))
+    return [results[task.number] for task in tasks]
+
+
+def _hashes(workspace: Workspace) -> dict[str, dict[str, str]]:
+    """What index.json records of the files beside it, which are complete now."""
+    return {
+        folder.name: {path.name: hash_file(path) for path in sorted(folder.glob("*.parquet"))}
+        for folder in (workspace.index, workspace.set_aside, workspace.files)
+    }
+
+
+def _with_unused_images(folder: Path, info: IndexInfo, scans: Sequence[Scan]) -> IndexInfo:
+    """Count the image files that neither stand beside a record nor are named by a row."""
+    unpaired = {i: np.sort(scan.unpaired_media) for i, scan in enumerate(scans)}
+    unused = {i: np.ones(len(hashes), bool) for i, hashes in unpaired.items() if len(hashes)}
+    if not unused:
+        return info
+    for table in Index(folder, info).parts("source_id", "media"):
+        for i in unused:
+            rows = table.filter(pc.equal(table["source_id"], i))
+            names = rows["media"].combine_chunks().flatten().field("container").unique()
+            used = [container_hash(name.encode()) for name in names.to_pylist()]
+            places = np.searchsorted(unpaired[i], np.array(used, np.uint64))
+            places = np.minimum(places, len(unpaired[i]) - 1)
+            unused[i][places[unpaired[i][places] == np.array(used, np.uint64)]] = False
+    return replace(info, num_unused_images=sum(int(flags.sum()) for flags in unused.values()))

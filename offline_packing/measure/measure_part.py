@@ -1,0 +1,174 @@
+"""Measuring one part of a source: one part of the index, and one of the set-aside table.
+
+Media are not decoded: their size is read from the header.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from offline_packing.config.packing import ModelConfig
+from offline_packing.errors import StageError
+from offline_packing.index import table as index
+from offline_packing.index.stamps import sample_stamp
+from offline_packing.index.table import MeasuredSample, SetAsideSample
+from offline_packing.index.traits import sample_traits
+from offline_packing.measure.repeated_ids import hash_content
+from offline_packing.measure.repeats import copy_key, num_copies
+from offline_packing.runs.run import open_encoder
+from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
+from offline_packing.sources.records import to_sample
+from task_encoders.pack_format import image_extension, video_extension
+from task_encoders.sample_encoder import SampleEncoder
+from task_encoders.samples import SampleError
+from task_encoders.video_file import (
+    MAX_VIDEO_FRAMES,
+    MissingPyAVError,
+    VideoHeader,
+    read_video_header,
+)
+from task_encoders.vision import MAX_IMAGE_PIXELS, read_image_header
+
+#: Rows that a worker holds at a time: a part of a compressed source may have any number.
+_ROWS_AT_ONCE: Final = 1024
+
+
+@dataclass(frozen=True)
+class MeasureTask:
+    """One part of one source, and where its two tables go."""
+
+    number: int
+    source: Source
+    source_id: int
+    part: SourcePart
+    model: ModelConfig
+    index_path: Path
+    set_aside_path: Path
+    #: how often each sample is used, and what decides where that is no whole number
+    repeat: float = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """What a finished part holds."""
+
+    number: int
+    num_rows: int
+    num_tokens: int
+    set_aside: dict[str, int]
+
+
+def finished_part(task: MeasureTask) -> PartResult:
+    """What a part that was measured before holds."""
+    num_tokens = pq.read_table(task.index_path, columns=["num_tokens"])["num_tokens"]
+    reasons = pq.read_table(task.set_aside_path, columns=["reason"])["reason"].to_pylist()
+    tokens = pc.sum(num_tokens).as_py() or 0
+    return PartResult(task.number, len(num_tokens), tokens, dict(Counter(reasons)))
+
+
+def measure_part(task: MeasureTask) -> PartResult:
+    """Measure one part and write its two tables. The index part comes last: it marks the end."""
+    encoder = open_encoder(task.model)
+    with (
+        index.table_writer(task.index_path, index.INDEX_SCHEMA) as write_measured,
+        index.table_writer(task.set_aside_path, index.SET_ASIDE_SCHEMA) as write_aside,
+    ):
+        total = PartResult(task.number, 0, 0, {})
+        records = task.source.records(task.part)
+        while True:  # one record at a time, as it may hold its media
+            measured, aside = _measure_some(task, itertools.islice(records, _ROWS_AT_ONCE), encoder)
+            if not measured and not aside:
+                break
+            write_measured(index.index_table(measured))
+            write_aside(index.set_aside_table(aside))
+            total = PartResult(
+                task.number,
+                total.num_rows + len(measured),
+                total.num_tokens + sum(sample.length.num_tokens for sample in measured),
+                dict(Counter(total.set_aside) + Counter(sample.reason for sample in aside)),
+            )
+    return total
+
+
+def _measure_some(
+    task: MeasureTask, records: Iterable[SourceRecord], encoder: SampleEncoder
+) -> tuple[list[MeasuredSample], list[SetAsideSample]]:
+    """Rows of both tables; a repeated sample is measured once."""
+    limits = (task.model.max_image_pixels or MAX_IMAGE_PIXELS, task.model.max_video_frames)
+    source = task.source
+    measured: list[MeasuredSample] = []
+    aside: list[SetAsideSample] = []
+    for record in records:
+        key = source.key_prefix + record.key
+        try:
+            copies = num_copies(key, task.repeat, task.seed)
+            if copies == 0:
+                raise SampleError("not_drawn", f"repeat {task.repeat:g}")
+            row = measure_record(record, key, source, task.source_id, encoder, *limits)
+        except SampleError as error:
+            aside.append(SetAsideSample(key, source.path, error.reason, error.detail))
+            continue
+        except MissingPyAVError as error:
+            raise StageError(f"sample {key!r} in {source.path}: {error}") from error
+        except Exception as error:
+            raise StageError(
+                f"sample {key!r} in {source.path}: {type(error).__name__}: {error}"
+            ) from error
+        measured += [replace(row, key=copy_key(key, i)) if i else row for i in range(copies)]
+    return measured, aside
+
+
+def measure_record(
+    record: SourceRecord,
+    key: str,
+    source: Source,
+    source_id: int,
+    encoder: SampleEncoder,
+    max_image_pixels: int,
+    max_video_frames: int = MAX_VIDEO_FRAMES,
+) -> MeasuredSample:
+    """One row of the index. Raises SampleError where the record is to be set aside."""
+    if isinstance(record.content, SampleError):
+        raise record.content
+    sample = to_sample(record.content, key, source.task, record.paired_media)
+    media: list[tuple[Locator, str]] = []
+    sizes: list[tuple[int, int]] = []
+    videos: list[VideoHeader] = []
+    for name in sample.images:
+        locator, file = source.open_media(record, name)
+        with file:
+            header = read_image_header(file, max_image_pixels=max_image_pixels)
+        media.append((locator, image_extension(name, header.format)))
+        sizes.append((header.height, header.width))
+    for name in sample.videos:
+        locator, file = source.open_media(record, name)
+        with file:
+            video = read_video_header(
+                file, max_frame_pixels=max_image_pixels, max_frames=max_video_frames
+            )
+        media.append((locator, video_extension(name, video.extension)))
+        videos.append(video)
+    names = (*sample.images, *sample.videos)
+    content_hash = hash_content(sample, map(record.embedded.get, names)) if record.own_id else 0
+    length = encoder.measure(sample, sizes, videos)
+    stamp = sample_stamp(source, record.locator, (locator for locator, _ in media))
+    return MeasuredSample(
+        key,
+        source_id,
+        source.task,
+        len(sample.turns),
+        length,
+        record.locator,
+        tuple(media),
+        stamp,
+        sample_traits(sample, sizes),
+        len(videos),
+        content_hash,
+    )

@@ -1,0 +1,158 @@
+"""Records that share an id: LLaVA-Instruct gives several conversations of an image one `id`.
+
+A record's own `id` (JSON, JSONL, tables) says where it came from, not which sample it is. Of the
+samples that share one, the first keeps it, and every other one whose content differs gets a key
+that follows from its content alone:
+
+    {"id": "33471", ...: "What is it?"}     33471
+    {"id": "33471", ...: "Which colour?"}   33471@5d0c0a1be0a6a2f7
+    {"id": "33471", ...: "What is it?"}     33471, and is set aside as a duplicate
+
+so that keys do not depend on how many share an id, on parts or on workers, and data that are
+appended get the key that they had, or would have had, before. What is equal stays a duplicate.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash, table_writer
+from offline_packing.runs.generations import Generation, earlier_generations
+from offline_packing.runs.run import Stage
+from offline_packing.sources import Embedded
+from task_encoders.samples import SourceSample
+
+Hashes = npt.NDArray[np.uint64]
+
+_KEYS_AT_ONCE: Final = 1 << 17
+
+
+def hash_content(sample: SourceSample, media: Iterable[Embedded | None]) -> int:
+    """xxh3_64 of what a sample is trained on: its texts, and its media by their names, or by their
+    bytes where these are in the record itself."""
+    names = (sample.images, sample.videos)
+    digest = xxhash.xxh3_64(orjson.dumps([sample.turns, *names, sample.system]))
+    for medium in media:
+        if medium is not None and medium.data is not None:
+            digest.update(xxhash.xxh3_128_digest(medium.data))
+    return digest.intdigest()
+
+
+def repeated_key(key: str, content_hash: int) -> str:
+    """Key of a sample whose id another one has: '33471@5d0c0a1be0a6a2f7'."""
+    return f"{key}@{content_hash:016x}"
+
+
+def rename_repeated(stage: Stage, samples: Index) -> int:
+    """Give samples of a measured index that share an id keys of their own; returns their number.
+
+    Parts are replaced whole. Killed and run again, or run twice at once, it does the same: the
+    first sample of an id is never renamed, and what was renamed shares no id any more.
+    """
+    contents = samples.array("content_hash")
+    if not contents.any():
+        return 0
+    hashes = samples.array("key_hash")
+    owners = contents[first_of_equal(hashes)]
+    for generation in reversed(earlier_generations(stage)):  # the first one has the last word
+        _take_owners(stage, generation, samples, hashes, owners)
+    renamed = contents != owners
+    begin = 0
+    for number, num_rows in enumerate(samples.info.part_rows):
+        some = slice(begin, begin + num_rows)
+        if renamed[some].any():
+            _rename_part(samples.path(number), renamed[some], hashes[some])
+        begin += num_rows
+    return int(np.count_nonzero(renamed))
+
+
+def first_of_equal(hashes: Hashes) -> npt.NDArray[np.int64]:
+    """(num_rows,): the first row that has the same hash, [7, 9, 7, 9] -> [0, 1, 0, 1]."""
+    order = np.argsort(hashes, kind="stable")
+    ordered = hashes[order]
+    begins = np.ones(len(hashes), bool)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    first = np.empty(len(hashes), np.int64)
+    first[order] = order[begins][np.cumsum(begins) - 1]
+    return first
+
+
+def _take_owners(
+    stage: Stage, generation: Generation, samples: Index, hashes: Hashes, owners: Hashes
+) -> None:
+    """Set the owner of each row whose key a generation has of the same source.
+
+    Args:
+        owners: (num_rows,) content_hash of the sample that has the row's key; written to.
+    """
+    source_ids = samples.array("source_id")
+    for new_id, source in enumerate(stage.config.source):
+        old_id = generation.same_source(source)
+        rows = np.flatnonzero(source_ids == new_id)
+        if old_id is None or not len(rows):
+            continue
+        own = hashes[rows] if old_id == new_id else _hashes_as(samples, old_id)[rows]
+        order = np.argsort(own)
+        ordered = own[order]
+        for part in _parts_from_last(generation.open_index()):
+            same = np.flatnonzero(part["source_id"].to_numpy() == old_id)[::-1]  # the first is last
+            earlier = part["key_hash"].to_numpy()[same]
+            begins = np.searchsorted(ordered, earlier, "left")
+            counts = np.searchsorted(ordered, earlier, "right") - begins
+            # begins [4, 0], counts [2, 1] -> places [4, 5, 0]
+            shifts = np.repeat(begins - np.cumsum(counts) + counts, counts)
+            places = shifts + np.arange(len(shifts))
+            owners[rows[order[places]]] = np.repeat(part["content_hash"].to_numpy()[same], counts)
+
+
+def _parts_from_last(index: Index) -> Iterable[pa.Table]:
+    columns = ("key_hash", "content_hash", "source_id")
+    return (index.part(i, *columns) for i in reversed(range(len(index.info.part_rows))))
+
+
+def _hashes_as(samples: Index, source_id: int) -> Hashes:
+    """key_hash of all rows, were they of another source."""
+    parts = [
+        np.array([key_hash(source_id, key) for key in batch.column(0).to_pylist()], np.uint64)
+        for part in samples.parts("key")
+        for batch in part.to_batches(max_chunksize=_KEYS_AT_ONCE)
+    ]
+    return np.concatenate([np.empty(0, np.uint64), *parts])
+
+
+def _rename_part(path: Path, renamed: npt.NDArray[np.bool_], hashes: Hashes) -> None:
+    """Replace a part of the index by one with other keys in some rows.
+
+    Args:
+        hashes: (num_rows,) the key_hash that rows have; one that has another is renamed already.
+    """
+    with pq.ParquetFile(path) as part, table_writer(path, INDEX_SCHEMA) as write:
+        begin = 0
+        for number in range(part.num_row_groups):
+            rows = part.read_row_group(number)
+            some = slice(begin, begin + len(rows))
+            pending = renamed[some] & (rows["key_hash"].to_numpy() == hashes[some])
+            write(_rename_rows(rows, pending) if pending.any() else rows)
+            begin += len(rows)
+
+
+def _rename_rows(rows: pa.Table, renamed: npt.NDArray[np.bool_]) -> pa.Table:
+    keys, key_hashes = rows["key"].to_pylist(), rows["key_hash"].to_numpy().copy()
+    contents, source_ids = rows["content_hash"].to_numpy(), rows["source_id"].to_numpy()
+    for row in np.flatnonzero(renamed).tolist():
+        keys[row] = repeated_key(keys[row], int(contents[row]))
+        key_hashes[row] = key_hash(int(source_ids[row]), keys[row])
+    columns: dict[str, Any] = {"key": keys, "key_hash": key_hashes}
+    for name, values in columns.items():
+        field = INDEX_SCHEMA.field(name)
+        rows = rows.set_column(
+            INDEX_SCHEMA.get_field_index(name), field, pa.array(values, field.type)
+        )
+    return rows

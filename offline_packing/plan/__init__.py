@@ -1,0 +1,1 @@
+"""The stage `plan`: index to plan, and a summary to share."""

@@ -1,0 +1,315 @@
+"""plan: index -> plan. Duplicate keys and over-long samples are set aside, the rest is packed.
+
+_packing/plan/*.npy, plan.json      the plan; sample ids are row numbers of the index
+_packing/plan/set_aside.parquet     duplicate_key, not_in_layout and overlong, with their details
+_packing/plan/summary.txt           the figures, to be shared
+_packing/plan/stage.json            fingerprint, hashes of the files above; written last
+"""
+
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from offline_packing.errors import StageError
+from offline_packing.index import table as index
+from offline_packing.index.eligible import (
+    find_duplicates,
+    find_known,
+    name_rows,
+)
+from offline_packing.index.set_aside import SetAside
+from offline_packing.index.table import Index, IndexInfo
+from offline_packing.layouts import LAYOUTS
+from offline_packing.plan.arguments import plan_arguments, set_aside_reason
+from offline_packing.plan.summary import render_summary, summarize
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.run import Stage, config_fingerprint, listed, without_listings
+from offline_packing.storage.files import (
+    hash_file,
+    read_json,
+    sync_folder,
+    to_json,
+    write_atomically,
+)
+from offline_packing.storage.fingerprint import Fingerprint, changed_fields, check_fingerprint
+
+logger = logging.getLogger(__name__)
+
+#: What stage.json holds the hashes of.
+PLAN_FILES: Final = (
+    "sample_ids.npy",
+    "pack_offsets.npy",
+    "set_aside_ids.npy",
+    "set_aside_reasons.npy",
+    "plan.json",
+    "set_aside.parquet",
+    "summary.txt",
+)
+#: Those that say which samples form which pack.
+_PACKS: Final = ("sample_ids.npy", "pack_offsets.npy")
+
+_PLAN_REMEDY: Final = (
+    "retry repairs the plan of a complete output; where there are no shards yet, remove the folder "
+    "and run plan again"
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan whose ids are rows of the index, and what it leaves out."""
+
+    packs: PackPlan
+    set_aside: SetAside
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """Samples set aside while planning, by reason."""
+        return self.set_aside.reasons
+
+
+def open_index(stage: Stage) -> Index:
+    """The complete index of an output, made with this configuration.
+
+    Raises:
+        StageError: there is none, or it was made otherwise.
+    """
+    workspace = stage.workspace
+    info = IndexInfo.load(workspace.index_info)
+    if info is None:
+        raise StageError(f"no complete index in {workspace.root}; run measure first")
+    check_fingerprint(
+        without_listings(info.fingerprint),
+        config_fingerprint(stage.config),
+        artifact=f"the index in {workspace.root}",
+        remedy="run measure again with output.overwrite=true, choose another output.path, "
+        "or pass --accept-mismatch FIELD",
+        accept={field for field in stage.accepted_fields if not field.endswith(".listing")},
+    )
+    return Index(workspace.index, info)
+
+
+def plan(stage: Stage) -> str:
+    """Make the plan, or find it complete; returns its summary as text.
+
+    Raises:
+        StageError: no index, nothing to pack, over-long samples under on_overlong: error, or
+            shards were already written with another plan.
+    """
+    workspace = stage.workspace
+    samples = open_index(stage)
+    fingerprint = _fingerprint(stage)
+    found = read_json(workspace.plan_info)
+    if found is not None and not changed_fields(found["fingerprint"], fingerprint):
+        packs = load_packs(stage, found)
+        logger.info("plan: complete (%s packs), nothing to do", f"{packs.num_packs:,}")
+        return _summary(stage, samples, packs, found["set_aside"])
+    _discard_previous(stage, {} if found is None else found["fingerprint"], fingerprint)
+    return _save(stage, samples, make_plan(stage, samples), workspace.plan)
+
+
+def _save(stage: Stage, samples: Index, planned: Planned, folder: Path) -> str:
+    """Write all files of a plan, stage.json last; returns the summary."""
+    planned.packs.save(folder)
+    with index.table_writer(folder / "set_aside.parquet", index.SET_ASIDE_SCHEMA) as write_aside:
+        for table in planned.set_aside.tables(samples, [s.path for s in stage.config.source]):
+            write_aside(table)
+    text = _summary(stage, samples, planned.packs, planned.reasons)
+    write_atomically(folder / "summary.txt", text.encode())
+    files = {name: hash_file(folder / name) for name in PLAN_FILES}
+    document = {
+        "fingerprint": _fingerprint(stage),
+        "hash": _identity(files),
+        "set_aside": dict(planned.reasons),
+        "files": files,
+    }
+    write_atomically(folder / stage.workspace.plan_info.name, to_json(document))
+    return text
+
+
+def restore_plan(stage: Stage, expected: str) -> None:
+    """Make a damaged plan again, where shards are written from it already.
+
+    Args:
+        expected: `hash_plan` of the plan as it was.
+
+    Raises:
+        StageError: it would not be the same plan.
+    """
+    from offline_packing.runs.manifest import hash_plan  # imports this module
+
+    folder = stage.workspace.plan
+    scratch = folder.with_suffix(".repair")
+    shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was killed
+    samples = open_index(stage)
+    try:
+        _save(stage, samples, make_plan(stage, samples), scratch)
+        info = scratch / stage.workspace.plan_info.name
+        if hash_plan(read_json(info)) != expected:
+            raise StageError(
+                f"{folder} cannot be made as it was: the plan comes out otherwise; restore it from "
+                "a copy, or pack all data again with another output.path"
+            )
+        folder.mkdir(exist_ok=True)
+        for path in [*(scratch / name for name in PLAN_FILES), info]:
+            path.replace(folder / path.name)
+        sync_folder(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def load_packs(stage: Stage, info: Mapping[str, Any]) -> PackPlan:
+    """The plan that a stage.json speaks of.
+
+    Raises:
+        StageError: a file of it cannot be read, or does not hold the packs that were planned.
+    """
+    folder = stage.workspace.plan
+    try:
+        packs = PackPlan.load(folder)
+        found = _identity({name: hash_file(folder / name) for name in _PACKS})
+    except (FileNotFoundError, ValueError) as error:
+        raise StageError(f"{error}; {_PLAN_REMEDY}") from error
+    if found != info["hash"]:
+        names = " or ".join(
+            str(folder / name)
+            for name, one in zip(_PACKS, found.split("-"), strict=True)
+            if one not in info["hash"].split("-")
+        )
+        raise StageError(f"{names} differs from what was planned; {_PLAN_REMEDY}")
+    return packs
+
+
+def check_plan(stage: Stage, info: Mapping[str, Any]) -> None:
+    """Raise StageError if a plan's stage.json says that it was made otherwise."""
+    check_fingerprint(
+        info["fingerprint"],
+        _fingerprint(stage),
+        artifact=f"the plan in {stage.workspace.root}",
+        remedy="run plan again",
+    )
+
+
+def preview_plan(stage: Stage) -> str:
+    """The summary of the plan that `plan` would make; nothing is written."""
+    samples = open_index(stage)
+    planned = make_plan(stage, samples)
+    return _summary(stage, samples, planned.packs, planned.reasons)
+
+
+def make_plan(stage: Stage, samples: Index) -> Planned:
+    """Plan without writing.
+
+    Raises:
+        StageError: nothing to pack, an over-long sample under on_overlong: error, or options that
+            the strategy does not have.
+    """
+    from offline_packing.planner.plan_packs import (
+        plan_packs,  # its compiled parts take time to import
+    )
+
+    num_tokens = samples.array("num_tokens")
+    aside = _find_set_aside(stage, samples)
+    kept = np.delete(np.arange(len(num_tokens)), aside.rows)
+    try:
+        packs = plan_packs(
+            num_tokens[kept],
+            stage.config.pack.seq_length,
+            **plan_arguments(stage.config, samples, kept),
+        )
+    except (TypeError, ValueError) as error:  # TypeError: an option that the strategy has not
+        raise StageError(f"plan: {' '.join(str(error).split())}") from error
+    packs = replace(
+        packs, sample_ids=kept[packs.sample_ids], set_aside_ids=kept[packs.set_aside_ids]
+    )
+    left_out = _left_out(stage, packs, num_tokens[packs.set_aside_ids])
+    planned = Planned(packs, SetAside.merge([aside, left_out]))
+    _check_planned(stage, samples, planned)
+    return planned
+
+
+def _find_set_aside(stage: Stage, samples: Index) -> SetAside:
+    """The rows that are not planned."""
+    layout = stage.config.output.layout
+    duplicates = find_duplicates(samples.array("key_hash"), partial(name_rows, samples))
+    known = find_known(stage, samples)
+    found = [
+        (known, "duplicate_key", "a sample that was measured before has this key"),
+        (duplicates, "duplicate_key", "an earlier sample has this key"),
+    ]
+    for what, rows in LAYOUTS[layout].find_unfit(samples):
+        found.append((rows, "not_in_layout", f"layout {layout} holds no {what}"))
+    return SetAside.merge([SetAside.of(rows, *reason) for rows, *reason in found])
+
+
+def _left_out(stage: Stage, packs: PackPlan, num_tokens: npt.NDArray[np.integer]) -> SetAside:
+    """What the planner left out; `num_tokens` are those of `packs.set_aside_ids`."""
+    kinds = packs.set_aside_reasons.astype(np.int64) << 32 | num_tokens
+    different, codes = np.unique(kinds, return_inverse=True)
+    texts = tuple(
+        set_aside_reason(packs.info.reason_names[kind >> 32], kind & 0xFFFFFFFF, stage.config)
+        for kind in different.tolist()
+    )
+    return SetAside(packs.set_aside_ids.astype(np.int64), codes.astype(np.int32), texts)
+
+
+def _check_planned(stage: Stage, samples: Index, planned: Planned) -> None:
+    overlong = planned.set_aside.first("overlong")
+    if overlong is not None and stage.config.pack.on_overlong == "error":
+        row, detail = overlong
+        key = name_rows(samples, np.array([row]))["key"][0].as_py()
+        raise StageError(
+            f"sample {key!r} has {detail} ({planned.reasons['overlong']:,} such samples);"
+            " set pack.on_overlong: set_aside, or a longer pack.seq_length"
+        )
+    if planned.packs.num_packs == 0 and stage.generation == 0:
+        reasons = Counter(samples.info.set_aside) + planned.reasons
+        raise StageError(
+            f"nothing to pack in {stage.workspace.root}; set aside: {listed(reasons.items())}; "
+            "check source.path and source.task"
+        )
+
+
+def _summary(stage: Stage, samples: Index, packs: PackPlan, plan_reasons: Mapping[str, int]) -> str:
+    reasons = Counter(samples.info.set_aside) + Counter(plan_reasons)
+    if packs.num_packs == 0:  # of an append only
+        return f"no new samples; set aside: {listed(reasons.items())}\n"
+    lengths = samples.array("num_tokens")[packs.sample_ids]
+    return render_summary(summarize(stage.config, samples.info, lengths, packs, reasons))
+
+
+def _fingerprint(stage: Stage) -> Fingerprint:
+    pack = {
+        name: value if isinstance(value, str | int) else to_json(value).decode()
+        for name, value in stage.config.pack.model_dump(mode="json").items()
+    }
+    return {
+        "index": hash_file(stage.workspace.index_info),
+        "output.layout": stage.config.output.layout,
+        **{f"pack.{name}": value for name, value in pack.items()},
+    }
+
+
+def _discard_previous(stage: Stage, found: Fingerprint, wanted: Fingerprint) -> None:
+    """Make way for a new plan. Planning anew is free until shards are written from a plan."""
+    workspace = stage.workspace
+    if workspace.write.exists() and not stage.config.output.overwrite:
+        check_fingerprint(
+            found,
+            wanted,
+            artifact=f"the plan of the shards in {workspace.root}",
+            remedy="set output.overwrite=true to replace the shards, or choose another output.path",
+        )
+    workspace.discard_plan()
+
+
+def _identity(files: Mapping[str, str]) -> str:
+    """What identifies which samples form which pack, of the hashes of the files."""
+    return "-".join(files[name] for name in _PACKS)

@@ -1,0 +1,155 @@
+"""The figures of a plan: computed once, printed as text that can be shared."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from offline_packing.config.packing import PackingConfig
+from offline_packing.index.table import IndexInfo
+from offline_packing.planner.pack_plan import PackPlan
+
+_HISTOGRAM_ROWS = 16
+_BAR_WIDTH = 40
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """What a plan amounts to. Lengths are in tokens."""
+
+    task: str
+    strategy: str
+    seq_length: int
+    num_samples: int
+    set_aside: Mapping[str, int]
+    num_unused_images: int
+    num_packed: int
+    num_tokens: int
+    num_packs: int
+    lower_bound: int
+    #: packs above the lower bound, as a share of it
+    gap: float
+    #: tokens over the room in all packs
+    fill: float
+    #: mean samples per pack
+    packing_factor: float
+    #: samples that are padded to the longest of them, without packing
+    padded_batch_size: int
+    #: share of padding without packing, and with it
+    padding_before: float
+    padding_after: float
+    global_batch_size: int
+    iterations_before: int
+    iterations_after: int
+    #: sequences per step that keep the number of samples per step
+    equal_batch_size: int
+    #: samples per bin of equal width from 1 to seq_length
+    histogram: tuple[int, ...]
+
+
+def summarize(
+    config: PackingConfig,
+    info: IndexInfo,
+    lengths: npt.NDArray[np.integer],
+    packs: PackPlan,
+    set_aside: Mapping[str, int],
+) -> PlanSummary:
+    """Figures of a plan.
+
+    Args:
+        lengths: (num_packed,) tokens of the packed samples.
+        set_aside: samples left out while measuring and planning, by reason.
+    """
+    seq_length = packs.info.seq_length
+    num_tokens = int(lengths.sum(dtype=np.int64))
+    batch = config.report.global_batch_size
+    edges = np.linspace(0, seq_length, min(_HISTOGRAM_ROWS, seq_length) + 1)
+    return PlanSummary(
+        task=config.task,
+        strategy=packs.info.strategy,
+        seq_length=seq_length,
+        num_samples=info.num_samples + info.num_set_aside,
+        set_aside=dict(set_aside),
+        num_unused_images=info.num_unused_images,
+        num_packed=len(lengths),
+        num_tokens=num_tokens,
+        num_packs=packs.num_packs,
+        lower_bound=packs.info.lower_bound,
+        gap=packs.gap,
+        fill=num_tokens / (packs.num_packs * seq_length),
+        packing_factor=packs.packing_factor,
+        padded_batch_size=config.report.padded_batch_size,
+        padding_before=1
+        - num_tokens / padded_tokens(np.bincount(lengths), config.report.padded_batch_size),
+        padding_after=1 - num_tokens / max(packs.info.num_tokens, 1),
+        global_batch_size=batch,
+        iterations_before=math.ceil(len(lengths) / batch),
+        iterations_after=math.ceil(packs.num_packs / batch),
+        equal_batch_size=max(1, round(batch / packs.packing_factor)),
+        histogram=tuple(np.histogram(lengths, edges)[0].tolist()),
+    )
+
+
+def padded_tokens(counts: npt.NDArray[np.integer], batch_size: int) -> float:
+    """Tokens of an epoch whose random batches are padded to the longest of their samples: the mean
+    over all orders of the samples, in closed form.
+
+    Args:
+        counts: (longest + 1,) samples of each length; at least one sample.
+    """
+    num_batches, rest = divmod(int(counts.sum()), batch_size)
+    total = num_batches * batch_size * _mean_longest(counts, batch_size)
+    return total + (rest * _mean_longest(counts, rest) if rest else 0.0)
+
+
+def _mean_longest(counts: npt.NDArray[np.integer], drawn: int) -> float:
+    """Mean of the longest of some samples drawn without replacement; 0 where there are fewer."""
+    up_to = np.cumsum(counts, dtype=np.int64)
+    none_longer = np.ones(len(counts))
+    for i in range(drawn):  # all of the drawn samples are among those up to this length
+        none_longer *= np.maximum(up_to - i, 0) / max(up_to[-1] - i, 1)
+    return float(np.diff(none_longer, prepend=0.0) @ np.arange(len(counts)))
+
+
+def render_summary(summary: PlanSummary) -> str:
+    """The figures as text, one per line."""
+    s = summary
+    before, after = s.iterations_before, s.iterations_after
+    lines = [
+        ("task", s.task),
+        ("samples", f"{s.num_samples:,}"),
+        ("set aside", f"{sum(s.set_aside.values()):,}"),
+        *((f"  {reason}", f"{count:,}") for reason, count in sorted(s.set_aside.items())),
+        *([("unused images", f"{s.num_unused_images:,}")] if s.num_unused_images else []),
+        ("packed samples", f"{s.num_packed:,}"),
+        ("tokens", f"{s.num_tokens:,} (mean {s.num_tokens / s.num_packed:,.1f} per sample)"),
+        ("packs", f"{s.num_packs:,} of {s.seq_length:,} tokens, strategy {s.strategy}"),
+        ("lower bound", f"{s.lower_bound:,} (gap {s.gap:.3%})"),
+        ("fill", f"{s.fill:.2%}"),
+        ("packing factor", f"{s.packing_factor:.2f} samples per pack"),
+        (
+            "padding",
+            f"{s.padding_before:.1%} -> {s.padding_after:.1%} of tokens in a batch "
+            f"(before: {s.padded_batch_size} samples padded to the longest)",
+        ),
+        (
+            "iterations",
+            f"{before:,} -> {after:,} per epoch at global batch size {s.global_batch_size:,} "
+            f"(global batch size {s.equal_batch_size:,} keeps the samples per step)",
+        ),
+    ]
+    return "\n".join(
+        [*(f"{name:<24}{value}" for name, value in lines), "", "samples by tokens", *_bars(s), ""]
+    )
+
+
+def _bars(summary: PlanSummary) -> list[str]:
+    highest = max(summary.histogram)
+    width = summary.seq_length / len(summary.histogram)
+    return [
+        f"{math.floor(i * width) + 1:>9,} – {math.floor((i + 1) * width):<9,}"
+        f"{'█' * math.ceil(_BAR_WIDTH * count / highest):<{_BAR_WIDTH}} {count:,}"
+        for i, count in enumerate(summary.histogram)
+    ]

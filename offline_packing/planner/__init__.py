@@ -1,0 +1,5 @@
+"""Lengths to packs: `plan_packs` and what it needs. Arrays in, arrays out.
+
+Takes token counts and budgets, gives a `PackPlan`. May import storage; knows no source, no file of
+an output and no configuration.
+"""

@@ -1,0 +1,221 @@
+"""Which sample goes where: reading in source order, mixing of datasets, even load.
+
+*Locality* and *mix* both fix an order of the samples and pack it window by window, with the
+unfilled rest of a window carried into the next; *balance* exchanges samples, or a few, of equal
+tokens, so it changes nothing about the fill.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numba import njit
+
+from offline_packing.planner.order import reorder_packs, shuffled_order
+from offline_packing.planner.strategies.composition import fullest_first
+from offline_packing.planner.strategies.expand import expand_composition
+from offline_packing.planner.strategies.histogram import count_lengths
+from offline_packing.planner.strategies.kernels import random_below, random_state
+from offline_packing.planner.strategies.packs import Packs
+from offline_packing.planner.windows import join_packs, window_fill
+
+_SPARE = 0.005  # packs' worth of samples that a window has beyond those it gives out
+_MIN_SPARE_PACKS = 4
+_FULL = 0.999  # share of seq_length at which a window does not hold a pack back
+_SWEEPS = 40  # offers to swap per sample; later ones gain next to nothing
+_GROUP_ROUNDS = 6  # times that new groups are drawn, at most
+_GROUP_SWEEPS = 4  # offers per group, and per sample after them
+_WORTH = 0.99  # a round that leaves a larger share of the variation is the last
+
+
+def interleaved_order(
+    groups: np.ndarray,
+    *,
+    weights: Mapping[int, float] | None = None,
+    source_order: np.ndarray | None = None,
+    seed: int = 0,
+) -> np.ndarray:
+    """Samples of several datasets, interleaved by weight: a permutation, int64 (num_samples,).
+
+    Any prefix holds the datasets in proportion to ``weights`` (group number -> weight; default:
+    their sizes) until one of them is used up. Inside a dataset the samples follow
+    ``source_order`` (any sortable array (num_samples,)), or come in random order without it.
+    """
+    if source_order is None:
+        source_order = np.random.default_rng(seed).permutation(len(groups))
+    by_group = np.lexsort((source_order, groups))
+    numbers, starts, sizes = np.unique(groups[by_group], return_index=True, return_counts=True)
+    rates = sizes.astype(float) if weights is None else _rates(numbers, weights)
+    rank = np.arange(len(groups)) - np.repeat(starts, sizes)
+    due = (rank + 0.5) / np.repeat(rates, sizes)
+    return by_group[np.argsort(due, kind="stable")]
+
+
+def _rates(numbers: np.ndarray, weights: Mapping[int, float]) -> np.ndarray:
+    """Weight of each group number; every group needs a positive one."""
+    for number in numbers.tolist():
+        if not weights.get(number, 0) > 0:
+            raise ValueError(
+                f"weights[{number}] is {weights.get(number)}; every group needs a weight above 0 "
+                "(a plan holds every sample: to leave a dataset out, leave out its samples)"
+            )
+    return np.array([weights[number] for number in numbers.tolist()], float)
+
+
+def pack_in_order(
+    lengths: np.ndarray, seq_length: int, order: np.ndarray, *, window_packs: int, seed: int = 0
+) -> Packs:
+    """Pack the samples in the given order, exactly ``window_packs`` packs at a time.
+
+    A window composes packs of slightly more samples than it needs and leaves those of the emptiest
+    packs to the next window, which must use them: so each run of ``window_packs`` packs, which may
+    be one output shard, reads one stretch of ``order`` and a few samples before it. Inside a
+    window the packs are shuffled.
+    """
+    ends = np.cumsum(lengths[order], dtype=np.int64)  # tokens up to and with each sample
+    wanted = seq_length * (window_packs + max(_MIN_SPARE_PACKS, round(_SPARE * window_packs)))
+    parts: list[Packs] = []
+    carried = np.zeros(0, np.int64)
+    start = 0
+    while start < len(order) or len(carried):
+        before = ends[start - 1] if start else 0
+        missing = wanted - int(lengths[carried].sum(dtype=np.int64))
+        end = min(len(order), int(np.searchsorted(ends, before + missing)) + 1)
+        window_seed = seed + len(parts)
+        pool = np.concatenate([carried, order[start:end]])
+        packs = _compose_pool(lengths[pool], seq_length, window_seed)
+        chosen = np.arange(packs.num_packs)
+        if end < len(order):
+            chosen = _ready_first(packs, lengths[pool], seq_length, len(carried))[:window_packs]
+        ready = reorder_packs(packs, chosen[shuffled_order(len(chosen), window_seed)])
+        parts.append(Packs(pool[ready.sample_ids], ready.pack_offsets))
+        carried = np.delete(pool, ready.sample_ids)
+        start = end
+    return join_packs(parts)
+
+
+def _ready_first(
+    packs: Packs, lengths: np.ndarray, seq_length: int, num_carried: int
+) -> np.ndarray:
+    """Packs in the order in which a window gives them out: int64 (num_packs,).
+
+    First those with carried samples (the first ones of the pool), then full ones, many samples
+    before few so that few have to be read again, and last the others from fullest to emptiest.
+    """
+    starts = packs.pack_offsets[:-1]
+    tokens = np.add.reduceat(lengths[packs.sample_ids].astype(np.int64), starts)
+    carries = np.minimum.reduceat(packs.sample_ids, starts) < num_carried
+    full = tokens >= _FULL * seq_length
+    rank = np.where(full, -np.diff(packs.pack_offsets), seq_length - tokens)
+    return np.lexsort((rank, ~full, ~carries))
+
+
+def _compose_pool(lengths: np.ndarray, seq_length: int, seed: int) -> Packs:
+    """Packs of a window, the fullest and in them the oldest samples first."""
+    lengths = np.ascontiguousarray(lengths, np.int32)
+    counts = count_lengths(lengths, seq_length)
+    return expand_composition(fullest_first(window_fill(counts, seed=seed)), lengths, counts)
+
+
+@njit(cache=True)
+def _exchange(
+    sample_ids: np.ndarray,
+    pack_of_slot: np.ndarray,
+    members: np.ndarray,
+    class_starts: np.ndarray,
+    lengths: np.ndarray,
+    quantity: np.ndarray,
+    totals: np.ndarray,
+    state: np.ndarray,
+) -> None:
+    """Offer every group of slots a random partner of its class; swap if it evens their packs out.
+
+    ``members`` int64 (num_groups, size) holds slots of one pack each, ``class_starts`` where the
+    groups of equal token sums start. A sum that an earlier swap changed is no partner.
+    """
+    for number in range(class_starts.shape[0] - 1):
+        start = class_starts[number]
+        size = class_starts[number + 1] - start
+        if size < 2:
+            continue
+        for place in range(start, start + size):
+            partner = start + random_below(state, size)
+            more = 0.0
+            longer = 0
+            for i in range(members.shape[1]):
+                mine, other = sample_ids[members[place, i]], sample_ids[members[partner, i]]
+                more += quantity[mine] - quantity[other]
+                longer += lengths[mine] - lengths[other]
+            pack = pack_of_slot[members[place, 0]]
+            other_pack = pack_of_slot[members[partner, 0]]
+            apart = totals[pack] - totals[other_pack]
+            # The sum of squares falls if what moves has the sign of the difference and is smaller.
+            if longer == 0 and more * (apart - more) > 0:
+                for i in range(members.shape[1]):
+                    slot, other = members[place, i], members[partner, i]
+                    sample_ids[slot], sample_ids[other] = sample_ids[other], sample_ids[slot]
+                totals[pack] -= more
+                totals[other_pack] += more
+
+
+def balance_packs(
+    packs: Packs,
+    lengths: np.ndarray,
+    quantity: np.ndarray,
+    *,
+    window_packs: int | None = None,
+    seed: int = 0,
+) -> Packs:
+    """Even out ``quantity`` (one number per sample) over the packs, at the same tokens in each.
+
+    Random samples of equal length swap places, then random twos and threes of a pack with those of
+    equal sum of another, where that brings the sums of their packs closer. With ``window_packs``
+    only packs of the same run of that many packs exchange samples, which keeps locality.
+    """
+    if packs.num_packs < 2:
+        return packs
+    sample_ids = packs.sample_ids.copy()
+    pack_of_slot = np.repeat(np.arange(packs.num_packs), np.diff(packs.pack_offsets))
+    window = pack_of_slot // window_packs if window_packs else np.zeros_like(pack_of_slot)
+    amounts = quantity.astype(np.float64)
+    totals = np.bincount(pack_of_slot, amounts[sample_ids], minlength=packs.num_packs)
+    state = random_state(seed)
+
+    def exchange(members: np.ndarray, sweeps: int) -> None:
+        members, starts = _classes(members, lengths[sample_ids], window)
+        for _ in range(sweeps):
+            _exchange(sample_ids, pack_of_slot, members, starts, lengths, amounts, totals, state)
+
+    slots = np.arange(len(sample_ids))[:, None]
+    exchange(slots, _SWEEPS)
+    rng = np.random.default_rng(seed)
+    for _ in range(_GROUP_ROUNDS):
+        before = totals.std()
+        for size in (2, 3):
+            exchange(_random_groups(packs.pack_offsets, pack_of_slot, size, rng), _GROUP_SWEEPS)
+        exchange(slots, _GROUP_SWEEPS)
+        if totals.std() > _WORTH * before:
+            break
+    return Packs(sample_ids, packs.pack_offsets)
+
+
+def _random_groups(
+    pack_offsets: np.ndarray, pack_of_slot: np.ndarray, size: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Each slot with ``size - 1`` random other ones of its pack: int64 (num_groups, size)."""
+    slots = np.arange(len(pack_of_slot))[:, None]
+    pack_sizes = np.diff(pack_offsets)[pack_of_slot][:, None]
+    drawn = (rng.random((len(slots), size - 1)) * pack_sizes).astype(np.int64)
+    groups = np.concatenate([slots, pack_offsets[pack_of_slot][:, None] + drawn], axis=1)
+    different = (np.diff(np.sort(groups, axis=1), axis=1) > 0).all(axis=1)
+    return groups[different]
+
+
+def _classes(
+    members: np.ndarray, length_of_slot: np.ndarray, window_of_slot: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """``members``, slots int64 (num_groups, size), by tokens and window, and where these change."""
+    tokens = length_of_slot[members].sum(axis=1)
+    window = window_of_slot[members[:, 0]]
+    order = np.lexsort((window, tokens))
+    new = (np.diff(tokens[order]) != 0) | (np.diff(window[order]) != 0)
+    return members[order], np.concatenate([[0], np.flatnonzero(new) + 1, [len(order)]])

@@ -1,0 +1,116 @@
+"""In which order the packs are written, and so trained on."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from offline_packing.planner.strategies.packs import Packs
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """The loader that will read the packs: data-parallel ranks, and loader workers on each."""
+
+    num_ranks: int
+    #: workers per rank; 0 (loading in the main process) reads like 1
+    num_workers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or self.num_workers < 0:
+            raise ValueError(
+                f"order has num_ranks {self.num_ranks} and num_workers {self.num_workers}; "
+                "num_ranks must be at least 1 and num_workers at least 0"
+            )
+
+    def steps(self, num_packs: int) -> np.ndarray:
+        """Training step at which each place in the written order is read: int64 (num_packs,).
+
+        Energon cuts the packs into num_ranks * num_workers contiguous slices, rank after rank and
+        worker after worker; a rank takes one pack from each of its workers in turn. What does not
+        divide evenly makes some slices one pack longer, in the order of a generalized bit
+        reversal (``Sharder.split_samples_to_workers``).
+        """
+        workers = max(1, self.num_workers)
+        slices = self.num_ranks * workers
+        size, longer = divmod(num_packs, slices)
+        sizes = np.full(slices, size)
+        sizes[_bit_reversal(np.arange(slices))[:longer]] += 1
+        worker = np.repeat(np.arange(slices) % workers, sizes)
+        starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+        return (np.arange(num_packs) - starts) * workers + worker
+
+
+def _bit_reversal(indices: np.ndarray) -> np.ndarray:
+    """[0 1 2 3 4 5 6 7] -> [0 4 2 6 1 5 3 7]: both halves in this order, interleaved."""
+    if len(indices) <= 2:
+        return indices
+    middle = len(indices) // 2
+    left, right = _bit_reversal(indices[:middle]), _bit_reversal(indices[middle:])
+    both = np.empty(len(indices), indices.dtype)
+    both[: 2 * middle : 2] = left
+    both[1 : 2 * middle : 2] = right[:middle]
+    both[2 * middle :] = right[middle:]  # an odd number leaves one
+    return both
+
+
+def shuffled_order(num_packs: int, seed: int) -> np.ndarray:
+    """A seeded permutation of the packs: int64 (num_packs,)."""
+    return np.random.default_rng(seed).permutation(num_packs)
+
+
+def cost_grouped_order(cost: np.ndarray, layout: RankLayout, seed: int) -> np.ndarray:
+    """An order in which all ranks read packs of similar cost at the same step.
+
+    ``cost`` (num_packs,) per pack. Packs sorted by cost are cut into one group per step, the
+    groups are shuffled over the steps and the packs over the ranks. Returns a permutation, int64
+    (num_packs,): place i of the written order gets pack ``order[i]``. It serves the given layout;
+    another number of ranks reads other packs at the same step.
+    """
+    rng = np.random.default_rng(seed)
+    step = layout.steps(len(cost))
+    turn = rng.permutation(step.max(initial=-1) + 1)  # by cost: the how manieth group is read here
+    places = np.lexsort((rng.random(len(cost)), turn[step]))
+    order = np.empty(len(cost), np.int64)
+    order[places] = np.argsort(cost, kind="stable")
+    return order
+
+
+def idle_share(cost: np.ndarray, layout: RankLayout) -> float:
+    """Share of time that ranks wait for the slowest: ``cost`` (num_packs,) in written order.
+
+    Counts the steps at which every rank has a pack.
+    """
+    step = layout.steps(len(cost))
+    full = np.bincount(step) == layout.num_ranks
+    slowest = np.zeros(len(full))
+    np.maximum.at(slowest, step, cost)
+    spent = cost[full[step]].sum()
+    available = slowest[full].sum() * layout.num_ranks
+    return float(1 - spent / available) if available else 0.0
+
+
+@njit(cache=True)
+def _gather_packs(
+    sample_ids: np.ndarray,
+    pack_offsets: np.ndarray,
+    order: np.ndarray,
+    out_ids: np.ndarray,
+    out_offsets: np.ndarray,
+) -> None:
+    end = 0
+    for place in range(order.shape[0]):
+        pack = order[place]
+        for source in range(pack_offsets[pack], pack_offsets[pack + 1]):
+            out_ids[end] = sample_ids[source]
+            end += 1
+        out_offsets[place + 1] = end
+
+
+def reorder_packs(packs: Packs, order: np.ndarray) -> Packs:
+    """The chosen packs in the given order: place i gets pack ``order[i]``, each at most once."""
+    sizes = np.diff(packs.pack_offsets)
+    out_ids = np.empty(int(sizes[order].sum()), packs.sample_ids.dtype)
+    out_offsets = np.zeros(len(order) + 1, np.int64)
+    _gather_packs(packs.sample_ids, packs.pack_offsets, order, out_ids, out_offsets)
+    return Packs(out_ids, out_offsets)

@@ -1,0 +1,158 @@
+"""PackPlan: which samples form which pack, as arrays in memory and as a folder on disk.
+
+plan/sample_ids.npy          int32 or int64 (num_packed,)
+plan/pack_offsets.npy        int64 (num_packs + 1,)
+plan/set_aside_ids.npy       int32 or int64 (num_set_aside,)
+plan/set_aside_reasons.npy   uint8 (num_set_aside,): index into reason_names
+plan/plan.json               everything else; written last, so its presence means complete
+"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offline_packing.errors import StageError
+from offline_packing.storage.files import atomic_file, read_json, to_json, write_atomically
+
+FORMAT_VERSION = 1
+_ARRAYS = ("sample_ids", "pack_offsets", "set_aside_ids", "set_aside_reasons")
+
+
+@dataclass(frozen=True)
+class PlanInfo:
+    """What a plan was made with and what came out; tokens count padding to ``pad_multiple``."""
+
+    seq_length: int
+    strategy: str
+    seed: int
+    pad_multiple: int
+    #: tokens in all packs, each sample padded to pad_multiple
+    num_tokens: int
+    #: no plan for these samples has fewer packs (of the same groups and budgets)
+    lower_bound: int
+    #: names of the reasons that ``set_aside_reasons`` indexes
+    reason_names: tuple[str, ...] = ()
+    #: further settings in words, for the report: budgets, assignment, order
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class PackPlan:
+    """Pack i holds the samples ``sample_ids[pack_offsets[i]:pack_offsets[i + 1]]``.
+
+    Every sample of the input is either in one pack or in ``set_aside_ids``.
+    """
+
+    #: int32 or int64 (num_packed,): indices into ``num_tokens``
+    sample_ids: np.ndarray
+    #: int64 (num_packs + 1,)
+    pack_offsets: np.ndarray
+    #: int32 or int64 (num_set_aside,): ascending
+    set_aside_ids: np.ndarray
+    #: uint8 (num_set_aside,): index into ``info.reason_names``
+    set_aside_reasons: np.ndarray
+    info: PlanInfo
+
+    @property
+    def num_packs(self) -> int:
+        """Number of packs."""
+        return len(self.pack_offsets) - 1
+
+    @property
+    def gap(self) -> float:
+        """Packs above the lower bound, as a share of it: 0.0 is proven optimal."""
+        return self.num_packs / self.info.lower_bound - 1 if self.info.lower_bound else 0.0
+
+    @property
+    def fill(self) -> float:
+        """Tokens over the room in all packs, 0.0 to 1.0."""
+        return self.info.num_tokens / (self.num_packs * self.info.seq_length or 1)
+
+    @property
+    def packing_factor(self) -> float:
+        """Mean samples per pack: by how much the batch size in samples grows."""
+        return len(self.sample_ids) / (self.num_packs or 1)
+
+    def pack(self, index: int) -> np.ndarray:
+        """Sample ids of one pack, a view."""
+        return self.sample_ids[self.pack_offsets[index] : self.pack_offsets[index + 1]]
+
+    def set_aside_counts(self) -> dict[str, int]:
+        """How many samples were set aside for each reason."""
+        counts = np.bincount(self.set_aside_reasons, minlength=len(self.info.reason_names))
+        names = self.info.reason_names
+        return {name: int(count) for name, count in zip(names, counts, strict=True) if count}
+
+    def statistics(self) -> dict[str, float | int | dict[str, int]]:
+        """Figures for the report and the log."""
+        return {
+            "num_packs": self.num_packs,
+            "lower_bound": self.info.lower_bound,
+            "gap": self.gap,
+            "fill": self.fill,
+            "packing_factor": self.packing_factor,
+            "num_packed_samples": len(self.sample_ids),
+            "num_set_aside": len(self.set_aside_ids),
+            "set_aside_counts": self.set_aside_counts(),
+        }
+
+    def save(self, folder: str | Path) -> None:
+        """Write the plan as a folder of .npy files; an interrupted write is never loadable.
+
+        The old plan.json goes first and the new one comes last; each file is renamed into place.
+        Raises StageError if the disk is full.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.json").unlink(missing_ok=True)
+        for name in _ARRAYS:
+            with atomic_file(folder / f"{name}.npy") as file:
+                np.save(file, getattr(self, name), allow_pickle=False)
+        shapes = {name: list(getattr(self, name).shape) for name in _ARRAYS}
+        document = {"format_version": FORMAT_VERSION, "shapes": shapes, **asdict(self.info)}
+        document["statistics"] = self.statistics()
+        write_atomically(folder / "plan.json", to_json(document))
+
+    @classmethod
+    def load(cls, folder: str | Path, *, mmap: bool = True) -> "PackPlan":
+        """Read a plan; with ``mmap`` the arrays stay on disk and are paged in as needed.
+
+        Raises FileNotFoundError if the plan is absent or incomplete, StageError if one of its files
+        is damaged, ValueError if the plan is of another format version or an array does not have
+        the recorded shape.
+        """
+        folder = Path(folder)
+        document = read_json(folder / "plan.json")
+        if document is None:
+            raise FileNotFoundError(
+                f"no complete plan in {folder}: plan.json is missing; run the plan stage again"
+            )
+        if document.get("format_version") != FORMAT_VERSION:
+            raise ValueError(
+                f"plan {folder} has format_version {document.get('format_version')}, "
+                f"this version reads {FORMAT_VERSION}; plan again"
+            )
+        arrays = {name: _load_array(folder / f"{name}.npy", mmap) for name in _ARRAYS}
+        for name, array in arrays.items():
+            if list(array.shape) != document["shapes"][name]:
+                raise ValueError(
+                    f"plan {folder}: {name}.npy has shape {list(array.shape)}, plan.json says "
+                    f"{document['shapes'][name]}; plan again"
+                )
+        try:
+            document["reason_names"] = tuple(document["reason_names"])
+            info = PlanInfo(**{name: document[name] for name in PlanInfo.__dataclass_fields__})
+        except KeyError as error:
+            raise StageError(
+                f"{folder / 'plan.json'} is damaged: it has no {error}; plan again"
+            ) from error
+        return cls(**arrays, info=info)
+
+
+def _load_array(path: Path, mmap: bool) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
+    except (OSError, EOFError, ValueError) as error:
+        raise StageError(f"{path} cannot be read: {error}; plan again") from error

@@ -1,0 +1,260 @@
+"""The plan: which samples form which pack, in which order, and which are set aside."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from offline_packing.planner.admission import Admission, Budgets, admit_samples
+from offline_packing.planner.assignment import balance_packs, interleaved_order, pack_in_order
+from offline_packing.planner.order import (
+    RankLayout,
+    cost_grouped_order,
+    reorder_packs,
+    shuffled_order,
+)
+from offline_packing.planner.pack_plan import PackPlan, PlanInfo
+from offline_packing.planner.request import PlanRequest, check_request
+from offline_packing.planner.strategies import COMPOSERS, STRATEGIES
+from offline_packing.planner.strategies.budgets import pack_budgets, size_lower_bound
+from offline_packing.planner.strategies.compile_notice import announce_compilation
+from offline_packing.planner.strategies.expand import expand_composition
+from offline_packing.planner.strategies.histogram import count_lengths, lower_bound
+from offline_packing.planner.strategies.packs import Packs
+from offline_packing.planner.windows import join_packs
+
+#: reasons of samples whose pack was dissolved, after those of the admission
+_DISSOLVED = ("below_min_fill", "below_min_samples")
+
+
+def plan_packs(
+    num_tokens: np.ndarray,
+    seq_length: int,
+    *,
+    strategy: str = "auto",
+    seed: int = 0,
+    pad_multiple: int = 1,
+    budgets: Budgets | None = None,
+    groups: np.ndarray | None = None,
+    weights: Mapping[int, float] | None = None,
+    cost: np.ndarray | None = None,
+    source_order: np.ndarray | None = None,
+    balance_by: np.ndarray | None = None,
+    assignment: str | Sequence[str] = ("shuffle",),
+    order: RankLayout | None = None,
+    homogeneous: bool = False,
+    max_samples: int | None = None,
+    min_samples: int = 1,
+    min_fill: float = 0.0,
+    window_packs: int = 1000,
+    strategy_options: Mapping[str, Any] | None = None,
+) -> PackPlan:
+    """Pack samples into sequences of ``seq_length`` tokens.
+
+    Args:
+        num_tokens: integer array (num_samples,), tokens of each sample. All further arrays have
+            the same shape.
+        seq_length: tokens that a pack may hold.
+        strategy: a name in ``STRATEGIES``.
+        seed: decides every random choice; the same input and seed give the same plan.
+        pad_multiple: each sample counts as its length rounded up to this multiple.
+        budgets: further limits per pack, name -> (integer array, limit). Needs strategy auto.
+        groups: integer array, the dataset or kind of media of each sample.
+        weights: group -> weight for assignment mix; default: the sizes of the groups.
+        cost: what training on each sample costs (see ``cost.sample_cost``); default: its length
+            squared. Used by ``order``.
+        source_order: where each sample stands in the source, any sortable array.
+        balance_by: the quantity that assignment balance evens out, for example vision patches.
+        assignment: any of shuffle (random choice among equal lengths, random order of packs),
+            locality (packs follow source_order), mix (packs interleave groups by weight) and
+            balance; empty for none.
+        order: write the packs so that the ranks of this layout get similar cost at each step.
+        homogeneous: packs hold samples of one group only.
+        max_samples: samples that a pack may hold; needs strategy auto.
+        min_samples: packs with fewer samples are dissolved, their samples set aside.
+        min_fill: likewise for packs with fewer tokens than this share of seq_length.
+        window_packs: packs that locality and mix compose at a time; best the packs of a shard.
+        strategy_options: keyword arguments of the strategy; arrays may be per sample.
+
+    Returns:
+        The plan. Samples that fit no pack are in ``set_aside_ids``, with a reason each.
+
+    Raises:
+        ValueError: an argument is out of range, missing for what was asked, or contradicts another.
+    """
+    announce_compilation()
+    chosen = frozenset([assignment] if isinstance(assignment, str) else assignment)
+    limits = dict(budgets or {})
+    if max_samples is not None:
+        limits["samples"] = (np.ones(len(num_tokens), np.int32), max_samples)
+    admission = admit_samples(num_tokens, seq_length, pad_multiple=pad_multiple, budgets=limits)
+    request = PlanRequest(
+        seq_length=seq_length,
+        strategy=strategy,
+        seed=seed,
+        assignment=chosen,
+        window_packs=window_packs,
+        homogeneous=homogeneous,
+        min_fill=min_fill,
+        min_samples=min_samples,
+        lengths=num_tokens,
+        sizes=limits,
+        groups=groups,
+        weights=weights,
+        cost=cost,
+        source_order=source_order,
+        balance_by=balance_by,
+        order=order,
+        options=strategy_options or {},
+    ).admitted(admission)
+    check_request(request)
+    packs, bound = _pack_groups(request)
+    packs, dissolved, reasons = _dissolve_poor_packs(packs, request)
+    if len(dissolved):
+        bound = _bound(request.subset(packs.sample_ids))
+    if request.order is not None:
+        packs = reorder_packs(packs, _cost_order(packs, request))
+    elif "shuffle" in chosen and not request.windowed:
+        packs = reorder_packs(packs, shuffled_order(packs.num_packs, seed))
+    kept = request.lengths[packs.sample_ids] if len(dissolved) else request.lengths
+    info = PlanInfo(
+        seq_length=seq_length,
+        strategy=strategy,
+        seed=seed,
+        pad_multiple=pad_multiple,
+        num_tokens=int(kept.sum(dtype=np.int64)),
+        lower_bound=bound,
+        reason_names=(*admission.reason_names, *_DISSOLVED),
+        settings=_settings(request),
+    )
+    return _make_plan(packs, dissolved, reasons, admission, info)
+
+
+def _pack_groups(request: PlanRequest) -> tuple[Packs, int]:
+    """Packs of all samples and their lower bound; group by group if packs shall be homogeneous."""
+    if not request.homogeneous:
+        return _pack(request)
+    assert request.groups is not None
+    parts, bound = [], 0
+    for group in np.unique(request.groups):
+        members = np.flatnonzero(request.groups == group)
+        packs, part_bound = _pack(request.subset(members))
+        parts.append(Packs(members[packs.sample_ids], packs.pack_offsets))
+        bound += part_bound
+    return join_packs(parts), bound
+
+
+def _pack(request: PlanRequest) -> tuple[Packs, int]:
+    """Packs of all samples and a lower bound of their number."""
+    lengths, seq_length, seed = request.lengths, request.seq_length, request.seed
+    if request.sizes:
+        columns = [lengths, *(array for array, _ in request.sizes.values())]
+        limits = [seq_length, *(limit for _, limit in request.sizes.values())]
+        packs = pack_budgets(np.stack(columns, axis=1), np.array(limits), seed=seed)
+        return packs, _bound(request)
+    counts = count_lengths(lengths, seq_length)
+    bound = lower_bound(counts)
+    window_packs = None
+    if request.windowed:
+        window_packs = request.window_packs
+        packs = pack_in_order(
+            lengths, seq_length, _sample_order(request), window_packs=window_packs, seed=seed
+        )
+    elif request.strategy in COMPOSERS:
+        even = request.strategy == "auto" and "balance" in request.assignment
+        composer = COMPOSERS["mixed" if even else request.strategy]
+        composition = composer(counts, seed=seed, **request.options)
+        bound = max(bound, composition.lower_bound)
+        choice = seed if "shuffle" in request.assignment else None
+        packs = expand_composition(composition, lengths, counts, seed=choice)
+    else:
+        packs = STRATEGIES[request.strategy](lengths, seq_length, seed=seed, **request.options)
+    if "balance" in request.assignment:
+        assert request.balance_by is not None
+        packs = balance_packs(
+            packs, lengths, request.balance_by, window_packs=window_packs, seed=seed
+        )
+    return packs, bound
+
+
+def _sample_order(request: PlanRequest) -> np.ndarray:
+    """The order in which locality or mix packs the samples."""
+    if "mix" in request.assignment:
+        assert request.groups is not None
+        source_order = request.source_order if "locality" in request.assignment else None
+        return interleaved_order(
+            request.groups, weights=request.weights, source_order=source_order, seed=request.seed
+        )
+    assert request.source_order is not None
+    return np.argsort(request.source_order, kind="stable")
+
+
+def _bound(request: PlanRequest) -> int:
+    """Lower bound of the number of packs: the scarcest budget's, summed over homogeneous groups."""
+    if request.homogeneous:
+        assert request.groups is not None
+        whole = replace(request, homogeneous=False)
+        return sum(_bound(whole.subset(request.groups == g)) for g in np.unique(request.groups))
+    budgets = [(request.lengths, request.seq_length), *request.sizes.values()]
+    return max(size_lower_bound(sizes, limit) for sizes, limit in budgets)
+
+
+def _dissolve_poor_packs(
+    packs: Packs, request: PlanRequest
+) -> tuple[Packs, np.ndarray, np.ndarray]:
+    """Packs that meet min_fill and min_samples; samples of the others; 0 or 1 for the reason."""
+    none = np.zeros(0, packs.sample_ids.dtype)
+    if (request.min_fill == 0 and request.min_samples <= 1) or packs.num_packs == 0:
+        return packs, none, none.astype(np.uint8)
+    tokens = request.lengths[packs.sample_ids].astype(np.int64)
+    empty = np.add.reduceat(tokens, packs.pack_offsets[:-1]) < request.min_fill * request.seq_length
+    sizes = np.diff(packs.pack_offsets)
+    poor = empty | (sizes < request.min_samples)
+    in_poor = np.repeat(poor, sizes)
+    reasons = np.repeat(np.where(empty, 0, 1), sizes)[in_poor].astype(np.uint8)
+    return reorder_packs(packs, np.flatnonzero(~poor)), packs.sample_ids[in_poor], reasons
+
+
+def _cost_order(packs: Packs, request: PlanRequest) -> np.ndarray:
+    """The order for the ranks of ``request.order``."""
+    assert request.order is not None
+    cost = request.cost
+    if cost is None:
+        cost = request.lengths.astype(np.float64) ** 2
+    pack_of_slot = np.repeat(np.arange(packs.num_packs), np.diff(packs.pack_offsets))
+    totals = np.bincount(pack_of_slot, cost[packs.sample_ids], minlength=packs.num_packs)
+    return cost_grouped_order(totals, request.order, request.seed)
+
+
+def _settings(request: PlanRequest) -> dict[str, Any]:
+    """What the plan was asked for besides the fields of PlanInfo, as JSON values."""
+    order = request.order
+    return {
+        "assignment": sorted(request.assignment),
+        "budgets": {name: int(limit) for name, (_, limit) in request.sizes.items()},
+        "homogeneous": request.homogeneous,
+        "min_fill": request.min_fill,
+        "min_samples": request.min_samples,
+        "order": None if order is None else asdict(order),
+    }
+
+
+def _make_plan(
+    packs: Packs,
+    dissolved: np.ndarray,
+    reasons: np.ndarray,
+    admission: Admission,
+    info: PlanInfo,
+) -> PackPlan:
+    """Packs of admitted samples, named by their index in the input."""
+    sample_ids = packs.sample_ids
+    if admission.sample_ids is not None:
+        sample_ids = admission.sample_ids[sample_ids]
+        dissolved = admission.sample_ids[dissolved]
+    aside = np.concatenate([admission.set_aside_ids, dissolved])
+    reasons = np.concatenate(
+        [admission.set_aside_reasons, (reasons + len(admission.reason_names)).astype(np.uint8)]
+    )
+    order = np.argsort(aside, kind="stable")
+    return PackPlan(sample_ids, packs.pack_offsets, aside[order], reasons[order], info)

@@ -1,0 +1,179 @@
+"""Exact fills first: the longest sample is completed to exactly ``seq_length`` where possible."""
+
+import numpy as np
+from numba import njit
+
+from offline_packing.planner.strategies.composition import Composition
+from offline_packing.planner.strategies.histogram import from_entries
+from offline_packing.planner.strategies.kernels import (
+    bitset_add,
+    bitset_at_least,
+    bitset_at_most,
+    bitset_remove,
+    doubled,
+)
+
+_BRANCHES = 24  # lengths tried at each depth of the search
+_MAX_STEPS = 4000  # search steps for one pattern
+_MAX_STEPS_IN_ALL = 20_000_000  # about a second; later patterns take the first fill they find
+
+# Columns of a search frame: what is left to fill, the length chosen last, the longest length still
+# to try at this depth, and how many were tried (-1: just entered).
+_SPACE, _LAST, _LIMIT, _TRIED = 0, 1, 2, 3
+
+
+@njit(cache=True)
+def _take(counts: np.ndarray, present: np.ndarray, length: int) -> None:
+    counts[length] -= 1
+    if counts[length] == 0:
+        bitset_remove(present, length)
+
+
+@njit(cache=True)
+def _put_back(counts: np.ndarray, present: np.ndarray, length: int) -> None:
+    if counts[length] == 0:
+        bitset_add(present, length)
+    counts[length] += 1
+
+
+@njit(cache=True)
+def _enter(
+    frame: np.ndarray, counts: np.ndarray, shortest: int, path: np.ndarray, depth: int
+) -> bool:
+    """First look at a depth: True if one more sample fills the space, which ends the search."""
+    space = frame[_SPACE]
+    last = frame[_LAST]
+    if space == 0:
+        return True
+    if space <= last and counts[space] > 0:
+        path[depth + 1] = space
+        return True
+    frame[_TRIED] = 0
+    if space < shortest:
+        frame[_TRIED] = _BRANCHES
+        return False
+    # At least ceil(space / last) more samples are needed, and each takes at least the shortest.
+    samples = (space + last - 1) // last
+    limit = space - (samples - 1) * shortest
+    frame[_LIMIT] = min(last, limit if limit >= shortest else space)
+    return False
+
+
+@njit(cache=True)
+def _complete(
+    counts: np.ndarray,
+    present: np.ndarray,
+    frames: np.ndarray,
+    path: np.ndarray,
+    best_path: np.ndarray,
+    branches: int,
+) -> tuple[int, bool, int]:
+    """Depth-first search for lengths (not increasing) that fill a pack with the longest sample.
+
+    Leaves ``counts`` and ``present`` as they were. Returns how many entries of ``best_path`` hold
+    the fill with the least room left, whether it is exact, and the steps taken.
+    """
+    capacity = counts.shape[0] - 1
+    longest = bitset_at_most(present, capacity)
+    shortest = bitset_at_least(present, 1)
+    path[0] = longest
+    _take(counts, present, longest)
+    frames[0, _SPACE] = capacity - longest
+    frames[0, _LAST] = longest
+    frames[0, _TRIED] = -1
+    depth = 0
+    steps = 0
+    max_steps = _MAX_STEPS + capacity // shortest  # a pack of many short samples is one descent
+    best_space = capacity
+    best_size = 0
+    while depth >= 0:
+        frame = frames[depth]
+        if frame[_TRIED] < 0:
+            exact = _enter(frame, counts, shortest, path, depth)
+            if exact or frame[_SPACE] < best_space:
+                best_space = 0 if exact else frame[_SPACE]
+                best_size = depth + (2 if exact and frame[_SPACE] > 0 else 1)
+                best_path[:best_size] = path[:best_size]
+                if exact:
+                    break
+        length = -1
+        if frame[_TRIED] < branches and steps < max_steps:
+            length = bitset_at_most(present, frame[_LIMIT])
+        if length <= 0:
+            if depth > 0:
+                _put_back(counts, present, path[depth])
+            depth -= 1
+            continue
+        steps += 1
+        frame[_TRIED] += 1
+        frame[_LIMIT] = length - 1
+        _take(counts, present, length)
+        depth += 1
+        path[depth] = length
+        frames[depth, _SPACE] = frame[_SPACE] - length
+        frames[depth, _LAST] = length
+        frames[depth, _TRIED] = -1
+    for entry in range(max(depth, 0) + 1):
+        _put_back(counts, present, path[entry])
+    return best_size, best_space == 0, steps
+
+
+@njit(cache=True)
+def _exact_fill(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Entries [length, repeat] and patterns [end of entries, multiplicity]."""
+    counts = counts.copy()
+    capacity = counts.shape[0] - 1
+    present = np.zeros((capacity >> 6) + 1, np.uint64)
+    left = np.int64(0)
+    for length in range(1, capacity + 1):
+        if counts[length] > 0:
+            bitset_add(present, length)
+            left += counts[length]
+    entries = np.empty((4096, 2), np.int32)
+    patterns = np.empty((4096, 2), np.int64)
+    num_entries = 0
+    num_patterns = 0
+    frames = np.empty((capacity + 2, 4), np.int32)
+    path = np.empty(capacity + 2, np.int32)
+    best_path = np.empty(capacity + 2, np.int32)
+    steps_left = _MAX_STEPS_IN_ALL
+    while left > 0:
+        branches = _BRANCHES if steps_left > 0 else 1
+        size, exact, steps = _complete(counts, present, frames, path, best_path, branches)
+        steps_left -= steps
+        start = num_entries
+        packs = np.int64(1) << 62
+        for place in range(size):
+            if place == 0 or best_path[place] != best_path[place - 1]:
+                if num_entries == entries.shape[0]:
+                    entries = doubled(entries)
+                entries[num_entries, 0] = best_path[place]
+                entries[num_entries, 1] = 0
+                num_entries += 1
+            entries[num_entries - 1, 1] += 1
+        for entry in range(start, num_entries):
+            packs = min(packs, counts[entries[entry, 0]] // entries[entry, 1])
+        if not exact and left > 4 * size:
+            # Use an imperfect pattern sparingly: other counts may allow a better one.
+            packs = max(np.int64(1), packs // 4)
+        for entry in range(start, num_entries):
+            counts[entries[entry, 0]] -= packs * entries[entry, 1]
+            left -= packs * entries[entry, 1]
+            if counts[entries[entry, 0]] == 0:
+                bitset_remove(present, entries[entry, 0])
+        if num_patterns == patterns.shape[0]:
+            patterns = doubled(patterns)
+        patterns[num_patterns, 0] = num_entries
+        patterns[num_patterns, 1] = packs
+        num_patterns += 1
+    return entries[:num_entries], patterns[:num_patterns]
+
+
+def exact_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
+    """Longest first, each completed by a bounded search for lengths that fill the pack exactly.
+
+    A pattern is used as often as the counts allow. Where the search (24 lengths at each depth,
+    4,000 steps) finds no exact fill, the fullest one found is used. ``seed`` is unused.
+    """
+    entries, patterns = _exact_fill(counts)
+    return from_entries(entries, patterns)

@@ -1,0 +1,271 @@
+"""Exact fills for narrow laws of lengths, where a pack holds k or k + 1 samples.
+
+If all samples are of similar length (a fixed number of vision tokens plus a short text), there is
+no short one to fill a gap: a pack is full with k samples longer than the average or k + 1 shorter
+ones. Choosing longest first, or around the mean that a pack needs, leaves samples of medium length
+that fill neither. So the samples are divided first: a range of lengths whose mean is
+seq_length / (k + 1) for the packs of k + 1, and the rest, whose mean is then seq_length / k. In
+either part random samples nearly fill a pack, and the last two are looked up to end exactly.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from offline_packing.planner.strategies.composition import (
+    Composition,
+    empty_composition,
+    join_compositions,
+)
+from offline_packing.planner.strategies.exact_fill import exact_fill
+from offline_packing.planner.strategies.kernels import (
+    bitset_add,
+    bitset_at_least,
+    bitset_at_most,
+    bitset_remove,
+    random_below,
+    random_state,
+)
+
+_TRIES = 50  # random starts of one pack before a part counts as used up
+
+
+class _Pool(NamedTuple):
+    """Samples that are in no pack yet, to be taken at random or by their length."""
+
+    #: int64 (capacity + 1,): samples of each length
+    counts: np.ndarray
+    #: bit set of the lengths with samples
+    present: np.ndarray
+    #: int32 (num_samples,): lengths in random order, a ring
+    queue: np.ndarray
+    #: int64 (2,): head and tail of the queue
+    ends: np.ndarray
+    #: int64 (capacity + 1,): entries of the queue whose sample was taken by its length
+    stale: np.ndarray
+
+
+@njit(cache=True)
+def _make_pool(counts: np.ndarray, state: np.ndarray) -> _Pool:
+    present = np.zeros((counts.shape[0] >> 6) + 1, np.uint64)
+    queue = np.empty(counts.sum(), np.int32)
+    end = 0
+    for length in range(1, counts.shape[0]):
+        if counts[length] > 0:
+            bitset_add(present, length)
+            queue[end : end + counts[length]] = length
+            end += counts[length]
+    for last in range(end - 1, 0, -1):
+        other = random_below(state, last + 1)
+        queue[last], queue[other] = queue[other], queue[last]
+    return _Pool(counts.copy(), present, queue, np.array([0, end]), np.zeros_like(counts))
+
+
+@njit(cache=True)
+def _remove(pool: _Pool, length: int) -> None:
+    pool.counts[length] -= 1
+    if pool.counts[length] == 0:
+        bitset_remove(pool.present, length)
+
+
+@njit(cache=True)
+def _take(pool: _Pool, length: int) -> None:
+    """Take a sample by its length; its entry stays in the queue, to be skipped there."""
+    _remove(pool, length)
+    pool.stale[length] += 1
+
+
+@njit(cache=True)
+def _draw(pool: _Pool) -> int:
+    """Take a random sample, and return its length; there must be one."""
+    while True:
+        length = pool.queue[pool.ends[0] % pool.queue.shape[0]]
+        pool.ends[0] += 1
+        if pool.stale[length] == 0:
+            _remove(pool, length)
+            return length
+        pool.stale[length] -= 1
+
+
+@njit(cache=True)
+def _put_back(pool: _Pool, length: int) -> None:
+    if pool.stale[length] > 0:
+        pool.stale[length] -= 1
+    else:
+        pool.queue[pool.ends[1] % pool.queue.shape[0]] = length
+        pool.ends[1] += 1
+    pool.counts[length] += 1
+    bitset_add(pool.present, length)
+
+
+@njit(cache=True)
+def _find_pair(pool: _Pool, space: int, state: np.ndarray) -> int:
+    """The shorter of two lengths with samples that add up to ``space``, or -1."""
+    first = max(bitset_at_least(pool.present, 1), space - (pool.counts.shape[0] - 1))
+    if first > space // 2:
+        return -1
+    start = first + random_below(state, space // 2 - first + 1)
+    for low, high in ((start, space // 2), (first, start - 1)):
+        length = bitset_at_least(pool.present, low)
+        while 0 < length <= high:
+            other = space - length
+            if pool.counts[other] > (1 if other == length else 0):
+                return length
+            length = bitset_at_least(pool.present, length + 1)
+    return -1
+
+
+@njit(cache=True)
+def _draw_pack(pool: _Pool, pack: np.ndarray, first: int, state: np.ndarray) -> bool:
+    """Fill ``pack``, int32 (k,), exactly, from a sample of length ``first``.
+
+    If no two samples fill it up, everything is put back.
+    """
+    capacity = pool.counts.shape[0] - 1
+    size = pack.shape[0]
+    _take(pool, first)
+    pack[0] = first
+    tokens = first
+    spare = _draw(pool)
+    for place in range(1, size - 2):
+        # Of two candidates, take the one that brings the pack closer to an even filling.
+        wanted = capacity * (place + 1) // size - tokens
+        length = _draw(pool)
+        if abs(spare - wanted) < abs(length - wanted):
+            length, spare = spare, length
+        pack[place] = length
+        tokens += length
+    _put_back(pool, spare)
+    length = _find_pair(pool, capacity - tokens, state)
+    if length < 0:
+        for place in range(size - 2):
+            _put_back(pool, pack[place])
+        return False
+    pack[size - 2] = length
+    pack[size - 1] = capacity - tokens - length
+    _take(pool, pack[size - 2])
+    _take(pool, pack[size - 1])
+    return True
+
+
+@njit(cache=True)
+def _fill_part(part: np.ndarray, samples_per_pack: int, state: np.ndarray) -> np.ndarray:
+    """Exactly full packs of ``samples_per_pack`` >= 3 samples from ``part``.
+
+    ``part`` int64 (capacity + 1,) counts per length, of a mean near capacity / samples_per_pack.
+    Returns the lengths, int32 (num_packs, samples_per_pack).
+    """
+    capacity = part.shape[0] - 1
+    num_samples = part.sum()
+    tokens = (part * np.arange(part.shape[0])).sum()
+    pool = _make_pool(part, state)
+    packs = np.empty((num_samples // samples_per_pack, samples_per_pack), np.int32)
+    num_packs = 0
+    failures = 0
+    while num_samples >= samples_per_pack and failures < _TRIES:
+        # Extremes first, from the side that moves the mean of the rest to where it should be.
+        if failures % 2 == 1:
+            first = _draw(pool)
+            _put_back(pool, first)
+        elif tokens * samples_per_pack > num_samples * capacity:
+            first = bitset_at_most(pool.present, capacity)
+        else:
+            first = bitset_at_least(pool.present, 1)
+        if _draw_pack(pool, packs[num_packs], first, state):
+            num_packs += 1
+            num_samples -= samples_per_pack
+            tokens -= capacity
+            failures = 0
+        else:
+            failures += 1
+    return packs[:num_packs]
+
+
+def _divide(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Split ``counts`` into parts for packs of k and of k + 1 samples; returns both and k.
+
+    The second part is a range of the sorted samples: as many as its packs need, and placed such
+    that they sum to the capacity of these packs, or just below.
+    """
+    capacity = len(counts) - 1
+    samples_below = np.concatenate([[0], np.cumsum(counts)])  # samples shorter than l
+    tokens_below = np.concatenate([[0], np.cumsum(counts * np.arange(len(counts)))])
+    num_samples, num_tokens = int(samples_below[-1]), int(tokens_below[-1])
+    num_packs = num_tokens // capacity
+    if num_packs == 0:
+        return counts, np.zeros_like(counts), 0
+    per_pack = num_samples * capacity / num_tokens
+    k = int(per_pack)
+    larger_packs = min(round((per_pack - k) * num_packs), num_samples // (k + 1))
+    size = larger_packs * (k + 1)
+
+    def tokens_of_shortest(number: int) -> int:
+        length = int(np.searchsorted(samples_below, number, side="right")) - 1
+        return int(tokens_below[length]) + (number - int(samples_below[length])) * length
+
+    low, high = 0, num_samples - size
+    while low < high:
+        middle = (low + high + 1) // 2
+        tokens = tokens_of_shortest(middle + size) - tokens_of_shortest(middle)
+        low, high = (middle, high) if tokens <= larger_packs * capacity else (low, middle - 1)
+    end = np.clip(low + size - samples_below[:-1], 0, counts)
+    start = np.clip(low - samples_below[:-1], 0, counts)
+    return counts - (end - start), end - start, k
+
+
+def narrow_fills(
+    counts: np.ndarray, *, seed: int = 0, max_patterns: int = 20_000
+) -> tuple[Composition, np.ndarray]:
+    """Exactly full packs of k and k + 1 samples, k the mean number of samples that fill a pack.
+
+    ``counts`` int64 (seq_length + 1,). Each pattern serves enough packs that about
+    ``max_patterns`` patterns suffice; what such patterns leave is filled by patterns that serve
+    fewer. Returns the packs and the counts that are left, int64 (seq_length + 1,): a few packs'
+    worth on a narrow law, almost everything on a law for which the method is not made.
+    """
+    left = counts.copy()
+    state = random_state(seed)
+    parts = [empty_composition()]
+    num_packs = int(left @ np.arange(len(left))) // (len(left) - 1)
+    copies = max(1, num_packs // max_patterns)
+    while True:
+        smaller, larger, k = _divide(left // copies)
+        if k < 3:
+            break
+        before = left.sum()
+        for part, size in ((smaller, k), (larger, k + 1)):
+            packs = np.sort(_fill_part(part, size, state), axis=1)
+            parts.append(_as_composition(packs, copies))
+            left -= parts[-1].used_counts(len(left))
+        # Dividing again what two parts could not use takes the means to where they should be.
+        if left.sum() == before:
+            if copies == 1:
+                break
+            copies //= 2
+    return join_compositions(parts), left
+
+
+def _as_composition(packs: np.ndarray, copies: int) -> Composition:
+    """Every row of ``packs``, int32 (num_packs, k), as a pattern that serves ``copies`` packs."""
+    num_packs, size = packs.shape
+    return Composition(
+        packs.reshape(-1),
+        np.ones(packs.size, np.int32),
+        np.arange(num_packs + 1, dtype=np.int64) * size,
+        np.full(num_packs, copies, np.int64),
+    )
+
+
+def narrow_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
+    """All samples: :func:`narrow_fills`, and exact fills with what it leaves."""
+    packs, left = narrow_fills(counts, seed=seed)
+    return join_compositions([packs, exact_fill(left)])
+
+
+def is_narrow(counts: np.ndarray) -> bool:
+    """Whether these lengths are what narrow fills are made for: deviation below half the mean."""
+    lengths = np.arange(len(counts), dtype=np.float64)
+    samples, tokens, squares = counts.sum(), counts @ lengths, counts @ lengths**2
+    # variance < (mean / 2) ** 2, times the squared number of samples
+    return bool(samples * squares - tokens**2 < tokens**2 / 4)

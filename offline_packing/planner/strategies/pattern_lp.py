@@ -1,0 +1,209 @@
+"""A linear program over patterns, where longest-first methods stay above the bound.
+
+Minimise the number of packs x_j >= 0 over patterns j such that every length is covered: the
+cutting-stock program of Gilmore and Gomory (1961). Patterns come from random exact fills (see
+``tilted_sampling``) and from the plans at hand; *pricing* finds further ones, and proves a lower
+bound that also holds where the sum of tokens says little. Fractions are rounded down and the
+samples that are left over are packed again.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from offline_packing.planner.strategies.coarse import coarsen, refine
+from offline_packing.planner.strategies.composition import (
+    Composition,
+    empty_composition,
+    join_compositions,
+    select_patterns,
+)
+from offline_packing.planner.strategies.exact_fill import exact_fill
+from offline_packing.planner.strategies.histogram import best_fit_decreasing, lower_bound
+from offline_packing.planner.strategies.tilted_sampling import tilted_fills
+
+_SEED_SAMPLES = 60_000  # the histogram is scaled down to about so many samples to draw patterns
+MAX_SIZES = 1500  # different lengths up to which the program is exact
+_COARSE_SIZES = 1000  # different lengths after rounding up where there are more
+_PRICING_WORK = 20_000  # rounds of pricing times different lengths: bounds the time to seconds
+_MAX_PRICED = 400  # patterns added in one round
+
+
+class _Solution(NamedTuple):
+    packs: np.ndarray  # float64 (num_patterns,): fractional packs of each pattern
+    prices: np.ndarray  # float64 (num_sizes,): >= 0, what one sample of a size is worth in packs
+    objective: float
+
+
+def pattern_lp(counts: np.ndarray, *, seed: int = 0) -> Composition:
+    """Pack by a linear program over patterns; for narrow laws of lengths.
+
+    ``counts`` int64 (seq_length + 1,). The time depends on the number of different lengths, about
+    a second for a thousand, not on the number of samples. Above ``MAX_SIZES`` different lengths
+    they are rounded up to a common multiple first, which costs a little of the fill.
+    """
+    sizes = np.flatnonzero(counts)
+    if len(sizes) == 0:
+        return empty_composition()
+    granule = _granule(sizes)
+    if granule > 1:
+        coarse = coarsen(counts, granule)
+        return refine(pattern_lp(coarse, seed=seed), counts, granule)
+    patterns = _seed_patterns(counts, sizes, seed)
+    bound = lower_bound(counts)
+    history: list[float] = []
+    while True:
+        solution = _solve(patterns, sizes, counts)
+        history.append(solution.objective)
+        if math.ceil(solution.objective - 1e-6) <= bound:
+            break
+        found, best_value = _price(solution.prices, sizes, len(counts) - 1)
+        # Farley (1990): scaled by the most valuable pattern, the prices are a dual solution.
+        bound = max(bound, math.ceil(solution.objective / max(1.0, best_value) - 1e-6))
+        if found.num_packs == 0 or _stalled(history, len(sizes)):
+            break
+        patterns = join_compositions([patterns, found])
+    return _rounded(patterns, solution, counts, seed)._replace(lower_bound=bound)
+
+
+def _granule(sizes: np.ndarray) -> int:
+    """1, or the smallest power of two that leaves at most _COARSE_SIZES rounded lengths."""
+    granule = 1
+    if len(sizes) > MAX_SIZES:
+        while len(np.unique(-(-sizes // granule))) > _COARSE_SIZES:
+            granule *= 2
+    return granule
+
+
+def _stalled(history: list[float], num_sizes: int) -> bool:
+    """Whether pricing is to stop: too many rounds, or the last few gained next to nothing."""
+    if len(history) >= min(20, _PRICING_WORK // num_sizes):
+        return True
+    return len(history) > 5 and history[-6] - history[-1] < 1e-5 * history[-1]
+
+
+def _seed_patterns(counts: np.ndarray, sizes: np.ndarray, seed: int) -> Composition:
+    """Start patterns; those of best-fit-decreasing make sure that every length is covered."""
+    scale = max(1, int(counts.sum()) // _SEED_SAMPLES)
+    sample = np.zeros_like(counts)
+    sample[sizes] = np.maximum(1, counts[sizes] // scale)
+    drawn, left = tilted_fills(sample, seed=seed)
+    return join_compositions(
+        [drawn, best_fit_decreasing(left), best_fit_decreasing(counts), exact_fill(counts)]
+    )
+
+
+def _solve(patterns: Composition, sizes: np.ndarray, counts: np.ndarray) -> _Solution:
+    """The linear program: minimise packs, cover every length."""
+    from scipy.optimize import linprog
+    from scipy.sparse import csc_matrix
+
+    rows = np.searchsorted(sizes, patterns.lengths)
+    matrix = csc_matrix(
+        (-patterns.repeats.astype(np.float64), rows, patterns.offsets),
+        shape=(len(sizes), len(patterns.multiplicity)),
+    )
+    result = linprog(np.ones(matrix.shape[1]), A_ub=matrix, b_ub=-counts[sizes].astype(np.float64))
+    assert result.status == 0, f"the start patterns cover every length: {result.message}"
+    return _Solution(result.x, np.maximum(0.0, -result.ineqlin.marginals), float(result.fun))
+
+
+@njit(cache=True)
+def _best_values(prices: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple:
+    """Unbounded knapsack: best value within each capacity, and the size index used there or -1."""
+    value = np.zeros(capacity + 1)
+    choice = np.full(capacity + 1, -1, np.int32)
+    for space in range(1, capacity + 1):
+        best = value[space - 1]
+        pick = -1
+        for i in range(sizes.shape[0]):
+            if sizes[i] > space:
+                break
+            candidate = value[space - sizes[i]] + prices[i]
+            if candidate > best + 1e-12:
+                best = candidate
+                pick = i
+        value[space] = best
+        choice[space] = pick
+    return value, choice
+
+
+def _price(prices: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple[Composition, float]:
+    """Patterns worth more than one pack, the best for each first length, and the best value."""
+    value, choice = _best_values(prices, sizes, capacity)
+    with_size = prices + value[capacity - sizes]
+    order = np.argsort(-with_size, kind="stable")[:_MAX_PRICED]
+    order = order[with_size[order] > 1.0 + 1e-7]
+    rows = {_trace(first, choice, sizes, capacity) for first in order.tolist()}
+    lengths, repeats, ends = [], [], [0]
+    for row in sorted(rows):
+        for length, repeat in row:
+            lengths.append(length)
+            repeats.append(repeat)
+        ends.append(len(lengths))
+    found = Composition(
+        np.array(lengths, np.int32),
+        np.array(repeats, np.int32),
+        np.array(ends, np.int64),
+        np.ones(len(rows), np.int64),
+    )
+    return found, float(value[capacity])
+
+
+def _trace(
+    first: int, choice: np.ndarray, sizes: np.ndarray, capacity: int
+) -> tuple[tuple[int, int], ...]:
+    """The pattern behind a knapsack value, as (length, repeat) with lengths descending."""
+    chosen = [int(sizes[first])]
+    space = capacity - chosen[0]
+    while space > 0:
+        if choice[space] < 0:
+            space -= 1  # the value here is that of one token less
+            continue
+        chosen.append(int(sizes[choice[space]]))
+        space -= chosen[-1]
+    lengths, repeats = np.unique(chosen, return_counts=True)
+    return tuple(zip(lengths[::-1].tolist(), repeats[::-1].tolist(), strict=True))
+
+
+@njit(cache=True)
+def _take_patterns(
+    lengths: np.ndarray,
+    repeats: np.ndarray,
+    offsets: np.ndarray,
+    wanted: np.ndarray,
+    counts: np.ndarray,
+) -> None:
+    """Lower ``wanted`` packs of each pattern to what ``counts`` has, and take it from there."""
+    for pattern in range(wanted.shape[0]):
+        packs = wanted[pattern]
+        for entry in range(offsets[pattern], offsets[pattern + 1]):
+            packs = min(packs, counts[lengths[entry]] // repeats[entry])
+        for entry in range(offsets[pattern], offsets[pattern + 1]):
+            counts[lengths[entry]] -= packs * repeats[entry]
+        wanted[pattern] = packs
+
+
+def _rounded(
+    patterns: Composition, solution: _Solution, counts: np.ndarray, seed: int
+) -> Composition:
+    """Whole packs of the solution, and the rest packed by whichever method needs fewest packs."""
+    packs = np.floor(solution.packs + 1e-9).astype(np.int64)
+    left = counts.copy()
+    _take_patterns(patterns.lengths, patterns.repeats, patterns.offsets, packs, left)
+    whole = select_patterns(patterns._replace(multiplicity=packs), np.flatnonzero(packs))
+    return join_compositions([whole, pack_residue(left, seed)])
+
+
+def pack_residue(counts: np.ndarray, seed: int) -> Composition:
+    """A few thousand samples at most: the best of three methods."""
+    drawn, left = tilted_fills(counts, seed=seed + 1)
+    candidates = [
+        best_fit_decreasing(counts),
+        exact_fill(counts),
+        join_compositions([drawn, best_fit_decreasing(left)]),
+        join_compositions([drawn, exact_fill(left)]),
+    ]
+    return min(candidates, key=lambda candidate: candidate.num_packs)

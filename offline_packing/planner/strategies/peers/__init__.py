@@ -1,0 +1,1 @@
+"""The methods of other packers, for comparison and for plans that must equal theirs."""

@@ -1,0 +1,284 @@
+"""The multi-phase hash-bucket strategy of LLaVA-OneVision-1.5's offline sample packing.
+
+Samples wait in one bucket per length, and phases take packs out of the buckets one after the other:
+lengths that halve the sequence first, then packs around seeds with rules and limits chosen for the
+data, at last whatever is left. The original pops single samples from numpy arrays under a lock, in
+an order that depends on its threads; here the phases run on the histogram of lengths, in one fixed
+order, and only the choice among samples of equal length is random.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+
+from offline_packing.planner.strategies.by_sample import check_lengths
+from offline_packing.planner.strategies.composition import Composition, join_compositions
+from offline_packing.planner.strategies.expand import expand_composition
+from offline_packing.planner.strategies.histogram import (
+    count_lengths,
+    from_entries,
+    greedy_knapsack,
+)
+from offline_packing.planner.strategies.packs import Packs
+from offline_packing.planner.strategies.peers.seed_packing import pack_divisors, pack_seeds
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class AutoSeeds(_Model):
+    """Every length above half of ``seq_length``: no two of them share a pack."""
+
+    rule: Literal["auto"] = "auto"
+
+    def select(self, lengths: np.ndarray, seq_length: int) -> np.ndarray:
+        """Mask (bool, (k,)) of the seeds among ``lengths``, int64 (k,) ascending."""
+        return lengths > seq_length // 2
+
+
+class CustomHalfSeeds(_Model):
+    """Every length from ``half`` on; without ``half``, from a third of ``seq_length``."""
+
+    rule: Literal["custom_half"]
+    half: int | None = Field(default=None, ge=1)
+
+    def select(self, lengths: np.ndarray, seq_length: int) -> np.ndarray:
+        """See :meth:`AutoSeeds.select`."""
+        return lengths >= (seq_length // 3 if self.half is None else self.half)
+
+
+class GivenLengthSeeds(_Model):
+    """The listed lengths, where there are samples of them."""
+
+    rule: Literal["lengths"]
+    lengths: tuple[int, ...] = Field(min_length=1)
+
+    def select(self, lengths: np.ndarray, seq_length: int) -> np.ndarray:
+        """See :meth:`AutoSeeds.select`."""
+        return np.isin(lengths, self.lengths)
+
+
+class SizeRangeSeeds(_Model):
+    """Lengths from ``min_length`` (default: a third of ``seq_length``) to ``max_length``."""
+
+    rule: Literal["size_range"]
+    min_length: int | None = Field(default=None, ge=1)
+    max_length: int | None = Field(default=None, ge=1)
+
+    def select(self, lengths: np.ndarray, seq_length: int) -> np.ndarray:
+        """See :meth:`AutoSeeds.select`."""
+        low = seq_length // 3 if self.min_length is None else self.min_length
+        high = seq_length if self.max_length is None else self.max_length
+        return (lengths >= low) & (lengths <= high)
+
+
+class TopNSeeds(_Model):
+    """The ``n`` longest lengths that still have samples."""
+
+    rule: Literal["top_n"]
+    n: int = Field(default=5, ge=1)
+
+    def select(self, lengths: np.ndarray, seq_length: int) -> np.ndarray:
+        """See :meth:`AutoSeeds.select`."""
+        return np.arange(len(lengths)) >= len(lengths) - self.n
+
+
+class CapacityRatioSeeds(_Model):
+    """Lengths that take ``min_ratio`` to ``max_ratio`` of ``seq_length``."""
+
+    rule: Literal["capacity_ratio"]
+    min_ratio: float = Field(default=0.3, ge=0, le=1)
+    max_ratio: float = Field(default=1.0, ge=0, le=1)
+
+    def select(self, lengths: np.ndarray, seq_length: int) -> np.ndarray:
+        """See :meth:`AutoSeeds.select`."""
+        low, high = int(seq_length * self.min_ratio), int(seq_length * self.max_ratio)
+        return (lengths >= low) & (lengths <= high)
+
+
+SeedRule = Annotated[
+    AutoSeeds
+    | CustomHalfSeeds
+    | GivenLengthSeeds
+    | SizeRangeSeeds
+    | TopNSeeds
+    | CapacityRatioSeeds,
+    Field(discriminator="rule"),
+]
+
+
+class PowersOfTwoPhase(_Model):
+    """Packs filled exactly by the lengths seq_length, seq_length / 2, … as far as it halves."""
+
+    kind: Literal["powers_of_two"]
+
+    def run(self, counts: np.ndarray) -> Composition:
+        """Packs out of ``counts``, int64 (seq_length + 1,)."""
+        lengths = [len(counts) - 1]
+        while lengths[-1] % 2 == 0:
+            lengths.append(lengths[-1] // 2)
+        ascending = np.array(lengths[::-1], np.int64)
+        return from_entries(*pack_divisors(ascending, counts[ascending], len(counts) - 1))
+
+
+class SeedPhase(_Model):
+    """One pack around each seed, filled up with samples of the other lengths.
+
+    A pack below ``min_samples`` or ``min_fill`` is undone, its samples wait for the next phases.
+    """
+
+    kind: Literal["seeds"]
+    seeds: SeedRule = AutoSeeds()
+    min_samples: int = Field(default=1, ge=1)
+    max_samples: int | None = Field(default=None, ge=1)
+    #: tokens in a pack as a share of seq_length
+    min_fill: float = Field(default=0.95, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _check_samples(self) -> "SeedPhase":
+        if self.max_samples is not None and self.max_samples < self.min_samples:
+            raise ValueError(f"max_samples {self.max_samples} < min_samples {self.min_samples}")
+        return self
+
+    def run(self, counts: np.ndarray) -> Composition:
+        """Packs out of ``counts``, int64 (seq_length + 1,)."""
+        capacity = len(counts) - 1
+        lengths = np.flatnonzero(counts)
+        is_seed = self.seeds.select(lengths, capacity)
+        fillers = counts.copy()
+        fillers[lengths[is_seed]] = 0
+        seeds = _by_potential(lengths[is_seed], fillers, self.min_samples)
+        return _single_packs(
+            *pack_seeds(
+                np.stack([seeds, counts[seeds]], axis=1),
+                fillers,
+                self.min_samples,
+                capacity if self.max_samples is None else self.max_samples,
+                int(np.ceil(self.min_fill * capacity)),
+                False,
+            )
+        )
+
+
+class FinalPhase(_Model):
+    """Packs all that is left: around ``seeds_per_length`` seeds of each length, then greedily."""
+
+    kind: Literal["final"]
+    seeds: SeedRule = TopNSeeds(rule="top_n", n=20)
+    seeds_per_length: int = Field(default=10, ge=0)
+    min_fill: float = Field(default=0.95, ge=0, le=1)
+
+    def run(self, counts: np.ndarray) -> Composition:
+        """Packs that use up ``counts``, int64 (seq_length + 1,)."""
+        capacity = len(counts) - 1
+        lengths = np.flatnonzero(counts)
+        seeds = lengths[self.seeds.select(lengths, capacity)][::-1]
+        number = np.minimum(counts[seeds], self.seeds_per_length)
+        fillers = counts.copy()
+        fillers[seeds] -= number
+        min_tokens = int(np.ceil(self.min_fill * capacity))
+        packed = _single_packs(
+            *pack_seeds(np.stack([seeds, number], axis=1), fillers, 1, capacity, min_tokens, True)
+        )
+        rest = greedy_knapsack(counts - packed.used_counts(len(counts)))
+        return join_compositions([packed, rest])
+
+
+Phase = Annotated[PowersOfTwoPhase | SeedPhase | FinalPhase, Field(discriminator="kind")]
+_PHASES: TypeAdapter[tuple[Phase, ...]] = TypeAdapter(tuple[Phase, ...])
+
+#: The original's phases with lengths as shares of seq_length, and limits that pack all laws of
+#: lengths well: its own (5 samples and 95%, 4 and 94%, 6 and 92%) make up to 2.2% more packs.
+DEFAULT_PHASES: tuple[Phase, ...] = (
+    PowersOfTwoPhase(kind="powers_of_two"),
+    SeedPhase(kind="seeds", min_fill=0.95),
+    SeedPhase(
+        kind="seeds",
+        seeds=CapacityRatioSeeds(rule="capacity_ratio", min_ratio=0.25),
+        min_samples=4,
+        min_fill=0.99,
+    ),
+    SeedPhase(kind="seeds", seeds=TopNSeeds(rule="top_n", n=60), min_samples=4, min_fill=0.99),
+    FinalPhase(kind="final"),
+)
+
+
+def _single_packs(lengths: np.ndarray, ends: np.ndarray) -> Composition:
+    """One pattern per pack: its lengths end at ``ends``, int64 (num_packs,)."""
+    offsets = np.concatenate([[0], ends]).astype(np.int64)
+    return Composition(lengths, np.ones_like(lengths), offsets, np.ones_like(ends))
+
+
+def _by_potential(seeds: np.ndarray, fillers: np.ndarray, min_samples: int) -> np.ndarray:
+    """The seed lengths in the order they are tried: by the original's estimate of success.
+
+    Half of it says whether the fillers suffice for ``min_samples``, 30% how long the seed is, 20%
+    how many of the filler lengths fit beside it. Equal ones: longer first.
+    """
+    filler_lengths = np.flatnonzero(fillers)
+    if len(filler_lengths) == 0:
+        return seeds[::-1]
+    capacity = len(fillers) - 1
+    room = capacity - seeds
+    num_samples = np.minimum(room // filler_lengths[0], fillers.sum() // 2) + 1
+    fitting = np.searchsorted(filler_lengths, room, side="right") / len(filler_lengths)
+    potential = np.minimum(num_samples / min_samples, 1) * 0.5 + seeds / capacity * 0.3
+    return seeds[np.lexsort((-seeds, -(potential + fitting * 0.2)))]
+
+
+def parse_phases(phases: Sequence[Phase | dict[str, Any]] | None) -> tuple[Phase, ...]:
+    """Validated phases, from plain dicts as they come out of YAML; None gives the default.
+
+    Raises ValueError (pydantic's) for unknown kinds, keys and values, and for a ``final`` phase
+    that is not the last.
+    """
+    if phases is None:
+        return DEFAULT_PHASES
+    parsed = _PHASES.validate_python(tuple(phases))
+    for number, phase in enumerate(parsed[:-1]):
+        if isinstance(phase, FinalPhase):
+            raise ValueError(
+                f"phase {number} of {len(parsed)} is 'final', which leaves nothing to the phases "
+                "after it; make it the last"
+            )
+    return parsed
+
+
+def hash_bucket(
+    num_tokens: np.ndarray,
+    seq_length: int,
+    *,
+    seed: int = 0,
+    phases: Sequence[Phase | dict[str, Any]] | None = None,
+) -> Packs:
+    """Pack in phases, each of which takes full packs out of the buckets of equal length.
+
+    ``phases`` lists what is done, as plain dicts or models; whatever the last one leaves is packed
+    by a greedy knapsack, so nothing is left over::
+
+        - {kind: powers_of_two}
+        - {kind: seeds, seeds: {rule: auto}, min_samples: 5, min_fill: 0.95}
+        - {kind: seeds, seeds: {rule: custom_half, half: 2000}, min_samples: 4, max_samples: 40}
+        - {kind: seeds, seeds: {rule: top_n, n: 60}, min_samples: 6, min_fill: 0.92}
+        - {kind: final}
+
+    ``seed`` decides which of the samples of equal length is used. Packs come out phase by phase.
+    O(n log seq_length). ``num_tokens`` integers (num_samples,) in 1..seq_length, else ValueError.
+    """
+    lengths = check_lengths(num_tokens, seq_length)
+    counts = count_lengths(lengths, seq_length)
+    left = counts.copy()
+    parts = []
+    for phase in parse_phases(phases):
+        if not left.any():
+            break
+        parts.append(phase.run(left))
+        left -= parts[-1].used_counts(len(left))
+    parts.append(greedy_knapsack(left))
+    return expand_composition(join_compositions(parts), lengths, counts, seed=seed)
+
+
+STRATEGIES: dict[str, Callable[..., Packs]] = {"hash_bucket": hash_bucket}

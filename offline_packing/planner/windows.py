@@ -1,0 +1,200 @@
+"""Packing a stream of samples in windows, for online use and for datasets larger than memory.
+
+Each window takes the next samples into a pool and composes packs from the pool; full packs are
+given out, the samples of the others stay for the next window. A sample stays at most ``max_age``
+windows, and ``max_carried`` samples at most stay at all: beyond either limit packs go out unfilled.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from offline_packing.planner.strategies.by_sample import check_lengths
+from offline_packing.planner.strategies.composition import Composition, fullest_first
+from offline_packing.planner.strategies.exact_fill import exact_fill
+from offline_packing.planner.strategies.expand import expand_composition
+from offline_packing.planner.strategies.histogram import count_lengths
+from offline_packing.planner.strategies.narrow_fill import is_narrow, narrow_fill
+from offline_packing.planner.strategies.packs import Packs
+
+#: decides the packs on counts, int64 (seq_length + 1,), as the composers of the strategies do
+Composer = Callable[..., Composition]
+
+
+def window_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
+    """Exact fills of the few hundred to few thousand samples of a window.
+
+    Narrow laws of lengths and broad ones have a method each; where it leaves more than 2% of the
+    tokens in unfilled packs, the other one is tried too.
+    """
+    methods: list[Composer] = [exact_fill, narrow_fill]
+    if is_narrow(counts):
+        methods.reverse()
+    first = methods[0](counts, seed=seed)
+    if _full_tokens(first, len(counts) - 1) >= 0.98 * (counts @ np.arange(len(counts))):
+        return first
+    second = methods[1](counts, seed=seed)
+    return max(first, second, key=lambda packs: _full_tokens(packs, len(counts) - 1))
+
+
+def _full_tokens(composition: Composition, seq_length: int) -> int:
+    full = composition.pattern_tokens() == seq_length
+    return int(composition.multiplicity[full].sum()) * seq_length
+
+
+@dataclass(frozen=True)
+class WindowOptions:
+    """How a stream is packed; part of the saved state."""
+
+    seq_length: int
+    #: samples taken in at a time
+    window: int = 1000
+    #: windows that a sample waits at most
+    max_age: int = 16
+    #: samples that wait at most, all together
+    max_carried: int = 1000
+    #: tokens of a pack that count as full, as a share of seq_length
+    min_fill: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("seq_length", 1), ("window", 1), ("max_age", 0), ("max_carried", 0)):
+            if getattr(self, name) < lowest:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {lowest}")
+        if not 0 <= self.min_fill <= 1:
+            raise ValueError(f"min_fill is {self.min_fill}; it is a share of seq_length, 0 to 1")
+
+
+class WindowPlanner:
+    """Packs a stream of lengths; what comes out does not depend on how the stream was cut.
+
+    ::
+
+        planner = WindowPlanner(WindowOptions(seq_length=8192))
+        for num_tokens in parts:            # integer arrays (n,), any n
+            packs = planner.push(num_tokens)  # packs that became ready, possibly none
+        packs = planner.finish()            # the rest
+    """
+
+    def __init__(self, options: WindowOptions, compose: Composer = window_fill) -> None:
+        self.options = options
+        self._compose = compose
+        # The pool in order of arrival: lengths, ids, and the window in which each sample arrived.
+        self._lengths = np.zeros(0, np.int32)
+        self._sample_ids = np.zeros(0, np.int64)
+        self._windows = np.zeros(0, np.int64)
+        self._num_seen = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples that are in no pack yet."""
+        return len(self._lengths)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the samples that are in no pack yet."""
+        return int(self._lengths.sum(dtype=np.int64))
+
+    def push(self, num_tokens: np.ndarray, sample_ids: np.ndarray | None = None) -> Packs:
+        """Take in samples, integers (n,) in 1..seq_length, and return the packs that are ready.
+
+        ``sample_ids``, integers (n,), name them in the packs; by default they are counted from 0
+        over the whole stream. Raises ValueError, and takes nothing in, if a length is unusable.
+        """
+        options = self.options
+        lengths = check_lengths(num_tokens, options.seq_length, first_sample=self._num_seen)
+        arrival = self._num_seen + np.arange(len(lengths))
+        ids = arrival if sample_ids is None else np.asarray(sample_ids, np.int64)
+        if ids.shape != lengths.shape:
+            raise ValueError(f"sample_ids has shape {ids.shape}, num_tokens {lengths.shape}")
+        ready = []
+        start = 0
+        while start < len(lengths):
+            end = start + options.window - self._num_seen % options.window
+            self._take_in(lengths[start:end], ids[start:end])
+            if self._num_seen % options.window == 0:
+                ready.append(self._run_window())
+            start = end
+        return join_packs(ready)
+
+    def finish(self) -> Packs:
+        """All samples that still wait, in packs; the planner is empty afterwards."""
+        return self._run_window(last=True)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that decides what comes out from here on; of plain values and arrays."""
+        return {
+            "options": asdict(self.options),
+            "num_seen": self._num_seen,
+            "lengths": self._lengths.copy(),
+            "sample_ids": self._sample_ids.copy(),
+            "windows": self._windows.copy(),
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], compose: Composer = window_fill) -> "WindowPlanner":
+        """A planner that goes on exactly where :meth:`state` was taken."""
+        planner = cls(WindowOptions(**state["options"]), compose)
+        planner._num_seen = int(state["num_seen"])
+        planner._lengths = np.array(state["lengths"], np.int32)
+        planner._sample_ids = np.array(state["sample_ids"], np.int64)
+        planner._windows = np.array(state["windows"], np.int64)
+        return planner
+
+    def _take_in(self, lengths: np.ndarray, sample_ids: np.ndarray) -> None:
+        """Add samples of one window to the pool."""
+        windows = np.full(len(lengths), self._num_seen // self.options.window)
+        self._lengths = np.concatenate([self._lengths, lengths])
+        self._sample_ids = np.concatenate([self._sample_ids, sample_ids])
+        self._windows = np.concatenate([self._windows, windows])
+        self._num_seen += len(lengths)
+
+    def _run_window(self, *, last: bool = False) -> Packs:
+        """Compose packs of the pool and give out those that are ready, all if it is the last."""
+        options = self.options
+        if len(self._lengths) == 0:
+            return Packs(np.zeros(0, np.int64), np.zeros(1, np.int64))
+        window = (self._num_seen - 1) // options.window
+        counts = count_lengths(self._lengths, options.seq_length)
+        composition = fullest_first(self._compose(counts, seed=options.seed + window))
+        # Of equal lengths the oldest sample goes into the fullest pack.
+        packs = expand_composition(composition, self._lengths, counts)
+        due = self._windows[packs.sample_ids] <= window - options.max_age
+        carried = len(due) - packs.pack_offsets[:-1]  # samples in this pack and in emptier ones
+        tokens = np.repeat(composition.pattern_tokens(), composition.multiplicity)
+        ready = (
+            (tokens >= options.min_fill * options.seq_length)
+            | np.logical_or.reduceat(due, packs.pack_offsets[:-1])
+            | (carried > options.max_carried)
+            | last
+        )
+        order = np.random.default_rng([options.seed, window]).permutation(np.flatnonzero(ready))
+        return self._give_out(packs, order)
+
+    def _give_out(self, packs: Packs, order: np.ndarray) -> Packs:
+        """Remove the packs ``order`` from the pool and return them under their sample ids."""
+        sizes = np.diff(packs.pack_offsets)[order]
+        offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        starts = np.repeat(packs.pack_offsets[:-1][order] - offsets[:-1], sizes)
+        chosen = packs.sample_ids[starts + np.arange(offsets[-1])]
+        result = Packs(self._sample_ids[chosen], offsets)
+        keep = np.ones(len(self._lengths), bool)
+        keep[chosen] = False
+        self._lengths = self._lengths[keep]
+        self._sample_ids = self._sample_ids[keep]
+        self._windows = self._windows[keep]
+        return result
+
+
+def join_packs(parts: list[Packs]) -> Packs:
+    """The packs of all parts, in their order."""
+    offsets = np.cumsum([0, *(len(part.sample_ids) for part in parts)])
+    return Packs(
+        np.concatenate([np.zeros(0, np.int64), *(part.sample_ids for part in parts)]),
+        np.concatenate(
+            [np.zeros(1, np.int64)]
+            + [part.pack_offsets[1:] + offset for part, offset in zip(parts, offsets, strict=False)]
+        ),
+    )

@@ -1,0 +1,122 @@
+"""What every stage is given, and the sources and the encoder that a configuration names."""
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from offline_packing.config.packing import ModelConfig, PackingConfig, SourceConfig
+from offline_packing.engines import ENGINES, Engine
+from offline_packing.errors import ConfigError
+from offline_packing.index.stamps import MODIFICATION_TIME
+from offline_packing.runs.workspace import Workspace
+from offline_packing.sources import Source, source_class
+from offline_packing.storage.fingerprint import Fingerprint
+from task_encoders.sample_encoder import SampleEncoder, build_sample_encoder
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run over one output: the configuration and what belongs to it."""
+
+    config: PackingConfig
+    engine: Engine
+    #: fields of the fingerprint that may differ; or the files' modification times
+    accept_mismatch: frozenset[str] = frozenset()
+    #: whether to show progress bars
+    progress: bool = False
+    #: 0, or the number of the append
+    generation: int = 0
+
+    @property
+    def workspace(self) -> Workspace:
+        """Where the artifacts lie."""
+        return Workspace(Path(self.config.output.path), self.generation)
+
+    @property
+    def accepted_fields(self) -> frozenset[str]:
+        """Fields of the fingerprint that may differ."""
+        return self.accept_mismatch - {MODIFICATION_TIME}
+
+    @contextmanager
+    def unpacked_files(self) -> Iterator[None]:
+        """Tasks may unpack files while the block runs. Afterwards these are removed, unless shards
+        are left to write or other ranks may be reading them."""
+        try:
+            yield
+        finally:
+            if not self.engine.IS_SHARED:
+                self.workspace.remove_unpacked()
+
+    def bar(self, name: str, total: int, unit: str) -> "tqdm[None]":
+        """A progress bar."""
+        return tqdm(total=total, desc=name, unit=unit, disable=not self.progress)
+
+
+def build_engine(config: PackingConfig) -> Engine:
+    """The engine that the configuration names."""
+    return ENGINES[config.engine.name](config.engine.workers)
+
+
+def open_sources(config: PackingConfig) -> list[Source]:
+    """The sources of a configuration; a source's id is its place in this list."""
+    unpack_folder = Workspace(Path(config.output.path).resolve()).unpacked
+    return [
+        source_class(source.format)(
+            source.path,
+            source.task,
+            key_prefix=prefix,
+            image_root=source.image_root,
+            fields=source.fields,
+            split=source.split,
+            dataset=source.dataset,
+            unpack_folder=unpack_folder,
+        )
+        for source, prefix in zip(config.source, config.key_prefixes(), strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=4)
+def open_encoder(model: ModelConfig) -> SampleEncoder:
+    """The sample encoder of a model, built once per process.
+
+    Raises:
+        ConfigError: there is no such model, or its limits contradict each other.
+    """
+    try:
+        return build_sample_encoder(**model.encoder_options())
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model: {' '.join(str(error).split())}") from error
+
+
+def config_fingerprint(config: PackingConfig) -> Fingerprint:
+    """What the index depends on, as far as the configuration alone says it."""
+    fields: dict[str, str | int] = {
+        f"model.{name}": value for name, value in open_encoder(config.model).fingerprint.items()
+    }
+    for i, (source, prefix) in enumerate(zip(config.source, config.key_prefixes(), strict=True)):
+        fields[f"source.{i}.format"] = source.format
+        fields[f"source.{i}.task"] = source.task
+        fields[f"source.{i}.key_prefix"] = prefix
+        for name in ("image_root", "fields", "split", "dataset", "repeat", "weight"):
+            value = getattr(source, name)
+            if value != SourceConfig.model_fields[name].default:
+                if isinstance(value, dict):  # a manifest holds them sorted
+                    value = dict(sorted(value.items()))
+                fields[f"source.{i}.{name}"] = str(value)
+        if source.repeat % 1 or source.weight:
+            fields[f"source.{i}.seed"] = config.pack.seed
+    return fields
+
+
+def without_listings(fingerprint: Fingerprint) -> dict[str, str | int]:
+    """The part of an index's fingerprint that `config_fingerprint` gives."""
+    return {name: value for name, value in fingerprint.items() if not name.endswith(".listing")}
+
+
+def listed(reasons: Iterable[tuple[str, int]]) -> str:
+    """'bad_json 2, overlong 11', or 'none'."""
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(reasons)) or "none"

@@ -1,0 +1,179 @@
+"""Where the artifacts of one output lie. The output folder itself is what a trainer is given.
+
+OUT/train-000000.tar, .tar.idx, .nv-meta/, manifest.json    the packed dataset
+OUT/_packing/index/, set_aside/, files/, index.json         measure
+OUT/_packing/plan/                                          plan
+OUT/_packing/write/                                         write: one fragment per shard
+OUT/_packing/append-0001/                                   the same, of data appended later
+OUT/_packing/report/                                        report: for people, and as JSON
+OUT/_packing/unpacked/                                      while packs are written or compared
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from offline_packing.errors import StageError
+from offline_packing.storage.files import hold_lock, read_json, remove_temporaries
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Paths below one output folder."""
+
+    root: Path
+    #: 0, or the number of the append
+    generation: int = 0
+
+    @property
+    def packing(self) -> Path:
+        """Everything that training does not read."""
+        return self.root / "_packing"
+
+    @property
+    def stages(self) -> Path:
+        """Artifacts of the stages of this generation."""
+        return self.packing / f"append-{self.generation:04d}" if self.generation else self.packing
+
+    def of_generation(self, generation: int) -> "Workspace":
+        """The same output, another generation."""
+        return replace(self, generation=generation)
+
+    @property
+    def index(self) -> Path:
+        """Folder of the index parts."""
+        return self.stages / "index"
+
+    @property
+    def set_aside(self) -> Path:
+        """Folder of the parts of the set-aside table."""
+        return self.stages / "set_aside"
+
+    @property
+    def files(self) -> Path:
+        """Folder of the tables of the source files that were measured."""
+        return self.stages / "files"
+
+    @property
+    def index_info(self) -> Path:
+        """Present when the index is complete."""
+        return self.stages / "index.json"
+
+    @property
+    def counts(self) -> Path:
+        """How many records the sources of a blend hold, where only reading them tells."""
+        return self.stages / "counts.json"
+
+    @property
+    def plan(self) -> Path:
+        """Folder of the plan."""
+        return self.stages / "plan"
+
+    @property
+    def plan_info(self) -> Path:
+        """Present when the plan is complete."""
+        return self.plan / "stage.json"
+
+    @property
+    def write(self) -> Path:
+        """Folder of one fragment per finished shard."""
+        return self.stages / "write"
+
+    @property
+    def started(self) -> Path:
+        """What the shards depend on beside index and source; there when the first is written."""
+        return self.write / "started.json"
+
+    def fragment(self, shard_name: str) -> Path:
+        """The fragment of a shard, by its name with or without `.tar`."""
+        return self.write / f"{shard_name.removesuffix('.tar')}.json"
+
+    @property
+    def report(self) -> Path:
+        """Folder of the report, of all generations."""
+        return self.packing / "report"
+
+    @property
+    def nv_meta(self) -> Path:
+        """Energon's metadata."""
+        return self.root / ".nv-meta"
+
+    @property
+    def manifest(self) -> Path:
+        """Present when the packed dataset is complete."""
+        return self.root / "manifest.json"
+
+    @property
+    def unpacked(self) -> Path:
+        """Folder of copies of what cannot be read at any place: compressed files, and large row
+        groups. Present while packs are written or compared with their source."""
+        return self.packing / "unpacked"
+
+    @contextmanager
+    def lock(self, *, shared: bool = False) -> Iterator[None]:
+        """Keep other runs away from this output; with `shared`, only those that do not share it.
+
+        Raises:
+            StageError: another run holds it, or the folder holds something that is not ours.
+        """
+        if self.root.exists() and not self.packing.exists() and any(self.root.iterdir()):
+            raise StageError(
+                f"output.path {str(self.root)!r} is not empty and holds no earlier run; "
+                "choose another folder"
+            )
+        with hold_lock(self.packing / "lock", f"output {str(self.root)!r}", shared=shared):
+            yield
+
+    def remove_temporaries(self) -> None:
+        """Remove what killed runs left half-written."""
+        stages = (self.stages, self.index, self.set_aside, self.files, self.plan, self.write)
+        for folder in (self.root, self.nv_meta, self.packing, self.report, *stages):
+            remove_temporaries(folder)
+
+    def remove_unpacked(self) -> None:
+        """Remove what was unpacked, if the packed dataset is complete: a run that is to go on, or
+        an append that was killed, would only unpack it again."""
+        manifest = read_json(self.manifest)
+        appends = len(list(self.packing.glob("append-*")))
+        if manifest is not None and len(manifest["appended"]) >= appends:
+            shutil.rmtree(self.unpacked, ignore_errors=True)
+
+    def discard_index(self) -> None:
+        """Remove the index and all that was made from it."""
+        self.discard_plan()
+        self.index_info.unlink(missing_ok=True)
+        shutil.rmtree(self.index, ignore_errors=True)
+        shutil.rmtree(self.set_aside, ignore_errors=True)
+        shutil.rmtree(self.files, ignore_errors=True)
+        shutil.rmtree(self.unpacked, ignore_errors=True)  # perhaps of files that were replaced
+
+    def discard_plan(self) -> None:
+        """Remove the plan and all that was made from it."""
+        self.discard_shards()
+        shutil.rmtree(self.plan, ignore_errors=True)
+
+    def discard_shards(self) -> None:
+        """Remove the shards of this generation and of what was appended to it; the manifest, which
+        says that they are complete, goes first."""
+        from offline_packing.layouts import LAYOUTS  # imports this module
+
+        manifest = read_json(self.manifest)
+        kept: list[str] = []
+        if self.generation and manifest is not None:
+            if len(manifest["appended"]) >= self.generation:
+                raise StageError(
+                    f"what was appended to {self.root} cannot be made anew by itself; pack all "
+                    "data again with another output.path"
+                )
+            kept = [shard["name"] for shard in manifest["shards"]]
+        else:
+            self.manifest.unlink(missing_ok=True)
+            for folder in self.packing.glob("append-*"):
+                shutil.rmtree(folder)
+        if not self.write.exists():
+            return
+        for layout in LAYOUTS.values():
+            layout.remove(self.root, kept)
+        shutil.rmtree(self.write)

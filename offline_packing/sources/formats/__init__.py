@@ -1,0 +1,1 @@
+"""One module per input format; the classes are listed in `offline_packing.sources.SOURCES`."""

@@ -1,0 +1,212 @@
+"""Datasets that are prepared for Megatron-Energon: captioning, VQA and crude ones.
+
+    .nv-meta/dataset.yaml   sample_type: {__module__: megatron.energon, __class__: CaptioningSample}
+                            field_map: {image: jpg, caption: "json[caption]"}
+    .nv-meta/split.yaml     which tars belong to which split: {train: ["a-{00..07}.tar"]}, and what
+                            is left out: exclude: [a-03.tar, "a-04.tar/0017"]
+
+Of a VQA sample's answers the one with the largest weight is taken, the first where there are none.
+A crude dataset, whose meaning is in the trainer's own code, is read as plain WebDataset. A
+`sample_loader` is code as well, and is not run.
+"""
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, BinaryIO, Final
+
+import xxhash
+from braceexpand import braceexpand
+
+from offline_packing.errors import StageError
+from offline_packing.sources.base import MAX_JSON_BYTES, Growth, Scan
+from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.fields import follow
+from offline_packing.sources.formats.webdataset import (
+    TarSample,
+    WebDatasetSource,
+    decode_text,
+    find_part,
+)
+from offline_packing.sources.records import load_json
+from offline_packing.sources.roots.listing import walk
+from offline_packing.storage.yaml_text import parse_yaml
+from task_encoders.samples import SampleError
+
+#: Fields of Energon's sample types, and what they are in a record.
+_SAMPLE_TYPES: Final[Mapping[str, Mapping[str, str]]] = {
+    "CaptioningSample": {"caption": "caption"},
+    "VQASample": {"context": "question", "answers": "answers", "answer_weights": "weights"},
+}
+_CRUDE: Final = "CrudeWebdataset"
+_STEP: Final = re.compile(r"[^\[\]]+")
+
+#: Where a field lies: alternatives, each a part and the steps into it.
+_Places = list[list[str]]
+
+
+class EnergonSource(WebDatasetSource):
+    """One split of a prepared folder."""
+
+    OPTIONS = frozenset({"split"})
+
+    def __init__(self, path: str, task: str, **options: Any) -> None:
+        super().__init__(path, task, **options)
+        description = self._read_yaml("dataset.yaml")
+        self._image_places: _Places | None = None
+        self._text_places: dict[str, _Places] = {}
+        if description.get("__class__") == _CRUDE:
+            return
+        sample_type = str((description.get("sample_type") or {}).get("__class__"))
+        field_map = description.get("field_map")
+        if sample_type not in _SAMPLE_TYPES or not isinstance(field_map, dict):
+            raise StageError(
+                f"{self.root.path('.nv-meta/dataset.yaml')}: sample_type {sample_type!r} without "
+                f"a field_map, or none of {', '.join(_SAMPLE_TYPES)}, {_CRUDE}; read packs with "
+                "format packs, anything else with format webdataset and source.fields"
+            )
+        self._image_places = _parse_places(str(field_map.get("image", "jpg")))
+        for field, name in _SAMPLE_TYPES[sample_type].items():
+            if field in field_map:
+                self._text_places[name] = _parse_places(str(field_map[field]))
+
+    def scan(self, samples_per_part: int) -> Scan:
+        return self._without_excluded(super().scan(samples_per_part))
+
+    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
+        return self._without_excluded(super().scan_new(samples_per_part, growth))
+
+    def _without_excluded(self, scan: Scan) -> Scan:
+        """A scan whose fingerprint tells of the samples that are left out of its tars."""
+        samples = sorted(name for name in self._excluded if "/" in name)
+        if not samples:
+            return scan
+        digest = xxhash.xxh3_128_hexdigest("\n".join([scan.fingerprint, *samples]).encode())
+        return replace(scan, fingerprint=digest)
+
+    def entries(self) -> Iterator[tuple[str, int, int]]:
+        names = set(self._split_names())
+        return (entry for entry in walk(self.root) if entry[0] in names)
+
+    def _tars(self) -> list[tuple[str, int]]:
+        sizes = {name: size for name, size, _ in self.entries()}
+        names = self._split_names()
+        missing = [name for name in names if name not in sizes]
+        if missing:
+            raise StageError(
+                f"{self.root.path(missing[0])}, which split {self.split or 'train'!r} names, is "
+                "not there; restore it or prepare the dataset again"
+            )
+        return [(name, sizes[name]) for name in names]
+
+    def _split_names(self) -> list[str]:
+        """The tars of the split, in order."""
+        found = self._splits.get("split_parts")
+        splits = found if isinstance(found, dict) else {}
+        split = self.split or "train"
+        if not splits.get(split):
+            raise StageError(
+                f"{self.root.path('.nv-meta/split.yaml')} has no split {split!r}; set source.split "
+                f"to one of: {', '.join(splits) or 'none'}"
+            )
+        names = self._expand(f"split_parts.{split}", splits[split])
+        return [name for name in names if name not in self._excluded]
+
+    @functools.cached_property
+    def _splits(self) -> Mapping[str, Any]:
+        return self._read_yaml("split.yaml")
+
+    @functools.cached_property
+    def _excluded(self) -> frozenset[str]:
+        """What is left out of all splits: tars, and samples as TAR/KEY."""
+        return frozenset(self._expand("exclude", self._splits.get("exclude") or []))
+
+    def _expand(self, field: str, patterns: Any) -> list[str]:
+        """Names that a field of split.yaml lists, with braces expanded as Energon does."""
+        try:
+            if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
+                raise ValueError(f"{patterns!r:.100} is no list of names")
+            return [name for pattern in patterns for name in braceexpand(pattern)]
+        except ValueError as error:
+            raise StageError(
+                f"{self.root.path('.nv-meta/split.yaml')}: {field}: {error}; list tars, or "
+                "TAR/KEY under exclude"
+            ) from error
+
+    def _records(
+        self, container: str, key: str, sample: TarSample, file: BinaryIO
+    ) -> Iterator[Record]:
+        first = next(iter(sample.members.values())).name
+        name = f"./{sample.key}" if first.startswith("./") else sample.key  # as Energon has it
+        if f"{container}/{name}" not in self._excluded:
+            yield from super()._records(container, key, sample, file)
+
+    def _read_yaml(self, name: str) -> Mapping[str, Any]:
+        container = f".nv-meta/{name}"
+        try:
+            data = self.root.read(container, MAX_JSON_BYTES)
+            content = parse_yaml(data.decode("utf-8"), self.root.path(container))
+        except (SampleError, UnicodeDecodeError) as error:
+            raise StageError(
+                f"{self.root.path(container)} cannot be read: {error}; run energon prepare there"
+            ) from error
+        if not isinstance(content, dict):
+            raise StageError(f"{self.root.path(container)} holds no mapping")
+        return content
+
+    def _media(self, sample: TarSample) -> list[str]:
+        if self._image_places is None:
+            return super()._media(sample)
+        part = _first_part(self._image_places, sample)
+        chosen = {} if part is None else {part: sample.members[part]}
+        return super()._media(TarSample(sample.key, chosen, sample.data, sample.damage))
+
+    def _record_parts(self, sample: TarSample, file: BinaryIO) -> list[str]:
+        if not self._text_places:
+            return super()._record_parts(sample, file)
+        found = [_first_part(places, sample) for places in self._text_places.values()]
+        parts = list(dict.fromkeys(part for part in found if part is not None))
+        if not parts:
+            raise SampleError("bad_record", f"none of the members that {sorted(self._text_places)}")
+        return parts
+
+    def parse_parts(self, parts: Mapping[str, bytes]) -> Mapping[str, Any]:
+        if not self._text_places:
+            return super().parse_parts(parts)
+        fields = {name: _value(places, parts) for name, places in self._text_places.items()}
+        if "answers" in fields:
+            fields["answers"] = _best_answer(fields["answers"], fields.pop("weights", None))
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+def _parse_places(text: str) -> _Places:
+    """'json[a][b],txt' -> [['json', 'a', 'b'], ['txt']]."""
+    return [_STEP.findall(option) for option in text.split(",")]
+
+
+def _first_part(places: _Places, sample: TarSample) -> str | None:
+    found = (find_part(sample.members, place[0]) for place in places)
+    return next((part for part in found if part is not None), None)
+
+
+def _value(places: _Places, parts: Mapping[str, bytes]) -> Any:
+    found = ((find_part(parts, part), steps) for part, *steps in places)
+    part, steps = next((one for one in found if one[0] is not None), (None, []))
+    if part is None:
+        return None
+    if part.rpartition(".")[2].lower() != "json":
+        return decode_text(parts[part])
+    return follow({part: load_json(parts[part])}, (part, *steps))
+
+
+def _best_answer(answers: Any, weights: Any) -> Any:
+    if not isinstance(answers, list) or not answers:
+        return answers
+    if (
+        isinstance(weights, list)
+        and len(weights) == len(answers)
+        and all(isinstance(weight, int | float) for weight in weights)
+    ):
+        return answers[max(range(len(answers)), key=lambda i: weights[i])]
+    return answers[0]

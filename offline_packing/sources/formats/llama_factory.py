@@ -1,0 +1,265 @@
+"""LLaMA-Factory's dataset_info.json: which file a dataset is in, and how its records are laid out.
+
+    {"mllm_demo": {"file_name": "mllm_demo.json", "formatting": "sharegpt",
+                   "columns": {"messages": "messages", "images": "images"},
+                   "tags": {"role_tag": "role", "content_tag": "content",
+                            "user_tag": "user", "assistant_tag": "assistant"}}}
+
+The path is that file or its folder, `dataset` the name of the entry. The data are read from files
+beside it (.json, .jsonl, .parquet); those on a hub, and preference data, are refused. So is what
+would change which samples there are: a `split` other than train, and `num_samples`, which
+LLaMA-Factory draws anew in every run. Records with tools or audio are set aside.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from offline_packing.errors import StageError
+from offline_packing.sources.base import (
+    MAX_JSON_BYTES,
+    Growth,
+    Scan,
+    Source,
+    SourcePart,
+    Stretch,
+)
+from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.fields import FieldMap
+from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource
+from offline_packing.sources.formats.tables import ParquetSource
+from task_encoders.samples import SampleError
+
+_INFO_NAME: Final = "dataset_info.json"
+_FORMATS: Final[Mapping[str, type[Source]]] = {
+    ".json": JsonSource,
+    ".jsonl": JsonlSource,
+    ".parquet": ParquetSource,
+}
+#: Fields of an entry; `subset`, `folder` and `revision` mean nothing to a file here.
+_ENTRY_FIELDS: Final = frozenset(
+    "file_name formatting ranking split num_samples columns tags subset folder revision".split()
+)
+#: Where LLaMA-Factory would read the data from instead of `file_name`.
+_ELSEWHERE: Final = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+_COLUMN_FIELDS: Final = frozenset(
+    "prompt query response history messages system images videos "
+    "tools audios chosen rejected kto_tag".split()
+)
+#: Columns whose content would be lost.
+_UNPACKED_COLUMNS: Final = ("tools", "audios")
+_TAG_FIELDS: Final = frozenset(
+    "role_tag content_tag user_tag assistant_tag system_tag observation_tag function_tag".split()
+)
+_COLUMNS: Final = {
+    "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
+    "sharegpt": {"messages": "conversations"},
+    "openai": {"messages": "messages"},
+}
+_TAGS: Final = {
+    "sharegpt": {
+        "role_tag": "from",
+        "content_tag": "value",
+        "user_tag": "human",
+        "assistant_tag": "gpt",
+        "system_tag": "system",
+    },
+    "openai": {
+        "role_tag": "role",
+        "content_tag": "content",
+        "user_tag": "user",
+        "assistant_tag": "assistant",
+        "system_tag": "system",
+    },
+}
+
+
+class LlamaFactorySource(Source):
+    """One entry of dataset_info.json. The source of its file does the work."""
+
+    OPTIONS = frozenset({"dataset", "image_root"})
+
+    def __init__(self, path: str, task: str, **options: Any) -> None:
+        super().__init__(path, task, **options)
+        entry = self._entry()
+        name = entry.get("file_name")
+        suffix = Path(str(name)).suffix.lower()
+        if not isinstance(name, str) or suffix not in _FORMATS:
+            raise StageError(
+                f"dataset {self.dataset!r} has file_name {name!r}; only files beside "
+                f"{_INFO_NAME} that end in {', '.join(_FORMATS)} are read: download it first"
+            )
+        folder = self.root.path("").rstrip("/")
+        options = {**options, "image_root": self.image_root or folder}
+        self._file = _FORMATS[suffix](f"{folder}/{name}", task, **options)
+        self._file.fields = self.fields = _EntryFields(entry)
+        self.root, self.media = self._file.root, self._file.media
+        self.image_root = self._file.image_root
+
+    def scan(self, samples_per_part: int) -> Scan:
+        return self._file.scan(samples_per_part)
+
+    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
+        return self._file.scan_new(samples_per_part, growth)
+
+    def entries(self) -> Iterator[tuple[str, int, int]]:
+        return self._file.entries()
+
+    def find_end(self, container: str, measured: Sequence[Stretch]) -> tuple[int, int] | None:
+        return self._file.find_end(container, measured)
+
+    def unread_parts(self) -> Sequence[SourcePart]:
+        return self._file.unread_parts()
+
+    def records(self, part: SourcePart) -> Iterator[Record]:
+        return self._file.records(part)
+
+    def _entry(self) -> Mapping[str, Any]:
+        container = self.file_name or _INFO_NAME
+        try:
+            info = orjson.loads(self.root.read(container, MAX_JSON_BYTES))
+        except (SampleError, orjson.JSONDecodeError) as error:
+            raise StageError(f"{self.root.path(container)} cannot be read: {error}") from error
+        if not isinstance(info, dict):
+            raise StageError(
+                f"{self.root.path(container)} holds a {type(info).__name__}, not an object with an "
+                "entry for each dataset"
+            )
+        if self.dataset is None or self.dataset not in info:
+            raise StageError(
+                f"{self.root.path(container)} has no dataset {self.dataset!r}; set source.dataset "
+                f"to one of: {', '.join(info)}"[:1000]
+            )
+        problem = _find_problem(info[self.dataset])
+        if problem is not None:
+            raise StageError(f"dataset {self.dataset!r} in {self.root.path(container)} {problem}")
+        entry: Mapping[str, Any] = info[self.dataset]
+        return entry
+
+
+def _find_problem(entry: Any) -> str | None:
+    """Why an entry cannot be read as LLaMA-Factory would, and what to do."""
+    if not isinstance(entry, dict):
+        return f"is {entry!r:.100}, not an object"
+    columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
+    for name, known, fields in (
+        ("columns", _COLUMN_FIELDS, columns),
+        ("tags", _TAG_FIELDS, tags),
+    ):
+        if not isinstance(fields, dict) or not all(
+            value is None or isinstance(value, str) for value in fields.values()
+        ):
+            return f"has {name} {fields!r:.100}, not an object of names"
+        if unknown := sorted(fields.keys() - known):
+            return f"has {name}.{unknown[0]}, which is not known; known: {', '.join(sorted(known))}"
+    elsewhere = next((field for field in _ELSEWHERE if field in entry), None)
+    if elsewhere is not None:
+        return (
+            f"is read from its {elsewhere}, which goes before a file; download it, and name the "
+            "file by file_name alone"
+        )
+    if unknown := sorted(entry.keys() - _ENTRY_FIELDS):
+        return f"has a field {unknown[0]!r}, which is not known; take it out of a copy of the file"
+    if entry.get("ranking") or columns.get("kto_tag"):
+        return "holds preferences (ranking or columns.kto_tag), which are not packed"
+    if entry.get("split") not in (None, "train"):
+        return f"has split {entry['split']!r}; a file is all train: leave it out or split the file"
+    if entry.get("num_samples") is not None:
+        return (
+            f"has num_samples {entry['num_samples']!r}, which LLaMA-Factory draws by chance; leave "
+            "it out and set source.repeat or source.weight"
+        )
+    if entry.get("formatting", "alpaca") not in tuple(_COLUMNS):
+        return f"has formatting {entry['formatting']!r}; known: {', '.join(_COLUMNS)}"
+    return None
+
+
+class _EntryFields(FieldMap):
+    """Makes `messages`, `images`, `videos` and `system` of a record, as the entry's columns and
+    tags say."""
+
+    def __init__(self, entry: Mapping[str, Any]) -> None:
+        super().__init__({})
+        formatting = entry.get("formatting", "alpaca")
+        columns = {name: at for name, at in (entry.get("columns") or {}).items() if at}
+        self._names = {
+            **_COLUMNS[formatting],
+            "images": "images",
+            "videos": "videos",
+            "system": "system",
+            "history": "history",
+            **columns,
+        }
+        if columns and "query" not in columns:
+            self._names.pop("query", None)  # where columns are named, it has no default
+        tags = {name: tag for name, tag in (entry.get("tags") or {}).items() if tag}
+        self._tags = {**_TAGS[formatting], **tags} if formatting in _TAGS else {}
+
+    def columns(self) -> set[str]:
+        return {"id", *self._names.values()}
+
+    def media_columns(self) -> set[str]:
+        return {self._names["images"], self._names["videos"]}
+
+    def apply(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        named = {name: content.get(column) for name, column in self._names.items()}
+        for name in _UNPACKED_COLUMNS:
+            if named.get(name):
+                raise SampleError("bad_record", f"it has {name}, which are not packed")
+        kept = {"id": content.get("id")} if "id" in content else {}
+        for name in ("images", "videos", "system"):
+            if named[name] not in (None, ""):
+                kept[name] = named[name]
+        messages = self._dialogue(named) if self._tags else _alpaca(named)
+        return {**kept, "messages": messages}
+
+    def _dialogue(self, named: Mapping[str, Any]) -> Any:
+        """The messages with our names of roles."""
+        messages = named["messages"]
+        if not isinstance(messages, list):
+            return messages
+        tags = self._tags
+        roles = {
+            tags["user_tag"]: "user",
+            tags["assistant_tag"]: "assistant",
+            tags["system_tag"]: "system",
+        }
+        return [
+            {
+                "role": _role(message.get(tags["role_tag"]), roles),
+                "content": message.get(tags["content_tag"]),
+            }
+            if isinstance(message, dict)
+            else message
+            for message in messages
+        ]
+
+
+def _role(tag: Any, roles: Mapping[str, str]) -> Any:
+    """Our name of a role; 'function_call' and others that are not packed keep theirs."""
+    if not isinstance(tag, str):
+        return tag
+    return roles.get(tag, f"unknown ({tag})")
+
+
+def _alpaca(named: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """History, then the instruction with its input, then the answer."""
+    question, query = named["prompt"], named.get("query")
+    if query:
+        if not isinstance(query, str):
+            raise SampleError("bad_record", f"the query is {query!r:.50}, not text")
+        question = f"{question}\n{query}" if question else query
+    history = named.get("history") or []
+    if not isinstance(history, list):
+        raise SampleError("bad_record", f"'history' is {history!r:.50}, not a list of pairs")
+    messages: list[dict[str, Any]] = []
+    for turn in [*history, (question, named["response"])]:
+        if not isinstance(turn, list | tuple) or len(turn) != 2:
+            raise SampleError("bad_record", "'history' is no list of pairs")
+        messages += [
+            {"role": "user", "content": turn[0]},
+            {"role": "assistant", "content": turn[1]},
+        ]
+    return messages

@@ -1,0 +1,183 @@
+"""Packs: each sub-sample is a sample again, to be packed anew.
+
+    packed/train-000000.tar: ps_00000000.img000.jpg  ps_00000000.json   as written here or by others
+    raw_packing_data/        ps_00000000.img000.jpg  ps_00000000.json   the same as files
+
+Keys are those that the samples had before they were packed; in packs that do not say,
+`SHARD/PACK/NUMBER`. All shards of a folder are read, whatever their split. The JSON of a pack that
+is files may also name images by their path, from its own folder or `image_root` on.
+"""
+
+import functools
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, Final
+
+import orjson
+import xxhash
+
+from offline_packing.errors import StageError
+from offline_packing.sources.base import MAX_JSON_BYTES, Embedded, Growth, Scan, SourcePart
+from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.formats.webdataset import TarSample, WebDatasetSource, read_part
+from offline_packing.sources.reading.locators import Locator
+from offline_packing.sources.records import load_json
+from offline_packing.sources.roots.listing import walk
+from task_encoders.pack_format import (
+    JSON_PART,
+    PackFormatError,
+    match_images,
+    parse_json,
+    restore_pack,
+)
+from task_encoders.samples import SampleError, SourceSample
+
+_LOOSE_PACK: Final = re.compile(r"(?:.*/)?([A-Za-z0-9_-]*ps_\d+)\.json")
+
+
+class PacksSource(WebDatasetSource):
+    """A part is one tar, or a list of the JSON files of packs that are files."""
+
+    OPTIONS = frozenset({"image_root"})
+
+    def scan(self, samples_per_part: int) -> Scan:
+        if self._is_tars:
+            return super().scan(samples_per_part)
+        files = sorted((name, size) for name, size, _ in self.entries())
+        if not any(_LOOSE_PACK.fullmatch(name) for name, _ in files):
+            raise StageError(f"source path {self.path!r} holds neither *.tar nor ps_*.json")
+        return self._scan_loose(files, samples_per_part)
+
+    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
+        if self._is_tars:
+            return super().scan_new(samples_per_part, growth)
+        new = growth.new_names()
+        files = sorted((name, size) for name, size, _ in self.entries() if name in new)
+        return self._scan_loose(files, samples_per_part)
+
+    def is_read(self, container: str) -> bool:
+        return super().is_read(container) if self._is_tars else True
+
+    @functools.cached_property
+    def _is_tars(self) -> bool:
+        return self.file_name is not None or any(
+            name.lower().endswith(".tar") for name, *_ in walk(self.root)
+        )
+
+    def _scan_loose(self, files: Sequence[tuple[str, int]], samples_per_part: int) -> Scan:
+        digest = xxhash.xxh3_128()
+        for name, size in files:
+            digest.update(os.fsencode(name) + b"\0%d\n" % size)
+        packs = [name for name, _ in files if _LOOSE_PACK.fullmatch(name)]
+        chunks = (
+            packs[start : start + samples_per_part]
+            for start in range(0, len(packs), samples_per_part)
+        )
+        return Scan(tuple(SourcePart(chunk, None) for chunk in chunks), digest.hexdigest())
+
+    def records(self, part: SourcePart) -> Iterator[Record]:
+        if isinstance(part.items, str):
+            yield from super().records(part)
+            return
+        for container in part.items:
+            stem = container.removesuffix(".json")
+            at = Locator("file", container, 0, 0)
+            try:
+                data = self.root.read(container, MAX_JSON_BYTES)
+            except SampleError as error:
+                yield Record(stem, at, SampleError("bad_json", error.detail))
+                continue
+            at = Locator("bytes", container, 0, len(data))
+            for record in self._sub_samples(stem, at, data, {}):
+                if not isinstance(record.content, SampleError):
+                    names = {
+                        field: [_file_name(stem, name) for name in record.content[field]]
+                        for field in ("images", "videos")
+                        if field in record.content
+                    }
+                    record = Record(record.key, record.locator, {**record.content, **names})
+                yield record
+
+    def _records(
+        self, container: str, key: str, sample: TarSample, file: BinaryIO
+    ) -> Iterator[Record]:
+        at = Locator(self._kind(container), container, 0, 0)
+        try:
+            if JSON_PART not in sample.members:
+                raise SampleError("bad_json", f"pack {key!r} has no .json member")
+            data = read_part(sample, JSON_PART, file)
+            media = self._media(sample)
+            embedded = self._embedded(container, sample, media)
+        except SampleError as error:
+            yield Record(key, at, error)
+            return
+        member = sample.members[JSON_PART]
+        at = Locator(at.kind, container, member.offset, member.size)
+        yield from self._sub_samples(key, at, data, embedded, media)
+
+    def _sub_samples(
+        self,
+        key: str,
+        at: Locator,
+        data: bytes,
+        embedded: Mapping[str, Embedded],
+        members: Sequence[str] = (),
+    ) -> Iterator[Record]:
+        """The records of a pack whose JSON lies at a locator. `members` are its images in a tar."""
+        kind = "stream_sub_sample" if at.kind == "stream" else "sub_sample"
+        try:
+            content = parse_json(data, key)
+            pack = restore_pack(content, key, self.task)
+        except PackFormatError as error:
+            yield Record(key, at, SampleError("bad_json", str(error)))
+            return
+        matched = match_images(content.get("images"), key.rpartition("/")[2], members)
+        embedded = {**embedded, **{name: embedded[part] for name, part in matched.items()}}
+        for i, (sub_key, sub) in enumerate(zip(pack.keys, pack.sub_samples, strict=True)):
+            column = f"{self.task}.{i}.{at.size}"
+            if isinstance(sub, SampleError):
+                yield Record(sub_key, Locator(kind, at.container, at.offset, 0, column), sub)
+                continue
+            record = _to_json(sub)
+            place = Locator(kind, at.container, at.offset, len(record), column)
+            yield Record(sub_key, place, load_json(record), None, embedded)
+
+    def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
+        return load_json(data)
+
+
+def _file_name(stem: str, name: str) -> str:
+    """Where a pack that is files has an image: 'a/ps_0', 'img000.jpg' -> 'ps_0.img000.jpg', beside
+    its JSON; a path is left as it is."""
+    prefix = f"{stem.rpartition('/')[2]}."
+    return name if "/" in name or name.startswith(prefix) else prefix + name
+
+
+def _to_json(sample: SourceSample) -> bytes:
+    """A restored sub-sample as a record."""
+    messages = [{"role": "system", "content": sample.system}] if sample.system is not None else []
+    for turn in sample.turns:
+        messages.append({"role": "user", "content": turn.prompt})
+        messages.append({"role": "assistant", "content": turn.answer})
+    record = {"messages": messages, "images": sample.images}
+    return orjson.dumps(record | {"videos": sample.videos} if sample.videos else record)
+
+
+def sub_sample_json(pack: bytes, task: str, number: int, size: int) -> bytes:
+    """The record of one sub-sample, from the JSON of its pack.
+
+    Raises:
+        StageError: it is not the one that was measured.
+    """
+    try:
+        sub = restore_pack(pack, "pack", task).sub_samples[number]
+        record = _to_json(sub) if isinstance(sub, SourceSample) else b""
+    except (PackFormatError, IndexError):
+        record = b""
+    if len(record) != size:
+        raise StageError(
+            f"sub-sample {number} of a pack changed since it was measured; restore the pack, or "
+            "measure again with output.overwrite=true"
+        )
+    return record

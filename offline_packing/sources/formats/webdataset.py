@@ -1,0 +1,295 @@
+"""WebDataset tars: plain ones by byte range; .tar.gz, .tgz and .tar.zst by streaming.
+
+    shard-000000.tar:  0001.jpg  0001.json      {"caption": ...} and all other forms of records
+                       0002.png  0002.txt       a caption
+                       0003.img0.jpg  0003.img1.jpg  0003.json      {"images": ["img0.jpg", ...]}
+
+Members that stand together and share the name up to its first dot are one sample; its key is
+`SHARD/NAME`, so that shards may number their samples alike. The JSON names images and videos by
+member, or names none, or one of any name where there is one. Links are not followed, and nothing
+but JSON, text, images and videos is read: a `.pkl` is never loaded.
+"""
+
+import io
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Final
+
+import xxhash
+
+from offline_packing.errors import StageError
+from offline_packing.sources.base import (
+    MAX_JSON_BYTES,
+    Embedded,
+    Growth,
+    Scan,
+    Source,
+    SourcePart,
+)
+from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.reading.locators import Locator
+from offline_packing.sources.records import has_answer, image_names, video_names
+from offline_packing.storage.streams import (
+    CODECS,
+    UNREAD_SUFFIXES,
+    DamagedStreamError,
+    codec_of,
+    find_unread,
+    open_unpacked,
+)
+from offline_packing.storage.tar_members import TarMember, TarReader
+from task_encoders.pack_format import MEDIA_EXTENSIONS, is_video_name
+from task_encoders.samples import SampleError
+
+#: Key and part of a member, parted at the first dot of the file name as by WebDataset readers.
+_MEMBER: Final = re.compile(r"(?:\./)?((?:.*/|)[^./]+)\.([^/]*)")
+_TAR_SUFFIXES: Final = (".tar", ".tgz", *(f".tar.{name}" for name in CODECS))
+_UNREAD_TARS: Final = (".txz", ".tbz", ".tbz2", *(f".tar{end}" for end in UNREAD_SUFFIXES))
+_TEXT_PARTS: Final = ("txt", "caption", "text")
+_RECORD_EXTENSIONS: Final = frozenset(("json", *_TEXT_PARTS))
+#: A larger medium in a compressed tar, which has to be read on the way, is set aside.
+_MAX_MEDIUM_BYTES: Final = 256 << 20
+
+#: Column of a locator that spans several members, from the first one's header on. Otherwise it is
+#: the part that the record is.
+_SPAN: Final = "*"
+
+
+@dataclass(slots=True)
+class TarSample:
+    """Members of one sample by their part ('json', 'img0.jpg'), and content read on the way."""
+
+    key: str
+    members: dict[str, TarMember] = field(default_factory=dict)
+    data: dict[str, bytes] = field(default_factory=dict)
+    #: why nothing follows in the tar, on its last sample
+    damage: DamagedStreamError | None = None
+
+    def has_record(self) -> bool:
+        """Whether there is anything but media."""
+        return any(_extension(part) in _RECORD_EXTENSIONS for part in self.members)
+
+    def media(self) -> list[str]:
+        """Parts that are images or videos by their name."""
+        return [part for part in self.members if _extension(part) in MEDIA_EXTENSIONS]
+
+
+class WebDatasetSource(Source):
+    """Samples in tars. A part is one tar."""
+
+    def scan(self, samples_per_part: int) -> Scan:
+        return _scan_tars(self._tars())
+
+    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
+        new = growth.new_names()
+        return _scan_tars((name, size) for name, size in self._tars() if name in new)
+
+    def is_read(self, container: str) -> bool:
+        return container.lower().endswith((*_TAR_SUFFIXES, *_UNREAD_TARS))
+
+    def records(self, part: SourcePart) -> Iterator[Record]:
+        container: str = part.items
+        stem = tar_stem(container)
+        sequential = codec_of(container) is not None
+        with self.open_container(container, sequential=sequential) as packed:
+            file = open_unpacked(packed, container, self.root.size(packed))
+            reader = TarReader(file)
+            for sample in group_members(reader, keep_data=not file.seekable()):
+                key = f"{stem}/{sample.key}"
+                cut = not reader.member_complete or not sample.has_record()
+                if sample.damage is not None and sample.members and cut:
+                    yield self._lost(container, key, sample.damage)
+                    continue
+                if sample.members:
+                    yield from self._records(container, key, sample, file)
+                if sample.damage is not None:
+                    yield self._lost(container, container, sample.damage)
+
+    def _tars(self) -> list[tuple[str, int]]:
+        """Containers and their sizes, in order."""
+        tars = sorted((name, size) for name, size, _ in self.entries())
+        if not tars:
+            raise StageError(f"source path {self.path!r} holds no *.tar; set source.path")
+        if problem := find_unread((name for name, _ in tars), _UNREAD_TARS):
+            raise StageError(f"source path {self.path!r} {problem}")
+        return tars
+
+    def _lost(self, container: str, key: str, error: DamagedStreamError) -> Record:
+        at = Locator(self._kind(container), container, 0, 0)
+        return Record(key, at, SampleError("damaged_source", f"{container}: {error}"))
+
+    def _records(
+        self, container: str, key: str, sample: TarSample, file: BinaryIO
+    ) -> Iterator[Record]:
+        """The records that a sample of the tar makes: one, except in a tar of packs."""
+        yield self._record(container, key, sample, file)
+
+    def _record(self, container: str, key: str, sample: TarSample, file: BinaryIO) -> Record:
+        kind = self._kind(container)
+        at = Locator(kind, container, 0, 0)
+        try:
+            media = self._media(sample)
+            embedded = self._embedded(container, sample, media)
+            chosen = self._record_parts(sample, file)
+            at = _locator(kind, container, sample, chosen)
+            content = self.parse_parts({part: read_part(sample, part, file) for part in chosen})
+        except SampleError as error:
+            return Record(key, at, error)
+        videos = [part for part in media if is_video_name(part)]
+        images = [part for part in media if not is_video_name(part)]
+        for names, parts in ((image_names(content), images), (video_names(content), videos)):
+            if names is not None and len(names) == len(parts) == 1:
+                embedded.setdefault(str(names[0]), embedded[parts[0]])
+        paired = tuple(media) if media or self.task == "captioning" else None
+        return Record(key, at, content, paired, embedded)
+
+    def _embedded(self, container: str, sample: TarSample, media: list[str]) -> dict[str, Embedded]:
+        """The media by every name that a record may use."""
+        embedded: dict[str, Embedded] = {}
+        for part in media:
+            member = sample.members[part]
+            at = Locator(self._kind(container), container, member.offset, member.size)
+            found = Embedded(at, sample.data.get(part))
+            embedded |= dict.fromkeys((part, member.name, f"{sample.key}.{part}"), found)
+        for part in media:  # WebDataset's own reader gives parts in lower case
+            embedded.setdefault(part.lower(), embedded[part])
+        return embedded
+
+    def _media(self, sample: TarSample) -> list[str]:
+        """The parts with media. Raises SampleError where one is a link or too large to be held."""
+        media = sample.media()
+        for part in media:
+            member = sample.members[part]
+            if not member.is_file:
+                raise SampleError("missing_image", f"{member.name!r} is a link or no file")
+            if sample.damage is None and sample.data and part not in sample.data:
+                reason = "video_too_large" if is_video_name(part) else "image_too_large"
+                raise SampleError(reason, f"{member.name!r} has {member.size} bytes")
+        return media
+
+    def _record_parts(self, sample: TarSample, file: BinaryIO) -> list[str]:
+        """The parts that make the record: the JSON; the text where there is none, or where the
+        JSON only describes the image."""
+        records = [part for part in sample.members if _extension(part) == "json"]
+        texts = [part for name in _TEXT_PARTS if (part := find_part(sample.members, name))]
+        if not records and not texts:
+            raise SampleError(
+                "bad_record",
+                f"no .json and no .txt among the members {', '.join(sample.members)}"[:200],
+            )
+        if not records:
+            return texts[:1]
+        record = find_part(sample.members, "json") or records[0]
+        if texts and not self.fields:
+            content = self.parse_parts({record: read_part(sample, record, file)})
+            return [record] if has_answer(content) else texts[:1]
+        return [record]
+
+    def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
+        if column != _SPAN:
+            return self.parse_parts({column: data})
+        # The span ends where its last member does, without an end marker.
+        samples = list(group_members(TarReader(io.BytesIO(data)), keep_data=True))
+        return self.parse_parts(samples[0].data if samples else {})
+
+    def parse_parts(self, parts: Mapping[str, bytes]) -> Mapping[str, Any]:
+        """The record that some members make. Raises SampleError."""
+        ((part, data),) = parts.items()
+        if _extension(part) == "json":
+            return super().parse(data)
+        return {"caption": decode_text(data)}
+
+    def _kind(self, container: str) -> str:
+        return "stream" if codec_of(container) else "bytes"
+
+
+def _scan_tars(tars: Iterable[tuple[str, int]]) -> Scan:
+    digest = xxhash.xxh3_128()
+    parts = []
+    for container, size in tars:
+        digest.update(os.fsencode(container) + b"\0%d\n" % size)
+        parts.append(SourcePart(container, None))
+    return Scan(tuple(parts), digest.hexdigest())
+
+
+def group_members(reader: TarReader, *, keep_data: bool) -> Iterator[TarSample]:
+    """The samples of a tar. A part that comes twice begins another sample of the same key.
+
+    Args:
+        keep_data: read texts and media on the way; the tar cannot be read at any place.
+    """
+    sample: TarSample | None = None
+    try:
+        for member in reader:
+            match = _MEMBER.fullmatch(member.name)
+            if match is None:
+                continue
+            key, part = match.groups()
+            if sample is None or key != sample.key or part in sample.members:
+                if sample is not None:
+                    yield sample
+                sample = TarSample(key)
+            sample.members[part] = member
+            if keep_data and member.is_file and member.size <= _limit(part):
+                sample.data[part] = reader.read(member)
+    except DamagedStreamError as error:
+        sample = sample or TarSample("")
+        sample.damage = error
+    if sample is not None:
+        yield sample
+
+
+def tar_stem(container: str) -> str:
+    """'train/shard-0.tar.gz' -> 'train/shard-0'."""
+    suffix = next((end for end in _TAR_SUFFIXES if container.lower().endswith(end)), "")
+    return container[: len(container) - len(suffix)]
+
+
+def find_part(parts: Iterable[str], name: str) -> str | None:
+    """The part of this name, be it 'txt', or else 'TXT'; None where there is none."""
+    same = [part for part in parts if part.lower() == name.lower()]
+    return name if name in same else next(iter(same), None)
+
+
+def decode_text(data: bytes) -> str:
+    """Text of a member. Raises SampleError where it is not UTF-8."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SampleError("bad_json", f"the text is not UTF-8: {error}") from error
+
+
+def _extension(part: str) -> str:
+    return part.rpartition(".")[2].lower()
+
+
+def _limit(part: str) -> int:
+    """Bytes up to which a part of a compressed tar is kept in memory."""
+    extension = _extension(part)
+    if extension in MEDIA_EXTENSIONS:
+        return _MAX_MEDIUM_BYTES
+    return MAX_JSON_BYTES if extension in _RECORD_EXTENSIONS else -1
+
+
+def _locator(kind: str, container: str, sample: TarSample, parts: list[str]) -> Locator:
+    members = [sample.members[part] for part in parts]
+    if len(parts) == 1:
+        return Locator(kind, container, members[0].offset, members[0].size, parts[0])
+    begin = min(member.header_offset for member in members)
+    end = max(member.offset + member.size for member in members)
+    return Locator(kind, container, begin, end - begin, _SPAN)
+
+
+def read_part(sample: TarSample, part: str, file: BinaryIO) -> bytes:
+    """Content of a text member. Raises SampleError where it is a link or too large."""
+    member = sample.members[part]
+    if not member.is_file:
+        raise SampleError("bad_json", f"{member.name!r} is a link or no file")
+    if member.size > MAX_JSON_BYTES:
+        raise SampleError("bad_record", f"{member.name!r} has {member.size} bytes")
+    if part in sample.data:
+        return sample.data[part]
+    file.seek(member.offset)
+    return file.read(member.size)

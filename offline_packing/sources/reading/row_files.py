@@ -1,0 +1,244 @@
+"""Rows of Parquet and Arrow files: text as records, images as their bytes.
+
+A record's `column` lists the columns that it is made of, those of images and videos in brackets:
+`["id","caption",["image"]]`. A medium's is where in the row it lies: "images.2" is the third of a
+list, "image.0" one that is no list.
+"""
+
+import itertools
+import mmap
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, Final
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from offline_packing.sources.reading.locators import Root
+from offline_packing.sources.roots.local import MediaRoot
+from task_encoders.samples import SampleError
+
+#: Rows and bytes taken at a time while reading in order.
+_BATCH_ROWS: Final = 128
+_BATCH_BYTES: Final = 4 << 20
+#: Bytes of a remote Parquet file asked for at a time.
+_REMOTE_BUFFER: Final = 4 << 20
+
+
+class RowFile:
+    """One open Parquet or Arrow file."""
+
+    def __init__(
+        self, source: "BinaryIO | pa.NativeFile", kind: str, mapped: mmap.mmap | None = None
+    ) -> None:
+        """Raises pa.ArrowException or OSError if the file is damaged."""
+        self._parquet: pq.ParquetFile | None = None
+        self._table: pa.Table | None = None
+        self._mapped = mapped
+        #: bytes of each row group when decoded, all columns; of Arrow files 0: they are not
+        self.group_bytes: list[int] = []
+        if kind == "parquet_row":
+            self._parquet = _open_parquet(source, 0 if mapped else _REMOTE_BUFFER)
+            metadata = self._parquet.metadata
+            groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+            self.group_rows = [group.num_rows for group in groups]
+            self.group_bytes = [group.total_byte_size for group in groups]
+            self.schema = self._parquet.schema_arrow
+        else:
+            self._table = _read_arrow(source)
+            self.group_rows = [len(batch) for batch in self._table.to_batches()]
+            self.schema = self._table.schema
+        #: first row of each group, and the number of rows
+        self.group_starts = [0, *itertools.accumulate(self.group_rows)]
+
+    @classmethod
+    def open(cls, root: Root, container: str, kind: str) -> "RowFile":
+        """Open a file. One that is here is mapped: nothing is read before it is used.
+
+        Raises:
+            SampleError: it may not be read.
+        """
+        file = root.open(container)
+        if not isinstance(root, MediaRoot):
+            return cls(file, kind)
+        with file:
+            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        return cls(pa.BufferReader(pa.py_buffer(mapped)), kind, mapped)
+
+    def batches(self, groups: range, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """The rows of some groups in order, a few megabytes at a time.
+
+        Memory does not depend on the size of a row group, but on that of its pages: one of each
+        column is decoded at a time.
+        """
+        if self._parquet is not None:
+            size = self._batch_rows(groups)
+            for group in groups:  # of several at once, Arrow refuses lists of dictionaries
+                for batch in self._parquet.iter_batches(size, [group], list(columns)):
+                    yield as_plain(batch)
+                    self.release()
+            return
+        begin, end = self.group_starts[groups.start], self.group_starts[groups.stop]
+        for batch in self._rows(begin, end, columns).to_batches(max_chunksize=_BATCH_ROWS):
+            batch.validate(full=True)  # nothing else does, and a wrong offset would end the process
+            yield batch
+            self.release()
+
+    def _batch_rows(self, groups: range) -> int:
+        num_bytes = sum(self.group_bytes[i] for i in groups)
+        num_rows = sum(self.group_rows[i] for i in groups)
+        return min(_BATCH_ROWS, max(1, _BATCH_BYTES * num_rows // max(1, num_bytes)))
+
+    def release(self) -> None:
+        """Give back the memory of what was read from a mapped file; it is read again if needed."""
+        if self._mapped is not None:
+            self._mapped.madvise(mmap.MADV_DONTNEED)
+
+    def group(self, number: int, columns: Sequence[str]) -> pa.Table:
+        """All rows of one group."""
+        if self._parquet is not None:
+            return self._parquet.read_row_group(number, list(columns))
+        rows = self._rows(self.group_starts[number], self.group_starts[number + 1], columns)
+        rows.validate(full=True)
+        return rows
+
+    def _rows(self, begin: int, end: int, columns: Sequence[str]) -> pa.Table:
+        assert self._table is not None
+        return self._table.select(list(columns)).slice(begin, end - begin)
+
+
+def _open_parquet(source: "BinaryIO | pa.NativeFile", buffer_size: int) -> pq.ParquetFile:
+    # Arrow's own allocator copies a buffer that grows, and keeps what was freed: for pages of
+    # 130 MiB, which its writer makes of images of 130 KiB, 630 MiB instead of 500.
+    pool = pa.default_memory_pool()
+    pa.set_memory_pool(pa.system_memory_pool())
+    try:
+        return pq.ParquetFile(source, buffer_size=buffer_size, pre_buffer=False)
+    finally:
+        pa.set_memory_pool(pool)
+
+
+def _read_arrow(source: "BinaryIO | pa.NativeFile") -> pa.Table:
+    """A file of either Arrow format."""
+    try:
+        return pa.ipc.open_stream(source).read_all()
+    except pa.ArrowInvalid:
+        source.seek(0)
+        return pa.ipc.open_file(source).read_all()
+
+
+def holds_bytes(kind: pa.DataType) -> bool:
+    """Whether a column of this type can hold the bytes of images: binary of any kind,
+    {bytes, path}, or lists of these."""
+    types = pa.types
+    if types.is_dictionary(kind) or _is_any_list(kind):
+        return holds_bytes(kind.value_type)
+    if types.is_struct(kind):
+        return "bytes" in {kind.field(i).name for i in range(kind.num_fields)}
+    is_kind = (
+        *(types.is_binary, types.is_large_binary, types.is_binary_view),
+        types.is_fixed_size_binary,
+    )
+    return any(one(kind) for one in is_kind)
+
+
+def _is_any_list(kind: pa.DataType) -> bool:
+    types = pa.types
+    is_kind = (
+        *(types.is_list, types.is_large_list, types.is_fixed_size_list),
+        *(types.is_list_view, types.is_large_list_view),
+    )
+    return any(one(kind) for one in is_kind)
+
+
+def as_plain(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The same values without dictionaries, of which an Arrow file has one for all batches, and
+    without views, of which Arrow cannot take single rows."""
+    schema = pa.schema([field.with_type(_plain_type(field.type)) for field in batch.schema])
+    return batch if schema == batch.schema else batch.cast(schema)
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """A type of the same values, without dictionaries and views in it."""
+    if pa.types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain_type(kind.value_type)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_plain_type(kind.value_type)))
+    if pa.types.is_fixed_size_list(kind):
+        value = kind.value_field.with_type(_plain_type(kind.value_type))
+        return pa.list_(value, kind.list_size)
+    if pa.types.is_struct(kind):
+        fields = [kind.field(i) for i in range(kind.num_fields)]
+        return pa.struct([field.with_type(_plain_type(field.type)) for field in fields])
+    return kind
+
+
+def name_media(value: Any, column: str) -> tuple[Any, dict[str, bytes]]:
+    """What a row holds in a column of images -> names for the record, and bytes by name.
+
+    Bytes are named by their column; an image that is only a path keeps the path as its name.
+    """
+    if value is None:
+        return None, {}
+    values = value if isinstance(value, list) else [value]
+    named = [_name_one(one, f"{column}.{i}") for i, one in enumerate(values)]
+    return [name for name, _ in named], {name: data for name, data in named if data is not None}
+
+
+def _name_one(value: Any, column: str) -> tuple[str, bytes | None]:
+    if isinstance(value, Mapping):
+        data = value.get("bytes")
+        return (str(value.get("path") or ""), None) if data is None else (column, data)
+    return ("", None) if value is None else (column, value)
+
+
+def record_column(columns: Sequence[str], media_columns: Collection[str]) -> str:
+    """The `column` of a record made of these columns, some of which hold images or videos."""
+    named = [[name] if name in media_columns else name for name in columns]
+    return orjson.dumps(named).decode()
+
+
+def is_record(column: str) -> bool:
+    """Whether a locator with this `column` means a record; a medium's ends with a number."""
+    return column.endswith("]")
+
+
+def record_columns(column: str) -> tuple[list[str], list[str]]:
+    """The columns of a record with this `column`: all, and those that hold images or videos."""
+    named = orjson.loads(column)
+    media = [name[0] for name in named if isinstance(name, list)]
+    return [name if isinstance(name, str) else name[0] for name in named], media
+
+
+def media_column(column: str) -> str:
+    """The column that a medium with this `column` lies in."""
+    return column.rpartition(".")[0]
+
+
+def record_json(
+    row: Mapping[str, Any], media_columns: Sequence[str]
+) -> tuple[bytes, dict[str, bytes]]:
+    """A row as JSON with names in the place of images, and the bytes by name.
+
+    Raises:
+        SampleError: bad_json, where a text is not UTF-8 or a value is none that JSON has.
+    """
+    content, media = dict(row), {}
+    for column in media_columns:
+        content[column], found = name_media(row[column], column)
+        media.update(found)
+    try:
+        return orjson.dumps(content, default=_as_text), media
+    except orjson.JSONEncodeError as error:
+        raise SampleError("bad_json", f"{error}: {error.__cause__}"[:200]) from error
+
+
+def _as_text(value: Any) -> str:
+    """What JSON has no form for: dates and decimals; and bytes, as older writers store text."""
+    return value.decode("utf-8") if isinstance(value, bytes) else str(value)

@@ -1,0 +1,314 @@
+"""Single rows of Parquet and Arrow files, in any order.
+
+A row of an Arrow file is where it is. A Parquet row group can only be decoded from its beginning:
+whoever reads many rows says so first (`rows_at_hand`), and has them in one of two ways:
+
+    groups that are small, or much of which is wanted     decoded once, in the order of the file;
+                                                          these rows are kept in a nameless file
+    other groups                                          the whole group is kept as an Arrow file,
+                                                          for all who read of it, where compressed
+                                                          files are unpacked
+
+A row that nobody asked for beforehand is read by decoding its group.
+"""
+
+import bisect
+import mmap
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from offline_packing.errors import StageError
+from offline_packing.sources.reading.locators import Root
+from offline_packing.sources.reading.row_files import (
+    RowFile,
+    is_record,
+    media_column,
+    name_media,
+    record_columns,
+    record_json,
+)
+from offline_packing.storage.files import translate_disk_full
+from offline_packing.storage.streams import unpacked_copy
+from task_encoders.samples import SampleError
+
+#: Bytes, decoded, up to which a row group is small.
+SMALL_GROUP: Final = 2 << 20
+#: Of a larger group, such a part of the rows must be wanted for one reader to decode it alone.
+WANTED_SHARE: Final = 1 / 8
+#: Decoded row groups that a process keeps, beside the one it reads.
+_CACHE_BYTES: Final = 64 << 20
+_OPEN_FILES: Final = 64
+#: Bytes read of mapped files before their memory is given back.
+_RELEASE_BYTES: Final = 32 << 20
+
+_DAMAGE: Final = (OSError, LookupError, ValueError, pa.ArrowException)
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class WantedRows:
+    """Rows of one file that will be read: their numbers, ascending, and the columns of a record."""
+
+    root: Root
+    kind: str
+    container: str
+    rows: Rows
+    columns: tuple[str, ...]
+
+
+class _Copy:
+    """Rows in an Arrow file of our own, mapped; batch i begins with row starts[i]."""
+
+    def __init__(self, file: BinaryIO, starts: Sequence[int] | None = None) -> None:
+        """`file` may be closed afterwards. Without `starts`, all batches but the last have as many
+        rows as the first."""
+        self._mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        self._batches = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self._mapped)))
+        if starts is None:
+            size = self._batches.get_batch(0).num_rows
+            starts = range(0, size * self._batches.num_record_batches, size)
+        self._starts = starts
+
+    def row(self, number: int, columns: Sequence[str]) -> pa.Table:
+        """One row."""
+        place = bisect.bisect_right(self._starts, number) - 1
+        batch = self._batches.get_batch(place).slice(number - self._starts[place], 1)
+        return pa.Table.from_batches([batch]).select(list(columns))
+
+    def release(self) -> None:
+        """Give back the memory of what was read."""
+        self._mapped.madvise(mmap.MADV_DONTNEED)
+
+
+@dataclass
+class _AtHand:
+    """What is prepared of one file: some rows, ascending, and a folder for copies of groups."""
+
+    columns: tuple[str, ...]
+    folder: Path
+    rows: Rows
+    copy: _Copy | None
+
+    def row(self, number: int, columns: Sequence[str]) -> pa.Table | None:
+        """A row; None if it is not among those that are kept."""
+        place = int(np.searchsorted(self.rows, number))
+        if self.copy is None or place == len(self.rows) or self.rows[place] != number:
+            return None
+        return self.copy.row(place, columns)
+
+
+class _RowReader:
+    """What a process keeps between reads."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[tuple[str, str], RowFile] = OrderedDict()
+        self._copies: OrderedDict[str, _Copy] = OrderedDict()
+        self._groups: OrderedDict[tuple[str, str, int, str], pa.Table] = OrderedDict()
+        self._bytes_read = 0
+        #: by path; a file may belong to several sources
+        self.at_hand: dict[str, list[_AtHand]] = {}
+
+    def row(self, root: Root, kind: str, container: str, row: int, column: str) -> pa.Table:
+        """One row of a column, or of a record's columns. Raises IndexError if there is none."""
+        path = root.path(container)
+        columns = record_columns(column)[0] if is_record(column) else [media_column(column)]
+        at_hand = next(
+            (one for one in self.at_hand.get(path, ()) if set(columns) <= set(one.columns)), None
+        )
+        if at_hand is not None and (found := at_hand.row(row, columns)) is not None:
+            return found
+        file, stamp = self.file(root, kind, container)
+        number = bisect.bisect_right(file.group_starts, row) - 1
+        if number == len(file.group_rows):
+            raise IndexError(f"there are {file.group_starts[-1]} rows")
+        place = row - file.group_starts[number]
+        if at_hand is not None:
+            return self._copy(file, (path, stamp, number), at_hand).row(place, columns)
+        key = (path, stamp, number, "\0".join(columns))
+        group = self._groups[key] if key in self._groups else file.group(number, columns)
+        _keep(self._groups, key, group, _OPEN_FILES)
+        while len(self._groups) > 1 and sum(t.nbytes for t in self._groups.values()) > _CACHE_BYTES:
+            self._groups.popitem(last=False)
+        return group.slice(place, 1)
+
+    def file(self, root: Root, kind: str, container: str) -> tuple[RowFile, str]:
+        """A file and its stamp: one that was replaced is another file."""
+        key = (root.path(container), root.stamp(container))
+        file = self._files.get(key) or RowFile.open(root, container, kind)
+        _keep(self._files, key, file, _OPEN_FILES)
+        return file, key[1]
+
+    def count(self, num_bytes: int) -> None:
+        """Note what was read: now and then the memory of mapped files is given back."""
+        self._bytes_read += num_bytes
+        if self._bytes_read < _RELEASE_BYTES:
+            return
+        self._bytes_read = 0
+        kept = [one.copy for found in self.at_hand.values() for one in found if one.copy]
+        for copy in (*self._copies.values(), *kept):
+            copy.release()
+        for file in self._files.values():
+            file.release()
+
+    def close_copies(self) -> None:
+        """Forget the copies that are open."""
+        self._copies.clear()
+
+    def _copy(self, file: RowFile, group: tuple[str, str, int], at_hand: _AtHand) -> _Copy:
+        """A whole group, as a file in the folder of unpacked files."""
+        path, stamp, number = group
+        name = "\0".join((path, stamp, str(number), *at_hand.columns))
+        copy = self._copies.get(name)
+        if copy is None:
+
+            def write(target: BinaryIO) -> None:
+                batches = file.batches(range(number, number + 1), at_hand.columns)
+                with _ArrowWriter(target) as writer:
+                    for batch in batches:
+                        writer.add(batch)
+
+            what = f"row group {number} of {path}"
+            with open(unpacked_copy(name, what, at_hand.folder, write), "rb") as opened:
+                copy = _Copy(opened)
+        _keep(self._copies, name, copy, _OPEN_FILES)
+        return copy
+
+
+def _keep(cache: OrderedDict[Key, Value], key: Key, value: Value, limit: int) -> None:
+    cache[key] = value
+    cache.move_to_end(key)
+    while len(cache) > limit:
+        cache.popitem(last=False)
+
+
+_reader = _RowReader()
+
+
+@contextmanager
+def rows_at_hand(
+    wanted: Sequence[WantedRows], scratch: Path, unpack_folder: Path
+) -> Iterator[None]:
+    """Prepare rows of Parquet files for being read in any order while the block runs.
+
+    Args:
+        scratch: existing folder; the files in it have no name and vanish with this process.
+        unpack_folder: for copies of groups, which stay there.
+
+    Raises:
+        StageError: a file cannot be read, or the disk is full.
+    """
+    at_hand: dict[str, list[_AtHand]] = {}
+    before, _reader.at_hand = _reader.at_hand, at_hand
+    try:
+        for one in wanted:
+            path = one.root.path(one.container)
+            at_hand.setdefault(path, []).append(_prepare(one, scratch, unpack_folder))
+        yield
+    finally:
+        _reader.at_hand = before
+        _reader.close_copies()  # one that is removed takes its space until then
+
+
+def _prepare(wanted: WantedRows, scratch: Path, unpack_folder: Path) -> _AtHand:
+    try:
+        file, _ = _reader.file(wanted.root, wanted.kind, wanted.container)
+        chosen = decoded_at_once(file.group_starts, file.group_bytes, wanted.rows)
+        with translate_disk_full(scratch), tempfile.TemporaryFile(dir=scratch) as kept:
+            rows, starts = _write_rows(kept, file, np.flatnonzero(chosen), wanted)
+            copy = _Copy(kept, starts) if len(rows) else None
+            return _AtHand(wanted.columns, unpack_folder, rows, copy)
+    except (*_DAMAGE, SampleError) as error:
+        path = wanted.root.path(wanted.container)
+        raise StageError(f"{path} cannot be read: {error}") from error
+
+
+def decoded_at_once(
+    group_starts: Sequence[int], group_bytes: Sequence[int], rows: Rows
+) -> npt.NDArray[np.bool_]:
+    """(num_groups,): whether a reader of these rows, ascending, decodes a group for itself alone.
+
+    Args:
+        group_starts: (num_groups + 1,) first row of each group, and the number of rows.
+        group_bytes: (num_groups,) when decoded.
+    """
+    wanted = np.diff(np.searchsorted(rows, np.asarray(group_starts)))
+    much = wanted >= WANTED_SHARE * np.diff(group_starts)
+    return (wanted > 0) & (much | (np.asarray(group_bytes) <= SMALL_GROUP))
+
+
+def _write_rows(
+    target: BinaryIO, file: RowFile, groups: npt.NDArray[np.intp], wanted: WantedRows
+) -> tuple[Rows, list[int]]:
+    """Write the wanted rows of some groups; returns their numbers and where batches begin."""
+    written: list[Rows] = []
+    starts = [0]
+    with _ArrowWriter(target) as writer:
+        for group in groups.tolist():
+            first = file.group_starts[group]
+            for batch in file.batches(range(group, group + 1), wanted.columns):
+                begin, end = np.searchsorted(wanted.rows, (first, first + len(batch)))
+                if end > begin:
+                    rows = wanted.rows[begin:end]
+                    writer.add(batch.take(pa.array(rows - first)))
+                    written.append(rows)
+                    starts.append(starts[-1] + len(rows))
+                first += len(batch)
+    return np.concatenate([*written, wanted.rows[:0]]), starts[:-1]
+
+
+class _ArrowWriter:
+    """Writes an Arrow file; its schema is that of the first batch."""
+
+    def __init__(self, target: BinaryIO) -> None:
+        self._target = target
+        self._writer: Any = None
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Append a batch."""
+        if self._writer is None:
+            self._writer = pa.ipc.new_file(self._target, batch.schema)
+        self._writer.write_batch(batch)
+
+    def __enter__(self) -> "_ArrowWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._target.flush()
+
+
+def read_value(root: Root, kind: str, container: str, row: int, column: str, size: int) -> bytes:
+    """A record's JSON or a medium's bytes.
+
+    Raises:
+        StageError: there is no such row or column any more, or it has another size.
+    """
+    try:
+        values = _reader.row(root, kind, container, row, column).to_pylist()[0]
+        if is_record(column):
+            data: Any = record_json(values, record_columns(column)[1])[0]
+        else:
+            top = media_column(column)
+            data = name_media(values[top], top)[1].get(column)
+    except (*_DAMAGE, SampleError) as error:
+        raise StageError(f"{root.path(container)}, row {row} cannot be read: {error}") from error
+    _reader.count(size)
+    if data is None or len(data) != size:
+        raise StageError(
+            f"{root.path(container)}, row {row} changed since it was measured; restore it, or "
+            "measure again with output.overwrite=true"
+        )
+    return bytes(data)

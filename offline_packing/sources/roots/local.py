@@ -1,0 +1,164 @@
+"""Files under a root, and never a file outside it."""
+
+import functools
+import io
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from offline_packing.storage.files import read_range
+from offline_packing.storage.range_file import RangeFile
+from task_encoders.samples import SampleError
+
+#: Enough for most image headers, in one read.
+_BUFFER_BYTES: Final = 4096
+#: Components without a dot in front, none of them empty.
+_PLAIN_NAME: Final = re.compile(r"[^./][^/]*(?:/[^./][^/]*)*")
+
+
+class MediaRoot:
+    """A folder whose files may be read. Names are POSIX paths; symlinks may not lead outside."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = os.path.realpath(folder)
+        self._inside = self.folder.rstrip("/") + "/"
+
+    def path(self, container: str) -> str:
+        """Path of a file for opening it and for messages."""
+        return self._inside + container
+
+    def locate(self, folder: str, name: str) -> str:
+        """Container (path relative to the root) of the file that `name` means in `folder`.
+
+        Raises:
+            SampleError: path_outside_root, or missing_image for what cannot be a file name.
+        """
+        if not name or "\0" in name:
+            raise SampleError("missing_image", f"{name!r} is no file name")
+        if _PLAIN_NAME.fullmatch(name):  # as most are; what follows takes 5 µs
+            return f"{folder}/{name}" if folder else name
+        path = os.path.normpath(os.path.join(self.folder, folder, name))
+        if not self._holds(path):
+            raise SampleError("path_outside_root", f"{name!r} leads outside {self.folder!r}")
+        return path[len(self.folder) :].lstrip("/")
+
+    def open(self, container: str, *, sequential: bool = False) -> BinaryIO:
+        """Open a file for reading; the system itself notices what is read from front to back.
+
+        Raises:
+            SampleError: path_outside_root if a symlink leads outside; missing_image if there is no
+                such file, or it is a folder, a pipe or a device, or may not be read.
+        """
+        return io.BufferedReader(io.FileIO(self._open(container)), _BUFFER_BYTES)
+
+    def open_range(self, container: str, offset: int, size: int) -> BinaryIO:
+        """A file of `size` bytes at `offset` of a file. Raises SampleError as `open`."""
+        return RangeFile.open(self.open(container), offset, size)
+
+    def size(self, file: BinaryIO) -> int:
+        """Bytes of an open file."""
+        return os.fstat(file.fileno()).st_size
+
+    def stamp(self, container: str) -> str:
+        """Changes when a file is replaced or written to."""
+        found = os.stat(self.path(container))
+        return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
+
+    def read(self, container: str, limit: int) -> bytes:
+        """A whole file.
+
+        Raises:
+            SampleError: as `open`; bad_record if it is larger than `limit` bytes.
+        """
+        descriptor = self._open(container)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size > limit:
+                raise SampleError("bad_record", f"the JSON is larger than {limit} bytes")
+            data = os.read(descriptor, size + 1)
+            while data and len(data) < size and (rest := os.read(descriptor, size - len(data))):
+                data += rest
+        finally:
+            os.close(descriptor)
+        return data
+
+    def read_range(self, container: str, offset: int, size: int, *, whole: bool) -> bytes:
+        """`size` bytes at `offset`; with `whole`, the file must have exactly that size.
+
+        Raises:
+            StageError: the file is gone, shorter, or has another size than when it was measured.
+        """
+        return read_range(self.path(container), offset, size, whole=whole)
+
+    def list_folder(self, folder: bytes) -> Iterator[tuple[bytes, int | None, int]]:
+        """(name, size, modification time in ns) of what is in a folder (b"" or b"a/b/"); None is
+        the size of a folder, and those that are links are files. What begins with a dot is left
+        out; the order is the file system's own."""
+        with os.scandir(os.fsencode(self._inside) + folder) as found:
+            for entry in found:
+                if entry.name[:1] == b".":
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    yield entry.name, None, 0
+                else:
+                    status = _stat(entry)
+                    yield entry.name, status.st_size, status.st_mtime_ns
+
+    def entry(self, container: str) -> tuple[str, int, int]:
+        """(container, size, modification time in ns) of a file."""
+        found = os.stat(self.path(container))
+        return container, found.st_size, found.st_mtime_ns
+
+    def _open(self, container: str) -> int:
+        """A descriptor of a regular file under the root."""
+        path = self.path(container)
+        try:
+            if not self._holds(_real_folder(path.rpartition("/")[0])):
+                raise SampleError("path_outside_root", f"{container!r} is behind a link to outside")
+            descriptor = self._open_here(path, container)
+        except OSError as error:
+            raise _as_sample_error(container, error) from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise SampleError("missing_image", f"{container!r} is not a regular file")
+        return descriptor
+
+    def _open_here(self, path: str, container: str) -> int:
+        # Non-blocking: opening a named pipe would wait for a writer.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            return os.open(path, flags | os.O_NOFOLLOW)
+        except OSError:
+            if not os.path.islink(path):
+                raise
+        if not self._holds(os.path.realpath(path)):
+            raise SampleError("path_outside_root", f"{container!r} is a link to outside")
+        return os.open(path, flags)
+
+    def _holds(self, path: str) -> bool:
+        return path.startswith(self._inside) or path == self.folder
+
+
+def _stat(entry: os.DirEntry[bytes]) -> os.stat_result:
+    """Of the file that a link leads to; of the link where it leads nowhere."""
+    try:
+        return entry.stat()
+    except OSError:
+        return entry.stat(follow_symlinks=False)
+
+
+@functools.lru_cache(maxsize=1024)
+def _real_folder(folder: str) -> str:
+    return os.path.realpath(folder)
+
+
+def _as_sample_error(container: str, error: OSError) -> Exception:
+    """A file that is not there is the sample's fault; a failing disk is not."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError) or (
+        error.strerror in ("File name too long", "Too many levels of symbolic links")
+    ):
+        return SampleError("missing_image", f"{container!r}: {error.strerror}")
+    return error

@@ -1,0 +1,151 @@
+"""Compressed files: read from front to back, or unpacked once to be read at any place.
+
+A file that is damaged, cut off, or unpacks beyond all measure gives what lies before that, and then
+raises `DamagedStreamError`.
+"""
+
+import contextlib
+import io
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import xxhash
+
+from offline_packing.errors import DiskFullError
+from offline_packing.storage.files import atomic_file, remove_temporaries, wait_for_lock
+
+#: Suffixes of compressed files, and pyarrow's names of the codecs.
+CODECS: Final = {"gz": "gzip", "tgz": "gzip", "zst": "zstd"}
+
+#: Suffixes of files that are compressed otherwise: they are refused, not passed over.
+UNREAD_SUFFIXES: Final = (".xz", ".lzma", ".bz2", ".lz4", ".br", ".z")
+
+#: Beyond `_FREE_BYTES` a file may unpack to this many times its size: text takes 5 to 50, a bomb
+#: 1,000 and more.
+MAX_EXPANSION: Final = 200
+_FREE_BYTES: Final = 64 << 20
+_BLOCK: Final = 1 << 16
+
+
+class DamagedStreamError(ValueError):
+    """What follows in a compressed file or a tar cannot be read."""
+
+
+def codec_of(name: str) -> str | None:
+    """The codec that a file's name tells; None for a plain file."""
+    return CODECS.get(name.rpartition(".")[2].lower())
+
+
+def find_unread(names: Iterable[str], endings: tuple[str, ...]) -> str | None:
+    """Why a source cannot be read that has a file with one of these (lower-case) endings."""
+    name = next((name for name in names if name.lower().endswith(endings)), None)
+    if name is None:
+        return None
+    return (
+        f"holds {name}, compressed in a way that is not read; unpack it, compress it as .gz or "
+        ".zst, or move it out of source.path"
+    )
+
+
+def open_unpacked(file: BinaryIO, name: str, packed_size: int) -> BinaryIO:
+    """The content of an open file, unpacked if its name says that it is compressed; closing it
+    closes the file."""
+    codec = codec_of(name)
+    if codec is None:
+        return file
+    return io.BufferedReader(_UnpackedStream(file, codec, packed_size), _BLOCK)
+
+
+class _UnpackedStream(io.RawIOBase):
+    """Unpacks in blocks of one size, so that every reading of a damaged file gives the same bytes
+    before it fails, however it is read."""
+
+    def __init__(self, file: BinaryIO, codec: str, packed_size: int) -> None:
+        import pyarrow as pa
+
+        self._file = file
+        self._stream: Any = pa.CompressedInputStream(pa.PythonFile(file, "r"), codec)
+        self._limit = _FREE_BYTES + MAX_EXPANSION * packed_size
+        self._packed_size = packed_size
+        self._block = b""
+        self._position = 0
+        self._unpacked = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        if self._position == len(self._block):
+            self._next_block()
+        data = self._block[self._position : self._position + len(buffer)]
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def _next_block(self) -> None:
+        try:
+            self._block = self._stream.read(_BLOCK)
+        except OSError as error:
+            raise DamagedStreamError(" ".join(str(error).split())[:200]) from error
+        self._position = 0
+        self._unpacked += len(self._block)
+        if self._unpacked > self._limit:
+            raise DamagedStreamError(
+                f"its {self._packed_size} bytes unpack to more than {self._limit}; "
+                "if that is meant, unpack it yourself"
+            )
+
+    def close(self) -> None:
+        if not self.closed:
+            self._stream.close()
+            self._file.close()
+        super().close()
+
+
+def unpack(file: BinaryIO, name: str, packed_size: int, target: BinaryIO) -> None:
+    """Write the content of an open compressed file; of a damaged one, what lies before the damage,
+    which is all that was measured."""
+    with (
+        open_unpacked(file, name, packed_size) as content,
+        contextlib.suppress(DamagedStreamError),
+    ):
+        while block := content.read(_BLOCK):
+            target.write(block)
+
+
+def unpacked_copy(name: str, what: str, folder: Path, write: Callable[[BinaryIO], None]) -> Path:
+    """A file in `folder` that is made once, by whoever needs it first; others wait for it.
+
+    Killed on the way, it leaves nothing that counts: the next one begins anew. Where there are no
+    locks, several processes may write it at once, each to a file of its own, and all rename the
+    same content to the same name.
+
+    Args:
+        name: tells it from all others: what it is made of, and the state that is in.
+        what: what to call that in messages.
+        write: writes the content.
+
+    Raises:
+        DiskFullError: there is no room for it.
+    """
+    path = folder / f"{xxhash.xxh3_128_hexdigest(name.encode(errors='surrogateescape'))}.unpacked"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with wait_for_lock(path.with_suffix(".lock")):
+        if path.exists():
+            return path
+        remove_temporaries(folder)  # of processes that were killed: they may be large
+        try:
+            with atomic_file(path) as copy:
+                write(copy)
+        except DiskFullError as error:
+            free = shutil.disk_usage(folder).free
+            raise DiskFullError(
+                f"no room to unpack {what} to {folder}, {free:,} bytes are free: compressed files "
+                "and large row groups are unpacked while packs are written; free some space and "
+                "run again, unpack the source yourself, or choose an output.path on another disk"
+            ) from error
+    return path

@@ -1,0 +1,1 @@
+"""What is done to an output that exists: status and repair."""

@@ -1,0 +1,168 @@
+"""retry: bring an output to completion, or back to what was written."""
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from offline_packing.errors import StageError
+from offline_packing.layouts import LAYOUTS
+from offline_packing.layouts.shard_layout import Shard, plan_shards
+from offline_packing.layouts.shard_tasks import ShardTask, iterate_tasks
+from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import plan, restore_plan
+from offline_packing.runs.manifest import (
+    Manifest,
+    earlier_shards,
+    finish_layout,
+    read_manifest,
+    stages_of_manifest,
+)
+from offline_packing.runs.run import Stage
+from offline_packing.storage.files import read_json, to_json, write_atomically
+from offline_packing.upkeep.append import append
+from offline_packing.upkeep.status import num_appends
+from offline_packing.verify.damage import (
+    Damage,
+    expected_started,
+    find_metadata_damage,
+    find_stage_damage,
+    planned_as,
+)
+from offline_packing.verify.shard import find_damage
+from offline_packing.write.write import open_plan, write
+
+
+@dataclass(frozen=True)
+class RepairTask:
+    """One shard and its line in the manifest."""
+
+    shard: ShardTask
+    expected: Mapping[str, Any]
+
+    @property
+    def number(self) -> int:
+        """What tells the task from the others."""
+        return self.shard.number
+
+
+def retry(stage: Stage) -> str:
+    """Go on where a run ended; in a complete output, write again what is missing or damaged of
+    shards, plan and metadata, to the same bytes. All else stays as it is.
+
+    The source is needed for shards only.
+
+    Returns:
+        What was done, as text.
+
+    Raises:
+        StageError: something is damaged that only measuring again can repair, or the source does
+            not give the same bytes any more.
+    """
+    manifest = read_manifest(stage)
+    if manifest is None:
+        measure(stage)
+        plan(stage)
+        return f"{len(write(stage)['shards']):,} shards are complete"
+    if num_appends(stage.workspace) > len(manifest["appended"]):
+        return f"{len(append(stage)['shards']):,} shards are complete"
+    files: list[str] = []
+    shards: list[str] = []
+    left: list[Damage] = []
+    with stage.unpacked_files():
+        for own in stages_of_manifest(stage, manifest):
+            damage = find_stage_damage(own, manifest)
+            beyond = [one for one in damage if not one.is_repairable]
+            left += beyond
+            if any(not one.is_aside for one in beyond):
+                continue  # without its index nothing of this generation can be made again
+            _repair_plan(own, manifest, [one for one in damage if one.is_repairable])
+            files += [one.name for one in damage if one.is_repairable]
+            shards += _repair_shards(own, manifest)
+    files += _repair_metadata(stage, manifest)
+    if left:
+        raise StageError(f"{stage.workspace.root}: {left[0]}; what else could be repaired is")
+    others = f"; and {', '.join(files)}" if files else ""
+    return (
+        f"wrote {len(shards):,} damaged shards again: {', '.join(sorted(shards)) or 'none'}{others}"
+    )
+
+
+def _repair_plan(stage: Stage, manifest: Manifest, damage: Sequence[Damage]) -> None:
+    """Make the plan of one generation again, and what says which layout it was written in."""
+    started = stage.workspace.started
+    if any(stage.workspace.root / one.name != started for one in damage):
+        restore_plan(stage, planned_as(stage, manifest))
+    if damage:
+        content = expected_started(stage, manifest, read_json(stage.workspace.plan_info)["hash"])
+        stage.workspace.write.mkdir(exist_ok=True)
+        write_atomically(started, content)
+
+
+def _repair_metadata(stage: Stage, manifest: Manifest) -> list[str]:
+    """Names of the layout's files that were damaged."""
+    damage = find_metadata_damage(stage, manifest)
+    if damage:
+        LAYOUTS[manifest["layout"]].check_ready()
+        now = finish_layout(stage, manifest)
+        if now != manifest:  # by another version of Energon
+            write_atomically(stage.workspace.manifest, to_json(now))
+    return [one.name for one in damage]
+
+
+def _repair_shards(stage: Stage, manifest: Manifest) -> list[str]:
+    """Names of the shards of one generation that had to be written again."""
+    samples, packs, _ = open_plan(stage)
+    for left_by_kill in stage.workspace.write.glob("*.repair"):
+        shutil.rmtree(left_by_kill)
+    shards = plan_shards(stage.config.output, samples, packs, earlier_shards(stage))
+    layout = LAYOUTS[stage.config.output.layout]
+    lines = {line["name"]: line for line in manifest["shards"]}
+
+    def tasks(some: Sequence[Shard], *, with_sources: bool) -> Iterator[RepairTask]:
+        for task in iterate_tasks(stage, samples, packs, some, with_sources=with_sources):
+            yield RepairTask(task, lines[layout.shard_file(task.shard.name)])
+
+    checked = stage.engine.run(is_damaged, tasks(shards, with_sources=False))
+    numbers = {number for number, damaged in checked if damaged}
+    damaged = [shard for shard in shards if shard.number in numbers]
+    return list(stage.engine.run(repair_shard, tasks(damaged, with_sources=True)))
+
+
+def is_damaged(task: RepairTask) -> tuple[int, bool]:
+    """Number of a shard, and whether it or its fragment is missing or damaged."""
+    return task.number, bool(find_damage(task.shard, task.expected))
+
+
+def repair_shard(task: RepairTask) -> str:
+    """Write a shard again; returns its name.
+
+    It is written elsewhere first, and its hash, not the times of the source's files, says whether
+    it is what it was: a JSONL file may have grown since, or the source may have moved.
+
+    Raises:
+        StageError: the source does not give the same bytes any more.
+    """
+    shard = task.shard
+    scratch = shard.fragment_path.with_suffix(".repair")
+    scratch.mkdir()
+    try:
+        with shard.rows_at_hand():
+            fragment = LAYOUTS[shard.layout].write(
+                replace(shard, folder=scratch, check_times=False)
+            )
+        if fragment.xxh3_128 != task.expected["xxh3_128"]:
+            raise StageError(
+                f"{fragment.name} cannot be written as it was: the source changed; pack it again "
+                "with another output.path"
+            )
+        for path in sorted(scratch.rglob("*")):
+            target = shard.folder / path.relative_to(scratch)
+            if path.is_dir():
+                target.mkdir(exist_ok=True)
+            else:
+                path.replace(target)
+        fragment.save(shard.fragment_path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return fragment.name

@@ -1,0 +1,215 @@
+"""Damage to what the stages left behind: each file against the hash recorded when it was written.
+
+    _packing/index.json         hashes of index parts, set-aside parts and tables of files
+    _packing/plan/stage.json    hashes of the plan's files, and of index.json
+    manifest.json               hashes of shards, fragments and Energon's metadata; what stage.json
+                                says; its own content
+
+A bit that flips in a recorded hash shows as well: a problem names the file and what records it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from offline_packing.errors import StageError
+from offline_packing.index.table import IndexInfo
+from offline_packing.layouts.energon_metadata import hash_metadata
+from offline_packing.plan.plan import PLAN_FILES
+from offline_packing.runs.generations import earlier_generations
+from offline_packing.runs.manifest import Manifest, hash_plan
+from offline_packing.runs.run import Stage
+from offline_packing.storage.files import hash_bytes, hash_file, read_json, to_json
+from offline_packing.write.write import layout_fingerprint
+
+RETRY: Final = "retry writes it again"
+#: Damaged, these keep nobody from comparing the shards with the plan.
+_FOR_PEOPLE: Final = ("set_aside.parquet", "summary.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A file that is missing, or is not what was written."""
+
+    #: relative to the output
+    name: str
+    text: str
+    remedy: str
+    #: whether the shards can be compared with the plan all the same
+    is_aside: bool = False
+
+    @property
+    def is_repairable(self) -> bool:
+        """Whether retry brings it back."""
+        return self.remedy == RETRY
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.text}; {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True)
+class FileCheck:
+    """The task of comparing one file with its hash."""
+
+    number: int
+    root: Path
+    path: Path
+    expected: str
+    #: the file that the hash stands in
+    recorded_in: Path
+    remedy: str
+    is_aside: bool = False
+
+
+def check_file(task: FileCheck) -> Damage | None:
+    """What is wrong with a file, if anything is."""
+    name, recorded_in = (str(p.relative_to(task.root)) for p in (task.path, task.recorded_in))
+    try:
+        found = hash_metadata(task.path)
+    except FileNotFoundError:
+        return Damage(name, "is missing", task.remedy, task.is_aside)
+    except (OSError, StageError) as error:
+        return Damage(name, f"cannot be read: {error}", task.remedy, task.is_aside)
+    if found != task.expected:
+        text = f"differs from what was written: {recorded_in} records another hash"
+        return Damage(name, text, task.remedy, task.is_aside)
+    return None
+
+
+def find_metadata_damage(stage: Stage, manifest: Manifest) -> list[Damage]:
+    """Damage to what the layout says of all shards; somebody may have edited it."""
+    root = stage.workspace.root
+    checks = (
+        FileCheck(i, root, root / name, expected, stage.workspace.manifest, RETRY, is_aside=True)
+        for i, (name, expected) in enumerate(manifest["metadata"].items())
+    )
+    return _run(stage, list(checks))
+
+
+def find_stage_damage(stage: Stage, manifest: Manifest) -> list[Damage]:
+    """Damage to index and plan of one generation, and to what says which layout it was written in;
+    the shards' fragments are left to those who read the shards."""
+    plan_info, damage = _read_plan_info(stage, manifest)
+    index_info, index_damage = _read_index_info(stage, plan_info)
+    damage += [*index_damage, *_started_damage(stage, manifest, plan_info)]
+    checks: list[FileCheck] = []
+    if index_info is not None:
+        checks += _index_checks(stage, index_info)
+    if plan_info is not None:
+        checks += _plan_checks(stage, plan_info)
+    numbered = [replace(check, number=i) for i, check in enumerate(checks)]
+    return damage + _run(stage, numbered)
+
+
+def expected_started(stage: Stage, manifest: Manifest, plan_hash: str) -> bytes:
+    """The content of write/started.json, by the configuration that the manifest holds."""
+    generations = earlier_generations(replace(stage, generation=len(manifest["appended"]) + 1))
+    own = replace(stage, config=generations[stage.generation].config)
+    return to_json(layout_fingerprint(own, plan_hash))
+
+
+def planned_as(stage: Stage, manifest: Manifest) -> str:
+    """What `hash_plan` gives of this generation's plan."""
+    origins = (manifest, *manifest["appended"])
+    return str(origins[stage.generation]["plan"])
+
+
+def _run(stage: Stage, checks: Sequence[FileCheck]) -> list[Damage]:
+    own = [check for check in checks if stage.engine.owns(check)]
+    found = [damage for damage in stage.engine.run(check_file, own) if damage is not None]
+    return sorted(found, key=lambda damage: damage.name)
+
+
+def _read_plan_info(
+    stage: Stage, manifest: Manifest
+) -> tuple[Mapping[str, Any] | None, list[Damage]]:
+    """The plan's stage.json; None where it cannot be relied on."""
+    path = stage.workspace.plan_info
+    name = str(path.relative_to(stage.workspace.root))
+    try:
+        info = read_json(path)
+        if info is None:
+            return None, [Damage(name, "is missing", RETRY)]
+        is_whole = sorted(info["files"]) == sorted(PLAN_FILES) and path.read_bytes() == to_json(
+            info
+        )
+        if is_whole and hash_plan(info) == planned_as(stage, manifest):
+            return info, []
+    except (StageError, LookupError, TypeError):
+        pass  # a damaged file has any form
+    return None, [Damage(name, "is not what was written", RETRY)]
+
+
+def _read_index_info(
+    stage: Stage, plan_info: Mapping[str, Any] | None
+) -> tuple[IndexInfo | None, list[Damage]]:
+    """index.json; None where it cannot be relied on."""
+    workspace = stage.workspace
+    name = str(workspace.index_info.relative_to(workspace.root))
+    remedy = _measure_again(stage, "it")
+    try:
+        info = IndexInfo.load(workspace.index_info)
+    except StageError as error:
+        return None, [Damage(name, f"cannot be used: {error}", remedy)]
+    if info is None:
+        return None, [Damage(name, "is missing", remedy)]
+    if plan_info is not None:
+        found = hash_file(workspace.index_info)
+        if found != plan_info["fingerprint"]["index"]:
+            recorded_in = workspace.plan_info.relative_to(workspace.root)
+            text = f"differs from what was written: {recorded_in} records another hash"
+            return None, [Damage(name, text, remedy)]
+    return info, []
+
+
+def _started_damage(
+    stage: Stage, manifest: Manifest, plan_info: Mapping[str, Any] | None
+) -> list[Damage]:
+    if plan_info is None:
+        return []
+    root, path = stage.workspace.root, stage.workspace.started
+    expected = hash_bytes(expected_started(stage, manifest, plan_info["hash"]))
+    check = FileCheck(0, root, path, expected, stage.workspace.manifest, RETRY)
+    damage = check_file(check)
+    return [] if damage is None else [damage]
+
+
+def _index_checks(stage: Stage, info: IndexInfo) -> Iterator[FileCheck]:
+    workspace = stage.workspace
+    for folder, hashes in info.hashes.items():
+        for name, expected in hashes.items():
+            needed = folder == workspace.index.name
+            again = f"index/{name} and set_aside/{name}" if folder != workspace.files.name else None
+            yield FileCheck(
+                0,
+                workspace.root,
+                workspace.stages / folder / name,
+                expected,
+                workspace.index_info,
+                _measure_again(stage, again),
+                is_aside=not needed,
+            )
+
+
+def _measure_again(stage: Stage, what: str | None) -> str:
+    """The remedy for damage that only measuring again can repair."""
+    if stage.generation or what is None:
+        return "restore it from a copy, or pack all data again with another output.path"
+    folder = stage.workspace.stages
+    files = what if what == "it" else f"{what}, with index.json, of {folder}"
+    return f"restore it from a copy, or remove {files} and run measure again"
+
+
+def _plan_checks(stage: Stage, info: Mapping[str, Any]) -> Iterator[FileCheck]:
+    workspace = stage.workspace
+    for name, expected in info["files"].items():
+        yield FileCheck(
+            0,
+            workspace.root,
+            workspace.plan / name,
+            expected,
+            workspace.plan_info,
+            RETRY,
+            is_aside=name in _FOR_PEOPLE,
+        )

@@ -1,0 +1,200 @@
+"""The task of `verify`: re-read one shard."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from offline_packing.errors import StageError
+from offline_packing.index.table import key_hash
+from offline_packing.layouts import LAYOUTS
+from offline_packing.layouts.shard_tasks import Row, ShardTask
+from offline_packing.runs.run import open_encoder
+from offline_packing.storage.files import hash_file
+from task_encoders.pack_format import JSON_PART, PackFormatError, parse_json, restore_pack
+from task_encoders.samples import SampleError, SourceSample
+from task_encoders.video_file import MissingPyAVError
+
+#: Problems kept per shard; all are counted.
+_KEPT: Final = 20
+
+
+@dataclass
+class ShardReport:
+    """What re-reading one shard, or all of them, found."""
+
+    num_packs: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_images: int = 0
+    num_videos: int = 0
+    num_problems: int = 0
+    #: those that retry repairs
+    num_repairable: int = 0
+    problems: list[str] = field(default_factory=list)
+    #: key_hash of every sample found: one array per pack
+    key_hashes: list[npt.NDArray[np.uint64]] = field(default_factory=list)
+
+    def problem(self, text: str, *, repairable: bool = False) -> None:
+        """Count a problem; the first ones are kept."""
+        self.num_problems += 1
+        self.num_repairable += repairable
+        if len(self.problems) < _KEPT:
+            self.problems.append(text)
+
+    def add(self, other: "ShardReport") -> None:
+        """Add what was found elsewhere, all but the hashes."""
+        self.num_packs += other.num_packs
+        self.num_samples += other.num_samples
+        self.num_tokens += other.num_tokens
+        self.num_images += other.num_images
+        self.num_videos += other.num_videos
+        self.num_problems += other.num_problems
+        self.num_repairable += other.num_repairable
+        self.problems = (self.problems + other.problems)[:_KEPT]
+
+
+@dataclass(frozen=True)
+class VerifyTask:
+    """One shard: what it should hold, its line in the manifest, and the padding of samples."""
+
+    shard: ShardTask
+    expected: Mapping[str, Any]
+    pad_multiple: int
+    deep: bool
+
+    @property
+    def number(self) -> int:
+        """What tells the task from the others."""
+        return self.shard.number
+
+
+def verify_shard(task: VerifyTask) -> ShardReport:
+    """Re-read one shard."""
+    report = ShardReport()
+    for problem in find_damage(task.shard, task.expected):
+        report.problem(problem)
+    is_damaged = report.num_problems > 0
+    _verify_packs(task, report)
+    if is_damaged:  # written again, it has none of the others either
+        report.num_repairable = report.num_problems
+    return report
+
+
+def find_damage(shard: ShardTask, expected: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a shard as a whole, or with its fragment; retry repairs it.
+
+    Args:
+        expected: its line in the manifest.
+    """
+    path = shard.fragment_path
+    name = path.relative_to(shard.folder)
+    if not path.is_file():
+        found = [f"{name} is missing"]
+    elif hash_file(path) != expected["fragment_xxh3_128"]:
+        found = [f"{name} is not what was written: its hash differs"]
+    else:
+        return LAYOUTS[shard.layout].find_damage(shard, expected["xxh3_128"])
+    try:
+        return found + LAYOUTS[shard.layout].find_damage(shard, expected["xxh3_128"])
+    except StageError:  # a layout that finds its files by the fragment
+        return found
+
+
+def _verify_packs(task: VerifyTask, report: ShardReport) -> None:
+    """Compare the packs of a shard with the plan."""
+    layout = LAYOUTS[task.shard.layout]
+    keys = task.shard.keys()
+    planned = task.shard.packs()
+    try:
+        with task.shard.rows_at_hand() if task.deep else nullcontext():
+            for key, parts in layout.read_packs(task.shard):
+                planned_key, rows = next(planned, ("", []))
+                if key != planned_key:
+                    report.problem(
+                        f"{task.expected['name']} does not hold the packs {keys[0]} to {keys[-1]}"
+                    )
+                    return
+                report.num_packs += 1
+                _verify_pack(task, key, parts, rows, report)
+    except StageError as error:
+        if not report.num_problems:
+            report.problem(str(error))
+        return
+    if next(planned, None) is not None:
+        report.problem(f"{task.expected['name']} does not hold all packs up to {keys[-1]}")
+
+
+def _verify_pack(
+    task: VerifyTask,
+    key: str,
+    parts: Mapping[str, bytes],
+    rows: Sequence[Row],
+    report: ShardReport,
+) -> None:
+    """Compare one pack with its rows of the index, and with their sources if the task is deep."""
+    where = f"{task.expected['name']}: {key}"
+    try:
+        pack = restore_pack(parse_json(parts[JSON_PART], key), key, None)
+    except (KeyError, PackFormatError) as error:
+        report.problem(f"{where}: no usable JSON: {error}")
+        return
+    if pack.task != task.shard.task:
+        report.problem(f"{where}: task is {pack.task}, not {task.shard.task}")
+    if list(pack.keys) != [row.key for row in rows]:
+        report.problem(f"{where}: it does not hold the planned samples")
+        return
+    lengths = [row.num_tokens for row in rows]
+    if list(pack.num_tokens or ()) != lengths:
+        report.problem(f"{where}: meta.num_tokens is not what was measured")
+    padded = sum(-(-length // task.pad_multiple) * task.pad_multiple for length in lengths)
+    if padded > task.shard.seq_length:
+        report.problem(f"{where}: {padded} tokens > seq_length {task.shard.seq_length}")
+    hashes = [key_hash(row.source_id, row.key) for row in rows]
+    report.key_hashes.append(np.array(hashes, dtype=np.uint64))
+    report.num_samples += len(rows)
+    for row, sub in zip(rows, pack.sub_samples, strict=True):
+        sub_where = f"{where}: {row.key!r}"
+        if isinstance(sub, SampleError):
+            report.problem(f"{sub_where}: {sub}")
+        elif any(name not in parts for name in sub.media) or (
+            (len(sub.media), len(sub.videos)) != (len(row.media), row.num_videos)
+        ):
+            report.problem(f"{sub_where}: its media are not those that were measured")
+        elif task.deep:
+            _verify_sub_sample(task.shard, row, sub, parts, sub_where, report)
+
+
+def _verify_sub_sample(
+    task: ShardTask,
+    row: Row,
+    sub: SourceSample,
+    parts: Mapping[str, bytes],
+    where: str,
+    report: ShardReport,
+) -> None:
+    """Compare one sub-sample with its source, and encode it."""
+    images = [parts[name] for name in sub.images]
+    videos = [parts[name] for name in sub.videos]
+    try:
+        source = LAYOUTS[task.layout].stored_form(task.read_sample(row))
+        if (sub.turns, sub.system) != (source.turns, source.system):
+            report.problem(f"{where}: text differs from the source")
+            return
+        media = task.read_media(row)
+        if images + videos != media:
+            kind = "image" if images != media[: len(images)] else "video"
+            report.problem(f"{where}: {kind} bytes differ from the source")
+            return
+        num_tokens = len(open_encoder(task.model).encode(sub, images, videos).tokens)
+    except (SampleError, StageError, MissingPyAVError) as error:
+        report.problem(f"{where}: {error}")
+        return
+    report.num_images += len(images)
+    report.num_videos += len(videos)
+    report.num_tokens += num_tokens
+    if num_tokens != row.num_tokens:
+        report.problem(f"{where}: encodes to {num_tokens} tokens, measured {row.num_tokens}")

@@ -1,0 +1,270 @@
+"""verify: re-read what was written and compare it with the plan; `deep`: also with the source.
+
+files       every artifact there, with the hash it was written with, see damage.py
+shards      the same; .tar.idx
+packs       the planned keys, within seq_length
+samples     each one in exactly one pack or set aside, with its measured length
+deep        same turns and media bytes as the source; re-encoded from the pack's own bytes, as many
+            tokens as measured
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offline_packing.errors import StageError
+from offline_packing.index.table import Index, IndexInfo
+from offline_packing.layouts import LAYOUTS
+from offline_packing.layouts.shard_layout import Shard, plan_shards
+from offline_packing.layouts.shard_tasks import iterate_tasks
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.manifest import (
+    Manifest,
+    earlier_shards,
+    read_manifest,
+    require_manifest,
+    stages_of_manifest,
+)
+from offline_packing.runs.run import Stage, open_sources
+from offline_packing.storage.files import read_json, to_json
+from offline_packing.verify.damage import Damage, find_metadata_damage, find_stage_damage
+from offline_packing.verify.shard import ShardReport, VerifyTask, verify_shard
+from offline_packing.write.write import check_layout, layout_fingerprint, open_plan
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """What `verify` found. `ok` is the answer."""
+
+    num_shards: int
+    num_packs: int
+    num_samples: int
+    num_set_aside: int
+    #: compared with the source, and encoded again; 0 unless deep
+    num_images: int
+    num_videos: int
+    num_tokens: int
+    num_problems: int
+    #: those that `retry` repairs
+    num_repairable: int
+    #: the first of them
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is as it should be."""
+        return self.num_problems == 0
+
+
+def verify(stage: Stage, *, deep: bool = False) -> VerifyResult:
+    """Check the packed dataset, what was appended to it included.
+
+    Args:
+        deep: also compare with the source, and encode every sample again.
+
+    Raises:
+        StageError: there is no complete dataset to check, or the source, which only `deep` needs,
+            cannot be read.
+    """
+    manifest = _require_complete(stage)
+    total = ShardReport()
+    _report(find_metadata_damage(stage, manifest), total)
+    with stage.unpacked_files():
+        found = [
+            _verify_generation(own, manifest, deep, total)
+            for own in stages_of_manifest(stage, manifest)
+        ]
+    num_set_aside = sum(number for number in found if number is not None)
+    if None not in found:
+        _check_manifest(stage, manifest, num_set_aside, total)
+    return VerifyResult(
+        num_shards=len(manifest["shards"]),
+        num_packs=total.num_packs,
+        num_samples=total.num_samples,
+        num_set_aside=num_set_aside,
+        num_images=total.num_images,
+        num_videos=total.num_videos,
+        num_tokens=total.num_tokens,
+        num_problems=total.num_problems,
+        num_repairable=total.num_repairable,
+        problems=tuple(total.problems),
+    )
+
+
+def _report(damage: Sequence[Damage], total: ShardReport) -> None:
+    for one in damage:
+        total.problem(str(one), repairable=one.is_repairable)
+
+
+def _check_manifest(
+    stage: Stage, manifest: Manifest, num_set_aside: int, total: ShardReport
+) -> None:
+    """What of the manifest its own hash does not cover, and its counts."""
+    last = IndexInfo.load(stage.workspace.of_generation(len(manifest["appended"])).index_info)
+    versions = None if last is None else last.versions
+    is_whole = stage.workspace.manifest.read_bytes() == to_json(manifest)
+    if not is_whole or manifest.get("library_versions") != versions:
+        total.problem("manifest.json is not what was written; restore it from a copy")
+    counts = manifest["counts"]
+    if counts["samples"] != counts["packed"] + num_set_aside:
+        total.problem(
+            f"manifest.json: {counts['samples']} samples are not {counts['packed']} packed + "
+            f"{num_set_aside} set aside"
+        )
+
+
+def preview_verify(stage: Stage) -> str:
+    """What `verify` would check. Raises StageError as `verify`."""
+    counts = _require_complete(stage)["counts"]
+    packs = sum(counts["packs"].values())
+    return f"would check {counts['packed']:,} samples in {packs:,} packs"
+
+
+def _require_complete(stage: Stage) -> Manifest:
+    packing = stage.workspace.packing
+    if stage.workspace.manifest.exists() and not packing.exists():
+        raise StageError(
+            f"{packing} is missing, and with it the plan that the packs are compared with; copy it "
+            "to here as well"
+        )
+    manifest = read_manifest(stage)
+    if manifest is None:
+        open_plan(stage)  # where an earlier stage is missing, this says which
+        return require_manifest(stage)
+    return manifest
+
+
+def render_result(result: VerifyResult, *, deep: bool) -> str:
+    """The result as a table, problems below."""
+    deep_lines = [
+        f"{'images':<16}{result.num_images:,}, bytes compared with the source",
+        *([f"{'videos':<16}{result.num_videos:,}, likewise"] if result.num_videos else []),
+        f"{'tokens':<16}{result.num_tokens:,}, encoded again",
+    ]
+    lines = [
+        f"{'shards':<16}{result.num_shards:,}, bytes compared with their hash",
+        f"{'packs':<16}{result.num_packs:,}",
+        f"{'samples':<16}{result.num_samples:,} packed, {result.num_set_aside:,} set aside",
+        *(deep_lines if deep else []),
+        f"{'problems':<16}{result.num_problems:,}",
+        *(f"  {problem}" for problem in result.problems),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def render_verdict(result: VerifyResult) -> str:
+    """How many problems there are, and whether `retry` repairs them."""
+    left = result.num_problems - result.num_repairable
+    if left == 0:
+        return f"{result.num_problems:,} problems; retry repairs what is damaged"
+    repaired = f"retry repairs {result.num_repairable:,} of them; " if result.num_repairable else ""
+    return (
+        f"{result.num_problems:,} problems; {repaired}where a problem names no remedy, the shards "
+        "are as they were written: pack again with another output.path or output.overwrite=true"
+    )
+
+
+def _verify_generation(
+    stage: Stage, manifest: Manifest, deep: bool, total: ShardReport
+) -> int | None:
+    """Check the files of one generation; returns how many samples it set aside, or None where
+    the shards cannot be compared with the plan."""
+    if deep:
+        _require_sources(stage)
+    damage = find_stage_damage(stage, manifest)
+    _report(damage, total)
+    in_the_way = [one for one in damage if not one.is_aside]
+    if in_the_way:
+        total.problem(
+            f"the shards were not read, since {in_the_way[0].name} is damaged",
+            repairable=all(one.is_repairable for one in in_the_way),
+        )
+        return None
+    samples, plan, info = open_plan(stage)
+    started = read_json(stage.workspace.started) or {}
+    check_layout(stage, started, layout_fingerprint(stage, info["hash"]))
+    shards = plan_shards(stage.config.output, samples, plan, earlier_shards(stage))
+    own = [shard for shard in shards if stage.engine.owns(shard)]
+    lines = [line for line in manifest["shards"] if line["generation"] == stage.generation]
+    _check_shard_list(stage, shards, manifest, total)
+    hashes: list[npt.NDArray[np.uint64]] = []
+    with stage.bar("verify", sum(shard.num_packs for shard in own), "pack") as bar:
+        tasks = _tasks(stage, samples, plan, own, lines, deep)
+        for report in stage.engine.run(verify_shard, tasks):
+            bar.update(report.num_packs)
+            hashes += report.key_hashes
+            total.add(report)
+    _check_each_once(samples, plan, own, hashes, total)
+    return samples.info.num_set_aside + sum(info["set_aside"].values())
+
+
+def _require_sources(stage: Stage) -> None:
+    try:
+        open_sources(stage.config)
+    except StageError as error:
+        raise StageError(
+            f"verify --deep needs the source: {error}; verify without --deep does not"
+        ) from error
+
+
+def _tasks(
+    stage: Stage,
+    samples: Index,
+    plan: PackPlan,
+    shards: Sequence[Shard],
+    lines: Sequence[Mapping[str, Any]],
+    deep: bool,
+) -> Iterator[VerifyTask]:
+    layout = LAYOUTS[stage.config.output.layout]
+    expected = {line["name"]: line for line in lines}
+    listed = [shard for shard in shards if layout.shard_file(shard.name) in expected]
+    for task in iterate_tasks(stage, samples, plan, listed, with_sources=deep):
+        line = expected[layout.shard_file(task.shard.name)]
+        yield VerifyTask(task, line, stage.config.pack.pad_multiple, deep)
+
+
+def _check_shard_list(
+    stage: Stage, shards: Sequence[Shard], manifest: Manifest, total: ShardReport
+) -> None:
+    """Plan and manifest name the same shards."""
+    layout = LAYOUTS[stage.config.output.layout]
+    planned = {layout.shard_file(shard.name): shard.num_packs for shard in shards}
+    lines = manifest["shards"]
+    named = {
+        line["name"]: line["packs"] for line in lines if line["generation"] == stage.generation
+    }
+    if named != planned:
+        total.problem("manifest.json does not list the planned shards with their packs")
+
+
+def _check_each_once(
+    samples: Index,
+    plan: PackPlan,
+    shards: Sequence[Shard],
+    found_hashes: Sequence[npt.NDArray[np.uint64]],
+    total: ShardReport,
+) -> None:
+    """The samples found are those of the plan, and no row of the index is in two places."""
+    ids = [
+        plan.sample_ids[
+            plan.pack_offsets[shard.first_pack] : plan.pack_offsets[
+                shard.first_pack + shard.num_packs
+            ]
+        ]
+        for shard in shards
+    ]
+    hashes = samples.array("key_hash")
+    expected = np.sort(hashes[np.concatenate([*ids, np.empty(0, np.int64)])])
+    found = np.sort(np.concatenate([*found_hashes, np.empty(0, np.uint64)]))
+    if len(np.unique(plan.sample_ids)) != len(plan.sample_ids):
+        total.problem("the plan holds a sample twice")
+    lost = len(np.setdiff1d(expected, found))
+    repeated = len(found) - len(np.unique(found))
+    if lost or repeated or not np.array_equal(expected, found):
+        total.problem(
+            f"{lost:,} samples are in no pack, {repeated:,} in more than one",
+            repairable=total.num_repairable > 0,  # of damaged shards
+        )

@@ -1,0 +1,120 @@
+"""Small real datasets on disk, and stages over them, for the tests of the pipeline."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from PIL import Image
+
+from offline_packing.config.packing import PackingConfig, parse_config
+from offline_packing.engines.local import LocalEngine
+from offline_packing.index.table import Index, part_name
+from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import open_index, plan
+from offline_packing.runs.manifest import Manifest
+from offline_packing.runs.run import Stage
+from offline_packing.write.write import write
+
+WORDS = "red green blue circle square above below left right of the a picture shows".split()
+
+
+def image_bytes(width: int = 56, height: int = 56, image_format: str = "JPEG") -> bytes:
+    """A picture that depends on its size only."""
+    pixels = np.indices((height, width)).sum(0)[..., None] * [1, 2, 3] % 251
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.astype(np.uint8)).save(buffer, image_format)
+    return buffer.getvalue()
+
+
+def dialogue(*texts: str) -> list[dict[str, str]]:
+    """Messages of alternating user and assistant."""
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file, folders included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, ensure_ascii=False), "utf-8")
+
+
+def captioning_pairs(root: Path, count: int = 40, seed: int = 0, first: int = 0) -> Path:
+    """`count` pictures with a caption of 2 to 60 words each, in two folders; those before `first`
+    are there already."""
+    rng = np.random.default_rng(seed)
+    for i in range(count):
+        stem = root / f"part{i % 2}" / f"{i:06d}"
+        caption = " ".join(rng.choice(WORDS, rng.integers(2, 60)))
+        width, height = (28 * int(n) for n in rng.integers(2, 8, 2))
+        if i < first:
+            continue
+        write_json(stem.with_suffix(".json"), {"captions": [{"content": caption}]})
+        if i % 3:
+            stem.with_suffix(".jpg").write_bytes(image_bytes(width, height))
+        else:
+            stem.with_suffix(".png").write_bytes(image_bytes(width, height, "PNG"))
+    return root
+
+
+def mixed_pairs(root: Path, count: int = 30, seed: int = 0) -> Path:
+    """Dialogues with no picture, one, or two."""
+    rng = np.random.default_rng(seed)
+    for i in range(count):
+        num_images, num_turns = i % 3, 1 + i % 4
+        names = [f"{i:04d}_{j}.jpg" for j in range(num_images)]
+        texts = [" ".join(rng.choice(WORDS, rng.integers(1, 40))) for _ in range(2 * num_turns)]
+        texts[0] = "<image>\n" * num_images + texts[0]
+        stem = f"{i:04d}" if names else f"output_{i:08d}"
+        write_json(root / f"{stem}.json", {"messages": dialogue(*texts), "images": names})
+        for name in names:
+            (root / name).write_bytes(image_bytes(28 * (2 + i % 5), 84))
+    return root
+
+
+def make_config(source: Any, folder: Path, /, **sections: dict[str, Any]) -> PackingConfig:
+    """A configuration with small limits; a source that is a path is a folder of captions."""
+    if isinstance(source, Path):
+        source = {"format": "pairs", "path": str(source), "task": "captioning"}
+    defaults: dict[str, dict[str, Any]] = {
+        "model": {"max_pixels": 28 * 28 * 64},
+        "pack": {"seq_length": 512},
+        "output": {"path": str(folder), "packs_per_shard": 2},
+        "engine": {"workers": 0, "samples_per_part": 16},
+    }
+    merged = {name: {**content, **sections.get(name, {})} for name, content in defaults.items()}
+    return parse_config({"source": source, **merged})
+
+
+def make_stage(source: Any, folder: Path, /, **sections: dict[str, Any]) -> Stage:
+    """A stage that runs in this process unless engine.workers says otherwise."""
+    config = make_config(source, folder, **sections)
+    return Stage(config, LocalEngine(config.engine.workers))
+
+
+def pack_all(stage: Stage) -> Manifest:
+    """measure, plan, write; returns the manifest."""
+    measure(stage)
+    plan(stage)
+    return write(stage)
+
+
+def outcomes(stage: Stage) -> dict[str, str]:
+    """Measure; key -> 'ok' or the reason for which the sample was set aside."""
+    info = measure(stage)
+    aside = [
+        row
+        for number in range(len(info.part_rows))
+        for row in pq.read_table(stage.workspace.set_aside / part_name(number)).to_pylist()
+    ]
+    keys = Index(stage.workspace.index, info).table("key")["key"].to_pylist()
+    assert len(keys) == info.num_samples
+    assert len(aside) == info.num_set_aside
+    return {row["key"]: row["reason"] for row in aside} | dict.fromkeys(keys, "ok")
+
+
+def index_rows(stage: Stage) -> list[dict[str, Any]]:
+    """All rows of a complete index."""
+    return open_index(stage).table().to_pylist()

@@ -1,0 +1,167 @@
+"""Small packed folders, and training runs of a tiny model over them."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from launch.config import LaunchConfig
+from launch.data import EnergonMicroBatches, MicroBatch, build_task_encoder
+from launch.data_manifest import read_packed_data
+from launch.metrics import read_metrics
+from launch.model_config import QWEN_TOKEN_IDS
+from launch.parallel import initialize_parallel
+from launch.train_plan import plan_training
+from launch.train_setup import build_checkpoints, build_model, build_optimizer
+from launch.trainer import Trainer
+from task_encoders.sample_encoder import IGNORE_INDEX
+from tests.helpers.datasets import captioning_pairs, make_stage, mixed_pairs, pack_all
+
+SEQ_LENGTH = 256
+
+#: Words of the tiny model. With the real 151,936 a step takes a second; `RecordedBatches` folds
+#: them into these.
+VOCAB_SIZE = 1024
+IMAGE_TOKEN = VOCAB_SIZE - 1
+
+TINY_MODEL: dict[str, Any] = {
+    "text": {
+        "vocab_size": VOCAB_SIZE,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    },
+    "vision": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2},
+}
+
+#: What the environment says of `bmr_folder`.
+BMR_ENVIRONMENT = {"OFFLINE_PACKED_DATA": "1", "OFFLINE_PACKING_BMR": "1"}
+
+
+def bmr_folder(root: Path, samples: int = 60) -> Path:
+    """Packed dialogues with no picture, one, or two; 10 % of the packs in a val split."""
+    source = {"format": "pairs", "path": str(mixed_pairs(root / "source", samples)), "task": "bmr"}
+    return _pack(source, root / "packed")
+
+
+def captioning_folder(root: Path, samples: int = 40) -> Path:
+    """Packed captions."""
+    path = str(captioning_pairs(root / "source", samples))
+    return _pack({"format": "pairs", "path": path, "task": "captioning"}, root / "packed")
+
+
+def _pack(source: dict[str, Any], folder: Path) -> Path:
+    stage = make_stage(
+        source,
+        folder,
+        pack={"seq_length": SEQ_LENGTH},
+        output={"packs_per_shard": 8, "split": {"train": 0.9, "val": 0.1}},
+    )
+    pack_all(stage)
+    return folder
+
+
+def make_config(folder: Path, output: Path, /, **sections: dict[str, Any]) -> LaunchConfig:
+    """A run that reads in this process and takes three packs a step."""
+    defaults: dict[str, dict[str, Any]] = {
+        "model": TINY_MODEL,
+        "data": {"path": str(folder), "num_workers": 0},
+        "batch": {"global_batch_packs": 3},
+        "train": {"iterations": 8},
+        "schedule": {"learning_rate": 3e-3, "warmup": 0.25},
+        "output": {"path": str(output)},
+    }
+    merged = {name: content | sections.pop(name, {}) for name, content in defaults.items()}
+    return LaunchConfig.model_validate({**merged, **sections})
+
+
+def fold_vocabulary(row: MicroBatch) -> MicroBatch:
+    """The row with words of the tiny model."""
+    is_image = row.tokens == QWEN_TOKEN_IDS["image_token_id"]
+    tokens = (row.tokens % IMAGE_TOKEN).masked_fill(is_image, IMAGE_TOKEN)
+    labels = torch.where(row.labels == IGNORE_INDEX, row.labels, tokens)
+    return dataclasses.replace(row, tokens=tokens, labels=labels)
+
+
+class RecordedBatches:
+    """Micro batches for the tiny model that remember which packs they gave.
+
+    `fail_at`: raise instead of giving the pack of this number.
+    """
+
+    def __init__(self, batches: Any, fail_at: int | None = None) -> None:
+        self._batches = batches
+        self._fail_at = fail_at
+        self.keys: list[str] = []
+
+    def next(self) -> MicroBatch | None:
+        if len(self.keys) == self._fail_at:
+            raise KilledError
+        row = self._batches.next()
+        if row is None:
+            return None
+        self.keys += row.pack_keys
+        return fold_vocabulary(row)
+
+    def state(self) -> Any:
+        return self._batches.state()
+
+    def restore(self, state: Any) -> None:
+        self._batches.restore(state)
+
+    def restart(self) -> None:
+        self._batches.restart()
+
+    def close(self) -> None:
+        self._batches.close()
+
+
+class KilledError(BaseException):
+    """Stands for the end of the process: nothing catches it, nothing is saved."""
+
+
+def make_trainer(
+    config: LaunchConfig, *, batches: Any = None, fail_at: int | None = None
+) -> tuple[Trainer, RecordedBatches, torch.nn.Module]:
+    """A trainer as `launch.train_setup` makes it, whose packs are recorded."""
+    device = initialize_parallel(config.parallel.tensor, seed=config.train.seed)
+    data = read_packed_data(Path(config.data.path))
+    plan = plan_training(config, data, parallel_state.get_data_parallel_world_size())
+    task_encoder = build_task_encoder(config.data, data)
+    if batches is None:
+        batches = EnergonMicroBatches(config.data, task_encoder, device)
+    recorded = RecordedBatches(batches, fail_at)
+    validation = RecordedBatches(
+        EnergonMicroBatches(config.data, task_encoder, device, split="val")
+    )
+    model = build_model(config.model, device=device, seed=config.train.seed)
+    model.hf_config.image_token_id = IMAGE_TOKEN
+    trainer = Trainer(
+        config,
+        plan,
+        model=model,
+        optimizer=build_optimizer(config, model),
+        train_data=recorded,
+        validation_data=validation,
+        checkpoints=build_checkpoints(config, data, plan),
+        seq_length=data.seq_length,
+        device=device,
+    )
+    return trainer, recorded, model
+
+
+def step_lines(output: Path) -> list[dict[str, Any]]:
+    """The lines of training steps in a run's metrics."""
+    return [line for line in read_metrics(output / "metrics.jsonl") if "loss" in line]
+
+
+def losses(output: Path) -> list[float]:
+    """The loss of every step of a run; checks that each step stands there once."""
+    lines = step_lines(output)
+    assert [line["iteration"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]

@@ -1,0 +1,270 @@
+"""The command line as a user sees it: output, one-line errors, exit status."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from offline_packing.cli import main as cli_module
+from tests.helpers.datasets import captioning_pairs
+
+VERBS = ("measure", "plan", "write", "verify", "report", "preview", "run")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    captioning_pairs(tmp_path / "data", 20)
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"source: {{format: pairs, path: {tmp_path}/data, task: captioning}}\n"
+        "model: {max_pixels: 50176}\n"
+        "pack: {seq_length: 512}\n"
+        f"output: {{path: {tmp_path}/out}}\n"
+        "engine: {workers: 0}\n"
+    )
+    return path
+
+
+def invoke(*arguments: str | Path) -> Result:
+    result = CliRunner().invoke(cli_module.cli, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def main(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str | Path
+) -> tuple[int, str]:
+    """Exit status and stderr of the real entry point."""
+    monkeypatch.setattr(sys, "argv", ["offline-packing", *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        cli_module.main()
+    return int(end.value.code or 0), capsys.readouterr().err
+
+
+def test_verbs_in_turn(config: Path, tmp_path: Path) -> None:
+    assert "measured 20 samples" in invoke("measure", config).stdout
+    assert "packing factor" in invoke("plan", config, "pack.seed=1").stdout
+    assert "packing factor" in invoke("plan", config).stdout
+    assert "wrote 20 samples" in invoke("write", config).stdout
+    assert "20 packed, 0 set aside" in invoke("verify", config).stdout
+    assert (tmp_path / "out" / "manifest.json").exists()
+    assert not (tmp_path / "out/_packing/report").exists()
+    again = invoke("run", config)
+    assert "problems        0" in again.stdout
+    assert "20 samples = 20 packed + 0 set aside" in again.stdout
+    page = tmp_path / "out/_packing/report/report.html"
+    assert f"report: {page}\n" in again.stdout
+    assert f"report    {page}\n" in invoke("status", config).stdout
+
+
+def test_report(config: Path, tmp_path: Path) -> None:
+    invoke("measure", config)
+    page = tmp_path / "out/_packing/report/report.html"
+    assert f"would write {page}" in invoke("report", config, "--dry-run").stdout
+    assert not page.exists()
+    assert "no packs yet: run plan" in invoke("report", config).stdout
+    assert page.read_text().startswith("<!doctype html>")
+    assert json.loads(page.with_suffix(".json").read_text())["version"] == 1
+
+
+def test_preview(config: Path, tmp_path: Path) -> None:
+    invoke("run", config)
+    drawn = invoke("preview", config, "--packs", "2", "--seed", "5").stdout
+    assert drawn == invoke("preview", config, "--packs", "2", "--seed", "5").stdout
+    assert drawn.count("cu_lengths [0, ") == 2
+    assert "\x1b" not in drawn  # no terminal
+    named = invoke("preview", config, "--pack", "1", "--pack", "ps_00000000").stdout
+    assert named.index("ps_00000001") < named.index("ps_00000000")
+    assert named.count("cu_lengths [0, ") == 2
+    page = tmp_path / "preview.html"
+    assert f"to {page}" in invoke("preview", config, "--html", page, "--dry-run").stdout
+    assert not page.exists()
+    assert invoke("preview", config, "--html", page).stdout == f"preview: {page}\n"
+    assert page.read_text().count("<h2>ps_") == 3
+
+
+def test_dry_run_writes_nothing(config: Path, tmp_path: Path) -> None:
+    result = invoke("run", config, "--dry-run")
+    assert "would measure 20 records" in result.stdout
+    assert not (tmp_path / "out").exists()
+    invoke("measure", config)
+    assert "packing factor" in invoke("plan", config, "--dry-run").stdout
+    assert not (tmp_path / "out/_packing/plan").exists()
+    invoke("plan", config)
+    assert "would write 20 samples in" in invoke("write", config, "--dry-run").stdout
+    assert not list((tmp_path / "out").glob("*.tar"))
+    invoke("write", config)
+    assert "would check 20 samples" in invoke("verify", config, "--dry-run").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["run", "nowhere.yaml"], 2, "error: config 'nowhere.yaml' does not exist; write"),
+        (["run", "DATA"], 2, "is a folder; give a YAML file"),
+        (["run", "CONFIG", "model.processor=/etc"], 2, "'/etc' is a folder without a tokenizer"),
+        (["run", "CONFIG", "pack.seed=99999999999999999999999"], 2, "pack.seed=9999"),
+        (["run", "CONFIG", "pack.seqlen=1"], 2, "pack.seqlen is no known field; valid: seq_length"),
+        (
+            ["run", "CONFIG", "source.path=nowhere"],
+            1,
+            "error: source path 'nowhere' does not exist",
+        ),
+        (["run", "CONFIG", "output.path=DATA/out"], 2, "lies inside source.path"),
+        (["plan", "CONFIG"], 1, "error: no complete index in"),
+        (["report", "CONFIG"], 1, "error: no complete index in"),
+        (["preview", "CONFIG"], 1, "run write first"),
+        (["run", "CONFIG", "model.processor=/nowhere"], 2, "error: model: "),
+        (["run", "CONFIG", "pack.seq_length=20"], 1, "error: nothing to pack in"),
+        (["pack", "CONFIG"], 2, "No such command 'pack'"),
+        (["run"], 2, "Missing argument 'CONFIG'"),
+        (["index", "nowhere"], 2, "'nowhere' does not exist"),
+        (["index", "DATA"], 1, "holds no *.tar"),
+    ],
+)
+def test_errors(
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: int,
+    message: str,
+) -> None:
+    names = {"CONFIG": str(config), "DATA": str(tmp_path / "data")}
+    given = [argument.replace("DATA", names["DATA"]) for argument in arguments]
+    code, error = main(monkeypatch, capsys, *(names.get(argument, argument) for argument in given))
+    assert code == status
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_failed_check(
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    invoke("run", config)
+    (tmp_path / "out/train-000000.tar.idx").unlink()
+    code, error = main(monkeypatch, capsys, "verify", config)
+    assert code == 1
+    assert error.endswith("has 1 problems; retry repairs what is damaged\n")
+
+
+@pytest.mark.parametrize("verb", ["verify", "append", "status", "report", "preview"])
+def test_looking_makes_no_output(
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    verb: str,
+) -> None:
+    """Of an output that was never made they say so, and leave no folder behind."""
+    monkeypatch.setattr(sys, "argv", ["offline-packing", verb, str(config)])
+    if verb == "status":
+        cli_module.main()
+        assert "not begun" in capsys.readouterr().out
+    else:
+        code, error = main(monkeypatch, capsys, verb, config)
+        assert (code, error.count("\n")) == (1, 1)
+        assert re.search(rf"no .* in {tmp_path}/out; run (measure|write) first", error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_unexpected_errors_are_one_line(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def explode(config: object) -> None:
+        raise ZeroDivisionError("first line\nsecond line")
+
+    monkeypatch.setattr(cli_module, "build_engine", explode)
+    code, error = main(monkeypatch, capsys, "run", config)
+    assert code == 1
+    assert error == "error: ZeroDivisionError: first line second line (--debug shows where)\n"
+    monkeypatch.setattr(sys, "argv", ["offline-packing", "run", str(config), "--debug"])
+    with pytest.raises(ZeroDivisionError):
+        cli_module.main()
+
+
+def test_index_verb(config: Path, tmp_path: Path) -> None:
+    invoke("run", config)
+    folder = tmp_path / "others"
+    folder.mkdir()
+    for path in (tmp_path / "out").glob("*.tar"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    packs = sum(
+        json.loads((tmp_path / "out/manifest.json").read_text())["counts"]["packs"].values()
+    )
+    assert f"indexed {packs} packs" in invoke("index", folder).stdout
+
+
+def test_installed_command_with_workers(config: Path) -> None:
+    command = Path(sys.executable).with_name("offline-packing")
+    result = subprocess.run(
+        [command, "run", config, "engine.workers=2", "--quiet"],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "OFFLINE_PACKED_DATA": "0"},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "problems        0" in result.stdout
+    assert result.stderr == ""
+
+
+def test_help_lists_every_verb() -> None:
+    text = invoke("--help").stdout
+    assert all(verb in text for verb in (*VERBS, "index", "demo"))
+    assert "--accept-mismatch" in invoke("run", "--help").stdout
+
+
+def test_help_is_whole() -> None:
+    text = CliRunner().invoke(cli_module.cli, ["--help"], terminal_width=100).stdout
+    lines = text.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in lines] == list(cli_module.cli.commands)
+    assert all(line.endswith(".") and not line.endswith("...") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("number", "to_workers", "message"),
+    [
+        (signal.SIGINT, True, "interrupted; the same command goes on where it stopped\n"),
+        (signal.SIGTERM, False, "ended by SIGTERM; the same command goes on where it stopped\n"),
+        (signal.SIGHUP, True, "ended by SIGHUP; the same command goes on where it stopped\n"),
+        (signal.SIGKILL, False, ""),
+    ],
+)
+@pytest.mark.parametrize("when", ["workers start", "workers are at work"])
+def test_signals_end_a_run_in_one_line(
+    config: Path, tmp_path: Path, number: signal.Signals, to_workers: bool, message: str, when: str
+) -> None:
+    captioning_pairs(tmp_path / "data", 400)
+    index = tmp_path / "out/_packing/index"
+    command = ["measure", str(config), "--quiet", "engine.workers=2", "engine.samples_per_part=2"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "offline_packing", *command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    awaited = "started.json" if when == "workers start" else "part-*.parquet"
+    deadline = time.monotonic() + 60
+    while not list(index.glob(awaited)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if when == "workers start":
+        time.sleep(0.1)  # in the middle of their imports
+    (os.killpg if to_workers else os.kill)(run.pid, number)
+    _, stderr = run.communicate(timeout=60)  # until the workers are gone, too
+    assert stderr == message
+    assert run.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    assert "measured 400 samples" in invoke("measure", config, "engine.samples_per_part=2").stdout

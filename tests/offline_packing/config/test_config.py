@@ -1,0 +1,253 @@
+"""The configuration: what is accepted, and that every refusal names field, value and remedy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offline_packing.config.packing import PackingConfig, load_config, parse_config
+from offline_packing.errors import ConfigError
+
+EXAMPLE = """
+source: {format: pairs, path: data/pairs, task: captioning}   # captioning | vqa | bmr
+model:
+  {family: qwen2_vl, processor: builtin,
+   min_pixels: 3136, max_pixels: 4014080, max_aspect_ratio: 200}
+pack: {seq_length: 8192, strategy: auto, seed: 0, on_overlong: set_aside}
+output: {path: out/packed, packs_per_shard: 1000, split: {train: 1.0}}
+engine: {name: local, workers: 2}
+"""
+SMALLEST = """
+source: {format: jsonl, path: chat.jsonl, task: bmr}
+output: {path: out}
+"""
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> PackingConfig:
+    path = tmp_path / "config.yaml"
+    path.write_text(text, "utf-8")
+    return load_config(path, overrides)
+
+
+def test_example_holds_the_defaults(tmp_path: Path) -> None:
+    example, smallest = load(tmp_path, EXAMPLE), load(tmp_path, SMALLEST)
+    assert example.model == smallest.model
+    assert example.pack == smallest.pack
+    assert example.output.packs_per_shard == smallest.output.packs_per_shard
+    assert example.task == "captioning"
+    assert smallest.engine.workers >= 1
+
+
+def test_overrides(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        EXAMPLE,
+        "pack.seq_length=4096",
+        "source.path=other/data=set",
+        "output.split={train: 0.9, val: 0.1}",
+        "report.global_batch_size=32",
+        "source.name=no",
+    )
+    assert config.pack.seq_length == 4096
+    assert config.source[0].path == "other/data=set"
+    assert config.output.split == {"train": 0.9, "val": 0.1}
+    assert config.report.global_batch_size == 32
+    assert config.source[0].name == "no"  # not False
+
+
+def test_overrides_of_a_list(tmp_path: Path) -> None:
+    text = SMALLEST.replace("{format", "[{format").replace("bmr}", "bmr}]")
+    assert load(tmp_path, text, "source.0.path=b.jsonl").source[0].path == "b.jsonl"
+    replaced = load(tmp_path, text, "source.0={format: pairs, path: p, task: vqa}")
+    assert replaced.task == "vqa"
+
+
+def test_yaml_numbers(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        SMALLEST,
+        "pack.seq_length=1e4",
+        "output.split={train: 1e0}",
+        "model.max_aspect_ratio=5e1",
+    )
+    assert config.pack.seq_length == 10_000
+    assert config.output.split == {"train": 1.0}
+    assert config.model.max_aspect_ratio == 50
+
+
+def test_frozen(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load(tmp_path, SMALLEST).pack.seq_length = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("pack.seq_len=1", r"pack\.seq_len is no known field; valid: seq_length, strategy, seed"),
+        ("packing.seed=1", r"packing is no known field; valid: source, model, pack, output"),
+        ("source.fmt=x", r"source\.0\.fmt is no known field; valid: format, path, task"),
+        ("source.format=tar", r"source\.0\.format='tar': .*choose one of: pairs, json, jsonl"),
+        ("source.task=caption", r"source\.0\.task='caption' .*choose 'captioning', 'vqa' or 'bmr'"),
+        ("model.family=llama", r"model\.family='llama': .*choose one of: qwen2_vl"),
+        (
+            "pack.strategy=best",
+            r"pack\.strategy='best': .*choose one of: auto, best",
+        ),
+        ("engine.name=spark", r"engine\.name='spark': .*choose one of: local"),
+        ("pack.on_overlong=drop", r"pack\.on_overlong='drop' .*choose 'set_aside' or 'error'"),
+        ("pack.seq_length=0", r"pack\.seq_length=0: .*greater than or equal to 1"),
+        ("pack.seq_length=8192.5", r"pack\.seq_length=8192\.5: .*valid integer"),
+        ("pack.seq_length=many", r"pack\.seq_length='many': .*valid integer"),
+        ("engine.workers=true", r"engine\.workers=True: a number is needed"),
+        ("engine.workers=-1", r"engine\.workers=-1"),
+        ("model.max_pixels=100", r"min_pixels 3136 > max_pixels 100; lower min_pixels"),
+        ("output.split={}", r"output\.split: no split"),
+        ("output.split={train: 0.5}", r"shares sum to 0\.5; make them sum to 1"),
+        ("output.split={train: 1.5, val: -0.5}", r"share of 'train' is 1\.5"),
+        ("output.split={a/b: 1.0}", r"split name 'a/b' may hold letters"),
+        ("output.key_prefix=a.b", r"'a\.b' may hold"),
+        ("source.path=", r"source\.0\.path=None: .*valid string"),
+        ("output=", r"output=None"),
+        ("source=[]", r"source.*no source; name at least one"),
+        ("pack.seed", r"'pack\.seed' is not of the form a\.b=value"),
+        ("pack..seed=1", r"not of the form a\.b=value"),
+        ("pack.seed.more=1", r"pack\.seed is 0, not a mapping"),
+        ("pack.seed=99999999999999999999", r"pack\.seed=9+: .*less than or equal to 9223372036"),
+        ("pack.seq_length=3000000000", r"pack\.seq_length=3000000000: .*equal to 2147483647"),
+        ("pack.pad_multiple=8193", r"pad_multiple 8193 > seq_length 8192"),
+        ("pack.min_fill=nan", r"pack\.min_fill='nan': .*finite"),
+        ("pack.assignment=random", r"choose 'shuffle', 'locality', 'mix' or 'balance'"),
+        ("pack.assignment=3", r"pack\.assignment=3 is no list"),
+        ("pack.order=8", r"pack\.order=8 is no mapping; .*fields among: num_ranks, num_workers"),
+        ("pack.budgets={pixels: 3}", r"pack\.budgets\.pixels.*'images'"),
+        ("pack.strategy_options={foo: 1}", r"strategy 'auto' has no option 'foo'; it has none"),
+        ("pack.seed={", r"override 'pack\.seed=\{' is no valid YAML"),
+    ],
+)
+def test_refusals(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load(tmp_path, EXAMPLE, override)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no mapping"),
+        ("- a\n- b\n", "holds no mapping"),
+        ("source: {", "is no valid YAML"),
+        ("source: &a [*b]", "is no valid YAML"),
+        ("pack: {seed: 1, seed: 2}", "key 'seed' stands twice in the mapping at line 1"),
+        ("output: {path: out}", "source is missing; set it"),
+        ("source: {format: pairs}", "source.0.path is missing.*source.0.task is missing"),
+        ("source: !!python/object:os.system {}", "is no valid YAML"),
+    ],
+)
+def test_refused_files(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("pack", "message"),
+    [
+        ({"strategy": "hash_bucket", "strategy_options": {"phase": 1}}, "valid: phases"),
+        ({"strategy": "hash_bucket", "strategy_options": {"phases": [{"kind": "x"}]}}, "'seeds'"),
+        (
+            {"strategy": "first_fit_shuffle", "strategy_options": {"chunk_size": 0}},
+            "chunk_size is 0; it must be at least 1",
+        ),
+        ({"strategy": "knapsack", "strategy_options": {"num_images": [1]}}, "no option 'num_im"),
+        ({"homogeneous": True, "assignment": "mix"}, "leave out one of the two"),
+        ({"order": {"num_ranks": 2}, "assignment": "locality"}, "choose one of them"),
+        ({"max_samples": 2, "min_samples": 3}, "no pack can be both"),
+        ({"max_samples": 2, "strategy": "knapsack"}, "needs strategy 'auto', not 'knapsack'"),
+        ({"budgets": {"images": 2}, "assignment": ["balance"]}, "may break a budget"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_measuring(
+    tmp_path: Path, pack: dict[str, Any], message: str
+) -> None:
+    source = {"format": "pairs", "path": "data", "task": "vqa"}
+    with pytest.raises(ConfigError, match=message) as error:
+        parse_config({"source": source, "output": {"path": "out"}, "pack": pack})
+    assert "\n" not in str(error.value)
+
+
+def test_one_assignment_needs_no_list(tmp_path: Path) -> None:
+    assert load(tmp_path, EXAMPLE, "pack.assignment=mix").pack.assignment == ("mix",)
+    both = load(tmp_path, EXAMPLE, "pack.assignment=[shuffle, balance]")
+    assert both.pack.assignment == ("shuffle", "balance")
+
+
+def test_options_of_a_strategy(tmp_path: Path) -> None:
+    overrides = ("pack.strategy=knapsack", "pack.strategy_options={extra_packs: 5}")
+    assert load(tmp_path, EXAMPLE, *overrides).pack.strategy_options == {"extra_packs": 5}
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml' does not exist; write one as the READ"):
+        load_config(tmp_path / "nowhere.yaml")
+    with pytest.raises(ConfigError, match=r"'pack\.seed=1' does not exist; the YAML file"):
+        load_config("pack.seed=1")
+    with pytest.raises(ConfigError, match=r"is a folder; give a YAML file, in which source\.path"):
+        load_config(tmp_path)
+    (tmp_path / "a.yaml").write_text(EXAMPLE)
+    with pytest.raises(ConfigError, match=r"is a folder; give a YAML file such as .*/a\.yaml"):
+        load_config(tmp_path)
+
+
+def sources(*changes: dict[str, Any]) -> dict[str, Any]:
+    common = {"format": "pairs", "path": "a", "task": "vqa"}
+    return {"source": [{**common, **change} for change in changes], "output": {"path": "out"}}
+
+
+def test_sources_of_two_tasks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tasks captioning and vqa in one output; .*blend"):
+        parse_config(sources({}, {"path": "b", "task": "captioning"}))
+
+
+def test_key_prefixes() -> None:
+    assert parse_config(sources({})).key_prefixes() == [""]
+    assert parse_config(sources({"name": "x"})).key_prefixes() == ["x/"]
+    assert parse_config(sources({}, {"path": "d/b"})).key_prefixes() == ["a/", "b/"]
+    with pytest.raises(ConfigError, match="two sources are called 'a'; give each its own name"):
+        parse_config(sources({}, {"path": "b/a"}))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image_root": "images"}, "image_root applies to format json, jsonl, .* only"),
+        ({"split": "val"}, "split applies to format energon, huggingface only"),
+        ({"fields": {"text": "a"}}, r"source\.fields\.text is no known field; valid: id, images"),
+        ({"fields": {"caption": "a..b"}}, r"'a\.\.b' is no path"),
+        ({"repeat": 0}, "repeat=0: .*greater than 0"),
+        ({"format": "nowhere:Source"}, "'nowhere:Source' cannot be imported"),
+        ({"format": "offline_packing.errors:StageError"}, "is no subclass of"),
+    ],
+)
+def test_refused_source_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(sources(options))
+
+
+def test_weights_are_all_or_none() -> None:
+    with pytest.raises(ConfigError, match="some sources have a weight and some have none"):
+        parse_config(sources({"weight": 1}, {"path": "b"}))
+    with pytest.raises(ConfigError, match="a weight and a repeat; remove one"):
+        parse_config(sources({"weight": 1, "repeat": 2}, {"path": "b", "weight": 1}))
+
+
+def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load(tmp_path, SMALLEST, "output.path=~/packed", "source.path=~/chat.jsonl")
+    assert config.output.path == str(tmp_path / "packed")
+    assert config.source[0].path == str(tmp_path / "chat.jsonl")
+    with pytest.raises(ConfigError, match="names no home folder"):
+        load(tmp_path, SMALLEST, "output.path=~nobody-of-that-name/packed")
+
+
+def test_a_slip_in_repeat_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="repeat=1e"):
+        load(tmp_path, SMALLEST, "source.repeat=1e30")

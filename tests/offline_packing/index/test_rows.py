@@ -1,0 +1,68 @@
+"""Rows come in the order that is asked for, whatever fits in memory and wherever parts end."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offline_packing.errors import StageError
+from offline_packing.index import table as index
+from offline_packing.index.eligible import name_rows
+from offline_packing.index.rows import rows_of_shards
+from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo
+
+COLUMNS = ("key", "num_tokens", "json", "media")
+
+
+def make_index(folder: Path, part_rows: list[int]) -> Index:
+    """Rows whose key, tokens, locator and number of media follow from their number."""
+    first = 0
+    for number, count in enumerate(part_rows):
+        rows = [row_of(i) for i in range(first, first + count)]
+        table = pa.Table.from_pylist(rows, schema=INDEX_SCHEMA)
+        index.write_table(folder / index.part_name(number), table)
+        first += count
+    return Index(folder, IndexInfo({}, {}, part_rows, {}))
+
+
+def row_of(i: int) -> dict[str, object]:
+    locator = {"kind": "bytes", "container": f"c{i % 3}", "offset": i, "size": 1, "column": ""}
+    media = [{**locator, "extension": "jpg"}] * (i % 3)
+    return {"key": f"k{i}", "source_id": 0, "num_tokens": i, "json": locator, "media": media}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    part_rows=st.lists(st.integers(0, 12), min_size=1, max_size=6),
+    rows_in_memory=st.integers(1, 40),
+    data=st.data(),
+)
+def test_rows_in_order(part_rows: list[int], rows_in_memory: int, data: st.DataObject) -> None:
+    total = sum(part_rows)
+    ids = np.array(data.draw(st.permutations(range(total))), dtype=np.int64)
+    ids = ids[: data.draw(st.integers(0, total))]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=5)))
+    shards = np.split(ids, cuts)
+    with tempfile.TemporaryDirectory() as name:
+        samples = make_index(Path(name), part_rows)
+        tables = list(
+            rows_of_shards(samples, COLUMNS, shards, Path(name), rows_in_memory=rows_in_memory)
+        )
+        assert all("tmp" not in path.name for path in Path(name).iterdir())
+    assert len(tables) == len(shards)
+    for table, shard in zip(tables, shards, strict=True):
+        rows = [{name: row_of(i)[name] for name in COLUMNS} for i in shard.tolist()]
+        assert table.to_pylist() == rows
+
+
+def test_parts_without_the_rows_are_not_read(tmp_path: Path) -> None:
+    samples = make_index(tmp_path, [4, 4, 4])
+    (tmp_path / index.part_name(1)).unlink()
+    assert name_rows(samples, np.array([9, 2]))["key"].to_pylist() == ["k9", "k2"]
+    assert len(name_rows(samples, np.array([], dtype=np.int64))) == 0
+    with pytest.raises(StageError, match=r"part-00001\.parquet"):
+        name_rows(samples, np.array([5]))

@@ -1,0 +1,64 @@
+"""Each trait is found where it is, and nowhere else."""
+
+import pytest
+
+from offline_packing.index.traits import Trait, sample_traits
+from task_encoders.samples import SourceSample, Turn
+from task_encoders.tokenizer import QWEN_SPECIAL_TOKENS
+
+PLAIN = Trait(0)
+SIZES = [(28, 56)]
+
+
+def traits(
+    prompt: str = "What?", answer: str = "That.", *, task: str = "vqa", system: str | None = None
+) -> Trait:
+    turns = (
+        (Turn("First", "One"), Turn(prompt, answer)) if task == "bmr" else (Turn(prompt, answer),)
+    )
+    return sample_traits(SourceSample("k", task, turns, ("a.jpg",), system), SIZES)
+
+
+@pytest.mark.parametrize("task", ["vqa", "bmr"])
+def test_conversations(task: str) -> None:
+    assert traits(task=task) == PLAIN
+    assert traits("<image> here", task=task) == PLAIN
+    assert traits(answer="Write <image>.", task=task) == Trait.CONTROL_TEXT
+    for token in QWEN_SPECIAL_TOKENS:
+        assert traits(f"a{token}b", task=task) == Trait.CONTROL_TEXT
+        assert traits(answer=token, task=task) == Trait.CONTROL_TEXT
+    assert traits("<|unknown|> <tool_call> < |im_end|>", task=task) == PLAIN
+
+
+def test_captions_have_neither_prompt_nor_system() -> None:
+    assert traits("<|im_end|>", "An <image> tag.", task="captioning", system="Be brief.") == PLAIN
+    assert traits(answer="ends <|im_end|>", task="captioning") == Trait.CONTROL_TEXT
+
+
+@pytest.mark.parametrize(
+    ("system", "expected"),
+    [
+        (None, PLAIN),
+        ("You are a helpful assistant.", PLAIN),
+        ("", Trait.OWN_SYSTEM),
+        ("Be brief.", Trait.OWN_SYSTEM),
+    ],
+)
+def test_system(system: str | None, expected: Trait) -> None:
+    assert traits(system=system) == expected
+    both = traits(answer="<|im_end|>", system=system)
+    assert both == expected | Trait.CONTROL_TEXT
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([], PLAIN),
+        ([(2, 2), (4, 300)], PLAIN),
+        ([(28, 28), (1, 90)], Trait.THIN_IMAGE),
+        ([(90, 3)], Trait.THIN_IMAGE),
+    ],
+)
+def test_thin_images(sizes: list[tuple[int, int]], expected: Trait) -> None:
+    sample = SourceSample("k", "bmr", (Turn("a", "b"),), ("x",) * len(sizes))
+    assert sample_traits(sample, sizes) == expected

@@ -1,0 +1,170 @@
+"""Energon's metadata: equal to what `energon prepare` makes of the same shards."""
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from megatron.energon import WorkerConfig, get_loader, get_val_dataset
+from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
+from megatron.energon.task_encoder import DefaultTaskEncoder
+
+from offline_packing.errors import StageError
+from offline_packing.layouts.energon_metadata import index_pack_folder
+from offline_packing.runs.run import Stage
+from offline_packing.storage.tar_shards import TarShardWriter
+from offline_packing.verify.verify import verify
+from tests.helpers.datasets import captioning_pairs, image_bytes, make_stage, pack_all
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Stage:
+    base = tmp_path_factory.mktemp("packed")
+    output = {"split": {"train": 0.6, "val": 0.4}, "packs_per_shard": 2}
+    stage = make_stage(captioning_pairs(base / "data"), base / "out", output=output)
+    pack_all(stage)
+    return stage
+
+
+def sqlite_rows(folder: Path, table: str) -> list[Any]:
+    with sqlite3.connect(folder / ".nv-meta" / "index.sqlite") as connection:
+        rows = connection.execute(f"SELECT * FROM {table}").fetchall()
+    return sorted(rows)
+
+
+def copy_tars(source: Path, target: Path) -> list[str]:
+    target.mkdir()
+    for path in source.glob("*.tar"):
+        (target / path.name).write_bytes(path.read_bytes())
+    return sorted(path.name for path in target.iterdir())
+
+
+def test_equal_to_energon_prepare(packed: Stage, tmp_path: Path) -> None:
+    root = packed.workspace.root
+    names = copy_tars(root, tmp_path / "prepared")
+    WebdatasetPreparator.prepare_dataset(
+        tmp_path / "prepared", names, split_parts_ratio=[("train", 1)], shuffle_seed=None, workers=1
+    )
+    for name in names:
+        ours = (root / name).with_suffix(".tar.idx").read_bytes()
+        assert ours == (tmp_path / "prepared" / name).with_suffix(".tar.idx").read_bytes()
+    for table in ("samples", "sample_parts"):
+        rows = sqlite_rows(root, table)
+        assert rows == sqlite_rows(tmp_path / "prepared", table)
+        assert len(rows) >= 5
+    infos = [
+        json.loads((p / ".nv-meta/.info.json").read_text()) for p in (root, tmp_path / "prepared")
+    ]
+    assert infos[0] == infos[1]
+
+
+def test_files(packed: Stage) -> None:
+    meta = packed.workspace.nv_meta
+    dataset = yaml.safe_load((meta / "dataset.yaml").read_text())
+    assert dataset["sample_type"] == {
+        "__module__": "task_encoders.energon_samples",
+        "__class__": "PackedCaptioningSample",
+    }
+    assert dataset["subflavors"] == {"offline_packing": "captioning"}
+    split = yaml.safe_load((meta / "split.yaml").read_text())["split_parts"]
+    assert split["train"][0] == "train-000000.tar"
+    assert split["val"][0] == "val-000000.tar"
+    assert split["test"] == []
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_energon_loads_every_pack(packed: Stage, split: str) -> None:
+    class RawPacks(DefaultTaskEncoder):
+        decoder = None
+
+    dataset = get_val_dataset(
+        packed.workspace.root,
+        split_part=split,
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+        task_encoder=RawPacks(),
+        batch_size=None,
+    )
+    packs = list(get_loader(dataset))
+    manifest = json.loads(packed.workspace.manifest.read_text())
+    assert len(packs) == manifest["counts"]["packs"][split]
+    for pack in packs:
+        assert len(pack.captions) == len(pack.image_names) == len(pack.meta["keys"])
+        assert all(isinstance(pack.images[name], bytes) for name in pack.image_names)
+
+
+def test_uuid_follows_the_content(packed: Stage, tmp_path: Path) -> None:
+    data = captioning_pairs(tmp_path / "data", 10)
+    stages = [
+        make_stage(data, tmp_path / str(n), pack={"seed": seed}) for n, seed in enumerate([0, 0, 1])
+    ]
+    for stage in stages:
+        pack_all(stage)
+    uuids = [(stage.workspace.nv_meta / "index.uuid").read_text() for stage in stages]
+    assert uuids[0] == uuids[1] != uuids[2]
+
+
+def legacy_pack(index: int) -> tuple[str, list[tuple[str, bytes]]]:
+    """The layout that people already have: `prompts`, `img0.jpg`, no `meta`."""
+    record = {"images": ["img0.jpg"], "prompts": ["Colour?"], "captions": [f"Blue {index}."]}
+    return f"ps_{index:08d}", [("img0.jpg", image_bytes()), ("json", json.dumps(record).encode())]
+
+
+def write_shard(path: Path, packs: list[tuple[str, list[tuple[str, bytes]]]]) -> None:
+    with open(path, "wb") as file:
+        writer = TarShardWriter(file)
+        for key, members in packs:
+            writer.add(key, members)
+        writer.finish()
+
+
+def test_index_of_our_own_tars_is_the_same(packed: Stage, tmp_path: Path) -> None:
+    root, copy = packed.workspace.root, tmp_path / "copy"
+    names = copy_tars(root, copy)
+    manifest = json.loads(packed.workspace.manifest.read_text())
+    assert index_pack_folder(copy) == sum(manifest["counts"]["packs"].values())
+    for name in names:
+        index_name = f"{name}.idx"
+        assert (copy / index_name).read_bytes() == (root / index_name).read_bytes()
+    assert sqlite_rows(copy, "sample_parts") == sqlite_rows(root, "sample_parts")
+    assert (copy / ".nv-meta/dataset.yaml").read_bytes() == (
+        packed.workspace.nv_meta / "dataset.yaml"
+    ).read_bytes()
+    assert verify(packed).ok
+
+
+def test_index_of_a_folder_by_others(tmp_path: Path) -> None:
+    write_shard(tmp_path / "b.tar", [legacy_pack(2)])
+    write_shard(tmp_path / "a.tar", [legacy_pack(0), legacy_pack(1)])
+    with pytest.raises(StageError, match=r"do not say what they are; pass --task captioning\|vqa"):
+        index_pack_folder(tmp_path)
+    assert index_pack_folder(tmp_path, "vqa") == 3
+    counts = json.loads((tmp_path / ".nv-meta/.info.json").read_text())["shard_counts"]
+    assert counts == {"a.tar": 2, "b.tar": 1}
+
+
+def test_index_refuses(packed: Stage, tmp_path: Path) -> None:
+    def refused(message: str, task: str | None = "vqa") -> None:
+        with pytest.raises(StageError, match=message):
+            index_pack_folder(tmp_path, task)
+        assert not (tmp_path / ".nv-meta").exists()
+
+    refused(r"holds no \*\.tar")
+    path = tmp_path / "a.tar"
+    write_shard(path, [])
+    refused("holds no pack")
+    write_shard(path, [("ps_0", [("img0.jpg", b"")])])
+    refused(r"a\.tar: 'ps_0' has no json")
+    write_shard(path, [("ps_0", [("json", b"{")])])
+    refused("JSON cannot be parsed")
+    write_shard(path, [("ps_0", [("json", b'{"captions": ["a"], "images": []}')])])
+    refused("0 images for 1 captions")
+    write_shard(path, [legacy_pack(0)])
+    write_shard(tmp_path / "b.tar", [legacy_pack(0)])
+    refused(r"key 'ps_00000000' is in a\.tar and in b\.tar")
+    (tmp_path / "b.tar").unlink()
+    path.write_bytes(path.read_bytes()[:1536])
+    refused("is cut off|cannot be read")
+    path.write_bytes((packed.workspace.root / "train-000000.tar").read_bytes())
+    refused("'ps_00000000' is a captioning pack, not vqa")

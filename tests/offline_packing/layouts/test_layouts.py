@@ -1,0 +1,256 @@
+"""Other layouts: the packs of a raw folder are those of the shards; what the LLaVA-OneVision-1.5
+loader reads is exactly what it finds."""
+
+import importlib.util
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from PIL import Image
+
+from offline_packing.errors import ConfigError, StageError
+from offline_packing.layouts import LAYOUTS
+from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import plan
+from offline_packing.runs.run import Stage
+from offline_packing.storage.tar_shards import scan_tar
+from offline_packing.upkeep.retry import retry
+from offline_packing.verify.verify import verify
+from offline_packing.write.write import write
+from tests.helpers.datasets import (
+    captioning_pairs,
+    dialogue,
+    image_bytes,
+    index_rows,
+    make_config,
+    make_stage,
+    mixed_pairs,
+    pack_all,
+    write_json,
+)
+from tests.offline_packing.test_pipeline import flip_byte
+
+
+def questions(root: Path, count: int = 12) -> Path:
+    """One picture and one question each; some say where the picture goes."""
+    for i in range(count):
+        prompt = ("<image>\n" if i % 2 else "") + f"How many squares are in picture {i}?"
+        write_json(root / f"{i:03d}.json", {"question": prompt, "answer": f"There are {i}."})
+        (root / f"{i:03d}.png").write_bytes(image_bytes(28 * (2 + i % 4), 84, "PNG"))
+    return root
+
+
+def tar_content(stage: Stage) -> dict[str, bytes]:
+    """Members of all tars by name."""
+    found = {}
+    for path in sorted(stage.workspace.root.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            found |= {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
+    return found
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> Stage:
+    source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "data")), "task": "bmr"}
+    stage = make_stage(source, tmp_path / "raw", output={"layout": "raw_packing"})
+    pack_all(stage)
+    return stage
+
+
+def test_raw_packing_holds_the_same_packs(raw: Stage, tmp_path: Path) -> None:
+    source = raw.config.source[0].model_dump()
+    shards = make_stage(source, tmp_path / "shards")
+    pack_all(shards)
+    folder = raw.workspace.root / "raw_packing_data"
+    found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert found == tar_content(shards)
+    assert len(found) > 30
+    assert verify(raw, deep=True).ok
+
+
+def test_raw_packing_can_be_packed_again(raw: Stage, tmp_path: Path) -> None:
+    folder = raw.workspace.root / "raw_packing_data"
+    source = {"format": "packs", "path": str(folder), "task": "bmr"}
+    again = make_stage(source, tmp_path / "again", pack={"seq_length": 1024})
+    counts = pack_all(again)["counts"]
+    assert counts["packed"] == 30
+    assert verify(again, deep=True).ok
+    lengths = [
+        {row["key"]: row["num_tokens"] for row in index_rows(stage)} for stage in (raw, again)
+    ]
+    assert lengths[0] == lengths[1]
+
+
+def test_damaged_raw_pack(raw: Stage) -> None:
+    folder = raw.workspace.root / "raw_packing_data"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    flip_byte(folder / "ps_00000000.json", 30)
+    assert "are not what was written: their hash differs" in verify(raw).problems[0]
+    image = next(iter(sorted(folder.glob("*.jpg"))))
+    image.unlink()
+    assert f"raw_packing_data/{image.name} is missing" in verify(raw).problems[0]
+    retry(raw)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert verify(raw, deep=True).ok
+
+
+def test_raw_packing_overwritten(raw: Stage) -> None:
+    source = raw.config.source[0].model_dump()
+    root = raw.workspace.root
+    other = make_stage(source, root, output={"overwrite": True, "key_prefix": "new-"})
+    pack_all(other)
+    assert verify(other, deep=True).ok
+    assert not (root / "raw_packing_data").exists()
+    assert all(name.startswith("new-ps_") for name in tar_content(other))
+
+
+@pytest.mark.parametrize("task", ["captioning", "vqa"])
+def test_llava_onevision(tmp_path: Path, task: str) -> None:
+    root = tmp_path / "data"
+    captioning_pairs(root, 12) if task == "captioning" else questions(root)
+    source = {"format": "pairs", "path": str(root), "task": task}
+    stage = make_stage(source, tmp_path / "out", output={"layout": "llava_onevision"})
+    manifest = pack_all(stage)
+    assert verify(stage, deep=True).ok
+    meta = stage.workspace.nv_meta
+    loader = load_module(meta / "sample_loader.py")
+    num_samples = 0
+    for path in sorted(stage.workspace.root.glob("*.tar")):
+        offsets = np.fromfile(path.with_suffix(".tar.idx"), dtype="<u8").tolist()
+        entries = list(scan_tar(path))
+        assert offsets == [*(e.offset for e in entries), entries[-1].offset + entries[-1].size]
+        data = path.read_bytes()
+        for entry in entries:
+            num_samples += check_pack(
+                loader, task, {part.name: data[part.offset :][: part.size] for part in entry.parts}
+            )
+    assert num_samples == manifest["counts"]["packed"] == 12
+    info = yaml.safe_load((meta / ".info.yaml").read_text())
+    assert info == {"shard_counts": {s["name"]: s["packs"] for s in manifest["shards"]}}
+    split = yaml.safe_load((meta / "split.yaml").read_text())
+    assert split["split_parts"]["train"] == [shard["name"] for shard in manifest["shards"]]
+    assert split["exclude"] == []
+    dataset = yaml.safe_load((meta / "dataset.yaml").read_text())
+    assert dataset == {
+        "sample_type": {
+            "__module__": "aiak_training_llm.data.multimodal",
+            "__class__": "PackedCaptioningSample",
+        },
+        "part_filter": "sample_loader.py:part_filter",
+        "sample_loader": "sample_loader.py:sample_loader",
+    }
+
+
+def load_module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("written_loader", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_pack(loader: Any, task: str, parts: dict[str, bytes]) -> int:
+    """What that loader asks of a pack; returns its number of sub-samples."""
+    assert list(parts) == [*(f"img{i}.jpg" for i in range(len(parts) - 1)), "json"]
+    record = json.loads(parts["json"])
+    assert record["images"] == list(parts)[:-1]
+    assert set(record) - {"meta"} == {"images", "prompts", "captions"}
+    assert all(loader.part_filter(name) for name in parts)
+    sample = loader.sample_loader({"__key__": "k", **parts, "json": record})
+    assert set(sample) == {"__key__", "images", "captions", "prompts"}
+    assert len(sample["images"]) == len(sample["captions"]) == len(sample["prompts"])
+    placeholders = {prompt.count("<image>") for prompt in sample["prompts"]}
+    assert placeholders == ({1} if task == "vqa" else {0})
+    assert not any("<image>" in caption for caption in sample["captions"])
+    for data in sample["images"]:
+        Image.open(io.BytesIO(data)).load()
+    return len(sample["images"])
+
+
+#: What that loader cannot use, or trains as something else.
+UNFIT = {
+    "text": {"question": "How?", "answer": "So.", "images": []},
+    "pair": {"question": "<image><image>?", "answer": "No.", "images": ["000.png", "001.png"]},
+    "turns": {"messages": dialogue("Q", "A", "More?", "B"), "images": ["000.png"]},
+    "system": {
+        "messages": [{"role": "system", "content": "Be brief."}, *dialogue("What?", "That.")],
+        "images": ["000.png"],
+    },
+    "tag": {"question": "Tag?", "answer": "Write <image>.", "images": ["000.png"]},
+    "pad": {"question": "What is <|image_pad|>?", "answer": "A token.", "images": ["000.png"]},
+    "thin": {"question": "A line?", "answer": "Yes.", "images": ["thin.png"]},
+}
+
+
+def test_llava_onevision_sets_aside_what_it_cannot_hold(tmp_path: Path) -> None:
+    root = questions(tmp_path / "data", 6)
+    for name, record in UNFIT.items():
+        write_json(root / f"{name}.json", record)
+    (root / "thin.png").write_bytes(image_bytes(90, 3, "PNG"))
+    default = {"role": "system", "content": "You are a helpful assistant."}
+    record = {"messages": [default, *dialogue("What?", "That.")], "images": ["000.png"]}
+    write_json(root / "default.json", record)  # what that loader writes by itself
+    source = {"format": "pairs", "path": str(root), "task": "vqa"}
+    stage = make_stage(source, tmp_path / "out", output={"layout": "llava_onevision"})
+    counts = pack_all(stage)["counts"]
+    assert counts["packed"] == 7
+    assert counts["set_aside"] == {"not_in_layout": len(UNFIT)}
+    aside = pq.read_table(stage.workspace.plan / "set_aside.parquet").to_pylist()
+    details = {row["key"]: row["detail"].removeprefix("layout llava_onevision ") for row in aside}
+    assert details == {
+        "text": "holds no sample without exactly one image",
+        "pair": "holds no sample without exactly one image",
+        "turns": "holds no sample of several turns",
+        "system": "holds no system message",
+        "tag": "holds no text that spells control tokens, nor <image> in an answer",
+        "pad": "holds no text that spells control tokens, nor <image> in an answer",
+        "thin": "holds no image 1 or 3 pixels high or wide",
+    }
+    assert verify(stage, deep=True).ok
+    other = make_stage(source, tmp_path / "energon")
+    assert pack_all(other)["counts"]["packed"] == 7 + len(UNFIT)
+
+
+def test_llava_onevision_holds_captions_about_tags(tmp_path: Path) -> None:
+    """A caption goes through no template, so nothing in it becomes an image."""
+    root = captioning_pairs(tmp_path / "data", 4)
+    write_json(root / "tag.json", {"caption": "The words <image> and </image>."})
+    (root / "tag.png").write_bytes(image_bytes(image_format="PNG"))
+    source = {"format": "pairs", "path": str(root), "task": "captioning"}
+    stage = make_stage(source, tmp_path / "out", output={"layout": "llava_onevision"})
+    counts = pack_all(stage)["counts"]
+    assert (counts["packed"], counts["set_aside"]) == (5, {})
+    assert verify(stage, deep=True).ok
+
+
+def test_llava_onevision_names_a_sample_that_got_another_turn(tmp_path: Path) -> None:
+    root = questions(tmp_path / "data", 2)
+    texts = ("Q?", "A.")
+    short, long = (json.dumps({"messages": dialogue(*texts * n)}) for n in (1, 2))
+    path = root / "odd.json"
+    path.write_text(short.ljust(len(long)))
+    (root / "odd.png").write_bytes(image_bytes(image_format="PNG"))
+    source = {"format": "pairs", "path": str(root), "task": "vqa"}
+    stage = make_stage(source, tmp_path / "out", output={"layout": "llava_onevision"})
+    measure(stage)
+    plan(stage)
+    path.write_text(long)
+    with pytest.raises(StageError, match="'odd' changed since it was measured: it has 2 turns"):
+        write(stage)
+
+
+def test_layouts_and_tasks(tmp_path: Path) -> None:
+    source = {"format": "pairs", "path": str(tmp_path / "data"), "task": "bmr"}
+    with pytest.raises(
+        ConfigError, match="llava_onevision' holds captioning and vqa only, not bmr"
+    ):
+        make_config(source, tmp_path / "out", output={"layout": "llava_onevision"})
+    with pytest.raises(ConfigError, match=f"choose one of: {', '.join(LAYOUTS)}"):
+        make_config(source, tmp_path / "out", output={"layout": "tar"})

@@ -1,0 +1,180 @@
+"""Several samples of one id, as in LLaVA-Instruct: all are kept, only equal ones are duplicates."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from offline_packing.index.table import key_hash
+from offline_packing.measure import repeated_ids
+from offline_packing.measure.measure import measure
+from offline_packing.measure.repeated_ids import first_of_equal, rename_repeated
+from offline_packing.plan.plan import make_plan, open_index
+from offline_packing.runs.run import Stage
+from offline_packing.upkeep.append import append
+from offline_packing.verify.verify import verify
+from tests.helpers.datasets import dialogue, image_bytes, make_stage, pack_all
+from tests.helpers.formats import write_file
+
+NUM_KINDS = 3  # conversation, detail, complex
+
+
+def llava_records(num_images: int = 4) -> list[dict[str, Any]]:
+    """Three conversations on each image, one kind after another as in LLaVA-Instruct-150K."""
+    return [
+        {
+            "id": f"{number:012d}",
+            "image": f"{number:012d}.jpg",
+            "conversations": [
+                {"from": "human", "value": f"<image>\nQuestion {kind}"},
+                {"from": "gpt", "value": "An answer."},
+            ],
+        }
+        for kind in range(NUM_KINDS)
+        for number in range(num_images)
+    ]
+
+
+def write_llava(root: Path, records: list[dict[str, Any]], name: str = "a.json") -> None:
+    write_file(root / name, json.dumps(records).encode())
+    for record in records:
+        write_file(root / record["image"], image_bytes())
+
+
+def llava_stage(tmp_path: Path, out: str = "out", **engine: int) -> Stage:
+    source = {"format": "json", "path": str(tmp_path / "data"), "task": "vqa"}
+    return make_stage(source, tmp_path / out, engine=engine)
+
+
+def keys_of(stage: Stage) -> list[str]:
+    table = open_index(stage).table("key", "key_hash", "source_id")
+    keys: list[str] = table["key"].to_pylist()
+    expected = [key_hash(0, key) for key in keys]
+    assert table["key_hash"].to_pylist() == expected
+    return keys
+
+
+def index_bytes(stage: Stage) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(stage.workspace.index.glob("part-*")))
+
+
+def test_every_conversation_of_an_image_is_packed(tmp_path: Path) -> None:
+    records = llava_records()
+    write_llava(tmp_path / "data", [*records, records[5]])
+    stage = llava_stage(tmp_path, samples_per_part=5)
+    counts = pack_all(stage)["counts"]
+    assert (counts["samples"], counts["packed"]) == (13, 12)
+    assert counts["set_aside"] == {"duplicate_key": 1}
+    assert verify(stage, deep=True).ok
+    keys = keys_of(stage)
+    assert keys[:4] == [record["id"] for record in records[:4]]
+    assert [key.partition("@")[0] for key in keys] == [r["id"] for r in [*records, records[5]]]
+    assert len(set(keys)) == 12
+    assert keys[12] == keys[5]
+    packed = sorted(make_plan(stage, open_index(stage)).packs.sample_ids.tolist())
+    assert packed == list(range(12))
+
+
+def test_keys_do_not_depend_on_parts_workers_or_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_llava(tmp_path / "data", llava_records())
+    measure(stage := llava_stage(tmp_path, samples_per_part=5))
+    for out, engine in {"one": {"samples_per_part": 4096}, "two": {"workers": 2}}.items():
+        measure(other := llava_stage(tmp_path, out, **engine))
+        assert keys_of(other) == keys_of(stage)
+
+    replaced: list[Path] = []
+    rename_part = repeated_ids._rename_part
+
+    def killed(path: Path, *rest: Any) -> None:
+        if replaced:
+            raise KeyboardInterrupt
+        replaced.append(path)
+        rename_part(path, *rest)
+
+    again = llava_stage(tmp_path, "killed", samples_per_part=5)
+    monkeypatch.setattr(repeated_ids, "_rename_part", killed)
+    with pytest.raises(KeyboardInterrupt):
+        measure(again)
+    monkeypatch.undo()
+    assert len(replaced) == 1
+    assert not again.workspace.index_info.exists()
+    measure(again)
+    assert keys_of(again) == keys_of(stage)
+    assert index_bytes(again) == index_bytes(stage)
+    rename_repeated(again, open_index(again))
+    assert index_bytes(again) == index_bytes(stage)
+
+
+def test_another_run_renamed_the_part_meanwhile(tmp_path: Path) -> None:
+    write_llava(tmp_path / "data", llava_records())
+    stage = llava_stage(tmp_path)
+    measure(stage)
+    before = index_bytes(stage)
+    path = open_index(stage).path(0)
+    seen = np.array([key_hash(0, r["id"]) for r in llava_records()], np.uint64)  # before the other
+    repeated_ids._rename_part(path, np.ones(12, bool), np.where(np.arange(12) < 4, 0, seen))
+    assert index_bytes(stage) == before
+
+
+def test_append(tmp_path: Path) -> None:
+    records = llava_records()
+    write_llava(tmp_path / "data", records[:6])  # of two images one conversation more
+    stage = llava_stage(tmp_path)
+    pack_all(stage)
+    write_llava(tmp_path / "data", records[3:], "b.json")
+    counts = append(stage)["counts"]
+    assert (counts["samples"], counts["packed"]) == (15, 12)
+    assert counts["set_aside"] == {"duplicate_key": 3}
+    assert verify(stage, deep=True).ok
+    write_llava(tmp_path / "data", records, "c.json")
+    assert append(stage)["counts"]["packed"] == 12
+    whole = llava_stage(tmp_path, "whole")
+    assert pack_all(whole)["counts"]["packed"] == 12
+    by_generation = [
+        set(keys_of(replace(stage, generation=number))) if number else set(keys_of(stage))
+        for number in range(3)
+    ]
+    assert set.union(*by_generation) == set(keys_of(whole))
+
+
+def test_rows_of_one_id_with_images_inside(tmp_path: Path) -> None:
+    """Equal texts on other pictures are other samples; equal rows are duplicates."""
+    images = [image_bytes(56), image_bytes(84), image_bytes(56)]
+    table = pa.table(
+        {
+            "id": pa.array([7, 7, 7]),
+            "image": pa.array(images),
+            "messages": pa.array([dialogue("<image>\nWhat?", "A square.")] * 3),
+        }
+    )
+    (tmp_path / "data").mkdir()
+    pq.write_table(table, tmp_path / "data" / "a.parquet")
+    source = {"format": "parquet", "path": str(tmp_path / "data"), "task": "vqa"}
+    stage = make_stage(source, tmp_path / "out")
+    counts = pack_all(stage)["counts"]
+    assert (counts["packed"], counts["set_aside"]) == (2, {"duplicate_key": 1})
+    assert verify(stage, deep=True).ok
+
+
+def test_copies_of_a_repeated_id(tmp_path: Path) -> None:
+    write_llava(tmp_path / "data", llava_records())
+    source = {"format": "json", "path": str(tmp_path / "data"), "task": "vqa", "repeat": 2}
+    stage = make_stage(source, tmp_path / "out")
+    counts = pack_all(stage)["counts"]
+    assert (counts["packed"], counts["set_aside"]) == (24, {})
+    assert len(set(keys_of(stage))) == 24
+
+
+def test_first_of_equal() -> None:
+    rng = np.random.default_rng(0)
+    for size in (0, 1, 2, 1000):
+        hashes = rng.integers(0, 100, size).astype(np.uint64)
+        first = first_of_equal(hashes)
+        assert first.tolist() == [hashes.tolist().index(value) for value in hashes.tolist()]

@@ -1,0 +1,208 @@
+"""Scanning: parts hold every record once, in one order, however they are cut."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from offline_packing.errors import StageError
+from offline_packing.measure import measured_files
+from offline_packing.sources import JsonlSource, PairsSource, Source, SourceRecord
+from offline_packing.sources.formats import jsonl as jsonl_module
+from offline_packing.sources.roots import listing
+from offline_packing.sources.roots.listing import container_hash
+
+
+def records(source: Source, samples_per_part: int) -> list[SourceRecord]:
+    scan = source.scan(samples_per_part)
+    found = [list(source.records(part)) for part in scan.parts]
+    for part, rows in zip(scan.parts, found, strict=True):
+        assert len(rows) <= part.num_records <= samples_per_part
+    return [record for rows in found for record in rows]
+
+
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None
+)
+@given(
+    lines=st.lists(
+        st.sampled_from(['{"id": 1}', "", "  ", "broken", '{"a": "é\\n"}']), max_size=30
+    ),
+    ends_with_newline=st.booleans(),
+    samples_per_part=st.integers(1, 8),
+    block=st.integers(1, 64),
+)
+def test_jsonl_parts_equal_the_lines(
+    tmp_path: Path, lines: list[str], ends_with_newline: bool, samples_per_part: int, block: int
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines) + "\n" * ends_with_newline, "utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jsonl_module, "_BLOCK", block)
+        found = records(JsonlSource(str(path), "bmr"), samples_per_part)
+    data = path.read_bytes()
+    expected = [(n, line) for n, line in enumerate(data.split(b"\n"), 1) if line.strip()]
+    texts = [data[r.locator.offset :][: r.locator.size].rstrip(b"\n") for r in found]
+    assert texts == [line for _, line in expected]
+    numbers = [n for n, line in expected if line != b'{"id": 1}']
+    assert [r.key for r in found if r.key != "1"] == [f"a:{n}" for n in numbers]
+
+
+def test_jsonl_folder(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "sub/a.jsonl", "a.jsonl", "notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"a": 1}\n')
+    keys = [record.key for record in records(JsonlSource(str(tmp_path), "bmr"), 10)]
+    assert keys == ["a:1", "b:1", "sub/a:1"]
+
+
+def test_jsonl_image_root(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_text(json.dumps({"images": ["x.jpg"]}))
+    path = str(tmp_path / "text" / "a.jsonl")
+    beside = JsonlSource(path, "bmr")
+    elsewhere = JsonlSource(path, "bmr", image_root=str(tmp_path / "images"))
+    for source, folder in ((beside, "text"), (elsewhere, "images")):
+        (record,) = records(source, 10)
+        container = source.media.locate(source.image_folder(record.locator.container), "x.jpg")
+        assert source.media.path(container) == str((tmp_path / folder / "x.jpg").resolve())
+    with pytest.raises(StageError, match=r"image_root .* is no folder"):
+        JsonlSource(path, "bmr", image_root=str(tmp_path / "nowhere"))
+
+
+PAIR_NAMES = st.builds(
+    "{}{}.{}".format,
+    st.sampled_from(["", "a/", "a/b/", "a-/", "b/"]),
+    st.text("ab.-\n\t", min_size=1, max_size=4).filter(lambda t: not t.startswith(".")),
+    st.sampled_from(["json", "JSON", "jpg", "mp4", "txt", ""]),
+)
+
+
+def make_pairs(root: Path, names: list[str]) -> PairsSource:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    return PairsSource(str(root), "captioning")
+
+
+def test_pairs_by_stem(tmp_path: Path) -> None:
+    names = ["a.json", "a.jpg", "a-1.json", "a-1.PNG", "a.b.json", "a.b.jpg", "sub/a.json"]
+    source = make_pairs(
+        tmp_path, [*names, "lonely.jpg", "notes.txt", ".hidden.json", ".git/x.json"]
+    )
+    found = {record.key: record.paired_media for record in records(source, 2)}
+    assert found == {"a": ("a.jpg",), "a-1": ("a-1.PNG",), "a.b": ("a.b.jpg",), "sub/a": ()}
+    assert source.scan(2).unpaired_media.tolist() == [container_hash(b"lonely.jpg")]
+
+
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None
+)
+@given(
+    names=st.sets(PAIR_NAMES, max_size=30),
+    chunk=st.integers(1, 5),
+    samples_per_part=st.integers(3, 5),
+)
+def test_pairs_equal_a_simple_pairing(
+    tmp_path_factory: pytest.TempPathFactory, names: set[str], chunk: int, samples_per_part: int
+) -> None:
+    """However names are cut into pieces and parts, each JSON comes once with the media beside."""
+    root = tmp_path_factory.mktemp("pairs")
+    source = make_pairs(root, sorted(names))
+    with pytest.MonkeyPatch.context() as patch:
+        whole = source.scan(1000)
+        patch.setattr(listing, "_CHUNK", chunk)
+        assert source.scan(1000).parts == whole.parts
+        found = records(source, samples_per_part)
+    stems: dict[str, list[str]] = {}
+    for name in sorted(names):
+        stem, _, suffix = name.rpartition(".")
+        if suffix in ("jpg", "mp4"):
+            stems.setdefault(stem, []).append(name.rpartition("/")[2])
+    expected = [
+        (name, tuple(stems.get(name.rpartition(".")[0], [])))
+        for name in sorted(names)
+        if name.lower().endswith(".json")
+    ]
+    assert sorted((r.locator.container, r.paired_media) for r in found) == sorted(expected)
+    paired = {name.rpartition(".")[0] for name, _ in expected}
+    assert len(whole.unpaired_media) == sum(
+        len(images) for stem, images in stems.items() if stem not in paired
+    )
+
+
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None
+)
+@given(names=st.dictionaries(PAIR_NAMES, st.booleans(), max_size=30), chunk=st.integers(1, 5))
+def test_new_pairs_equal_a_simple_search(
+    tmp_path_factory: pytest.TempPathFactory, names: dict[str, bool], chunk: int
+) -> None:
+    """Of files that are new or not: new JSON files with all media beside, each once."""
+    root = tmp_path_factory.mktemp("pairs")
+    table = tmp_path_factory.mktemp("table") / "files.parquet"
+    new = {name for name, is_new in names.items() if is_new}
+    source = make_pairs(root, sorted(names.keys() - new))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured_files, "_CHUNK", chunk)
+        patch.setattr(listing, "_CHUNK", chunk)
+        measured_files.save_files(table, measured_files.list_files(source), source.scan(10))
+        make_pairs(root, sorted(new))
+        growth = measured_files.find_growth(source, measured_files.list_files(source), [table])
+        scan = source.scan_new(3, growth)
+        assert source.scan_new(3, growth).fingerprint == scan.fingerprint
+    found = [record for part in scan.parts for record in source.records(part)]
+    stems: dict[str, list[str]] = {}
+    for name in sorted(names):
+        stem, _, suffix = name.rpartition(".")
+        if suffix in ("jpg", "mp4"):
+            stems.setdefault(stem, []).append(name)
+    expected = [
+        (name, tuple(n.rpartition("/")[2] for n in stems.get(name.rpartition(".")[0], [])))
+        for name in new
+        if name.lower().endswith(".json")
+    ]
+    assert sorted((r.locator.container, r.paired_media) for r in found) == sorted(expected)
+    paired = {name.rpartition(".")[0] for name in names if name.lower().endswith(".json")}
+    alone = [n for stem, media in stems.items() if stem not in paired for n in media if n in new]
+    assert set(scan.unpaired_media) == {container_hash(name.encode()) for name in alone}
+
+
+def test_pairs_text_only_name(tmp_path: Path) -> None:
+    source = make_pairs(tmp_path, ["output_00000001.json", "output_1.json"])
+    found = {record.key: record.paired_media for record in records(source, 2)}
+    assert found == {"output_00000001": None, "output_1": ()}
+
+
+@pytest.mark.parametrize("samples_per_part", [1, 3, 100])
+def test_pairs_parts(tmp_path: Path, samples_per_part: int) -> None:
+    names = [f"{i % 3}/{i:03d}.json" for i in range(20)]
+    source = make_pairs(tmp_path, names)
+    found = [record.key for record in records(source, samples_per_part)]
+    assert found == sorted(name.removesuffix(".json") for name in names)
+
+
+def test_fingerprint_changes_with_the_files(tmp_path: Path) -> None:
+    source = make_pairs(tmp_path / "pairs", ["a.json", "a.jpg"])
+    first = source.scan(10).fingerprint
+    assert source.scan(1).fingerprint == first
+    (tmp_path / "pairs" / "a.jpg").write_text("larger")
+    second = source.scan(10).fingerprint
+    (tmp_path / "pairs" / "b.json").write_text("{}")
+    assert len({first, second, source.scan(10).fingerprint}) == 3
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}')
+    before = JsonlSource(str(path), "bmr").scan(10).fingerprint
+    path.write_text('{"a": 2}')  # the same size
+    assert JsonlSource(str(path), "bmr").scan(10).fingerprint != before
+
+
+def test_missing_source(tmp_path: Path) -> None:
+    with pytest.raises(StageError, match=r"source path .*nowhere' does not exist"):
+        PairsSource(str(tmp_path / "nowhere"), "vqa")
+    with pytest.raises(StageError, match=r"holds no \*\.jsonl"):
+        JsonlSource(str(tmp_path), "vqa").scan(10)

@@ -1,0 +1,53 @@
+"""The plan stage passes the configuration on, and ties the plan to it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offline_packing.errors import ConfigError
+from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import make_plan, open_index, plan
+from tests.helpers.datasets import captioning_pairs, make_stage
+
+PHASES: list[dict[str, Any]] = [
+    {"kind": "seeds", "seeds": {"rule": "top_n", "n": 3}, "min_fill": 0.9},
+    {"kind": "final"},
+]
+
+
+@pytest.fixture(scope="module")
+def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return captioning_pairs(tmp_path_factory.mktemp("captions"))
+
+
+def test_phases_of_the_hash_bucket(captions: Path, tmp_path: Path) -> None:
+    stages = [
+        make_stage(
+            captions,
+            tmp_path / "out",
+            pack={"strategy": "hash_bucket", "strategy_options": options, "seq_length": 128},
+        )
+        for options in ({}, {"phases": PHASES}, {"phases": PHASES[1:]})
+    ]
+    measure(stages[0])
+    packs = [make_plan(stage, open_index(stage)).packs for stage in stages]
+    assert len({tuple(p.sample_ids.tolist()) for p in packs}) == 3
+    plan(stages[1])
+    assert "strategy hash_bucket" in plan(stages[2])  # planned anew for other options
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "message"),
+    [
+        ("hash_bucket", {"phases": [{"kind": "nowhere"}]}, "strategy_options: .*nowhere"),
+        ("hash_bucket", {"stages": []}, "strategy_options: .*'stages'; valid: phases"),
+        ("auto", {"phases": []}, "strategy_options: .*'phases'"),
+    ],
+)
+def test_options_that_the_strategy_has_not(
+    captions: Path, tmp_path: Path, strategy: str, options: dict[str, Any], message: str
+) -> None:
+    pack = {"strategy": strategy, "strategy_options": options}
+    with pytest.raises(ConfigError, match=message):
+        make_stage(captions, tmp_path / "out", pack=pack)

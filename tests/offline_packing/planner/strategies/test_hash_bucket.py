@@ -1,0 +1,297 @@
+"""Hash bucket: its phases against literal loops over samples, then the whole strategy."""
+
+from collections import Counter, deque
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offline_packing.planner.strategies.composition import Composition
+from offline_packing.planner.strategies.packs import Packs
+from offline_packing.planner.strategies.peers.hash_bucket import (
+    FinalPhase,
+    PowersOfTwoPhase,
+    SeedPhase,
+    hash_bucket,
+    parse_phases,
+)
+
+POWERS = PowersOfTwoPhase(kind="powers_of_two")
+
+
+def as_lists(packs: Packs) -> list[list[int]]:
+    return [
+        ids.tolist() for ids in np.split(packs.sample_ids, packs.pack_offsets[1:-1]) if len(ids)
+    ]
+
+
+def contents(composition: Composition) -> list[list[int]]:
+    """Lengths in every pack, in order."""
+    packs = []
+    for j, count in enumerate(composition.multiplicity):
+        entries = slice(composition.offsets[j], composition.offsets[j + 1])
+        content = np.repeat(composition.lengths[entries], composition.repeats[entries]).tolist()
+        packs += [content] * int(count)
+    return packs
+
+
+def counts_of(lengths: list[int], capacity: int) -> np.ndarray:
+    return np.bincount(np.array(lengths, np.int64), minlength=capacity + 1)
+
+
+def powers_oracle(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Round robin over the queues; a pack that stays unfilled is tried once longest first."""
+    buckets = Counter(lengths)
+    keys = [capacity]
+    while keys[-1] % 2 == 0:
+        keys.append(keys[-1] // 2)
+    packs = []
+    while True:
+        pack: list[int] = []
+        queue = deque(key for key in sorted(keys) if buckets[key])
+        while queue and sum(pack) < capacity:
+            key = queue.popleft()
+            if sum(pack) + key <= capacity:
+                pack.append(key)
+                if pack.count(key) < buckets[key]:
+                    queue.append(key)
+        if sum(pack) < capacity:
+            pack = []
+            for key in sorted(keys, reverse=True):
+                for _ in range(buckets[key]):
+                    if sum(pack) + key <= capacity:
+                        pack.append(key)
+        if sum(pack) < capacity:
+            return packs
+        buckets.subtract(pack)
+        packs.append(sorted(pack))
+
+
+def filler_oracle(
+    buckets: Counter[int], room: int, num_samples: int, min_samples: int
+) -> int | None:
+    fitting = sorted(key for key, number in buckets.items() if number and key <= room)
+    if not fitting:
+        return None
+    if num_samples < Fraction(8, 10) * min_samples:
+        return fitting[0]
+    if num_samples < min_samples:
+        return max(fitting, key=lambda key: buckets[key] * Fraction(room, key))
+    return fitting[-1]
+
+
+def seeds_oracle(
+    seeds: list[int], buckets: Counter[int], capacity: int, phase: SeedPhase
+) -> list[list[int]]:
+    """Every seed on its own; a pack that misses a limit gives its samples back."""
+    packs = []
+    for seed in seeds:
+        pack = [seed]
+        while len(pack) < (phase.max_samples or capacity):
+            room = capacity - sum(pack)
+            key = filler_oracle(buckets, room, len(pack), phase.min_samples)
+            if key is None:
+                break
+            buckets[key] -= 1
+            pack.append(key)
+        if len(pack) >= phase.min_samples and sum(pack) >= phase.min_fill * capacity:
+            packs.append(pack)
+        else:
+            buckets.update(pack[1:])
+    return packs
+
+
+def potential(seed: int, buckets: Counter[int], capacity: int, min_samples: int) -> float:
+    """The estimate that orders the seeds, written per seed as in the original."""
+    room = capacity - seed
+    number = min(room // min(buckets), sum(buckets.values()) // 2) + 1
+    fitting = sum(key <= room for key in buckets) / len(buckets)
+    return min(number / min_samples, 1) * 0.5 + seed / capacity * 0.3 + fitting * 0.2
+
+
+@st.composite
+def lengths_and_capacity(draw: st.DrawFn) -> tuple[list[int], int]:
+    capacity = draw(st.integers(1, 150))
+    largest = draw(st.integers(1, capacity))
+    buckets = draw(st.lists(st.tuples(st.integers(1, largest), st.integers(1, 12)), max_size=25))
+    return [length for length, number in buckets for _ in range(number)], capacity
+
+
+@st.composite
+def halving_lengths(draw: st.DrawFn) -> tuple[list[int], int]:
+    capacity = draw(st.sampled_from([64, 96, 7, 1]))
+    halves = [capacity >> n for n in range(7) if capacity % (1 << n) == 0]
+    other = st.integers(1, capacity)
+    return draw(st.lists(st.one_of(st.sampled_from(halves), other), max_size=150)), capacity
+
+
+@given(case=halving_lengths())
+@settings(max_examples=300, deadline=None)
+def test_powers_of_two_equal_the_round_robin_and_are_all_full(case):
+    lengths, capacity = case
+    packs = contents(POWERS.run(counts_of(lengths, capacity)))
+    assert [sorted(pack) for pack in packs] == powers_oracle(lengths, capacity)
+    assert all(sum(pack) == capacity for pack in packs)
+
+
+def test_a_pack_of_powers_of_two_is_as_diverse_as_it_can_be():
+    packs = contents(POWERS.run(counts_of([8] * 9 + [16] * 9 + [32] * 9, 64)))
+    assert packs[0] == [8, 8, 16, 32]
+
+
+def test_a_deadlock_is_solved_by_one_greedy_pack_and_then_diversity_goes_on():
+    """Two of 32 and two of 8 at 64: round robin stops at 8 + 32 + 8, greedily 32 + 32 is full."""
+    assert contents(POWERS.run(counts_of([32, 32, 8, 8], 64))) == [[32, 32]]
+    mixed = contents(POWERS.run(counts_of([32] * 4 + [8] * 6, 64)))
+    assert mixed[0] == [8, 8, 8, 8, 32]
+    assert [32, 32] in mixed
+
+
+SEED_PHASES = [
+    {"min_samples": 1, "min_fill": 0.95},
+    {"min_samples": 4, "min_fill": 0.9},
+    {"min_samples": 5, "min_fill": 0.5},
+    {"min_samples": 10, "max_samples": 12, "min_fill": 0.0},
+    {"min_samples": 2, "max_samples": 2, "min_fill": 1.0},
+]
+
+
+@given(case=lengths_and_capacity(), limits=st.sampled_from(SEED_PHASES), half=st.integers(1, 100))
+@settings(max_examples=300, deadline=None)
+def test_seed_phases_equal_the_loop_over_seeds(case, limits, half):
+    lengths, capacity = case
+    rule = {"rule": "custom_half", "half": half}
+    phase = SeedPhase(kind="seeds", seeds=rule, **limits)
+    buckets = Counter(length for length in lengths if length < half)
+    seeds = sorted(length for length in lengths if length >= half)[::-1]
+    if buckets:
+        seeds.sort(key=lambda seed: -potential(seed, buckets, capacity, phase.min_samples))
+    expected = seeds_oracle(seeds, buckets, capacity, phase)
+    assert contents(phase.run(counts_of(lengths, capacity))) == expected
+
+
+@pytest.mark.parametrize(
+    ("fillers", "expected"),
+    [
+        ({2: 4, 3: 12, 10: 5}, [60, 2, 2, 2, 3, 10, 10, 10]),
+        ({2: 4, 4: 2, 30: 1}, [60, 2, 2, 2, 2, 30]),  # one 2 or two 4: equally dense
+    ],
+)
+def test_a_seed_takes_the_shortest_then_the_densest_then_the_longest(fillers, expected):
+    phase = SeedPhase(kind="seeds", min_samples=5, min_fill=0.9)
+    lengths = [60, *Counter(fillers).elements()]
+    assert contents(phase.run(counts_of(lengths, 100))) == [expected]
+
+
+@given(case=lengths_and_capacity(), per_length=st.integers(0, 4))
+@settings(max_examples=150, deadline=None)
+def test_the_final_phase_reuses_failed_seeds_and_leaves_nothing(case, per_length):
+    lengths, capacity = case
+    phase = FinalPhase(
+        kind="final", seeds={"rule": "top_n", "n": 3}, seeds_per_length=per_length, min_fill=0.9
+    )
+    fillers = Counter(lengths)
+    expected = []
+    seeds = []
+    for key in sorted(fillers)[-3:][::-1]:
+        seeds += [key] * min(fillers[key], per_length)
+    fillers.subtract(seeds)
+    greedy = SeedPhase(kind="seeds", min_fill=0.9)
+    for seed in seeds:
+        packs = seeds_oracle([seed], fillers, capacity, greedy)
+        fillers.update([] if packs else [seed])
+        expected += packs
+    while any(fillers.values()):
+        expected.append([])
+        while key := filler_oracle(fillers, capacity - sum(expected[-1]), 1, 1):
+            expected[-1].append(key)
+            fillers[key] -= 1
+    assert contents(phase.run(counts_of(lengths, capacity))) == expected
+
+
+@pytest.mark.parametrize(
+    ("rule", "selected"),
+    [
+        ({"rule": "auto"}, [60, 90, 100]),
+        ({"rule": "custom_half"}, [33, 50, 60, 90, 100]),
+        ({"rule": "custom_half", "half": 60}, [60, 90, 100]),
+        ({"rule": "lengths", "lengths": [10, 55, 90]}, [10, 90]),
+        ({"rule": "size_range", "min_length": 20, "max_length": 60}, [20, 33, 50, 60]),
+        ({"rule": "size_range"}, [33, 50, 60, 90, 100]),
+        ({"rule": "top_n", "n": 2}, [90, 100]),
+        ({"rule": "top_n", "n": 99}, [10, 20, 33, 50, 60, 90, 100]),
+        ({"rule": "capacity_ratio"}, [33, 50, 60, 90, 100]),
+        ({"rule": "capacity_ratio", "min_ratio": 0.1, "max_ratio": 0.5}, [10, 20, 33, 50]),
+    ],
+)
+def test_seed_rules_select_lengths(rule, selected):
+    lengths = np.array([10, 20, 33, 50, 60, 90, 100])
+    phase = SeedPhase(kind="seeds", seeds=rule)
+    assert lengths[phase.seeds.select(lengths, 100)].tolist() == selected
+
+
+PHASES_YAML = """
+- {kind: powers_of_two}
+- {kind: seeds, seeds: {rule: auto}, min_samples: 5, min_fill: 0.95}
+- {kind: seeds, seeds: {rule: custom_half, half: 30}, min_samples: 4, max_samples: 40}
+- {kind: seeds, seeds: {rule: top_n, n: 60}, min_samples: 6, min_fill: 0.92}
+- {kind: final, seeds: {rule: top_n, n: 20}, seeds_per_length: 10}
+"""
+
+
+@pytest.mark.parametrize("phases", [None, [], yaml.safe_load(PHASES_YAML), [{"kind": "seeds"}]])
+@given(case=lengths_and_capacity(), seed=st.integers(0, 3))
+@settings(max_examples=50, deadline=None)
+def test_every_sample_once_no_pack_over_capacity_same_seed_same_packs(phases, case, seed):
+    lengths, capacity = np.array(case[0], np.int32), case[1]
+    packs = hash_bucket(lengths, capacity, seed=seed, phases=phases)
+    assert sorted(packs.sample_ids.tolist()) == list(range(len(lengths)))
+    for ids in as_lists(packs):
+        assert lengths[ids].sum() <= capacity
+    again = hash_bucket(lengths, capacity, seed=seed, phases=phases)
+    np.testing.assert_array_equal(packs.sample_ids, again.sample_ids)
+    np.testing.assert_array_equal(packs.pack_offsets, again.pack_offsets)
+
+
+def test_the_seed_chooses_among_equal_lengths_only():
+    lengths = np.random.default_rng(0).integers(1, 400, 3000)
+    first = hash_bucket(lengths, 1024, seed=0)
+    other = hash_bucket(lengths, 1024, seed=1)
+    assert first.sample_ids.tolist() != other.sample_ids.tolist()
+    np.testing.assert_array_equal(lengths[first.sample_ids], lengths[other.sample_ids])
+
+
+@pytest.mark.parametrize("seq_length", [8192, 32768, 262144])
+def test_a_mixture_fills_its_packs(seq_length):
+    rng = np.random.default_rng(4)
+    lengths = np.exp(rng.normal(6, 1, 60_000)).clip(1, 8192).astype(np.int32)
+    packs = hash_bucket(lengths, seq_length)
+    assert packs.num_packs <= 1.005 * lengths.sum() / seq_length + 1
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        ([{"kind": "seed"}], "kind"),
+        ([{"kind": "seeds", "min_itmes": 3}], "min_itmes"),
+        ([{"kind": "seeds", "seeds": {"rule": "top_n", "half": 3}}], "half"),
+        ([{"kind": "seeds", "min_fill": 1.5}], "min_fill"),
+        ([{"kind": "seeds", "min_samples": 4, "max_samples": 3}], "max_samples 3 < min_samples 4"),
+        ([{"kind": "final"}, {"kind": "powers_of_two"}], "phase 0 of 2 is 'final'"),
+    ],
+)
+def test_wrong_phases_are_refused_by_name(phases, message):
+    with pytest.raises(ValueError, match=message):
+        parse_phases(phases)
+
+
+def test_unusable_lengths_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"sample 1 has 65 tokens.*seq_length 64"):
+        hash_bucket(np.array([3, 65]), 64)
+
+
+def test_no_samples_make_no_packs():
+    assert hash_bucket(np.zeros(0, np.int32), 64).num_packs == 0

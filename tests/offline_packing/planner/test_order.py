@@ -1,0 +1,91 @@
+"""The order of packs: permutations, Energon's split, idle time of ranks."""
+
+import numpy as np
+import pytest
+
+from offline_packing import plan_packs
+from offline_packing.planner.cost import QWEN2_VL_7B, sample_cost
+from offline_packing.planner.order import (
+    RankLayout,
+    cost_grouped_order,
+    idle_share,
+    reorder_packs,
+    shuffled_order,
+)
+from offline_packing.planner.strategies.packs import Packs
+
+
+@pytest.mark.parametrize("layout", [RankLayout(1), RankLayout(8, 2), RankLayout(3, 0)])
+@pytest.mark.parametrize("num_packs", [0, 1, 7, 48, 1003])
+def test_cost_order_is_a_seeded_permutation(layout, num_packs) -> None:
+    cost = np.random.default_rng(1).random(num_packs)
+    order = cost_grouped_order(cost, layout, seed=5)
+    assert sorted(order.tolist()) == list(range(num_packs))
+    assert np.array_equal(order, cost_grouped_order(cost, layout, seed=5))
+
+
+@pytest.mark.parametrize(("num_ranks", "num_workers"), [(8, 2), (3, 5), (1, 1), (2, 4)])
+def test_steps_follow_energons_own_split(num_ranks, num_workers) -> None:
+    energon = pytest.importorskip("megatron.energon")
+    from megatron.energon.flavors.webdataset.sharder import Sharder
+
+    num_packs = 1009
+    step = RankLayout(num_ranks, num_workers).steps(num_packs)
+    for rank in range(num_ranks):
+        config = energon.WorkerConfig(rank=rank, world_size=num_ranks, num_workers=num_workers)
+        bounds = Sharder.split_samples_to_workers(0, num_packs, config)
+        for worker in range(num_workers):
+            mine = step[bounds[worker] : bounds[worker + 1]]
+            assert mine.tolist() == [worker + i * num_workers for i in range(len(mine))]
+
+
+def test_cost_groups_leave_ranks_hardly_idle() -> None:
+    rng = np.random.default_rng(0)
+    tokens = np.minimum(8192, np.exp(rng.normal(6.5, 1.0, 30_000)).astype(np.int64) + 8)
+    layout = RankLayout(8, 2)
+    idle = {}
+    for name, order in (("random", None), ("grouped", layout)):
+        plan = plan_packs(tokens, 8192, order=order)
+        cost = np.add.reduceat(tokens[plan.sample_ids] ** 2.0, plan.pack_offsets[:-1])
+        idle[name] = idle_share(cost, layout)
+    assert idle["random"] > 0.2
+    assert idle["grouped"] < 0.01
+
+
+def test_groups_come_in_random_order() -> None:
+    cost = np.random.default_rng(0).random(4000)
+    order = cost_grouped_order(cost, RankLayout(4), seed=2)
+    assert abs(np.corrcoef(np.arange(1000), cost[order][:1000])[0, 1]) < 0.15
+
+
+def test_plan_uses_the_given_cost() -> None:
+    tokens = np.full(64, 10)
+    cost = np.arange(64.0)
+    plan = plan_packs(tokens, 10, order=RankLayout(4), cost=cost)
+    assert idle_share(cost[plan.sample_ids], RankLayout(4)) < 0.05
+
+
+def test_reorder_keeps_packs_whole() -> None:
+    packs = Packs(np.array([5, 6, 7, 8, 9]), np.array([0, 2, 3, 5]))
+    moved = reorder_packs(packs, np.array([2, 0]))
+    assert moved.sample_ids.tolist() == [8, 9, 5, 6]
+    assert moved.pack_offsets.tolist() == [0, 2, 4]
+    assert sorted(shuffled_order(9, 1).tolist()) == list(range(9))
+
+
+@pytest.mark.parametrize("arguments", [{"num_ranks": 0}, {"num_ranks": 2, "num_workers": -1}])
+def test_impossible_layout(arguments) -> None:
+    with pytest.raises(ValueError, match="must be at least"):
+        RankLayout(**arguments)
+
+
+def test_sample_cost_is_additive_and_counts_vision() -> None:
+    tokens = np.array([100, 8192])
+    flops = QWEN2_VL_7B.flops(tokens)
+    # About 2 operations per weight and token (6.5e9 weights in the layers) for a short sample.
+    assert flops[0] == pytest.approx(2 * 6.5e9 * 100, rel=0.05)
+    assert flops[1] > 82 * flops[0]
+    with_images = sample_cost(tokens, np.array([0, 4096]), np.array([0, 4]))
+    assert with_images[0] == sample_cost(tokens)[0]
+    one_image = sample_cost(tokens, np.array([0, 4096]))
+    assert sample_cost(tokens)[1] < with_images[1] < one_image[1]

@@ -1,0 +1,98 @@
+"""PackPlan on disk: round trip, interruption, damage."""
+
+import numpy as np
+import pytest
+
+from offline_packing.errors import StageError
+from offline_packing.planner.pack_plan import PackPlan, PlanInfo
+
+
+def make_plan() -> PackPlan:
+    info = PlanInfo(
+        seq_length=10,
+        strategy="auto",
+        seed=7,
+        pad_multiple=1,
+        num_tokens=18,
+        lower_bound=2,
+        reason_names=("empty", "over_seq_length"),
+        settings={"shuffle": True},
+    )
+    return PackPlan(
+        np.array([4, 0, 2, 1], np.int32),
+        np.array([0, 2, 4], np.int64),
+        np.array([3], np.int32),
+        np.array([1], np.uint8),
+        info,
+    )
+
+
+def test_statistics() -> None:
+    plan = make_plan()
+    assert (plan.num_packs, plan.gap, plan.fill, plan.packing_factor) == (2, 0.0, 0.9, 2.0)
+    assert plan.set_aside_counts() == {"over_seq_length": 1}
+    assert plan.pack(1).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_round_trip(tmp_path, mmap) -> None:
+    plan = make_plan()
+    plan.save(tmp_path / "plan")
+    loaded = PackPlan.load(tmp_path / "plan", mmap=mmap)
+    assert loaded.info == plan.info
+    assert loaded.statistics() == plan.statistics()
+    for name in ("sample_ids", "pack_offsets", "set_aside_ids", "set_aside_reasons"):
+        before, after = getattr(plan, name), getattr(loaded, name)
+        assert before.dtype == after.dtype
+        assert before.tolist() == after.tolist()
+    assert isinstance(loaded.sample_ids, np.memmap) is mmap
+
+
+def test_same_plan_gives_the_same_bytes(tmp_path) -> None:
+    for name in ("a", "b"):
+        make_plan().save(tmp_path / name)
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert len(files) == 5
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_interrupted_save_is_not_loadable(tmp_path, monkeypatch) -> None:
+    plan = make_plan()
+    plan.save(tmp_path)
+
+    def fail(*args, **kwargs) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(np, "save", fail)
+    with pytest.raises(OSError, match="disk full"):
+        plan.save(tmp_path)
+    with pytest.raises(FileNotFoundError, match="run the plan stage again"):
+        PackPlan.load(tmp_path)
+
+
+def test_damaged_or_foreign_plan_is_refused(tmp_path) -> None:
+    make_plan().save(tmp_path)
+    np.save(tmp_path / "sample_ids.npy", np.arange(3))
+    with pytest.raises(ValueError, match=r"sample_ids\.npy has shape"):
+        PackPlan.load(tmp_path)
+    text = (tmp_path / "plan.json").read_text()
+    text = text.replace('"format_version": 1', '"format_version": 99')
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(ValueError, match="format_version 99"):
+        PackPlan.load(tmp_path)
+
+
+def test_a_damaged_document_is_named(tmp_path) -> None:
+    make_plan().save(tmp_path)
+    (tmp_path / "plan.json").write_text("{")
+    with pytest.raises(StageError, match=r"plan\.json is damaged"):
+        PackPlan.load(tmp_path)
+
+
+def test_empty_plan_round_trip(tmp_path) -> None:
+    info = PlanInfo(10, "auto", 0, 1, 0, 0)
+    none = np.zeros(0, np.int32)
+    PackPlan(none, np.zeros(1, np.int64), none, none.astype(np.uint8), info).save(tmp_path)
+    loaded = PackPlan.load(tmp_path)
+    assert (loaded.num_packs, loaded.fill, loaded.gap, loaded.packing_factor) == (0, 0.0, 0.0, 0.0)

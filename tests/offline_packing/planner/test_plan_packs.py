@@ -1,0 +1,248 @@
+"""plan_packs: every sample once, nothing over a limit, the same plan for the same seed."""
+
+import logging
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offline_packing import plan_packs
+from offline_packing.planner.order import RankLayout
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.planner.strategies import STRATEGIES, histogram
+from offline_packing.planner.strategies.compile_notice import announce_compilation
+
+
+def assert_valid(plan: PackPlan, num_tokens: np.ndarray) -> None:
+    """Samples in = packed + set aside; no pack empty or over seq_length."""
+    ids = np.concatenate([plan.sample_ids, plan.set_aside_ids])
+    assert np.array_equal(np.sort(ids), np.arange(len(num_tokens)))
+    assert len(plan.set_aside_ids) == len(plan.set_aside_reasons)
+    assert (np.diff(plan.pack_offsets) > 0).all()
+    multiple = plan.info.pad_multiple
+    padded = -(-np.asarray(num_tokens, np.int64) // multiple) * multiple
+    if plan.num_packs:
+        loads = np.add.reduceat(padded[plan.sample_ids], plan.pack_offsets[:-1])
+        assert loads.max() <= plan.info.seq_length
+        assert plan.info.num_tokens == loads.sum()
+    assert plan.num_packs >= plan.info.lower_bound
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 150), max_size=80),
+    seed=st.integers(0, 2**32),
+    pad_multiple=st.sampled_from([1, 2, 8, 16]),
+)
+def test_each_sample_once_nothing_over_capacity(strategy, lengths, seed, pad_multiple) -> None:
+    num_tokens = np.array(lengths, np.int64)
+    arguments = {"strategy": strategy, "seed": seed, "pad_multiple": pad_multiple}
+    plan = plan_packs(num_tokens, 128, **arguments)
+    assert_valid(plan, num_tokens)
+    again = plan_packs(num_tokens, 128, **arguments)
+    assert np.array_equal(plan.sample_ids, again.sample_ids)
+    assert np.array_equal(plan.pack_offsets, again.pack_offsets)
+
+
+def test_shuffle_changes_the_choice_but_not_the_composition() -> None:
+    num_tokens = np.random.default_rng(0).integers(1, 900, 5000)
+    plans = [plan_packs(num_tokens, 1024, seed=seed) for seed in (1, 2)]
+    plans.append(plan_packs(num_tokens, 1024, assignment=()))
+    for plan in plans:
+        assert_valid(plan, num_tokens)
+    assert not np.array_equal(plans[0].sample_ids, plans[1].sample_ids)
+    contents = [
+        sorted(tuple(sorted(num_tokens[plan.pack(i)])) for i in range(plan.num_packs))
+        for plan in plans
+    ]
+    assert contents[0] == contents[1] == contents[2]
+
+
+def test_shuffled_packs_do_not_come_sorted_by_length() -> None:
+    num_tokens = np.random.default_rng(0).integers(1, 900, 20_000)
+    longest = {}
+    for shuffle in (False, True):
+        plan = plan_packs(num_tokens, 1024, assignment=("shuffle",) if shuffle else ())
+        maxima = np.maximum.reduceat(num_tokens[plan.sample_ids], plan.pack_offsets[:-1])
+        longest[shuffle] = abs(np.corrcoef(maxima, np.arange(len(maxima)))[0, 1])
+    assert longest[False] > 0.5
+    assert longest[True] < 0.05
+
+
+def test_overlong_and_empty_samples_are_set_aside_with_a_reason() -> None:
+    plan = plan_packs(np.array([4, 0, 99, 6]), 10)
+    assert plan.set_aside_ids.tolist() == [1, 2]
+    assert plan.set_aside_counts() == {"empty": 1, "over_seq_length": 1}
+    assert plan.num_packs == 1
+
+
+@pytest.mark.parametrize("num_tokens", [[], [11, 12, 13]])
+def test_nothing_to_pack_gives_an_empty_plan(num_tokens) -> None:
+    plan = plan_packs(np.array(num_tokens), 10)
+    assert plan.num_packs == 0
+    assert plan.info.lower_bound == 0
+    assert len(plan.set_aside_ids) == len(num_tokens)
+
+
+def test_one_sample() -> None:
+    plan = plan_packs(np.array([7]), 10)
+    assert (plan.num_packs, plan.fill, plan.gap) == (1, 0.7, 0.0)
+
+
+def test_long_sequences() -> None:
+    num_tokens = np.random.default_rng(1).integers(1, 262_145, 3000)
+    plan = plan_packs(num_tokens, 262_144)
+    assert_valid(plan, num_tokens)
+    assert plan.gap < 0.01
+
+
+def test_unknown_strategy_lists_the_names() -> None:
+    with pytest.raises(ValueError, match=r"'bdf' is unknown; choose one of .*best_fit_decreasing"):
+        plan_packs(np.array([1]), 10, strategy="bdf")
+
+
+def test_importing_and_planning_needs_no_training_library() -> None:
+    code = """
+import sys
+for name in ("torch", "megatron", "megatron.energon", "ray", "transformers"):
+    sys.modules[name] = None
+import offline_packing
+assert "numba" not in sys.modules and "scipy" not in sys.modules
+import numpy as np
+assert offline_packing.plan_packs(np.array([3, 4, 5]), 8).num_packs == 2
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_short_packs_are_dissolved_with_a_reason() -> None:
+    num_tokens = np.array([90, 5, 60, 60, 40])
+    plan = plan_packs(num_tokens, 100, min_fill=0.7, min_samples=2)
+    assert sorted(plan.sample_ids.tolist()) in ([0, 1, 2, 4], [0, 1, 3, 4])
+    assert plan.set_aside_counts() == {"below_min_fill": 1}
+    assert plan.info.lower_bound == plan.num_packs == 2
+    lonely = plan_packs(np.array([90, 60, 40]), 100, min_samples=2)
+    assert lonely.set_aside_ids.tolist() == [0]
+    assert lonely.set_aside_counts() == {"below_min_samples": 1}
+
+
+def test_homogeneous_packs_hold_one_group() -> None:
+    rng = np.random.default_rng(2)
+    num_tokens = rng.integers(1, 500, 2000)
+    groups = rng.integers(0, 3, 2000)
+    plan = plan_packs(num_tokens, 1024, groups=groups, homogeneous=True)
+    assert_valid(plan, num_tokens)
+    for index in range(plan.num_packs):
+        assert len(set(groups[plan.pack(index)])) == 1
+    assert plan.gap < 0.02
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 120), st.integers(0, 40)), max_size=60),
+    limit=st.integers(1, 60),
+    max_samples=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_no_budget_is_exceeded(rows, limit, max_samples, seed) -> None:
+    num_tokens = np.array([row[0] for row in rows], np.int64)
+    patches = np.array([row[1] for row in rows], np.int64)
+    arguments = {"budgets": {"patches": (patches, limit)}, "max_samples": max_samples}
+    plan = plan_packs(num_tokens, 100, seed=seed, **arguments)
+    assert_valid(plan, num_tokens)
+    for index in range(plan.num_packs):
+        pack = plan.pack(index)
+        assert patches[pack].sum() <= limit
+        assert len(pack) <= max_samples
+    again = plan_packs(num_tokens, 100, seed=seed, **arguments)
+    assert np.array_equal(plan.sample_ids, again.sample_ids)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"assignment": "locallity"}, "'locallity' is unknown; choose among shuffle, locality"),
+        ({"assignment": "locality"}, "assignment locality needs source_order"),
+        ({"assignment": ["mix"]}, "assignment mix needs groups"),
+        ({"assignment": "balance"}, "assignment balance needs balance_by"),
+        ({"homogeneous": True}, "homogeneous needs groups"),
+        ({"groups": np.zeros(2)}, r"groups has shape \(2,\) for 3 samples"),
+        ({"min_fill": 1.5}, "min_fill is 1.5"),
+        ({"max_samples": 0}, "limit 0"),
+        ({"max_samples": 2, "min_samples": 3}, "min_samples is 3 > max_samples 2"),
+        ({"max_samples": 2, "strategy": "best_fit_decreasing"}, "needs strategy 'auto'"),
+        (
+            {"assignment": "mix", "groups": np.zeros(3, int), "weights": {1: 2.0}},
+            r"weights\[0\] is None",
+        ),
+        (
+            {"assignment": "mix", "groups": np.zeros(3, int), "order": RankLayout(2)},
+            "choose one of them",
+        ),
+    ],
+)
+def test_contradicting_arguments_are_named(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_packs(np.array([3, 4, 5]), 10, **arguments)
+
+
+def test_first_run_says_once_that_it_compiles(tmp_path, monkeypatch, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    cached = SimpleNamespace(stats=SimpleNamespace(cache_path=str(tmp_path)))
+    monkeypatch.setattr(histogram, "count_lengths", cached)
+    announce_compilation.cache_clear()
+    announce_compilation()
+    announce_compilation()
+    assert caplog.text.count("compiling the planner") == 1
+    (tmp_path / "histogram.count_lengths-1.py311.nbi").touch()
+    announce_compilation.cache_clear()
+    announce_compilation()
+    assert caplog.text.count("compiling the planner") == 1
+
+
+def test_options_per_sample_skip_what_is_set_aside() -> None:
+    num_tokens = np.array([40, 500, 40, 40, 0, 40])
+    num_images = np.array([3, 9, 1, 1, 9, 3])
+    plan = plan_packs(
+        num_tokens,
+        100,
+        strategy="knapsack",
+        strategy_options={"num_images": num_images, "max_images": 4},
+    )
+    assert plan.set_aside_ids.tolist() == [1, 4]
+    assert [num_images[plan.pack(i)].sum() for i in range(plan.num_packs)] == [4, 4]
+
+
+def test_budget_that_no_sample_meets_sets_all_aside() -> None:
+    plan = plan_packs(np.array([3, 4]), 10, budgets={"patches": (np.array([8, 9]), 7)})
+    assert plan.num_packs == 0
+    assert plan.set_aside_counts() == {"over_budget:patches": 2}
+
+
+def test_number_of_threads_does_not_change_the_plan() -> None:
+    code = """
+import hashlib
+import numpy as np
+from offline_packing import plan_packs
+lengths = 596 + np.random.default_rng(0).geometric(0.015, 5000)
+plan = plan_packs(lengths, 8192, strategy="pattern_lp")
+print(hashlib.sha256(plan.sample_ids.tobytes() + plan.pack_offsets.tobytes()).hexdigest())
+"""
+    hashes = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            timeout=300,
+            env={**os.environ, "OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads},
+            capture_output=True,
+            text=True,
+        ).stdout
+        for threads in ("1", "2")
+    }
+    assert len(hashes) == 1
+    assert len(hashes.pop()) == 65

@@ -1,0 +1,214 @@
+"""Energon's prepared datasets: field maps, splits, and one that Energon itself prepared."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offline_packing.errors import StageError
+from tests.helpers.accounting import MeasuredSample, account, open_source
+from tests.helpers.datasets import image_bytes
+from tests.helpers.formats import tar_bytes, write_file
+
+JPEG = image_bytes()
+SPLIT = "split_parts: {train: [a.tar], val: [b.tar]}\nexclude: []\n"
+
+
+def prepared(root: Path, description: str, *members: tuple[str, bytes], split: str = SPLIT) -> Path:
+    write_file(root / ".nv-meta" / "dataset.yaml", description.encode())
+    write_file(root / ".nv-meta" / "split.yaml", split.encode())
+    for name in ("a.tar", "b.tar"):
+        write_file(root / name, tar_bytes(members))
+    return root
+
+
+def rows(root: Path, task: str, **options: Any) -> list[tuple[str, str, MeasuredSample | None]]:
+    return account(
+        open_source({"format": "energon", "path": str(root), "task": task, **options}, root)
+    )
+
+
+def turns(root: Path, task: str) -> tuple[str, str]:
+    """Prompt and answer of the only sample, read from its locator."""
+    source = open_source({"format": "energon", "path": str(root), "task": task}, root)
+    ((key, outcome, row),) = account(source)
+    assert (key, outcome) == ("a/k", "ok")
+    assert row is not None
+    (turn,) = source.read_sample(key, row.json, len(row.media)).turns
+    return turn.prompt, turn.answer
+
+
+def sample_type(name: str, **field_map: str) -> str:
+    return (
+        f"sample_type: {{__module__: megatron.energon, __class__: {name}}}\n"
+        f"field_map: {json.dumps(field_map)}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("caption", "members"),
+    [
+        ("txt", [("k.txt", b"A square.")]),
+        ("json[caption]", [("k.json", b'{"caption": "A square."}')]),
+        ("json[captions][1][text]", [("k.json", b'{"captions": [7, {"text": "A square."}]}')]),
+        ("caption.txt,txt", [("k.txt", b"A square.")]),
+    ],
+)
+def test_captioning(tmp_path: Path, caption: str, members: list[tuple[str, bytes]]) -> None:
+    description = sample_type("CaptioningSample", image="jpg", caption=caption)
+    prepared(tmp_path, description, ("k.jpg", JPEG), ("k.thumbnail.png", b"x"), *members)
+    assert turns(tmp_path, "captioning") == ("", "A square.")
+
+
+def test_vqa_from_several_members(tmp_path: Path) -> None:
+    description = sample_type(
+        "VQASample", image="jpg", context="q.txt", answers="a.json[all]", answer_weights="w.json[w]"
+    )
+    prepared(
+        tmp_path,
+        description,
+        *[("k.q.txt", b"Which?"), ("k.jpg", JPEG), ("k.a.json", b'{"all": ["This.", "That."]}')],
+        ("k.w.json", b'{"w": [0.3, 0.7]}'),
+    )
+    assert turns(tmp_path, "vqa") == ("Which?", "That.")
+
+
+def test_vqa_without_weights_takes_the_first(tmp_path: Path) -> None:
+    description = sample_type(
+        "VQASample", image="jpg", context="json[q]", answers="json[a]", answer_weights="json[w]"
+    )
+    prepared(tmp_path, description, ("k.jpg", JPEG), ("k.json", b'{"q": "Q", "a": ["x", "y"]}'))
+    assert turns(tmp_path, "vqa") == ("Q", "x")
+
+
+def test_missing_member(tmp_path: Path) -> None:
+    description = sample_type("CaptioningSample", image="png", caption="txt")
+    prepared(tmp_path, description, ("k.jpg", JPEG), ("k.txt", b"A."), ("l.png", JPEG))
+    outcomes = {key: outcome for key, outcome, _ in rows(tmp_path, "captioning")}
+    assert outcomes == {"a/k": "missing_image", "a/l": "bad_record"}
+
+
+def test_splits_and_excluded_shards(tmp_path: Path) -> None:
+    members = [("k.jpg", JPEG), ("k.txt", b"A.")]
+    crude = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+    prepared(tmp_path, crude, *members)
+    assert [key for key, *_ in rows(tmp_path, "captioning", split="val")] == ["b/k"]
+    both = "split_parts: {train: [a.tar, b.tar]}\nexclude: [a.tar]\n"
+    prepared(tmp_path, crude, *members, split=both)
+    assert [key for key, *_ in rows(tmp_path, "captioning")] == ["b/k"]
+
+
+CAPTIONING = sample_type("CaptioningSample", image="jpg", caption="txt")
+
+
+def energon_dataset(root: Path, exclude: str, shards: str = '"s{00..02}.tar"') -> Path:
+    """Three shards of four captions each, prepared by Energon itself; split.yaml by hand."""
+    from megatron.energon.epathlib import EPath
+    from megatron.energon.flavors import BaseWebdatasetFactory
+
+    names = [f"s{shard:02d}.tar" for shard in range(3)]
+    for shard, name in enumerate(names):
+        members = [
+            member
+            for i in range(4 * shard, 4 * shard + 4)
+            for member in ((f"{i:04d}.jpg", JPEG), (f"{i:04d}.txt", b"A square."))
+        ]
+        write_file(root / name, tar_bytes(members))
+    BaseWebdatasetFactory.prepare_dataset(
+        EPath(root), names, split_parts_ratio=[("train", 1.0)], workers=1
+    )
+    write_file(root / ".nv-meta" / "dataset.yaml", CAPTIONING.encode())
+    split = f"split_parts: {{train: [{shards}]}}\nexclude: [{exclude}]\n"
+    write_file(root / ".nv-meta" / "split.yaml", split.encode())
+    return root
+
+
+def read_with_energon(root: Path) -> list[str]:
+    """SHARD/KEY of what Energon's own loader gives of the train split, in order."""
+    from megatron.energon import WorkerConfig, get_loader, get_val_dataset
+    from megatron.energon.task_encoder.base import DefaultTaskEncoder
+
+    dataset = get_val_dataset(
+        root,
+        split_part="train",
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+        batch_size=None,
+        task_encoder=DefaultTaskEncoder(),
+    )
+    return [
+        f"{source.shard_name.removesuffix('.tar')}/{sample.__key__}"
+        for sample in get_loader(dataset)
+        for source in sample.__sources__
+    ]
+
+
+@pytest.mark.parametrize(
+    ("exclude", "count"),
+    [
+        ("", 12),
+        ('"s00.tar/0001", "s02.tar"', 7),
+        ('"s{00..01}.tar"', 4),
+        ('"s01.tar/000{4..6}", "s{00,02}.tar/0003"', 8),
+        ('"s0{0..2..2}.tar"', 4),
+        ('"s00/0001", "0001", "s07.tar"', 12),
+    ],
+)
+def test_exclude_is_what_energon_excludes(tmp_path: Path, exclude: str, count: int) -> None:
+    pytest.importorskip("megatron.energon")
+    root = energon_dataset(tmp_path / "data", exclude)
+    found = [key for key, *_ in rows(root, "captioning")]
+    assert found == read_with_energon(root)
+    assert len(found) == count
+
+
+@pytest.mark.parametrize("shards", ['"s{02..00}.tar"', '"s{00,02}.tar"', "s01.tar, s00.tar"])
+def test_shards_are_those_that_energon_reads(tmp_path: Path, shards: str) -> None:
+    pytest.importorskip("megatron.energon")
+    root = energon_dataset(tmp_path / "data", "", shards)
+    found = [key for key, *_ in rows(root, "captioning")]
+    assert found == read_with_energon(root)
+
+
+def test_another_exclude_is_another_listing(tmp_path: Path) -> None:
+    members = [("k.jpg", JPEG), ("k.txt", b"A.")]
+    config = {"format": "energon", "path": str(tmp_path), "task": "captioning"}
+    scans = []
+    for exclude in ("", "a.tar/l", "a.tar/k"):
+        split = f"split_parts: {{train: [a.tar, b.tar]}}\nexclude: [{exclude}]\n"
+        prepared(tmp_path, CAPTIONING, *members, split=split)
+        scans.append(open_source(config, tmp_path).scan(4).fingerprint)
+    assert len(set(scans)) == 3
+
+
+@pytest.mark.parametrize("exclude", ["a.tar", "[7]", '["s{00..01.tar"]'])
+def test_exclude_that_energon_refuses(tmp_path: Path, exclude: str) -> None:
+    prepared(tmp_path, CAPTIONING, split=f"split_parts: {{train: [a.tar]}}\nexclude: {exclude}\n")
+    with pytest.raises(StageError, match=r"split\.yaml: exclude: .*list tars, or TAR/KEY"):
+        rows(tmp_path, "captioning")
+
+
+@pytest.mark.parametrize("splits", ["[a.tar]", "7", "{val: [b.tar]}", "{train: []}"])
+def test_split_that_is_not_there(tmp_path: Path, splits: str) -> None:
+    prepared(tmp_path, CAPTIONING, split=f"split_parts: {splits}\n")
+    with pytest.raises(StageError, match=r"has no split 'train'; set source\.split to one of"):
+        rows(tmp_path, "captioning")
+
+
+def test_what_energon_prepared(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.energon")
+    from megatron.energon.epathlib import EPath
+    from megatron.energon.flavors import BaseWebdatasetFactory
+
+    names = [f"shard-{i}.tar" for i in range(3)]
+    for i, name in enumerate(names):
+        members = [(f"k{i}.jpg", JPEG), (f"k{i}.json", b'{"caption": "A square."}')]
+        write_file(tmp_path / name, tar_bytes(members))
+    BaseWebdatasetFactory.prepare_dataset(
+        EPath(tmp_path), names, split_parts_ratio=[("train", 1.0)], workers=1
+    )
+    description = sample_type("CaptioningSample", image="jpg", caption="json[caption]")
+    write_file(tmp_path / ".nv-meta" / "dataset.yaml", description.encode())
+    found = rows(tmp_path, "captioning")
+    assert sorted(key for key, *_ in found) == [f"shard-{i}/k{i}" for i in range(3)]
+    assert {outcome for _, outcome, _ in found} == {"ok"}

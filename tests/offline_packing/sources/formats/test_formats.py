@@ -1,0 +1,143 @@
+"""Every format gives the same samples, and they come out of the packs as they went in."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offline_packing.index.table import Index
+from offline_packing.measure.measure import measure
+from offline_packing.runs.run import Stage, open_sources
+from offline_packing.sources import SOURCES, Locator
+from offline_packing.verify.verify import verify
+from task_encoders.samples import SourceSample
+from tests.helpers import formats
+from tests.helpers.datasets import make_stage, pack_all
+from tests.helpers.formats import Sample
+from tests.helpers.videos import make_video
+
+SAMPLES = formats.draw_samples(11)
+
+
+def read_back(stage: Stage) -> dict[str, tuple[SourceSample, list[bytes], int]]:
+    """Measure, then read every sample from nothing but its row: (sample, images, tokens) by key."""
+    info = measure(stage)
+    assert info.set_aside == {}
+    (source,) = open_sources(stage.config)
+    found = {}
+    for row in Index(stage.workspace.index, info).table().to_pylist():
+        media = [dict(medium) for medium in row["media"]]
+        extensions = [medium.pop("extension") for medium in media]
+        assert extensions == [formats.suffix_of(source.read_media(at(m))) for m in media]
+        images = [source.read_media(at(medium)) for medium in media]
+        sample = source.read_sample(
+            row["key"], at(row["json"]), row["num_images"], row["num_videos"]
+        )
+        found[row["key"]] = (sample, images, row["num_tokens"])
+    assert len(found) == info.num_samples
+    return found
+
+
+def at(row: dict[str, Any]) -> Locator:
+    return Locator(**row)
+
+
+def text_of(sample: SourceSample) -> list[str]:
+    return [text for turn in sample.turns for text in (turn.prompt, turn.answer)]
+
+
+def expected_texts(samples: list[Sample]) -> list[list[str]]:
+    return [[message["content"] for message in messages] for _, messages, _ in samples]
+
+
+def test_every_format_has_a_writer(tmp_path: Path) -> None:
+    used = {
+        write(tmp_path / name, SAMPLES[:1])["format"] for name, write in formats.WRITERS.items()
+    }
+    assert used == set(SOURCES)
+
+
+@pytest.mark.parametrize("name", formats.WRITERS)
+def test_samples_are_read_again(tmp_path: Path, name: str) -> None:
+    source = {**formats.WRITERS[name](tmp_path / "data", SAMPLES), "task": "bmr"}
+    found = read_back(make_stage(source, tmp_path / "out", engine={"samples_per_part": 4}))
+    assert [text_of(sample) for sample, _, _ in found.values()] == expected_texts(SAMPLES)
+    assert [images for _, images, _ in found.values()] == [images for *_, images in SAMPLES]
+    plain = {**formats.pairs(tmp_path / "pairs", SAMPLES), "task": "bmr"}
+    lengths = [tokens for *_, tokens in read_back(make_stage(plain, tmp_path / "plain")).values()]
+    assert [tokens for *_, tokens in found.values()] == lengths
+    keys = [key.rpartition("/")[2] for key in found]
+    if name not in ("packs", "raw_packing_data"):  # packs of others have no keys
+        assert keys == [key for key, *_ in SAMPLES]
+
+
+@pytest.mark.parametrize("name", ["webdataset_gz", "jsonl_zst", "parquet", "huggingface"])
+def test_packs_hold_what_the_source_held(tmp_path: Path, name: str) -> None:
+    source = {**formats.WRITERS[name](tmp_path / "data", SAMPLES), "task": "bmr"}
+    assert pack_all(make_stage(source, tmp_path / "out"))["counts"]["packed"] == len(SAMPLES)
+    again = {"format": "packs", "path": str(tmp_path / "out"), "task": "bmr"}
+    found = read_back(make_stage(again, tmp_path / "again"))
+    ordered = [found[key] for key in sorted(found)]
+    assert [text_of(sample) for sample, _, _ in ordered] == expected_texts(SAMPLES)
+    assert [images for _, images, _ in ordered] == [images for *_, images in SAMPLES]
+
+
+#: Of samples with one medium: all formats; with several: those that can name them.
+VIDEO_SAMPLES = formats.draw_video_samples(5, single=True)
+MIXED_SAMPLES = formats.draw_video_samples(6, single=False)
+ONE_MEDIUM_ONLY = ("pairs", "json_array")
+
+
+@pytest.mark.parametrize("name", formats.WRITERS)
+@pytest.mark.parametrize("mixed", [False, True], ids=["one_video", "images_and_videos"])
+def test_videos_of_every_format_come_out_as_they_went_in(
+    tmp_path: Path, name: str, mixed: bool
+) -> None:
+    samples = MIXED_SAMPLES if mixed and name not in ONE_MEDIUM_ONLY else VIDEO_SAMPLES
+    source = {**formats.WRITERS[name](tmp_path / "data", samples), "task": "bmr"}
+    model = {"video_min_pixels": 28 * 28, "video_max_pixels": 28 * 28 * 9}
+    stage = make_stage(source, tmp_path / "out", model=model, engine={"samples_per_part": 4})
+    found = read_back(stage)
+    assert [text_of(sample) for sample, _, _ in found.values()] == expected_texts(samples)
+    assert [media for _, media, _ in found.values()] == [media for *_, media in samples]
+    assert pack_all(stage)["counts"]["packed"] == len(samples)
+    result = verify(stage, deep=True)
+    assert result.ok, result.problems
+    assert result.num_videos == sum(
+        formats.field_of(formats.suffix_of(m)) == "videos" for *_, media in samples for m in media
+    )
+    again = {"format": "packs", "path": str(tmp_path / "out"), "task": "bmr"}
+    unpacked = read_back(make_stage(again, tmp_path / "again", model=model))
+    repacked = {key: value[1:] for key, value in unpacked.items()}
+    assert repacked == {key: value[1:] for key, value in found.items()}
+
+
+def test_captioned_videos_in_a_tar(tmp_path: Path) -> None:
+    """As video datasets come: a clip and its caption as text."""
+    members = []
+    for i in range(4):
+        members += [(f"{i:04d}.mp4", make_video(4 + i)), (f"{i:04d}.txt", b"A bar moves.")]
+    formats.write_file(tmp_path / "data" / "000.tar", formats.tar_bytes(members))
+    source = {"format": "webdataset", "path": str(tmp_path / "data"), "task": "captioning"}
+    found = read_back(make_stage(source, tmp_path / "out"))
+    assert [media for _, media, _ in found.values()] == [[data] for _, data in members[::2]]
+    assert all(sample.videos for sample, _, _ in found.values())
+
+
+def test_packing_packs_again_loses_nothing(tmp_path: Path) -> None:
+    source = {**formats.webdataset(tmp_path / "data", SAMPLES), "task": "bmr"}
+    manifest = pack_all(make_stage(source, tmp_path / "one"))
+    first = {"format": "packs", "path": str(tmp_path / "one"), "task": "bmr"}
+    longer = make_stage(first, tmp_path / "two", pack={"seq_length": 1024})
+    again = pack_all(longer)
+    assert again["counts"]["packed"] == manifest["counts"]["packed"] == len(SAMPLES)
+    assert sum(again["counts"]["packs"].values()) < sum(manifest["counts"]["packs"].values())
+    second = {"format": "packs", "path": str(tmp_path / "two"), "task": "bmr"}
+    one, two = (
+        {key: (text_of(sample), *rest) for key, (sample, *rest) in read_back(stage).items()}
+        for stage in (
+            make_stage(first, tmp_path / "read_one"),
+            make_stage(second, tmp_path / "read_two"),
+        )
+    )
+    assert one == two

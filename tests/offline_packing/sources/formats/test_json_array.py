@@ -1,0 +1,91 @@
+"""Elements of a JSON array: those that the parser finds, however the file is cut."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from offline_packing.sources import JsonSource
+from offline_packing.sources.formats import jsonl
+from task_encoders.samples import SampleError
+
+texts = st.text(st.sampled_from('ab\\"[]{},: \n/é'), max_size=12)
+values = st.recursive(
+    texts | st.integers(0, 9) | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def read(path: Path, samples_per_part: int = 2) -> list[Any]:
+    """Records of the file, each read once more by its locator."""
+    source = JsonSource(str(path), "bmr")
+    found = []
+    for part in source.scan(samples_per_part).parts:
+        records = list(source.records(part))
+        assert len(records) <= (part.num_records or 0) <= samples_per_part
+        found += records
+    for record in found:
+        if not isinstance(record.content, SampleError):
+            assert source.read(record.locator) == record.content
+    return found
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    content=st.lists(st.dictionaries(texts, values, max_size=4), max_size=8),
+    indent=st.none() | st.integers(0, 2),
+    samples_per_part=st.integers(1, 4),
+    block=st.integers(1, 40),
+    around=st.sampled_from(["", " ", "\n\n"]),
+)
+def test_elements(
+    tmp_path: Path,
+    content: list[dict[str, Any]],
+    indent: int | None,
+    samples_per_part: int,
+    block: int,
+    around: str,
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(around + json.dumps(content, indent=indent) + around, "utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jsonl, "_ARRAY_BLOCK", block)
+        found = read(path, samples_per_part)
+    assert [record.content for record in found] == content
+
+
+@pytest.mark.parametrize(
+    ("text", "outcomes"),
+    [
+        ('[{"a": 1}, {"a": 2}', ["ok", "ok"]),  # the closing bracket is missing
+        ('[{"a": 1}, {"a": 2', ["ok", "bad_json"]),
+        ('[{"a": 1},, 7, {"a": 2},]', ["ok", "bad_record", "ok"]),
+        ('[{"a": "never closed}, {"a": 2}]', ["bad_json"]),
+        ('[{"a": 1}] {"a": 2}', ["ok", "ok"]),
+        ("[]", []),
+        ("", []),
+        ("nothing", ["bad_json"]),
+    ],
+)
+def test_damaged_arrays(tmp_path: Path, text: str, outcomes: list[str]) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    contents = [record.content for record in read(path)]
+    reasons = [c.reason if isinstance(c, SampleError) else "ok" for c in contents]
+    assert reasons == outcomes
+
+
+def test_element_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "MAX_JSON_BYTES", 100)
+    monkeypatch.setattr(jsonl, "_ARRAY_BLOCK", 64)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"a": "x" * 20}, {"a": "x" * 500}, {"a": 3}]))
+    found = read(path)
+    assert [isinstance(record.content, SampleError) for record in found] == [False, True, False]
+    assert [record.key for record in found] == ["a:1", "a:2", "a:3"]

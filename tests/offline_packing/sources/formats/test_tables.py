@@ -1,0 +1,151 @@
+"""Tables: types of columns that writers choose, their names, and which files are read."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from offline_packing.errors import StageError
+from offline_packing.sources.reading import row_reader
+from offline_packing.verify.verify import verify
+from tests.helpers import accounting, formats
+from tests.helpers.datasets import image_bytes, make_stage, pack_all, write_json
+
+JPEG = image_bytes()
+OTHER = image_bytes(84, 56)
+
+
+def write_parquet(folder: Path, table: pa.Table, **options: Any) -> dict[str, Any]:
+    """A source of one file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, folder / "a.parquet", **options)
+    return {"format": "parquet", "path": str(folder), "task": "captioning"}
+
+
+def texts_of(source: dict[str, Any], tmp_path: Path) -> list[str]:
+    """The answers of all samples, read again from their locators."""
+    opened = accounting.open_source(source, tmp_path)
+    rows = [row for *_, row in accounting.account(opened) if row is not None]
+    samples = [opened.read_sample(row.key, row.json, len(row.media)) for row in rows]
+    return [turn.answer for sample in samples for turn in sample.turns]
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary_view()], ids=str)
+def test_text_that_is_stored_as_bytes(tmp_path: Path, kind: pa.DataType) -> None:
+    captions = pa.array(["Ein Kätzchen.".encode(), b"A dog.", b"\xff\xfe", None], kind)
+    table = pa.table({"id": ["a", "b", "c", "d"], "image": [JPEG] * 4, "caption": captions})
+    source = write_parquet(tmp_path / "data", table)
+    assert texts_of(source, tmp_path) == ["Ein Kätzchen.", "A dog."]
+    expected = {"a": "ok", "b": "ok", "a:2": "bad_json", "d": "bad_record"}
+    assert accounting.outcomes(source, tmp_path) == expected
+
+
+def test_messages_and_ids_that_are_stored_as_bytes(tmp_path: Path) -> None:
+    message = pa.struct([("role", pa.binary()), ("content", pa.binary())])
+    turns = [{"role": b"user", "content": b"What?"}, {"role": b"assistant", "content": b"That."}]
+    table = pa.table(
+        {"id": pa.array([b"k"], pa.binary()), "messages": pa.array([turns], pa.list_(message))}
+    )
+    source = {**write_parquet(tmp_path / "data", table), "task": "bmr"}
+    assert accounting.outcomes(source, tmp_path) == {"k": "ok"}
+    assert texts_of(source, tmp_path) == ["That."]
+
+
+def dictionary_of(values: list[bytes]) -> pa.Array:
+    return pa.array(values, pa.binary()).dictionary_encode()
+
+
+IMAGE_COLUMNS = {
+    "dictionary": lambda values: dictionary_of(values),
+    "large_binary": lambda values: pa.array(values, pa.large_binary()),
+    "binary_view": lambda values: pa.array(values, pa.binary_view()),
+    "fixed_size_binary": lambda values: pa.array(
+        [value.ljust(4000, b"\0") for value in values], pa.binary(4000)
+    ),
+    "fixed_size_list": lambda values: pa.array([[v] for v in values], pa.list_(pa.binary(), 1)),
+    "list_of_view": lambda values: pa.array([[v] for v in values], pa.list_(pa.binary_view())),
+    "list_of_dictionary": lambda values: pa.ListArray.from_arrays(
+        range(len(values) + 1), dictionary_of(values)
+    ),
+    "struct_of_large_binary": lambda values: pa.array(
+        [{"bytes": value, "path": None} for value in values],
+        pa.struct([("bytes", pa.large_binary()), ("path", pa.string())]),
+    ),
+}
+
+
+@pytest.mark.parametrize("small_group", [0, 1 << 30], ids=["copies", "decoded"])
+@pytest.mark.parametrize("form", sorted(IMAGE_COLUMNS))
+def test_images_of_every_binary_type(
+    tmp_path: Path, form: str, small_group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured, packed and compared; batches that each have a dictionary of their own."""
+    monkeypatch.setattr(row_reader, "SMALL_GROUP", small_group)
+    images = [image_bytes(28 * (2 + i // 8), 56) for i in range(24)]
+    assert max(map(len, images)) < 4000
+    table = pa.table(
+        {
+            "id": [f"{i:02d}" for i in range(24)],
+            "image": IMAGE_COLUMNS[form](images),
+            "caption": pa.array([f"Number {i}." for i in range(24)]).dictionary_encode(),
+        }
+    )
+    source = write_parquet(tmp_path / "data", table, row_group_size=8)
+    assert set(accounting.outcomes(source, tmp_path).values()) == {"ok"}
+    stage = make_stage(source, tmp_path / "out")
+    assert pack_all(stage)["counts"]["packed"] == 24
+    assert verify(stage, deep=True).ok
+
+
+def test_names_with_commas(tmp_path: Path) -> None:
+    table = pa.table({"im,age": [JPEG, OTHER], "te,xt": ["One.", "Two."], "other,": [1, 2]})
+    source = write_parquet(tmp_path / "data", table)
+    source["fields"] = {"images": "im,age", "caption": "te,xt"}
+    stage = make_stage(source, tmp_path / "out")
+    assert pack_all(stage)["counts"]["packed"] == 2
+    assert verify(stage, deep=True).ok
+
+
+def test_equal_names_are_refused(tmp_path: Path) -> None:
+    table = pa.table(
+        [pa.array([JPEG]), pa.array(["A."]), pa.array(["B."])], ["image", "caption", "caption"]
+    )
+    source = write_parquet(tmp_path / "data", table)
+    with pytest.raises(StageError, match=r"a\.parquet has 2 columns named 'caption'; write it"):
+        accounting.outcomes(source, tmp_path)
+
+
+def write_arrow(path: Path, samples: list[formats.Sample]) -> None:
+    rows = formats.table(samples)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, rows.schema) as writer:
+        writer.write_table(rows)
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+@pytest.mark.parametrize("split", ["", "train/"])
+def test_files_that_map_left_behind_are_not_read(
+    tmp_path: Path, split: str, has_state: bool
+) -> None:
+    samples = formats.draw_samples(4)
+    root = tmp_path / "data"
+    write_arrow(root / f"{split}data-00000-of-00002.arrow", samples[:2])
+    write_arrow(root / f"{split}data-00001-of-00002.arrow", samples[2:])
+    write_arrow(root / f"{split}cache-0123456789abcdef.arrow", samples)
+    if split:
+        write_json(root / "dataset_dict.json", {"splits": ["train"]})
+    if has_state:
+        names = [f"data-0000{i}-of-00002.arrow" for i in range(2)]
+        write_json(root / f"{split}state.json", {"_data_files": [{"filename": n} for n in names]})
+        write_arrow(root / f"{split}older.arrow", samples)
+    source = {"format": "huggingface", "path": str(root)}
+    assert accounting.outcomes(source, tmp_path) == {key: "ok" for key, *_ in samples}
+    if has_state:
+        (root / f"{split}data-00001-of-00002.arrow").unlink()
+        with pytest.raises(StageError, match=r"data-00001.*, which state\.json names, is not"):
+            accounting.outcomes(source, tmp_path)
+        write_json(root / f"{split}state.json", [])
+        with pytest.raises(StageError, match=r"state\.json names no _data_files"):
+            accounting.outcomes(source, tmp_path)

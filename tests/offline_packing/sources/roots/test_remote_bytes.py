@@ -1,0 +1,193 @@
+"""What is asked of a storage: an HTTP server that counts its requests and bytes."""
+
+import io
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from PIL import Image
+
+from offline_packing.errors import StageError
+from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import plan
+from offline_packing.write.write import write
+from tests.helpers import accounting, formats
+from tests.helpers.datasets import make_stage
+
+pytest.importorskip("aiohttp")  # what fsspec reads HTTP with
+
+NUM_SAMPLES = 12
+
+
+class _Server(ThreadingHTTPServer):
+    """Serves a folder's files, by ranges, and counts."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder = folder
+        self.requests = 0
+        self.bytes_sent = 0
+        self.tells_sizes = True
+        self.lock = threading.Lock()
+
+    def count(self) -> tuple[int, int]:
+        """(requests, bytes) since the last call."""
+        with self.lock:
+            found = self.requests, self.bytes_sent
+            self.requests = self.bytes_sent = 0
+        return found
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def do_HEAD(self) -> None:
+        self._answer(send=False)
+
+    def do_GET(self) -> None:
+        self._answer(send=True)
+
+    def _answer(self, *, send: bool) -> None:
+        path = self.server.folder / self.path.lstrip("/")
+        if path.is_dir():
+            names = sorted(p.name + "/" * p.is_dir() for p in path.iterdir())
+            data = "".join(f'<a href="{name}">{name}</a>\n' for name in names).encode()
+            self._send(200, data, {"Content-Type": "text/html"}, send)
+            return
+        if not path.is_file():
+            self._send(404, b"", {}, send)
+            return
+        data = path.read_bytes()
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        headers = {"Accept-Ranges": "bytes"}
+        if found is None:
+            self._send(200, data, headers, send)
+            return
+        begin, end = int(found[1]), min(int(found[2]) + 1, len(data))
+        headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
+        self._send(206, data[begin:end], headers, send)
+
+    def _send(self, status: int, data: bytes, headers: dict[str, str], send: bool) -> None:
+        self.send_response(status)
+        if self.server.tells_sizes:
+            headers = {**headers, "Content-Length": str(len(data))}
+        else:
+            headers = {"Connection": "close"}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        with self.server.lock:
+            self.server.requests += 1
+            self.server.bytes_sent += len(data) * send
+        if send:
+            self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+def noise_jpeg() -> bytes:
+    """A picture of 190 kB: much more than its header."""
+    pixels = np.random.default_rng(0).integers(0, 256, (400, 400, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG", quality=95)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[_Server]:
+    """A server of tmp_path/data."""
+    (tmp_path / "data").mkdir()
+    with _Server(tmp_path / "data") as running:
+        thread = threading.Thread(target=running.serve_forever, daemon=True)
+        thread.start()
+        yield running
+        running.shutdown()
+
+
+@pytest.mark.parametrize(
+    # requests per sample, beside those for listing
+    ("name", "measure_requests", "write_requests"),
+    [("pairs", 4, 2), ("webdataset", 2.5, 2)],
+)
+def test_headers_are_measured_and_bytes_are_copied_once(
+    tmp_path: Path, server: _Server, name: str, measure_requests: float, write_requests: int
+) -> None:
+    image = noise_jpeg()
+    messages = formats.draw_samples(1)[0][1]
+    samples = [(f"{i:04d}", messages, [image]) for i in range(NUM_SAMPLES)]
+    written = formats.WRITERS[name](tmp_path / "data", samples)
+    url = f"http://127.0.0.1:{server.server_port}/"
+    written["path"] = written["path"].replace(str(tmp_path / "data"), url)
+    stage = make_stage({**written, "task": "bmr"}, tmp_path / "out")
+    info = measure(stage)
+    assert info.num_samples == NUM_SAMPLES
+    requests, num_bytes = server.count()
+    listing = 2 * NUM_SAMPLES if name == "pairs" else 2  # this server lists no sizes
+    total = NUM_SAMPLES * len(image)
+    assert requests <= listing + measure_requests * NUM_SAMPLES + 10
+    assert num_bytes < total / 4
+    plan(stage)
+    write(stage)
+    requests, num_bytes = server.count()
+    assert requests <= write_requests * NUM_SAMPLES + 10
+    assert total < num_bytes < 1.05 * total
+
+
+class _PlainFile(fsspec.spec.AbstractBufferedFile):
+    """A file as most storages give it: its readline takes no limit."""
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        data: bytes = self.fs.data[start:end]
+        return data
+
+
+class _PlainStorage(fsspec.AbstractFileSystem):
+    """One file, a.jsonl."""
+
+    protocol = "plain"
+    data = b"".join(b'{"id": %d, "question": "What?", "answer": "%d"}\n' % (i, i) for i in range(9))
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        if path.strip("/").endswith("a.jsonl"):
+            return {"name": path, "size": len(self.data), "type": "file"}
+        raise FileNotFoundError(path)
+
+    def _open(self, path: str, mode: str = "rb", block_size: int = 5, **_: Any) -> _PlainFile:
+        return _PlainFile(self, path, mode, 16, size=len(self.data))
+
+
+def test_lines_of_a_storage_whose_files_know_no_limit(tmp_path: Path) -> None:
+    fsspec.register_implementation("plain", _PlainStorage, clobber=True)
+    source = {"format": "jsonl", "path": "plain://data/a.jsonl", "task": "vqa"}
+    assert accounting.outcomes(source, tmp_path) == {str(i): "ok" for i in range(9)}
+
+
+@pytest.mark.parametrize("name", ["jsonl", "jsonl_gz", "json_array", "webdataset", "parquet"])
+def test_formats_on_a_server_that_lists_no_sizes(
+    tmp_path: Path, server: _Server, name: str
+) -> None:
+    samples = formats.draw_samples(3)
+    written = formats.WRITERS[name](tmp_path / "data", samples)
+    url = f"http://127.0.0.1:{server.server_port}/"
+    whole = {**written, "path": written["path"].replace(str(tmp_path / "data"), url.rstrip("/"))}
+    folder = {**written, "path": url}
+    for source in (whole, folder):
+        found = accounting.outcomes(source, tmp_path)
+        assert list(found.values()) == ["ok"] * len(samples)
+
+
+def test_a_server_that_tells_no_size_is_refused(tmp_path: Path, server: _Server) -> None:
+    server.tells_sizes = False
+    (tmp_path / "data/a.jsonl").write_bytes(_PlainStorage.data)
+    for name in ("", "a.jsonl"):
+        path = f"http://127.0.0.1:{server.server_port}/{name}"
+        with pytest.raises(StageError, match=r"a\.jsonl: its server does not tell the size"):
+            measure(make_stage({"format": "jsonl", "path": path, "task": "vqa"}, tmp_path / "out"))

@@ -1,0 +1,119 @@
+"""Several questions on one image, as numbered copies and as one dialogue."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.accounting import account, open_source
+from tests.helpers.datasets import dialogue, image_bytes
+from tests.helpers.formats import WRITERS, draw_samples, lines, write_file
+from tools.convert_questions import main
+
+QUESTIONS = [
+    ("a.jpg", "<image>\nWhat is it?", "A square."),
+    ("b.jpg", "<image>\nWhere?", "Here."),
+    ("a.jpg", "<image>\nWhich colour?", "Red."),
+    ("a.jpg", "How many?<image>", "One."),
+]
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    for i, name in enumerate(("a.jpg", "b.jpg")):
+        write_file(tmp_path / "images" / name, image_bytes(56 + 28 * i))
+    records = [
+        {"images": [f"images/{name}"], "messages": dialogue(question, answer)}
+        for name, question, answer in QUESTIONS
+    ]
+    text_only = {"id": "text", "images": [], "messages": dialogue("Hello", "Hi")}
+    broken = {"images": ["images/nowhere.jpg"], "messages": dialogue("Hello", "Hi")}
+    write_file(tmp_path / "q.jsonl", lines([*records, text_only, broken]))
+    return tmp_path / "q.jsonl"
+
+
+def texts(path: Path) -> list[str]:
+    return [message["content"] for message in json.loads(path.read_bytes())["messages"]]
+
+
+def test_copies(questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "pairs"
+    assert main(["jsonl", str(questions), str(out), "--form", "copies"]) == 0
+    stems = ["a", "a_1", "a_2", "b"]
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        [*(f"{stem}{suffix}" for stem in stems for suffix in (".jpg", ".json")), "text.json"]
+    )
+    assert texts(out / "a_1.json") == ["<image>\nWhich colour?", "Red."]
+    assert (out / "a_2.jpg").read_bytes() == (tmp_path / "images" / "a.jpg").read_bytes()
+    assert "wrote 5 pairs" in (said := capsys.readouterr().out)
+    assert "left out 1" in said
+    found = account(open_source({"format": "pairs", "path": str(out)}, tmp_path))
+    assert {key: outcome for key, outcome, _ in found} == dict.fromkeys([*stems, "text"], "ok")
+
+
+@pytest.mark.parametrize(("max_turns", "stems"), [(16, ["a", "b"]), (2, ["a", "a_1", "b"])])
+def test_dialogue(questions: Path, tmp_path: Path, max_turns: int, stems: list[str]) -> None:
+    out = tmp_path / "pairs"
+    options = ["--form", "dialogue", "--max-turns", str(max_turns)]
+    assert main(["jsonl", str(questions), str(out), *options]) == 0
+    assert sorted(path.stem for path in out.glob("*.jpg")) == stems
+    expected = ["<image>\nWhat is it?", "A square.", "Which colour?", "Red.", "How many?", "One."]
+    assert texts(out / "a.json") == expected[: 2 * max_turns]
+    found = account(open_source({"format": "pairs", "path": str(out)}, tmp_path))
+    assert {outcome for _, outcome, _ in found} == {"ok"}
+    turns = sum(row.num_turns for _, _, row in found if row is not None)
+    assert turns == len(QUESTIONS) + 1  # nothing lost
+
+
+def test_output_is_never_overwritten(questions: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["jsonl", str(questions), str(tmp_path), "--form", "copies"])
+
+
+def test_images_inside_a_table(tmp_path: Path) -> None:
+    samples = draw_samples(3)
+    twice = [*samples, ("again", dialogue("And this?", "The same."), samples[0][2])]
+    source = WRITERS["parquet"](tmp_path / "data", twice)
+    out = tmp_path / "pairs"
+    assert main(["parquet", source["path"], str(out), "--form", "copies"]) == 0
+    names = {path.name for path in out.iterdir() if path.suffix != ".json"}
+    assert names == {"s0000.jpg", "s0001.png", "s0002.jpg", "again.jpg"}
+    assert (out / "s0001.png").read_bytes() == samples[1][2][0]
+
+
+def test_a_list_of_questions(tmp_path: Path) -> None:
+    """Each is a pair of its own; a conversation is not torn apart."""
+    write_file(tmp_path / "a.jpg", image_bytes())
+    records = [
+        {"image": "a.jpg", "question": ["<image>\nOne?", "Two?", "3?"], "answer": ["1", "2", "3"]},
+        {"image": "a.jpg", "messages": [*dialogue("Hi", "Hello"), *dialogue("And?", "Well.")]},
+        {"id": "text", "question": ["One?", "Two?"], "answer": ["1", "2"]},
+    ]
+    write_file(tmp_path / "q.jsonl", lines(records))
+    out = tmp_path / "pairs"
+    assert main(["jsonl", str(tmp_path / "q.jsonl"), str(out), "--form", "copies"]) == 0
+    expected = {
+        "a": ["<image>\nOne?", "1"],
+        "a_1": ["Two?", "2"],
+        "a_2": ["3?", "3"],
+        "a_3": ["Hi", "Hello", "And?", "Well."],
+        "text": ["One?", "1"],
+        "text_1": ["Two?", "2"],
+    }
+    assert {path.stem: texts(path) for path in out.glob("*.json")} == expected
+    found = account(open_source({"format": "pairs", "path": str(out)}, tmp_path))
+    assert {key: outcome for key, outcome, _ in found} == dict.fromkeys(expected, "ok")
+    assert [row.num_turns for *_, row in found if row is not None] == [1, 1, 1, 2, 1, 1]
+    together = tmp_path / "dialogue"
+    assert main(["jsonl", str(tmp_path / "q.jsonl"), str(together), "--form", "dialogue"]) == 0
+    assert len(texts(together / "a.json")) == 10
+
+
+def test_images_of_the_source_are_left_alone(questions: Path, tmp_path: Path) -> None:
+    origin = tmp_path / "images" / "a.jpg"
+    before = origin.read_bytes()
+    out = tmp_path / "pairs"
+    assert main(["jsonl", str(questions), str(out), "--form", "copies"]) == 0
+    (out / "a.jpg").write_bytes(b"changed in place")
+    assert origin.read_bytes() == before
+    assert origin.stat().st_nlink == 1

@@ -1,0 +1,303 @@
+"""One bit flipped in, or the loss of, any file of a finished output: verify names it."""
+
+import re
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offline_packing.errors import StageError
+from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import plan
+from offline_packing.report.report import report
+from offline_packing.runs.run import Stage
+from offline_packing.upkeep.append import append
+from offline_packing.upkeep.retry import retry
+from offline_packing.verify.verify import VerifyResult, render_verdict, verify
+from offline_packing.write.write import write
+from tests.helpers.datasets import captioning_pairs, make_stage, pack_all, write_json
+
+#: What verify need not notice, and why.
+UNCHECKED = {
+    r"_packing/lock": "empty; holds the lock of a run",
+    r"_packing/report/report\.(html|json)": "for people; `report` makes them anew",
+    r"_packing/(append-0001/)?index/started\.json": "read while the index is not complete only",
+}
+LAYOUTS = ("energon", "llava_onevision", "raw_packing")
+
+Edit = Callable[[Path], None]
+
+
+def flip_middle(path: Path) -> None:
+    """One bit; of a database, in a row: its pages have bytes that nothing is read from."""
+    content = bytearray(path.read_bytes())
+    place = content.rindex(b"ps_0000") if path.suffix == ".sqlite" else len(content) // 2
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+EDITS = {"flipped": flip_middle, "deleted": Path.unlink}
+
+
+@contextmanager
+def edited(path: Path, edit: Edit) -> Iterator[None]:
+    """An edit that is undone."""
+    before = path.read_bytes()
+    edit(path)
+    yield
+    path.write_bytes(before)
+
+
+def finish(tmp_path: Path, layout: str = "energon") -> Stage:
+    """An output in two splits, with samples set aside in both stages and data appended."""
+    root = captioning_pairs(tmp_path / "data", 24)
+    write_json(root / "part0" / "long.json", {"captions": [{"content": "red " * 900}]})
+    shutil.copy(root / "part0" / "000000.png", root / "part0" / "long.png")
+    (root / "part1" / "broken.json").write_text("{")
+    output = {"layout": layout, "split": {"train": 0.7, "val": 0.3}}
+    stage = make_stage(root, tmp_path / "out", output=output)
+    with stage.workspace.lock():
+        pack_all(stage)
+    captioning_pairs(root, 32, first=24)
+    append(stage)
+    report(stage)
+    return stage
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stage:
+    return finish(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Stage:
+    """A small output that a test may change."""
+    stage = make_stage(captioning_pairs(tmp_path / "data", 16), tmp_path / "out")
+    pack_all(stage)
+    return stage
+
+
+def files_of(stage: Stage) -> list[Path]:
+    return sorted(path for path in stage.workspace.root.rglob("*") if path.is_file())
+
+
+def found_in(stage: Stage) -> str:
+    """What verify says, as a report of problems or as an error; empty where all is well."""
+    try:
+        result = verify(stage)
+    except StageError as error:
+        return str(error)
+    assert result.ok is (not result.problems)
+    return "\n".join(result.problems)
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+def test_every_file_is_checked(finished: Stage, edit: Edit) -> None:
+    root = finished.workspace.root
+    assert found_in(finished) == ""
+    files = files_of(finished)
+    assert len(files) > 40
+    unnoticed = []
+    used = set()
+    for path in files:
+        name = str(path.relative_to(root))
+        reason = next((pattern for pattern in UNCHECKED if re.fullmatch(pattern, name)), None)
+        used.add(reason)
+        if reason is not None:
+            continue
+        with edited(path, edit):
+            # Of raw packs a flip shows in the hash of the whole shard, which says from where to
+            # where; a manifest that is gone makes the output one that is not complete.
+            texts = [name, str(path)]
+            if name.startswith("raw_packing_data/"):
+                texts.append("raw_packing_data: packs ps_")
+            if name == "manifest.json" and edit is Path.unlink:
+                texts.append(f"no manifest in {root}; run write first")
+            found = found_in(finished)
+            if not any(text in found for text in texts):
+                unnoticed.append((name, found))
+    assert unnoticed == []
+    assert used - {None} == set(UNCHECKED)
+    assert found_in(finished) == ""
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+def test_retry_repairs_what_it_says(finished: Stage, edit: Edit) -> None:
+    """Each file for which verify proposes retry is the same after it."""
+    root = finished.workspace.root
+    repaired = set()
+    for path in files_of(finished):
+        name = str(path.relative_to(root))
+        if name == "manifest.json" or any(re.fullmatch(one, name) for one in UNCHECKED):
+            continue
+        before = path.read_bytes()
+        edit(path)
+        result = verify(finished)
+        if result.num_repairable == result.num_problems:
+            retry(finished)
+            repaired.add(name)
+            assert verify(finished).ok, name
+            if path.suffix != ".sqlite":
+                assert path.read_bytes() == before, name
+        else:
+            with pytest.raises(StageError, match=re.escape(path.name)):
+                retry(finished)
+            path.write_bytes(before)
+    left = {str(path.relative_to(root)) for path in files_of(finished)} - repaired
+    others = [r"_packing/(append-0001/)?(index|set_aside|files)(/.*|\.json)", r"manifest\.json"]
+    patterns = [*others, *UNCHECKED]
+    assert [n for n in left if not any(re.fullmatch(one, n) for one in patterns)] == []
+    assert verify(finished, deep=True).ok
+
+
+@pytest.mark.parametrize("content", ["split_parts: {train: [train-000000.tar]}\n", ""])
+def test_edited_metadata_is_named(packed: Stage, content: str) -> None:
+    path = packed.workspace.nv_meta / "split.yaml"
+    before = path.read_bytes()
+    path.write_text(content)
+    result = verify(packed)
+    assert result.num_problems == 1
+    assert ".nv-meta/split.yaml differs from what was written" in result.problems[0]
+    assert retry(packed).endswith("; and .nv-meta/split.yaml")
+    assert path.read_bytes() == before
+    assert verify(packed).ok
+
+
+def test_database_is_compared_by_its_rows(packed: Stage) -> None:
+    """Other bytes, as another version of SQLite gives them, are no damage; a missing index is."""
+    path = packed.workspace.nv_meta / "index.sqlite"
+    before = path.read_bytes()
+    with sqlite3.connect(path, isolation_level=None) as database:
+        database.execute("PRAGMA page_size = 8192")
+        database.execute("VACUUM")
+    database.close()
+    assert path.read_bytes() != before
+    assert verify(packed).ok
+    with sqlite3.connect(path) as database:
+        database.execute("DROP INDEX idx_samples_by_tar_and_idx")
+    database.close()
+    assert ".nv-meta/index.sqlite differs" in verify(packed).problems[0]
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE samples SET byte_offset = 0")
+    database.close()
+    retry(packed)
+    assert verify(packed).ok
+
+
+def test_metadata_of_another_energon(packed: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """retry writes what the installed one writes, and the manifest says so."""
+    monkeypatch.setattr("megatron.energon.__version__", "7.99")
+    (packed.workspace.nv_meta / ".info.json").unlink()
+    retry(packed)
+    assert "7.99" in (packed.workspace.nv_meta / ".info.json").read_text()
+    assert verify(packed).ok
+
+
+def test_no_source_is_needed(finished: Stage, tmp_path: Path) -> None:
+    """Neither to verify a copy, nor to repair all but shards."""
+    out = tmp_path / "copy"
+    shutil.copytree(finished.workspace.root, out)
+    sources = [{**finished.config.source[0].model_dump(), "path": str(tmp_path / "gone")}]
+    output = {"layout": finished.config.output.layout, "split": finished.config.output.split}
+    copy = make_stage(sources, out, output=output)
+    result = verify(copy)
+    assert result.ok, result.problems
+    assert result.num_samples == 32
+    with pytest.raises(StageError, match=r"verify --deep needs the source: .*gone"):
+        verify(copy, deep=True)
+    for path in (copy.workspace.plan / "sample_ids.npy", *copy.workspace.nv_meta.glob("*")):
+        path.unlink()
+    retry(copy)
+    assert verify(copy).ok
+    shard = next(iter(out.glob("*.tar")), None) or next(out.glob("raw_packing_data/*.json"))
+    shard.unlink()
+    with pytest.raises(StageError, match="gone"):
+        retry(copy)
+
+
+def test_copy_without_the_plan(packed: Stage) -> None:
+    shutil.rmtree(packed.workspace.packing)
+    with pytest.raises(StageError, match="_packing is missing, and with it the plan"):
+        verify(packed)
+
+
+def test_measuring_again_repairs_the_index(packed: Stage) -> None:
+    """The remedy that verify names."""
+    flip_middle(packed.workspace.index / "part-00000.parquet")
+    result = verify(packed, deep=True)
+    assert "remove index/part-00000.parquet and set_aside/part-00000.parquet" in result.problems[0]
+    assert "retry repairs" not in render_verdict(result)
+    with pytest.raises(StageError, match=r"part-00000\.parquet .*run measure again"):
+        retry(packed)
+    for path in packed.workspace.packing.rglob("part-00000.parquet"):
+        path.unlink()
+    packed.workspace.index_info.unlink()
+    measure(packed)
+    assert verify(packed, deep=True).ok
+
+
+def test_retry_repairs_all_else(packed: Stage) -> None:
+    """A table that it cannot bring back keeps it from nothing; a lost index from the shards."""
+    aside = packed.workspace.set_aside / "part-00000.parquet"
+    before = aside.read_bytes()
+    flip_middle(aside)
+    for path in (*packed.workspace.nv_meta.glob("*"), *packed.workspace.root.glob("*.tar")):
+        path.unlink()
+    with pytest.raises(StageError, match=r"set_aside/part-00000\.parquet .*; what else could be"):
+        retry(packed)
+    assert [found.split()[0] for found in verify(packed, deep=True).problems] == [
+        "_packing/set_aside/part-00000.parquet"
+    ]
+    aside.write_bytes(before)
+    packed.workspace.index_info.unlink()
+    (packed.workspace.nv_meta / "split.yaml").unlink()
+    with pytest.raises(StageError, match=r"index\.json is missing"):
+        retry(packed)
+    assert (packed.workspace.nv_meta / "split.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["sample_ids.npy", "pack_offsets.npy", "set_aside_ids.npy"])
+@pytest.mark.parametrize("verb", [plan, write, report])
+def test_unreadable_plan_is_named(packed: Stage, name: str, verb: Callable[[Stage], Any]) -> None:
+    path = packed.workspace.plan / name
+    before = path.read_bytes()
+    path.write_bytes(before[:8] + b"\xff\xff" + before[10:])  # the length of the header
+    with pytest.raises(StageError, match=re.escape(name)):
+        verb(packed)
+
+
+def test_changed_plan_is_named(packed: Stage) -> None:
+    """An id beyond the index would be an IndexError."""
+    path = packed.workspace.plan / "sample_ids.npy"
+    ids = np.load(path)
+    ids[3] = 1 << 20
+    np.save(path, ids)
+    for verb in (plan, write, report):
+        with pytest.raises(StageError, match=r"sample_ids\.npy differs from what was planned"):
+            verb(packed)
+    retry(packed)
+    assert verify(packed).ok
+
+
+def test_parts_of_a_killed_run_have_their_hash(tmp_path: Path) -> None:
+    stage = make_stage(captioning_pairs(tmp_path / "data", 40), tmp_path / "out")
+    measure(stage)
+    before = stage.workspace.index_info.read_bytes()
+    stage.workspace.index_info.unlink()
+    (stage.workspace.index / "part-00001.parquet").unlink()
+    measure(stage)
+    assert stage.workspace.index_info.read_bytes() == before
+
+
+def test_verdict_says_what_retry_can_do() -> None:
+    def verdict(problems: int, repairable: int) -> str:
+        return render_verdict(VerifyResult(1, 1, 1, 0, 0, 0, 0, problems, repairable, ()))
+
+    assert verdict(2, 2) == "2 problems; retry repairs what is damaged"
+    assert verdict(3, 2).startswith("3 problems; retry repairs 2 of them; where a problem names")
+    assert "retry" not in verdict(3, 0)

@@ -1,0 +1,245 @@
+"""Copies of what cannot be read at any place: made once, kept while needed, then removed."""
+
+import errno
+import gzip
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from offline_packing.engines.local import LocalEngine
+from offline_packing.errors import DiskFullError, StageError
+from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import plan
+from offline_packing.runs.manifest import Manifest
+from offline_packing.runs.run import Stage
+from offline_packing.sources.reading import row_reader
+from offline_packing.sources.reading.row_files import RowFile
+from offline_packing.storage.streams import unpacked_copy
+from offline_packing.upkeep.append import append
+from offline_packing.upkeep.retry import retry
+from offline_packing.verify.verify import verify
+from offline_packing.write.write import preview_write, write
+from tests.helpers import formats
+from tests.helpers.datasets import image_bytes, make_stage, pack_all
+
+NUM_ROWS = 200
+
+
+def table_of(num_rows: int, first: int = 0) -> pa.Table:
+    """Rows whose images all differ: noise behind the end of a picture."""
+    noise = np.random.default_rng(first)
+    images = [
+        image_bytes(28 * (2 + i % 4), 56) + noise.bytes(3000) + b"\xff\xd9" for i in range(num_rows)
+    ]
+    ids = [f"{first + i:05d}" for i in range(num_rows)]
+    return pa.table({"id": ids, "image": images, "caption": [f"Picture {i}." for i in ids]})
+
+
+@pytest.fixture(scope="module")
+def parquet_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same rows in one row group and in many."""
+    folder = tmp_path_factory.mktemp("rows")
+    for name, size in (("huge", NUM_ROWS), ("small", 7)):
+        (folder / name).mkdir()
+        path = folder / name / "a.parquet"
+        pq.write_table(table_of(NUM_ROWS), path, row_group_size=size, data_page_size=4096)
+    return folder
+
+
+def parquet_stage(folder: Path, out: Path) -> Stage:
+    source = {"format": "parquet", "path": str(folder), "task": "captioning"}
+    return make_stage(source, out, output={"packs_per_shard": 1})
+
+
+def shard_hashes(manifest: Manifest) -> list[str]:
+    return [shard["xxh3_128"] for shard in manifest["shards"]]
+
+
+@pytest.mark.parametrize("small_group", [0, 1 << 30], ids=["copies", "decoded"])
+def test_huge_row_groups_give_the_packs_of_small_ones(
+    tmp_path: Path,
+    parquet_folder: Path,
+    small_group: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether a shard decodes a group for itself, or all read of a copy, the bytes are the same."""
+    small = pack_all(parquet_stage(parquet_folder / "small", tmp_path / "small"))
+    monkeypatch.setattr(row_reader, "SMALL_GROUP", small_group)
+    monkeypatch.setattr(row_reader, "WANTED_SHARE", 2.0)
+    stage = parquet_stage(parquet_folder / "huge", tmp_path / "huge")
+    huge = pack_all(stage)
+    assert len(huge["shards"]) > 5
+    assert shard_hashes(huge) == shard_hashes(small)
+    assert not stage.workspace.unpacked.exists()
+    result = verify(stage, deep=True)
+    assert result.ok
+    assert result.num_images == NUM_ROWS
+    assert not stage.workspace.unpacked.exists()
+
+
+def test_each_group_is_decoded_once_for_all_shards(
+    tmp_path: Path, parquet_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = parquet_stage(parquet_folder / "huge", tmp_path / "out")
+    measure(stage)
+    plan(stage)
+    decoded = [0]
+    batches = RowFile.batches
+
+    def counted(self: RowFile, groups: range, columns: Any) -> Any:
+        decoded[0] += 1
+        return batches(self, groups, columns)
+
+    monkeypatch.setattr(RowFile, "batches", counted)
+    monkeypatch.setattr(row_reader, "SMALL_GROUP", 0)
+    monkeypatch.setattr(row_reader, "WANTED_SHARE", 2.0)
+    assert len(write(stage)["shards"]) > 5
+    assert decoded == [1]
+
+
+def test_which_groups_a_shard_decodes() -> None:
+    starts, sizes = [0, 1000, 2000, 3000], [100 << 20, 100 << 20, 1 << 20]
+    rows = np.array([0, *range(1000, 1200), 2500])
+    assert row_reader.decoded_at_once(starts, sizes, rows).tolist() == [False, True, True]
+    assert row_reader.decoded_at_once(starts, sizes, rows[:0]).tolist() == [False] * 3
+
+
+def compressed_source(folder: Path, name: str = "jsonl_gz", count: int = 12) -> dict[str, Any]:
+    return {**formats.WRITERS[name](folder, formats.draw_samples(count)), "task": "bmr"}
+
+
+@pytest.mark.parametrize("name", ["jsonl_gz", "jsonl_zst", "webdataset_gz"])
+def test_unpacked_files_go_when_the_shards_are_complete(tmp_path: Path, name: str) -> None:
+    source = compressed_source(tmp_path / "data", name)
+    stage = make_stage(source, tmp_path / "out")
+    manifest = pack_all(stage)
+    assert not stage.workspace.unpacked.exists()
+    # A kill between the manifest and the removal: the next run removes them.
+    stage.workspace.unpacked.mkdir()
+    (stage.workspace.unpacked / "left.unpacked").write_bytes(b"x")
+    assert write(stage) == manifest
+    assert not stage.workspace.unpacked.exists()
+    assert verify(stage, deep=True).ok
+    assert not stage.workspace.unpacked.exists()
+    shard = stage.workspace.root / manifest["shards"][0]["name"]
+    data = shard.read_bytes()
+    shard.unlink()
+    assert manifest["shards"][0]["name"] in retry(stage)
+    assert shard.read_bytes() == data
+    assert not stage.workspace.unpacked.exists()
+
+
+def test_append_unpacks_and_removes(tmp_path: Path) -> None:
+    stage = make_stage(compressed_source(tmp_path / "data"), tmp_path / "out")
+    pack_all(stage)
+    records = formats.with_files(tmp_path / "more", formats.draw_samples(20)[12:])
+    formats.write_file(tmp_path / "more" / "b.jsonl.gz", gzip.compress(formats.lines(records)))
+    more = {"format": "jsonl", "path": str(tmp_path / "more"), "name": "more", "task": "bmr"}
+    appended = append(make_stage(more, tmp_path / "out"))
+    assert len(appended["appended"]) == 1
+    assert not stage.workspace.unpacked.exists()
+
+
+def test_unpacked_files_stay_for_the_shards_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that fails leaves them, and so does any run while an append is unfinished."""
+    stage = make_stage(compressed_source(tmp_path / "data"), tmp_path / "out")
+    measure(stage)
+    plan(stage)
+    monkeypatch.setattr("offline_packing.write.write.write_manifest", _fail)
+    with pytest.raises(StageError, match="stopped"):
+        write(stage)
+    (copy,) = stage.workspace.unpacked.glob("*.unpacked")
+    made = copy.stat().st_ino
+    monkeypatch.undo()
+    stage.workspace.write.joinpath("train-000000.json").unlink()
+    (stage.workspace.packing / "append-0001").mkdir()
+    write(stage)
+    assert copy.stat().st_ino == made
+    (stage.workspace.packing / "append-0001").rmdir()
+    write(stage)
+    assert not stage.workspace.unpacked.exists()
+
+
+def _fail(*_: object) -> Manifest:
+    raise StageError("stopped")
+
+
+def _slow_copy(folder: Path, content: bytes, started: str, pause: float) -> None:
+    def make(target: Any) -> None:
+        target.write(content[: len(content) // 2])
+        target.flush()
+        with open(started, "ab") as log:
+            log.write(b"x")
+        time.sleep(pause)
+        target.write(content[len(content) // 2 :])
+
+    unpacked_copy("name", "the file", folder, make)
+
+
+def test_copies_are_made_by_one_and_survive_a_kill(tmp_path: Path) -> None:
+    """The first process is killed half-way; of the next four only one makes the copy."""
+    folder, started, content = tmp_path / "unpacked", tmp_path / "started", os.urandom(1 << 16)
+    context = multiprocessing.get_context("spawn")
+    first = context.Process(target=_slow_copy, args=(folder, content, str(started), 600.0))
+    first.start()
+    while not started.exists():
+        assert first.is_alive()
+        time.sleep(0.01)
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGKILL)
+    first.join()
+    assert not list(folder.glob("*.unpacked"))
+    others = [
+        context.Process(target=_slow_copy, args=(folder, content, str(started), 0.5))
+        for _ in range(4)
+    ]
+    for process in others:
+        process.start()
+    for process in others:
+        process.join()
+        assert process.exitcode == 0
+    (copy,) = folder.glob("*.unpacked")
+    assert copy.read_bytes() == content
+    assert started.read_bytes() == b"xx"
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_no_room_to_unpack(tmp_path: Path) -> None:
+    def full(_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(DiskFullError, match=r"no room to unpack a\.gz to .* bytes are free"):
+        unpacked_copy("name", "a.gz", tmp_path / "unpacked", full)
+    assert not list((tmp_path / "unpacked").glob("*.unpacked"))
+    assert not list((tmp_path / "unpacked").glob("*.tmp"))
+
+
+def test_dry_run_says_how_much_disk_it_takes(tmp_path: Path) -> None:
+    records = formats.with_files(tmp_path / "data", formats.draw_samples(12))
+    text = formats.lines(records)
+    formats.write_file(tmp_path / "data" / "a.jsonl.gz", gzip.compress(text))
+    source = {"format": "jsonl", "path": str(tmp_path / "data"), "task": "bmr"}
+    stage = make_stage(source, tmp_path / "out")
+    measure(stage)
+    plan(stage)
+    assert f"up to {len(text):,} bytes of unpacked files" in preview_write(stage)
+    write(stage)
+
+
+def test_two_workers_share_the_copies(tmp_path: Path) -> None:
+    source = compressed_source(tmp_path / "data", "webdataset_gz")
+    alone = pack_all(make_stage(source, tmp_path / "alone"))
+    stage = make_stage(source, tmp_path / "together", engine={"workers": 2})
+    with LocalEngine(2) as engine:
+        together = pack_all(Stage(stage.config, engine))
+    assert shard_hashes(together) == shard_hashes(alone)
