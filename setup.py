@@ -49,7 +49,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["offline_packing*", "task_encoders*", "launch*"]),
-    package_data={"offline_packing": ["report/*.html"]},
+    package_data={
+        "offline_packing": ["py.typed", "report/*.html"],
+        "task_encoders": ["py.typed"],
+        "launch": ["py.typed"],
+    },
     install_requires=CORE,
     extras_require={
         "train": TRAIN,

@@ -74,6 +74,15 @@ def mixed_pairs(root: Path, count: int = 30, seed: int = 0) -> Path:
     return root
 
 
+def vqa_pairs(root: Path, count: int = 24) -> Path:
+    """One question on one picture each."""
+    for i in range(count):
+        question = f"<image>\nWhat is {'the ' * (i % 7)}colour?"
+        write_json(root / f"{i}.json", {"messages": dialogue(question, "Red. " * (1 + i % 5))})
+        (root / f"{i}.jpg").write_bytes(image_bytes(56 + 28 * (i % 4), 84))
+    return root
+
+
 def make_config(source: Any, folder: Path, /, **sections: dict[str, Any]) -> PackingConfig:
     """A configuration with small limits; a source that is a path is a folder of captions."""
     if isinstance(source, Path):

@@ -3,6 +3,9 @@
 from collections import Counter
 from html.parser import HTMLParser
 
+#: A text that must not become markup.
+HOSTILE = "<script>alert('x')</script>\"><img src=http://evil.example/x onerror=alert(1)>"
+
 
 class Elements(HTMLParser):
     """Names and attributes of all elements, and all text."""

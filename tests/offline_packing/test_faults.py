@@ -23,7 +23,7 @@ from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import verify
 from offline_packing.write.write import write
 from tests.helpers.datasets import captioning_pairs, make_stage, pack_all, write_json
-from tests.offline_packing.test_pipeline import shard_files
+from tests.helpers.outputs import shard_files
 from tools import kill_test
 
 

@@ -35,6 +35,8 @@ from tests.helpers.datasets import (
     mixed_pairs,
     pack_all,
 )
+from tests.helpers.faults import KilledError, killing
+from tests.helpers.outputs import flip_byte, shard_files
 
 
 @pytest.fixture(scope="module")
@@ -45,18 +47,6 @@ def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mixed_pairs(tmp_path_factory.mktemp("mixed"))
-
-
-def shard_files(stage: Stage) -> dict[str, bytes]:
-    """Content of the tars, their indices and the manifest."""
-    paths = [*stage.workspace.root.glob("*.tar*"), stage.workspace.manifest]
-    return {path.name: path.read_bytes() for path in paths}
-
-
-def flip_byte(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 0xFF
-    path.write_bytes(data)
 
 
 def test_packs_hold_the_source(mixed: Path, tmp_path: Path) -> None:
@@ -129,22 +119,6 @@ def test_seed_changes_the_packs(captions: Path, tmp_path: Path) -> None:
     stages = [make_stage(captions, tmp_path / str(s), pack={"seed": s}) for s in (0, 1)]
     manifests = [pack_all(stage) for stage in stages]
     assert manifests[0]["content_hash"] != manifests[1]["content_hash"]
-
-
-class KilledError(Exception):
-    """Stands for a kill between two tasks."""
-
-
-def killing(function: Callable[..., Any], after: int) -> Callable[..., Any]:
-    calls = []
-
-    def run(*arguments: Any) -> Any:
-        if len(calls) == after:
-            raise KilledError
-        calls.append(arguments)
-        return function(*arguments)
-
-    return run
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])

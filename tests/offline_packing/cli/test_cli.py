@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from offline_packing.cli import main as cli_module
+from tests.helpers.command import invoke, main
 from tests.helpers.datasets import captioning_pairs
 
 VERBS = ("measure", "plan", "write", "verify", "report", "preview", "run")
@@ -30,22 +31,6 @@ def config(tmp_path: Path) -> Path:
         "engine: {workers: 0}\n"
     )
     return path
-
-
-def invoke(*arguments: str | Path) -> Result:
-    result = CliRunner().invoke(cli_module.cli, [str(a) for a in arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result
-
-
-def main(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str | Path
-) -> tuple[int, str]:
-    """Exit status and stderr of the real entry point."""
-    monkeypatch.setattr(sys, "argv", ["offline-packing", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        cli_module.main()
-    return int(end.value.code or 0), capsys.readouterr().err
 
 
 def test_verbs_in_turn(config: Path, tmp_path: Path) -> None:

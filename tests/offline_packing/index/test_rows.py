@@ -4,7 +4,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,26 +12,9 @@ from offline_packing.errors import StageError
 from offline_packing.index import table as index
 from offline_packing.index.eligible import name_rows
 from offline_packing.index.rows import rows_of_shards
-from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo
+from tests.helpers.index_tables import make_index, row_of
 
 COLUMNS = ("key", "num_tokens", "json", "media")
-
-
-def make_index(folder: Path, part_rows: list[int]) -> Index:
-    """Rows whose key, tokens, locator and number of media follow from their number."""
-    first = 0
-    for number, count in enumerate(part_rows):
-        rows = [row_of(i) for i in range(first, first + count)]
-        table = pa.Table.from_pylist(rows, schema=INDEX_SCHEMA)
-        index.write_table(folder / index.part_name(number), table)
-        first += count
-    return Index(folder, IndexInfo({}, {}, part_rows, {}))
-
-
-def row_of(i: int) -> dict[str, object]:
-    locator = {"kind": "bytes", "container": f"c{i % 3}", "offset": i, "size": 1, "column": ""}
-    media = [{**locator, "extension": "jpg"}] * (i % 3)
-    return {"key": f"k{i}", "source_id": 0, "num_tokens": i, "json": locator, "media": media}
 
 
 @settings(deadline=None, max_examples=60)

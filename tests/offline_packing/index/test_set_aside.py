@@ -9,7 +9,7 @@ import pytest
 from offline_packing.index import set_aside
 from offline_packing.index.set_aside import SetAside
 from offline_packing.index.table import SET_ASIDE_SCHEMA
-from tests.offline_packing.index.test_rows import make_index
+from tests.helpers.index_tables import make_index
 
 
 def rows(*numbers: int) -> np.ndarray:

@@ -1,9 +1,7 @@
 """Energon's metadata: equal to what `energon prepare` makes of the same shards."""
 
 import json
-import sqlite3
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -17,6 +15,7 @@ from offline_packing.runs.run import Stage
 from offline_packing.storage.tar_shards import TarShardWriter
 from offline_packing.verify.verify import verify
 from tests.helpers.datasets import captioning_pairs, image_bytes, make_stage, pack_all
+from tests.helpers.outputs import copy_tars, sqlite_rows
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +25,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Stage:
     stage = make_stage(captioning_pairs(base / "data"), base / "out", output=output)
     pack_all(stage)
     return stage
-
-
-def sqlite_rows(folder: Path, table: str) -> list[Any]:
-    with sqlite3.connect(folder / ".nv-meta" / "index.sqlite") as connection:
-        rows = connection.execute(f"SELECT * FROM {table}").fetchall()
-    return sorted(rows)
-
-
-def copy_tars(source: Path, target: Path) -> list[str]:
-    target.mkdir()
-    for path in source.glob("*.tar"):
-        (target / path.name).write_bytes(path.read_bytes())
-    return sorted(path.name for path in target.iterdir())
 
 
 def test_equal_to_energon_prepare(packed: Stage, tmp_path: Path) -> None:

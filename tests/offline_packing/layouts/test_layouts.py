@@ -34,7 +34,7 @@ from tests.helpers.datasets import (
     pack_all,
     write_json,
 )
-from tests.offline_packing.test_pipeline import flip_byte
+from tests.helpers.outputs import flip_byte
 
 
 def questions(root: Path, count: int = 12) -> Path:

@@ -34,10 +34,10 @@ from tests.helpers.datasets import (
     make_stage,
     mixed_pairs,
     pack_all,
+    vqa_pairs,
     write_json,
 )
-from tests.helpers.elements import Elements
-from tests.offline_packing.report.test_report import HOSTILE, vqa_pairs
+from tests.helpers.elements import HOSTILE, Elements
 
 MAKE = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}
 

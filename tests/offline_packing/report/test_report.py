@@ -25,24 +25,14 @@ from task_encoders.samples import REASONS
 from tests.helpers.datasets import (
     captioning_pairs,
     dialogue,
-    image_bytes,
     index_rows,
     make_stage,
     mixed_pairs,
     pack_all,
+    vqa_pairs,
     write_json,
 )
-from tests.helpers.elements import Elements
-
-HOSTILE = "<script>alert('x')</script>\"><img src=http://evil.example/x onerror=alert(1)>"
-
-
-def vqa_pairs(root: Path, count: int = 24) -> Path:
-    for i in range(count):
-        question = f"<image>\nWhat is {'the ' * (i % 7)}colour?"
-        write_json(root / f"{i}.json", {"messages": dialogue(question, "Red. " * (1 + i % 5))})
-        (root / f"{i}.jpg").write_bytes(image_bytes(56 + 28 * (i % 4), 84))
-    return root
+from tests.helpers.elements import HOSTILE, Elements
 
 
 def with_faults(root: Path) -> Path:

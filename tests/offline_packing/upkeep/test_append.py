@@ -28,10 +28,10 @@ from task_encoders.packed_task_encoder import (
     get_packed_val_dataset,
 )
 from task_encoders.settings import PackingSettings
+from tests.helpers.command import invoke
 from tests.helpers.datasets import captioning_pairs, make_config, make_stage, pack_all
-from tests.offline_packing.cli.test_cli import invoke
-from tests.offline_packing.layouts.test_energon_metadata import copy_tars, sqlite_rows
-from tests.offline_packing.test_pipeline import KilledError, flip_byte, killing, shard_files
+from tests.helpers.faults import KilledError, killing
+from tests.helpers.outputs import copy_tars, flip_byte, shard_files, sqlite_rows
 
 PARTS = {"samples_per_part": 4}
 SPLIT = {"split": {"train": 0.7, "val": 0.3}}

@@ -1,0 +1,31 @@
+"""What an installed package holds."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("offline_packing", "task_encoders", "launch")
+#: Programs of a checkout, which call the packages; they are not installed.
+SCRIPTS = {".sh", ".sbatch", ".yaml"}
+
+
+def test_everything_but_scripts_is_installed(tmp_path: Path) -> None:
+    """Templates and the markers of typed packages too."""
+    options = ["--quiet", "egg_info", "--egg-base", tmp_path, "build_py", "--build-lib"]
+    subprocess.run(
+        [sys.executable, "setup.py", *options, tmp_path / "lib"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    built = {path.relative_to(tmp_path / "lib") for path in (tmp_path / "lib").rglob("*.*")}
+    expected = {
+        path.relative_to(ROOT)
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.*")
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix not in SCRIPTS
+    }
+    assert expected - built == set()
+    assert {Path(package, "py.typed") for package in PACKAGES} <= expected

@@ -1,0 +1,40 @@
+"""The tests themselves: where they lie, and what they may import."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+#: Folders of tests that stand for no folder of code: what needs a GPU, or other packages.
+OTHERS = {"gpu", "peers"}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Full names of all modules and names that a file imports, inside functions as well."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_no_test_imports_another() -> None:
+    """What several tests need stands in tests/helpers, which in turn imports no test."""
+    paths = list(TESTS.rglob("*.py"))
+    assert len(paths) > 50
+    found = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in paths
+        for name in imported(path)
+        if name.startswith("tests.") and not name.startswith("tests.helpers.")
+    ]
+    assert not found, found
+
+
+def test_folders_mirror_the_packages() -> None:
+    """tests/offline_packing/index tests offline_packing/index."""
+    folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")} - {Path()}
+    strays = {str(folder) for folder in folders if not (ROOT / folder).is_dir()}
+    assert strays <= OTHERS, strays - OTHERS
