@@ -23,10 +23,15 @@ from task_encoders.samples import TASKS
 
 
 class _InOrder(click.Group):
-    """Help lists the verbs in the order of work."""
+    """Help lists the verbs in the order of work, each with its whole first sentence."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        whole = [(name, command.get_short_help_str(500)) for name, command in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(whole)
 
 
 _SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}

@@ -212,11 +212,34 @@ def test_help_lists_every_verb() -> None:
     assert "--accept-mismatch" in invoke("run", "--help").stdout
 
 
-def test_help_is_whole() -> None:
-    text = CliRunner().invoke(cli_module.cli, ["--help"], terminal_width=100).stdout
-    lines = text.partition("Commands:\n")[2].splitlines()
-    assert [line.split()[0] for line in lines] == list(cli_module.cli.commands)
-    assert all(line.endswith(".") and not line.endswith("...") for line in lines)
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_help_is_whole(width: int) -> None:
+    """No sentence is cut, however narrow the terminal."""
+    text = CliRunner().invoke(cli_module.cli, ["--help"], terminal_width=width).stdout
+    listed = "".join(text.partition("Commands:\n")[2].split())
+    assert "..." not in listed
+    for name, command in cli_module.cli.commands.items():
+        sentence = (command.help or "").split("\n\n")[0]
+        assert "".join(f"{name} {sentence}".split()) in listed
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_shells_complete_verbs_and_options(shell: str) -> None:
+    """The script that README tells to install, and what it asks for."""
+    command = Path(sys.executable).with_name("offline-packing")
+
+    def ask(instruction: str, **words: str) -> str:
+        environment = {**os.environ, "_OFFLINE_PACKING_COMPLETE": f"{shell}_{instruction}", **words}
+        done = subprocess.run(
+            [command], env=environment, capture_output=True, text=True, timeout=120, check=True
+        )
+        return done.stdout
+
+    assert "_OFFLINE_PACKING_COMPLETE" in ask("source")
+    assert "verify" in ask("complete", COMP_WORDS="offline-packing ver", COMP_CWORD="1")
+    options = ask("complete", COMP_WORDS="offline-packing run pack.yaml --d", COMP_CWORD="3")
+    assert "--deep" in options
+    assert "--dry-run" in options
 
 
 @pytest.mark.parametrize(
