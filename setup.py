@@ -25,12 +25,14 @@ TRAIN = [
     "torch>=2.11",
     "transformers>=5.20,<6",
 ]
+LOGGING = ["tensorboard>=2.16", "wandb>=0.19"]
+TRAINER = ["accelerate>=1.1"]  # transformers' Trainer needs it
 VIDEO = ["av>=18"]  # PyAV, whose wheels hold FFmpeg
 DEMO = [*TRAIN, "matplotlib>=3.8"]
 TEST = [
     *DEMO,
+    *TRAINER,
     *VIDEO,
-    "accelerate>=1.1",  # transformers' Trainer needs it
     "binpacking==1.5",  # to_constant_volume must give the packs of this version
     "hypothesis>=6.100",
     "mypy>=1.13",
@@ -60,6 +62,8 @@ setup(
         "demo": DEMO,
         "test": TEST,
         "video": VIDEO,
+        "logging": LOGGING,  # metrics.tensorboard, and others' trackers
+        "trainer": [*TRAIN, *TRAINER],
         "remote": ["fsspec>=2024.6"],  # sources that are not on a local disk
         "ray": ["ray>=2.40"],
         "gpu": [*TRAIN, "flash-attn>=2.7"],

@@ -35,8 +35,8 @@ class MissingPyAVError(RuntimeError):
 
     def __str__(self) -> str:
         return (
-            "videos need the package av; pip install 'offline-packing[video]', or leave them out "
-            "of the source"
+            "videos need the package av; pip install 'av>=18' (in a clone: pip install -e "
+            "'.[video]'), or leave them out of the source"
         )
 
 

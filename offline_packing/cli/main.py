@@ -7,6 +7,8 @@ Exit status: 0 done, 1 a stage or a check failed, 2 the command or the configura
 import contextlib
 import functools
 import logging
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,7 @@ from offline_packing.cli.signals import EndedBySignal, signals_raise
 from offline_packing.config.packing import load_config
 from offline_packing.errors import ConfigError, ShareDoneError, StageError
 from offline_packing.runs.run import Stage, build_engine
-from task_encoders.samples import TASKS
+from task_encoders.samples import REASONS, TASKS
 
 
 class _InOrder(click.Group):
@@ -93,10 +95,19 @@ def _preview_options(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+def _set_aside_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    csv = click.option("--csv", is_flag=True, help="Comma-separated values, with a header.")
+    reason = click.option(
+        "--reason", multiple=True, type=click.Choice(tuple(REASONS)), help="List these only."
+    )
+    return csv(reason(function))
+
+
 _OPTIONS: dict[verbs.Verb, Callable[..., Any]] = {
     verbs.verify_verb: _deep_option,
     verbs.run_verb: _deep_option,
     verbs.preview_verb: _preview_options,
+    verbs.set_aside_verb: _set_aside_options,
 }
 
 
@@ -145,7 +156,7 @@ def _add_stage_command(name: str, verb: verbs.Verb) -> None:
 
 
 for _verb in verbs.VERBS:
-    _add_stage_command(_verb.__name__.removesuffix("_verb"), _verb)
+    _add_stage_command(_verb.__name__.removesuffix("_verb").replace("_", "-"), _verb)
 
 
 @cli.command()
@@ -193,6 +204,9 @@ def main() -> None:
         sys.exit(128 + ended.number)
     except ShareDoneError as done:
         click.echo(str(done), err=True)
+    except BrokenPipeError:  # `| head` has seen enough; nothing is left to be flushed into it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except Exception as error:
         if "--debug" in sys.argv[1:]:
             raise

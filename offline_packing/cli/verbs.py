@@ -11,7 +11,7 @@ from typing import Final
 import click
 
 from offline_packing.errors import StageError
-from offline_packing.runs.run import Stage, listed
+from offline_packing.runs.run import Stage
 
 #: f(stage, dry_run, **its own options); prints its result, raises StageError where it fails.
 Verb = Callable[..., None]
@@ -19,7 +19,9 @@ Verb = Callable[..., None]
 
 def measure_verb(stage: Stage, dry_run: bool) -> None:
     """Measure the tokens of every sample; no image or video is decoded."""
+    from offline_packing.index.set_aside_table import group_set_aside
     from offline_packing.measure.measure import measure, preview_measure
+    from offline_packing.runs.losses import aside_while_measuring, render_examples
 
     if dry_run:
         click.echo(preview_measure(stage), nl=False)
@@ -27,15 +29,25 @@ def measure_verb(stage: Stage, dry_run: bool) -> None:
     info = measure(stage)
     click.echo(f"measured {info.num_samples:,} samples, {info.num_tokens:,} tokens")
     if info.num_set_aside:
-        reasons = listed(info.set_aside.items())
-        click.echo(f"set aside: {reasons}; details in {stage.workspace.set_aside}")
+        click.echo(f"set aside {info.num_set_aside:,}, for example:")
+        groups = group_set_aside(aside_while_measuring(stage.workspace, info))
+        click.echo(render_examples(stage.config, groups), nl=False)
 
 
 def plan_verb(stage: Stage, dry_run: bool) -> None:
     """Decide which samples form which pack, and print the figures."""
+    from offline_packing.index.set_aside_table import group_set_aside
     from offline_packing.plan.plan import plan, preview_plan
+    from offline_packing.runs.losses import aside_while_planning, render_examples
 
-    click.echo(preview_plan(stage) if dry_run else plan(stage), nl=False)
+    if dry_run:
+        click.echo(preview_plan(stage), nl=False)
+        return
+    click.echo(plan(stage), nl=False)
+    groups = group_set_aside(aside_while_planning(stage.workspace))
+    if groups:
+        click.echo("set aside by the plan, for example:")
+        click.echo(render_examples(stage.config, groups), nl=False)
 
 
 def write_verb(stage: Stage, dry_run: bool) -> None:
@@ -106,6 +118,8 @@ def preview_verb(
 
 def run_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
     """Do measure, plan, write, verify and report; what is complete is not done again."""
+    from offline_packing.runs.losses import check_losses
+
     verify = functools.partial(verify_verb, deep=deep)
     verbs: tuple[Verb, ...] = (measure_verb, plan_verb, write_verb, verify, report_verb)
     manifest = stage.workspace.manifest
@@ -114,6 +128,8 @@ def run_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
         if dry_run and artifact is not None and not artifact.exists():
             click.echo(f"what follows depends on {artifact}, which is not there yet")
             return
+        if verb is write_verb and not dry_run and not manifest.exists():
+            check_losses(stage)
         verb(stage, dry_run)
 
 
@@ -145,6 +161,14 @@ def retry_verb(stage: Stage, dry_run: bool) -> None:
     click.echo(retry(stage))
 
 
+def set_aside_verb(stage: Stage, dry_run: bool, csv: bool, reason: tuple[str, ...]) -> None:
+    """List the samples that are in no pack: key, source, reason and detail."""
+    from offline_packing.upkeep.set_aside import list_set_aside
+
+    for lines in list_set_aside(stage, reasons=reason, as_csv=csv):
+        click.echo(lines, nl=False)
+
+
 def status_verb(stage: Stage, dry_run: bool) -> None:
     """Show how far an output is, also while a run is at work on it."""
     from offline_packing.upkeep.status import status
@@ -162,6 +186,7 @@ VERBS: Final[tuple[Verb, ...]] = (
     preview_verb,
     run_verb,
     append_verb,
+    set_aside_verb,
     status_verb,
     retry_verb,
 )
@@ -173,10 +198,11 @@ SHARED_VERBS: Final[tuple[Verb, ...]] = (
     verify_verb,
     status_verb,
     preview_verb,
+    set_aside_verb,
 )
 
 #: What writes nothing into the output, and needs no lock.
-READING_VERBS: Final[tuple[Verb, ...]] = (status_verb, preview_verb)
+READING_VERBS: Final[tuple[Verb, ...]] = (status_verb, preview_verb, set_aside_verb)
 
 #: What makes nothing of its own where there is no output.
 NEED_OUTPUT: Final[tuple[Verb, ...]] = (verify_verb, append_verb, report_verb)

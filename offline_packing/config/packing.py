@@ -227,6 +227,8 @@ class PackConfig(_Config):
     min_samples: Count = 1
     #: likewise for packs with fewer tokens than this share of seq_length
     min_fill: Annotated[float, BeforeValidator(_not_bool), Field(ge=0, le=1)] = 0.0
+    #: `run` stops before it writes where a larger share of the samples is set aside
+    max_set_aside: Annotated[float, BeforeValidator(_not_bool), Field(ge=0, le=1)] = 0.05
 
     @field_validator("strategy")
     @classmethod

@@ -80,7 +80,8 @@ class RayEngine(Engine):
                 import ray
             except ImportError as error:
                 raise StageError(
-                    "engine.name=ray needs Ray; pip install 'offline-packing[ray]'"
+                    "engine.name=ray needs Ray; pip install 'ray>=2.40' (in a clone: pip install "
+                    "-e '.[ray]')"
                 ) from error
             ray.init(**settings)
             self._ray = ray

@@ -67,7 +67,7 @@ def check_energon() -> None:
     if importlib.util.find_spec("megatron.energon") is None:
         raise StageError(
             "shards are described and read with megatron-energon; "
-            "pip install 'offline-packing[train]'"
+            "pip install 'megatron-energon>=7.4,<8' (in a clone: pip install -e '.[train]')"
         )
 
 

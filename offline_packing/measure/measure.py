@@ -34,6 +34,7 @@ from offline_packing.measure.scan_sources import (
 from offline_packing.runs.run import Stage, config_fingerprint, open_sources
 from offline_packing.runs.workspace import Workspace
 from offline_packing.sources import Scan, Source
+from offline_packing.sources.roots.contents import nothing_found
 from offline_packing.sources.roots.listing import container_hash
 from offline_packing.storage.files import (
     hash_file,
@@ -67,6 +68,9 @@ def measure(stage: Stage) -> IndexInfo:
     size = stage.config.engine.samples_per_part
     scanned = scan_sources(stage, size)
     scans = [one.scan for one in scanned]
+    for config, scan in zip(stage.config.source, scans, strict=True):
+        if not scan.parts and not stage.generation:
+            raise nothing_found(config.path, f"records of source.format={config.format}")
     fingerprint = _fingerprint(stage, scans)
     info = _existing_index(stage, fingerprint, scanned)
     if info is not None:
@@ -77,7 +81,7 @@ def measure(stage: Stage) -> IndexInfo:
     workspace.index.mkdir(parents=True, exist_ok=True)
     workspace.set_aside.mkdir(parents=True, exist_ok=True)
     save_listings(workspace.files, scanned)
-    write_atomically(workspace.index / "started.json", to_json(_started(stage, fingerprint)))
+    write_atomically(workspace.index_started, to_json(_started(stage, fingerprint)))
     for folder in (workspace.index, workspace.set_aside, workspace.files):
         remove_temporaries(folder)
     tasks = _tasks(stage, [one.source for one in scanned], scans)
@@ -148,7 +152,9 @@ def _existing_index(
             )
             warn_of_versions(info.versions, "the index")
             return info
-        found = read_json(workspace.index / "started.json")
+        found = read_json(workspace.index_started)
+        if found is None:  # begun by an earlier version
+            found = read_json(workspace.index_started.with_name("started.json"))
         if found is not None:
             # Parts made otherwise must not be mixed: nothing can be accepted here.
             check_fingerprint(

@@ -26,11 +26,13 @@ from offline_packing.index.eligible import (
     name_rows,
 )
 from offline_packing.index.set_aside import SetAside
+from offline_packing.index.set_aside_table import group_set_aside
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.plan.arguments import plan_arguments, set_aside_reason
 from offline_packing.plan.summary import render_summary, summarize
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.losses import aside_while_measuring, explain
 from offline_packing.runs.run import Stage, config_fingerprint, listed, without_listings
 from offline_packing.storage.files import (
     hash_file,
@@ -271,9 +273,12 @@ def _check_planned(stage: Stage, samples: Index, planned: Planned) -> None:
         )
     if planned.packs.num_packs == 0 and stage.generation == 0:
         reasons = Counter(samples.info.set_aside) + planned.reasons
+        groups = group_set_aside(aside_while_measuring(stage.workspace, samples.info))
+        example = max(groups, key=lambda group: group.count, default=None)
         raise StageError(
             f"nothing to pack in {stage.workspace.root}; set aside: {listed(reasons.items())}; "
-            "check source.path and source.task"
+            f"{f'{explain(stage.config, example)}; ' if example else ''}check source.path and "
+            "source.task"
         )
 
 
@@ -288,7 +293,9 @@ def _summary(stage: Stage, samples: Index, packs: PackPlan, plan_reasons: Mappin
 def _fingerprint(stage: Stage) -> Fingerprint:
     pack = {
         name: value if isinstance(value, str | int) else to_json(value).decode()
-        for name, value in stage.config.pack.model_dump(mode="json").items()
+        for name, value in stage.config.pack.model_dump(
+            mode="json", exclude={"max_set_aside"}
+        ).items()
     }
     return {
         "index": hash_file(stage.workspace.index_info),

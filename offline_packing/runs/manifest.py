@@ -197,9 +197,13 @@ def _splits(stage: Stage, before: Manifest | None) -> list[str]:
 
 def stored_config(config: PackingConfig) -> dict[str, Any]:
     """What decides the content of an output: not where it lies, nor what ran the tasks."""
-    return config.model_dump(
-        mode="json", exclude={"engine": True, "report": True, "output": {"path", "overwrite"}}
-    )
+    excluded: dict[str, Any] = {
+        "engine": True,
+        "report": True,
+        "output": {"path", "overwrite"},
+        "pack": {"max_set_aside"},
+    }
+    return config.model_dump(mode="json", exclude=excluded)
 
 
 def _origin(

@@ -47,6 +47,12 @@ class Workspace:
         return self.stages / "index"
 
     @property
+    def index_started(self) -> Path:
+        """What the parts of an unfinished index were made with. Readers of Parquet folders pass by
+        names with an underscore in front."""
+        return self.index / "_started.json"
+
+    @property
     def set_aside(self) -> Path:
         """Folder of the parts of the set-aside table."""
         return self.stages / "set_aside"

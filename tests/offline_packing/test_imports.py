@@ -61,7 +61,7 @@ def test_videos_without_pyav_are_refused_in_one_line(config: str, tmp_path: Path
     assert result.returncode != 0
     last = result.stderr.strip().splitlines()[-1]
     assert "sample 'clip'" in last
-    assert "videos need the package av; pip install 'offline-packing[video]'" in last
+    assert "videos need the package av; pip install 'av>=18' (in a clone: " in last
 
 
 def test_the_block_works(config: str) -> None:

@@ -421,7 +421,7 @@ def test_without_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
     video_file._pyav.cache_clear()
     monkeypatch.setitem(sys.modules, "av", None)
     try:
-        with pytest.raises(MissingPyAVError, match=r"pip install 'offline-packing\[video\]'"):
+        with pytest.raises(MissingPyAVError, match=r"pip install 'av>=18'"):
             header_of(MP4)
     finally:
         video_file._pyav.cache_clear()

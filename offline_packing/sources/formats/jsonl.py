@@ -30,6 +30,7 @@ from offline_packing.sources.base import (
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.formats.json_array import ArrayCutter, split_elements
 from offline_packing.sources.reading.locators import Locator
+from offline_packing.sources.roots.contents import nothing_found
 from offline_packing.storage.streams import (
     CODECS,
     UNREAD_SUFFIXES,
@@ -185,7 +186,7 @@ class RecordFilesSource(Source):
     def _containers(self) -> list[str]:
         found = sorted(name for name, *_ in self.entries())
         if not found:
-            raise StageError(f"source path {self.path!r} holds no *.{self.SUFFIX}; set source.path")
+            raise nothing_found(self.path, f"*.{self.SUFFIX}")
         if problem := find_unread(found, self._unread_endings()):
             raise StageError(f"source path {self.path!r} {problem}")
         return found

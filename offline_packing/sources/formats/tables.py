@@ -34,6 +34,7 @@ from offline_packing.sources.reading import row_files
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.reading.row_files import RowFile
 from offline_packing.sources.records import RECORD_FIELDS
+from offline_packing.sources.roots.contents import nothing_found
 from task_encoders.samples import SampleError
 
 _DICT_NAME: Final = "dataset_dict.json"
@@ -190,7 +191,7 @@ class ParquetSource(TableSource):
     def _containers(self) -> list[tuple[str, int]]:
         found = sorted((name, size) for name, size, _ in self.entries())
         if not found:
-            raise StageError(f"source path {self.path!r} holds no *.parquet; set source.path")
+            raise nothing_found(self.path, "*.parquet")
         return found
 
 

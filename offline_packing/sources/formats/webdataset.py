@@ -31,6 +31,7 @@ from offline_packing.sources.base import (
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.records import has_answer, image_names, video_names
+from offline_packing.sources.roots.contents import nothing_found
 from offline_packing.storage.streams import (
     CODECS,
     UNREAD_SUFFIXES,
@@ -111,7 +112,7 @@ class WebDatasetSource(Source):
         """Containers and their sizes, in order."""
         tars = sorted((name, size) for name, size, _ in self.entries())
         if not tars:
-            raise StageError(f"source path {self.path!r} holds no *.tar; set source.path")
+            raise nothing_found(self.path, "*.tar")
         if problem := find_unread((name for name, _ in tars), _UNREAD_TARS):
             raise StageError(f"source path {self.path!r} {problem}")
         return tars

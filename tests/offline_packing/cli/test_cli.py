@@ -265,7 +265,7 @@ def test_signals_end_a_run_in_one_line(
         text=True,
         start_new_session=True,
     )
-    awaited = "started.json" if when == "workers start" else "part-*.parquet"
+    awaited = "_started.json" if when == "workers start" else "part-*.parquet"
     deadline = time.monotonic() + 60
     while not list(index.glob(awaited)) and time.monotonic() < deadline:
         time.sleep(0.01)

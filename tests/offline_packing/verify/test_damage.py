@@ -26,7 +26,7 @@ from tests.helpers.datasets import captioning_pairs, make_stage, pack_all, write
 UNCHECKED = {
     r"_packing/lock": "empty; holds the lock of a run",
     r"_packing/report/report\.(html|json)": "for people; `report` makes them anew",
-    r"_packing/(append-0001/)?index/started\.json": "read while the index is not complete only",
+    r"_packing/(append-0001/)?index/_started\.json": "read while the index is not complete only",
 }
 LAYOUTS = ("energon", "llava_onevision", "raw_packing")
 

@@ -1,0 +1,129 @@
+"""Samples that are lost: shown with an example of each reason, and too many of them stop a run.
+
+A folder of pictures that has moved, or a wrong format, must not look like success.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from offline_packing.config.packing import PackingConfig
+from offline_packing.errors import StageError
+from offline_packing.index.set_aside_table import AsideGroup, group_set_aside
+from offline_packing.index.table import Index, IndexInfo, part_name
+from offline_packing.runs.run import Stage
+from offline_packing.runs.workspace import Workspace
+from offline_packing.sources.hints import hint_for
+
+#: Left out because the configuration says so: no loss.
+_DELIBERATE: Final = frozenset({"not_drawn"})
+_DETAIL_LENGTH: Final = 160
+
+
+def aside_while_measuring(workspace: Workspace, info: IndexInfo) -> list[Path]:
+    """The set-aside tables of an index."""
+    return [workspace.set_aside / part_name(i) for i in range(len(info.part_rows))]
+
+
+def aside_while_planning(workspace: Workspace) -> list[Path]:
+    """The set-aside table of a plan, where there is one."""
+    path = workspace.plan / "set_aside.parquet"
+    return [path] if path.exists() else []
+
+
+def render_examples(config: PackingConfig, groups: Iterable[AsideGroup]) -> str:
+    """One example of each reason and source, with what may help, as lines."""
+    lines = []
+    for group in groups:
+        lines.append(f"  {group.reason:<20} {group.count:>7,}  {_example(group)}")
+        hint = _hint(config, group)
+        if hint and group.reason not in _DELIBERATE:
+            lines.append(f"{'':<31}{hint}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def explain(config: PackingConfig, group: AsideGroup) -> str:
+    """One example, with what may help, for an error message."""
+    hint = _hint(config, group)
+    return f"for example {_example(group)}{f'; {hint}' if hint else ''}"
+
+
+def check_losses(stage: Stage) -> None:
+    """Stop a run that is about to write less than its user thinks.
+
+    Raises:
+        StageError: a source gives no sample at all, or more samples are set aside than
+            pack.max_set_aside allows.
+    """
+    workspace, config = stage.workspace, stage.config
+    info = IndexInfo.load(workspace.index_info)
+    limit = config.pack.max_set_aside
+    if info is None or limit == 1:
+        return
+    tables = [*aside_while_measuring(workspace, info), *aside_while_planning(workspace)]
+    lost = [group for group in group_set_aside(tables) if group.reason not in _DELIBERATE]
+    if not lost:
+        return
+    lost.sort(key=lambda group: -group.count)
+    empty = next(_empty_sources(config, Index(workspace.index, info), lost), None)
+    if empty is not None:
+        raise StageError(empty)
+    num_lost = sum(group.count for group in lost)
+    deliberate = sum(info.set_aside.get(reason, 0) for reason in _DELIBERATE)
+    num_samples = info.num_samples + info.num_set_aside - deliberate
+    share = num_lost / num_samples
+    if share > limit:
+        enough = math.ceil(share * 1000) / 1000
+        raise StageError(
+            f"{num_lost:,} of {num_samples:,} samples ({share:.1%}) are set aside, more than "
+            f"pack.max_set_aside={limit:g}: {_counts(lost)}; {explain(config, lost[0])}; mend the "
+            f"source, or go on with pack.max_set_aside={enough:g}; set-aside lists them"
+        )
+
+
+def _empty_sources(
+    config: PackingConfig, samples: Index, lost: Sequence[AsideGroup]
+) -> Iterator[str]:
+    """Sources of which every sample is set aside, as messages."""
+    rows = np.zeros(len(config.source), np.int64)
+    for part in samples.parts("source_id"):
+        rows += np.bincount(part["source_id"].to_numpy(), minlength=len(rows))
+    alive = {source.path for source, count in zip(config.source, rows, strict=True) if count}
+    for path in dict.fromkeys(group.source for group in lost):
+        if path not in alive:
+            own = [group for group in lost if group.source == path]
+            yield (
+                f"source {path!r} gives no sample, all are set aside: {_counts(own)}; "
+                f"{explain(config, own[0])}; mend it, take it out, or go on with "
+                "pack.max_set_aside=1; set-aside lists them"
+            )
+
+
+def _counts(groups: Iterable[AsideGroup]) -> str:
+    counts: dict[str, int] = {}
+    for group in groups:
+        counts[group.reason] = counts.get(group.reason, 0) + group.count
+    return ", ".join(f"{reason} {count:,}" for reason, count in counts.items())
+
+
+def _example(group: AsideGroup) -> str:
+    detail = " ".join(group.detail.split())
+    if len(detail) > _DETAIL_LENGTH:
+        detail = f"{detail[: _DETAIL_LENGTH - 1]}…"
+    return f"{group.key!r} in {group.source}: {detail}"
+
+
+def _hint(config: PackingConfig, group: AsideGroup) -> str | None:
+    source = next((one for one in config.source if one.path == group.source), None)
+    if source is None:
+        return None
+    return hint_for(
+        group.reason,
+        group.detail,
+        path=source.path,
+        source_format=source.format,
+        image_root=source.image_root,
+    )

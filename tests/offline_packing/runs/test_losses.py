@@ -1,0 +1,192 @@
+"""A dataset that is lost does not look like success: examples, hints, and a limit that stops."""
+
+import csv
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from offline_packing.cli import main as cli
+from offline_packing.sources.roots.contents import describe_others, find_image_root
+from tests.helpers.datasets import captioning_pairs, image_bytes, write_json
+
+
+def make(tmp_path: Path, source: str) -> Path:
+    path = tmp_path / "pack.yaml"
+    path.write_text(
+        f"source: {source}\n"
+        "model: {max_pixels: 50176}\n"
+        "pack: {seq_length: 512}\n"
+        f"output: {{path: {tmp_path}/out}}\n"
+        "engine: {workers: 0}\n"
+    )
+    return path
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str | Path
+) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of the real entry point."""
+    monkeypatch.setattr(sys, "argv", ["offline-packing", *map(str, arguments)])
+    status = 0
+    try:
+        cli.main()
+    except SystemExit as end:
+        status = int(end.code or 0)
+    found = capsys.readouterr()
+    return status, found.out, found.err
+
+
+def questions(path: Path, count: int, image: str = "{i}.jpg", first: int = 0) -> None:
+    """A JSONL of VQA samples that name one image each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        for i in range(first, first + count):
+            record = {"image": image.format(i=i), "question": f"how many {i}", "answer": "two"}
+            file.write(json.dumps(record) + "\n")
+
+
+def images(folder: Path, count: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(count):
+        (folder / f"{i}.jpg").write_bytes(image_bytes())
+
+
+def test_pictures_that_are_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every picture is somewhere else: the run stops, and says where they are."""
+    questions(tmp_path / "data/vqa.jsonl", 30)
+    images(tmp_path / "data/pictures/train", 30)
+    config = make(tmp_path, f"{{format: jsonl, path: {tmp_path}/data/vqa.jsonl, task: vqa}}")
+    status, out, error = run(monkeypatch, capsys, "run", config)
+    assert status == 1
+    assert "'vqa:1' in " in error
+    assert "'0.jpg': No such file" in error
+    assert not list((tmp_path / "out").glob("*.tar"))
+    questions(tmp_path / "deep/anno/vqa.jsonl", 30, "train/{i}.jpg")
+    images(tmp_path / "deep/pictures/train", 30)
+    config = make(tmp_path, f"{{format: jsonl, path: {tmp_path}/deep/anno/vqa.jsonl, task: vqa}}")
+    shutil.rmtree(tmp_path / "out")
+    status, out, error = run(monkeypatch, capsys, "run", config)
+    root = f"{tmp_path}/deep/pictures"
+    assert f"it is under {root!r}: set source.image_root={root}" in error
+    assert f"  missing_image             30  'vqa:1' in {tmp_path}/deep/anno/vqa.jsonl: " in out
+    shutil.rmtree(tmp_path / "out")
+    status, out, error = run(monkeypatch, capsys, "run", config, f"source.image_root={root}")
+    assert status == 0
+    assert "30 packed, 0 set aside" in out
+
+
+def test_one_source_of_two_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though it is few of all samples."""
+    captioning_pairs(tmp_path / "pairs", 60)
+    write_json(tmp_path / "gone/a.json", {"caption": "a circle"})
+    source = (
+        f"[{{format: pairs, path: {tmp_path}/pairs, task: captioning}}, "
+        f"{{format: pairs, path: {tmp_path}/gone, task: captioning}}]"
+    )
+    status, out, error = run(monkeypatch, capsys, "run", make(tmp_path, source))
+    assert status == 1
+    assert f"source '{tmp_path}/gone' gives no sample, all are set aside: missing_image 1" in error
+    assert "'gone/a' in" in error
+    status, out, _ = run(
+        monkeypatch, capsys, "run", tmp_path / "pack.yaml", "pack.max_set_aside=1", "--quiet"
+    )
+    assert status == 0
+    assert "60 packed, 1 set aside" in out
+
+
+def test_too_many_of_a_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The limit, how to go on, and that going on neither measures nor plans again; what measure
+    and plan left out counts, what the configuration leaves out does not."""
+    root = captioning_pairs(tmp_path / "data", 36)
+    for i in range(2):
+        (root / f"broken{i}.json").write_text("{")
+    write_json(root / "long.json", {"caption": "red " * 900})
+    (root / "long.jpg").write_bytes(image_bytes())
+    config = make(tmp_path, f"{{format: pairs, path: {root}, task: captioning}}")
+    status, out, error = run(monkeypatch, capsys, "run", config)
+    assert status == 1
+    assert (
+        "error: 3 of 39 samples (7.7%) are set aside, more than pack.max_set_aside=0.05: "
+        "bad_json 2, overlong 1; for example 'broken0' in " in error
+    )
+    assert "go on with pack.max_set_aside=0.077" in error
+    assert "set aside by the plan, for example:\n  overlong                   1  'long' in " in out
+    assert "raise pack.seq_length or lower model.max_pixels" in out
+    plan = (tmp_path / "out/_packing/plan/stage.json").stat().st_mtime_ns
+    status, out, error = run(monkeypatch, capsys, "run", config, "pack.max_set_aside=0.077")
+    assert status == 0
+    assert (tmp_path / "out/_packing/plan/stage.json").stat().st_mtime_ns == plan
+    # What is complete stays so.
+    assert run(monkeypatch, capsys, "run", config)[0] == 0
+    shutil.rmtree(tmp_path / "out")
+    for path in root.glob("broken*"):
+        path.unlink()
+    status, out, error = run(monkeypatch, capsys, "run", config, "source.repeat=0.5")
+    assert status == 0, error
+
+
+def test_list_of_what_is_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = captioning_pairs(tmp_path / "data", 30)
+    (root / 'with "quotes", commas.json').write_text("{")
+    write_json(root / "long.json", {"caption": "red " * 900})
+    (root / "long.jpg").write_bytes(image_bytes())
+    config = make(tmp_path, f"{{format: pairs, path: {root}, task: captioning}}")
+    status, _, error = run(monkeypatch, capsys, "set-aside", config)
+    assert (status, "run measure first" in error) == (1, True)
+    run(monkeypatch, capsys, "measure", config)
+    run(monkeypatch, capsys, "plan", config)
+    _, out, _ = run(monkeypatch, capsys, "set-aside", config, "--csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert [(row["key"], row["source"], row["reason"]) for row in rows] == [
+        ('with "quotes", commas', str(root), "bad_json"),
+        ("long", str(root), "overlong"),
+    ]
+    _, out, _ = run(monkeypatch, capsys, "set-aside", config, "--reason", "overlong")
+    assert [line.split("\t")[::2] for line in out.splitlines()] == [["long", "overlong"]]
+    assert run(monkeypatch, capsys, "set-aside", config, "--reason", "nonsense")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("source_format", "message"),
+    [
+        ("pairs", "holds no records of source.format=pairs; set source.path, or 2 *.tar here: "),
+        ("jsonl", "holds no *.jsonl; set source.path, or 2 *.tar here: source.format=webdataset"),
+        ("parquet", "holds no *.parquet; set source.path, or 2 *.tar here: "),
+    ],
+)
+def test_another_format(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    source_format: str,
+    message: str,
+) -> None:
+    (tmp_path / "data/shards").mkdir(parents=True)
+    for i in range(2):
+        (tmp_path / f"data/shards/{i}.tar").write_bytes(b"")
+    config = make(tmp_path, f"{{format: {source_format}, path: {tmp_path}/data, task: captioning}}")
+    status, _, error = run(monkeypatch, capsys, "run", config)
+    assert status == 1
+    assert message in error
+
+
+def test_hints_look_near_only(tmp_path: Path) -> None:
+    images(tmp_path / "a/pictures", 1)
+    (tmp_path / "b").mkdir()
+    assert find_image_root(str(tmp_path / "b"), "x/pictures/0.jpg") == str(tmp_path / "a")
+    assert find_image_root(str(tmp_path / "b"), "1.jpg") is None
+    assert find_image_root("s3://bucket/b", "0.jpg") is None
+    assert describe_others("s3://bucket/b", "*.json") == ""
+    assert describe_others(str(tmp_path / "a"), "*.json") == ""
