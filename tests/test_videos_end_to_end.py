@@ -21,14 +21,12 @@ from offline_packing.report.preview import preview
 from offline_packing.report.preview_page import render_packs
 from offline_packing.report.preview_text import render_pack
 from offline_packing.storage.tar_shards import scan_tar
-from offline_packing.upkeep.append import append
 from offline_packing.verify.verify import verify
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, get_packed_train_dataset
 from task_encoders.settings import PackingSettings
 from task_encoders.video import VideoSettings
 from tests.helpers.datasets import (
-    captioning_pairs,
     dialogue,
     image_bytes,
     make_stage,
@@ -221,14 +219,6 @@ def test_either_family_trains_on_the_packs(stage: Any, tmp_path: Path) -> None:
             assert len(a.video_grid_thw)
             differing += 1
     assert differing
-
-
-def test_append_takes_either_family(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        captioning_pairs(tmp_path / name, 6)
-    pack_all(make_stage(tmp_path / "a", tmp_path / "out"))
-    more = make_stage(tmp_path / "b", tmp_path / "out", model={"family": "qwen2_5_vl"})
-    assert append(more)["counts"]["packed"] == 12
 
 
 def test_preview_shows_grids_and_first_frames(stage: Any) -> None:

@@ -3,18 +3,167 @@
     python tools/convert_questions.py jsonl questions.jsonl pairs/ --form dialogue --max-turns 8
     python tools/convert_questions.py parquet data/ pairs/ --form copies --fields question=q
 
-A record may ask several questions in lists; one with messages is a conversation, which stays whole.
-FORMAT is any source format of `offline-packing`. Samples without an image are written as they are,
-those with several are left out and listed. A dialogue may outgrow a sequence: --max-turns.
+FORMAT is any source format of `offline-packing`. A pair has one image and one conversation:
+
+    a.jpg: "What is it?", "Which colour?"   copies    a.jpg a.json  a_1.jpg a_1.json
+                                            dialogue  a.jpg a.json with two turns
+
+As a dialogue the image costs its tokens once, and later questions see the earlier answers. A record
+whose question and answer are lists asks several questions too. One with messages is a conversation,
+whose later turns may mean the earlier ones: copies keep it whole. Samples
+without an image are written as they are, those with several are left out and listed. A dialogue may
+outgrow a sequence: --max-turns.
 """
 
 import argparse
+import os
+import shutil
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Final, NamedTuple
+
+import orjson
 
 from offline_packing.errors import StageError
-from offline_packing.sources import source_class
-from offline_packing.upkeep.questions import FORMS, group_by_image, read_samples, write_pairs
+from offline_packing.sources import Locator, Source, SourceRecord, source_class
+from offline_packing.sources.records import has_dialogue, to_sample
+from offline_packing.storage.files import write_atomically
+from task_encoders.pack_format import image_extension
+from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample, Turn
+from task_encoders.vision import read_image_header
+
+FORMS: Final = ("copies", "dialogue")
+
+
+class Found(NamedTuple):
+    """A sample, where its image lies and the image's extension; None and '' for text only."""
+
+    sample: SourceSample
+    place: Locator | None
+    extension: str
+
+
+def read_samples(
+    source: Source, skipped: list[str], *, split_lists: bool = False
+) -> Iterator[Found]:
+    """The samples of a source that have one image or none; "key: why" of the others goes to
+    `skipped`.
+
+    Args:
+        split_lists: a record with a list of questions is a sample for each of them.
+    """
+    for part in source.scan(4096).parts:
+        for record in source.records(part):
+            try:
+                if isinstance(record.content, SampleError):
+                    raise record.content
+                sample = to_sample(record.content, record.key, source.task, record.paired_media)
+                if len(sample.images) > 1 or sample.videos:
+                    raise SampleError(
+                        "bad_record",
+                        f"{len(sample.images)} images, {len(sample.videos)} videos: no pair",
+                    )
+                found = _find_image(source, record, sample)
+                is_list = split_lists and not has_dialogue(record.content)
+                for turns in ((turn,) for turn in sample.turns) if is_list else (sample.turns,):
+                    yield found._replace(sample=replace(sample, turns=turns))
+            except SampleError as error:
+                skipped.append(f"{record.key}: {error}")
+
+
+def _find_image(source: Source, record: SourceRecord, sample: SourceSample) -> Found:
+    if not sample.images:
+        return Found(sample, None, "")
+    place, file = source.open_media(record, sample.images[0])
+    with file:
+        header = read_image_header(file)
+    return Found(sample, place, image_extension(sample.images[0], header.format))
+
+
+def merge_turns(samples: Sequence[SourceSample]) -> SourceSample:
+    """One dialogue of samples that have the same single image, which its first question shows."""
+    first, *others = samples
+    turns = list(first.turns)
+    for sample in others:
+        for turn in sample.turns:
+            prompt = turn.prompt.replace(f"{IMAGE_PLACEHOLDER}\n", "")
+            turns.append(Turn(prompt.replace(IMAGE_PLACEHOLDER, ""), turn.answer))
+    return replace(first, turns=tuple(turns))
+
+
+def group_by_image(found: Iterator[Found], max_turns: int) -> Iterator[Found]:
+    """Samples of the same image as one dialogue, in the order in which images first appear.
+
+    Args:
+        max_turns: a dialogue that would have more goes on in another sample.
+    """
+    groups: dict[tuple[Locator, str | None] | int, list[Found]] = {}
+    for i, one in enumerate(found):  # a text stays by itself
+        identity = i if one.place is None else (one.place, one.sample.system)
+        groups.setdefault(identity, []).append(one)
+    for group in groups.values():
+        held: list[SourceSample] = []
+        for one in group:
+            if held and sum(len(s.turns) for s in (*held, one.sample)) > max_turns:
+                yield group[0]._replace(sample=merge_turns(held))
+                held = []
+            held.append(one.sample)
+        yield group[0]._replace(sample=merge_turns(held))
+
+
+def write_pairs(source: Source, found: Iterator[Found], folder: Path) -> int:
+    """Write `{img, json}` pairs; the n-th sample of a name is NAME_n. Returns their number.
+
+    Images are copied; further copies of a file are links to the first, where the file system can,
+    never to the source's own file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    taken: dict[str, int] = {}
+    copies: dict[str, Path] = {}  # of the images that are files, by their container
+    count = 0
+    for sample, place, extension in found:
+        # Named after the image's file, or after the sample whose image is inside a container.
+        origin = place.container if place is not None and place.kind == "file" else sample.key
+        name = _free_name(Path(origin).stem.replace(":", "_"), taken)
+        images = []
+        if place is not None:
+            images = [f"{name}.{extension}"]
+            _put_image(source, place, folder / images[0], copies)
+        record = {"messages": _messages(sample), "images": images}
+        write_atomically(folder / f"{name}.json", orjson.dumps(record))
+        count += 1
+    return count
+
+
+def _free_name(base: str, taken: dict[str, int]) -> str:
+    """'a', then 'a_1', 'a_2', ...; never one that another base has taken."""
+    name = base
+    while name in taken:
+        name = f"{base}_{taken[base]}"
+        taken[base] += 1
+    taken.setdefault(name, 1)
+    return name
+
+
+def _messages(sample: SourceSample) -> list[dict[str, str]]:
+    messages = [{"role": "system", "content": sample.system}] if sample.system is not None else []
+    for turn in sample.turns:
+        messages.append({"role": "user", "content": turn.prompt})
+        messages.append({"role": "assistant", "content": turn.answer})
+    return messages
+
+
+def _put_image(source: Source, place: Locator, path: Path, copies: dict[str, Path]) -> None:
+    first = copies.setdefault(place.container, path) if place.kind == "file" else path
+    if first is path:
+        path.write_bytes(source.read_media(place))
+        return
+    try:
+        os.link(first, path)
+    except OSError:  # no links here, or too many of one file
+        shutil.copyfile(first, path)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,13 +1,12 @@
 """Kill runs at random moments, run them again, and compare with a run that nobody disturbed.
 
-    python tools/kill_test.py [--append] [--kills 200] [--workers 0] [--seed 0]
+    python tools/kill_test.py [--kills 200] [--workers 0] [--seed 0]
 
 Each trial packs a small dataset into a new folder in a process of its own and kills it (SIGKILL,
 with its workers) at a random moment of measure, plan or write. What then stands under a final name
 must be complete: equal to the undisturbed run's file. One rerun in three is killed again. The last
 rerun must end with the undisturbed run's files, byte for byte (of the sqlite index: row for row),
-and nothing else. With --append each trial adds samples to a folder that is complete, and is killed
-there; of what was in the folder, only manifest and metadata may change, and only to the new ones.
+and nothing else.
 """
 
 import argparse
@@ -31,8 +30,6 @@ from offline_packing.config.packing import PackingConfig, parse_config
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
 from offline_packing.runs.run import Stage, build_engine, open_encoder
-from offline_packing.storage.files import read_json
-from offline_packing.upkeep.append import append
 from offline_packing.write.write import write
 
 _WORDS = "a red circle stands left of the small blue square below two green stars".split()
@@ -74,14 +71,6 @@ def pack(config: PackingConfig) -> None:
             measure(stage)
             plan(stage)
             write(stage)
-
-
-def add(config: PackingConfig) -> None:
-    """append."""
-    with build_engine(config) as engine:
-        stage = Stage(config, engine)
-        with stage.workspace.lock():
-            append(stage)
 
 
 def start(function: Callable[[], object]) -> int:
@@ -133,36 +122,23 @@ def content(output: Path) -> dict[str, str]:
 def stage_of(output: Path) -> str:
     """The stage that a killed run was in."""
     packing = output / "_packing"
-    added = packing / "append-0001"
-    if added.exists():
-        packing = added
-    num_appended = len((read_json(output / "manifest.json") or {}).get("appended", ()))
-    if (output / "manifest.json").exists() and num_appended == added.exists():
+    if (output / "manifest.json").exists():
         return "after write"
     if (packing / "plan/stage.json").exists():
         return "write"
     return "plan" if (packing / "index.json").exists() else "measure"
 
 
-def differences(
-    found: dict[str, str], before: dict[str, str], expected: dict[str, str], *, complete: bool
-) -> list[str]:
-    """Names of files that are not as in the undisturbed run, or, where it may be so, as before."""
+def differences(found: dict[str, str], expected: dict[str, str], *, complete: bool) -> list[str]:
+    """Names of files that are not as in the undisturbed run."""
     if complete:
         return sorted(name for name, _ in found.items() ^ expected.items())
-    final = {name: value for name, value in found.items() if ".tmp" not in Path(name).name}
-    lost = before.keys() - final.keys()
-    return sorted(lost) + sorted(
-        name for name in final if final[name] not in (expected.get(name), before.get(name))
-    )
+    final = (name for name in found if ".tmp" not in Path(name).name)
+    return sorted(name for name in final if found[name] != expected.get(name))
 
 
 def trial(
-    action: Callable[[PackingConfig], None],
-    config: PackingConfig,
-    expected: dict[str, str],
-    seconds: float,
-    dice: random.Random,
+    config: PackingConfig, expected: dict[str, str], seconds: float, dice: random.Random
 ) -> list[str]:
     """One output, killed once or more; returns the stages in which it was killed.
 
@@ -170,47 +146,39 @@ def trial(
         SystemExit: something was lost, left over, or half-written under a final name.
     """
     output = Path(config.output.path)
-    before = content(output)
     stages = []
     while not stages or dice.random() < 1 / 3:
-        if not kill_after(start(lambda: action(config)), dice.uniform(0, seconds)):
+        if not kill_after(start(lambda: pack(config)), dice.uniform(0, seconds)):
             break  # it had ended
         stages.append(stage_of(output))
-        wrong = differences(content(output), before, expected, complete=False)
+        wrong = differences(content(output), expected, complete=False)
         if wrong:
             raise SystemExit(f"{output}: half-written after a kill in {stages[-1]}: {wrong}")
-    if not ended_well(start(lambda: action(config))):
+    if not ended_well(start(lambda: pack(config))):
         raise SystemExit(f"{output}: the rerun failed after kills in {stages}")
-    wrong = differences(content(output), before, expected, complete=True)
+    wrong = differences(content(output), expected, complete=True)
     if wrong:
         raise SystemExit(f"{output}: differs after kills in {stages}: {wrong}")
     return stages
 
 
-def run(base: Path, num_kills: int, workers: int, seed: int, *, appends: bool) -> Counter[str]:
+def run(base: Path, num_kills: int, workers: int, seed: int) -> Counter[str]:
     """Trials until there were so many kills; returns the kills by stage."""
     dice = random.Random(seed)
     make_samples(base / "source", 0, 60)
     reference = make_config(base / "source", base / "reference", workers)
     open_encoder(reference.model)  # what is loaded before the fork need not be loaded after it
     pack(make_config(base / "source", base / "warm", 0))
-    action, template = pack, base / "empty"
-    template.mkdir()
-    if appends:
-        action, template = add, base / "warm"
-        make_samples(base / "source", 60, 120)
-    shutil.copytree(template, base / "reference")
     begin = time.perf_counter()
-    if not ended_well(start(lambda: action(reference))):
+    if not ended_well(start(lambda: pack(reference))):
         raise SystemExit("the undisturbed run failed")
     seconds = time.perf_counter() - begin
     expected = content(base / "reference")
     kills: Counter[str] = Counter()
     while kills.total() < num_kills:
         output = base / f"trial{kills.total()}"
-        shutil.copytree(template, output)
         config = make_config(base / "source", output, workers)
-        kills.update(trial(action, config, expected, seconds, dice))
+        kills.update(trial(config, expected, seconds, dice))
         shutil.rmtree(output)
     print(f"undisturbed run: {seconds:.2f} s, {len(expected)} files; workers: {workers}")
     return kills
@@ -222,17 +190,10 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--append", action="store_true", help="kill append, not the first run")
     parser.add_argument("--folder", type=Path, default=None, help="where to work")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        kills = run(
-            Path(name),
-            arguments.kills,
-            arguments.workers,
-            arguments.seed,
-            appends=arguments.append,
-        )
+        kills = run(Path(name), arguments.kills, arguments.workers, arguments.seed)
     stages = ", ".join(f"{stage} {count}" for stage, count in sorted(kills.items()))
     print(f"{kills.total()} kills ({stages}); every rerun gave the undisturbed run's files")
 

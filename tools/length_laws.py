@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-
-from offline_packing.planner.plan_parts import read_num_tokens
+import pyarrow.parquet as pq
 
 LAWS = ("captions", "sft", "uniform", "half", "narrow")
 MAX_TOKENS = 8192
@@ -52,7 +51,11 @@ def read_index(folder: Path) -> np.ndarray:
             f"law {str(folder)!r} is unknown; choose one of {', '.join(LAWS)}, a folder of index "
             "parts (*.parquet), or the output of a packing run"
         )
-    return np.concatenate(list(read_num_tokens(parts)))
+    return np.concatenate([_num_tokens(path) for path in parts])
+
+
+def _num_tokens(path: Path) -> np.ndarray:
+    return pq.read_table(path, columns=["num_tokens"])["num_tokens"].to_numpy()
 
 
 def draw_sft(num_samples: int, seed: int = 1234) -> tuple[np.ndarray, np.ndarray]:

@@ -133,24 +133,6 @@ def run_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
         verb(stage, dry_run)
 
 
-def append_verb(stage: Stage, dry_run: bool) -> None:
-    """Pack what is new in the sources into further shards of a complete output."""
-    from offline_packing.runs.manifest import read_manifest
-    from offline_packing.upkeep.append import append, preview_append
-
-    if dry_run:
-        click.echo(preview_append(stage), nl=False)
-        return
-    before = read_manifest(stage)
-    manifest = append(stage)
-    counts = manifest["counts"]
-    num_packs = sum(counts["packs"].values())
-    click.echo(
-        f"{'no new samples: ' if manifest == before else ''}{stage.workspace.root} holds "
-        f"{counts['packed']:,} samples in {num_packs:,} packs, {len(manifest['shards']):,} shards"
-    )
-
-
 def retry_verb(stage: Stage, dry_run: bool) -> None:
     """Go on where a run ended; write what is missing or damaged of a complete output again."""
     from offline_packing.upkeep.retry import retry
@@ -185,7 +167,6 @@ VERBS: Final[tuple[Verb, ...]] = (
     report_verb,
     preview_verb,
     run_verb,
-    append_verb,
     set_aside_verb,
     status_verb,
     retry_verb,
@@ -205,4 +186,4 @@ SHARED_VERBS: Final[tuple[Verb, ...]] = (
 READING_VERBS: Final[tuple[Verb, ...]] = (status_verb, preview_verb, set_aside_verb)
 
 #: What makes nothing of its own where there is no output.
-NEED_OUTPUT: Final[tuple[Verb, ...]] = (verify_verb, append_verb, report_verb)
+NEED_OUTPUT: Final[tuple[Verb, ...]] = (verify_verb, report_verb)

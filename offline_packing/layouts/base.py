@@ -72,8 +72,8 @@ class Layout(ABC):
         """Members of one pack. Raises StageError where it cannot be read."""
 
     @abstractmethod
-    def remove(self, folder: Path, kept: Sequence[str]) -> None:
-        """Remove all shards but those with the kept names, and what describes them."""
+    def remove(self, folder: Path) -> None:
+        """Remove all shards, and what describes them."""
 
     def stored_form(self, sample: SourceSample) -> SourceSample:
         """The sample as reading it back gives it."""

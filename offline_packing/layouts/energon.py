@@ -22,7 +22,7 @@ from offline_packing.layouts.shard_tasks import ShardTask
 from offline_packing.storage.files import atomic_file, hash_file, write_atomically
 from offline_packing.storage.tar_shards import PackEntry, TarShardWriter, index_bytes, scan_tar
 
-_SHARD: Final = re.compile(r"([A-Za-z0-9_]+-\d{6}\.tar)(\.idx)?")
+_SHARD: Final = re.compile(r"[A-Za-z0-9_]+-\d{6}\.tar(\.idx)?")
 
 
 class EnergonLayout(Layout):
@@ -90,13 +90,11 @@ class EnergonLayout(Layout):
                     return _read_members(file, entry)
         raise StageError(f"{path} holds no pack {key!r}; verify tells what else is damaged")
 
-    def remove(self, folder: Path, kept: Sequence[str]) -> None:
+    def remove(self, folder: Path) -> None:
         for path in folder.iterdir():
-            match = _SHARD.fullmatch(path.name)
-            if match and match[1] not in kept:
+            if _SHARD.fullmatch(path.name):
                 path.unlink()
-        if not kept:
-            shutil.rmtree(folder / ".nv-meta", ignore_errors=True)
+        shutil.rmtree(folder / ".nv-meta", ignore_errors=True)
 
 
 def _read_members(file: BinaryIO, entry: PackEntry) -> dict[str, bytes]:

@@ -101,17 +101,5 @@ class RawPackingLayout(Layout):
             raise StageError(f"{folder / FOLDER} holds no pack {key!r}")
         return members
 
-    def remove(self, folder: Path, kept: Sequence[str]) -> None:
-        if not kept:
-            shutil.rmtree(folder / FOLDER, ignore_errors=True)
-            return
-        fragments = folder.glob("_packing/**/write/*.json")
-        kept_keys = {
-            pack.key
-            for path in fragments
-            if path.stem in kept
-            for pack in ShardFragment.load(path).packs
-        }
-        for path in (folder / FOLDER).glob("*"):
-            if path.name.partition(".")[0] not in kept_keys:
-                path.unlink()
+    def remove(self, folder: Path) -> None:
+        shutil.rmtree(folder / FOLDER, ignore_errors=True)

@@ -20,25 +20,13 @@ _EXTRA_BYTES = 96
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Packs first_pack to first_pack + num_packs of the plan. `number` counts the shards of all
-    splits, `key_offset` is the number of packs that earlier runs wrote."""
+    splits."""
 
     name: str
     split: str
     number: int
     first_pack: int
     num_packs: int
-    key_offset: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """What earlier runs wrote to the same output: packs, and shards by split."""
-
-    num_packs: int
-    num_shards: Mapping[str, int]
-
-
-NOTHING_EARLIER = Earlier(0, {})
 
 
 def split_packs(num_packs: int, shares: Mapping[str, float]) -> dict[str, range]:
@@ -56,17 +44,12 @@ def split_packs(num_packs: int, shares: Mapping[str, float]) -> dict[str, range]
     return splits
 
 
-def lay_out_shards(
-    output: OutputConfig,
-    pack_bytes: npt.NDArray[np.int64],
-    earlier: Earlier = NOTHING_EARLIER,
-) -> list[Shard]:
+def lay_out_shards(output: OutputConfig, pack_bytes: npt.NDArray[np.int64]) -> list[Shard]:
     """Cut the packs into shards; no shard holds packs of two splits. A pack that is larger than
     max_shard_bytes by itself gets a shard of its own.
 
     Args:
         pack_bytes: (num_packs,) bytes that each pack takes in a tar, or more.
-        earlier: the numbers in names and keys go on from there.
     """
     shards: list[Shard] = []
     for split, packs in split_packs(len(pack_bytes), output.split).items():
@@ -79,22 +62,18 @@ def lay_out_shards(
                 cuts.append(pack)
                 held = 0
             held += size
-        first = earlier.num_shards.get(split, 0)
         for i, (start, end) in enumerate(zip(cuts, [*cuts[1:], packs.stop], strict=True)):
             if end > start:
-                name = f"{split}-{first + i:06d}"
-                number = len(shards)
-                shards.append(Shard(name, split, number, start, end - start, earlier.num_packs))
+                name = f"{split}-{i:06d}"
+                shards.append(Shard(name, split, len(shards), start, end - start))
     return shards
 
 
-def plan_shards(
-    output: OutputConfig, samples: Index, plan: PackPlan, earlier: Earlier = NOTHING_EARLIER
-) -> list[Shard]:
+def plan_shards(output: OutputConfig, samples: Index, plan: PackPlan) -> list[Shard]:
     """The shards of a plan."""
     if output.max_shard_bytes is None:
-        return lay_out_shards(output, np.zeros(plan.num_packs, dtype=np.int64), earlier)
-    return lay_out_shards(output, estimate_pack_bytes(samples, plan), earlier)
+        return lay_out_shards(output, np.zeros(plan.num_packs, dtype=np.int64))
+    return lay_out_shards(output, estimate_pack_bytes(samples, plan))
 
 
 def estimate_pack_bytes(samples: Index, plan: PackPlan) -> npt.NDArray[np.int64]:

@@ -79,7 +79,7 @@ class ShardTask:
 
     def keys(self) -> list[str]:
         """The keys of the packs."""
-        first = self.shard.key_offset + self.shard.first_pack
+        first = self.shard.first_pack
         return [pack_key(first + i, self.key_prefix) for i in range(len(self.pack_sizes))]
 
     def packs(self) -> Iterator[tuple[str, list[Row]]]:

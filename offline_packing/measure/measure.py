@@ -23,14 +23,9 @@ from offline_packing.measure.measure_part import (
     finished_part,
     measure_part,
 )
+from offline_packing.measure.measured_files import explain_listing, save_files
 from offline_packing.measure.repeated_ids import rename_repeated
 from offline_packing.measure.repeats import estimate_records, source_repeats
-from offline_packing.measure.scan_sources import (
-    ScannedSource,
-    explain_listing,
-    save_listings,
-    scan_sources,
-)
 from offline_packing.runs.run import Stage, config_fingerprint, open_sources
 from offline_packing.runs.workspace import Workspace
 from offline_packing.sources import Scan, Source
@@ -53,8 +48,8 @@ from offline_packing.storage.fingerprint import (
 logger = logging.getLogger(__name__)
 
 _REMEDY = (
-    "append adds new data; or set output.overwrite=true to make it anew, choose another "
-    "output.path, or pass --accept-mismatch FIELD"
+    "set output.overwrite=true to make it anew, choose another output.path, or pass "
+    "--accept-mismatch FIELD"
 )
 
 
@@ -65,28 +60,23 @@ def measure(stage: Stage) -> IndexInfo:
         StageError: an index of another fingerprint is there, or a source cannot be read.
     """
     workspace = stage.workspace
-    size = stage.config.engine.samples_per_part
-    scanned = scan_sources(stage, size)
-    scans = [one.scan for one in scanned]
+    sources = open_sources(stage.config)
+    scans = [source.scan(stage.config.engine.samples_per_part) for source in sources]
     for config, scan in zip(stage.config.source, scans, strict=True):
-        if not scan.parts and not stage.generation:
+        if not scan.parts:
             raise nothing_found(config.path, f"records of source.format={config.format}")
     fingerprint = _fingerprint(stage, scans)
-    info = _existing_index(stage, fingerprint, scanned)
+    info = _existing_index(stage, fingerprint, sources)
     if info is not None:
         logger.info("measure: complete (%s samples), nothing to do", f"{info.num_samples:,}")
         return info
-    if stage.generation and not any(scan.parts for scan in scans):
-        return IndexInfo(dict(fingerprint), library_versions(), [], {})  # nothing is left behind
     workspace.index.mkdir(parents=True, exist_ok=True)
     workspace.set_aside.mkdir(parents=True, exist_ok=True)
-    save_listings(workspace.files, scanned)
+    save_files(workspace.files, sources)
     write_atomically(workspace.index_started, to_json(_started(stage, fingerprint)))
     for folder in (workspace.index, workspace.set_aside, workspace.files):
         remove_temporaries(folder)
-    tasks = _tasks(stage, [one.source for one in scanned], scans)
-    del scanned  # the names of all files
-    results = _run_tasks(stage, tasks)
+    results = _run_tasks(stage, _tasks(stage, sources, scans))
     info = IndexInfo(
         fingerprint=dict(fingerprint),
         versions=library_versions(),
@@ -94,7 +84,7 @@ def measure(stage: Stage) -> IndexInfo:
         set_aside=dict(sum((Counter(result.set_aside) for result in results), Counter())),
         num_tokens=sum(result.num_tokens for result in results),
     )
-    num_renamed = rename_repeated(stage, Index(workspace.index, info))
+    num_renamed = rename_repeated(Index(workspace.index, info))
     if num_renamed:
         logger.info(
             "measure: %s samples share their id with another one: ID@CONTENT", f"{num_renamed:,}"
@@ -134,11 +124,11 @@ def _started(stage: Stage, fingerprint: Fingerprint) -> Fingerprint:
 
 
 def _existing_index(
-    stage: Stage, fingerprint: Fingerprint, scanned: Sequence[ScannedSource]
+    stage: Stage, fingerprint: Fingerprint, sources: Sequence[Source]
 ) -> IndexInfo | None:
     """The complete index, if there is one; what cannot be used is refused, or removed."""
     workspace = stage.workspace
-    explain = partial(explain_listing, workspace.files, scanned)
+    explain = partial(explain_listing, workspace.files, sources)
     info = IndexInfo.load(workspace.index_info)
     try:
         if info is not None:

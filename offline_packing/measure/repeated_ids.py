@@ -8,13 +8,13 @@ that follows from its content alone:
     {"id": "33471", ...: "Which colour?"}   33471@5d0c0a1be0a6a2f7
     {"id": "33471", ...: "What is it?"}     33471, and is set aside as a duplicate
 
-so that keys do not depend on how many share an id, on parts or on workers, and data that are
-appended get the key that they had, or would have had, before. What is equal stays a duplicate.
+so that keys do not depend on how many share an id, on parts or on workers. What is equal stays a
+duplicate.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +24,10 @@ import pyarrow.parquet as pq
 import xxhash
 
 from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash, table_writer
-from offline_packing.runs.generations import Generation, earlier_generations
-from offline_packing.runs.run import Stage
 from offline_packing.sources import Embedded
 from task_encoders.samples import SourceSample
 
 Hashes = npt.NDArray[np.uint64]
-
-_KEYS_AT_ONCE: Final = 1 << 17
 
 
 def hash_content(sample: SourceSample, media: Iterable[Embedded | None]) -> int:
@@ -50,7 +46,7 @@ def repeated_key(key: str, content_hash: int) -> str:
     return f"{key}@{content_hash:016x}"
 
 
-def rename_repeated(stage: Stage, samples: Index) -> int:
+def rename_repeated(samples: Index) -> int:
     """Give samples of a measured index that share an id keys of their own; returns their number.
 
     Parts are replaced whole. Killed and run again, or run twice at once, it does the same: the
@@ -61,8 +57,6 @@ def rename_repeated(stage: Stage, samples: Index) -> int:
         return 0
     hashes = samples.array("key_hash")
     owners = contents[first_of_equal(hashes)]
-    for generation in reversed(earlier_generations(stage)):  # the first one has the last word
-        _take_owners(stage, generation, samples, hashes, owners)
     renamed = contents != owners
     begin = 0
     for number, num_rows in enumerate(samples.info.part_rows):
@@ -82,49 +76,6 @@ def first_of_equal(hashes: Hashes) -> npt.NDArray[np.int64]:
     first = np.empty(len(hashes), np.int64)
     first[order] = order[begins][np.cumsum(begins) - 1]
     return first
-
-
-def _take_owners(
-    stage: Stage, generation: Generation, samples: Index, hashes: Hashes, owners: Hashes
-) -> None:
-    """Set the owner of each row whose key a generation has of the same source.
-
-    Args:
-        owners: (num_rows,) content_hash of the sample that has the row's key; written to.
-    """
-    source_ids = samples.array("source_id")
-    for new_id, source in enumerate(stage.config.source):
-        old_id = generation.same_source(source)
-        rows = np.flatnonzero(source_ids == new_id)
-        if old_id is None or not len(rows):
-            continue
-        own = hashes[rows] if old_id == new_id else _hashes_as(samples, old_id)[rows]
-        order = np.argsort(own)
-        ordered = own[order]
-        for part in _parts_from_last(generation.open_index()):
-            same = np.flatnonzero(part["source_id"].to_numpy() == old_id)[::-1]  # the first is last
-            earlier = part["key_hash"].to_numpy()[same]
-            begins = np.searchsorted(ordered, earlier, "left")
-            counts = np.searchsorted(ordered, earlier, "right") - begins
-            # begins [4, 0], counts [2, 1] -> places [4, 5, 0]
-            shifts = np.repeat(begins - np.cumsum(counts) + counts, counts)
-            places = shifts + np.arange(len(shifts))
-            owners[rows[order[places]]] = np.repeat(part["content_hash"].to_numpy()[same], counts)
-
-
-def _parts_from_last(index: Index) -> Iterable[pa.Table]:
-    columns = ("key_hash", "content_hash", "source_id")
-    return (index.part(i, *columns) for i in reversed(range(len(index.info.part_rows))))
-
-
-def _hashes_as(samples: Index, source_id: int) -> Hashes:
-    """key_hash of all rows, were they of another source."""
-    parts = [
-        np.array([key_hash(source_id, key) for key in batch.column(0).to_pylist()], np.uint64)
-        for part in samples.parts("key")
-        for batch in part.to_batches(max_chunksize=_KEYS_AT_ONCE)
-    ]
-    return np.concatenate([np.empty(0, np.uint64), *parts])
 
 
 def _rename_part(path: Path, renamed: npt.NDArray[np.bool_], hashes: Hashes) -> None:

@@ -22,7 +22,6 @@ from offline_packing.errors import StageError
 from offline_packing.index import table as index
 from offline_packing.index.eligible import (
     find_duplicates,
-    find_known,
     name_rows,
 )
 from offline_packing.index.set_aside import SetAside
@@ -241,11 +240,7 @@ def _find_set_aside(stage: Stage, samples: Index) -> SetAside:
     """The rows that are not planned."""
     layout = stage.config.output.layout
     duplicates = find_duplicates(samples.array("key_hash"), partial(name_rows, samples))
-    known = find_known(stage, samples)
-    found = [
-        (known, "duplicate_key", "a sample that was measured before has this key"),
-        (duplicates, "duplicate_key", "an earlier sample has this key"),
-    ]
+    found = [(duplicates, "duplicate_key", "an earlier sample has this key")]
     for what, rows in LAYOUTS[layout].find_unfit(samples):
         found.append((rows, "not_in_layout", f"layout {layout} holds no {what}"))
     return SetAside.merge([SetAside.of(rows, *reason) for rows, *reason in found])
@@ -271,7 +266,7 @@ def _check_planned(stage: Stage, samples: Index, planned: Planned) -> None:
             f"sample {key!r} has {detail} ({planned.reasons['overlong']:,} such samples);"
             " set pack.on_overlong: set_aside, or a longer pack.seq_length"
         )
-    if planned.packs.num_packs == 0 and stage.generation == 0:
+    if planned.packs.num_packs == 0:
         reasons = Counter(samples.info.set_aside) + planned.reasons
         groups = group_set_aside(aside_while_measuring(stage.workspace, samples.info))
         example = max(groups, key=lambda group: group.count, default=None)
@@ -284,8 +279,6 @@ def _check_planned(stage: Stage, samples: Index, planned: Planned) -> None:
 
 def _summary(stage: Stage, samples: Index, packs: PackPlan, plan_reasons: Mapping[str, int]) -> str:
     reasons = Counter(samples.info.set_aside) + Counter(plan_reasons)
-    if packs.num_packs == 0:  # of an append only
-        return f"no new samples; set aside: {listed(reasons.items())}\n"
     lengths = samples.array("num_tokens")[packs.sample_ids]
     return render_summary(summarize(stage.config, samples.info, lengths, packs, reasons))
 

@@ -1,4 +1,4 @@
-"""What there is to report on: the complete stages of the original data, and of all appended."""
+"""What there is to report on: the complete stages of an output."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from offline_packing.index.table import Index
 from offline_packing.plan.plan import open_index
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.runs.manifest import Manifest, read_manifest, stages_of_manifest
+from offline_packing.runs.manifest import Manifest, read_manifest
 from offline_packing.runs.run import Stage
 from offline_packing.storage.files import read_json
 from offline_packing.write.write import check_layout, layout_fingerprint, open_plan
@@ -22,7 +22,7 @@ _CHUNK = 1 << 21
 
 @dataclass(frozen=True)
 class CompleteStages:
-    """The stages of the original data, or of one append."""
+    """The stages as far as they are complete."""
 
     stage: Stage
     samples: Index
@@ -70,21 +70,19 @@ class CompleteStages:
         return sums
 
 
-def open_complete_stages(stage: Stage) -> tuple[list[CompleteStages], Manifest | None]:
+def open_complete_stages(stage: Stage) -> tuple[CompleteStages, Manifest | None]:
     """All complete stages of an output, and its manifest if the packs are written.
 
     Raises:
         StageError: not even the index is complete, or a stage was made otherwise.
     """
     manifest = read_manifest(stage)
-    if manifest is None:
-        return [_open(stage)], None
-    generations = [_open(own) for own in stages_of_manifest(stage, manifest)]
-    for generation in generations:
-        own = generation.stage
-        started = read_json(own.workspace.write / "started.json") or {}
-        check_layout(own, started, layout_fingerprint(own, generation.plan_info["hash"]))
-    return generations, manifest
+    stages = _open(stage)
+    if manifest is not None:
+        started = read_json(stage.workspace.started) or {}
+        wanted = layout_fingerprint(stage.config.output, stages.plan_info["hash"])
+        check_layout(stage, started, wanted)
+    return stages, manifest
 
 
 def _open(stage: Stage) -> CompleteStages:

@@ -12,7 +12,7 @@ from offline_packing.report.pack_figures import pack_figures, saving_figures
 from offline_packing.report.pack_rows import choose_packs, padded_rows
 from offline_packing.report.sample_figures import length_figures, overlong_figures, source_sums
 from offline_packing.report.set_aside import SetAside, count_set_aside
-from offline_packing.runs.manifest import Manifest, earlier_shards, stored_config
+from offline_packing.runs.manifest import Manifest, stored_config
 from offline_packing.runs.run import Stage
 from offline_packing.runs.workspace import Workspace
 from offline_packing.storage.files import hash_file, read_json
@@ -32,7 +32,8 @@ def build_document(stage: Stage) -> Document:
     Raises:
         StageError: not even the index is complete, or a stage was made otherwise.
     """
-    generations, manifest = open_complete_stages(stage)
+    stages, manifest = open_complete_stages(stage)
+    generations = [stages]
     planned = all(g.plan is not None and g.plan.num_packs > 0 for g in generations)
     set_aside = count_set_aside(generations)
     sources = _sources(generations, set_aside)
@@ -73,8 +74,8 @@ def build_document(stage: Stage) -> Document:
 
 
 def made_from(workspace: Workspace, manifest: Manifest | None) -> dict[str, str | None]:
-    """What identifies the stages that a report tells of. The manifest covers all generations."""
-    index, plan = workspace.of_generation(0).index_info, read_json(workspace.plan_info) or {}
+    """What identifies the stages that a report tells of."""
+    index, plan = workspace.index_info, read_json(workspace.plan_info) or {}
     return {
         "index": hash_file(index) if index.exists() else None,
         "plan": plan.get("hash"),
@@ -85,7 +86,6 @@ def made_from(workspace: Workspace, manifest: Manifest | None) -> dict[str, str 
 def _plan(generations: Sequence[CompleteStages]) -> dict[str, Any]:
     plans = [g.plan for g in generations if g.plan is not None]
     num_packs = sum(plan.num_packs for plan in plans)
-    # Data that were appended are packed by themselves, so that their bounds add up.
     lower_bound = sum(plan.info.lower_bound for plan in plans)
     num_samples = sum(len(plan.sample_ids) for plan in plans)
     num_tokens = sum(
@@ -102,8 +102,7 @@ def _plan(generations: Sequence[CompleteStages]) -> dict[str, Any]:
 
 
 def _sources(generations: Sequence[CompleteStages], set_aside: SetAside) -> list[dict[str, Any]]:
-    """One entry per source and generation. They sum up to `samples` of the document: what an
-    append measured again is found again, and set aside as duplicate_key."""
+    """One entry per source. They sum up to `samples` of the document."""
     lines: list[dict[str, Any]] = []
     for generation, aside in zip(generations, set_aside.by_source, strict=True):
         sums = source_sums(generation)
@@ -117,7 +116,7 @@ def _sources(generations: Sequence[CompleteStages], set_aside: SetAside) -> list
                     "name": prefixes[i].rstrip("/") or source.path.rstrip("/").rpartition("/")[2],
                     "path": source.path,
                     "format": source.format,
-                    "generation": generation.stage.generation,
+                    "generation": 0,
                     "repeat": source.repeat,
                     "weight": source.weight,
                     "samples": usable + measured,
@@ -159,14 +158,13 @@ def _drawn(generation: CompleteStages) -> dict[str, Any]:
     rows = [plan.pack(number).astype(np.int64) for number in numbers.tolist()]
     named = name_rows(generation.samples, np.concatenate(rows))
     lengths, images = generation.columns["num_tokens"], generation.columns["num_images"]
-    first_pack = earlier_shards(generation.stage).num_packs
     packs, start = [], 0
     for number, ids in zip(numbers.tolist(), rows, strict=True):
         names = named.slice(start, len(ids))
         start += len(ids)
         packs.append(
             {
-                "key": pack_key(first_pack + number, config.output.key_prefix),
+                "key": pack_key(number, config.output.key_prefix),
                 "keys": names["key"].to_pylist(),
                 "sources": names["source_id"].to_pylist(),
                 "tokens": lengths[ids].tolist(),

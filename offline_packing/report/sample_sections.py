@@ -26,12 +26,11 @@ def source_section(document: Document) -> list[Element]:
     lines: list[Sequence[Content]] = []
     for source in document["sources"]:
         used = f"weight {source['weight']:g}" if source["weight"] else f"{source['repeat']:g}"
-        appended = f"append {source['generation']}: " if source["generation"] else ""
         lines.append(
             [
                 tag(
                     "td",
-                    f"{appended}{source['name']}",
+                    source["name"],
                     tag("div", f"{source['format']}: {source['path']}", class_="pale"),
                     class_="name",
                 ),

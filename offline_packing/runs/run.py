@@ -28,13 +28,11 @@ class Stage:
     accept_mismatch: frozenset[str] = frozenset()
     #: whether to show progress bars
     progress: bool = False
-    #: 0, or the number of the append
-    generation: int = 0
 
     @property
     def workspace(self) -> Workspace:
         """Where the artifacts lie."""
-        return Workspace(Path(self.config.output.path), self.generation)
+        return Workspace(Path(self.config.output.path))
 
     @property
     def accepted_fields(self) -> frozenset[str]:

@@ -4,7 +4,6 @@ OUT/train-000000.tar, .tar.idx, .nv-meta/, manifest.json    the packed dataset
 OUT/_packing/index/, set_aside/, files/, index.json         measure
 OUT/_packing/plan/                                          plan
 OUT/_packing/write/                                         write: one fragment per shard
-OUT/_packing/append-0001/                                   the same, of data appended later
 OUT/_packing/report/                                        report: for people, and as JSON
 OUT/_packing/unpacked/                                      while packs are written or compared
 """
@@ -12,11 +11,11 @@ OUT/_packing/unpacked/                                      while packs are writ
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from offline_packing.errors import StageError
-from offline_packing.storage.files import hold_lock, read_json, remove_temporaries
+from offline_packing.storage.files import hold_lock, remove_temporaries
 
 
 @dataclass(frozen=True)
@@ -24,8 +23,6 @@ class Workspace:
     """Paths below one output folder."""
 
     root: Path
-    #: 0, or the number of the append
-    generation: int = 0
 
     @property
     def packing(self) -> Path:
@@ -33,18 +30,9 @@ class Workspace:
         return self.root / "_packing"
 
     @property
-    def stages(self) -> Path:
-        """Artifacts of the stages of this generation."""
-        return self.packing / f"append-{self.generation:04d}" if self.generation else self.packing
-
-    def of_generation(self, generation: int) -> "Workspace":
-        """The same output, another generation."""
-        return replace(self, generation=generation)
-
-    @property
     def index(self) -> Path:
         """Folder of the index parts."""
-        return self.stages / "index"
+        return self.packing / "index"
 
     @property
     def index_started(self) -> Path:
@@ -55,27 +43,27 @@ class Workspace:
     @property
     def set_aside(self) -> Path:
         """Folder of the parts of the set-aside table."""
-        return self.stages / "set_aside"
+        return self.packing / "set_aside"
 
     @property
     def files(self) -> Path:
         """Folder of the tables of the source files that were measured."""
-        return self.stages / "files"
+        return self.packing / "files"
 
     @property
     def index_info(self) -> Path:
         """Present when the index is complete."""
-        return self.stages / "index.json"
+        return self.packing / "index.json"
 
     @property
     def counts(self) -> Path:
         """How many records the sources of a blend hold, where only reading them tells."""
-        return self.stages / "counts.json"
+        return self.packing / "counts.json"
 
     @property
     def plan(self) -> Path:
         """Folder of the plan."""
-        return self.stages / "plan"
+        return self.packing / "plan"
 
     @property
     def plan_info(self) -> Path:
@@ -85,7 +73,7 @@ class Workspace:
     @property
     def write(self) -> Path:
         """Folder of one fragment per finished shard."""
-        return self.stages / "write"
+        return self.packing / "write"
 
     @property
     def started(self) -> Path:
@@ -98,7 +86,7 @@ class Workspace:
 
     @property
     def report(self) -> Path:
-        """Folder of the report, of all generations."""
+        """Folder of the report."""
         return self.packing / "report"
 
     @property
@@ -134,16 +122,14 @@ class Workspace:
 
     def remove_temporaries(self) -> None:
         """Remove what killed runs left half-written."""
-        stages = (self.stages, self.index, self.set_aside, self.files, self.plan, self.write)
-        for folder in (self.root, self.nv_meta, self.packing, self.report, *stages):
+        stages = (self.index, self.set_aside, self.files, self.plan, self.write, self.report)
+        for folder in (self.root, self.nv_meta, self.packing, *stages):
             remove_temporaries(folder)
 
     def remove_unpacked(self) -> None:
-        """Remove what was unpacked, if the packed dataset is complete: a run that is to go on, or
-        an append that was killed, would only unpack it again."""
-        manifest = read_json(self.manifest)
-        appends = len(list(self.packing.glob("append-*")))
-        if manifest is not None and len(manifest["appended"]) >= appends:
+        """Remove what was unpacked, if the packed dataset is complete: a run that is to go on would
+        only unpack it again."""
+        if self.manifest.exists():
             shutil.rmtree(self.unpacked, ignore_errors=True)
 
     def discard_index(self) -> None:
@@ -161,25 +147,12 @@ class Workspace:
         shutil.rmtree(self.plan, ignore_errors=True)
 
     def discard_shards(self) -> None:
-        """Remove the shards of this generation and of what was appended to it; the manifest, which
-        says that they are complete, goes first."""
+        """Remove the shards; the manifest, which says that they are complete, goes first."""
         from offline_packing.layouts import LAYOUTS  # imports this module
 
-        manifest = read_json(self.manifest)
-        kept: list[str] = []
-        if self.generation and manifest is not None:
-            if len(manifest["appended"]) >= self.generation:
-                raise StageError(
-                    f"what was appended to {self.root} cannot be made anew by itself; pack all "
-                    "data again with another output.path"
-                )
-            kept = [shard["name"] for shard in manifest["shards"]]
-        else:
-            self.manifest.unlink(missing_ok=True)
-            for folder in self.packing.glob("append-*"):
-                shutil.rmtree(folder)
+        self.manifest.unlink(missing_ok=True)
         if not self.write.exists():
             return
         for layout in LAYOUTS.values():
-            layout.remove(self.root, kept)
+            layout.remove(self.root)
         shutil.rmtree(self.write)

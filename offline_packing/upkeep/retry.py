@@ -13,21 +13,16 @@ from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan, restore_plan
 from offline_packing.runs.manifest import (
     Manifest,
-    earlier_shards,
     finish_layout,
     read_manifest,
-    stages_of_manifest,
 )
 from offline_packing.runs.run import Stage
 from offline_packing.storage.files import read_json, to_json, write_atomically
-from offline_packing.upkeep.append import append
-from offline_packing.upkeep.status import num_appends
 from offline_packing.verify.damage import (
     Damage,
     expected_started,
     find_metadata_damage,
     find_stage_damage,
-    planned_as,
 )
 from offline_packing.verify.shard import find_damage
 from offline_packing.write.write import open_plan, write
@@ -64,21 +59,16 @@ def retry(stage: Stage) -> str:
         measure(stage)
         plan(stage)
         return f"{len(write(stage)['shards']):,} shards are complete"
-    if num_appends(stage.workspace) > len(manifest["appended"]):
-        return f"{len(append(stage)['shards']):,} shards are complete"
     files: list[str] = []
     shards: list[str] = []
-    left: list[Damage] = []
     with stage.unpacked_files():
-        for own in stages_of_manifest(stage, manifest):
-            damage = find_stage_damage(own, manifest)
-            beyond = [one for one in damage if not one.is_repairable]
-            left += beyond
-            if any(not one.is_aside for one in beyond):
-                continue  # without its index nothing of this generation can be made again
-            _repair_plan(own, manifest, [one for one in damage if one.is_repairable])
-            files += [one.name for one in damage if one.is_repairable]
-            shards += _repair_shards(own, manifest)
+        damage = find_stage_damage(stage, manifest)
+        left = [one for one in damage if not one.is_repairable]
+        if all(one.is_aside for one in left):  # without the index neither can be made again
+            repairable = [one for one in damage if one.is_repairable]
+            _repair_plan(stage, manifest, repairable)
+            files += [one.name for one in repairable]
+            shards += _repair_shards(stage, manifest)
     files += _repair_metadata(stage, manifest)
     if left:
         raise StageError(f"{stage.workspace.root}: {left[0]}; what else could be repaired is")
@@ -89,10 +79,10 @@ def retry(stage: Stage) -> str:
 
 
 def _repair_plan(stage: Stage, manifest: Manifest, damage: Sequence[Damage]) -> None:
-    """Make the plan of one generation again, and what says which layout it was written in."""
+    """Make the plan again, and what says which layout it was written in."""
     started = stage.workspace.started
     if any(stage.workspace.root / one.name != started for one in damage):
-        restore_plan(stage, planned_as(stage, manifest))
+        restore_plan(stage, manifest["plan"])
     if damage:
         content = expected_started(stage, manifest, read_json(stage.workspace.plan_info)["hash"])
         stage.workspace.write.mkdir(exist_ok=True)
@@ -111,11 +101,11 @@ def _repair_metadata(stage: Stage, manifest: Manifest) -> list[str]:
 
 
 def _repair_shards(stage: Stage, manifest: Manifest) -> list[str]:
-    """Names of the shards of one generation that had to be written again."""
+    """Names of the shards that had to be written again."""
     samples, packs, _ = open_plan(stage)
     for left_by_kill in stage.workspace.write.glob("*.repair"):
         shutil.rmtree(left_by_kill)
-    shards = plan_shards(stage.config.output, samples, packs, earlier_shards(stage))
+    shards = plan_shards(stage.config.output, samples, packs)
     layout = LAYOUTS[stage.config.output.layout]
     lines = {line["name"]: line for line in manifest["shards"]}
 

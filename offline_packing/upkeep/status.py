@@ -10,8 +10,7 @@ from offline_packing.storage.files import read_json
 def status(stage: Stage) -> str:
     """How far an output is, as text; nothing is written, and a run may be at work on it."""
     root = stage.workspace
-    generations = [root, *map(root.of_generation, range(1, num_appends(root) + 1))]
-    lines = [line for workspace in generations for line in _status_of(workspace)]
+    lines = _status_of(root)
     manifest = read_json(root.manifest)
     if manifest is not None:
         counts = manifest["counts"]
@@ -27,18 +26,17 @@ def status(stage: Stage) -> str:
 
 
 def _status_of(workspace: Workspace) -> list[str]:
-    name = f"append {workspace.generation} " if workspace.generation else ""
     info = IndexInfo.load(workspace.index_info)
     planned = read_json(workspace.plan_info)
     plan_document = read_json(workspace.plan / "plan.json")
-    lines = [f"{name}measure   {_measure_status(workspace, info)}"]
+    lines = [f"measure   {_measure_status(workspace, info)}"]
     if planned is None or plan_document is None:
-        return [*lines, f"{name}plan      not done"]
+        return [*lines, "plan      not done"]
     packs = plan_document["statistics"]["num_packs"]
-    lines.append(f"{name}plan      done: {packs:,} packs")
+    lines.append(f"plan      done: {packs:,} packs")
     fragments = list(workspace.write.glob("*-??????.json"))
     failed = sorted(workspace.write.glob("*.failed"))
-    lines.append(f"{name}write     {len(fragments):,} shards written, {len(failed):,} failed")
+    lines.append(f"write     {len(fragments):,} shards written, {len(failed):,} failed")
     return [*lines, *(f"  {path.stem}: {path.read_text()}" for path in failed)]
 
 
@@ -48,8 +46,3 @@ def _measure_status(workspace: Workspace, info: IndexInfo | None) -> str:
         return f"done: {info.num_samples:,} samples; set aside: {aside}"
     parts = len(list(workspace.index.glob("part-*.parquet")))
     return f"{parts:,} parts measured" if workspace.index.exists() else "not begun"
-
-
-def num_appends(workspace: Workspace) -> int:
-    """How often data were appended, counting an append that did not end."""
-    return len(list(workspace.packing.glob("append-*")))

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from offline_packing.config.packing import OutputConfig
 from offline_packing.errors import StageError
 from offline_packing.index.table import IndexInfo
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.plan.plan import PLAN_FILES
-from offline_packing.runs.generations import earlier_generations
 from offline_packing.runs.manifest import Manifest, hash_plan
 from offline_packing.runs.run import Stage
 from offline_packing.storage.files import hash_bytes, hash_file, read_json, to_json
@@ -88,8 +88,8 @@ def find_metadata_damage(stage: Stage, manifest: Manifest) -> list[Damage]:
 
 
 def find_stage_damage(stage: Stage, manifest: Manifest) -> list[Damage]:
-    """Damage to index and plan of one generation, and to what says which layout it was written in;
-    the shards' fragments are left to those who read the shards."""
+    """Damage to index and plan, and to what says which layout the shards were written in; the
+    shards' fragments are left to those who read the shards."""
     plan_info, damage = _read_plan_info(stage, manifest)
     index_info, index_damage = _read_index_info(stage, plan_info)
     damage += [*index_damage, *_started_damage(stage, manifest, plan_info)]
@@ -104,15 +104,8 @@ def find_stage_damage(stage: Stage, manifest: Manifest) -> list[Damage]:
 
 def expected_started(stage: Stage, manifest: Manifest, plan_hash: str) -> bytes:
     """The content of write/started.json, by the configuration that the manifest holds."""
-    generations = earlier_generations(replace(stage, generation=len(manifest["appended"]) + 1))
-    own = replace(stage, config=generations[stage.generation].config)
-    return to_json(layout_fingerprint(own, plan_hash))
-
-
-def planned_as(stage: Stage, manifest: Manifest) -> str:
-    """What `hash_plan` gives of this generation's plan."""
-    origins = (manifest, *manifest["appended"])
-    return str(origins[stage.generation]["plan"])
+    output = {**manifest["config"]["output"], "path": stage.config.output.path}
+    return to_json(layout_fingerprint(OutputConfig(**output), plan_hash))
 
 
 def _run(stage: Stage, checks: Sequence[FileCheck]) -> list[Damage]:
@@ -134,7 +127,7 @@ def _read_plan_info(
         is_whole = sorted(info["files"]) == sorted(PLAN_FILES) and path.read_bytes() == to_json(
             info
         )
-        if is_whole and hash_plan(info) == planned_as(stage, manifest):
+        if is_whole and hash_plan(info) == manifest["plan"]:
             return info, []
     except (StageError, LookupError, TypeError):
         pass  # a damaged file has any form
@@ -184,7 +177,7 @@ def _index_checks(stage: Stage, info: IndexInfo) -> Iterator[FileCheck]:
             yield FileCheck(
                 0,
                 workspace.root,
-                workspace.stages / folder / name,
+                workspace.packing / folder / name,
                 expected,
                 workspace.index_info,
                 _measure_again(stage, again),
@@ -194,9 +187,9 @@ def _index_checks(stage: Stage, info: IndexInfo) -> Iterator[FileCheck]:
 
 def _measure_again(stage: Stage, what: str | None) -> str:
     """The remedy for damage that only measuring again can repair."""
-    if stage.generation or what is None:
+    if what is None:
         return "restore it from a copy, or pack all data again with another output.path"
-    folder = stage.workspace.stages
+    folder = stage.workspace.packing
     files = what if what == "it" else f"{what}, with index.json, of {folder}"
     return f"restore it from a copy, or remove {files} and run measure again"
 

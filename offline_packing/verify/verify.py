@@ -23,10 +23,8 @@ from offline_packing.layouts.shard_tasks import iterate_tasks
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.manifest import (
     Manifest,
-    earlier_shards,
     read_manifest,
     require_manifest,
-    stages_of_manifest,
 )
 from offline_packing.runs.run import Stage, open_sources
 from offline_packing.storage.files import read_json, to_json
@@ -60,7 +58,7 @@ class VerifyResult:
 
 
 def verify(stage: Stage, *, deep: bool = False) -> VerifyResult:
-    """Check the packed dataset, what was appended to it included.
+    """Check the packed dataset.
 
     Args:
         deep: also compare with the source, and encode every sample again.
@@ -73,18 +71,14 @@ def verify(stage: Stage, *, deep: bool = False) -> VerifyResult:
     total = ShardReport()
     _report(find_metadata_damage(stage, manifest), total)
     with stage.unpacked_files():
-        found = [
-            _verify_generation(own, manifest, deep, total)
-            for own in stages_of_manifest(stage, manifest)
-        ]
-    num_set_aside = sum(number for number in found if number is not None)
-    if None not in found:
+        num_set_aside = _verify_stages(stage, manifest, deep, total)
+    if num_set_aside is not None:
         _check_manifest(stage, manifest, num_set_aside, total)
     return VerifyResult(
         num_shards=len(manifest["shards"]),
         num_packs=total.num_packs,
         num_samples=total.num_samples,
-        num_set_aside=num_set_aside,
+        num_set_aside=num_set_aside or 0,
         num_images=total.num_images,
         num_videos=total.num_videos,
         num_tokens=total.num_tokens,
@@ -103,8 +97,8 @@ def _check_manifest(
     stage: Stage, manifest: Manifest, num_set_aside: int, total: ShardReport
 ) -> None:
     """What of the manifest its own hash does not cover, and its counts."""
-    last = IndexInfo.load(stage.workspace.of_generation(len(manifest["appended"])).index_info)
-    versions = None if last is None else last.versions
+    index = IndexInfo.load(stage.workspace.index_info)
+    versions = None if index is None else index.versions
     is_whole = stage.workspace.manifest.read_bytes() == to_json(manifest)
     if not is_whole or manifest.get("library_versions") != versions:
         total.problem("manifest.json is not what was written; restore it from a copy")
@@ -167,11 +161,9 @@ def render_verdict(result: VerifyResult) -> str:
     )
 
 
-def _verify_generation(
-    stage: Stage, manifest: Manifest, deep: bool, total: ShardReport
-) -> int | None:
-    """Check the files of one generation; returns how many samples it set aside, or None where
-    the shards cannot be compared with the plan."""
+def _verify_stages(stage: Stage, manifest: Manifest, deep: bool, total: ShardReport) -> int | None:
+    """Check the files of all stages; returns how many samples were set aside, or None where the
+    shards cannot be compared with the plan."""
     if deep:
         _require_sources(stage)
     damage = find_stage_damage(stage, manifest)
@@ -185,10 +177,10 @@ def _verify_generation(
         return None
     samples, plan, info = open_plan(stage)
     started = read_json(stage.workspace.started) or {}
-    check_layout(stage, started, layout_fingerprint(stage, info["hash"]))
-    shards = plan_shards(stage.config.output, samples, plan, earlier_shards(stage))
+    check_layout(stage, started, layout_fingerprint(stage.config.output, info["hash"]))
+    shards = plan_shards(stage.config.output, samples, plan)
     own = [shard for shard in shards if stage.engine.owns(shard)]
-    lines = [line for line in manifest["shards"] if line["generation"] == stage.generation]
+    lines = manifest["shards"]
     _check_shard_list(stage, shards, manifest, total)
     hashes: list[npt.NDArray[np.uint64]] = []
     with stage.bar("verify", sum(shard.num_packs for shard in own), "pack") as bar:
@@ -232,10 +224,7 @@ def _check_shard_list(
     """Plan and manifest name the same shards."""
     layout = LAYOUTS[stage.config.output.layout]
     planned = {layout.shard_file(shard.name): shard.num_packs for shard in shards}
-    lines = manifest["shards"]
-    named = {
-        line["name"]: line["packs"] for line in lines if line["generation"] == stage.generation
-    }
+    named = {line["name"]: line["packs"] for line in manifest["shards"]}
     if named != planned:
         total.problem("manifest.json does not list the planned shards with their packs")
 

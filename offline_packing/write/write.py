@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from offline_packing.config.packing import OutputConfig
 from offline_packing.errors import DiskFullError, ShareDoneError, StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
@@ -21,7 +22,7 @@ from offline_packing.layouts.shard_layout import Shard, estimate_pack_bytes, pla
 from offline_packing.layouts.shard_tasks import ShardTask, iterate_tasks
 from offline_packing.plan.plan import check_plan, load_packs, open_index
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.runs.manifest import Manifest, earlier_shards, read_manifest, write_manifest
+from offline_packing.runs.manifest import Manifest, read_manifest, write_manifest
 from offline_packing.runs.run import Stage
 from offline_packing.storage.files import read_json, to_json, write_atomically
 from offline_packing.storage.fingerprint import Fingerprint, changed_fields, check_fingerprint
@@ -64,14 +65,14 @@ def write(stage: Stage) -> Manifest:
     """
     workspace = stage.workspace
     samples, plan, info = open_plan(stage)
-    _start(stage, layout_fingerprint(stage, info["hash"]))
+    _start(stage, layout_fingerprint(stage.config.output, info["hash"]))
     with stage.unpacked_files():
         manifest = read_manifest(stage)
         if manifest is not None:
             logger.info("write: complete (%d shards), nothing to do", len(manifest["shards"]))
             return manifest
         LAYOUTS[stage.config.output.layout].check_ready()
-        shards = plan_shards(stage.config.output, samples, plan, earlier_shards(stage))
+        shards = plan_shards(stage.config.output, samples, plan)
         _run_tasks(stage, samples, plan, shards)
         workspace.remove_temporaries()  # of this and earlier runs, and of workers that died
         fragments = ShardFragments([workspace.fragment(shard.name) for shard in shards])
@@ -95,9 +96,8 @@ def preview_write(stage: Stage) -> str:
     )
 
 
-def layout_fingerprint(stage: Stage, plan_hash: str) -> Fingerprint:
+def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
     """What the shards depend on beside index and source."""
-    output = stage.config.output
     return {
         "plan": plan_hash,
         "output.layout": output.layout,

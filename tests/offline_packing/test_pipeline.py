@@ -195,7 +195,7 @@ def test_changed_source_is_refused_by_name(tmp_path: Path) -> None:
     changes = (
         r"source\.0\.listing: the files of .*/data are others: 4 added \('part1/new0\.jpg', "
         r"'part1/new1\.jpg', 'part1/new2\.jpg', …\), 1 removed \('part0/000002\.json'\), "
-        r"1 of another size \('part0/000000\.json'\); append adds"
+        r"1 of another size \('part0/000000\.json'\); set output\.overwrite"
     )
     with pytest.raises(StageError, match=changes):
         measure(stage)

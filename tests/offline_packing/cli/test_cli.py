@@ -144,7 +144,7 @@ def test_failed_check(
     assert error.endswith("has 1 problems; retry repairs what is damaged\n")
 
 
-@pytest.mark.parametrize("verb", ["verify", "append", "status", "report", "preview"])
+@pytest.mark.parametrize("verb", ["verify", "status", "report", "preview"])
 def test_looking_makes_no_output(
     config: Path,
     tmp_path: Path,

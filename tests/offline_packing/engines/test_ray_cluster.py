@@ -9,7 +9,6 @@ import pytest
 
 from offline_packing.engines.ray_cluster import RayEngine
 from offline_packing.runs.run import Stage
-from offline_packing.upkeep.append import append
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError
 from tests.helpers.datasets import captioning_pairs, make_config, make_stage, pack_all
@@ -66,18 +65,3 @@ def test_equal_to_local_processes(engine: RayEngine, tmp_path: Path) -> None:
     result = verify(stage, deep=True)
     assert result.ok
     assert result.num_samples == 40
-
-
-def test_append_on_a_cluster(engine: RayEngine, tmp_path: Path) -> None:
-    """Old and new shards are those of local processes."""
-    data = captioning_pairs(tmp_path / "data", 25)
-    local = make_stage(data, tmp_path / "local")
-    stage = Stage(make_config(data, tmp_path / "ray"), engine)
-    for one in (local, stage):
-        pack_all(one)
-    captioning_pairs(data, 40, first=25)
-    for one in (local, stage):
-        assert append(one)["counts"]["packed"] == 40
-    for path in (*local.workspace.root.glob("*.tar*"), local.workspace.manifest):
-        assert (stage.workspace.root / path.name).read_bytes() == path.read_bytes(), path.name
-    assert verify(stage, deep=True).num_samples == 40

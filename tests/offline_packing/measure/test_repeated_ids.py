@@ -1,7 +1,6 @@
 """Several samples of one id, as in LLaVA-Instruct: all are kept, only equal ones are duplicates."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from offline_packing.measure.measure import measure
 from offline_packing.measure.repeated_ids import first_of_equal, rename_repeated
 from offline_packing.plan.plan import make_plan, open_index
 from offline_packing.runs.run import Stage
-from offline_packing.upkeep.append import append
 from offline_packing.verify.verify import verify
 from tests.helpers.datasets import dialogue, image_bytes, make_stage, pack_all
 from tests.helpers.formats import write_file
@@ -108,7 +106,7 @@ def test_keys_do_not_depend_on_parts_workers_or_runs(
     measure(again)
     assert keys_of(again) == keys_of(stage)
     assert index_bytes(again) == index_bytes(stage)
-    rename_repeated(again, open_index(again))
+    rename_repeated(open_index(again))
     assert index_bytes(again) == index_bytes(stage)
 
 
@@ -121,27 +119,6 @@ def test_another_run_renamed_the_part_meanwhile(tmp_path: Path) -> None:
     seen = np.array([key_hash(0, r["id"]) for r in llava_records()], np.uint64)  # before the other
     repeated_ids._rename_part(path, np.ones(12, bool), np.where(np.arange(12) < 4, 0, seen))
     assert index_bytes(stage) == before
-
-
-def test_append(tmp_path: Path) -> None:
-    records = llava_records()
-    write_llava(tmp_path / "data", records[:6])  # of two images one conversation more
-    stage = llava_stage(tmp_path)
-    pack_all(stage)
-    write_llava(tmp_path / "data", records[3:], "b.json")
-    counts = append(stage)["counts"]
-    assert (counts["samples"], counts["packed"]) == (15, 12)
-    assert counts["set_aside"] == {"duplicate_key": 3}
-    assert verify(stage, deep=True).ok
-    write_llava(tmp_path / "data", records, "c.json")
-    assert append(stage)["counts"]["packed"] == 12
-    whole = llava_stage(tmp_path, "whole")
-    assert pack_all(whole)["counts"]["packed"] == 12
-    by_generation = [
-        set(keys_of(replace(stage, generation=number))) if number else set(keys_of(stage))
-        for number in range(3)
-    ]
-    assert set.union(*by_generation) == set(keys_of(whole))
 
 
 def test_rows_of_one_id_with_images_inside(tmp_path: Path) -> None:

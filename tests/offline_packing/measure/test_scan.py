@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offline_packing.errors import StageError
-from offline_packing.measure import measured_files
 from offline_packing.sources import JsonlSource, PairsSource, Source, SourceRecord
 from offline_packing.sources.formats import jsonl as jsonl_module
 from offline_packing.sources.roots import listing
@@ -133,43 +132,6 @@ def test_pairs_equal_a_simple_pairing(
     assert len(whole.unpaired_media) == sum(
         len(images) for stem, images in stems.items() if stem not in paired
     )
-
-
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None
-)
-@given(names=st.dictionaries(PAIR_NAMES, st.booleans(), max_size=30), chunk=st.integers(1, 5))
-def test_new_pairs_equal_a_simple_search(
-    tmp_path_factory: pytest.TempPathFactory, names: dict[str, bool], chunk: int
-) -> None:
-    """Of files that are new or not: new JSON files with all media beside, each once."""
-    root = tmp_path_factory.mktemp("pairs")
-    table = tmp_path_factory.mktemp("table") / "files.parquet"
-    new = {name for name, is_new in names.items() if is_new}
-    source = make_pairs(root, sorted(names.keys() - new))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measured_files, "_CHUNK", chunk)
-        patch.setattr(listing, "_CHUNK", chunk)
-        measured_files.save_files(table, measured_files.list_files(source), source.scan(10))
-        make_pairs(root, sorted(new))
-        growth = measured_files.find_growth(source, measured_files.list_files(source), [table])
-        scan = source.scan_new(3, growth)
-        assert source.scan_new(3, growth).fingerprint == scan.fingerprint
-    found = [record for part in scan.parts for record in source.records(part)]
-    stems: dict[str, list[str]] = {}
-    for name in sorted(names):
-        stem, _, suffix = name.rpartition(".")
-        if suffix in ("jpg", "mp4"):
-            stems.setdefault(stem, []).append(name)
-    expected = [
-        (name, tuple(n.rpartition("/")[2] for n in stems.get(name.rpartition(".")[0], [])))
-        for name in new
-        if name.lower().endswith(".json")
-    ]
-    assert sorted((r.locator.container, r.paired_media) for r in found) == sorted(expected)
-    paired = {name.rpartition(".")[0] for name in names if name.lower().endswith(".json")}
-    alone = [n for stem, media in stems.items() if stem not in paired for n in media if n in new]
-    assert set(scan.unpaired_media) == {container_hash(name.encode()) for name in alone}
 
 
 def test_pairs_text_only_name(tmp_path: Path) -> None:

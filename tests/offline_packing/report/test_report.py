@@ -18,7 +18,6 @@ from offline_packing.planner.cost import sample_cost
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.report.report import report, report_status
 from offline_packing.runs.run import Stage
-from offline_packing.upkeep.append import append
 from offline_packing.upkeep.status import status
 from offline_packing.write.write import open_plan, write
 from task_encoders.samples import REASONS
@@ -310,48 +309,3 @@ def test_nothing_to_pack(tmp_path: Path) -> None:
     assert (entry["reason"], entry["samples"], entry["share"]) == ("bad_json", 7, 1)
     assert len(entry["examples"]) == 5
     assert "and 2 more" in read_page(stage)
-
-
-def test_sources_sum_up_to_the_totals_after_appending(tmp_path: Path) -> None:
-    """Also where a sample is set aside in both runs, and where one is found twice."""
-    root = tmp_path / "data"
-    root.mkdir()
-    good = [json.dumps({"id": str(i), "messages": dialogue("Hi.", f"No. {i}")}) for i in range(9)]
-    (root / "a.jsonl").write_text("\n".join([*good[:6], "{", "{"]) + "\n")
-    stage = make_stage({"format": "jsonl", "path": str(root), "task": "bmr"}, tmp_path / "out")
-    pack_all(stage)
-    (root / "b.jsonl").write_text("\n".join([*good[4:], "{"]) + "\n")
-    append(stage)
-    found = read_report(stage)
-    manifest = json.loads(stage.workspace.manifest.read_text())
-    sources = found["sources"]
-    assert [source["generation"] for source in sources] == [0, 1]
-    assert sum(s["samples"] for s in sources) == found["samples"]["found"] == 14
-    assert sum(s["set_aside"] for s in sources) == found["samples"]["set_aside"]
-    assert sum(s["packed"] for s in sources) == found["samples"]["packed"]
-    assert found["samples"]["packed"] + found["samples"]["set_aside"] == 14
-    by_reason = {entry["reason"]: entry["samples"] for entry in found["set_aside"]}
-    assert by_reason == manifest["counts"]["set_aside"]
-    assert by_reason["duplicate_key"] == 2
-    assert (manifest["counts"]["samples"], manifest["counts"]["packed"]) == (14, 9)
-
-
-def test_appended_data_are_counted_once(tmp_path: Path) -> None:
-    root = captioning_pairs(tmp_path / "data", 25)
-    (root / "part1" / "broken.json").write_text("{")
-    stage = make_stage(root, tmp_path / "out")
-    pack_all(stage)
-    report(stage)
-    captioning_pairs(root, 40, first=25)
-    append(stage)
-    assert "earlier state" in status(stage)
-    found = read_report(stage)
-    manifest = json.loads(stage.workspace.manifest.read_text())
-    assert found["samples"] == {"found": 41, "packed": 40, "set_aside": 1}
-    assert found["samples"]["found"] == manifest["counts"]["samples"]
-    assert [source["packed"] for source in found["sources"]] == [25, 15]
-    assert [source["generation"] for source in found["sources"]] == [0, 1]
-    assert found["plan"]["packs"] == sum(shard["packs"] for shard in manifest["shards"])
-    assert found["saving"]["tokens"] == manifest["counts"]["tokens"]
-    assert sum(band["packs"] for band in found["packs"]["fill_bands"]) == found["plan"]["packs"]
-    assert "append 1: data" in Elements(read_page(stage)).text

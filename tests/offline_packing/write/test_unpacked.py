@@ -23,7 +23,6 @@ from offline_packing.runs.run import Stage
 from offline_packing.sources.reading import row_reader
 from offline_packing.sources.reading.row_files import RowFile
 from offline_packing.storage.streams import unpacked_copy
-from offline_packing.upkeep.append import append
 from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import verify
 from offline_packing.write.write import preview_write, write
@@ -137,21 +136,10 @@ def test_unpacked_files_go_when_the_shards_are_complete(tmp_path: Path, name: st
     assert not stage.workspace.unpacked.exists()
 
 
-def test_append_unpacks_and_removes(tmp_path: Path) -> None:
-    stage = make_stage(compressed_source(tmp_path / "data"), tmp_path / "out")
-    pack_all(stage)
-    records = formats.with_files(tmp_path / "more", formats.draw_samples(20)[12:])
-    formats.write_file(tmp_path / "more" / "b.jsonl.gz", gzip.compress(formats.lines(records)))
-    more = {"format": "jsonl", "path": str(tmp_path / "more"), "name": "more", "task": "bmr"}
-    appended = append(make_stage(more, tmp_path / "out"))
-    assert len(appended["appended"]) == 1
-    assert not stage.workspace.unpacked.exists()
-
-
 def test_unpacked_files_stay_for_the_shards_that_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that fails leaves them, and so does any run while an append is unfinished."""
+    """A run that fails leaves them."""
     stage = make_stage(compressed_source(tmp_path / "data"), tmp_path / "out")
     measure(stage)
     plan(stage)
@@ -159,13 +147,8 @@ def test_unpacked_files_stay_for_the_shards_that_are_left(
     with pytest.raises(StageError, match="stopped"):
         write(stage)
     (copy,) = stage.workspace.unpacked.glob("*.unpacked")
-    made = copy.stat().st_ino
     monkeypatch.undo()
-    stage.workspace.write.joinpath("train-000000.json").unlink()
-    (stage.workspace.packing / "append-0001").mkdir()
-    write(stage)
-    assert copy.stat().st_ino == made
-    (stage.workspace.packing / "append-0001").rmdir()
+    assert copy.exists()
     write(stage)
     assert not stage.workspace.unpacked.exists()
 
