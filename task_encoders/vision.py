@@ -2,6 +2,7 @@
 
 Both stages go through `_open`, so that measuring and encoding agree on what an image's size and
 orientation are, and on which images are bad. Measuring spares itself that for a plain JPEG.
+Transparency is composed on white.
 """
 
 import io
@@ -145,7 +146,7 @@ def read_image_header(file: BinaryIO, *, max_image_pixels: int = MAX_IMAGE_PIXEL
 
 
 def decode_image(data: bytes, *, max_image_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
-    """An image file as an RGB image, EXIF orientation applied.
+    """An image file as an RGB image on white, EXIF orientation applied.
 
     Raises:
         SampleError: as read_image_header.
@@ -154,7 +155,17 @@ def decode_image(data: bytes, *, max_image_pixels: int = MAX_IMAGE_PIXELS) -> Im
     _load(image)
     if orientation != 1:
         image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        return _on_white(image)
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """An image with an alpha channel or a transparent colour, composed as transformers' processors
+    compose an open image of any mode: what lies hidden under transparent pixels is often black."""
+    rgba = image.convert("RGBA")
+    white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, rgba).convert("RGB")
 
 
 def image_patches(

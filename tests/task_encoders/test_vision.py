@@ -3,11 +3,15 @@
 import io
 import struct
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
+
+from transformers.image_transforms import convert_to_rgb
+from transformers.image_utils import load_image
 
 from task_encoders import vision
 from task_encoders.samples import SampleError
@@ -85,6 +89,46 @@ def test_truncated_images_are_found_from_the_file_alone(image_format: str, keep:
 def test_bytes_behind_a_complete_image_do_no_harm() -> None:
     data = save(picture(), "JPEG") + b"\x00" * 100
     assert header(data).width == 60
+
+
+def transparent_files() -> dict[str, bytes]:
+    """Pictures with each kind of transparency; about a fifth of the pixels is hidden."""
+    rng = np.random.default_rng(1)
+    levels = rng.integers(0, 5, (40, 60), dtype=np.uint8)
+    grey = Image.fromarray(levels)
+    alpha = Image.fromarray(rng.choice([0, 90, 255], (40, 60)).astype(np.uint8))
+    rgba, la = picture(), picture().convert("L")
+    rgba.putalpha(alpha)
+    la.putalpha(alpha)
+    return {
+        "L key": save(grey, "PNG", transparency=3),
+        "RGB key": save(grey.convert("RGB"), "PNG", transparency=(3, 3, 3)),
+        "P key": save(grey.convert("P"), "PNG", transparency=3),
+        "1 key": save(Image.fromarray(levels > 2), "PNG", transparency=0),
+        "GIF key": save(grey.convert("P"), "GIF", transparency=3),
+        "P alphas": save(grey.convert("P"), "PNG", transparency=bytes([0, 90, 255, 30])),
+        "LA": save(la, "PNG"),
+        "RGBA": save(rgba, "PNG"),
+        "WebP": save(rgba, "WEBP", lossless=True),
+        "TIFF": save(rgba, "TIFF"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+@pytest.mark.parametrize("kind", transparent_files())
+def test_transparency_is_composed_on_white_as_transformers_does(
+    kind: str, tmp_path: Path
+) -> None:
+    data = transparent_files()[kind]
+    (tmp_path / "picture").write_bytes(data)
+    ours = np.asarray(decode_image(data))
+    opened = convert_to_rgb(Image.open(tmp_path / "picture"), return_numpy=True)
+    np.testing.assert_array_equal(ours, opened)
+    loaded = load_image(str(tmp_path / "picture"))
+    same = np.array_equal(ours, convert_to_rgb(loaded, return_numpy=True))
+    assert same == kind.endswith("key")  # alpha channels are gone by then, and what they hid shows
+    shown = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    assert (ours != shown).any()
 
 
 @pytest.mark.parametrize(
