@@ -12,8 +12,9 @@ from task_encoders.tokenizer import QWEN_SPECIAL_TOKENS, byte_level_alphabet, qw
 
 
 @functools.cache
-def builtin_tokenizer() -> Any:
-    """`Qwen2Tokenizer` (fast) with the ids of every published Qwen2-VL checkpoint."""
+def builtin_tokenizer(text_tokens: tuple[str, ...] = ()) -> Any:
+    """`Qwen2Tokenizer` (fast) with the ids of every published Qwen2-VL checkpoint; `text_tokens`
+    as of `load_tokenizer`."""
     from transformers import AddedToken, Qwen2Tokenizer
 
     ranks = qwen_ranks()
@@ -32,8 +33,10 @@ def builtin_tokenizer() -> Any:
         merges=merges,
         # Without fixed ids transformers would number the special tokens by itself.
         added_tokens_decoder={
-            len(ranks) + i: AddedToken(token, special=True, normalized=False)
-            for i, token in enumerate(QWEN_SPECIAL_TOKENS)
+            len(ranks) + i: AddedToken(
+                token, special=i < len(QWEN_SPECIAL_TOKENS), normalized=False
+            )
+            for i, token in enumerate(QWEN_SPECIAL_TOKENS + text_tokens)
         },
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
@@ -58,7 +61,9 @@ def _last_merge(ranks: dict[bytes, int], token: bytes, rank: int) -> tuple[bytes
     return parts[0], parts[1]
 
 
-def builtin_processor(*, min_pixels: int, max_pixels: int) -> Any:
+def builtin_processor(
+    *, min_pixels: int, max_pixels: int, text_tokens: tuple[str, ...] = ()
+) -> Any:
     """A Qwen2-VL processor for images and text (its video part needs torchvision)."""
     from transformers import Qwen2VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -70,6 +75,6 @@ def builtin_processor(*, min_pixels: int, max_pixels: int) -> Any:
 
     return ImageTextProcessor(
         image_processor=Qwen2VLImageProcessorPil(min_pixels=min_pixels, max_pixels=max_pixels),
-        tokenizer=builtin_tokenizer(),
+        tokenizer=builtin_tokenizer(text_tokens),
         chat_template=QWEN2_VL_TEMPLATE,
     )

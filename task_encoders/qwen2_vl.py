@@ -62,10 +62,11 @@ class Qwen2VLSampleEncoder:
         max_image_pixels: int = vision.MAX_IMAGE_PIXELS,
         video: VideoSettings | None = None,
         tokens_per_second: float | None = None,
+        text_tokens: tuple[str, ...] = (),
     ) -> None:
         """`tokens_per_second`: positions per second of video, as of Qwen2.5-VL; None: one per step
-        of its grid, as of Qwen2-VL."""
-        self.tokenizer = load_tokenizer(processor)
+        of its grid, as of Qwen2-VL. `text_tokens`: see `load_tokenizer`."""
+        self.tokenizer = load_tokenizer(processor, text_tokens)
         if processor != BUILTIN:
             _check_checkpoint(processor)
         self.vision = vision.VisionSettings(

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from task_encoders.samples import SourceSample
-from task_encoders.tokenizer import Tokenizer
+from task_encoders.tokenizer import QWEN2_5_TEXT_TOKENS, Tokenizer
 from task_encoders.video import VideoSettings
 from task_encoders.video_file import VideoHeader
 
@@ -100,7 +100,7 @@ def _qwen2_5_vl(**options: Any) -> SampleEncoder:
     from task_encoders.qwen2_vl import Qwen2VLSampleEncoder, read_tokens_per_second
 
     rate = read_tokens_per_second(options["processor"])
-    return Qwen2VLSampleEncoder(tokens_per_second=rate, **options)
+    return Qwen2VLSampleEncoder(tokens_per_second=rate, text_tokens=QWEN2_5_TEXT_TOKENS, **options)
 
 
 #: A model family is one module and one line here. Qwen2.5-VL has Qwen2-VL's tokens; the positions

@@ -1,7 +1,8 @@
 """Text to token ids, with the ids of the checkpoint's own tokenizer.
 
 Special tokens written inside text are data here: only the chat template makes control tokens, from
-`special_id`. A byte-level BPE tokenizer (every Qwen) runs on tiktoken, five times as fast as
+`special_id`. Added tokens that are not special, such as `<tool_call>`, are what text spells, as in
+transformers. A byte-level BPE tokenizer (every Qwen) runs on tiktoken, five times as fast as
 transformers' on one core; any other is used through transformers, and a log line says so.
 """
 
@@ -11,6 +12,7 @@ import importlib.util
 import itertools
 import json
 import logging
+import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -48,6 +50,18 @@ QWEN_SPECIAL_TOKENS: Final = (
     "<|video_pad|>",
 )
 
+#: What Qwen2.5 adds to them, with the ids that follow: not special, so that text spells them.
+QWEN2_5_TEXT_TOKENS: Final = (
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+)
+
 # Texts on which a tiktoken conversion must agree with the tokenizer it was made from.
 _PROBES: Final = (
     "Hello world",
@@ -55,6 +69,7 @@ _PROBES: Final = (
     "描述这张图片。图中有三个红色的圆形,价格为¥1,280。",
     "naïve café cafe\u0301 Ω≈ç√ 한국어 русский العربية 🙂👩‍👩‍👧‍👦",
     '<|im_start|>system\n<|image_pad|><tool_call>{"a": [1, 2]}</tool_call>',
+    "<|fim_prefix|>cafe\u0301<think>\n<|file_sep|>\u0301</think>\n\n<tool_response>",
     "    def f(x):\n        return x ** 2  # comment\n\n\n",
 )
 
@@ -71,7 +86,7 @@ class Tokenizer(Protocol):
         """Ids of header + answer, and the index of the first that overlaps the answer."""
 
     def special_id(self, token: str) -> int:
-        """Id of a control token. Raises ValueError where the vocabulary has none."""
+        """Id of an added token. Raises ValueError where the vocabulary has none."""
 
     def spell(self, ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
         """Ids as people read them: (text, False) of ordinary tokens in a row, (name, True) of each
@@ -82,19 +97,45 @@ class TiktokenTokenizer:
     """A byte-level BPE with NFC normalisation, on tiktoken."""
 
     def __init__(
-        self, ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int], *, nfc: bool
+        self,
+        ranks: Mapping[bytes, int],
+        pattern: str,
+        special: Mapping[str, int],
+        text_tokens: Mapping[str, int] | None = None,
+        *,
+        nfc: bool,
     ) -> None:
+        """`special` are control tokens; `text_tokens`, added tokens that text spells."""
+        text_tokens = text_tokens or {}
         self._encoding = tiktoken.Encoding(
-            "bpe", pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens={}
+            "bpe",
+            pat_str=pattern,
+            mergeable_ranks=dict(ranks),
+            special_tokens=dict(text_tokens),
         )
-        self._special = dict(special)
+        self._added = {**special, **text_tokens}
+        self._text_tokens = text_tokens
+        longest_first = sorted(text_tokens, key=len, reverse=True)
+        self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
         self._nfc = nfc
-        digest = xxhash.xxh3_128(json.dumps([pattern, nfc, sorted(special.items())]).encode())
+        described = [pattern, nfc, sorted(special.items())]
+        if text_tokens:
+            described.append(sorted(text_tokens.items()))
+        digest = xxhash.xxh3_128(json.dumps(described).encode())
         for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
             digest.update(b"%d %d " % (rank, len(token)) + token)
         self.fingerprint = digest.hexdigest()
 
     def encode(self, text: str) -> list[int]:
+        if not self._text_tokens:
+            return self._encode_ordinary(text)
+        # 'a<tool_call>b' -> 'a', '<tool_call>', 'b'; before NFC, as transformers cuts it
+        ids: list[int] = []
+        for i, part in enumerate(self._cut(text)):
+            ids += [self._text_tokens[part]] if i % 2 else self._encode_ordinary(part)
+        return ids
+
+    def _encode_ordinary(self, text: str) -> list[int]:
         if self._nfc and not text.isascii():
             text = unicodedata.normalize("NFC", text)
         return self._encoding.encode_ordinary(text)
@@ -109,10 +150,10 @@ class TiktokenTokenizer:
         return ids, len(ids)
 
     def special_id(self, token: str) -> int:
-        return _special_id(self._special.get(token), token)
+        return _special_id(self._added.get(token), token)
 
     def spell(self, ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
-        names = {token_id: token for token, token_id in self._special.items()}
+        names = {token_id: token for token, token_id in self._added.items()}
         return _spell(
             ids, names, lambda some: self._encoding.decode_bytes(some).decode(errors="replace")
         )
@@ -179,8 +220,11 @@ def qwen_ranks() -> dict[bytes, int]:
 
 
 @functools.cache
-def load_tokenizer(processor: str) -> Tokenizer:
+def load_tokenizer(processor: str, text_tokens: tuple[str, ...] = ()) -> Tokenizer:
     """The tokenizer of "builtin", a checkpoint folder, or a hub name (no remote code is run).
+
+    Args:
+        text_tokens: what a family adds to the built-in vocabulary behind the special tokens.
 
     Raises:
         ValueError: there is none of that name, or it is no fast one.
@@ -188,7 +232,9 @@ def load_tokenizer(processor: str) -> Tokenizer:
     if processor == BUILTIN:
         ranks = qwen_ranks()
         special = {token: len(ranks) + i for i, token in enumerate(QWEN_SPECIAL_TOKENS)}
-        return TiktokenTokenizer(ranks, QWEN_PATTERN, special, nfc=True)
+        behind = len(ranks) + len(special)
+        added = {token: behind + i for i, token in enumerate(text_tokens)}
+        return TiktokenTokenizer(ranks, QWEN_PATTERN, special, added, nfc=True)
     from transformers import AutoTokenizer
 
     try:
@@ -200,8 +246,11 @@ def load_tokenizer(processor: str) -> Tokenizer:
             f"checkpoint {processor!r} has no fast tokenizer; save its tokenizer.json beside it"
         )
     slow = TransformersTokenizer(tokenizer)
-    fast = _as_tiktoken(json.loads(tokenizer.backend_tokenizer.to_str()))
+    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    fast = _as_tiktoken(spec)
     if fast is not None and all(fast.encode(text) == slow.encode(text) for text in _PROBES):
+        if any(not token["special"] for token in spec["added_tokens"]):
+            fast.fingerprint = slow.fingerprint  # as when such tokenizers ran on transformers
         return fast
     logger.info("%s: no tiktoken form of this tokenizer; using transformers' own", processor)
     return slow
@@ -242,11 +291,21 @@ def _as_tiktoken(spec: Mapping[str, Any]) -> TiktokenTokenizer | None:
     results = [vocab.get("".join(pair)) for pair in model["merges"]]
     if None in results or results != sorted(results):
         return None
+    flags = ("lstrip", "rstrip", "single_word", "normalized")
+    if any(token[flag] for token in spec["added_tokens"] for flag in flags if not token["special"]):
+        return None
     if any(character not in unicode_to_byte for token in vocab for character in token):
         return None
     ranks = {bytes(unicode_to_byte[c] for c in token): rank for token, rank in vocab.items()}
-    special = {token["content"]: token["id"] for token in spec["added_tokens"]}
-    return TiktokenTokenizer(ranks, steps[0]["pattern"]["Regex"], special, nfc=nfc)
+    special, text_tokens = (
+        {
+            token["content"]: token["id"]
+            for token in spec["added_tokens"]
+            if token["special"] == is_special
+        }
+        for is_special in (True, False)
+    )
+    return TiktokenTokenizer(ranks, steps[0]["pattern"]["Regex"], special, text_tokens, nfc=nfc)
 
 
 def byte_level_alphabet() -> dict[str, int]:

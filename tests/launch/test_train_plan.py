@@ -11,6 +11,7 @@ from launch.data import build_task_encoder
 from launch.data_manifest import PackedData, read_packed_data
 from launch.train_plan import plan_training
 from offline_packing.errors import StageError
+from task_encoders.builtin_processor import builtin_tokenizer
 from tests.helpers.packed_runs import SEQ_LENGTH, bmr_folder, captioning_folder
 
 BLEND = """\
@@ -58,9 +59,10 @@ def test_a_folder_is_counted_by_its_train_split(captions: Path) -> None:
     assert data.seq_length == SEQ_LENGTH
 
 
-def test_the_task_encoder_is_of_the_family_that_is_trained(captions: Path) -> None:
-    """Packs fit both; positions of videos are the model's own."""
-    config = DataConfig(path=str(captions))
+def test_the_task_encoder_is_of_the_family_that_is_trained(captions: Path, tmp_path: Path) -> None:
+    """With one tokenizer packs fit both; positions of videos are the model's own."""
+    builtin_tokenizer().save_pretrained(tmp_path)
+    config = DataConfig(path=str(captions), processor=str(tmp_path))
     data = read_packed_data(captions)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OFFLINE_PACKED_DATA", "1")

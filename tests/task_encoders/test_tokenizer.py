@@ -4,9 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from task_encoders.builtin_processor import builtin_tokenizer
+from task_encoders.sample_encoder import build_sample_encoder
 from task_encoders.tokenizer import (
+    QWEN2_5_TEXT_TOKENS,
     QWEN_SPECIAL_TOKENS,
     TiktokenTokenizer,
     TransformersTokenizer,
@@ -38,6 +41,38 @@ def test_special_ids_are_those_of_published_checkpoints(token: str) -> None:
     expected = 151_643 + QWEN_SPECIAL_TOKENS.index(token)
     assert load_tokenizer("builtin").special_id(token) == expected
     assert builtin_tokenizer().convert_tokens_to_ids(token) == expected
+
+
+@pytest.fixture(scope="module")
+def qwen2_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer folder as Qwen2.5-VL's: eight of its added tokens are not special."""
+    folder = tmp_path_factory.mktemp("qwen2_5")
+    builtin_tokenizer(QWEN2_5_TEXT_TOKENS).save_pretrained(folder)
+    return folder
+
+
+def test_qwen2_5_has_eight_more_tokens_which_text_spells(qwen2_5: Path) -> None:
+    encoder = build_sample_encoder("qwen2_5_vl")
+    for i, token in enumerate(QWEN2_5_TEXT_TOKENS):
+        assert encoder.tokenizer.special_id(token) == 151_657 + i
+        assert encoder.tokenizer.encode(f"a{token}b") == [64, 151_657 + i, 65]
+        assert list(encoder.tokenizer.spell([151_657 + i])) == [(token, True)]
+    with pytest.raises(ValueError, match="tool_call"):
+        build_sample_encoder("qwen2_vl").tokenizer.special_id("<tool_call>")
+    fast = load_tokenizer(str(qwen2_5))
+    slow = TransformersTokenizer(AutoTokenizer.from_pretrained(qwen2_5))
+    assert isinstance(fast, TiktokenTokenizer)
+    assert fast.fingerprint == slow.fingerprint  # as artifacts of such checkpoints have it
+    rng = np.random.default_rng(0)
+    joints = (*QWEN2_5_TEXT_TOKENS, "<tool_call", "\u0301", "<|im_end|>", "\n")
+    for text in texts(200):
+        cut = "".join(
+            word + joints[rng.integers(len(joints))] for word in (text[:20], text[20:60], "x")
+        )
+        assert encoder.tokenizer.encode(cut) == fast.encode(cut) == slow.encode(cut)
+        answer = encoder.tokenizer.encode_answer("assistant\n", cut)
+        assert answer == fast.encode_answer("assistant\n", cut)
+        assert answer == slow.encode_answer("assistant\n", cut)
 
 
 def test_an_unknown_special_token_is_an_error() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
-
 from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
@@ -116,9 +115,7 @@ def transparent_files() -> dict[str, bytes]:
 
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency")
 @pytest.mark.parametrize("kind", transparent_files())
-def test_transparency_is_composed_on_white_as_transformers_does(
-    kind: str, tmp_path: Path
-) -> None:
+def test_transparency_is_composed_on_white_as_transformers_does(kind: str, tmp_path: Path) -> None:
     data = transparent_files()[kind]
     (tmp_path / "picture").write_bytes(data)
     ours = np.asarray(decode_image(data))
