@@ -219,7 +219,7 @@ def _write_companions(folder: Path, hf_config: Any, like: Path | None) -> None:
             if (like / name).is_file():
                 shutil.copyfile(like / name, folder / name)
         return
-    from task_encoders.builtin_processor import builtin_processor
+    from task_encoders.text.builtin_processor import builtin_processor
 
     processor = builtin_processor(min_pixels=56 * 56, max_pixels=28 * 28 * 5120)
     if hf_config.text_config.vocab_size >= len(processor.tokenizer):

@@ -1,8 +1,8 @@
 """What a sample and a pack are, and how they become tensors.
 
-In data order: `settings` (environment), `samples`, `pack_format` (pack <-> bytes), `tokenizer`,
-`chat_templates`, `vision`, `video`, `sample_encoder` (interface), `qwen2_vl` (a family),
-`concatenate` (samples -> row), `model_inputs` (row -> what a model takes), `energon_samples` and
+In data order: `settings` (environment), `samples`, `pack_format` (pack <-> bytes), `media/`,
+`text/`, `sample_encoder` (interface), `families/` (one module per model family), `concatenate`
+(samples -> row), `model_inputs` (row -> what a model takes), `energon_samples` and
 `packed_task_encoder` (the only modules that know Energon).
 
 Names below are imported on first use: measuring and planning need neither torch nor Energon.
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedBatch as PackedBatch
+    from task_encoders.families import build_sample_encoder as build_sample_encoder
+    from task_encoders.media.video import VideoSettings as VideoSettings
     from task_encoders.model_inputs import to_packed_seq_params as to_packed_seq_params
     from task_encoders.model_inputs import to_transformers_kwargs as to_transformers_kwargs
     from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder as Qwen2VLTaskEncoder
@@ -20,16 +22,14 @@ if TYPE_CHECKING:
         get_packed_train_dataset as get_packed_train_dataset,
     )
     from task_encoders.packed_task_encoder import get_packed_val_dataset as get_packed_val_dataset
-    from task_encoders.sample_encoder import build_sample_encoder as build_sample_encoder
     from task_encoders.settings import PackingSettings as PackingSettings
-    from task_encoders.video import VideoSettings as VideoSettings
 
 _MODULE_OF = {
     "PackedBatch": "energon_samples",
     "PackingSettings": "settings",
     "Qwen2VLTaskEncoder": "packed_task_encoder",
-    "VideoSettings": "video",
-    "build_sample_encoder": "sample_encoder",
+    "VideoSettings": "media.video",
+    "build_sample_encoder": "families",
     "get_packed_train_dataset": "packed_task_encoder",
     "get_packed_val_dataset": "packed_task_encoder",
     "to_packed_seq_params": "model_inputs",

@@ -31,12 +31,13 @@ from task_encoders.energon_samples import (
     batch_rows,
     sample_loader,
 )
+from task_encoders.families import build_sample_encoder
+from task_encoders.media.video import VideoSettings
+from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.pack_format import RestoredPack, match_images, restore_pack
-from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample, build_sample_encoder
+from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
 from task_encoders.samples import SampleError
 from task_encoders.settings import PackingSettings, PackingSettingsError
-from task_encoders.video import VideoSettings
-from task_encoders.video_file import MissingPyAVError
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Qwen2VLTaskEncoder(
         min_pixels, max_pixels, max_aspect_ratio, max_image_pixels: as when the packs were
             measured; the folder's manifest.json says what that was.
         video: which frames of videos are taken; as when the packs were measured.
-        family: model family, see `sample_encoder.FAMILIES`.
+        family: model family, see `families.FAMILIES`.
         pad_multiple: pad every sub-sample to a multiple (see `required_pad_multiple`).
         pad_to_seq_length: pad every pack to `seq_length`, for kernels compiled per shape.
         cross_sample_attention: let a pack's samples attend to each other.

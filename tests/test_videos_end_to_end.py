@@ -22,11 +22,11 @@ from offline_packing.report.preview_page import render_packs
 from offline_packing.report.preview_text import render_pack
 from offline_packing.storage.tar_shards import scan_tar
 from offline_packing.verify.verify import verify
-from task_encoders.builtin_processor import builtin_tokenizer
+from task_encoders.media.video import VideoSettings
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, get_packed_train_dataset
 from task_encoders.settings import PackingSettings
-from task_encoders.video import VideoSettings
+from task_encoders.text.builtin_processor import builtin_tokenizer
 from tests.helpers.datasets import (
     dialogue,
     image_bytes,

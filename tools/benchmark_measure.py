@@ -38,8 +38,8 @@ from offline_packing.config.packing import ModelConfig
 from offline_packing.measure.measure_part import MeasureTask, measure_part
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import PairsSource
-from task_encoders.builtin_processor import builtin_processor
-from task_encoders.tokenizer import load_tokenizer
+from task_encoders.text.builtin_processor import builtin_processor
+from task_encoders.text.tokenizer import load_tokenizer
 
 WORDS = (
     "a photo of two red bicycles leaning on the old stone bridge while it rains , 3 birds".split()
@@ -139,8 +139,8 @@ def draw_video(container: str, codec: str, seed: int) -> bytes:
 
 def benchmark_videos(count: int) -> None:
     """Print what the length of a video costs by header, by libavformat and by decoding."""
-    from task_encoders import video, video_file
-    from task_encoders.vision import VisionSettings
+    from task_encoders.media import video, video_file
+    from task_encoders.media.image import VisionSettings
 
     limits = ModelConfig()
     vision = VisionSettings(limits.min_pixels, limits.max_pixels)

@@ -30,9 +30,9 @@ from offline_packing.errors import StageError
 from offline_packing.sources import Locator, Source, SourceRecord, source_class
 from offline_packing.sources.records import has_dialogue, to_sample
 from offline_packing.storage.files import write_atomically
+from task_encoders.media.image import read_image_header
 from task_encoders.pack_format import image_extension
 from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample, Turn
-from task_encoders.vision import read_image_header
 
 FORMS: Final = ("copies", "dialogue")
 

@@ -25,9 +25,9 @@ from offline_packing.errors import ConfigError
 from offline_packing.planner.rules import check_combination
 from offline_packing.sources import SOURCES, source_class
 from offline_packing.sources.fields import FieldMap
-from task_encoders.sample_encoder import FAMILIES
-from task_encoders.video import VideoSettings
-from task_encoders.video_file import MAX_VIDEO_FRAMES
+from task_encoders.families import FAMILIES
+from task_encoders.media.video import VideoSettings
+from task_encoders.media.video_file import MAX_VIDEO_FRAMES
 
 #: Copies of a sample are rows of their own: more of them is a slip of the pen.
 MAX_REPEAT: Final = 1000

@@ -24,16 +24,16 @@ from offline_packing.measure.repeats import copy_key, num_copies
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
 from offline_packing.sources.records import to_sample
-from task_encoders.pack_format import image_extension, video_extension
-from task_encoders.sample_encoder import SampleEncoder
-from task_encoders.samples import SampleError
-from task_encoders.video_file import (
+from task_encoders.media.image import MAX_IMAGE_PIXELS, read_image_header
+from task_encoders.media.video_file import (
     MAX_VIDEO_FRAMES,
     MissingPyAVError,
     VideoHeader,
     read_video_header,
 )
-from task_encoders.vision import MAX_IMAGE_PIXELS, read_image_header
+from task_encoders.pack_format import image_extension, video_extension
+from task_encoders.sample_encoder import SampleEncoder
+from task_encoders.samples import SampleError
 
 #: Rows that a worker holds at a time: a part of a compressed source may have any number.
 _ROWS_AT_ONCE: Final = 1024

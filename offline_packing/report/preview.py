@@ -17,14 +17,14 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import check_energon
 from offline_packing.runs.manifest import Manifest, require_manifest
 from offline_packing.runs.run import Stage
+from task_encoders.media.image import MAX_IMAGE_PIXELS, decode_image
+from task_encoders.media.video import num_sampled_frames, sampled_frames
+from task_encoders.media.video_file import decode_frames, read_video_header
 from task_encoders.pack_format import JSON_PART, pack_key, parse_json, restore_pack
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SourceSample
 from task_encoders.settings import PackingSettings
-from task_encoders.tokenizer import Tokenizer
-from task_encoders.video import num_sampled_frames, sampled_frames
-from task_encoders.video_file import decode_frames, read_video_header
-from task_encoders.vision import MAX_IMAGE_PIXELS, decode_image
+from task_encoders.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedRowSample

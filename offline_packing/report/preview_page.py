@@ -18,7 +18,7 @@ from offline_packing.report.preview import (
 )
 from offline_packing.report.preview_text import first_words
 from offline_packing.report.tables import table
-from task_encoders.vision import decode_image
+from task_encoders.media.image import decode_image
 
 _THUMBNAIL: Final = (220, 160)
 _WORDS: Final = 60

@@ -15,7 +15,8 @@ from offline_packing.index.stamps import MODIFICATION_TIME
 from offline_packing.runs.workspace import Workspace
 from offline_packing.sources import Source, source_class
 from offline_packing.storage.fingerprint import Fingerprint
-from task_encoders.sample_encoder import SampleEncoder, build_sample_encoder
+from task_encoders.families import build_sample_encoder
+from task_encoders.sample_encoder import SampleEncoder
 
 
 @dataclass(frozen=True)

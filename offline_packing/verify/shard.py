@@ -14,9 +14,9 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import Row, ShardTask
 from offline_packing.runs.run import open_encoder
 from offline_packing.storage.files import hash_file
+from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.pack_format import JSON_PART, PackFormatError, parse_json, restore_pack
 from task_encoders.samples import SampleError, SourceSample
-from task_encoders.video_file import MissingPyAVError
 
 #: Problems kept per shard; all are counted.
 _KEPT: Final = 20

@@ -11,7 +11,7 @@ from launch.data import build_task_encoder
 from launch.data_manifest import PackedData, read_packed_data
 from launch.train_plan import plan_training
 from offline_packing.errors import StageError
-from task_encoders.builtin_processor import builtin_tokenizer
+from task_encoders.text.builtin_processor import builtin_tokenizer
 from tests.helpers.packed_runs import SEQ_LENGTH, bmr_folder, captioning_folder
 
 BLEND = """\

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from task_encoders import vision
-from task_encoders.jpeg_header import jpeg_size
+from task_encoders.media import image
+from task_encoders.media.image import read_image_header
+from task_encoders.media.jpeg_header import jpeg_size
 from task_encoders.samples import SampleError
-from task_encoders.vision import read_image_header
 
 
 def jpeg(width: int = 37, height: int = 23, mode: str = "RGB", **options: object) -> bytes:
@@ -76,5 +76,5 @@ def test_damaged_heads_have_pillows_outcome(monkeypatch: pytest.MonkeyPatch) -> 
     fast = [outcome(data) for data in damaged]
     sized = sum(jpeg_size(data) is not None for data in damaged)
     assert 100 < sized < len(damaged)  # both ways were taken
-    monkeypatch.setattr(vision, "jpeg_size", lambda head: None)
+    monkeypatch.setattr(image, "jpeg_size", lambda head: None)
     assert fast == [outcome(data) for data in damaged]

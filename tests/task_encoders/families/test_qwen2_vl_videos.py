@@ -11,13 +11,14 @@ import torch
 import transformers
 from transformers.video_utils import VideoMetadata
 
-from task_encoders.builtin_processor import builtin_processor
-from task_encoders.chat_templates import to_messages
-from task_encoders.sample_encoder import IGNORE_INDEX, build_sample_encoder
+from task_encoders.families import build_sample_encoder
+from task_encoders.media.image import read_image_header
+from task_encoders.media.video import VideoSettings, num_sampled_frames, sampled_frames
+from task_encoders.media.video_file import read_video_header
+from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn, check_sample
-from task_encoders.video import VideoSettings, num_sampled_frames, sampled_frames
-from task_encoders.video_file import read_video_header
-from task_encoders.vision import read_image_header
+from task_encoders.text.builtin_processor import builtin_processor
+from task_encoders.text.chat_templates import to_messages
 from tests.helpers.datasets import image_bytes
 from tests.helpers.tiny_checkpoints import TEXT
 from tests.helpers.videos import make_video
@@ -186,7 +187,7 @@ def test_counts_that_do_not_match(prompt: str, images: int, videos: int, reason:
 
 
 def test_tokens_per_second_are_the_checkpoints(tmp_path: Path) -> None:
-    from task_encoders.qwen2_vl import read_tokens_per_second
+    from task_encoders.families.qwen2_vl import read_tokens_per_second
 
     assert read_tokens_per_second("builtin") == read_tokens_per_second(str(tmp_path)) == 2
     (tmp_path / "config.json").write_text(

@@ -12,9 +12,9 @@ from PIL import Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
-from task_encoders import vision
+from task_encoders.media import image
+from task_encoders.media.image import VisionSettings, decode_image, read_image_header, smart_resize
 from task_encoders.samples import SampleError
-from task_encoders.vision import VisionSettings, decode_image, read_image_header, smart_resize
 from tests.helpers.texts_and_images import random_image
 
 SETTINGS = VisionSettings(min_pixels=56 * 56, max_pixels=28 * 28 * 256)
@@ -31,7 +31,7 @@ def picture(width: int = 60, height: int = 40) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def header(data: bytes, **options: Any) -> vision.ImageHeader:
+def header(data: bytes, **options: Any) -> image.ImageHeader:
     return read_image_header(io.BytesIO(data), **options)
 
 
@@ -39,8 +39,8 @@ def header(data: bytes, **options: Any) -> vision.ImageHeader:
 def test_size_without_decoding(image_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = save(picture(), image_format)
     decoded = []
-    monkeypatch.setattr(vision, "_load", decoded.append)
-    assert header(data) == vision.ImageHeader(40, 60, image_format)
+    monkeypatch.setattr(image, "_load", decoded.append)
+    assert header(data) == image.ImageHeader(40, 60, image_format)
     # Formats whose end cannot be recognised are decoded; the common ones never.
     assert bool(decoded) == (image_format in ("BMP", "TIFF"))
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps
 
-from task_encoders.jpeg_header import HEAD_BYTES, jpeg_size
+from task_encoders.media.jpeg_header import HEAD_BYTES, jpeg_size
 from task_encoders.samples import SampleError
 
 #: Formats that are read. Pillow knows more, some of which call external programs.

@@ -8,13 +8,14 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from task_encoders import chat_templates, video, vision
-from task_encoders.chat_templates import Answer, Control, Text, Video
+from task_encoders.media import image, video
+from task_encoders.media.video import VideoSettings
+from task_encoders.media.video_file import VideoHeader
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample, SampleLength
 from task_encoders.samples import SourceSample, check_sample
-from task_encoders.tokenizer import BUILTIN, load_tokenizer
-from task_encoders.video import VideoSettings
-from task_encoders.video_file import VideoHeader
+from task_encoders.text import chat_templates
+from task_encoders.text.chat_templates import Answer, Control, Text, Video
+from task_encoders.text.tokenizer import BUILTIN, load_tokenizer
 
 Grid = tuple[int, int, int]
 
@@ -59,7 +60,7 @@ class Qwen2VLSampleEncoder:
         min_pixels: int,
         max_pixels: int,
         max_aspect_ratio: float = 200,
-        max_image_pixels: int = vision.MAX_IMAGE_PIXELS,
+        max_image_pixels: int = image.MAX_IMAGE_PIXELS,
         video: VideoSettings | None = None,
         tokens_per_second: float | None = None,
         text_tokens: tuple[str, ...] = (),
@@ -69,7 +70,7 @@ class Qwen2VLSampleEncoder:
         self.tokenizer = load_tokenizer(processor, text_tokens)
         if processor != BUILTIN:
             _check_checkpoint(processor)
-        self.vision = vision.VisionSettings(
+        self.vision = image.VisionSettings(
             min_pixels, max_pixels, max_aspect_ratio, max_image_pixels
         )
         self.video = video or VideoSettings()
@@ -113,7 +114,7 @@ class Qwen2VLSampleEncoder:
         image_sizes: Sequence[tuple[int, int]],
         videos: Sequence[VideoHeader] = (),
     ) -> SampleLength:
-        grids = tuple(vision.image_grid(h, w, self.vision) for h, w in image_sizes)
+        grids = tuple(image.image_grid(h, w, self.vision) for h, w in image_sizes)
         video_grids = tuple(video.video_grid(v, self.video, self.vision) for v in videos)
         spans = self._layout(
             sample, [_Medium(grid) for grid in grids], [_Medium(grid) for grid in video_grids]
@@ -129,7 +130,7 @@ class Qwen2VLSampleEncoder:
     def encode(
         self, sample: SourceSample, images: Sequence[bytes], videos: Sequence[bytes] = ()
     ) -> EncodedSample:
-        image_pixels = [vision.image_patches(data, self.vision) for data in images]
+        image_pixels = [image.image_patches(data, self.vision) for data in images]
         video_pixels = [video.video_patches(data, self.video, self.vision) for data in videos]
         image_grids = [grid for _, grid in image_pixels]
         video_media = [_Medium(grid, seconds) for _, grid, seconds in video_pixels]

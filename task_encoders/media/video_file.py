@@ -14,9 +14,9 @@ from typing import Any, BinaryIO, Final
 
 from PIL import Image
 
-from task_encoders.mp4_header import is_mp4, mp4_rotation, read_mp4_header
+from task_encoders.media.image import MAX_IMAGE_PIXELS
+from task_encoders.media.mp4_header import is_mp4, mp4_rotation, read_mp4_header
 from task_encoders.samples import SampleError
-from task_encoders.vision import MAX_IMAGE_PIXELS
 
 #: Default limit on the frames in a file: nine hours at 30 per second.
 MAX_VIDEO_FRAMES: Final = 1_000_000

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from task_encoders.builtin_processor import builtin_tokenizer
-from task_encoders.sample_encoder import build_sample_encoder
-from task_encoders.tokenizer import (
+from task_encoders.families import build_sample_encoder
+from task_encoders.text.builtin_processor import builtin_tokenizer
+from task_encoders.text.tokenizer import (
     QWEN2_5_TEXT_TOKENS,
     QWEN_SPECIAL_TOKENS,
     TiktokenTokenizer,

@@ -22,15 +22,15 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.nn import functional as F
 
-from task_encoders import video_file
-from task_encoders.mp4_header import (
+from task_encoders.media import video_file
+from task_encoders.media.image import VisionSettings
+from task_encoders.media.mp4_header import (
     _data_end,
     _NotPlainError,
     _sample_sizes,
     read_mp4_header,
 )
-from task_encoders.samples import SampleError
-from task_encoders.video import (
+from task_encoders.media.video import (
     VideoSettings,
     num_sampled_frames,
     sampled_frames,
@@ -38,13 +38,13 @@ from task_encoders.video import (
     video_grid,
     video_patches,
 )
-from task_encoders.video_file import (
+from task_encoders.media.video_file import (
     MissingPyAVError,
     VideoHeader,
     decode_frames,
     read_video_header,
 )
-from task_encoders.vision import VisionSettings
+from task_encoders.samples import SampleError
 from tests.helpers.videos import boxes, draw_frame, make_audio, make_video, patched
 
 VISION = VisionSettings(56 * 56, 28 * 28 * 64)

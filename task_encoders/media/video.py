@@ -14,15 +14,15 @@ from io import BytesIO
 import numpy as np
 import numpy.typing as npt
 
-from task_encoders import vision
-from task_encoders.samples import SampleError
-from task_encoders.video_file import (
+from task_encoders.media import image
+from task_encoders.media.image import VisionSettings
+from task_encoders.media.video_file import (
     MAX_VIDEO_FRAMES,
     VideoHeader,
     decode_frames,
     read_video_header,
 )
-from task_encoders.vision import VisionSettings
+from task_encoders.samples import SampleError
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def video_grid(
             min(settings.max_pixels, budget * depth // num_sampled), int(settings.min_pixels * 1.05)
         )
         limits = dataclasses.replace(limits, max_pixels=share)
-    height, width = vision.smart_resize(header.height, header.width, limits)
+    height, width = image.smart_resize(header.height, header.width, limits)
     patch = vision_settings.patch_size
     return -(-num_sampled // depth), height // patch, width // patch
 
@@ -136,7 +136,7 @@ def video_grid(
 def video_patches(
     data: bytes, settings: VideoSettings, vision_settings: VisionSettings
 ) -> tuple[npt.NDArray[np.float32], tuple[int, int, int], float]:
-    """A video file as normalised patches, the counterpart of `vision.image_patches`.
+    """A video file as normalised patches, the counterpart of `image.image_patches`.
 
     Returns:
         pixel_values (t·h·w, C·T·p·p), the grid (t, h, w), and the seconds in one step of t.
@@ -155,5 +155,5 @@ def video_patches(
     num_sampled = num_sampled_frames(header, settings, depth)
     numbers = sampled_frames(header.num_frames, num_sampled)
     frames = decode_frames(data, header, numbers, vision_settings.max_image_pixels)
-    pixel_values = vision.frame_patches(frames, grid, vision_settings)
+    pixel_values = image.frame_patches(frames, grid, vision_settings)
     return pixel_values, grid, seconds_per_grid(header, num_sampled, depth)

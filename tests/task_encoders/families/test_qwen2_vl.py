@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from transformers.image_utils import load_image
 
-from task_encoders.builtin_processor import builtin_processor
-from task_encoders.chat_templates import QWEN2_VL_TEMPLATE, check_chat_template, to_messages
-from task_encoders.sample_encoder import IGNORE_INDEX, build_sample_encoder
+from task_encoders.families import build_sample_encoder
+from task_encoders.media.image import read_image_header
+from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SourceSample, Turn
-from task_encoders.vision import read_image_header
+from task_encoders.text.builtin_processor import builtin_processor
+from task_encoders.text.chat_templates import QWEN2_VL_TEMPLATE, check_chat_template, to_messages
 from tests.helpers.texts_and_images import KINDS, random_image, random_samples
 
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 96

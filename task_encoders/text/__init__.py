@@ -1,0 +1,3 @@
+"""Text: `tokenizer` (ids), `chat_templates` (conversation -> pieces), and `builtin_processor`
+(transformers' own tokenizer and processor of the built-in vocabulary). May import: samples.
+"""
