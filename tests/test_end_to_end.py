@@ -18,7 +18,7 @@ from offline_packing.engines.local import LocalEngine
 from offline_packing.index.table import Index
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.verify.verify import VerifyResult, verify
 from offline_packing.write.write import open_plan, write
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, get_packed_val_dataset
@@ -64,12 +64,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
             }
         )
         with LocalEngine(0) as engine:
-            stage = Stage(config, engine)
-            measure(stage)
-            plan(stage)
-            manifest = write(stage)
-            verified = verify(stage, deep=True)
-            index, _, _ = open_plan(stage)
+            run = Run(config, engine)
+            measure(run)
+            plan(run)
+            manifest = write(run)
+            verified = verify(run, deep=True)
+            index, _, _ = open_plan(run)
         results[task] = Written(root / task, config, manifest, verified, index)
     return results
 

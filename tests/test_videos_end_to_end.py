@@ -30,7 +30,7 @@ from task_encoders.text.builtin_processor import builtin_tokenizer
 from tests.helpers.datasets import (
     dialogue,
     image_bytes,
-    make_stage,
+    make_run,
     outcomes,
     pack_all,
     write_json,
@@ -69,13 +69,13 @@ def write_samples(root: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("videos")
     (root / "data").mkdir()
     source = {"format": "pairs", "path": str(write_samples(root / "data")), "task": "bmr"}
-    stage = make_stage(source, root / "out", model=MODEL, pack={"seq_length": SEQ_LENGTH})
-    pack_all(stage)
-    return stage
+    run = make_run(source, root / "out", model=MODEL, pack={"seq_length": SEQ_LENGTH})
+    pack_all(run)
+    return run
 
 
 def task_encoder(family: str = "qwen2_vl", processor: str = "builtin") -> Qwen2VLTaskEncoder:
@@ -100,14 +100,14 @@ def load(path: Path, encoder: Qwen2VLTaskEncoder, micro_batch_size: int = 1) -> 
     return list(get_loader(dataset))
 
 
-def test_every_sample_is_packed_and_verified(stage: Any) -> None:
-    result = verify(stage, deep=True)
+def test_every_sample_is_packed_and_verified(run: Any) -> None:
+    result = verify(run, deep=True)
     assert result.ok, result.problems
     assert (result.num_samples, result.num_images, result.num_videos) == (12, 6, 9)
 
 
-def test_the_index_counts_images_and_videos(stage: Any) -> None:
-    samples: Index = open_index(stage)
+def test_the_index_counts_images_and_videos(run: Any) -> None:
+    samples: Index = open_index(run)
     rows = samples.table().to_pylist()
     assert sorted((r["num_images"], r["num_videos"]) for r in rows) == sorted(
         [(0, 1)] * 3 + [(1, 2)] * 3 + [(1, 0)] * 3 + [(0, 0)] * 3
@@ -119,8 +119,8 @@ def test_the_index_counts_images_and_videos(stage: Any) -> None:
         assert len(row["grid_thw"]) == 3 * len(extensions)
 
 
-def test_members_of_a_pack(stage: Any) -> None:
-    path = Path(stage.config.output.path)
+def test_members_of_a_pack(run: Any) -> None:
+    path = Path(run.config.output.path)
     names: list[str] = []
     for tar in sorted(path.glob("*.tar")):
         data = tar.read_bytes()
@@ -135,7 +135,7 @@ def test_members_of_a_pack(stage: Any) -> None:
     assert {name.rpartition(".")[2] for name in names} == {"mp4", "webm", "avi", "mov"}
 
 
-def test_raw_bytes_arrive_through_energon(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_bytes_arrive_through_energon(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arrived: list[bytes] = []
     encoder = task_encoder()
     encode = encoder.encode_sample
@@ -145,18 +145,18 @@ def test_raw_bytes_arrive_through_energon(stage: Any, monkeypatch: pytest.Monkey
         return encode(sample)
 
     monkeypatch.setattr(encoder, "encode_sample", collect)
-    batches = load(Path(stage.config.output.path), encoder)
+    batches = load(Path(run.config.output.path), encoder)
     assert not any(batch.dropped for batch in batches)
-    folder = Path(stage.config.source[0].path)
+    folder = Path(run.config.source[0].path)
     written = [file.read_bytes() for file in folder.iterdir() if file.suffix != ".json"]
     assert len(written) == 15
     assert sorted(arrived) == sorted(written)
 
 
 @pytest.mark.parametrize("command", [["info"], ["lint"], ["preview", "--split-parts", "train"]])
-def test_energons_own_commands_accept_the_folder(stage: Any, command: list[str]) -> None:
+def test_energons_own_commands_accept_the_folder(run: Any, command: list[str]) -> None:
     done = subprocess.run(
-        [Path(sys.executable).with_name("energon"), *command, stage.config.output.path],
+        [Path(sys.executable).with_name("energon"), *command, run.config.output.path],
         capture_output=True,
         text=True,
         timeout=120,
@@ -166,8 +166,8 @@ def test_energons_own_commands_accept_the_folder(stage: Any, command: list[str])
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_batch_holds_images_and_videos(stage: Any) -> None:
-    batches = load(Path(stage.config.output.path), task_encoder(), micro_batch_size=2)
+def test_a_batch_holds_images_and_videos(run: Any) -> None:
+    batches = load(Path(run.config.output.path), task_encoder(), micro_batch_size=2)
     assert sum(len(batch.image_grid_thw) for batch in batches) == 6
     assert sum(len(batch.video_grid_thw) for batch in batches) == 9
     for batch in batches:
@@ -177,8 +177,8 @@ def test_a_batch_holds_images_and_videos(stage: Any) -> None:
         assert batch.num_tiles.shape == (len(batch.image_grid_thw),)
 
 
-def test_packed_equals_unpacked(stage: Any) -> None:
-    batches = load(Path(stage.config.output.path), task_encoder(), micro_batch_size=2)
+def test_packed_equals_unpacked(run: Any) -> None:
+    batches = load(Path(run.config.output.path), task_encoder(), micro_batch_size=2)
     model = training.tiny_qwen2_vl(weight_std=0.08)
     difference = training.compare_packed_with_unpacked(model, batches)
     assert difference.num_tokens > 100
@@ -186,25 +186,25 @@ def test_packed_equals_unpacked(stage: Any) -> None:
     assert difference.without_boundaries >= 1e-1
 
 
-def test_other_settings_are_refused(stage: Any) -> None:
+def test_other_settings_are_refused(run: Any) -> None:
     encoder = Qwen2VLTaskEncoder(
         seq_length=SEQ_LENGTH,
         max_pixels=MODEL["max_pixels"],
         settings=PackingSettings(packed=True, bmr=True),
     )
     with pytest.raises(ValueError, match="video_max_pixels 7056"):
-        load(Path(stage.config.output.path), encoder)
+        load(Path(run.config.output.path), encoder)
 
 
-def test_either_family_trains_on_the_packs(stage: Any, tmp_path: Path) -> None:
+def test_either_family_trains_on_the_packs(run: Any, tmp_path: Path) -> None:
     """With one tokenizer, positions of videos are all that differs, and these are made when a pack
     is read: measured lengths, plans and packs are the same, so neither refuses the other's."""
     processor = str(tmp_path / "processor")
     builtin_tokenizer().save_pretrained(processor)
     outputs = []
     for family in ("qwen2_vl", "qwen2_5_vl"):
-        one = make_stage(
-            {"format": "pairs", "path": stage.config.source[0].path, "task": "bmr"},
+        one = make_run(
+            {"format": "pairs", "path": run.config.source[0].path, "task": "bmr"},
             tmp_path / family,
             model={**MODEL, "family": family, "processor": processor},
             pack={"seq_length": SEQ_LENGTH},
@@ -228,8 +228,8 @@ def test_either_family_trains_on_the_packs(stage: Any, tmp_path: Path) -> None:
     assert differing
 
 
-def test_preview_shows_grids_and_first_frames(stage: Any) -> None:
-    packs = list(preview(stage, num_packs=100))
+def test_preview_shows_grids_and_first_frames(run: Any) -> None:
+    packs = list(preview(run, num_packs=100))
     videos = [video for pack in packs for sub in pack.sub_samples for video in sub.videos]
     assert len(videos) == 9
     page = Elements(render_packs(packs, "bmr").decode())
@@ -249,10 +249,10 @@ def test_preview_shows_grids_and_first_frames(stage: Any) -> None:
         assert bar.mean() > 180
 
 
-def test_transformers_reads_the_videos(stage: Any) -> None:
+def test_transformers_reads_the_videos(run: Any) -> None:
     """The values of a video reach the loss: without them, or turned round, it is another."""
     batch = next(
-        b for b in load(Path(stage.config.output.path), task_encoder()) if len(b.video_grid_thw)
+        b for b in load(Path(run.config.output.path), task_encoder()) if len(b.video_grid_thw)
     )
     model = training.tiny_qwen2_vl(weight_std=0.08)
     kwargs = to_transformers_kwargs(batch)
@@ -271,9 +271,9 @@ def test_captions_and_questions_may_have_videos(tmp_path: Path, task: str) -> No
         write_json(tmp_path / "data" / f"{i}.json", record)
         (tmp_path / "data" / f"{i}.mp4").write_bytes(make_video(4 + i))
     source = {"format": "pairs", "path": str(tmp_path / "data"), "task": task}
-    stage = make_stage(source, tmp_path / "out", model=MODEL)
-    pack_all(stage)
-    result = verify(stage, deep=True)
+    run = make_run(source, tmp_path / "out", model=MODEL)
+    pack_all(run)
+    result = verify(run, deep=True)
     assert result.ok, result.problems
     assert (result.num_samples, result.num_videos) == (6, 6)
     settings = PackingSettings(packed=True, vqa=task == "vqa")
@@ -285,9 +285,9 @@ def test_captions_and_questions_may_have_videos(tmp_path: Path, task: str) -> No
     assert all(batch.imgs.tolist() == [[0.0]] for batch in batches)
 
 
-def test_budgets_groups_and_cost_count_videos(stage: Any, tmp_path: Path) -> None:
-    source = stage.config.source[0].model_dump()
-    limited = make_stage(
+def test_budgets_groups_and_cost_count_videos(run: Any, tmp_path: Path) -> None:
+    source = run.config.source[0].model_dump()
+    limited = make_run(
         source,
         tmp_path / "out",
         model=MODEL,
@@ -310,7 +310,7 @@ def test_budgets_groups_and_cost_count_videos(stage: Any, tmp_path: Path) -> Non
             assert len(with_media) == 1
 
 
-def test_the_llava_onevision_layout_holds_no_videos(stage: Any, tmp_path: Path) -> None:
+def test_the_llava_onevision_layout_holds_no_videos(run: Any, tmp_path: Path) -> None:
     write_json(tmp_path / "data" / "a.json", {"caption": "A bar"})
     (tmp_path / "data" / "a.mp4").write_bytes(make_video(4))
     write_json(
@@ -321,7 +321,7 @@ def test_the_llava_onevision_layout_holds_no_videos(stage: Any, tmp_path: Path) 
     write_json(tmp_path / "data" / "b.json", {"caption": "A picture"})
     source = {"format": "pairs", "path": str(tmp_path / "data"), "task": "captioning"}
     output = {"layout": "llava_onevision"}
-    manifest = pack_all(make_stage(source, tmp_path / "out", model=MODEL, output=output))
+    manifest = pack_all(make_run(source, tmp_path / "out", model=MODEL, output=output))
     assert manifest["counts"]["set_aside"] == {"not_in_layout": 2}
     assert manifest["counts"]["packed"] == 1
 
@@ -347,7 +347,7 @@ def test_bad_videos_are_set_aside(tmp_path: Path) -> None:
     expected = {name: reason for name, (_, reason) in BAD_FILES.items()}
     expected |= {"both": "ambiguous_image", "missing": "missing_image"}
     expected |= {"outside": "path_outside_root"}
-    assert outcomes(make_stage(source, tmp_path / "out", model=MODEL)) == expected
+    assert outcomes(make_run(source, tmp_path / "out", model=MODEL)) == expected
 
 
 def test_a_damaged_video_is_dropped_from_its_pack(tmp_path: Path) -> None:
@@ -359,9 +359,9 @@ def test_a_damaged_video_is_dropped_from_its_pack(tmp_path: Path) -> None:
         write_json(tmp_path / "data" / f"{name}.json", {"caption": "A bar"})
         (tmp_path / "data" / f"{name}.mp4").write_bytes(data)
     source = {"format": "pairs", "path": str(tmp_path / "data"), "task": "captioning"}
-    stage = make_stage(source, tmp_path / "out", model=MODEL)
-    pack_all(stage)
-    result = verify(stage, deep=True)
+    run = make_run(source, tmp_path / "out", model=MODEL)
+    pack_all(run)
+    result = verify(run, deep=True)
     assert result.num_problems == 1
     assert "truncated_video" in result.problems[0]
     encoder = Qwen2VLTaskEncoder(
@@ -375,13 +375,13 @@ def test_a_damaged_video_is_dropped_from_its_pack(tmp_path: Path) -> None:
     assert "bad: truncated_video" in batch.dropped[0]
 
 
-def test_one_and_several_workers_write_the_same_bytes(stage: Any, tmp_path: Path) -> None:
-    source = stage.config.source[0].model_dump()
+def test_one_and_several_workers_write_the_same_bytes(run: Any, tmp_path: Path) -> None:
+    source = run.config.source[0].model_dump()
     pack = {"seq_length": SEQ_LENGTH}
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder, workers in zip(folders, (0, 2), strict=True):
         engine = {"workers": workers, "samples_per_part": 3}
-        pack_all(make_stage(source, folder, model=MODEL, pack=pack, engine=engine))
+        pack_all(make_run(source, folder, model=MODEL, pack=pack, engine=engine))
     one, two = ({f.name: f.read_bytes() for f in folder.glob("*.tar*")} for folder in folders)
     assert one == two
     assert len(one) > 1

@@ -32,7 +32,7 @@ from offline_packing.config.packing import parse_config
 from offline_packing.engines.local import LocalEngine
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.write.write import open_plan, write
 
 PACKS_PER_SHARD = 100
@@ -58,7 +58,7 @@ def make_samples(folder: Path, count: int) -> None:
         (folder / f"{i:06d}.json").write_bytes(orjson.dumps({"caption": text}))
 
 
-def make_stage(source: Path, output: Path) -> Stage:
+def make_run(source: Path, output: Path) -> Run:
     """A measured and planned stage in this process."""
     config = parse_config(
         {
@@ -68,10 +68,10 @@ def make_stage(source: Path, output: Path) -> Stage:
             "engine": {"workers": 0},
         }
     )
-    stage = Stage(config, LocalEngine(0))
-    measure(stage)
-    plan(stage)
-    return stage
+    run = Run(config, LocalEngine(0))
+    measure(run)
+    plan(run)
+    return run
 
 
 def cat_files(files: list[Path], target: Path) -> None:
@@ -149,9 +149,9 @@ def digest(output: Path) -> dict[str, str]:
 
 def worker_peak(source: Path, output: Path) -> float:
     """Peak MiB of a worker process that writes all shards."""
-    stage = make_stage(source, output)
+    run = make_run(source, output)
     with LocalEngine(1) as engine:
-        write(replace(stage, engine=engine))
+        write(replace(run, engine=engine))
         return next(engine.run(_own_peak, [0]))
 
 
@@ -206,13 +206,13 @@ def run(base: Path, num_samples: int, rounds: int) -> None:
 
 def run_round(source: Path, files: list[Path], output: Path, target: Path) -> dict[str, float]:
     """Seconds of each road."""
-    stage = make_stage(source, output)
-    _, packs, _ = open_plan(stage)
+    run = make_run(source, output)
+    _, packs, _ = open_plan(run)
     images = [path for path in files if path.suffix == ".jpg"]  # in the order of the index
     image_packs = [[images[i] for i in packs.pack(n)] for n in range(packs.num_packs)]
     roads: dict[str, Callable[[], object]] = {
         "cat, loose files": partial(cat_files, files, target),
-        "offline-packing write": partial(write, stage),
+        "offline-packing write": partial(write, run),
         "cp, one file": partial(copy_one, target.with_name("one"), target),
         "TarWriter alone": partial(tar_writer_alone, image_packs, target),
         "TarWriter, the whole road": partial(write_webdataset, image_packs, target),

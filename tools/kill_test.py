@@ -29,7 +29,7 @@ from PIL import Image
 from offline_packing.config.packing import PackingConfig, parse_config
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
-from offline_packing.runs.run import Stage, build_engine, open_encoder
+from offline_packing.runs.run import Run, build_engine, open_encoder
 from offline_packing.write.write import write
 
 _WORDS = "a red circle stands left of the small blue square below two green stars".split()
@@ -66,11 +66,11 @@ def make_config(source: Path, output: Path, workers: int) -> PackingConfig:
 def pack(config: PackingConfig) -> None:
     """measure, plan and write."""
     with build_engine(config) as engine:
-        stage = Stage(config, engine)
-        with stage.workspace.lock():
-            measure(stage)
-            plan(stage)
-            write(stage)
+        run = Run(config, engine)
+        with run.workspace.lock():
+            measure(run)
+            plan(run)
+            write(run)
 
 
 def start(function: Callable[[], object]) -> int:
@@ -194,7 +194,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         kills = run(Path(name), arguments.kills, arguments.workers, arguments.seed)
-    stages = ", ".join(f"{stage} {count}" for stage, count in sorted(kills.items()))
+    stages = ", ".join(f"{run} {count}" for run, count in sorted(kills.items()))
     print(f"{kills.total()} kills ({stages}); every rerun gave the undisturbed run's files")
 
 

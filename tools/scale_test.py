@@ -23,7 +23,7 @@ from offline_packing.layouts.shard_layout import plan_shards
 from offline_packing.layouts.shard_tasks import iterate_tasks
 from offline_packing.plan.plan import plan
 from offline_packing.report.report import report
-from offline_packing.runs.run import Stage, config_fingerprint
+from offline_packing.runs.run import Run, config_fingerprint
 from offline_packing.storage.fingerprint import library_versions
 from offline_packing.write.write import open_plan
 
@@ -76,26 +76,26 @@ def _locators(
     )
 
 
-def make_index(config: PackingConfig, stage: Stage, num_rows: int) -> None:
+def make_index(config: PackingConfig, run: Run, num_rows: int) -> None:
     """A complete index, part by part."""
     rng = np.random.default_rng(0)
     size = config.engine.samples_per_part
-    stage.workspace.index.mkdir(parents=True)
+    run.workspace.index.mkdir(parents=True)
     rows = [min(size, num_rows - first) for first in range(0, num_rows, size)]
     for number, count in enumerate(rows):
         table = make_part(number * size, count, rng)
-        index.write_table(stage.workspace.index / index.part_name(number), table)
+        index.write_table(run.workspace.index / index.part_name(number), table)
     fingerprint = {**config_fingerprint(config), "source.0.listing": "synthetic"}
     info = IndexInfo(fingerprint, library_versions(), rows, {})
-    info.save(stage.workspace.index_info)
+    info.save(run.workspace.index_info)
 
 
-def dry_write(stage: Stage) -> int:
+def dry_write(run: Run) -> int:
     """Make all tasks and their rows; returns the number of samples."""
-    samples, packs, _ = open_plan(stage)
-    shards = plan_shards(stage.config.output, samples, packs)
-    stage.workspace.write.mkdir()
-    tasks = iterate_tasks(stage, samples, packs, shards)
+    samples, packs, _ = open_plan(run)
+    shards = plan_shards(run.config.output, samples, packs)
+    run.workspace.write.mkdir()
+    tasks = iterate_tasks(run, samples, packs, shards)
     return sum(len(rows) for task in tasks for _, rows in task.packs())
 
 
@@ -122,17 +122,17 @@ def main() -> None:
                 "engine": {"workers": 0},
             }
         )
-        stage = Stage(config, LocalEngine(0))
+        run = Run(config, LocalEngine(0))
         start = time.perf_counter()
         for what in ("index", "plan", "dry write", "report"):
             if what == "index":
-                make_index(config, stage, arguments.rows)
+                make_index(config, run, arguments.rows)
             elif what == "plan":
-                plan(stage)
+                plan(run)
             elif what == "dry write":
-                assert dry_write(stage) == arguments.rows
+                assert dry_write(run) == arguments.rows
             else:
-                report(stage)
+                report(run)
             taken, start = time.perf_counter() - start, time.perf_counter()
             print(f"{what:<12}{taken:8.1f} s   peak {peak_mib():7,.0f} MiB", flush=True)
     sys.exit(peak_mib() > arguments.limit_gib * 1024)

@@ -20,7 +20,7 @@ from offline_packing.cli import verbs
 from offline_packing.cli.signals import EndedBySignal, signals_raise
 from offline_packing.config.packing import load_config
 from offline_packing.errors import ConfigError, ShareDoneError, StageError
-from offline_packing.runs.run import Stage, build_engine
+from offline_packing.runs.run import Run, build_engine
 from task_encoders.samples import REASONS, TASKS
 
 
@@ -141,7 +141,7 @@ def _add_stage_command(name: str, verb: verbs.Verb) -> None:
                     f"engine.name={parsed.engine.name} shares measure, write and verify among "
                     f"ranks; run {name} with engine.name=local"
                 )
-            stage = Stage(
+            run = Run(
                 parsed,
                 engine,
                 accept_mismatch=frozenset(accept_mismatch),
@@ -149,10 +149,10 @@ def _add_stage_command(name: str, verb: verbs.Verb) -> None:
             )
             reads_only = dry_run or verb in verbs.READING_VERBS
             # These fail where nothing was made yet, and leave nothing behind.
-            needs_none = verb in verbs.NEED_OUTPUT and not stage.workspace.packing.exists()
-            lock = stage.workspace.lock(shared=engine.IS_SHARED)
+            needs_none = verb in verbs.NEED_OUTPUT and not run.workspace.packing.exists()
+            lock = run.workspace.lock(shared=engine.IS_SHARED)
             with contextlib.nullcontext() if reads_only or needs_none else lock:
-                verb(stage, dry_run, **verb_options)
+                verb(run, dry_run, **verb_options)
 
 
 for _verb in verbs.VERBS:

@@ -11,84 +11,84 @@ from typing import Final
 import click
 
 from offline_packing.errors import StageError
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 
 #: f(stage, dry_run, **its own options); prints its result, raises StageError where it fails.
 Verb = Callable[..., None]
 
 
-def measure_verb(stage: Stage, dry_run: bool) -> None:
+def measure_verb(run: Run, dry_run: bool) -> None:
     """Measure the tokens of every sample; no image or video is decoded."""
     from offline_packing.index.set_aside_table import group_set_aside
     from offline_packing.measure.measure import measure, preview_measure
     from offline_packing.runs.losses import aside_while_measuring, render_examples
 
     if dry_run:
-        click.echo(preview_measure(stage), nl=False)
+        click.echo(preview_measure(run), nl=False)
         return
-    info = measure(stage)
+    info = measure(run)
     click.echo(f"measured {info.num_samples:,} samples, {info.num_tokens:,} tokens")
     if info.num_set_aside:
         click.echo(f"set aside {info.num_set_aside:,}, for example:")
-        groups = group_set_aside(aside_while_measuring(stage.workspace, info))
-        click.echo(render_examples(stage.config, groups), nl=False)
+        groups = group_set_aside(aside_while_measuring(run.workspace, info))
+        click.echo(render_examples(run.config, groups), nl=False)
 
 
-def plan_verb(stage: Stage, dry_run: bool) -> None:
+def plan_verb(run: Run, dry_run: bool) -> None:
     """Decide which samples form which pack, and print the figures."""
     from offline_packing.index.set_aside_table import group_set_aside
     from offline_packing.plan.plan import plan, preview_plan
     from offline_packing.runs.losses import aside_while_planning, render_examples
 
     if dry_run:
-        click.echo(preview_plan(stage), nl=False)
+        click.echo(preview_plan(run), nl=False)
         return
-    click.echo(plan(stage), nl=False)
-    groups = group_set_aside(aside_while_planning(stage.workspace))
+    click.echo(plan(run), nl=False)
+    groups = group_set_aside(aside_while_planning(run.workspace))
     if groups:
         click.echo("set aside by the plan, for example:")
-        click.echo(render_examples(stage.config, groups), nl=False)
+        click.echo(render_examples(run.config, groups), nl=False)
 
 
-def write_verb(stage: Stage, dry_run: bool) -> None:
+def write_verb(run: Run, dry_run: bool) -> None:
     """Write the packs as tar shards, with the metadata that Megatron-Energon needs."""
     from offline_packing.write.write import preview_write, write
 
     if dry_run:
-        click.echo(preview_write(stage))
+        click.echo(preview_write(run))
         return
-    counts = write(stage)["counts"]
+    counts = write(run)["counts"]
     packs = ", ".join(f"{name} {count:,}" for name, count in counts["packs"].items())
-    click.echo(f"wrote {counts['packed']:,} samples to {stage.workspace.root}; packs: {packs}")
+    click.echo(f"wrote {counts['packed']:,} samples to {run.workspace.root}; packs: {packs}")
 
 
-def verify_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
+def verify_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     """Read everything that was written again, and check it."""
     from offline_packing.verify.verify import preview_verify, render_result, render_verdict, verify
 
     if dry_run:
-        click.echo(preview_verify(stage))
+        click.echo(preview_verify(run))
         return
-    result = verify(stage, deep=deep)
+    result = verify(run, deep=deep)
     click.echo(render_result(result, deep=deep), nl=False)
     if not result.ok:
-        raise StageError(f"{stage.workspace.root} has {render_verdict(result)}")
+        raise StageError(f"{run.workspace.root} has {render_verdict(result)}")
 
 
-def report_verb(stage: Stage, dry_run: bool) -> None:
+def report_verb(run: Run, dry_run: bool) -> None:
     """Write a page and a JSON file with the figures of all that is done so far."""
     from offline_packing.report.report import report
 
-    page = stage.workspace.report / "report.html"
+    page = run.workspace.report / "report.html"
     if dry_run:
         click.echo(f"would write {page}")
         return
-    click.echo(report(stage))
+    click.echo(report(run))
     click.echo(f"report: {page}")
 
 
 def preview_verb(
-    stage: Stage,
+    run: Run,
     dry_run: bool,
     packs: int,
     pack: tuple[str, ...],
@@ -102,12 +102,12 @@ def preview_verb(
     from offline_packing.report.preview_text import render_pack
     from offline_packing.storage.files import write_atomically
 
-    shown = preview(stage, num_packs=packs, packs=pack, seed=seed)
+    shown = preview(run, num_packs=packs, packs=pack, seed=seed)
     if html is None:
         for one in shown:
             click.echo(render_pack(one, full=full))
         return
-    content = render_packs(list(shown), stage.config.task)
+    content = render_packs(list(shown), run.config.task)
     if dry_run:
         click.echo(f"would write {len(content):,} bytes to {html}")
         return
@@ -116,46 +116,46 @@ def preview_verb(
     click.echo(f"preview: {html}")
 
 
-def run_verb(stage: Stage, dry_run: bool, deep: bool = False) -> None:
+def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     """Do measure, plan, write, verify and report; what is complete is not done again."""
     from offline_packing.runs.losses import check_losses
 
     verify = functools.partial(verify_verb, deep=deep)
     verbs: tuple[Verb, ...] = (measure_verb, plan_verb, write_verb, verify, report_verb)
-    manifest = stage.workspace.manifest
-    needed = (stage.workspace.index_info, stage.workspace.plan_info, manifest, manifest)
+    manifest = run.workspace.manifest
+    needed = (run.workspace.index_info, run.workspace.plan_info, manifest, manifest)
     for verb, artifact in zip(verbs, (None, *needed), strict=True):
         if dry_run and artifact is not None and not artifact.exists():
             click.echo(f"what follows depends on {artifact}, which is not there yet")
             return
         if verb is write_verb and not dry_run and not manifest.exists():
-            check_losses(stage)
-        verb(stage, dry_run)
+            check_losses(run)
+        verb(run, dry_run)
 
 
-def retry_verb(stage: Stage, dry_run: bool) -> None:
+def retry_verb(run: Run, dry_run: bool) -> None:
     """Go on where a run ended; write what is missing or damaged of a complete output again."""
     from offline_packing.upkeep.retry import retry
 
     if dry_run:
-        status_verb(stage, dry_run)
+        status_verb(run, dry_run)
         return
-    click.echo(retry(stage))
+    click.echo(retry(run))
 
 
-def set_aside_verb(stage: Stage, dry_run: bool, csv: bool, reason: tuple[str, ...]) -> None:
+def set_aside_verb(run: Run, dry_run: bool, csv: bool, reason: tuple[str, ...]) -> None:
     """List the samples that are in no pack: key, source, reason and detail."""
     from offline_packing.upkeep.set_aside import list_set_aside
 
-    for lines in list_set_aside(stage, reasons=reason, as_csv=csv):
+    for lines in list_set_aside(run, reasons=reason, as_csv=csv):
         click.echo(lines, nl=False)
 
 
-def status_verb(stage: Stage, dry_run: bool) -> None:
+def status_verb(run: Run, dry_run: bool) -> None:
     """Show how far an output is, also while a run is at work on it."""
     from offline_packing.upkeep.status import status
 
-    click.echo(status(stage), nl=False)
+    click.echo(status(run), nl=False)
 
 
 #: In the order in which help lists them.

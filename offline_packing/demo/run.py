@@ -28,7 +28,7 @@ from offline_packing.plan.plan import plan
 from offline_packing.plan.summary import PlanSummary, summarize
 from offline_packing.report.pack_picture import draw_packs
 from offline_packing.report.report import report
-from offline_packing.runs.run import Stage, build_engine, listed
+from offline_packing.runs.run import Run, build_engine, listed
 from offline_packing.verify.verify import VerifyResult, verify
 from offline_packing.write.write import open_plan, write
 
@@ -105,14 +105,14 @@ def _run_task(folder: Path, task: str, seed: int, progress: bool) -> TaskResult:
     config = _write_config(folder, task, seed)
     click.echo(f"== {task}: offline-packing run {folder / task}.yaml")
     with build_engine(config) as engine:
-        stage = Stage(config, engine, progress=progress)
-        with stage.workspace.lock():
-            measure(stage)
-            plan(stage)
-            write(stage)
-            verified = verify(stage, deep=True)
-            report(stage)
-    index, packs, info = open_plan(stage)
+        run = Run(config, engine, progress=progress)
+        with run.workspace.lock():
+            measure(run)
+            plan(run)
+            write(run)
+            verified = verify(run, deep=True)
+            report(run)
+    index, packs, info = open_plan(run)
     lengths = index.array("num_tokens")
     reasons = Counter(index.info.set_aside) + Counter(info["set_aside"])
     summary = summarize(config, index.info, lengths[packs.sample_ids], packs, reasons)

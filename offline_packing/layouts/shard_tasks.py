@@ -18,7 +18,7 @@ from offline_packing.index.stamps import MODIFICATION_TIME, sample_stamp
 from offline_packing.index.table import Index
 from offline_packing.layouts.shard_layout import Shard
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.runs.run import Stage, open_sources
+from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.workspace import Workspace
 from offline_packing.sources import Locator, Source
 from offline_packing.sources.formats.tables import ParquetSource
@@ -186,7 +186,7 @@ def _locators(structs: pa.StructArray) -> list[Locator]:
 
 
 def iterate_tasks(
-    stage: Stage,
+    run: Run,
     samples: Index,
     plan: PackPlan,
     shards: Sequence[Shard],
@@ -202,8 +202,8 @@ def iterate_tasks(
     """
     if not shards:
         return
-    workspace = stage.workspace
-    sources = tuple(open_sources(stage.config)) if with_sources else ()
+    workspace = run.workspace
+    sources = tuple(open_sources(run.config)) if with_sources else ()
     bounds = [
         plan.pack_offsets[shard.first_pack : shard.first_pack + shard.num_packs + 1]
         for shard in shards
@@ -218,10 +218,10 @@ def iterate_tasks(
             rows=rows,
             pack_sizes=np.diff(offsets),
             sources=sources,
-            task=stage.config.task,
-            key_prefix=stage.config.output.key_prefix,
-            seq_length=stage.config.pack.seq_length,
-            model=stage.config.model,
-            layout=stage.config.output.layout,
-            check_times=MODIFICATION_TIME not in stage.accept_mismatch,
+            task=run.config.task,
+            key_prefix=run.config.output.key_prefix,
+            seq_length=run.config.pack.seq_length,
+            model=run.config.model,
+            layout=run.config.output.layout,
+            check_times=MODIFICATION_TIME not in run.accept_mismatch,
         )

@@ -26,7 +26,7 @@ from offline_packing.measure.measure_part import (
 from offline_packing.measure.measured_files import explain_listing, save_files
 from offline_packing.measure.repeated_ids import rename_repeated
 from offline_packing.measure.repeats import estimate_records, source_repeats
-from offline_packing.runs.run import Stage, config_fingerprint, open_sources
+from offline_packing.runs.run import Run, config_fingerprint, open_sources
 from offline_packing.runs.workspace import Workspace
 from offline_packing.sources import Scan, Source
 from offline_packing.sources.roots.contents import nothing_found
@@ -53,30 +53,30 @@ _REMEDY = (
 )
 
 
-def measure(stage: Stage) -> IndexInfo:
+def measure(run: Run) -> IndexInfo:
     """Make the index, or return it if it is complete.
 
     Raises:
         StageError: an index of another fingerprint is there, or a source cannot be read.
     """
-    workspace = stage.workspace
-    sources = open_sources(stage.config)
-    scans = [source.scan(stage.config.engine.samples_per_part) for source in sources]
-    for config, scan in zip(stage.config.source, scans, strict=True):
+    workspace = run.workspace
+    sources = open_sources(run.config)
+    scans = [source.scan(run.config.engine.samples_per_part) for source in sources]
+    for config, scan in zip(run.config.source, scans, strict=True):
         if not scan.parts:
             raise nothing_found(config.path, f"records of source.format={config.format}")
-    fingerprint = _fingerprint(stage, scans)
-    info = _existing_index(stage, fingerprint, sources)
+    fingerprint = _fingerprint(run, scans)
+    info = _existing_index(run, fingerprint, sources)
     if info is not None:
         logger.info("measure: complete (%s samples), nothing to do", f"{info.num_samples:,}")
         return info
     workspace.index.mkdir(parents=True, exist_ok=True)
     workspace.set_aside.mkdir(parents=True, exist_ok=True)
     save_files(workspace.files, sources)
-    write_atomically(workspace.index_started, to_json(_started(stage, fingerprint)))
+    write_atomically(workspace.index_started, to_json(_started(run, fingerprint)))
     for folder in (workspace.index, workspace.set_aside, workspace.files):
         remove_temporaries(folder)
-    results = _run_tasks(stage, _tasks(stage, sources, scans))
+    results = _run_tasks(run, _tasks(run, sources, scans))
     info = IndexInfo(
         fingerprint=dict(fingerprint),
         versions=library_versions(),
@@ -99,35 +99,35 @@ def measure(stage: Stage) -> IndexInfo:
     return info
 
 
-def preview_measure(stage: Stage) -> str:
+def preview_measure(run: Run) -> str:
     """What `measure` would read; nothing is written, and of large files only the beginning read."""
     lines = []
-    for source in open_sources(stage.config):
+    for source in open_sources(run.config):
         count, is_exact = estimate_records(source, source.unread_parts())
         about = "" if is_exact else "about "
         lines.append(f"would measure {about}{count:,} records of {source.path}\n")
     return "".join(lines)
 
 
-def _fingerprint(stage: Stage, scans: Sequence[Scan]) -> Fingerprint:
+def _fingerprint(run: Run, scans: Sequence[Scan]) -> Fingerprint:
     listings = {f"source.{i}.listing": scan.fingerprint for i, scan in enumerate(scans)}
-    return {**config_fingerprint(stage.config), **listings}
+    return {**config_fingerprint(run.config), **listings}
 
 
-def _started(stage: Stage, fingerprint: Fingerprint) -> Fingerprint:
+def _started(run: Run, fingerprint: Fingerprint) -> Fingerprint:
     """What all parts of an index that is not complete must have been made with."""
     return {
         **fingerprint,
         "index.version": index.INDEX_VERSION,
-        "engine.samples_per_part": stage.config.engine.samples_per_part,
+        "engine.samples_per_part": run.config.engine.samples_per_part,
     }
 
 
 def _existing_index(
-    stage: Stage, fingerprint: Fingerprint, sources: Sequence[Source]
+    run: Run, fingerprint: Fingerprint, sources: Sequence[Source]
 ) -> IndexInfo | None:
     """The complete index, if there is one; what cannot be used is refused, or removed."""
-    workspace = stage.workspace
+    workspace = run.workspace
     explain = partial(explain_listing, workspace.files, sources)
     info = IndexInfo.load(workspace.index_info)
     try:
@@ -137,7 +137,7 @@ def _existing_index(
                 fingerprint,
                 artifact=f"the index in {workspace.root}",
                 remedy=_REMEDY,
-                accept=stage.accepted_fields,
+                accept=run.accepted_fields,
                 explain=explain,
             )
             warn_of_versions(info.versions, "the index")
@@ -149,21 +149,21 @@ def _existing_index(
             # Parts made otherwise must not be mixed: nothing can be accepted here.
             check_fingerprint(
                 found,
-                _started(stage, fingerprint),
+                _started(run, fingerprint),
                 artifact=f"the unfinished index in {workspace.root}",
                 remedy="set output.overwrite=true to make it anew, or choose another output.path",
                 explain=explain,
             )
     except StageError:
-        if not stage.config.output.overwrite:
+        if not run.config.output.overwrite:
             raise
         logger.warning("measure: made otherwise before; overwriting")
         workspace.discard_index()
     return None
 
 
-def _tasks(stage: Stage, sources: Sequence[Source], scans: Sequence[Scan]) -> list[MeasureTask]:
-    repeats = source_repeats(stage, sources, scans)
+def _tasks(run: Run, sources: Sequence[Source], scans: Sequence[Scan]) -> list[MeasureTask]:
+    repeats = source_repeats(run, sources, scans)
     parts = [(i, part) for i, scan in enumerate(scans) for part in scan.parts]
     return [
         MeasureTask(
@@ -171,17 +171,17 @@ def _tasks(stage: Stage, sources: Sequence[Source], scans: Sequence[Scan]) -> li
             sources[source_id],
             source_id,
             part,
-            stage.config.model,
-            stage.workspace.index / index.part_name(number),
-            stage.workspace.set_aside / index.part_name(number),
+            run.config.model,
+            run.workspace.index / index.part_name(number),
+            run.workspace.set_aside / index.part_name(number),
             repeats[source_id],
-            stage.config.pack.seed,
+            run.config.pack.seed,
         )
         for number, (source_id, part) in enumerate(parts)
     ]
 
 
-def _run_tasks(stage: Stage, tasks: Sequence[MeasureTask]) -> list[PartResult]:
+def _run_tasks(run: Run, tasks: Sequence[MeasureTask]) -> list[PartResult]:
     """Results in the order of the tasks; those of finished parts are read back."""
     results = {task.number: finished_part(task) for task in tasks if task.index_path.exists()}
     remaining = [task for task in tasks if task.number not in results]
@@ -189,9 +189,9 @@ def _run_tasks(stage: Stage, tasks: Sequence[MeasureTask]) -> list[PartResult]:
         logger.info("measure: %d of %d parts are there already", len(results), len(tasks))
     total = sum(task.part.num_records or 0 for task in tasks)
     done = sum(result.num_rows + sum(result.set_aside.values()) for result in results.values())
-    with stage.bar("measure", total, "sample") as bar:
+    with run.bar("measure", total, "sample") as bar:
         bar.update(done)
-        for result in stage.engine.run(measure_part, remaining):
+        for result in run.engine.run(measure_part, remaining):
             results[result.number] = result
             bar.update(result.num_rows + sum(result.set_aside.values()))
     return [results[task.number] for task in tasks]

@@ -16,7 +16,7 @@ import xxhash
 
 from offline_packing.config.packing import MAX_REPEAT
 from offline_packing.errors import StageError
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.sources import Scan, Source, SourcePart
 from offline_packing.storage.files import read_json, to_json, write_atomically
 
@@ -52,13 +52,13 @@ def copy_key(key: str, copy: int) -> str:
     return f"{key}#{copy + 1}" if copy else key
 
 
-def source_repeats(stage: Stage, sources: Sequence[Source], scans: Sequence[Scan]) -> list[float]:
+def source_repeats(run: Run, sources: Sequence[Source], scans: Sequence[Scan]) -> list[float]:
     """How often the samples of each source of a configuration are used."""
-    configs = stage.config.source
+    configs = run.config.source
     weights = [config.weight for config in configs if config.weight is not None]
     if not weights:
         return [config.repeat for config in configs]
-    counts = [count_records(stage, *pair) for pair in zip(sources, scans, strict=True)]
+    counts = [count_records(run, *pair) for pair in zip(sources, scans, strict=True)]
     repeats = repeats_of_weights(weights, counts)
     for config, repeat in zip(configs, repeats, strict=True):
         if repeat > MAX_REPEAT:
@@ -69,20 +69,20 @@ def source_repeats(stage: Stage, sources: Sequence[Source], scans: Sequence[Scan
     return repeats
 
 
-def count_records(stage: Stage, source: Source, scan: Scan) -> int:
+def count_records(run: Run, source: Source, scan: Scan) -> int:
     """Records in a source. Parts whose number the scan does not tell (tars, compressed files) are
     read from front to back, once: the count is kept with the listing's fingerprint."""
     known = sum(part.num_records for part in scan.parts if part.num_records is not None)
     unknown = [part for part in scan.parts if part.num_records is None]
     if not unknown:
         return known
-    kept_counts = stage.workspace.counts
+    kept_counts = run.workspace.counts
     kept: dict[str, int] = read_json(kept_counts) or {}
     if scan.fingerprint not in kept:
         tasks = [_CountTask(i, source, part) for i, part in enumerate(unknown)]
         # An engine that shares tasks with others would count its share only.
-        counts = map(_count, tasks) if stage.engine.IS_SHARED else stage.engine.run(_count, tasks)
-        with stage.bar("count", len(tasks), "file") as bar:
+        counts = map(_count, tasks) if run.engine.IS_SHARED else run.engine.run(_count, tasks)
+        with run.bar("count", len(tasks), "file") as bar:
             total = 0
             for count in counts:
                 total += count

@@ -32,7 +32,7 @@ from offline_packing.plan.arguments import plan_arguments, set_aside_reason
 from offline_packing.plan.summary import render_summary, summarize
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.losses import aside_while_measuring, explain
-from offline_packing.runs.run import Stage, config_fingerprint, listed, without_listings
+from offline_packing.runs.run import Run, config_fingerprint, listed, without_listings
 from offline_packing.storage.files import (
     hash_file,
     read_json,
@@ -76,66 +76,66 @@ class Planned:
         return self.set_aside.reasons
 
 
-def open_index(stage: Stage) -> Index:
+def open_index(run: Run) -> Index:
     """The complete index of an output, made with this configuration.
 
     Raises:
         StageError: there is none, or it was made otherwise.
     """
-    workspace = stage.workspace
+    workspace = run.workspace
     info = IndexInfo.load(workspace.index_info)
     if info is None:
         raise StageError(f"no complete index in {workspace.root}; run measure first")
     check_fingerprint(
         without_listings(info.fingerprint),
-        config_fingerprint(stage.config),
+        config_fingerprint(run.config),
         artifact=f"the index in {workspace.root}",
         remedy="run measure again with output.overwrite=true, choose another output.path, "
         "or pass --accept-mismatch FIELD",
-        accept={field for field in stage.accepted_fields if not field.endswith(".listing")},
+        accept={field for field in run.accepted_fields if not field.endswith(".listing")},
     )
     return Index(workspace.index, info)
 
 
-def plan(stage: Stage) -> str:
+def plan(run: Run) -> str:
     """Make the plan, or find it complete; returns its summary as text.
 
     Raises:
         StageError: no index, nothing to pack, over-long samples under on_overlong: error, or
             shards were already written with another plan.
     """
-    workspace = stage.workspace
-    samples = open_index(stage)
-    fingerprint = _fingerprint(stage)
+    workspace = run.workspace
+    samples = open_index(run)
+    fingerprint = _fingerprint(run)
     found = read_json(workspace.plan_info)
     if found is not None and not changed_fields(found["fingerprint"], fingerprint):
-        packs = load_packs(stage, found)
+        packs = load_packs(run, found)
         logger.info("plan: complete (%s packs), nothing to do", f"{packs.num_packs:,}")
-        return _summary(stage, samples, packs, found["set_aside"])
-    _discard_previous(stage, {} if found is None else found["fingerprint"], fingerprint)
-    return _save(stage, samples, make_plan(stage, samples), workspace.plan)
+        return _summary(run, samples, packs, found["set_aside"])
+    _discard_previous(run, {} if found is None else found["fingerprint"], fingerprint)
+    return _save(run, samples, make_plan(run, samples), workspace.plan)
 
 
-def _save(stage: Stage, samples: Index, planned: Planned, folder: Path) -> str:
+def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> str:
     """Write all files of a plan, stage.json last; returns the summary."""
     planned.packs.save(folder)
     with index.table_writer(folder / "set_aside.parquet", index.SET_ASIDE_SCHEMA) as write_aside:
-        for table in planned.set_aside.tables(samples, [s.path for s in stage.config.source]):
+        for table in planned.set_aside.tables(samples, [s.path for s in run.config.source]):
             write_aside(table)
-    text = _summary(stage, samples, planned.packs, planned.reasons)
+    text = _summary(run, samples, planned.packs, planned.reasons)
     write_atomically(folder / "summary.txt", text.encode())
     files = {name: hash_file(folder / name) for name in PLAN_FILES}
     document = {
-        "fingerprint": _fingerprint(stage),
+        "fingerprint": _fingerprint(run),
         "hash": _identity(files),
         "set_aside": dict(planned.reasons),
         "files": files,
     }
-    write_atomically(folder / stage.workspace.plan_info.name, to_json(document))
+    write_atomically(folder / run.workspace.plan_info.name, to_json(document))
     return text
 
 
-def restore_plan(stage: Stage, expected: str) -> None:
+def restore_plan(run: Run, expected: str) -> None:
     """Make a damaged plan again, where shards are written from it already.
 
     Args:
@@ -146,13 +146,13 @@ def restore_plan(stage: Stage, expected: str) -> None:
     """
     from offline_packing.runs.manifest import hash_plan  # imports this module
 
-    folder = stage.workspace.plan
+    folder = run.workspace.plan
     scratch = folder.with_suffix(".repair")
     shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was killed
-    samples = open_index(stage)
+    samples = open_index(run)
     try:
-        _save(stage, samples, make_plan(stage, samples), scratch)
-        info = scratch / stage.workspace.plan_info.name
+        _save(run, samples, make_plan(run, samples), scratch)
+        info = scratch / run.workspace.plan_info.name
         if hash_plan(read_json(info)) != expected:
             raise StageError(
                 f"{folder} cannot be made as it was: the plan comes out otherwise; restore it from "
@@ -166,13 +166,13 @@ def restore_plan(stage: Stage, expected: str) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def load_packs(stage: Stage, info: Mapping[str, Any]) -> PackPlan:
+def load_packs(run: Run, info: Mapping[str, Any]) -> PackPlan:
     """The plan that a stage.json speaks of.
 
     Raises:
         StageError: a file of it cannot be read, or does not hold the packs that were planned.
     """
-    folder = stage.workspace.plan
+    folder = run.workspace.plan
     try:
         packs = PackPlan.load(folder)
         found = _identity({name: hash_file(folder / name) for name in _PACKS})
@@ -188,24 +188,24 @@ def load_packs(stage: Stage, info: Mapping[str, Any]) -> PackPlan:
     return packs
 
 
-def check_plan(stage: Stage, info: Mapping[str, Any]) -> None:
+def check_plan(run: Run, info: Mapping[str, Any]) -> None:
     """Raise StageError if a plan's stage.json says that it was made otherwise."""
     check_fingerprint(
         info["fingerprint"],
-        _fingerprint(stage),
-        artifact=f"the plan in {stage.workspace.root}",
+        _fingerprint(run),
+        artifact=f"the plan in {run.workspace.root}",
         remedy="run plan again",
     )
 
 
-def preview_plan(stage: Stage) -> str:
+def preview_plan(run: Run) -> str:
     """The summary of the plan that `plan` would make; nothing is written."""
-    samples = open_index(stage)
-    planned = make_plan(stage, samples)
-    return _summary(stage, samples, planned.packs, planned.reasons)
+    samples = open_index(run)
+    planned = make_plan(run, samples)
+    return _summary(run, samples, planned.packs, planned.reasons)
 
 
-def make_plan(stage: Stage, samples: Index) -> Planned:
+def make_plan(run: Run, samples: Index) -> Planned:
     """Plan without writing.
 
     Raises:
@@ -217,28 +217,28 @@ def make_plan(stage: Stage, samples: Index) -> Planned:
     )
 
     num_tokens = samples.array("num_tokens")
-    aside = _find_set_aside(stage, samples)
+    aside = _find_set_aside(run, samples)
     kept = np.delete(np.arange(len(num_tokens)), aside.rows)
     try:
         packs = plan_packs(
             num_tokens[kept],
-            stage.config.pack.seq_length,
-            **plan_arguments(stage.config, samples, kept),
+            run.config.pack.seq_length,
+            **plan_arguments(run.config, samples, kept),
         )
     except (TypeError, ValueError) as error:  # TypeError: an option that the strategy has not
         raise StageError(f"plan: {' '.join(str(error).split())}") from error
     packs = replace(
         packs, sample_ids=kept[packs.sample_ids], set_aside_ids=kept[packs.set_aside_ids]
     )
-    left_out = _left_out(stage, packs, num_tokens[packs.set_aside_ids])
+    left_out = _left_out(run, packs, num_tokens[packs.set_aside_ids])
     planned = Planned(packs, SetAside.merge([aside, left_out]))
-    _check_planned(stage, samples, planned)
+    _check_planned(run, samples, planned)
     return planned
 
 
-def _find_set_aside(stage: Stage, samples: Index) -> SetAside:
+def _find_set_aside(run: Run, samples: Index) -> SetAside:
     """The rows that are not planned."""
-    layout = stage.config.output.layout
+    layout = run.config.output.layout
     duplicates = find_duplicates(samples.array("key_hash"), partial(name_rows, samples))
     found = [(duplicates, "duplicate_key", "an earlier sample has this key")]
     for what, rows in LAYOUTS[layout].find_unfit(samples):
@@ -246,20 +246,20 @@ def _find_set_aside(stage: Stage, samples: Index) -> SetAside:
     return SetAside.merge([SetAside.of(rows, *reason) for rows, *reason in found])
 
 
-def _left_out(stage: Stage, packs: PackPlan, num_tokens: npt.NDArray[np.integer]) -> SetAside:
+def _left_out(run: Run, packs: PackPlan, num_tokens: npt.NDArray[np.integer]) -> SetAside:
     """What the planner left out; `num_tokens` are those of `packs.set_aside_ids`."""
     kinds = packs.set_aside_reasons.astype(np.int64) << 32 | num_tokens
     different, codes = np.unique(kinds, return_inverse=True)
     texts = tuple(
-        set_aside_reason(packs.info.reason_names[kind >> 32], kind & 0xFFFFFFFF, stage.config)
+        set_aside_reason(packs.info.reason_names[kind >> 32], kind & 0xFFFFFFFF, run.config)
         for kind in different.tolist()
     )
     return SetAside(packs.set_aside_ids.astype(np.int64), codes.astype(np.int32), texts)
 
 
-def _check_planned(stage: Stage, samples: Index, planned: Planned) -> None:
+def _check_planned(run: Run, samples: Index, planned: Planned) -> None:
     overlong = planned.set_aside.first("overlong")
-    if overlong is not None and stage.config.pack.on_overlong == "error":
+    if overlong is not None and run.config.pack.on_overlong == "error":
         row, detail = overlong
         key = name_rows(samples, np.array([row]))["key"][0].as_py()
         raise StageError(
@@ -268,39 +268,39 @@ def _check_planned(stage: Stage, samples: Index, planned: Planned) -> None:
         )
     if planned.packs.num_packs == 0:
         reasons = Counter(samples.info.set_aside) + planned.reasons
-        groups = group_set_aside(aside_while_measuring(stage.workspace, samples.info))
+        groups = group_set_aside(aside_while_measuring(run.workspace, samples.info))
         example = max(groups, key=lambda group: group.count, default=None)
         raise StageError(
-            f"nothing to pack in {stage.workspace.root}; set aside: {listed(reasons.items())}; "
-            f"{f'{explain(stage.config, example)}; ' if example else ''}check source.path and "
+            f"nothing to pack in {run.workspace.root}; set aside: {listed(reasons.items())}; "
+            f"{f'{explain(run.config, example)}; ' if example else ''}check source.path and "
             "source.task"
         )
 
 
-def _summary(stage: Stage, samples: Index, packs: PackPlan, plan_reasons: Mapping[str, int]) -> str:
+def _summary(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mapping[str, int]) -> str:
     reasons = Counter(samples.info.set_aside) + Counter(plan_reasons)
     lengths = samples.array("num_tokens")[packs.sample_ids]
-    return render_summary(summarize(stage.config, samples.info, lengths, packs, reasons))
+    return render_summary(summarize(run.config, samples.info, lengths, packs, reasons))
 
 
-def _fingerprint(stage: Stage) -> Fingerprint:
+def _fingerprint(run: Run) -> Fingerprint:
     pack = {
         name: value if isinstance(value, str | int) else to_json(value).decode()
-        for name, value in stage.config.pack.model_dump(
+        for name, value in run.config.pack.model_dump(
             mode="json", exclude={"max_set_aside"}
         ).items()
     }
     return {
-        "index": hash_file(stage.workspace.index_info),
-        "output.layout": stage.config.output.layout,
+        "index": hash_file(run.workspace.index_info),
+        "output.layout": run.config.output.layout,
         **{f"pack.{name}": value for name, value in pack.items()},
     }
 
 
-def _discard_previous(stage: Stage, found: Fingerprint, wanted: Fingerprint) -> None:
+def _discard_previous(run: Run, found: Fingerprint, wanted: Fingerprint) -> None:
     """Make way for a new plan. Planning anew is free until shards are written from a plan."""
-    workspace = stage.workspace
-    if workspace.write.exists() and not stage.config.output.overwrite:
+    workspace = run.workspace
+    if workspace.write.exists() and not run.config.output.overwrite:
         check_fingerprint(
             found,
             wanted,

@@ -12,7 +12,7 @@ from offline_packing.index.table import Index
 from offline_packing.plan.plan import open_index
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.manifest import Manifest, read_manifest
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.storage.files import read_json
 from offline_packing.write.write import check_layout, layout_fingerprint, open_plan
 
@@ -24,7 +24,7 @@ _CHUNK = 1 << 21
 class CompleteStages:
     """The stages as far as they are complete."""
 
-    stage: Stage
+    run: Run
     samples: Index
     #: None: not planned yet
     plan: PackPlan | None
@@ -70,22 +70,22 @@ class CompleteStages:
         return sums
 
 
-def open_complete_stages(stage: Stage) -> tuple[CompleteStages, Manifest | None]:
+def open_complete_stages(run: Run) -> tuple[CompleteStages, Manifest | None]:
     """All complete stages of an output, and its manifest if the packs are written.
 
     Raises:
         StageError: not even the index is complete, or a stage was made otherwise.
     """
-    manifest = read_manifest(stage)
-    stages = _open(stage)
+    manifest = read_manifest(run)
+    stages = _open(run)
     if manifest is not None:
-        started = read_json(stage.workspace.started) or {}
-        wanted = layout_fingerprint(stage.config.output, stages.plan_info["hash"])
-        check_layout(stage, started, wanted)
+        started = read_json(run.workspace.started) or {}
+        wanted = layout_fingerprint(run.config.output, stages.plan_info["hash"])
+        check_layout(run, started, wanted)
     return stages, manifest
 
 
-def _open(stage: Stage) -> CompleteStages:
-    if not stage.workspace.plan_info.exists():
-        return CompleteStages(stage, open_index(stage), None, {})
-    return CompleteStages(stage, *open_plan(stage))
+def _open(run: Run) -> CompleteStages:
+    if not run.workspace.plan_info.exists():
+        return CompleteStages(run, open_index(run), None, {})
+    return CompleteStages(run, *open_plan(run))

@@ -13,7 +13,7 @@ from offline_packing.report.pack_rows import choose_packs, padded_rows
 from offline_packing.report.sample_figures import length_figures, overlong_figures, source_sums
 from offline_packing.report.set_aside import SetAside, count_set_aside
 from offline_packing.runs.manifest import Manifest, stored_config
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.runs.workspace import Workspace
 from offline_packing.storage.files import hash_file, read_json
 from task_encoders.pack_format import pack_key
@@ -25,14 +25,14 @@ _NUM_DRAWN: Final = 24
 Document = dict[str, Any]
 
 
-def build_document(stage: Stage) -> Document:
+def build_document(run: Run) -> Document:
     """All figures of an output, as far as its stages are complete. What needs a plan is null
     without one, what needs shards is null without a manifest.
 
     Raises:
         StageError: not even the index is complete, or a stage was made otherwise.
     """
-    stages, manifest = open_complete_stages(stage)
+    stages, manifest = open_complete_stages(run)
     generations = [stages]
     planned = all(g.plan is not None and g.plan.num_packs > 0 for g in generations)
     set_aside = count_set_aside(generations)
@@ -41,11 +41,11 @@ def build_document(stage: Stage) -> Document:
     num_set_aside = sum(set_aside.by_reason.values())
     return {
         "version": REPORT_VERSION,
-        "task": stage.config.task,
-        "seq_length": stage.config.pack.seq_length,
-        "pad_multiple": stage.config.pack.pad_multiple,
+        "task": run.config.task,
+        "seq_length": run.config.pack.seq_length,
+        "pad_multiple": run.config.pack.pad_multiple,
         "stages": {"measure": True, "plan": planned, "write": manifest is not None},
-        "made_from": made_from(stage.workspace, manifest),
+        "made_from": made_from(run.workspace, manifest),
         "samples": {
             "found": usable + num_set_aside,
             "packed": usable if planned else None,
@@ -65,7 +65,7 @@ def build_document(stage: Stage) -> Document:
         "origin": [
             {
                 "fingerprint": g.samples.info.fingerprint,
-                "config": stored_config(g.stage.config),
+                "config": stored_config(g.run.config),
             }
             for g in generations
         ],
@@ -106,8 +106,8 @@ def _sources(generations: Sequence[CompleteStages], set_aside: SetAside) -> list
     lines: list[dict[str, Any]] = []
     for generation, aside in zip(generations, set_aside.by_source, strict=True):
         sums = source_sums(generation)
-        prefixes = generation.stage.config.key_prefixes()
-        for i, source in enumerate(generation.stage.config.source):
+        prefixes = generation.run.config.key_prefixes()
+        for i, source in enumerate(generation.run.config.source):
             measured, planned = aside[i, False], aside[i, True]
             own = {name: values[i] for name, values in sums.items()}
             usable = own.pop("rows") if generation.plan is None else own["packed"] + planned
@@ -152,7 +152,7 @@ def _shards(manifest: Manifest) -> list[dict[str, Any]]:
 
 def _drawn(generation: CompleteStages) -> dict[str, Any]:
     """Some packs with the names of their samples, and samples in padded batches."""
-    plan, config = generation.plan, generation.stage.config
+    plan, config = generation.plan, generation.run.config
     assert plan is not None
     numbers = choose_packs(plan.num_packs, _NUM_DRAWN)
     rows = [plan.pack(number).astype(np.int64) for number in numbers.tolist()]

@@ -26,7 +26,7 @@ _COST_CHUNK: Final = 1 << 20
 
 def pack_figures(generations: Sequence[CompleteStages]) -> dict[str, Any]:
     """Fill, samples and cost per pack. All generations are planned, with one pack at least."""
-    seq_length = generations[0].stage.config.pack.seq_length
+    seq_length = generations[0].run.config.pack.seq_length
     tokens = _per_pack(generations, "num_tokens")
     samples = np.concatenate([np.diff(_plan(g).pack_offsets) for g in generations])
     costs = [generation.sum_of_packs(_cost(generation)) for generation in generations]
@@ -42,13 +42,13 @@ def pack_figures(generations: Sequence[CompleteStages]) -> dict[str, Any]:
             "samples": spread(samples),
             "operations": spread(np.concatenate(costs)),
         },
-        "waiting": _waiting(generations[0].stage.config, costs),
+        "waiting": _waiting(generations[0].run.config, costs),
     }
 
 
 def saving_figures(generations: Sequence[CompleteStages]) -> dict[str, Any]:
     """Packing against padding, and against packing in a small buffer while training."""
-    config = generations[0].stage.config
+    config = generations[0].run.config
     counts = np.zeros(config.pack.seq_length + 1, np.int64)
     for generation in generations:
         lengths = generation.columns["num_tokens"][generation.is_packed]

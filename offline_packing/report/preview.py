@@ -16,7 +16,7 @@ from offline_packing.errors import StageError
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import check_energon
 from offline_packing.runs.manifest import Manifest, require_manifest
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from task_encoders.media.image import MAX_IMAGE_PIXELS, decode_image
 from task_encoders.media.video import num_sampled_frames, sampled_frames
 from task_encoders.media.video_file import decode_frames, read_video_header
@@ -107,7 +107,7 @@ class PackPreview:
 
 
 def preview(
-    stage: Stage, *, num_packs: int = 3, packs: Sequence[str] = (), seed: int = 0
+    run: Run, *, num_packs: int = 3, packs: Sequence[str] = (), seed: int = 0
 ) -> Iterator[PackPreview]:
     """Packs of a complete output.
 
@@ -121,10 +121,10 @@ def preview(
             is not the one that they were measured with.
     """
     check_energon()
-    manifest = require_manifest(stage)
+    manifest = require_manifest(run)
     numbers = choose(manifest, num_packs, packs, seed)
-    task_encoder = _task_encoder(stage, manifest)
-    return (_preview_pack(stage, manifest, task_encoder, number) for number in numbers)
+    task_encoder = _task_encoder(run, manifest)
+    return (_preview_pack(run, manifest, task_encoder, number) for number in numbers)
 
 
 def choose(manifest: Manifest, num_packs: int, packs: Sequence[str], seed: int) -> list[int]:
@@ -148,31 +148,31 @@ def choose(manifest: Manifest, num_packs: int, packs: Sequence[str], seed: int) 
     return numbers
 
 
-def _task_encoder(stage: Stage, manifest: Manifest) -> "Qwen2VLTaskEncoder":
+def _task_encoder(run: Run, manifest: Manifest) -> "Qwen2VLTaskEncoder":
     from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, check_manifest
 
     task = manifest["task"]
     try:
         task_encoder = Qwen2VLTaskEncoder(
-            **stage.config.model.encoder_options(),
+            **run.config.model.encoder_options(),
             seq_length=manifest["seq_length"],
             pad_multiple=manifest["pad_multiple"],
             settings=PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr"),
         )
-        check_manifest(stage.workspace.root, task_encoder)
+        check_manifest(run.workspace.root, task_encoder)
     except ValueError as error:
         raise StageError(str(error)) from error
     return task_encoder
 
 
 def _preview_pack(
-    stage: Stage, manifest: Manifest, task_encoder: "Qwen2VLTaskEncoder", number: int
+    run: Run, manifest: Manifest, task_encoder: "Qwen2VLTaskEncoder", number: int
 ) -> PackPreview:
     shards = manifest["shards"]
     ends = np.cumsum([shard["packs"] for shard in shards])
     shard = shards[int(np.searchsorted(ends, number, side="right"))]
     key = pack_key(number, manifest["config"]["output"]["key_prefix"])
-    members = LAYOUTS[manifest["layout"]].read_pack(stage.workspace.root, shard["name"], key)
+    members = LAYOUTS[manifest["layout"]].read_pack(run.workspace.root, shard["name"], key)
     row = encode_pack(task_encoder, key, members)
     return PackPreview(
         key=key,
@@ -180,7 +180,7 @@ def _preview_pack(
         split=shard["split"],
         seq_length=manifest["seq_length"],
         cu_lengths=tuple(row.row.cu_lengths.tolist()),
-        sub_samples=tuple(_sub_samples(stage, task_encoder, row, members)),
+        sub_samples=tuple(_sub_samples(run, task_encoder, row, members)),
         dropped=tuple(row.dropped),
     )
 
@@ -211,14 +211,14 @@ def encode_pack(
 
 
 def _sub_samples(
-    stage: Stage,
+    run: Run,
     task_encoder: "Qwen2VLTaskEncoder",
     row: "PackedRowSample",
     members: Mapping[str, bytes],
 ) -> Iterator[SubSamplePreview]:
     """What the row's segments were made from, beside what became of it."""
     key = row.__key__
-    max_image_pixels = stage.config.model.max_image_pixels or MAX_IMAGE_PIXELS
+    max_image_pixels = run.config.model.max_image_pixels or MAX_IMAGE_PIXELS
     restored = restore_pack(parse_json(members[JSON_PART], key), key)
     samples = (sub for sub in restored.sub_samples if isinstance(sub, SourceSample))
     image_grids, video_grids = (
@@ -232,7 +232,7 @@ def _sub_samples(
             for name in sample.images
         )
         videos = tuple(
-            _video(name, members[name], next(video_grids), stage.config.model)
+            _video(name, members[name], next(video_grids), run.config.model)
             for name in sample.videos
         )
         labels = row.row.labels[start:end].numpy()

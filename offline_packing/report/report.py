@@ -6,19 +6,19 @@ _packing/report/report.json    the same figures
 
 from offline_packing.report.document import build_document, made_from
 from offline_packing.report.report_page import render_page, verdict
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.runs.workspace import Workspace
 from offline_packing.storage.files import read_json, to_json, write_atomically
 
 
-def report(stage: Stage) -> str:
+def report(run: Run) -> str:
     """Write the report; returns what became of the samples, in one line.
 
     Raises:
         StageError: not even the index is complete, or a stage was made otherwise.
     """
-    document = build_document(stage)
-    folder = stage.workspace.report
+    document = build_document(run)
+    folder = run.workspace.report
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "report.html", render_page(document))
     write_atomically(folder / "report.json", to_json(document))

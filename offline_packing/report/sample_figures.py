@@ -23,7 +23,7 @@ _LONGER: Final = (2, 4)
 
 def length_figures(generations: Sequence[CompleteStages]) -> dict[str, Any] | None:
     """Lengths in tokens of all measured samples; None without any."""
-    histogram = LogHistogram(generations[0].stage.config.pack.seq_length)
+    histogram = LogHistogram(generations[0].run.config.pack.seq_length)
     arrays = [generation.columns["num_tokens"] for generation in generations]
     for array in arrays:
         histogram.add(array)
@@ -34,7 +34,7 @@ def length_figures(generations: Sequence[CompleteStages]) -> dict[str, Any] | No
 def source_sums(generation: CompleteStages) -> dict[str, list[int]]:
     """Per source of a generation: `rows` of the index, `packed` of them, and the sums of what the
     packed ones hold (without a plan: of all)."""
-    num_sources = len(generation.stage.config.source)
+    num_sources = len(generation.run.config.source)
     sums = {name: np.zeros(num_sources, np.int64) for name in ("rows", "packed", *_SUMS)}
     first = 0
     for part in generation.samples.parts("source_id", *_SUMS.values()):
@@ -53,7 +53,7 @@ def source_sums(generation: CompleteStages) -> dict[str, list[int]]:
 
 def overlong_figures(generations: Sequence[CompleteStages]) -> dict[str, Any]:
     """Samples with more tokens than a pack holds, and what longer sequences would save."""
-    pack = generations[0].stage.config.pack
+    pack = generations[0].run.config.pack
     lengths = np.concatenate([_overlong_lengths(generation) for generation in generations])
     longer = []
     for factor in _LONGER:
@@ -77,7 +77,7 @@ def _overlong_lengths(generation: CompleteStages) -> np.ndarray:
     lengths = generation.columns["num_tokens"]
     plan = generation.plan
     if plan is None:
-        pack = generation.stage.config.pack
+        pack = generation.run.config.pack
         return lengths[lengths > _longest(pack.seq_length, pack.pad_multiple)]
     if OVER_SEQ_LENGTH not in plan.info.reason_names:
         return lengths[:0]

@@ -63,7 +63,7 @@ def count_set_aside(generations: list[CompleteStages]) -> SetAside:
 
 def _tables(generation: CompleteStages) -> Iterator[tuple[bool, pa.Table]]:
     """(whether set aside while planning, some rows)."""
-    workspace, info = generation.stage.workspace, generation.samples.info
+    workspace, info = generation.run.workspace, generation.samples.info
     if info.num_set_aside:
         for number in range(len(info.part_rows)):
             for batch in pq.ParquetFile(workspace.set_aside / part_name(number)).iter_batches(
@@ -77,7 +77,7 @@ def _tables(generation: CompleteStages) -> Iterator[tuple[bool, pa.Table]]:
 
 def _count(table: pa.Table, generation: CompleteStages) -> Mapping[tuple[str, int], int]:
     """(reason, number of the source) -> rows."""
-    config = generation.stage.config
+    config = generation.run.config
     numbers = np.zeros(len(table), np.int32)
     prefixes = list(enumerate(zip(config.source, config.key_prefixes(), strict=True)))
     # Of several sources with one path the longest prefix that fits decides: it comes last.

@@ -14,7 +14,7 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
 from offline_packing.index.set_aside_table import AsideGroup, group_set_aside
 from offline_packing.index.table import Index, IndexInfo, part_name
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.runs.workspace import Workspace
 from offline_packing.sources.hints import hint_for
 
@@ -51,14 +51,14 @@ def explain(config: PackingConfig, group: AsideGroup) -> str:
     return f"for example {_example(group)}{f'; {hint}' if hint else ''}"
 
 
-def check_losses(stage: Stage) -> None:
+def check_losses(run: Run) -> None:
     """Stop a run that is about to write less than its user thinks.
 
     Raises:
         StageError: a source gives no sample at all, or more samples are set aside than
             pack.max_set_aside allows.
     """
-    workspace, config = stage.workspace, stage.config
+    workspace, config = run.workspace, run.config
     info = IndexInfo.load(workspace.index_info)
     limit = config.pack.max_set_aside
     if info is None or limit == 1:

@@ -14,7 +14,7 @@ from offline_packing.index.table import IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.layouts.fragments import ShardFragment, ShardFragments
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.storage.files import hash_bytes, read_json, to_json, write_atomically
 
 MANIFEST_VERSION: Final = 1
@@ -25,14 +25,14 @@ _APART: Final = ("content_hash", "library_versions", "metadata")
 Manifest = Mapping[str, Any]
 
 
-def read_manifest(stage: Stage) -> Manifest | None:
+def read_manifest(run: Run) -> Manifest | None:
     """The manifest of a dataset that is complete; or None.
 
     Raises:
         StageError: it is damaged, was edited, or is of an earlier version's dataset that data were
             appended to.
     """
-    path = stage.workspace.manifest
+    path = run.workspace.manifest
     manifest = read_json(path)
     if manifest is None:
         return None
@@ -50,7 +50,7 @@ def read_manifest(stage: Stage) -> Manifest | None:
 
 
 def write_manifest(
-    stage: Stage, index: IndexInfo, plan: Mapping[str, Any], fragments: ShardFragments
+    run: Run, index: IndexInfo, plan: Mapping[str, Any], fragments: ShardFragments
 ) -> Manifest:
     """Write the layout's metadata and then the manifest, which makes the dataset complete.
 
@@ -58,15 +58,15 @@ def write_manifest(
         plan: content of the plan's stage.json.
         fragments: the shards, in order.
     """
-    manifest = finish_layout(stage, build_manifest(stage, index, plan, fragments))
-    write_atomically(stage.workspace.manifest, to_json(manifest))
+    manifest = finish_layout(run, build_manifest(run, index, plan, fragments))
+    write_atomically(run.workspace.manifest, to_json(manifest))
     return manifest
 
 
-def finish_layout(stage: Stage, manifest: Manifest) -> Manifest:
+def finish_layout(run: Run, manifest: Manifest) -> Manifest:
     """Write what the layout says of all shards in a manifest; returns the manifest with the hashes
     of these files."""
-    workspace = stage.workspace
+    workspace = run.workspace
     splits: dict[str, list[str]] = {split: [] for split in manifest["counts"]["packs"]}
     for shard in manifest["shards"]:
         splits[shard["split"]].append(shard["name"])
@@ -84,17 +84,17 @@ def finish_layout(stage: Stage, manifest: Manifest) -> Manifest:
 
 
 def build_manifest(
-    stage: Stage, index: IndexInfo, plan: Mapping[str, Any], fragments: ShardFragments
+    run: Run, index: IndexInfo, plan: Mapping[str, Any], fragments: ShardFragments
 ) -> dict[str, Any]:
     """The manifest's content but `metadata`, which `finish_layout` adds."""
     shards = list(map(_describe, fragments))
     set_aside = Counter(index.set_aside) + Counter(plan["set_aside"])
     content = {
         "version": MANIFEST_VERSION,
-        "task": stage.config.task,
-        "layout": stage.config.output.layout,
-        "seq_length": stage.config.pack.seq_length,
-        "pad_multiple": stage.config.pack.pad_multiple,
+        "task": run.config.task,
+        "layout": run.config.output.layout,
+        "seq_length": run.config.pack.seq_length,
+        "pad_multiple": run.config.pack.pad_multiple,
         "counts": {
             "samples": index.num_samples + index.num_set_aside,
             "packed": sum(shard["samples"] for shard in shards),
@@ -102,12 +102,12 @@ def build_manifest(
             "tokens": sum(shard["tokens"] for shard in shards),
             "packs": {
                 split: sum(shard["packs"] for shard in shards if shard["split"] == split)
-                for split in stage.config.output.split
+                for split in run.config.output.split
             },
         },
         "shards": shards,
         "fingerprint": index.fingerprint,
-        "config": stored_config(stage.config),
+        "config": stored_config(run.config),
         "plan": hash_plan(plan),
         "appended": [],  # this and `generation` below: of version 1, which other readers expect
     }
@@ -157,9 +157,9 @@ def stored_config(config: PackingConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude=excluded)
 
 
-def require_manifest(stage: Stage) -> Manifest:
+def require_manifest(run: Run) -> Manifest:
     """The manifest. Raises StageError if the dataset is not complete."""
-    manifest = read_manifest(stage)
+    manifest = read_manifest(run)
     if manifest is None:
-        raise StageError(f"no manifest in {stage.workspace.root}; run write first")
+        raise StageError(f"no manifest in {run.workspace.root}; run write first")
     return manifest

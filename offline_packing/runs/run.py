@@ -1,4 +1,4 @@
-"""What every stage is given, and the sources and the encoder that a configuration names."""
+"""One run, as every stage is given it, and the sources and the encoder that it names."""
 
 import functools
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ from task_encoders.sample_encoder import SampleEncoder
 
 
 @dataclass(frozen=True)
-class Stage:
+class Run:
     """One run over one output: the configuration and what belongs to it."""
 
     config: PackingConfig

@@ -16,7 +16,7 @@ from offline_packing.runs.manifest import (
     finish_layout,
     read_manifest,
 )
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.storage.files import read_json, to_json, write_atomically
 from offline_packing.verify.damage import (
     Damage,
@@ -41,7 +41,7 @@ class RepairTask:
         return self.shard.number
 
 
-def retry(stage: Stage) -> str:
+def retry(run: Run) -> str:
     """Go on where a run ended; in a complete output, write again what is missing or damaged of
     shards, plan and metadata, to the same bytes. All else stays as it is.
 
@@ -54,69 +54,69 @@ def retry(stage: Stage) -> str:
         StageError: something is damaged that only measuring again can repair, or the source does
             not give the same bytes any more.
     """
-    manifest = read_manifest(stage)
+    manifest = read_manifest(run)
     if manifest is None:
-        measure(stage)
-        plan(stage)
-        return f"{len(write(stage)['shards']):,} shards are complete"
+        measure(run)
+        plan(run)
+        return f"{len(write(run)['shards']):,} shards are complete"
     files: list[str] = []
     shards: list[str] = []
-    with stage.unpacked_files():
-        damage = find_stage_damage(stage, manifest)
+    with run.unpacked_files():
+        damage = find_stage_damage(run, manifest)
         left = [one for one in damage if not one.is_repairable]
         if all(one.is_aside for one in left):  # without the index neither can be made again
             repairable = [one for one in damage if one.is_repairable]
-            _repair_plan(stage, manifest, repairable)
+            _repair_plan(run, manifest, repairable)
             files += [one.name for one in repairable]
-            shards += _repair_shards(stage, manifest)
-    files += _repair_metadata(stage, manifest)
+            shards += _repair_shards(run, manifest)
+    files += _repair_metadata(run, manifest)
     if left:
-        raise StageError(f"{stage.workspace.root}: {left[0]}; what else could be repaired is")
+        raise StageError(f"{run.workspace.root}: {left[0]}; what else could be repaired is")
     others = f"; and {', '.join(files)}" if files else ""
     return (
         f"wrote {len(shards):,} damaged shards again: {', '.join(sorted(shards)) or 'none'}{others}"
     )
 
 
-def _repair_plan(stage: Stage, manifest: Manifest, damage: Sequence[Damage]) -> None:
+def _repair_plan(run: Run, manifest: Manifest, damage: Sequence[Damage]) -> None:
     """Make the plan again, and what says which layout it was written in."""
-    started = stage.workspace.started
-    if any(stage.workspace.root / one.name != started for one in damage):
-        restore_plan(stage, manifest["plan"])
+    started = run.workspace.started
+    if any(run.workspace.root / one.name != started for one in damage):
+        restore_plan(run, manifest["plan"])
     if damage:
-        content = expected_started(stage, manifest, read_json(stage.workspace.plan_info)["hash"])
-        stage.workspace.write.mkdir(exist_ok=True)
+        content = expected_started(run, manifest, read_json(run.workspace.plan_info)["hash"])
+        run.workspace.write.mkdir(exist_ok=True)
         write_atomically(started, content)
 
 
-def _repair_metadata(stage: Stage, manifest: Manifest) -> list[str]:
+def _repair_metadata(run: Run, manifest: Manifest) -> list[str]:
     """Names of the layout's files that were damaged."""
-    damage = find_metadata_damage(stage, manifest)
+    damage = find_metadata_damage(run, manifest)
     if damage:
         LAYOUTS[manifest["layout"]].check_ready()
-        now = finish_layout(stage, manifest)
+        now = finish_layout(run, manifest)
         if now != manifest:  # by another version of Energon
-            write_atomically(stage.workspace.manifest, to_json(now))
+            write_atomically(run.workspace.manifest, to_json(now))
     return [one.name for one in damage]
 
 
-def _repair_shards(stage: Stage, manifest: Manifest) -> list[str]:
+def _repair_shards(run: Run, manifest: Manifest) -> list[str]:
     """Names of the shards that had to be written again."""
-    samples, packs, _ = open_plan(stage)
-    for left_by_kill in stage.workspace.write.glob("*.repair"):
+    samples, packs, _ = open_plan(run)
+    for left_by_kill in run.workspace.write.glob("*.repair"):
         shutil.rmtree(left_by_kill)
-    shards = plan_shards(stage.config.output, samples, packs)
-    layout = LAYOUTS[stage.config.output.layout]
+    shards = plan_shards(run.config.output, samples, packs)
+    layout = LAYOUTS[run.config.output.layout]
     lines = {line["name"]: line for line in manifest["shards"]}
 
     def tasks(some: Sequence[Shard], *, with_sources: bool) -> Iterator[RepairTask]:
-        for task in iterate_tasks(stage, samples, packs, some, with_sources=with_sources):
+        for task in iterate_tasks(run, samples, packs, some, with_sources=with_sources):
             yield RepairTask(task, lines[layout.shard_file(task.shard.name)])
 
-    checked = stage.engine.run(is_damaged, tasks(shards, with_sources=False))
+    checked = run.engine.run(is_damaged, tasks(shards, with_sources=False))
     numbers = {number for number, damaged in checked if damaged}
     damaged = [shard for shard in shards if shard.number in numbers]
-    return list(stage.engine.run(repair_shard, tasks(damaged, with_sources=True)))
+    return list(run.engine.run(repair_shard, tasks(damaged, with_sources=True)))
 
 
 def is_damaged(task: RepairTask) -> tuple[int, bool]:

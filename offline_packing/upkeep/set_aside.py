@@ -9,11 +9,11 @@ from offline_packing.errors import StageError
 from offline_packing.index.set_aside_table import read_set_aside
 from offline_packing.index.table import IndexInfo
 from offline_packing.runs.losses import aside_while_measuring, aside_while_planning
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 
 
 def list_set_aside(
-    stage: Stage, *, reasons: Collection[str] = (), as_csv: bool = False
+    run: Run, *, reasons: Collection[str] = (), as_csv: bool = False
 ) -> Iterator[str]:
     """Lines of key, source, reason and detail, many at a time: what `measure` set aside, then what
     `plan` did.
@@ -25,7 +25,7 @@ def list_set_aside(
     Raises:
         StageError: nothing is measured yet, or a table is damaged.
     """
-    workspace = stage.workspace
+    workspace = run.workspace
     info = IndexInfo.load(workspace.index_info)
     if info is None:
         raise StageError(f"no complete index in {workspace.root}; run measure first")

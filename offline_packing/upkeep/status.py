@@ -2,14 +2,14 @@
 
 from offline_packing.index.table import IndexInfo
 from offline_packing.report.report import report_status
-from offline_packing.runs.run import Stage, listed
+from offline_packing.runs.run import Run, listed
 from offline_packing.runs.workspace import Workspace
 from offline_packing.storage.files import read_json
 
 
-def status(stage: Stage) -> str:
+def status(run: Run) -> str:
     """How far an output is, as text; nothing is written, and a run may be at work on it."""
-    root = stage.workspace
+    root = run.workspace
     lines = _status_of(root)
     manifest = read_json(root.manifest)
     if manifest is not None:

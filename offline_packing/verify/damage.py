@@ -19,7 +19,7 @@ from offline_packing.index.table import IndexInfo
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.plan.plan import PLAN_FILES
 from offline_packing.runs.manifest import Manifest, hash_plan
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.storage.files import hash_bytes, hash_file, read_json, to_json
 from offline_packing.write.write import layout_fingerprint
 
@@ -77,49 +77,47 @@ def check_file(task: FileCheck) -> Damage | None:
     return None
 
 
-def find_metadata_damage(stage: Stage, manifest: Manifest) -> list[Damage]:
+def find_metadata_damage(run: Run, manifest: Manifest) -> list[Damage]:
     """Damage to what the layout says of all shards; somebody may have edited it."""
-    root = stage.workspace.root
+    root = run.workspace.root
     checks = (
-        FileCheck(i, root, root / name, expected, stage.workspace.manifest, RETRY, is_aside=True)
+        FileCheck(i, root, root / name, expected, run.workspace.manifest, RETRY, is_aside=True)
         for i, (name, expected) in enumerate(manifest["metadata"].items())
     )
-    return _run(stage, list(checks))
+    return _run(run, list(checks))
 
 
-def find_stage_damage(stage: Stage, manifest: Manifest) -> list[Damage]:
+def find_stage_damage(run: Run, manifest: Manifest) -> list[Damage]:
     """Damage to index and plan, and to what says which layout the shards were written in; the
     shards' fragments are left to those who read the shards."""
-    plan_info, damage = _read_plan_info(stage, manifest)
-    index_info, index_damage = _read_index_info(stage, plan_info)
-    damage += [*index_damage, *_started_damage(stage, manifest, plan_info)]
+    plan_info, damage = _read_plan_info(run, manifest)
+    index_info, index_damage = _read_index_info(run, plan_info)
+    damage += [*index_damage, *_started_damage(run, manifest, plan_info)]
     checks: list[FileCheck] = []
     if index_info is not None:
-        checks += _index_checks(stage, index_info)
+        checks += _index_checks(run, index_info)
     if plan_info is not None:
-        checks += _plan_checks(stage, plan_info)
+        checks += _plan_checks(run, plan_info)
     numbered = [replace(check, number=i) for i, check in enumerate(checks)]
-    return damage + _run(stage, numbered)
+    return damage + _run(run, numbered)
 
 
-def expected_started(stage: Stage, manifest: Manifest, plan_hash: str) -> bytes:
+def expected_started(run: Run, manifest: Manifest, plan_hash: str) -> bytes:
     """The content of write/started.json, by the configuration that the manifest holds."""
-    output = {**manifest["config"]["output"], "path": stage.config.output.path}
+    output = {**manifest["config"]["output"], "path": run.config.output.path}
     return to_json(layout_fingerprint(OutputConfig(**output), plan_hash))
 
 
-def _run(stage: Stage, checks: Sequence[FileCheck]) -> list[Damage]:
-    own = [check for check in checks if stage.engine.owns(check)]
-    found = [damage for damage in stage.engine.run(check_file, own) if damage is not None]
+def _run(run: Run, checks: Sequence[FileCheck]) -> list[Damage]:
+    own = [check for check in checks if run.engine.owns(check)]
+    found = [damage for damage in run.engine.run(check_file, own) if damage is not None]
     return sorted(found, key=lambda damage: damage.name)
 
 
-def _read_plan_info(
-    stage: Stage, manifest: Manifest
-) -> tuple[Mapping[str, Any] | None, list[Damage]]:
+def _read_plan_info(run: Run, manifest: Manifest) -> tuple[Mapping[str, Any] | None, list[Damage]]:
     """The plan's stage.json; None where it cannot be relied on."""
-    path = stage.workspace.plan_info
-    name = str(path.relative_to(stage.workspace.root))
+    path = run.workspace.plan_info
+    name = str(path.relative_to(run.workspace.root))
     try:
         info = read_json(path)
         if info is None:
@@ -135,12 +133,12 @@ def _read_plan_info(
 
 
 def _read_index_info(
-    stage: Stage, plan_info: Mapping[str, Any] | None
+    run: Run, plan_info: Mapping[str, Any] | None
 ) -> tuple[IndexInfo | None, list[Damage]]:
     """index.json; None where it cannot be relied on."""
-    workspace = stage.workspace
+    workspace = run.workspace
     name = str(workspace.index_info.relative_to(workspace.root))
-    remedy = _measure_again(stage, "it")
+    remedy = _measure_again(run, "it")
     try:
         info = IndexInfo.load(workspace.index_info)
     except StageError as error:
@@ -157,19 +155,19 @@ def _read_index_info(
 
 
 def _started_damage(
-    stage: Stage, manifest: Manifest, plan_info: Mapping[str, Any] | None
+    run: Run, manifest: Manifest, plan_info: Mapping[str, Any] | None
 ) -> list[Damage]:
     if plan_info is None:
         return []
-    root, path = stage.workspace.root, stage.workspace.started
-    expected = hash_bytes(expected_started(stage, manifest, plan_info["hash"]))
-    check = FileCheck(0, root, path, expected, stage.workspace.manifest, RETRY)
+    root, path = run.workspace.root, run.workspace.started
+    expected = hash_bytes(expected_started(run, manifest, plan_info["hash"]))
+    check = FileCheck(0, root, path, expected, run.workspace.manifest, RETRY)
     damage = check_file(check)
     return [] if damage is None else [damage]
 
 
-def _index_checks(stage: Stage, info: IndexInfo) -> Iterator[FileCheck]:
-    workspace = stage.workspace
+def _index_checks(run: Run, info: IndexInfo) -> Iterator[FileCheck]:
+    workspace = run.workspace
     for folder, hashes in info.hashes.items():
         for name, expected in hashes.items():
             needed = folder == workspace.index.name
@@ -180,22 +178,22 @@ def _index_checks(stage: Stage, info: IndexInfo) -> Iterator[FileCheck]:
                 workspace.packing / folder / name,
                 expected,
                 workspace.index_info,
-                _measure_again(stage, again),
+                _measure_again(run, again),
                 is_aside=not needed,
             )
 
 
-def _measure_again(stage: Stage, what: str | None) -> str:
+def _measure_again(run: Run, what: str | None) -> str:
     """The remedy for damage that only measuring again can repair."""
     if what is None:
         return "restore it from a copy, or pack all data again with another output.path"
-    folder = stage.workspace.packing
+    folder = run.workspace.packing
     files = what if what == "it" else f"{what}, with index.json, of {folder}"
     return f"restore it from a copy, or remove {files} and run measure again"
 
 
-def _plan_checks(stage: Stage, info: Mapping[str, Any]) -> Iterator[FileCheck]:
-    workspace = stage.workspace
+def _plan_checks(run: Run, info: Mapping[str, Any]) -> Iterator[FileCheck]:
+    workspace = run.workspace
     for name, expected in info["files"].items():
         yield FileCheck(
             0,

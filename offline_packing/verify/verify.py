@@ -26,7 +26,7 @@ from offline_packing.runs.manifest import (
     read_manifest,
     require_manifest,
 )
-from offline_packing.runs.run import Stage, open_sources
+from offline_packing.runs.run import Run, open_sources
 from offline_packing.storage.files import read_json, to_json
 from offline_packing.verify.damage import Damage, find_metadata_damage, find_stage_damage
 from offline_packing.verify.shard import ShardReport, VerifyTask, verify_shard
@@ -57,7 +57,7 @@ class VerifyResult:
         return self.num_problems == 0
 
 
-def verify(stage: Stage, *, deep: bool = False) -> VerifyResult:
+def verify(run: Run, *, deep: bool = False) -> VerifyResult:
     """Check the packed dataset.
 
     Args:
@@ -67,13 +67,13 @@ def verify(stage: Stage, *, deep: bool = False) -> VerifyResult:
         StageError: there is no complete dataset to check, or the source, which only `deep` needs,
             cannot be read.
     """
-    manifest = _require_complete(stage)
+    manifest = _require_complete(run)
     total = ShardReport()
-    _report(find_metadata_damage(stage, manifest), total)
-    with stage.unpacked_files():
-        num_set_aside = _verify_stages(stage, manifest, deep, total)
+    _report(find_metadata_damage(run, manifest), total)
+    with run.unpacked_files():
+        num_set_aside = _verify_stages(run, manifest, deep, total)
     if num_set_aside is not None:
-        _check_manifest(stage, manifest, num_set_aside, total)
+        _check_manifest(run, manifest, num_set_aside, total)
     return VerifyResult(
         num_shards=len(manifest["shards"]),
         num_packs=total.num_packs,
@@ -93,13 +93,11 @@ def _report(damage: Sequence[Damage], total: ShardReport) -> None:
         total.problem(str(one), repairable=one.is_repairable)
 
 
-def _check_manifest(
-    stage: Stage, manifest: Manifest, num_set_aside: int, total: ShardReport
-) -> None:
+def _check_manifest(run: Run, manifest: Manifest, num_set_aside: int, total: ShardReport) -> None:
     """What of the manifest its own hash does not cover, and its counts."""
-    index = IndexInfo.load(stage.workspace.index_info)
+    index = IndexInfo.load(run.workspace.index_info)
     versions = None if index is None else index.versions
-    is_whole = stage.workspace.manifest.read_bytes() == to_json(manifest)
+    is_whole = run.workspace.manifest.read_bytes() == to_json(manifest)
     if not is_whole or manifest.get("library_versions") != versions:
         total.problem("manifest.json is not what was written; restore it from a copy")
     counts = manifest["counts"]
@@ -110,24 +108,24 @@ def _check_manifest(
         )
 
 
-def preview_verify(stage: Stage) -> str:
+def preview_verify(run: Run) -> str:
     """What `verify` would check. Raises StageError as `verify`."""
-    counts = _require_complete(stage)["counts"]
+    counts = _require_complete(run)["counts"]
     packs = sum(counts["packs"].values())
     return f"would check {counts['packed']:,} samples in {packs:,} packs"
 
 
-def _require_complete(stage: Stage) -> Manifest:
-    packing = stage.workspace.packing
-    if stage.workspace.manifest.exists() and not packing.exists():
+def _require_complete(run: Run) -> Manifest:
+    packing = run.workspace.packing
+    if run.workspace.manifest.exists() and not packing.exists():
         raise StageError(
             f"{packing} is missing, and with it the plan that the packs are compared with; copy it "
             "to here as well"
         )
-    manifest = read_manifest(stage)
+    manifest = read_manifest(run)
     if manifest is None:
-        open_plan(stage)  # where an earlier stage is missing, this says which
-        return require_manifest(stage)
+        open_plan(run)  # where an earlier stage is missing, this says which
+        return require_manifest(run)
     return manifest
 
 
@@ -161,12 +159,12 @@ def render_verdict(result: VerifyResult) -> str:
     )
 
 
-def _verify_stages(stage: Stage, manifest: Manifest, deep: bool, total: ShardReport) -> int | None:
+def _verify_stages(run: Run, manifest: Manifest, deep: bool, total: ShardReport) -> int | None:
     """Check the files of all stages; returns how many samples were set aside, or None where the
     shards cannot be compared with the plan."""
     if deep:
-        _require_sources(stage)
-    damage = find_stage_damage(stage, manifest)
+        _require_sources(run)
+    damage = find_stage_damage(run, manifest)
     _report(damage, total)
     in_the_way = [one for one in damage if not one.is_aside]
     if in_the_way:
@@ -175,17 +173,17 @@ def _verify_stages(stage: Stage, manifest: Manifest, deep: bool, total: ShardRep
             repairable=all(one.is_repairable for one in in_the_way),
         )
         return None
-    samples, plan, info = open_plan(stage)
-    started = read_json(stage.workspace.started) or {}
-    check_layout(stage, started, layout_fingerprint(stage.config.output, info["hash"]))
-    shards = plan_shards(stage.config.output, samples, plan)
-    own = [shard for shard in shards if stage.engine.owns(shard)]
+    samples, plan, info = open_plan(run)
+    started = read_json(run.workspace.started) or {}
+    check_layout(run, started, layout_fingerprint(run.config.output, info["hash"]))
+    shards = plan_shards(run.config.output, samples, plan)
+    own = [shard for shard in shards if run.engine.owns(shard)]
     lines = manifest["shards"]
-    _check_shard_list(stage, shards, manifest, total)
+    _check_shard_list(run, shards, manifest, total)
     hashes: list[npt.NDArray[np.uint64]] = []
-    with stage.bar("verify", sum(shard.num_packs for shard in own), "pack") as bar:
-        tasks = _tasks(stage, samples, plan, own, lines, deep)
-        for report in stage.engine.run(verify_shard, tasks):
+    with run.bar("verify", sum(shard.num_packs for shard in own), "pack") as bar:
+        tasks = _tasks(run, samples, plan, own, lines, deep)
+        for report in run.engine.run(verify_shard, tasks):
             bar.update(report.num_packs)
             hashes += report.key_hashes
             total.add(report)
@@ -193,9 +191,9 @@ def _verify_stages(stage: Stage, manifest: Manifest, deep: bool, total: ShardRep
     return samples.info.num_set_aside + sum(info["set_aside"].values())
 
 
-def _require_sources(stage: Stage) -> None:
+def _require_sources(run: Run) -> None:
     try:
-        open_sources(stage.config)
+        open_sources(run.config)
     except StageError as error:
         raise StageError(
             f"verify --deep needs the source: {error}; verify without --deep does not"
@@ -203,26 +201,26 @@ def _require_sources(stage: Stage) -> None:
 
 
 def _tasks(
-    stage: Stage,
+    run: Run,
     samples: Index,
     plan: PackPlan,
     shards: Sequence[Shard],
     lines: Sequence[Mapping[str, Any]],
     deep: bool,
 ) -> Iterator[VerifyTask]:
-    layout = LAYOUTS[stage.config.output.layout]
+    layout = LAYOUTS[run.config.output.layout]
     expected = {line["name"]: line for line in lines}
     listed = [shard for shard in shards if layout.shard_file(shard.name) in expected]
-    for task in iterate_tasks(stage, samples, plan, listed, with_sources=deep):
+    for task in iterate_tasks(run, samples, plan, listed, with_sources=deep):
         line = expected[layout.shard_file(task.shard.name)]
-        yield VerifyTask(task, line, stage.config.pack.pad_multiple, deep)
+        yield VerifyTask(task, line, run.config.pack.pad_multiple, deep)
 
 
 def _check_shard_list(
-    stage: Stage, shards: Sequence[Shard], manifest: Manifest, total: ShardReport
+    run: Run, shards: Sequence[Shard], manifest: Manifest, total: ShardReport
 ) -> None:
     """Plan and manifest name the same shards."""
-    layout = LAYOUTS[stage.config.output.layout]
+    layout = LAYOUTS[run.config.output.layout]
     planned = {layout.shard_file(shard.name): shard.num_packs for shard in shards}
     named = {line["name"]: line["packs"] for line in manifest["shards"]}
     if named != planned:

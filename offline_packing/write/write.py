@@ -23,7 +23,7 @@ from offline_packing.layouts.shard_tasks import ShardTask, iterate_tasks
 from offline_packing.plan.plan import check_plan, load_packs, open_index
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.manifest import Manifest, read_manifest, write_manifest
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.storage.files import read_json, to_json, write_atomically
 from offline_packing.storage.fingerprint import Fingerprint, changed_fields, check_fingerprint
 from offline_packing.write.unpacking import estimate_unpacked_bytes
@@ -44,18 +44,18 @@ class WriteResult:
     failure: str | None = None
 
 
-def open_plan(stage: Stage) -> tuple[Index, PackPlan, dict[str, Any]]:
+def open_plan(run: Run) -> tuple[Index, PackPlan, dict[str, Any]]:
     """Index, plan and the plan's stage.json. Raises StageError if either is not complete or is
     damaged, or the plan was made with other settings or of another index."""
-    samples = open_index(stage)
-    info = read_json(stage.workspace.plan_info)
+    samples = open_index(run)
+    info = read_json(run.workspace.plan_info)
     if info is None:
-        raise StageError(f"no complete plan in {stage.workspace.root}; run plan first")
-    check_plan(stage, info)
-    return samples, load_packs(stage, info), info
+        raise StageError(f"no complete plan in {run.workspace.root}; run plan first")
+    check_plan(run, info)
+    return samples, load_packs(run, info), info
 
 
-def write(stage: Stage) -> Manifest:
+def write(run: Run) -> Manifest:
     """Write the packed dataset, or find it complete; returns the manifest.
 
     Raises:
@@ -63,36 +63,36 @@ def write(stage: Stage) -> Manifest:
             not be written, perhaps because the source changed.
         ShareDoneError: this rank's shards are written, those of others are not.
     """
-    workspace = stage.workspace
-    samples, plan, info = open_plan(stage)
-    _start(stage, layout_fingerprint(stage.config.output, info["hash"]))
-    with stage.unpacked_files():
-        manifest = read_manifest(stage)
+    workspace = run.workspace
+    samples, plan, info = open_plan(run)
+    _start(run, layout_fingerprint(run.config.output, info["hash"]))
+    with run.unpacked_files():
+        manifest = read_manifest(run)
         if manifest is not None:
             logger.info("write: complete (%d shards), nothing to do", len(manifest["shards"]))
             return manifest
-        LAYOUTS[stage.config.output.layout].check_ready()
-        shards = plan_shards(stage.config.output, samples, plan)
-        _run_tasks(stage, samples, plan, shards)
+        LAYOUTS[run.config.output.layout].check_ready()
+        shards = plan_shards(run.config.output, samples, plan)
+        _run_tasks(run, samples, plan, shards)
         workspace.remove_temporaries()  # of this and earlier runs, and of workers that died
         fragments = ShardFragments([workspace.fragment(shard.name) for shard in shards])
-        return write_manifest(stage, samples.info, info, fragments)
+        return write_manifest(run, samples.info, info, fragments)
 
 
-def preview_write(stage: Stage) -> str:
+def preview_write(run: Run) -> str:
     """What `write` would write; nothing is written."""
-    samples, plan, _ = open_plan(stage)
-    shards = plan_shards(stage.config.output, samples, plan)
+    samples, plan, _ = open_plan(run)
+    shards = plan_shards(run.config.output, samples, plan)
     num_bytes = int(estimate_pack_bytes(samples, plan).sum())
     unpacked = estimate_unpacked_bytes(samples, len(shards))
     meanwhile = (
-        f"; meanwhile up to {unpacked:,} bytes of unpacked files in {stage.workspace.unpacked}"
+        f"; meanwhile up to {unpacked:,} bytes of unpacked files in {run.workspace.unpacked}"
         if unpacked
         else ""
     )
     return (
         f"would write {len(plan.sample_ids):,} samples in {plan.num_packs:,} packs, "
-        f"{len(shards):,} shards, about {num_bytes:,} bytes to {stage.workspace.root}{meanwhile}"
+        f"{len(shards):,} shards, about {num_bytes:,} bytes to {run.workspace.root}{meanwhile}"
     )
 
 
@@ -108,40 +108,40 @@ def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
     }
 
 
-def check_layout(stage: Stage, found: Fingerprint, fingerprint: Fingerprint) -> None:
+def check_layout(run: Run, found: Fingerprint, fingerprint: Fingerprint) -> None:
     """Raise StageError if the shards are of another plan or layout."""
     check_fingerprint(
         found,
         fingerprint,
-        artifact=f"the shards in {stage.workspace.root}",
+        artifact=f"the shards in {run.workspace.root}",
         remedy="write again with output.overwrite=true, or choose another output.path",
     )
 
 
-def _start(stage: Stage, fingerprint: Fingerprint) -> None:
+def _start(run: Run, fingerprint: Fingerprint) -> None:
     """Refuse to go on with shards of another plan or layout, or remove them."""
-    started = stage.workspace.started
+    started = run.workspace.started
     found = read_json(started)
     if found is not None and changed_fields(found, fingerprint):
-        if not stage.config.output.overwrite:
-            check_layout(stage, found, fingerprint)
+        if not run.config.output.overwrite:
+            check_layout(run, found, fingerprint)
         logger.warning("write: written otherwise before; overwriting")
-        stage.workspace.discard_shards()
-    stage.workspace.write.mkdir(parents=True, exist_ok=True)
+        run.workspace.discard_shards()
+    run.workspace.write.mkdir(parents=True, exist_ok=True)
     write_atomically(started, to_json(fingerprint))
 
 
-def _run_tasks(stage: Stage, samples: Index, plan: PackPlan, shards: list[Shard]) -> None:
+def _run_tasks(run: Run, samples: Index, plan: PackPlan, shards: list[Shard]) -> None:
     """Write the shards that are not there yet. Raises StageError where any is not in the end."""
-    remaining = unfinished(stage, shards)
+    remaining = unfinished(run, shards)
     if len(remaining) < len(shards):
         finished = len(shards) - len(remaining)
         logger.info("write: %d of %d shards are there already", finished, len(shards))
-    own = [shard for shard in remaining if stage.engine.owns(shard)]
+    own = [shard for shard in remaining if run.engine.owns(shard)]
     failures: dict[str, str] = {}
-    with stage.bar("write", plan.num_packs, "pack") as bar:
+    with run.bar("write", plan.num_packs, "pack") as bar:
         bar.update(plan.num_packs - sum(shard.num_packs for shard in remaining))
-        for result in stage.engine.run(write_shard, iterate_tasks(stage, samples, plan, own)):
+        for result in run.engine.run(write_shard, iterate_tasks(run, samples, plan, own)):
             bar.update(result.num_packs)
             if result.failure is not None:
                 logger.error("write: %s failed: %s", result.name, result.failure)
@@ -155,17 +155,17 @@ def _run_tasks(stage: Stage, samples: Index, plan: PackPlan, shards: list[Shard]
             f"{len(failures)} of {len(own)} shards could not be written{stopped}; "
             f"{name}: {failures[name]}"
         )
-    if stage.engine.IS_SHARED:
-        left = len(unfinished(stage, shards))
+    if run.engine.IS_SHARED:
+        left = len(unfinished(run, shards))
         raise ShareDoneError(
             f"this rank's shards are written, {left} are left to other ranks; when none is, run "
             "write with engine.name=local to complete the dataset"
         )
 
 
-def unfinished(stage: Stage, shards: list[Shard]) -> list[Shard]:
+def unfinished(run: Run, shards: list[Shard]) -> list[Shard]:
     """The shards that are not written yet."""
-    return [s for s in shards if not stage.workspace.fragment(s.name).exists()]
+    return [s for s in shards if not run.workspace.fragment(s.name).exists()]
 
 
 def failure_path(fragment_path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Small real datasets on disk, and stages over them, for the tests of the pipeline."""
+"""Small real datasets on disk, and runs over them, for the tests of the pipeline."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from offline_packing.index.table import Index, part_name
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import open_index, plan
 from offline_packing.runs.manifest import Manifest
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.write.write import write
 
 WORDS = "red green blue circle square above below left right of the a picture shows".split()
@@ -97,33 +97,33 @@ def make_config(source: Any, folder: Path, /, **sections: dict[str, Any]) -> Pac
     return parse_config({"source": source, **merged})
 
 
-def make_stage(source: Any, folder: Path, /, **sections: dict[str, Any]) -> Stage:
-    """A stage that runs in this process unless engine.workers says otherwise."""
+def make_run(source: Any, folder: Path, /, **sections: dict[str, Any]) -> Run:
+    """A run in this process unless engine.workers says otherwise."""
     config = make_config(source, folder, **sections)
-    return Stage(config, LocalEngine(config.engine.workers))
+    return Run(config, LocalEngine(config.engine.workers))
 
 
-def pack_all(stage: Stage) -> Manifest:
+def pack_all(run: Run) -> Manifest:
     """measure, plan, write; returns the manifest."""
-    measure(stage)
-    plan(stage)
-    return write(stage)
+    measure(run)
+    plan(run)
+    return write(run)
 
 
-def outcomes(stage: Stage) -> dict[str, str]:
+def outcomes(run: Run) -> dict[str, str]:
     """Measure; key -> 'ok' or the reason for which the sample was set aside."""
-    info = measure(stage)
+    info = measure(run)
     aside = [
         row
         for number in range(len(info.part_rows))
-        for row in pq.read_table(stage.workspace.set_aside / part_name(number)).to_pylist()
+        for row in pq.read_table(run.workspace.set_aside / part_name(number)).to_pylist()
     ]
-    keys = Index(stage.workspace.index, info).table("key")["key"].to_pylist()
+    keys = Index(run.workspace.index, info).table("key")["key"].to_pylist()
     assert len(keys) == info.num_samples
     assert len(aside) == info.num_set_aside
     return {row["key"]: row["reason"] for row in aside} | dict.fromkeys(keys, "ok")
 
 
-def index_rows(stage: Stage) -> list[dict[str, Any]]:
+def index_rows(run: Run) -> list[dict[str, Any]]:
     """All rows of a complete index."""
-    return open_index(stage).table().to_pylist()
+    return open_index(run).table().to_pylist()

@@ -4,12 +4,12 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 
 
-def shard_files(stage: Stage) -> dict[str, bytes]:
+def shard_files(run: Run) -> dict[str, bytes]:
     """Content of the tars, their indices and the manifest."""
-    paths = [*stage.workspace.root.glob("*.tar*"), stage.workspace.manifest]
+    paths = [*run.workspace.root.glob("*.tar*"), run.workspace.manifest]
     return {path.name: path.read_bytes() for path in paths}
 
 

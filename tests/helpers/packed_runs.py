@@ -17,7 +17,7 @@ from launch.train_plan import plan_training
 from launch.train_setup import build_checkpoints, build_model, build_optimizer
 from launch.trainer import Trainer
 from task_encoders.sample_encoder import IGNORE_INDEX
-from tests.helpers.datasets import captioning_pairs, make_stage, mixed_pairs, pack_all
+from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
 
 SEQ_LENGTH = 256
 
@@ -56,13 +56,13 @@ def captioning_folder(root: Path, samples: int = 40) -> Path:
 
 
 def _pack(source: dict[str, Any], folder: Path) -> Path:
-    stage = make_stage(
+    run = make_run(
         source,
         folder,
         pack={"seq_length": SEQ_LENGTH},
         output={"packs_per_shard": 8, "split": {"train": 0.9, "val": 0.1}},
     )
-    pack_all(stage)
+    pack_all(run)
     return folder
 
 

@@ -17,7 +17,7 @@ from offline_packing.write.write import write
 from tests.helpers.datasets import (
     dialogue,
     image_bytes,
-    make_stage,
+    make_run,
     outcomes,
     write_json,
 )
@@ -212,7 +212,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for key, files in GOOD.items():
         create(root, key, files)
     source = {"format": "pairs", "path": str(root), "task": "bmr"}
-    return outcomes(make_stage(source, base / "out", model={"max_image_pixels": 4_000_000}))
+    return outcomes(make_run(source, base / "out", model={"max_image_pixels": 4_000_000}))
 
 
 def test_every_sample_is_accounted_for(results: dict[str, str]) -> None:
@@ -228,7 +228,7 @@ def test_outcome(results: dict[str, str], key: str) -> None:
 def test_captioning_takes_one_caption(tmp_path: Path) -> None:
     for key, captions in {"one": ["a"], "two": ["a", "b"], "none": []}.items():
         create(tmp_path / "data", key, {".json": {"captions": captions}, ".jpg": JPEG})
-    assert outcomes(make_stage(tmp_path / "data", tmp_path / "out")) == {
+    assert outcomes(make_run(tmp_path / "data", tmp_path / "out")) == {
         "one": "ok",
         "two": "bad_record",
         "none": "bad_record",
@@ -245,14 +245,14 @@ def test_file_name_that_is_not_utf8(tmp_path: Path) -> None:
                 file.write(content)
     except OSError:
         pytest.skip("the file system takes UTF-8 names only")
-    assert outcomes(make_stage(root, tmp_path / "out")) == {r"caf\xe9": "bad_record"}
+    assert outcomes(make_run(root, tmp_path / "out")) == {r"caf\xe9": "bad_record"}
 
 
 def test_json_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "MAX_JSON_BYTES", 1000)
     create(tmp_path / "data", "small", {".json": {"caption": "a"}, ".jpg": JPEG})
     create(tmp_path / "data", "large", {".json": {"caption": "a" * 1000}, ".jpg": JPEG})
-    results = outcomes(make_stage(tmp_path / "data", tmp_path / "out"))
+    results = outcomes(make_run(tmp_path / "data", tmp_path / "out"))
     assert results == {"small": "ok", "large": "bad_record"}
 
 
@@ -276,7 +276,7 @@ def test_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.parent.mkdir()
     path.write_bytes(b"\n".join(lines))
     source = {"format": "jsonl", "path": str(path), "task": "bmr"}
-    assert outcomes(make_stage(source, tmp_path / "out", engine={"samples_per_part": 2})) == {
+    assert outcomes(make_run(source, tmp_path / "out", engine={"samples_per_part": 2})) == {
         "chat:1": "ok",
         "chat:3": "bad_json",
         "chat:5": "bad_record",
@@ -297,11 +297,11 @@ def test_duplicate_keys_and_overlong_samples(tmp_path: Path) -> None:
         root.mkdir(exist_ok=True)
         with open(root / "chat.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
-    stage = make_stage({"format": "jsonl", "path": str(root), "task": "bmr"}, tmp_path / "out")
-    info = measure(stage)
-    planned = make_plan(stage, open_index(stage))
+    run = make_run({"format": "jsonl", "path": str(root), "task": "bmr"}, tmp_path / "out")
+    info = measure(run)
+    planned = make_plan(run, open_index(run))
     packs, aside = planned.packs, planned.set_aside
-    (table,) = aside.tables(open_index(stage), [str(root)])
+    (table,) = aside.tables(open_index(run), [str(root)])
     found = table.select(["key", "reason"]).to_pylist()
     assert [(row["key"], row["reason"]) for row in found] == [
         ("b", "overlong"),
@@ -310,7 +310,7 @@ def test_duplicate_keys_and_overlong_samples(tmp_path: Path) -> None:
     ]
     assert sorted(packs.sample_ids) == [0, 3]  # the first 'a' stays
     assert len(packs.sample_ids) + len(aside.rows) == info.num_samples == 5
-    plan(stage)
-    counts = write(stage)["counts"]
+    plan(run)
+    counts = write(run)["counts"]
     assert (counts["samples"], counts["packed"]) == (5, 2)
     assert counts["set_aside"] == {"duplicate_key": 2, "overlong": 1}

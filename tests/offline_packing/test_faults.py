@@ -16,13 +16,13 @@ from offline_packing.cli.main import cli
 from offline_packing.errors import DiskFullError, StageError
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import make_plan, open_index, plan
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.storage import files
 from offline_packing.storage.files import remove_temporaries, write_atomically
 from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import verify
 from offline_packing.write.write import write
-from tests.helpers.datasets import captioning_pairs, make_stage, pack_all, write_json
+from tests.helpers.datasets import captioning_pairs, make_run, pack_all, write_json
 from tests.helpers.outputs import shard_files
 from tools import kill_test
 
@@ -33,16 +33,16 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def planned(data: Path, tmp_path: Path) -> Stage:
-    """A stage that is ready to write."""
-    stage = make_stage(data, tmp_path / "out")
-    measure(stage)
-    plan(stage)
-    return stage
+def planned(data: Path, tmp_path: Path) -> Run:
+    """A run that is ready to write."""
+    run = make_run(data, tmp_path / "out")
+    measure(run)
+    plan(run)
+    return run
 
 
-def leftovers(stage: Stage) -> list[str]:
-    return [path.name for path in stage.workspace.root.rglob("*.tmp")]
+def leftovers(run: Run) -> list[str]:
+    return [path.name for path in run.workspace.root.rglob("*.tmp")]
 
 
 def limited(limit: int, config: Path) -> "subprocess.CompletedProcess[str]":
@@ -84,7 +84,7 @@ def test_write_that_the_system_refuses(data: Path, tmp_path: Path) -> None:
     ("number", "after"), [(errno.ENOSPC, 0), (errno.EDQUOT, 1), (errno.ENOSPC, 6)]
 )
 def test_disk_full_at_any_file(
-    planned: Stage, monkeypatch: pytest.MonkeyPatch, number: int, after: int
+    planned: Run, monkeypatch: pytest.MonkeyPatch, number: int, after: int
 ) -> None:
     true_sync = os.fsync
     calls: list[int] = []
@@ -105,7 +105,7 @@ def test_disk_full_at_any_file(
     assert verify(planned).ok
 
 
-def test_failing_disk_of_the_source(planned: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_disk_of_the_source(planned: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     true_read = os.pread
     calls: list[int] = []
 
@@ -127,7 +127,7 @@ def test_failing_disk_of_the_source(planned: Stage, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("suffix", [".jpg", ".json"])
-def test_edit_of_the_same_size(planned: Stage, data: Path, suffix: str) -> None:
+def test_edit_of_the_same_size(planned: Run, data: Path, suffix: str) -> None:
     path = next(iter(sorted(data.rglob(f"*{suffix}"))))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1  # of a JSON: a letter of the caption
@@ -139,7 +139,7 @@ def test_edit_of_the_same_size(planned: Stage, data: Path, suffix: str) -> None:
     assert not planned.workspace.manifest.exists()
 
 
-def test_moved_source_is_the_same(planned: Stage, data: Path) -> None:
+def test_moved_source_is_the_same(planned: Run, data: Path) -> None:
     """Modification times move with the files; names of folders do not count."""
     elsewhere = data.with_name("elsewhere")
     data.rename(elsewhere)
@@ -167,15 +167,15 @@ def test_changed_config_is_named(
     section: str,
     name: str,
     value: Any,
-    stages: tuple[Callable[[Stage], object], ...],
-    verb: Callable[[Stage], object],
+    stages: tuple[Callable[[Run], object], ...],
+    verb: Callable[[Run], object],
 ) -> None:
     """On resuming: a stage that the field takes part in refuses it by name, the others go on."""
-    stage = make_stage(data, tmp_path / "out")
-    pack_all(stage)
-    stage.workspace.manifest.unlink()
-    stage.workspace.fragment("train-000001").unlink()
-    changed = make_stage(data, tmp_path / "out", **{section: {name: value}})
+    run = make_run(data, tmp_path / "out")
+    pack_all(run)
+    run.workspace.manifest.unlink()
+    run.workspace.fragment("train-000001").unlink()
+    changed = make_run(data, tmp_path / "out", **{section: {name: value}})
     if verb in stages:
         with pytest.raises(StageError, match=rf"{section}\.{name} was "):
             verb(changed)
@@ -219,7 +219,7 @@ def test_two_launches_at_once(running: Path) -> None:
 
 
 def test_killed_process_leaves_no_lock(tmp_path: Path) -> None:
-    workspace = make_stage(tmp_path / "data", tmp_path / "out").workspace
+    workspace = make_run(tmp_path / "data", tmp_path / "out").workspace
     program = (
         "import os, signal, sys\nfrom pathlib import Path\n"
         "from offline_packing.runs.workspace import Workspace\n"
@@ -240,14 +240,14 @@ def test_duplicate_samples_over_files_of_one_source(tmp_path: Path) -> None:
             [{"id": i, "from": name, "caption": f"number {i}"} for i in range(20)],
         )
     source = {"format": "json", "path": str(tmp_path / "data"), "task": "captioning"}
-    stage = make_stage(source, tmp_path / "out", engine={"samples_per_part": 7})
-    counts = pack_all(stage)["counts"]
+    run = make_run(source, tmp_path / "out", engine={"samples_per_part": 7})
+    counts = pack_all(run)["counts"]
     assert counts["samples"] == 40
     assert counts["packed"] == 20
     assert counts["set_aside"] == {"duplicate_key": 20}
-    assert verify(stage, deep=True).ok
-    places = open_index(stage).table("json")["json"].combine_chunks().field("container")
-    planned = make_plan(stage, open_index(stage)).packs.sample_ids
+    assert verify(run, deep=True).ok
+    places = open_index(run).table("json")["json"].combine_chunks().field("container")
+    planned = make_plan(run, open_index(run)).packs.sample_ids
     assert set(places.take(planned).to_pylist()) == {"a.json"}
 
 
@@ -268,7 +268,7 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
     assert kills.total() >= 4
 
 
-def test_undisturbed_files_are_compared(planned: Stage) -> None:
+def test_undisturbed_files_are_compared(planned: Run) -> None:
     """The comparison of the kill test sees a changed file, a missing one, and a leftover."""
     write(planned)
     root = planned.workspace.root

@@ -21,7 +21,7 @@ from offline_packing.measure import measure_part as measure_part_module
 from offline_packing.measure.measure import measure
 from offline_packing.measure.measure_part import MeasureTask, PartResult, measure_part
 from offline_packing.plan.plan import plan
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.storage.tar_shards import scan_tar
 from offline_packing.verify.verify import VerifyResult, verify
 from offline_packing.write import write as write_module
@@ -31,7 +31,7 @@ from task_encoders.samples import SourceSample
 from tests.helpers.datasets import (
     captioning_pairs,
     index_rows,
-    make_stage,
+    make_run,
     mixed_pairs,
     pack_all,
 )
@@ -51,11 +51,11 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_packs_hold_the_source(mixed: Path, tmp_path: Path) -> None:
     source = {"format": "pairs", "path": str(mixed), "task": "bmr"}
-    stage = make_stage(source, tmp_path / "out")
-    manifest = pack_all(stage)
-    rows = {row["key"]: row for row in index_rows(stage)}
+    run = make_run(source, tmp_path / "out")
+    manifest = pack_all(run)
+    rows = {row["key"]: row for row in index_rows(run)}
     found: dict[str, SourceSample] = {}
-    for path in stage.workspace.root.glob("*.tar"):
+    for path in run.workspace.root.glob("*.tar"):
         data = path.read_bytes()
         for entry in scan_tar(path):
             parts = {part.name: data[part.offset :][: part.size] for part in entry.parts}
@@ -84,10 +84,10 @@ def test_rotated_images_are_measured_as_they_are_seen(tmp_path: Path, image_form
     root.mkdir()
     (root / "a.json").write_text('{"caption": "A strip."}')
     (root / f"a.{image_format.lower()}").write_bytes(buffer.getvalue())
-    stage = make_stage(root, tmp_path / "out")
-    pack_all(stage)
-    assert index_rows(stage)[0]["grid_thw"] == [1, 20, 6]  # upright
-    assert verify(stage, deep=True).ok
+    run = make_run(root, tmp_path / "out")
+    pack_all(run)
+    assert index_rows(run)[0]["grid_thw"] == [1, 20, 6]  # upright
+    assert verify(run, deep=True).ok
 
 
 def test_same_bytes_on_any_number_of_workers(mixed: Path, tmp_path: Path) -> None:
@@ -96,11 +96,11 @@ def test_same_bytes_on_any_number_of_workers(mixed: Path, tmp_path: Path) -> Non
     for workers in (0, 1, 2, 8):
         output = {"split": {"train": 0.7, "val": 0.3}, "packs_per_shard": 2}
         engine = {"workers": workers, "samples_per_part": 4 + workers}
-        stage = make_stage(source, tmp_path / str(workers), output=output, engine=engine)
-        with stage.engine:
-            pack_all(stage)
-            assert verify(stage, deep=True).ok
-        results.append(shard_files(stage))
+        run = make_run(source, tmp_path / str(workers), output=output, engine=engine)
+        with run.engine:
+            pack_all(run)
+            assert verify(run, deep=True).ok
+        results.append(shard_files(run))
     assert len(results[0]) > 6
     assert all(found == results[0] for found in results[1:])
 
@@ -108,16 +108,16 @@ def test_same_bytes_on_any_number_of_workers(mixed: Path, tmp_path: Path) -> Non
 def test_row_order_does_not_depend_on_parts(captions: Path, tmp_path: Path) -> None:
     orders = []
     for size in (1, 7, 1000):
-        stage = make_stage(captions, tmp_path / str(size), engine={"samples_per_part": size})
-        measure(stage)
-        orders.append([row["key"] for row in index_rows(stage)])
+        run = make_run(captions, tmp_path / str(size), engine={"samples_per_part": size})
+        measure(run)
+        orders.append([row["key"] for row in index_rows(run)])
     assert orders[0] == orders[1] == orders[2]
     assert len(orders[0]) == 40
 
 
 def test_seed_changes_the_packs(captions: Path, tmp_path: Path) -> None:
-    stages = [make_stage(captions, tmp_path / str(s), pack={"seed": s}) for s in (0, 1)]
-    manifests = [pack_all(stage) for stage in stages]
+    stages = [make_run(captions, tmp_path / str(s), pack={"seed": s}) for s in (0, 1)]
+    manifests = [pack_all(run) for run in stages]
     assert manifests[0]["content_hash"] != manifests[1]["content_hash"]
 
 
@@ -125,14 +125,14 @@ def test_seed_changes_the_packs(captions: Path, tmp_path: Path) -> None:
 def test_killed_between_tasks(
     captions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    undisturbed = make_stage(captions, tmp_path / "undisturbed")
+    undisturbed = make_run(captions, tmp_path / "undisturbed")
     pack_all(undisturbed)
-    stage = make_stage(captions, tmp_path / "killed")
+    run = make_run(captions, tmp_path / "killed")
     with monkeypatch.context() as patch:
         patch.setattr(measure_module, "measure_part", killing(measure_part, after))
         with pytest.raises(KilledError):
-            measure(stage)
-    assert len(list(stage.workspace.index.glob("*.parquet"))) == after
+            measure(run)
+    assert len(list(run.workspace.index.glob("*.parquet"))) == after
     measured: list[int] = []
 
     def counted(task: MeasureTask) -> PartResult:
@@ -141,53 +141,53 @@ def test_killed_between_tasks(
 
     with monkeypatch.context() as patch:
         patch.setattr(measure_module, "measure_part", counted)
-        measure(stage)
+        measure(run)
     assert measured == list(range(after, 3))
-    plan(stage)
+    plan(run)
     with monkeypatch.context() as patch:
         patch.setattr(write_module, "write_shard", killing(write_shard, after))
         with pytest.raises(KilledError):
-            write(stage)
-    assert not stage.workspace.manifest.exists()
-    (stage.workspace.root / "train-000001.tar.4711.tmp").write_bytes(b"half")  # left by kill -9
-    write(stage)
-    assert shard_files(stage) == shard_files(undisturbed)
-    assert verify(stage, deep=True).ok
+            write(run)
+    assert not run.workspace.manifest.exists()
+    (run.workspace.root / "train-000001.tar.4711.tmp").write_bytes(b"half")  # left by kill -9
+    write(run)
+    assert shard_files(run) == shard_files(undisturbed)
+    assert verify(run, deep=True).ok
 
 
 def test_complete_stages_are_not_done_again(
     captions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = make_stage(captions, tmp_path / "out")
-    pack_all(stage)
-    before = shard_files(stage)
+    run = make_run(captions, tmp_path / "out")
+    pack_all(run)
+    before = shard_files(run)
     for module, name in ((measure_module, "measure_part"), (write_module, "write_shard")):
         monkeypatch.setattr(module, name, killing(lambda task: task, 0))
-    pack_all(stage)
-    assert shard_files(stage) == before
+    pack_all(run)
+    assert shard_files(run) == before
 
 
 def test_changed_model_is_refused_by_name(captions: Path, tmp_path: Path) -> None:
-    pack_all(make_stage(captions, tmp_path / "out"))
+    pack_all(make_run(captions, tmp_path / "out"))
     changed = {"model": {"max_pixels": 28 * 28 * 32}}
-    stage = make_stage(captions, tmp_path / "out", **changed)
+    run = make_run(captions, tmp_path / "out", **changed)
     for verb in (measure, plan, write, verify):
         with pytest.raises(StageError, match=r"model\.max_pixels was 50176, is 25088"):
-            verb(stage)
-    accepting = Stage(stage.config, LocalEngine(0), frozenset({"model.max_pixels"}))
+            verb(run)
+    accepting = Run(run.config, LocalEngine(0), frozenset({"model.max_pixels"}))
     pack_all(accepting)
     assert not verify(accepting, deep=True).ok  # larger pictures now encode to fewer tokens
     with pytest.raises(ConfigError, match=r"model\.maxpixels: no such field; valid: model\."):
-        measure(Stage(stage.config, LocalEngine(0), frozenset({"model.maxpixels"})))
-    overwriting = make_stage(captions, tmp_path / "out", output={"overwrite": True}, **changed)
+        measure(Run(run.config, LocalEngine(0), frozenset({"model.maxpixels"})))
+    overwriting = make_run(captions, tmp_path / "out", output={"overwrite": True}, **changed)
     pack_all(overwriting)
     assert verify(overwriting).ok
 
 
 def test_changed_source_is_refused_by_name(tmp_path: Path) -> None:
     root = captioning_pairs(tmp_path / "data", 8)
-    stage = make_stage(root, tmp_path / "out", engine={"samples_per_part": 2})
-    measure(stage)
+    run = make_run(root, tmp_path / "out", engine={"samples_per_part": 2})
+    measure(run)
     (root / "part0" / "000000.json").write_text('{"caption": "another length"}')
     (root / "part0" / "000002.json").unlink()
     for i in range(4):
@@ -198,26 +198,26 @@ def test_changed_source_is_refused_by_name(tmp_path: Path) -> None:
         r"1 of another size \('part0/000000\.json'\); set output\.overwrite"
     )
     with pytest.raises(StageError, match=changes):
-        measure(stage)
-    stage.workspace.index_info.unlink()  # as if the run had been killed
+        measure(run)
+    run.workspace.index_info.unlink()  # as if the run had been killed
     with pytest.raises(StageError, match=r"unfinished index .* source\.0\.listing"):
-        measure(stage)
+        measure(run)
 
 
 def test_plans_are_free_until_shards_are_written(captions: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    measure(make_stage(captions, out))
-    texts = {n: plan(make_stage(captions, out, pack={"seq_length": n})) for n in (256, 512)}
+    measure(make_run(captions, out))
+    texts = {n: plan(make_run(captions, out, pack={"seq_length": n})) for n in (256, 512)}
     assert "of 256 tokens" in texts[256]
     assert "of 512 tokens" in texts[512]
     with pytest.raises(StageError, match=r"pack\.seq_length was 512, is 256"):
-        write(make_stage(captions, out, pack={"seq_length": 256}))
-    write(make_stage(captions, out))
+        write(make_run(captions, out, pack={"seq_length": 256}))
+    write(make_run(captions, out))
     with pytest.raises(StageError, match=r"pack\.seq_length was 512, is 256"):
-        plan(make_stage(captions, out, pack={"seq_length": 256}))
+        plan(make_run(captions, out, pack={"seq_length": 256}))
     with pytest.raises(StageError, match=r"output\.packs_per_shard was 2, is 4"):
-        write(make_stage(captions, out, output={"packs_per_shard": 4}))
-    other = make_stage(
+        write(make_run(captions, out, output={"packs_per_shard": 4}))
+    other = make_run(
         captions, out, output={"packs_per_shard": 4, "overwrite": True}, pack={"seq_length": 256}
     )
     pack_all(other)
@@ -228,17 +228,17 @@ def test_plans_are_free_until_shards_are_written(captions: Path, tmp_path: Path)
 @pytest.mark.parametrize("what", ["image", "record", "record_gone"])
 def test_source_that_changes_before_writing(tmp_path: Path, what: str) -> None:
     root = captioning_pairs(tmp_path / "data", 8)
-    stage = make_stage(root, tmp_path / "out")
-    measure(stage)
-    plan(stage)
+    run = make_run(root, tmp_path / "out")
+    measure(run)
+    plan(run)
     path = root / "part0" / ("000000.png" if what == "image" else "000000.json")
     if what == "record_gone":
         path.unlink()
     else:
         path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(StageError, match=r"000000\.\w+ (changed since|cannot be read)"):
-        write(stage)
-    assert not stage.workspace.manifest.exists()
+        write(run)
+    assert not run.workspace.manifest.exists()
 
 
 def remove_shard(root: Path) -> None:
@@ -298,11 +298,11 @@ def change_text(root: Path) -> None:
 def test_verify_names_the_damage(
     captions: Path, tmp_path: Path, damage: Callable[[Path], None], problem: str
 ) -> None:
-    stage = make_stage(captions, tmp_path / "out")
-    pack_all(stage)
-    assert verify(stage, deep=True).ok
-    damage(stage.workspace.root)
-    result = verify(stage, deep=True)
+    run = make_run(captions, tmp_path / "out")
+    pack_all(run)
+    assert verify(run, deep=True).ok
+    damage(run.workspace.root)
+    result = verify(run, deep=True)
     assert not result.ok
     assert any(problem in found for found in result.problems), result.problems
 
@@ -311,7 +311,7 @@ def test_verify_finds_a_wrong_length(
     captions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A measuring encoder that is off by one in one sample."""
-    stage = make_stage(captions, tmp_path / "out")
+    run = make_run(captions, tmp_path / "out")
     true_measure = measure_part_module.measure_record
 
     def off_by_one(record: Any, key: str, *args: Any) -> Any:
@@ -323,17 +323,17 @@ def test_verify_finds_a_wrong_length(
         return measured
 
     monkeypatch.setattr(measure_part_module, "measure_record", off_by_one)
-    pack_all(stage)
-    result = verify(stage, deep=True)
+    pack_all(run)
+    result = verify(run, deep=True)
     assert result.num_problems == 1
     assert re.search(r"'part0/000004': encodes to \d+ tokens, measured", result.problems[0])
 
 
 def test_verify_counts(captions: Path, tmp_path: Path) -> None:
-    stage = make_stage(captions, tmp_path / "out")
-    manifest = pack_all(stage)
-    result = verify(stage, deep=True)
-    tokens = sum(row["num_tokens"] for row in index_rows(stage))
+    run = make_run(captions, tmp_path / "out")
+    manifest = pack_all(run)
+    result = verify(run, deep=True)
+    tokens = sum(row["num_tokens"] for row in index_rows(run))
     assert result == VerifyResult(
         num_shards=len(manifest["shards"]),
         num_packs=manifest["counts"]["packs"]["train"],
@@ -353,26 +353,26 @@ def test_two_sources_with_the_same_keys(tmp_path: Path) -> None:
         {"format": "pairs", "path": str(captioning_pairs(tmp_path / name, 6)), "task": "captioning"}
         for name in ("first", "second")
     ]
-    stage = make_stage(sources, tmp_path / "out")
-    assert pack_all(stage)["counts"]["packed"] == 12
-    keys = {row["key"] for row in index_rows(stage)}
+    run = make_run(sources, tmp_path / "out")
+    assert pack_all(run)["counts"]["packed"] == 12
+    keys = {row["key"] for row in index_rows(run)}
     assert {"first/part0/000000", "second/part0/000000"} <= keys
-    assert verify(stage, deep=True).ok
+    assert verify(run, deep=True).ok
 
 
 def test_unused_images_are_counted(tmp_path: Path) -> None:
     root = captioning_pairs(tmp_path / "data", 6)
     (root / "nobody's.jpg").write_bytes((root / "part1" / "000001.jpg").read_bytes())
-    stage = make_stage(root, tmp_path / "out")
-    assert measure(stage).num_unused_images == 1
-    assert re.search(r"unused images +1\n", plan(stage))
+    run = make_run(root, tmp_path / "out")
+    assert measure(run).num_unused_images == 1
+    assert re.search(r"unused images +1\n", plan(run))
 
 
 def test_on_overlong_error_names_the_sample(captions: Path, tmp_path: Path) -> None:
-    stage = make_stage(captions, tmp_path / "out", pack={"seq_length": 60, "on_overlong": "error"})
-    measure(stage)
+    run = make_run(captions, tmp_path / "out", pack={"seq_length": 60, "on_overlong": "error"})
+    measure(run)
     with pytest.raises(StageError, match=r"sample 'part\S+' has \d+ tokens > seq_length 60 .*set_"):
-        plan(stage)
+        plan(run)
 
 
 def test_nothing_to_pack(tmp_path: Path) -> None:
@@ -380,74 +380,74 @@ def test_nothing_to_pack(tmp_path: Path) -> None:
     root.mkdir()
     for name in ("a", "b"):
         (root / f"{name}.json").write_text("{")
-    stage = make_stage(root, tmp_path / "out")
-    measure(stage)
+    run = make_run(root, tmp_path / "out")
+    measure(run)
     with pytest.raises(StageError, match=r"nothing to pack .* bad_json 2"):
-        plan(stage)
+        plan(run)
 
 
 @pytest.mark.parametrize("verb", [plan, write, verify])
 def test_stages_say_what_is_missing(captions: Path, tmp_path: Path, verb: Any) -> None:
     with pytest.raises(StageError, match=r"no complete index in .*; run measure first"):
-        verb(make_stage(captions, tmp_path / "out"))
+        verb(make_run(captions, tmp_path / "out"))
 
 
 def test_foreign_folder_is_left_alone(captions: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
-    stage = make_stage(captions, tmp_path)
+    run = make_run(captions, tmp_path)
     message = "is not empty and holds no earlier run"
-    with pytest.raises(StageError, match=message), stage.workspace.lock():
+    with pytest.raises(StageError, match=message), run.workspace.lock():
         pytest.fail("the folder was taken")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_two_runs_at_once(captions: Path, tmp_path: Path) -> None:
-    stage = make_stage(captions, tmp_path / "out")
+    run = make_run(captions, tmp_path / "out")
     message = "another run is working on"
     with (
-        stage.workspace.lock(),
+        run.workspace.lock(),
         pytest.raises(StageError, match=message),
-        stage.workspace.lock(),
+        run.workspace.lock(),
     ):
         pytest.fail("the lock was taken twice")
 
 
 def test_damaged_index_part_is_named(captions: Path, tmp_path: Path) -> None:
-    stage = make_stage(captions, tmp_path / "out")
-    measure(stage)
-    path = stage.workspace.index / part_name(1)
+    run = make_run(captions, tmp_path / "out")
+    measure(run)
+    path = run.workspace.index / part_name(1)
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(StageError, match=r"part-00001\.parquet"):
-        plan(stage)
+        plan(run)
 
 
 def test_shards_hold_the_planned_splits(captions: Path, tmp_path: Path) -> None:
     output = {"split": {"train": 0.6, "val": 0.4}, "packs_per_shard": 2, "key_prefix": "cc-"}
-    stage = make_stage(captions, tmp_path / "out", output=output)
-    manifest = pack_all(stage)
+    run = make_run(captions, tmp_path / "out", output=output)
+    manifest = pack_all(run)
     assert min(manifest["counts"]["packs"].values()) >= 1
     names = [shard["name"] for shard in manifest["shards"]]
     assert names[0] == "train-000000.tar"
     assert "val-000000.tar" in names
-    keys = [entry.key for name in names for entry in scan_tar(stage.workspace.root / name)]
+    keys = [entry.key for name in names for entry in scan_tar(run.workspace.root / name)]
     assert keys == [f"cc-ps_{i:08d}" for i in range(len(keys))]
 
 
 def test_max_shard_bytes(captions: Path, tmp_path: Path) -> None:
     output = {"packs_per_shard": 1000, "max_shard_bytes": 80_000}
-    stage = make_stage(captions, tmp_path / "out", output=output)
-    sizes = [shard["bytes"] for shard in pack_all(stage)["shards"]]
+    run = make_run(captions, tmp_path / "out", output=output)
+    sizes = [shard["bytes"] for shard in pack_all(run)["shards"]]
     assert len(sizes) > 1
     assert 40_000 < max(sizes) <= 80_000
-    small = make_stage(captions, tmp_path / "small", output={"max_shard_bytes": 1})
+    small = make_run(captions, tmp_path / "small", output={"max_shard_bytes": 1})
     assert [shard["packs"] for shard in pack_all(small)["shards"]] == [1] * 5
 
 
 def test_task_of_worker_is_small(captions: Path, tmp_path: Path) -> None:
     """What a worker is sent holds the rows of its own shard only."""
-    stage = make_stage(captions, tmp_path / "out")
-    measure(stage)
-    plan(stage)
+    run = make_run(captions, tmp_path / "out")
+    measure(run)
+    plan(run)
     sizes: list[int] = []
 
     def remember(task: ShardTask) -> int:
@@ -456,6 +456,6 @@ def test_task_of_worker_is_small(captions: Path, tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_module, "write_shard", remember)
-        write(stage)
+        write(run)
     assert sum(sizes) == 40
     assert len(sizes) > 1

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from offline_packing.engines.ray_cluster import RayEngine
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError
-from tests.helpers.datasets import captioning_pairs, make_config, make_stage, pack_all
+from tests.helpers.datasets import captioning_pairs, make_config, make_run, pack_all
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
 
@@ -56,12 +56,12 @@ def test_killed_worker(engine: RayEngine, tmp_path: Path) -> None:
 
 def test_equal_to_local_processes(engine: RayEngine, tmp_path: Path) -> None:
     data = captioning_pairs(tmp_path / "data")
-    local = make_stage(data, tmp_path / "local")
+    local = make_run(data, tmp_path / "local")
     pack_all(local)
-    stage = Stage(make_config(data, tmp_path / "ray"), engine)
-    pack_all(stage)
+    run = Run(make_config(data, tmp_path / "ray"), engine)
+    pack_all(run)
     for path in (*local.workspace.root.glob("*.tar*"), local.workspace.manifest):
-        assert (stage.workspace.root / path.name).read_bytes() == path.read_bytes(), path.name
-    result = verify(stage, deep=True)
+        assert (run.workspace.root / path.name).read_bytes() == path.read_bytes(), path.name
+    result = verify(run, deep=True)
     assert result.ok
     assert result.num_samples == 40

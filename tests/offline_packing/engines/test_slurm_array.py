@@ -16,10 +16,10 @@ from offline_packing.engines.slurm_array import SlurmEngine, find_rank
 from offline_packing.errors import ConfigError, ShareDoneError, StageError
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from offline_packing.write.write import write
-from tests.helpers.datasets import captioning_pairs, make_config, make_stage, pack_all
+from tests.helpers.datasets import captioning_pairs, make_config, make_run, pack_all
 
 
 @dataclass(frozen=True)
@@ -133,19 +133,19 @@ def test_array_gives_the_bytes_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = captioning_pairs(tmp_path / "data")
-    alone = make_stage(data, tmp_path / "alone")
+    alone = make_run(data, tmp_path / "alone")
     pack_all(alone)
     config = make_config(data, tmp_path / "array")
-    last = Stage(config, LocalEngine(0))
+    last = Run(config, LocalEngine(0))
 
-    def on_all_ranks(verb: Callable[[Stage], object]) -> int:
+    def on_all_ranks(verb: Callable[[Run], object]) -> int:
         """How many ranks ended with tasks left to others."""
         left = 0
         for rank in (2, 0, 1):
-            stage = Stage(config, rank_engine(monkeypatch, rank, 3))
-            with stage.workspace.lock(shared=True):
+            run = Run(config, rank_engine(monkeypatch, rank, 3))
+            with run.workspace.lock(shared=True):
                 try:
-                    verb(stage)
+                    verb(run)
                 except ShareDoneError:
                     left += 1
         return left
@@ -158,14 +158,14 @@ def test_array_gives_the_bytes_of_one_process(
     write(last)
     for path in (*alone.workspace.root.glob("*.tar*"), alone.workspace.manifest):
         assert (last.workspace.root / path.name).read_bytes() == path.read_bytes(), path.name
-    found = [verify(Stage(config, rank_engine(monkeypatch, rank, 2)), deep=True) for rank in (0, 1)]
+    found = [verify(Run(config, rank_engine(monkeypatch, rank, 2)), deep=True) for rank in (0, 1)]
     assert all(result.ok for result in found)
     assert sum(result.num_samples for result in found) == 40
     assert min(result.num_samples for result in found) > 0
 
 
 def test_ranks_share_the_lock_with_each_other_only(tmp_path: Path) -> None:
-    workspace = make_stage(tmp_path / "data", tmp_path / "out").workspace
+    workspace = make_run(tmp_path / "data", tmp_path / "out").workspace
     refused = pytest.raises(StageError, match="another run is working on")
     with workspace.lock(shared=True), workspace.lock(shared=True), refused, workspace.lock():
         pytest.fail("the lock was taken")

@@ -11,23 +11,23 @@ from megatron.energon.task_encoder import DefaultTaskEncoder
 
 from offline_packing.errors import StageError
 from offline_packing.layouts.energon_metadata import index_pack_folder
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.storage.tar_shards import TarShardWriter
 from offline_packing.verify.verify import verify
-from tests.helpers.datasets import captioning_pairs, image_bytes, make_stage, pack_all
+from tests.helpers.datasets import captioning_pairs, image_bytes, make_run, pack_all
 from tests.helpers.outputs import copy_tars, sqlite_rows
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Stage:
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     base = tmp_path_factory.mktemp("packed")
     output = {"split": {"train": 0.6, "val": 0.4}, "packs_per_shard": 2}
-    stage = make_stage(captioning_pairs(base / "data"), base / "out", output=output)
-    pack_all(stage)
-    return stage
+    run = make_run(captioning_pairs(base / "data"), base / "out", output=output)
+    pack_all(run)
+    return run
 
 
-def test_equal_to_energon_prepare(packed: Stage, tmp_path: Path) -> None:
+def test_equal_to_energon_prepare(packed: Run, tmp_path: Path) -> None:
     root = packed.workspace.root
     names = copy_tars(root, tmp_path / "prepared")
     WebdatasetPreparator.prepare_dataset(
@@ -46,7 +46,7 @@ def test_equal_to_energon_prepare(packed: Stage, tmp_path: Path) -> None:
     assert infos[0] == infos[1]
 
 
-def test_files(packed: Stage) -> None:
+def test_files(packed: Run) -> None:
     meta = packed.workspace.nv_meta
     dataset = yaml.safe_load((meta / "dataset.yaml").read_text())
     assert dataset["sample_type"] == {
@@ -61,7 +61,7 @@ def test_files(packed: Stage) -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_energon_loads_every_pack(packed: Stage, split: str) -> None:
+def test_energon_loads_every_pack(packed: Run, split: str) -> None:
     class RawPacks(DefaultTaskEncoder):
         decoder = None
 
@@ -80,14 +80,14 @@ def test_energon_loads_every_pack(packed: Stage, split: str) -> None:
         assert all(isinstance(pack.images[name], bytes) for name in pack.image_names)
 
 
-def test_uuid_follows_the_content(packed: Stage, tmp_path: Path) -> None:
+def test_uuid_follows_the_content(packed: Run, tmp_path: Path) -> None:
     data = captioning_pairs(tmp_path / "data", 10)
     stages = [
-        make_stage(data, tmp_path / str(n), pack={"seed": seed}) for n, seed in enumerate([0, 0, 1])
+        make_run(data, tmp_path / str(n), pack={"seed": seed}) for n, seed in enumerate([0, 0, 1])
     ]
-    for stage in stages:
-        pack_all(stage)
-    uuids = [(stage.workspace.nv_meta / "index.uuid").read_text() for stage in stages]
+    for run in stages:
+        pack_all(run)
+    uuids = [(run.workspace.nv_meta / "index.uuid").read_text() for run in stages]
     assert uuids[0] == uuids[1] != uuids[2]
 
 
@@ -105,7 +105,7 @@ def write_shard(path: Path, packs: list[tuple[str, list[tuple[str, bytes]]]]) ->
         writer.finish()
 
 
-def test_index_of_our_own_tars_is_the_same(packed: Stage, tmp_path: Path) -> None:
+def test_index_of_our_own_tars_is_the_same(packed: Run, tmp_path: Path) -> None:
     root, copy = packed.workspace.root, tmp_path / "copy"
     names = copy_tars(root, copy)
     manifest = json.loads(packed.workspace.manifest.read_text())
@@ -130,7 +130,7 @@ def test_index_of_a_folder_by_others(tmp_path: Path) -> None:
     assert counts == {"a.tar": 2, "b.tar": 1}
 
 
-def test_index_refuses(packed: Stage, tmp_path: Path) -> None:
+def test_index_refuses(packed: Run, tmp_path: Path) -> None:
     def refused(message: str, task: str | None = "vqa") -> None:
         with pytest.raises(StageError, match=message):
             index_pack_folder(tmp_path, task)

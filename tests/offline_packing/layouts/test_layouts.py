@@ -18,7 +18,7 @@ from offline_packing.errors import ConfigError, StageError
 from offline_packing.layouts import LAYOUTS
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.storage.tar_shards import scan_tar
 from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import verify
@@ -29,7 +29,7 @@ from tests.helpers.datasets import (
     image_bytes,
     index_rows,
     make_config,
-    make_stage,
+    make_run,
     mixed_pairs,
     pack_all,
     write_json,
@@ -46,26 +46,26 @@ def questions(root: Path, count: int = 12) -> Path:
     return root
 
 
-def tar_content(stage: Stage) -> dict[str, bytes]:
+def tar_content(run: Run) -> dict[str, bytes]:
     """Members of all tars by name."""
     found = {}
-    for path in sorted(stage.workspace.root.glob("*.tar")):
+    for path in sorted(run.workspace.root.glob("*.tar")):
         with tarfile.open(path) as tar:
             found |= {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
     return found
 
 
 @pytest.fixture
-def raw(tmp_path: Path) -> Stage:
+def raw(tmp_path: Path) -> Run:
     source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "data")), "task": "bmr"}
-    stage = make_stage(source, tmp_path / "raw", output={"layout": "raw_packing"})
-    pack_all(stage)
-    return stage
+    run = make_run(source, tmp_path / "raw", output={"layout": "raw_packing"})
+    pack_all(run)
+    return run
 
 
-def test_raw_packing_holds_the_same_packs(raw: Stage, tmp_path: Path) -> None:
+def test_raw_packing_holds_the_same_packs(raw: Run, tmp_path: Path) -> None:
     source = raw.config.source[0].model_dump()
-    shards = make_stage(source, tmp_path / "shards")
+    shards = make_run(source, tmp_path / "shards")
     pack_all(shards)
     folder = raw.workspace.root / "raw_packing_data"
     found = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -74,20 +74,18 @@ def test_raw_packing_holds_the_same_packs(raw: Stage, tmp_path: Path) -> None:
     assert verify(raw, deep=True).ok
 
 
-def test_raw_packing_can_be_packed_again(raw: Stage, tmp_path: Path) -> None:
+def test_raw_packing_can_be_packed_again(raw: Run, tmp_path: Path) -> None:
     folder = raw.workspace.root / "raw_packing_data"
     source = {"format": "packs", "path": str(folder), "task": "bmr"}
-    again = make_stage(source, tmp_path / "again", pack={"seq_length": 1024})
+    again = make_run(source, tmp_path / "again", pack={"seq_length": 1024})
     counts = pack_all(again)["counts"]
     assert counts["packed"] == 30
     assert verify(again, deep=True).ok
-    lengths = [
-        {row["key"]: row["num_tokens"] for row in index_rows(stage)} for stage in (raw, again)
-    ]
+    lengths = [{row["key"]: row["num_tokens"] for row in index_rows(run)} for run in (raw, again)]
     assert lengths[0] == lengths[1]
 
 
-def test_damaged_raw_pack(raw: Stage) -> None:
+def test_damaged_raw_pack(raw: Run) -> None:
     folder = raw.workspace.root / "raw_packing_data"
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     flip_byte(folder / "ps_00000000.json", 30)
@@ -100,10 +98,10 @@ def test_damaged_raw_pack(raw: Stage) -> None:
     assert verify(raw, deep=True).ok
 
 
-def test_raw_packing_overwritten(raw: Stage) -> None:
+def test_raw_packing_overwritten(raw: Run) -> None:
     source = raw.config.source[0].model_dump()
     root = raw.workspace.root
-    other = make_stage(source, root, output={"overwrite": True, "key_prefix": "new-"})
+    other = make_run(source, root, output={"overwrite": True, "key_prefix": "new-"})
     pack_all(other)
     assert verify(other, deep=True).ok
     assert not (root / "raw_packing_data").exists()
@@ -115,13 +113,13 @@ def test_llava_onevision(tmp_path: Path, task: str) -> None:
     root = tmp_path / "data"
     captioning_pairs(root, 12) if task == "captioning" else questions(root)
     source = {"format": "pairs", "path": str(root), "task": task}
-    stage = make_stage(source, tmp_path / "out", output={"layout": "llava_onevision"})
-    manifest = pack_all(stage)
-    assert verify(stage, deep=True).ok
-    meta = stage.workspace.nv_meta
+    run = make_run(source, tmp_path / "out", output={"layout": "llava_onevision"})
+    manifest = pack_all(run)
+    assert verify(run, deep=True).ok
+    meta = run.workspace.nv_meta
     loader = load_module(meta / "sample_loader.py")
     num_samples = 0
-    for path in sorted(stage.workspace.root.glob("*.tar")):
+    for path in sorted(run.workspace.root.glob("*.tar")):
         offsets = np.fromfile(path.with_suffix(".tar.idx"), dtype="<u8").tolist()
         entries = list(scan_tar(path))
         assert offsets == [*(e.offset for e in entries), entries[-1].offset + entries[-1].size]
@@ -198,11 +196,11 @@ def test_llava_onevision_sets_aside_what_it_cannot_hold(tmp_path: Path) -> None:
     record = {"messages": [default, *dialogue("What?", "That.")], "images": ["000.png"]}
     write_json(root / "default.json", record)  # what that loader writes by itself
     source = {"format": "pairs", "path": str(root), "task": "vqa"}
-    stage = make_stage(source, tmp_path / "out", output={"layout": "llava_onevision"})
-    counts = pack_all(stage)["counts"]
+    run = make_run(source, tmp_path / "out", output={"layout": "llava_onevision"})
+    counts = pack_all(run)["counts"]
     assert counts["packed"] == 7
     assert counts["set_aside"] == {"not_in_layout": len(UNFIT)}
-    aside = pq.read_table(stage.workspace.plan / "set_aside.parquet").to_pylist()
+    aside = pq.read_table(run.workspace.plan / "set_aside.parquet").to_pylist()
     details = {row["key"]: row["detail"].removeprefix("layout llava_onevision ") for row in aside}
     assert details == {
         "text": "holds no sample without exactly one image",
@@ -213,8 +211,8 @@ def test_llava_onevision_sets_aside_what_it_cannot_hold(tmp_path: Path) -> None:
         "pad": "holds no text that spells control tokens, nor <image> in an answer",
         "thin": "holds no image 1 or 3 pixels high or wide",
     }
-    assert verify(stage, deep=True).ok
-    other = make_stage(source, tmp_path / "energon")
+    assert verify(run, deep=True).ok
+    other = make_run(source, tmp_path / "energon")
     assert pack_all(other)["counts"]["packed"] == 7 + len(UNFIT)
 
 
@@ -224,10 +222,10 @@ def test_llava_onevision_holds_captions_about_tags(tmp_path: Path) -> None:
     write_json(root / "tag.json", {"caption": "The words <image> and </image>."})
     (root / "tag.png").write_bytes(image_bytes(image_format="PNG"))
     source = {"format": "pairs", "path": str(root), "task": "captioning"}
-    stage = make_stage(source, tmp_path / "out", output={"layout": "llava_onevision"})
-    counts = pack_all(stage)["counts"]
+    run = make_run(source, tmp_path / "out", output={"layout": "llava_onevision"})
+    counts = pack_all(run)["counts"]
     assert (counts["packed"], counts["set_aside"]) == (5, {})
-    assert verify(stage, deep=True).ok
+    assert verify(run, deep=True).ok
 
 
 def test_llava_onevision_names_a_sample_that_got_another_turn(tmp_path: Path) -> None:
@@ -238,12 +236,12 @@ def test_llava_onevision_names_a_sample_that_got_another_turn(tmp_path: Path) ->
     path.write_text(short.ljust(len(long)))
     (root / "odd.png").write_bytes(image_bytes(image_format="PNG"))
     source = {"format": "pairs", "path": str(root), "task": "vqa"}
-    stage = make_stage(source, tmp_path / "out", output={"layout": "llava_onevision"})
-    measure(stage)
-    plan(stage)
+    run = make_run(source, tmp_path / "out", output={"layout": "llava_onevision"})
+    measure(run)
+    plan(run)
     path.write_text(long)
     with pytest.raises(StageError, match="'odd' changed since it was measured: it has 2 turns"):
-        write(stage)
+        write(run)
 
 
 def test_layouts_and_tasks(tmp_path: Path) -> None:

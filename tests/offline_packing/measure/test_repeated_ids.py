@@ -14,9 +14,9 @@ from offline_packing.measure import repeated_ids
 from offline_packing.measure.measure import measure
 from offline_packing.measure.repeated_ids import first_of_equal, rename_repeated
 from offline_packing.plan.plan import make_plan, open_index
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
-from tests.helpers.datasets import dialogue, image_bytes, make_stage, pack_all
+from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all
 from tests.helpers.formats import write_file
 
 NUM_KINDS = 3  # conversation, detail, complex
@@ -44,37 +44,37 @@ def write_llava(root: Path, records: list[dict[str, Any]], name: str = "a.json")
         write_file(root / record["image"], image_bytes())
 
 
-def llava_stage(tmp_path: Path, out: str = "out", **engine: int) -> Stage:
+def llava_run(tmp_path: Path, out: str = "out", **engine: int) -> Run:
     source = {"format": "json", "path": str(tmp_path / "data"), "task": "vqa"}
-    return make_stage(source, tmp_path / out, engine=engine)
+    return make_run(source, tmp_path / out, engine=engine)
 
 
-def keys_of(stage: Stage) -> list[str]:
-    table = open_index(stage).table("key", "key_hash", "source_id")
+def keys_of(run: Run) -> list[str]:
+    table = open_index(run).table("key", "key_hash", "source_id")
     keys: list[str] = table["key"].to_pylist()
     expected = [key_hash(0, key) for key in keys]
     assert table["key_hash"].to_pylist() == expected
     return keys
 
 
-def index_bytes(stage: Stage) -> bytes:
-    return b"".join(path.read_bytes() for path in sorted(stage.workspace.index.glob("part-*")))
+def index_bytes(run: Run) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(run.workspace.index.glob("part-*")))
 
 
 def test_every_conversation_of_an_image_is_packed(tmp_path: Path) -> None:
     records = llava_records()
     write_llava(tmp_path / "data", [*records, records[5]])
-    stage = llava_stage(tmp_path, samples_per_part=5)
-    counts = pack_all(stage)["counts"]
+    run = llava_run(tmp_path, samples_per_part=5)
+    counts = pack_all(run)["counts"]
     assert (counts["samples"], counts["packed"]) == (13, 12)
     assert counts["set_aside"] == {"duplicate_key": 1}
-    assert verify(stage, deep=True).ok
-    keys = keys_of(stage)
+    assert verify(run, deep=True).ok
+    keys = keys_of(run)
     assert keys[:4] == [record["id"] for record in records[:4]]
     assert [key.partition("@")[0] for key in keys] == [r["id"] for r in [*records, records[5]]]
     assert len(set(keys)) == 12
     assert keys[12] == keys[5]
-    packed = sorted(make_plan(stage, open_index(stage)).packs.sample_ids.tolist())
+    packed = sorted(make_plan(run, open_index(run)).packs.sample_ids.tolist())
     assert packed == list(range(12))
 
 
@@ -82,10 +82,10 @@ def test_keys_do_not_depend_on_parts_workers_or_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_llava(tmp_path / "data", llava_records())
-    measure(stage := llava_stage(tmp_path, samples_per_part=5))
+    measure(run := llava_run(tmp_path, samples_per_part=5))
     for out, engine in {"one": {"samples_per_part": 4096}, "two": {"workers": 2}}.items():
-        measure(other := llava_stage(tmp_path, out, **engine))
-        assert keys_of(other) == keys_of(stage)
+        measure(other := llava_run(tmp_path, out, **engine))
+        assert keys_of(other) == keys_of(run)
 
     replaced: list[Path] = []
     rename_part = repeated_ids._rename_part
@@ -96,7 +96,7 @@ def test_keys_do_not_depend_on_parts_workers_or_runs(
         replaced.append(path)
         rename_part(path, *rest)
 
-    again = llava_stage(tmp_path, "killed", samples_per_part=5)
+    again = llava_run(tmp_path, "killed", samples_per_part=5)
     monkeypatch.setattr(repeated_ids, "_rename_part", killed)
     with pytest.raises(KeyboardInterrupt):
         measure(again)
@@ -104,21 +104,21 @@ def test_keys_do_not_depend_on_parts_workers_or_runs(
     assert len(replaced) == 1
     assert not again.workspace.index_info.exists()
     measure(again)
-    assert keys_of(again) == keys_of(stage)
-    assert index_bytes(again) == index_bytes(stage)
+    assert keys_of(again) == keys_of(run)
+    assert index_bytes(again) == index_bytes(run)
     rename_repeated(open_index(again))
-    assert index_bytes(again) == index_bytes(stage)
+    assert index_bytes(again) == index_bytes(run)
 
 
 def test_another_run_renamed_the_part_meanwhile(tmp_path: Path) -> None:
     write_llava(tmp_path / "data", llava_records())
-    stage = llava_stage(tmp_path)
-    measure(stage)
-    before = index_bytes(stage)
-    path = open_index(stage).path(0)
+    run = llava_run(tmp_path)
+    measure(run)
+    before = index_bytes(run)
+    path = open_index(run).path(0)
     seen = np.array([key_hash(0, r["id"]) for r in llava_records()], np.uint64)  # before the other
     repeated_ids._rename_part(path, np.ones(12, bool), np.where(np.arange(12) < 4, 0, seen))
-    assert index_bytes(stage) == before
+    assert index_bytes(run) == before
 
 
 def test_rows_of_one_id_with_images_inside(tmp_path: Path) -> None:
@@ -134,19 +134,19 @@ def test_rows_of_one_id_with_images_inside(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     pq.write_table(table, tmp_path / "data" / "a.parquet")
     source = {"format": "parquet", "path": str(tmp_path / "data"), "task": "vqa"}
-    stage = make_stage(source, tmp_path / "out")
-    counts = pack_all(stage)["counts"]
+    run = make_run(source, tmp_path / "out")
+    counts = pack_all(run)["counts"]
     assert (counts["packed"], counts["set_aside"]) == (2, {"duplicate_key": 1})
-    assert verify(stage, deep=True).ok
+    assert verify(run, deep=True).ok
 
 
 def test_copies_of_a_repeated_id(tmp_path: Path) -> None:
     write_llava(tmp_path / "data", llava_records())
     source = {"format": "json", "path": str(tmp_path / "data"), "task": "vqa", "repeat": 2}
-    stage = make_stage(source, tmp_path / "out")
-    counts = pack_all(stage)["counts"]
+    run = make_run(source, tmp_path / "out")
+    counts = pack_all(run)["counts"]
     assert (counts["packed"], counts["set_aside"]) == (24, {})
-    assert len(set(keys_of(stage))) == 24
+    assert len(set(keys_of(run))) == 24
 
 
 def test_first_of_equal() -> None:

@@ -13,7 +13,7 @@ from offline_packing.measure import repeats as blend
 from offline_packing.measure.measure import measure
 from offline_packing.measure.repeats import copy_key, num_copies, repeats_of_weights
 from tests.helpers import accounting, formats
-from tests.helpers.datasets import index_rows, make_stage, outcomes, pack_all
+from tests.helpers.datasets import index_rows, make_run, outcomes, pack_all
 
 
 @given(
@@ -53,16 +53,16 @@ def sources(root: Path, **second: Any) -> list[dict[str, Any]]:
 
 
 def test_repeated_samples_are_packed_as_often(tmp_path: Path) -> None:
-    stage = make_stage(sources(tmp_path, repeat=2), tmp_path / "out")
-    counts = pack_all(stage)["counts"]
+    run = make_run(sources(tmp_path, repeat=2), tmp_path / "out")
+    counts = pack_all(run)["counts"]
     assert counts["packed"] == 6 + 2 * 4
-    copied = Counter(row["key"].partition("#")[0] for row in index_rows(stage))
+    copied = Counter(row["key"].partition("#")[0] for row in index_rows(run))
     assert sorted(copied.values()) == [1] * 6 + [2] * 4
-    assert copy_key("other/shard-000/s0000", 1) in {row["key"] for row in index_rows(stage)}
+    assert copy_key("other/shard-000/s0000", 1) in {row["key"] for row in index_rows(run)}
 
 
 def test_samples_that_are_not_drawn_are_counted(tmp_path: Path) -> None:
-    found = outcomes(make_stage(sources(tmp_path, repeat=0.5), tmp_path / "out"))
+    found = outcomes(make_run(sources(tmp_path, repeat=0.5), tmp_path / "out"))
     drawn = Counter(outcome for key, outcome in found.items() if key.startswith("other/"))
     assert drawn["ok"] + drawn["not_drawn"] == 4
     assert 0 < drawn["ok"] < 4
@@ -71,16 +71,16 @@ def test_samples_that_are_not_drawn_are_counted(tmp_path: Path) -> None:
 
 def test_weights_count_what_a_scan_cannot(tmp_path: Path) -> None:
     first, other = sources(tmp_path)
-    stage = make_stage([{**first, "weight": 1}, {**other, "weight": 2}], tmp_path / "out")
-    measure(stage)
-    used = Counter(row["key"].partition("/")[0] for row in index_rows(stage))
+    run = make_run([{**first, "weight": 1}, {**other, "weight": 2}], tmp_path / "out")
+    measure(run)
+    used = Counter(row["key"].partition("/")[0] for row in index_rows(run))
     assert used == {"first": 6, "other": 12}  # 4 samples in tars, three times
 
 
 def test_another_repeat_is_refused(tmp_path: Path) -> None:
-    measure(make_stage(sources(tmp_path), tmp_path / "out"))
+    measure(make_run(sources(tmp_path), tmp_path / "out"))
     with pytest.raises(StageError, match=r"source\.1\.repeat was not set, is '2\.0'"):
-        measure(make_stage(sources(tmp_path, repeat=2), tmp_path / "out"))
+        measure(make_run(sources(tmp_path, repeat=2), tmp_path / "out"))
 
 
 @pytest.mark.parametrize("name", ["jsonl", "jsonl_gz", "json_array", "webdataset", "webdataset_gz"])
@@ -103,12 +103,12 @@ def test_counts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     source = {**formats.webdataset_gz(tmp_path / "a", formats.draw_samples(7)), "task": "bmr"}
     pairs = {**formats.pairs(tmp_path / "b", formats.draw_samples(5)), "task": "bmr"}
     blended = [{**source, "weight": 1, "name": "a"}, {**pairs, "weight": 1, "name": "b"}]
-    stage = make_stage(blended, tmp_path / "out")
+    run = make_run(blended, tmp_path / "out")
     counted: list[object] = []
     count = blend._count
     monkeypatch.setattr(blend, "_count", lambda task: counted.append(task) or count(task))
-    measured = measure(stage)
+    measured = measure(run)
     assert len(counted) == 2
-    stage.workspace.index_info.unlink()
-    assert measure(stage) == measured
+    run.workspace.index_info.unlink()
+    assert measure(run) == measured
     assert len(counted) == 2

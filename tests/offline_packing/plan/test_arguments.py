@@ -12,7 +12,7 @@ from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import ConfigError
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import make_plan, open_index
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def engine() -> LocalEngine:
     return LocalEngine(0)
 
 
-def stage(data: Path, engine: LocalEngine, **pack: Any) -> Stage:
+def run(data: Path, engine: LocalEngine, **pack: Any) -> Run:
     config = {
         "source": [
             {"format": "pairs", "path": str(data / "data" / "bmr"), "task": "bmr"},
@@ -37,13 +37,13 @@ def stage(data: Path, engine: LocalEngine, **pack: Any) -> Stage:
         "pack": {"seq_length": 2048, **pack},
         "output": {"path": str(data / "out"), "packs_per_shard": 5},
     }
-    made = Stage(parse_config(config), engine)
+    made = Run(parse_config(config), engine)
     measure(made)
     return made
 
 
 def planned(data: Path, engine: LocalEngine, **pack: Any) -> tuple[Any, Any]:
-    made = stage(data, engine, **pack)
+    made = run(data, engine, **pack)
     samples = open_index(made)
     plan = make_plan(made, samples)
     packed = np.sort(np.concatenate([plan.packs.sample_ids, plan.packs.set_aside_ids]))

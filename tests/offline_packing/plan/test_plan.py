@@ -8,7 +8,7 @@ import pytest
 from offline_packing.errors import ConfigError
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import make_plan, open_index, plan
-from tests.helpers.datasets import captioning_pairs, make_stage
+from tests.helpers.datasets import captioning_pairs, make_run
 
 PHASES: list[dict[str, Any]] = [
     {"kind": "seeds", "seeds": {"rule": "top_n", "n": 3}, "min_fill": 0.9},
@@ -23,7 +23,7 @@ def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_phases_of_the_hash_bucket(captions: Path, tmp_path: Path) -> None:
     stages = [
-        make_stage(
+        make_run(
             captions,
             tmp_path / "out",
             pack={"strategy": "hash_bucket", "strategy_options": options, "seq_length": 128},
@@ -31,7 +31,7 @@ def test_phases_of_the_hash_bucket(captions: Path, tmp_path: Path) -> None:
         for options in ({}, {"phases": PHASES}, {"phases": PHASES[1:]})
     ]
     measure(stages[0])
-    packs = [make_plan(stage, open_index(stage)).packs for stage in stages]
+    packs = [make_plan(run, open_index(run)).packs for run in stages]
     assert len({tuple(p.sample_ids.tolist()) for p in packs}) == 3
     plan(stages[1])
     assert "strategy hash_bucket" in plan(stages[2])  # planned anew for other options
@@ -50,4 +50,4 @@ def test_options_that_the_strategy_has_not(
 ) -> None:
     pack = {"strategy": strategy, "strategy_options": options}
     with pytest.raises(ConfigError, match=message):
-        make_stage(captions, tmp_path / "out", pack=pack)
+        make_run(captions, tmp_path / "out", pack=pack)

@@ -23,7 +23,7 @@ from offline_packing.report.preview import (
 from offline_packing.report.preview_page import render_packs
 from offline_packing.report.preview_text import first_words, render_pack, safe
 from offline_packing.runs.manifest import read_manifest
-from offline_packing.runs.run import Stage, open_encoder
+from offline_packing.runs.run import Run, open_encoder
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.text.tokenizer import QWEN_PATTERN, QWEN_SPECIAL_TOKENS, qwen_ranks
 from tests.helpers.datasets import (
@@ -31,7 +31,7 @@ from tests.helpers.datasets import (
     dialogue,
     image_bytes,
     index_rows,
-    make_stage,
+    make_run,
     mixed_pairs,
     pack_all,
     vqa_pairs,
@@ -43,18 +43,18 @@ MAKE = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}
 
 
 @pytest.fixture(scope="module", params=list(MAKE))
-def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stage:
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp(request.param)
     source = {"format": "pairs", "task": request.param}
     root = MAKE[request.param](folder / "data")
     output = {"split": {"train": 0.8, "val": 0.2}, "key_prefix": "a_"}
-    stage = make_stage({**source, "path": str(root)}, folder / "out", output=output)
-    pack_all(stage)
-    return stage
+    run = make_run({**source, "path": str(root)}, folder / "out", output=output)
+    pack_all(run)
+    return run
 
 
-def all_packs(stage: Stage) -> list[PackPreview]:
-    return list(preview(stage, num_packs=10_000))
+def all_packs(run: Run) -> list[PackPreview]:
+    return list(preview(run, num_packs=10_000))
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +80,10 @@ def text_of(span: Span) -> str:
     return "".join(parts)
 
 
-def check_sub_sample(stage: Stage, sub: SubSamplePreview, qwen: tiktoken.Encoding) -> None:
+def check_sub_sample(run: Run, sub: SubSamplePreview, qwen: tiktoken.Encoding) -> None:
     """Tokens, labels and text of a segment are those of the sample encoder."""
     images = [image.data for image in sub.images]
-    encoded = open_encoder(stage.config.model).encode(sub.sample, images)
+    encoded = open_encoder(run.config.model).encode(sub.sample, images)
     assert sub.num_tokens == len(encoded.tokens)
     assert sub.num_loss_tokens == (encoded.labels != IGNORE_INDEX).sum()
     assert [image.grid for image in sub.images] == [tuple(g) for g in encoded.image_grid_thw]
@@ -98,37 +98,37 @@ def check_sub_sample(stage: Stage, sub: SubSamplePreview, qwen: tiktoken.Encodin
     assert all(a != b for a, b in itertools.pairwise(trained))
 
 
-def test_all_packs_are_shown_as_they_are_encoded(stage: Stage, qwen: tiktoken.Encoding) -> None:
-    rows = {row["key"]: row for row in index_rows(stage)}
+def test_all_packs_are_shown_as_they_are_encoded(run: Run, qwen: tiktoken.Encoding) -> None:
+    rows = {row["key"]: row for row in index_rows(run)}
     seen = []
-    for pack in all_packs(stage):
+    for pack in all_packs(run):
         assert pack.cu_lengths[0] == 0
         assert np.diff(pack.cu_lengths).tolist() == [sub.num_tokens for sub in pack.sub_samples]
         assert pack.dropped == ()
         for sub in pack.sub_samples:
-            check_sub_sample(stage, sub, qwen)
+            check_sub_sample(run, sub, qwen)
             row = rows[sub.sample.key]
             assert sub.num_tokens == row["num_tokens"]
             assert sub.num_loss_tokens == row["num_loss_tokens"]
             seen.append(sub.sample.key)
     assert sorted(seen) == sorted(rows)
-    manifest = json.loads(stage.workspace.manifest.read_text())
-    shards = {pack.shard: pack.split for pack in all_packs(stage)}
+    manifest = json.loads(run.workspace.manifest.read_text())
+    shards = {pack.shard: pack.split for pack in all_packs(run)}
     assert shards == {shard["name"]: shard["split"] for shard in manifest["shards"]}
 
 
-def test_answers_and_their_ends_are_what_is_trained(stage: Stage) -> None:
-    for pack in all_packs(stage):
+def test_answers_and_their_ends_are_what_is_trained(run: Run) -> None:
+    for pack in all_packs(run):
         for sub in pack.sub_samples:
             trained = ["".join(p.text for p in span.pieces) for span in sub.spans if span.trained]
             expected = [f"{turn.answer}<|im_end|>" for turn in sub.sample.turns]
-            if stage.config.task == "captioning" and not sub.images:
+            if run.config.task == "captioning" and not sub.images:
                 continue  # nothing comes before the caption's first token
             assert trained == expected
 
 
-def test_terminal(stage: Stage) -> None:
-    (pack,) = preview(stage, packs=["a_ps_00000001"])
+def test_terminal(run: Run) -> None:
+    (pack,) = preview(run, packs=["a_ps_00000001"])
     shown = click.unstyle(render_pack(pack, full=True))
     assert shown.startswith(f"a_ps_00000001  {pack.shard} (train)  {pack.cu_lengths[-1]:,} of 512")
     assert f"cu_lengths {list(pack.cu_lengths)}" in shown
@@ -144,10 +144,10 @@ def test_terminal(stage: Stage) -> None:
     assert "\x1b" in render_pack(pack)
 
 
-def test_page(stage: Stage) -> None:
-    packs = list(preview(stage, num_packs=2))
-    page = render_packs(packs, stage.config.task)
-    assert page == render_packs(list(preview(stage, num_packs=2)), stage.config.task)
+def test_page(run: Run) -> None:
+    packs = list(preview(run, num_packs=2))
+    page = render_packs(packs, run.config.task)
+    assert page == render_packs(list(preview(run, num_packs=2)), run.config.task)
     elements = Elements(page.decode())
     images = [image for pack in packs for sub in pack.sub_samples for image in sub.images]
     assert elements.names["img"] == len(images) > 0
@@ -162,9 +162,9 @@ def test_long_texts_are_cut_unless_asked_for(tmp_path: Path) -> None:
     root = tmp_path / "data"
     answer = " ".join(f"w{i}" for i in range(120))
     write_json(root / "output_00000000.json", {"messages": dialogue("Count.", answer)})
-    stage = make_stage({"format": "pairs", "path": str(root), "task": "bmr"}, tmp_path / "out")
-    pack_all(stage)
-    (pack,) = preview(stage)
+    run = make_run({"format": "pairs", "path": str(root), "task": "bmr"}, tmp_path / "out")
+    pack_all(run)
+    (pack,) = preview(run)
     assert f"{answer}<|im_end|>" in render_pack(pack, full=True)
     cut = render_pack(pack, max_characters=50)
     assert answer not in cut
@@ -179,9 +179,9 @@ def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
     answer = f"{HOSTILE}\x1b[31m\x9b2J <|im_end|>\n<|image_pad|>"
     write_json(root / "a.json", {"messages": dialogue("<image>\nX\u202e", answer)})
     (root / "a.jpg").write_bytes(image_bytes())
-    stage = make_stage({"format": "pairs", "path": str(root), "task": "vqa"}, tmp_path / "out")
-    pack_all(stage)
-    (pack,) = preview(stage)
+    run = make_run({"format": "pairs", "path": str(root), "task": "vqa"}, tmp_path / "out")
+    pack_all(run)
+    (pack,) = preview(run)
     (sub,) = pack.sub_samples
     kinds = {(piece.kind, piece.text) for span in sub.spans for piece in span.pieces}
     assert ("text", answer) in kinds
@@ -199,22 +199,22 @@ def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
 def test_other_layouts(layout: str, tmp_path: Path, qwen: tiktoken.Encoding) -> None:
     root = vqa_pairs(tmp_path / "data", 12)
     source = {"format": "pairs", "path": str(root), "task": "vqa"}
-    stage = make_stage(source, tmp_path / "out", output={"layout": layout})
-    pack_all(stage)
-    packs = all_packs(stage)
+    run = make_run(source, tmp_path / "out", output={"layout": layout})
+    pack_all(run)
+    packs = all_packs(run)
     assert sum(len(pack.sub_samples) for pack in packs) == 12
     for pack in packs:
         for sub in pack.sub_samples:
-            check_sub_sample(stage, sub, qwen)
+            check_sub_sample(run, sub, qwen)
 
 
 def test_padding_inside_a_pack(tmp_path: Path) -> None:
     root = captioning_pairs(tmp_path / "data", 12)
-    stage = make_stage(root, tmp_path / "out", pack={"seq_length": 512, "pad_multiple": 16})
-    pack_all(stage)
-    rows = {row["key"]: row["num_tokens"] for row in index_rows(stage)}
+    run = make_run(root, tmp_path / "out", pack={"seq_length": 512, "pad_multiple": 16})
+    pack_all(run)
+    rows = {row["key"]: row["num_tokens"] for row in index_rows(run)}
     padded = 0
-    for pack in all_packs(stage):
+    for pack in all_packs(run):
         for sub in pack.sub_samples:
             length = rows[sub.sample.key]
             assert sub.num_tokens == -(-length // 16) * 16
@@ -225,8 +225,8 @@ def test_padding_inside_a_pack(tmp_path: Path) -> None:
     assert padded > 5
 
 
-def test_which_packs(stage: Stage) -> None:
-    manifest = read_manifest(stage)
+def test_which_packs(run: Run) -> None:
+    manifest = read_manifest(run)
     assert manifest is not None
     total = sum(shard["packs"] for shard in manifest["shards"])
     assert choose(manifest, 3, ["2", "a_ps_00000000", "1"], 0) == [2, 0, 1]
@@ -240,24 +240,24 @@ def test_which_packs(stage: Stage) -> None:
 
 
 def test_packs_must_be_written(tmp_path: Path) -> None:
-    stage = make_stage(captioning_pairs(tmp_path / "data", 8), tmp_path / "out")
-    measure(stage)
-    plan(stage)
+    run = make_run(captioning_pairs(tmp_path / "data", 8), tmp_path / "out")
+    measure(run)
+    plan(run)
     with pytest.raises(StageError, match=r"no manifest in .*run write first"):
-        list(preview(stage))
+        list(preview(run))
 
 
 def test_another_model_or_a_damaged_shard_is_refused(tmp_path: Path) -> None:
     root = captioning_pairs(tmp_path / "data", 8)
-    stage = make_stage(root, tmp_path / "out")
-    pack_all(stage)
-    other = make_stage(root, tmp_path / "out", model={"max_pixels": 28 * 28 * 32})
+    run = make_run(root, tmp_path / "out")
+    pack_all(run)
+    other = make_run(root, tmp_path / "out", model={"max_pixels": 28 * 28 * 32})
     with pytest.raises(StageError, match="measured with max_pixels 50176"):
         list(preview(other))
     tar = tmp_path / "out" / "train-000000.tar"
     tar.write_bytes(tar.read_bytes()[:1000])
     with pytest.raises(StageError, match=r"cannot be read|is cut off"):
-        list(preview(stage, packs=["0"]))
+        list(preview(run, packs=["0"]))
 
 
 def test_safe() -> None:

@@ -17,7 +17,7 @@ from offline_packing.plan.summary import summarize
 from offline_packing.planner.cost import sample_cost
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.report.report import report, report_status
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.upkeep.status import status
 from offline_packing.write.write import open_plan, write
 from task_encoders.samples import REASONS
@@ -25,7 +25,7 @@ from tests.helpers.datasets import (
     captioning_pairs,
     dialogue,
     index_rows,
-    make_stage,
+    make_run,
     mixed_pairs,
     pack_all,
     vqa_pairs,
@@ -44,7 +44,7 @@ def with_faults(root: Path) -> Path:
 
 
 @pytest.fixture(scope="module", params=["captioning", "vqa", "bmr"])
-def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stage:
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp(request.param)
     make = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}[request.param]
     root = make(folder / "data")
@@ -54,23 +54,23 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         with_faults(root)
     source = {"format": "pairs", "path": str(root), "task": request.param}
     output = {"split": {"train": 0.8, "val": 0.2}, "key_prefix": "a_"}
-    stage = make_stage(source, folder / "out", output=output, report={"padded_batch_size": 4})
-    pack_all(stage)
-    return stage
+    run = make_run(source, folder / "out", output=output, report={"padded_batch_size": 4})
+    pack_all(run)
+    return run
 
 
-def read_report(stage: Stage) -> dict[str, Any]:
-    report(stage)
-    return json.loads((stage.workspace.report / "report.json").read_text())  # type: ignore[no-any-return]
+def read_report(run: Run) -> dict[str, Any]:
+    report(run)
+    return json.loads((run.workspace.report / "report.json").read_text())  # type: ignore[no-any-return]
 
 
-def read_page(stage: Stage) -> str:
-    return (stage.workspace.report / "report.html").read_text("utf-8")
+def read_page(run: Run) -> str:
+    return (run.workspace.report / "report.html").read_text("utf-8")
 
 
-def packs_of(stage: Stage) -> list[list[dict[str, Any]]]:
+def packs_of(run: Run) -> list[list[dict[str, Any]]]:
     """The rows of the index that each pack holds."""
-    rows, packs = index_rows(stage), PackPlan.load(stage.workspace.plan)
+    rows, packs = index_rows(run), PackPlan.load(run.workspace.plan)
     return [[rows[i] for i in packs.pack(number)] for number in range(packs.num_packs)]
 
 
@@ -78,9 +78,9 @@ def nearest_rank(values: list[float], share: float) -> float:
     return sorted(values)[max(0, -int(-share * len(values) // 1) - 1)]
 
 
-def test_counts_agree_with_the_manifest(stage: Stage) -> None:
-    found = read_report(stage)
-    manifest = json.loads(stage.workspace.manifest.read_text())
+def test_counts_agree_with_the_manifest(run: Run) -> None:
+    found = read_report(run)
+    manifest = json.loads(run.workspace.manifest.read_text())
     counts = manifest["counts"]
     assert found["samples"]["found"] == counts["samples"]
     assert found["samples"]["packed"] == counts["packed"] > 0
@@ -98,11 +98,11 @@ def test_counts_agree_with_the_manifest(stage: Stage) -> None:
     assert len(found["shards"]) == 2
 
 
-def test_figures_agree_with_the_plan_s_summary(stage: Stage) -> None:
-    found = read_report(stage)
-    samples, packs, _ = open_plan(stage)
+def test_figures_agree_with_the_plan_s_summary(run: Run) -> None:
+    found = read_report(run)
+    samples, packs, _ = open_plan(run)
     lengths = samples.array("num_tokens")[packs.sample_ids]
-    summary = summarize(stage.config, samples.info, lengths, packs, {})
+    summary = summarize(run.config, samples.info, lengths, packs, {})
     assert found["plan"]["fill"] == pytest.approx(summary.fill)
     assert found["plan"]["gap"] == pytest.approx(summary.gap)
     assert found["plan"]["packing_factor"] == pytest.approx(summary.packing_factor)
@@ -116,9 +116,9 @@ def test_figures_agree_with_the_plan_s_summary(stage: Stage) -> None:
         assert 0.3 < online["fill"] <= found["plan"]["fill"] + 1e-9
 
 
-def test_packs_are_summed_up(stage: Stage) -> None:
-    found = read_report(stage)["packs"]
-    packs = packs_of(stage)
+def test_packs_are_summed_up(run: Run) -> None:
+    found = read_report(run)["packs"]
+    packs = packs_of(run)
     per_pack = {
         "tokens": [sum(row["num_tokens"] for row in pack) for pack in packs],
         "attention": [sum(row["num_tokens"] ** 2 for row in pack) for pack in packs],
@@ -153,10 +153,10 @@ def cost_of(row: dict[str, Any]) -> float:
     return float(sample_cost(*(np.array([size]) for size in sizes))[0])
 
 
-def test_lengths_loss_and_overlong(stage: Stage) -> None:
-    found = read_report(stage)
-    rows = index_rows(stage)
-    packed = [row for pack in packs_of(stage) for row in pack]
+def test_lengths_loss_and_overlong(run: Run) -> None:
+    found = read_report(run)
+    rows = index_rows(run)
+    packed = [row for pack in packs_of(run) for row in pack]
     lengths = [row["num_tokens"] for row in rows]
     histogram = found["lengths"]
     assert sum(histogram["counts"]) == len(rows)
@@ -175,16 +175,16 @@ def test_lengths_loss_and_overlong(stage: Stage) -> None:
     for longer, limit in zip(found["overlong"]["saved_by"], (1024, 2048), strict=True):
         assert longer["seq_length"] == limit
         assert longer["samples"] == sum(length <= limit for length in overlong)
-    if stage.config.task != "captioning":
+    if run.config.task != "captioning":
         assert [longer["samples"] for longer in found["overlong"]["saved_by"]] == [1, 2]
 
 
-def test_examples_and_drawn_packs(stage: Stage) -> None:
-    found = read_report(stage)
+def test_examples_and_drawn_packs(run: Run) -> None:
+    found = read_report(run)
     broken = next(e for e in found["set_aside"] if e["reason"] == "bad_json")
     assert {example["key"] for example in broken["examples"]} <= {"broken", "worse"}
     assert all(example["detail"] for example in broken["examples"])
-    packs = packs_of(stage)
+    packs = packs_of(run)
     drawn = found["drawn"]["packs"]
     assert len(drawn) == min(24, len(packs))
     for pack in drawn:
@@ -204,13 +204,13 @@ def test_several_sources(tmp_path: Path) -> None:
         {"format": "pairs", "path": str(two), "name": "x/y", "task": "captioning"},
         {"format": "pairs", "path": str(one), "name": "x/z", "task": "captioning", "repeat": 0.5},
     ]
-    stage = make_stage(sources, tmp_path / "out")
-    pack_all(stage)
-    found = read_report(stage)
-    rows = index_rows(stage)
+    run = make_run(sources, tmp_path / "out")
+    pack_all(run)
+    found = read_report(run)
+    rows = index_rows(run)
     aside = Counter(
         "x/z" if key.startswith("x/z/") else "x/y" if key.startswith("x/y/") else "x"
-        for path in sorted(stage.workspace.set_aside.glob("*.parquet"))
+        for path in sorted(run.workspace.set_aside.glob("*.parquet"))
         for key in pq.read_table(path)["key"].to_pylist()
     )
     assert aside["x/z"] > 5
@@ -230,11 +230,11 @@ def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
     source = {"format": "pairs", "path": str(root), "task": "bmr"}
     files = []
     for name, workers in (("one", 0), ("two", 2)):
-        stage = make_stage(source, tmp_path / name, engine={"workers": workers})
-        pack_all(stage)
+        run = make_run(source, tmp_path / name, engine={"workers": workers})
+        pack_all(run)
         for _ in range(2):
-            report(stage)
-            paths = sorted(stage.workspace.report.iterdir())
+            report(run)
+            paths = sorted(run.workspace.report.iterdir())
             files.append({path.name: path.read_bytes() for path in paths})
     assert files[0].keys() == {"report.html", "report.json"}
     assert files[0] == files[1] == files[2] == files[3]
@@ -247,10 +247,10 @@ def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
     records += [{"id": f"{HOSTILE}\x1b[2J$title", "caption": " "}]
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     source = {"format": "jsonl", "path": str(path), "task": "captioning", "name": HOSTILE}
-    stage = make_stage(source, tmp_path / "out")
-    pack_all(stage)
-    report(stage)
-    page = read_page(stage)
+    run = make_run(source, tmp_path / "out")
+    pack_all(run)
+    report(run)
+    page = read_page(run)
     elements = Elements(page)
     assert elements.names["script"] == elements.names["img"] == elements.names["link"] == 0
     assert elements.names["rect"] > 10
@@ -266,31 +266,31 @@ def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
 def test_every_state(tmp_path: Path) -> None:
     root = captioning_pairs(tmp_path / "data", 20)
     (root / "broken.json").write_text("{")
-    stage = make_stage(root, tmp_path / "out")
+    run = make_run(root, tmp_path / "out")
     with pytest.raises(StageError, match=r"no complete index in .*; run measure first"):
-        report(stage)
-    assert report_status(stage.workspace) is None
-    measure(stage)
-    line = report(stage)
+        report(run)
+    assert report_status(run.workspace) is None
+    measure(run)
+    line = report(run)
     assert line == "21 samples = 20 measured + 1 set aside; no packs yet: run plan"
-    found = read_report(stage)
+    found = read_report(run)
     assert found["stages"] == {"measure": True, "plan": False, "write": False}
     assert found["plan"] is found["packs"] is found["saving"] is found["shards"] is None
     assert found["samples"] == {"found": 21, "packed": None, "set_aside": 1}
-    assert found["sources"][0]["tokens"] == open_index(stage).info.num_tokens
-    assert "Samples by tokens" in read_page(stage)
-    assert "Work per pack" not in read_page(stage)
-    plan(stage)
-    assert "of an earlier state: run report again" in status(stage)
-    assert "not written yet: run write" in report(stage)
-    assert "earlier state" not in status(stage)
-    assert "Work per pack" in read_page(stage)
-    assert "Shards" not in read_page(stage)
-    write(stage)
-    assert "of an earlier state" in status(stage)
-    assert "run write" not in report(stage)
-    assert "Shards" in read_page(stage)
-    changed = make_stage(root, tmp_path / "out", pack={"seed": 1})
+    assert found["sources"][0]["tokens"] == open_index(run).info.num_tokens
+    assert "Samples by tokens" in read_page(run)
+    assert "Work per pack" not in read_page(run)
+    plan(run)
+    assert "of an earlier state: run report again" in status(run)
+    assert "not written yet: run write" in report(run)
+    assert "earlier state" not in status(run)
+    assert "Work per pack" in read_page(run)
+    assert "Shards" not in read_page(run)
+    write(run)
+    assert "of an earlier state" in status(run)
+    assert "run write" not in report(run)
+    assert "Shards" in read_page(run)
+    changed = make_run(root, tmp_path / "out", pack={"seed": 1})
     with pytest.raises(StageError, match=r"the plan in .* cannot be used: pack\.seed"):
         report(changed)
 
@@ -300,12 +300,12 @@ def test_nothing_to_pack(tmp_path: Path) -> None:
     root.mkdir()
     for i in range(7):
         (root / f"{i}.json").write_text("{")
-    stage = make_stage(root, tmp_path / "out")
-    measure(stage)
-    assert report(stage).startswith("7 samples = 0 measured + 7 set aside")
-    found = read_report(stage)
+    run = make_run(root, tmp_path / "out")
+    measure(run)
+    assert report(run).startswith("7 samples = 0 measured + 7 set aside")
+    found = read_report(run)
     assert found["lengths"] is None
     (entry,) = found["set_aside"]
     assert (entry["reason"], entry["samples"], entry["share"]) == ("bad_json", 7, 1)
     assert len(entry["examples"]) == 5
-    assert "and 2 more" in read_page(stage)
+    assert "and 2 more" in read_page(run)

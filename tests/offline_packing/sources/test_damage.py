@@ -15,7 +15,7 @@ from offline_packing.errors import StageError
 from offline_packing.storage import streams
 from tests.helpers import formats
 from tests.helpers.accounting import outcomes
-from tests.helpers.datasets import image_bytes, make_stage, pack_all
+from tests.helpers.datasets import image_bytes, make_run, pack_all
 from tests.helpers.formats import lines, tar_bytes, tar_members, write_file
 
 SAMPLES = formats.draw_samples(3)
@@ -173,7 +173,7 @@ def test_same_keys_in_several_shards_and_in_one(tmp_path: Path) -> None:
     write_file(tmp_path / "data" / "0.tar", twice)
     write_file(tmp_path / "data" / "1.tar", TAR)
     source = {**WEBDATASET, "path": str(tmp_path / "data"), "task": "bmr"}
-    counts = pack_all(make_stage(source, tmp_path / "out"))["counts"]
+    counts = pack_all(make_run(source, tmp_path / "out"))["counts"]
     assert (counts["samples"], counts["packed"]) == (7, 6)
     assert counts["set_aside"] == {"duplicate_key": 1}
     packs = {"format": "packs", "path": str(tmp_path / "out")}

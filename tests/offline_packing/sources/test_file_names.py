@@ -10,7 +10,7 @@ import pytest
 
 from offline_packing.errors import StageError
 from tests.helpers.accounting import account, open_source, outcomes
-from tests.helpers.datasets import dialogue, image_bytes, make_stage, pack_all
+from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all
 from tests.helpers.formats import (
     WRITERS,
     draw_samples,
@@ -106,4 +106,4 @@ def test_members_in_upper_case(tmp_path: Path, name: str) -> None:
     assert row is not None
     if task == "vqa":
         assert [extension for _, extension in row.media] == ["png", "jpg"]
-    assert pack_all(make_stage(config, tmp_path / "out"))["counts"]["packed"] == 1
+    assert pack_all(make_run(config, tmp_path / "out"))["counts"]["packed"] == 1

@@ -16,7 +16,7 @@ from offline_packing.index.table import MeasuredSample
 from offline_packing.sources.roots.remote import RemoteRoot
 from task_encoders.samples import SampleError
 from tests.helpers import accounting, formats
-from tests.helpers.datasets import image_bytes, make_stage, outcomes, pack_all, write_json
+from tests.helpers.datasets import image_bytes, make_run, outcomes, pack_all, write_json
 from tests.helpers.formats import write_file
 
 SAMPLES = formats.draw_samples(4) + [
@@ -68,9 +68,9 @@ def test_plug_in_packs_like_any_other(tmp_path: Path) -> None:
         "path": str(tmp_path / "data" / "vqa.csv"),
         "task": "vqa",
     }
-    stage = make_stage(source, tmp_path / "out", engine={"samples_per_part": 3})
-    assert list(outcomes(stage).values()).count("ok") == 2
-    counts = pack_all(stage)["counts"]
+    run = make_run(source, tmp_path / "out", engine={"samples_per_part": 3})
+    assert list(outcomes(run).values()).count("ok") == 2
+    counts = pack_all(run)["counts"]
     assert counts["packed"] == 2
     assert counts["set_aside"] == {"bad_record": 1, "missing_image": 1}
 
@@ -160,5 +160,5 @@ def test_example_of_mid_training(tmp_path: Path) -> None:
         pq.write_table(pa.table(rows), tmp_path / f"folder{i}" / "0.parquet")
         overrides.append(f"source.{i}.path={tmp_path / f'folder{i}'}")
     config = load_config(EXAMPLES / "llava_onevision_mid_training_85m.yaml", overrides)
-    stage = make_stage([source.model_dump() for source in config.source], tmp_path / "out")
-    assert pack_all(stage)["counts"]["packed"] == 12
+    run = make_run([source.model_dump() for source in config.source], tmp_path / "out")
+    assert pack_all(run)["counts"]["packed"] == 12

@@ -15,11 +15,11 @@ from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
 from offline_packing.report.report import report
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import VerifyResult, render_verdict, verify
 from offline_packing.write.write import write
-from tests.helpers.datasets import captioning_pairs, make_stage, pack_all, write_json
+from tests.helpers.datasets import captioning_pairs, make_run, pack_all, write_json
 
 #: What verify need not notice, and why.
 UNCHECKED = {
@@ -52,41 +52,41 @@ def edited(path: Path, edit: Edit) -> Iterator[None]:
     path.write_bytes(before)
 
 
-def finish(tmp_path: Path, layout: str = "energon") -> Stage:
+def finish(tmp_path: Path, layout: str = "energon") -> Run:
     """An output in two splits, with samples set aside in both stages."""
     root = captioning_pairs(tmp_path / "data", 32)
     write_json(root / "part0" / "long.json", {"captions": [{"content": "red " * 900}]})
     shutil.copy(root / "part0" / "000000.png", root / "part0" / "long.png")
     (root / "part1" / "broken.json").write_text("{")
     output = {"layout": layout, "split": {"train": 0.7, "val": 0.3}}
-    stage = make_stage(root, tmp_path / "out", output=output)
-    with stage.workspace.lock():
-        pack_all(stage)
-    report(stage)
-    return stage
+    run = make_run(root, tmp_path / "out", output=output)
+    with run.workspace.lock():
+        pack_all(run)
+    report(run)
+    return run
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stage:
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return finish(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture
-def packed(tmp_path: Path) -> Stage:
+def packed(tmp_path: Path) -> Run:
     """A small output that a test may change."""
-    stage = make_stage(captioning_pairs(tmp_path / "data", 16), tmp_path / "out")
-    pack_all(stage)
-    return stage
+    run = make_run(captioning_pairs(tmp_path / "data", 16), tmp_path / "out")
+    pack_all(run)
+    return run
 
 
-def files_of(stage: Stage) -> list[Path]:
-    return sorted(path for path in stage.workspace.root.rglob("*") if path.is_file())
+def files_of(run: Run) -> list[Path]:
+    return sorted(path for path in run.workspace.root.rglob("*") if path.is_file())
 
 
-def found_in(stage: Stage) -> str:
+def found_in(run: Run) -> str:
     """What verify says, as a report of problems or as an error; empty where all is well."""
     try:
-        result = verify(stage)
+        result = verify(run)
     except StageError as error:
         return str(error)
     assert result.ok is (not result.problems)
@@ -94,7 +94,7 @@ def found_in(stage: Stage) -> str:
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
-def test_every_file_is_checked(finished: Stage, edit: Edit) -> None:
+def test_every_file_is_checked(finished: Run, edit: Edit) -> None:
     root = finished.workspace.root
     assert found_in(finished) == ""
     files = files_of(finished)
@@ -124,7 +124,7 @@ def test_every_file_is_checked(finished: Stage, edit: Edit) -> None:
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
-def test_retry_repairs_what_it_says(finished: Stage, edit: Edit) -> None:
+def test_retry_repairs_what_it_says(finished: Run, edit: Edit) -> None:
     """Each file for which verify proposes retry is the same after it."""
     root = finished.workspace.root
     repaired = set()
@@ -153,7 +153,7 @@ def test_retry_repairs_what_it_says(finished: Stage, edit: Edit) -> None:
 
 
 @pytest.mark.parametrize("content", ["split_parts: {train: [train-000000.tar]}\n", ""])
-def test_edited_metadata_is_named(packed: Stage, content: str) -> None:
+def test_edited_metadata_is_named(packed: Run, content: str) -> None:
     path = packed.workspace.nv_meta / "split.yaml"
     before = path.read_bytes()
     path.write_text(content)
@@ -165,7 +165,7 @@ def test_edited_metadata_is_named(packed: Stage, content: str) -> None:
     assert verify(packed).ok
 
 
-def test_database_is_compared_by_its_rows(packed: Stage) -> None:
+def test_database_is_compared_by_its_rows(packed: Run) -> None:
     """Other bytes, as another version of SQLite gives them, are no damage; a missing index is."""
     path = packed.workspace.nv_meta / "index.sqlite"
     before = path.read_bytes()
@@ -186,7 +186,7 @@ def test_database_is_compared_by_its_rows(packed: Stage) -> None:
     assert verify(packed).ok
 
 
-def test_metadata_of_another_energon(packed: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_of_another_energon(packed: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """retry writes what the installed one writes, and the manifest says so."""
     monkeypatch.setattr("megatron.energon.__version__", "7.99")
     (packed.workspace.nv_meta / ".info.json").unlink()
@@ -195,13 +195,13 @@ def test_metadata_of_another_energon(packed: Stage, monkeypatch: pytest.MonkeyPa
     assert verify(packed).ok
 
 
-def test_no_source_is_needed(finished: Stage, tmp_path: Path) -> None:
+def test_no_source_is_needed(finished: Run, tmp_path: Path) -> None:
     """Neither to verify a copy, nor to repair all but shards."""
     out = tmp_path / "copy"
     shutil.copytree(finished.workspace.root, out)
     sources = [{**finished.config.source[0].model_dump(), "path": str(tmp_path / "gone")}]
     output = {"layout": finished.config.output.layout, "split": finished.config.output.split}
-    copy = make_stage(sources, out, output=output)
+    copy = make_run(sources, out, output=output)
     result = verify(copy)
     assert result.ok, result.problems
     assert result.num_samples == 32
@@ -217,13 +217,13 @@ def test_no_source_is_needed(finished: Stage, tmp_path: Path) -> None:
         retry(copy)
 
 
-def test_copy_without_the_plan(packed: Stage) -> None:
+def test_copy_without_the_plan(packed: Run) -> None:
     shutil.rmtree(packed.workspace.packing)
     with pytest.raises(StageError, match="_packing is missing, and with it the plan"):
         verify(packed)
 
 
-def test_measuring_again_repairs_the_index(packed: Stage) -> None:
+def test_measuring_again_repairs_the_index(packed: Run) -> None:
     """The remedy that verify names."""
     flip_middle(packed.workspace.index / "part-00000.parquet")
     result = verify(packed, deep=True)
@@ -238,7 +238,7 @@ def test_measuring_again_repairs_the_index(packed: Stage) -> None:
     assert verify(packed, deep=True).ok
 
 
-def test_retry_repairs_all_else(packed: Stage) -> None:
+def test_retry_repairs_all_else(packed: Run) -> None:
     """A table that it cannot bring back keeps it from nothing; a lost index from the shards."""
     aside = packed.workspace.set_aside / "part-00000.parquet"
     before = aside.read_bytes()
@@ -260,7 +260,7 @@ def test_retry_repairs_all_else(packed: Stage) -> None:
 
 @pytest.mark.parametrize("name", ["sample_ids.npy", "pack_offsets.npy", "set_aside_ids.npy"])
 @pytest.mark.parametrize("verb", [plan, write, report])
-def test_unreadable_plan_is_named(packed: Stage, name: str, verb: Callable[[Stage], Any]) -> None:
+def test_unreadable_plan_is_named(packed: Run, name: str, verb: Callable[[Run], Any]) -> None:
     path = packed.workspace.plan / name
     before = path.read_bytes()
     path.write_bytes(before[:8] + b"\xff\xff" + before[10:])  # the length of the header
@@ -268,7 +268,7 @@ def test_unreadable_plan_is_named(packed: Stage, name: str, verb: Callable[[Stag
         verb(packed)
 
 
-def test_changed_plan_is_named(packed: Stage) -> None:
+def test_changed_plan_is_named(packed: Run) -> None:
     """An id beyond the index would be an IndexError."""
     path = packed.workspace.plan / "sample_ids.npy"
     ids = np.load(path)
@@ -282,13 +282,13 @@ def test_changed_plan_is_named(packed: Stage) -> None:
 
 
 def test_parts_of_a_killed_run_have_their_hash(tmp_path: Path) -> None:
-    stage = make_stage(captioning_pairs(tmp_path / "data", 40), tmp_path / "out")
-    measure(stage)
-    before = stage.workspace.index_info.read_bytes()
-    stage.workspace.index_info.unlink()
-    (stage.workspace.index / "part-00001.parquet").unlink()
-    measure(stage)
-    assert stage.workspace.index_info.read_bytes() == before
+    run = make_run(captioning_pairs(tmp_path / "data", 40), tmp_path / "out")
+    measure(run)
+    before = run.workspace.index_info.read_bytes()
+    run.workspace.index_info.unlink()
+    (run.workspace.index / "part-00001.parquet").unlink()
+    measure(run)
+    assert run.workspace.index_info.read_bytes() == before
 
 
 def test_verdict_says_what_retry_can_do() -> None:

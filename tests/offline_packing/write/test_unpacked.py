@@ -19,7 +19,7 @@ from offline_packing.errors import DiskFullError, StageError
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
 from offline_packing.runs.manifest import Manifest
-from offline_packing.runs.run import Stage
+from offline_packing.runs.run import Run
 from offline_packing.sources.reading import row_reader
 from offline_packing.sources.reading.row_files import RowFile
 from offline_packing.storage.streams import unpacked_copy
@@ -27,7 +27,7 @@ from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import verify
 from offline_packing.write.write import preview_write, write
 from tests.helpers import formats
-from tests.helpers.datasets import image_bytes, make_stage, pack_all
+from tests.helpers.datasets import image_bytes, make_run, pack_all
 
 NUM_ROWS = 200
 
@@ -53,9 +53,9 @@ def parquet_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def parquet_stage(folder: Path, out: Path) -> Stage:
+def parquet_run(folder: Path, out: Path) -> Run:
     source = {"format": "parquet", "path": str(folder), "task": "captioning"}
-    return make_stage(source, out, output={"packs_per_shard": 1})
+    return make_run(source, out, output={"packs_per_shard": 1})
 
 
 def shard_hashes(manifest: Manifest) -> list[str]:
@@ -70,26 +70,26 @@ def test_huge_row_groups_give_the_packs_of_small_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whether a shard decodes a group for itself, or all read of a copy, the bytes are the same."""
-    small = pack_all(parquet_stage(parquet_folder / "small", tmp_path / "small"))
+    small = pack_all(parquet_run(parquet_folder / "small", tmp_path / "small"))
     monkeypatch.setattr(row_reader, "SMALL_GROUP", small_group)
     monkeypatch.setattr(row_reader, "WANTED_SHARE", 2.0)
-    stage = parquet_stage(parquet_folder / "huge", tmp_path / "huge")
-    huge = pack_all(stage)
+    run = parquet_run(parquet_folder / "huge", tmp_path / "huge")
+    huge = pack_all(run)
     assert len(huge["shards"]) > 5
     assert shard_hashes(huge) == shard_hashes(small)
-    assert not stage.workspace.unpacked.exists()
-    result = verify(stage, deep=True)
+    assert not run.workspace.unpacked.exists()
+    result = verify(run, deep=True)
     assert result.ok
     assert result.num_images == NUM_ROWS
-    assert not stage.workspace.unpacked.exists()
+    assert not run.workspace.unpacked.exists()
 
 
 def test_each_group_is_decoded_once_for_all_shards(
     tmp_path: Path, parquet_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = parquet_stage(parquet_folder / "huge", tmp_path / "out")
-    measure(stage)
-    plan(stage)
+    run = parquet_run(parquet_folder / "huge", tmp_path / "out")
+    measure(run)
+    plan(run)
     decoded = [0]
     batches = RowFile.batches
 
@@ -100,7 +100,7 @@ def test_each_group_is_decoded_once_for_all_shards(
     monkeypatch.setattr(RowFile, "batches", counted)
     monkeypatch.setattr(row_reader, "SMALL_GROUP", 0)
     monkeypatch.setattr(row_reader, "WANTED_SHARE", 2.0)
-    assert len(write(stage)["shards"]) > 5
+    assert len(write(run)["shards"]) > 5
     assert decoded == [1]
 
 
@@ -118,39 +118,39 @@ def compressed_source(folder: Path, name: str = "jsonl_gz", count: int = 12) -> 
 @pytest.mark.parametrize("name", ["jsonl_gz", "jsonl_zst", "webdataset_gz"])
 def test_unpacked_files_go_when_the_shards_are_complete(tmp_path: Path, name: str) -> None:
     source = compressed_source(tmp_path / "data", name)
-    stage = make_stage(source, tmp_path / "out")
-    manifest = pack_all(stage)
-    assert not stage.workspace.unpacked.exists()
+    run = make_run(source, tmp_path / "out")
+    manifest = pack_all(run)
+    assert not run.workspace.unpacked.exists()
     # A kill between the manifest and the removal: the next run removes them.
-    stage.workspace.unpacked.mkdir()
-    (stage.workspace.unpacked / "left.unpacked").write_bytes(b"x")
-    assert write(stage) == manifest
-    assert not stage.workspace.unpacked.exists()
-    assert verify(stage, deep=True).ok
-    assert not stage.workspace.unpacked.exists()
-    shard = stage.workspace.root / manifest["shards"][0]["name"]
+    run.workspace.unpacked.mkdir()
+    (run.workspace.unpacked / "left.unpacked").write_bytes(b"x")
+    assert write(run) == manifest
+    assert not run.workspace.unpacked.exists()
+    assert verify(run, deep=True).ok
+    assert not run.workspace.unpacked.exists()
+    shard = run.workspace.root / manifest["shards"][0]["name"]
     data = shard.read_bytes()
     shard.unlink()
-    assert manifest["shards"][0]["name"] in retry(stage)
+    assert manifest["shards"][0]["name"] in retry(run)
     assert shard.read_bytes() == data
-    assert not stage.workspace.unpacked.exists()
+    assert not run.workspace.unpacked.exists()
 
 
 def test_unpacked_files_stay_for_the_shards_that_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that fails leaves them."""
-    stage = make_stage(compressed_source(tmp_path / "data"), tmp_path / "out")
-    measure(stage)
-    plan(stage)
+    run = make_run(compressed_source(tmp_path / "data"), tmp_path / "out")
+    measure(run)
+    plan(run)
     monkeypatch.setattr("offline_packing.write.write.write_manifest", _fail)
     with pytest.raises(StageError, match="stopped"):
-        write(stage)
-    (copy,) = stage.workspace.unpacked.glob("*.unpacked")
+        write(run)
+    (copy,) = run.workspace.unpacked.glob("*.unpacked")
     monkeypatch.undo()
     assert copy.exists()
-    write(stage)
-    assert not stage.workspace.unpacked.exists()
+    write(run)
+    assert not run.workspace.unpacked.exists()
 
 
 def _fail(*_: object) -> Manifest:
@@ -212,17 +212,17 @@ def test_dry_run_says_how_much_disk_it_takes(tmp_path: Path) -> None:
     text = formats.lines(records)
     formats.write_file(tmp_path / "data" / "a.jsonl.gz", gzip.compress(text))
     source = {"format": "jsonl", "path": str(tmp_path / "data"), "task": "bmr"}
-    stage = make_stage(source, tmp_path / "out")
-    measure(stage)
-    plan(stage)
-    assert f"up to {len(text):,} bytes of unpacked files" in preview_write(stage)
-    write(stage)
+    run = make_run(source, tmp_path / "out")
+    measure(run)
+    plan(run)
+    assert f"up to {len(text):,} bytes of unpacked files" in preview_write(run)
+    write(run)
 
 
 def test_two_workers_share_the_copies(tmp_path: Path) -> None:
     source = compressed_source(tmp_path / "data", "webdataset_gz")
-    alone = pack_all(make_stage(source, tmp_path / "alone"))
-    stage = make_stage(source, tmp_path / "together", engine={"workers": 2})
+    alone = pack_all(make_run(source, tmp_path / "alone"))
+    run = make_run(source, tmp_path / "together", engine={"workers": 2})
     with LocalEngine(2) as engine:
-        together = pack_all(Stage(stage.config, engine))
+        together = pack_all(Run(run.config, engine))
     assert shard_hashes(together) == shard_hashes(alone)

@@ -151,9 +151,9 @@ def test_a_pixel_bomb_is_refused_from_its_header() -> None:
     chunks = ((b"IHDR", ihdr), (b"IDAT", b""), (b"IEND", b""))
     bomb = b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*chunk) for chunk in chunks)
     for data, options in ((bomb, {}), (save(picture(), "PNG"), {"max_image_pixels": 2_000})):
-        for stage in (header, decode_image):
+        for run in (header, decode_image):
             with pytest.raises(SampleError) as error:
-                stage(data, **options)
+                run(data, **options)
             assert error.value.reason == "image_too_large"
 
 

@@ -7,25 +7,25 @@ import pytest
 
 from offline_packing.index.table import Index
 from offline_packing.measure.measure import measure
-from offline_packing.runs.run import Stage, open_sources
+from offline_packing.runs.run import Run, open_sources
 from offline_packing.sources import SOURCES, Locator
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SourceSample
 from tests.helpers import formats
-from tests.helpers.datasets import make_stage, pack_all
+from tests.helpers.datasets import make_run, pack_all
 from tests.helpers.formats import Sample
 from tests.helpers.videos import make_video
 
 SAMPLES = formats.draw_samples(11)
 
 
-def read_back(stage: Stage) -> dict[str, tuple[SourceSample, list[bytes], int]]:
+def read_back(run: Run) -> dict[str, tuple[SourceSample, list[bytes], int]]:
     """Measure, then read every sample from nothing but its row: (sample, images, tokens) by key."""
-    info = measure(stage)
+    info = measure(run)
     assert info.set_aside == {}
-    (source,) = open_sources(stage.config)
+    (source,) = open_sources(run.config)
     found = {}
-    for row in Index(stage.workspace.index, info).table().to_pylist():
+    for row in Index(run.workspace.index, info).table().to_pylist():
         media = [dict(medium) for medium in row["media"]]
         extensions = [medium.pop("extension") for medium in media]
         assert extensions == [formats.suffix_of(source.read_media(at(m))) for m in media]
@@ -60,11 +60,11 @@ def test_every_format_has_a_writer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", formats.WRITERS)
 def test_samples_are_read_again(tmp_path: Path, name: str) -> None:
     source = {**formats.WRITERS[name](tmp_path / "data", SAMPLES), "task": "bmr"}
-    found = read_back(make_stage(source, tmp_path / "out", engine={"samples_per_part": 4}))
+    found = read_back(make_run(source, tmp_path / "out", engine={"samples_per_part": 4}))
     assert [text_of(sample) for sample, _, _ in found.values()] == expected_texts(SAMPLES)
     assert [images for _, images, _ in found.values()] == [images for *_, images in SAMPLES]
     plain = {**formats.pairs(tmp_path / "pairs", SAMPLES), "task": "bmr"}
-    lengths = [tokens for *_, tokens in read_back(make_stage(plain, tmp_path / "plain")).values()]
+    lengths = [tokens for *_, tokens in read_back(make_run(plain, tmp_path / "plain")).values()]
     assert [tokens for *_, tokens in found.values()] == lengths
     keys = [key.rpartition("/")[2] for key in found]
     if name not in ("packs", "raw_packing_data"):  # packs of others have no keys
@@ -74,9 +74,9 @@ def test_samples_are_read_again(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["webdataset_gz", "jsonl_zst", "parquet", "huggingface"])
 def test_packs_hold_what_the_source_held(tmp_path: Path, name: str) -> None:
     source = {**formats.WRITERS[name](tmp_path / "data", SAMPLES), "task": "bmr"}
-    assert pack_all(make_stage(source, tmp_path / "out"))["counts"]["packed"] == len(SAMPLES)
+    assert pack_all(make_run(source, tmp_path / "out"))["counts"]["packed"] == len(SAMPLES)
     again = {"format": "packs", "path": str(tmp_path / "out"), "task": "bmr"}
-    found = read_back(make_stage(again, tmp_path / "again"))
+    found = read_back(make_run(again, tmp_path / "again"))
     ordered = [found[key] for key in sorted(found)]
     assert [text_of(sample) for sample, _, _ in ordered] == expected_texts(SAMPLES)
     assert [images for _, images, _ in ordered] == [images for *_, images in SAMPLES]
@@ -96,18 +96,18 @@ def test_videos_of_every_format_come_out_as_they_went_in(
     samples = MIXED_SAMPLES if mixed and name not in ONE_MEDIUM_ONLY else VIDEO_SAMPLES
     source = {**formats.WRITERS[name](tmp_path / "data", samples), "task": "bmr"}
     model = {"video_min_pixels": 28 * 28, "video_max_pixels": 28 * 28 * 9}
-    stage = make_stage(source, tmp_path / "out", model=model, engine={"samples_per_part": 4})
-    found = read_back(stage)
+    run = make_run(source, tmp_path / "out", model=model, engine={"samples_per_part": 4})
+    found = read_back(run)
     assert [text_of(sample) for sample, _, _ in found.values()] == expected_texts(samples)
     assert [media for _, media, _ in found.values()] == [media for *_, media in samples]
-    assert pack_all(stage)["counts"]["packed"] == len(samples)
-    result = verify(stage, deep=True)
+    assert pack_all(run)["counts"]["packed"] == len(samples)
+    result = verify(run, deep=True)
     assert result.ok, result.problems
     assert result.num_videos == sum(
         formats.field_of(formats.suffix_of(m)) == "videos" for *_, media in samples for m in media
     )
     again = {"format": "packs", "path": str(tmp_path / "out"), "task": "bmr"}
-    unpacked = read_back(make_stage(again, tmp_path / "again", model=model))
+    unpacked = read_back(make_run(again, tmp_path / "again", model=model))
     repacked = {key: value[1:] for key, value in unpacked.items()}
     assert repacked == {key: value[1:] for key, value in found.items()}
 
@@ -119,25 +119,25 @@ def test_captioned_videos_in_a_tar(tmp_path: Path) -> None:
         members += [(f"{i:04d}.mp4", make_video(4 + i)), (f"{i:04d}.txt", b"A bar moves.")]
     formats.write_file(tmp_path / "data" / "000.tar", formats.tar_bytes(members))
     source = {"format": "webdataset", "path": str(tmp_path / "data"), "task": "captioning"}
-    found = read_back(make_stage(source, tmp_path / "out"))
+    found = read_back(make_run(source, tmp_path / "out"))
     assert [media for _, media, _ in found.values()] == [[data] for _, data in members[::2]]
     assert all(sample.videos for sample, _, _ in found.values())
 
 
 def test_packing_packs_again_loses_nothing(tmp_path: Path) -> None:
     source = {**formats.webdataset(tmp_path / "data", SAMPLES), "task": "bmr"}
-    manifest = pack_all(make_stage(source, tmp_path / "one"))
+    manifest = pack_all(make_run(source, tmp_path / "one"))
     first = {"format": "packs", "path": str(tmp_path / "one"), "task": "bmr"}
-    longer = make_stage(first, tmp_path / "two", pack={"seq_length": 1024})
+    longer = make_run(first, tmp_path / "two", pack={"seq_length": 1024})
     again = pack_all(longer)
     assert again["counts"]["packed"] == manifest["counts"]["packed"] == len(SAMPLES)
     assert sum(again["counts"]["packs"].values()) < sum(manifest["counts"]["packs"].values())
     second = {"format": "packs", "path": str(tmp_path / "two"), "task": "bmr"}
     one, two = (
-        {key: (text_of(sample), *rest) for key, (sample, *rest) in read_back(stage).items()}
-        for stage in (
-            make_stage(first, tmp_path / "read_one"),
-            make_stage(second, tmp_path / "read_two"),
+        {key: (text_of(sample), *rest) for key, (sample, *rest) in read_back(run).items()}
+        for run in (
+            make_run(first, tmp_path / "read_one"),
+            make_run(second, tmp_path / "read_two"),
         )
     )
     assert one == two

@@ -10,7 +10,7 @@ import pytest
 
 from offline_packing.errors import StageError
 from tests.helpers.accounting import account, open_source, outcomes
-from tests.helpers.datasets import make_stage, pack_all
+from tests.helpers.datasets import make_run, pack_all
 from tests.helpers.formats import write_file
 
 SHAREGPT = {"file_name": "a.json", "formatting": "sharegpt"}
@@ -58,7 +58,7 @@ def test_bad_dialogues_are_set_aside(tmp_path: Path) -> None:
     config = write_entry(tmp_path / "data", SHAREGPT, [*records, {"id": 7, "conversations": TALK}])
     expected = {name: reason for name, (_, reason) in BAD_DIALOGUES.items()}
     assert outcomes(config, tmp_path) == {**expected, "7": "ok"}
-    counts = pack_all(make_stage({**config, "task": "bmr"}, tmp_path / "out"))["counts"]
+    counts = pack_all(make_run({**config, "task": "bmr"}, tmp_path / "out"))["counts"]
     assert counts["packed"] == 1
 
 

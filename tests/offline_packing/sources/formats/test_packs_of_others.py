@@ -12,7 +12,7 @@ import pytest
 from offline_packing.verify.verify import verify
 from task_encoders.pack_format import restore_pack
 from task_encoders.samples import SourceSample
-from tests.helpers.datasets import image_bytes, index_rows, make_stage, pack_all
+from tests.helpers.datasets import image_bytes, index_rows, make_run, pack_all
 
 Texts = tuple[tuple[tuple[str, str], ...], tuple[bytes, ...]]
 
@@ -131,10 +131,10 @@ def test_there_and_back(tmp_path: Path, name: str, form: str) -> None:
     path = write_pack(pack, tmp_path / "given", form)
     for layout in ("raw_packing", "energon", "raw_packing"):
         out = tmp_path / f"{path.name}_{layout}"
-        stage = make_stage(source | {"path": str(path)}, out, output={"layout": layout})
-        counts = pack_all(stage)["counts"]
+        run = make_run(source | {"path": str(path)}, out, output={"layout": layout})
+        counts = pack_all(run)["counts"]
         assert (counts["packed"], counts["set_aside"]) == (len(pack.expected), {})
-        assert verify(stage, deep=True).ok
+        assert verify(run, deep=True).ok
         assert sorted(read_packs(out, layout, pack.task)) == sorted(pack.expected)
         path = out / "raw_packing_data" if layout == "raw_packing" else out
 
@@ -152,9 +152,9 @@ def test_paths_of_loose_packs(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "ps_00000000.json").write_text(json.dumps({**pack.record, "images": names}))
     source = {"format": "packs", "path": str(folder), "task": "vqa"}
-    stage = make_stage(source | {"image_root": str(pictures.parent)}, tmp_path / "out")
-    assert pack_all(stage)["counts"]["packed"] == 12
-    assert verify(stage, deep=True).ok
+    run = make_run(source | {"image_root": str(pictures.parent)}, tmp_path / "out")
+    assert pack_all(run)["counts"]["packed"] == 12
+    assert verify(run, deep=True).ok
     assert sorted(read_packs(tmp_path / "out", "energon", "vqa")) == sorted(pack.expected)
 
 
@@ -162,7 +162,7 @@ def test_a_path_that_leads_elsewhere_is_set_aside(tmp_path: Path) -> None:
     pack = flat("vqa", padded=False, names={3: "../../outside.jpg"})
     (tmp_path / "outside.jpg").write_bytes(picture(3))
     path = write_pack(pack, tmp_path / "given", "files")
-    stage = make_stage({"format": "packs", "path": str(path), "task": "vqa"}, tmp_path / "out")
-    counts = pack_all(stage)["counts"]
+    run = make_run({"format": "packs", "path": str(path), "task": "vqa"}, tmp_path / "out")
+    counts = pack_all(run)["counts"]
     assert (counts["packed"], counts["set_aside"]) == (11, {"path_outside_root": 1})
-    assert "ps_00000000/3" not in {row["key"] for row in index_rows(stage)}
+    assert "ps_00000000/3" not in {row["key"] for row in index_rows(run)}

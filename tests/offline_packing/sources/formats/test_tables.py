@@ -11,7 +11,7 @@ from offline_packing.errors import StageError
 from offline_packing.sources.reading import row_reader
 from offline_packing.verify.verify import verify
 from tests.helpers import accounting, formats
-from tests.helpers.datasets import image_bytes, make_stage, pack_all, write_json
+from tests.helpers.datasets import image_bytes, make_run, pack_all, write_json
 
 JPEG = image_bytes()
 OTHER = image_bytes(84, 56)
@@ -94,18 +94,18 @@ def test_images_of_every_binary_type(
     )
     source = write_parquet(tmp_path / "data", table, row_group_size=8)
     assert set(accounting.outcomes(source, tmp_path).values()) == {"ok"}
-    stage = make_stage(source, tmp_path / "out")
-    assert pack_all(stage)["counts"]["packed"] == 24
-    assert verify(stage, deep=True).ok
+    run = make_run(source, tmp_path / "out")
+    assert pack_all(run)["counts"]["packed"] == 24
+    assert verify(run, deep=True).ok
 
 
 def test_names_with_commas(tmp_path: Path) -> None:
     table = pa.table({"im,age": [JPEG, OTHER], "te,xt": ["One.", "Two."], "other,": [1, 2]})
     source = write_parquet(tmp_path / "data", table)
     source["fields"] = {"images": "im,age", "caption": "te,xt"}
-    stage = make_stage(source, tmp_path / "out")
-    assert pack_all(stage)["counts"]["packed"] == 2
-    assert verify(stage, deep=True).ok
+    run = make_run(source, tmp_path / "out")
+    assert pack_all(run)["counts"]["packed"] == 2
+    assert verify(run, deep=True).ok
 
 
 def test_equal_names_are_refused(tmp_path: Path) -> None:

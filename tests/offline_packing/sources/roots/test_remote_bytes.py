@@ -18,7 +18,7 @@ from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
 from offline_packing.write.write import write
 from tests.helpers import accounting, formats
-from tests.helpers.datasets import make_stage
+from tests.helpers.datasets import make_run
 
 pytest.importorskip("aiohttp")  # what fsspec reads HTTP with
 
@@ -126,16 +126,16 @@ def test_headers_are_measured_and_bytes_are_copied_once(
     written = formats.WRITERS[name](tmp_path / "data", samples)
     url = f"http://127.0.0.1:{server.server_port}/"
     written["path"] = written["path"].replace(str(tmp_path / "data"), url)
-    stage = make_stage({**written, "task": "bmr"}, tmp_path / "out")
-    info = measure(stage)
+    run = make_run({**written, "task": "bmr"}, tmp_path / "out")
+    info = measure(run)
     assert info.num_samples == NUM_SAMPLES
     requests, num_bytes = server.count()
     listing = 2 * NUM_SAMPLES if name == "pairs" else 2  # this server lists no sizes
     total = NUM_SAMPLES * len(image)
     assert requests <= listing + measure_requests * NUM_SAMPLES + 10
     assert num_bytes < total / 4
-    plan(stage)
-    write(stage)
+    plan(run)
+    write(run)
     requests, num_bytes = server.count()
     assert requests <= write_requests * NUM_SAMPLES + 10
     assert total < num_bytes < 1.05 * total
@@ -190,4 +190,4 @@ def test_a_server_that_tells_no_size_is_refused(tmp_path: Path, server: _Server)
     for name in ("", "a.jsonl"):
         path = f"http://127.0.0.1:{server.server_port}/{name}"
         with pytest.raises(StageError, match=r"a\.jsonl: its server does not tell the size"):
-            measure(make_stage({"format": "jsonl", "path": path, "task": "vqa"}, tmp_path / "out"))
+            measure(make_run({"format": "jsonl", "path": path, "task": "vqa"}, tmp_path / "out"))
