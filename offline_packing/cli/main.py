@@ -174,6 +174,19 @@ def index(folder: Path, task: str | None, quiet: bool) -> None:
 
 
 @cli.command()
+@click.argument(
+    "folders", nargs=-1, required=True, type=click.Path(file_okay=False, path_type=Path)
+)
+@_output_options
+def blend(folders: tuple[Path, ...], quiet: bool) -> None:
+    """Print the YAML with which Energon reads several outputs as one dataset."""
+    from offline_packing.upkeep import blend as blending
+
+    _start_logging(quiet)
+    click.echo(blending.blend(folders), nl=False)
+
+
+@cli.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path), default="demo_output")
 @click.option("--num-samples", default=2000, show_default=True, help="How many samples to draw.")
 @click.option("--seed", default=0, show_default=True, help="Decides everything that is drawn.")

@@ -28,6 +28,8 @@ def measure_verb(run: Run, dry_run: bool) -> None:
         return
     info = measure(run)
     click.echo(f"measured {info.num_samples:,} samples, {info.num_tokens:,} tokens")
+    if info.num_skipped:
+        click.echo(f"left out {info.num_skipped:,} samples that source.skip holds")
     if info.num_set_aside:
         click.echo(f"set aside {info.num_set_aside:,}, for example:")
         groups = group_set_aside(aside_while_measuring(run.workspace, info))

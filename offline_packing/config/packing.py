@@ -100,6 +100,8 @@ class SourceConfig(_Config):
     split: str | None = None
     #: which of several datasets the path describes
     dataset: str | None = None
+    #: outputs whose samples, packed or set aside, are left out: these are new data
+    skip: Annotated[tuple[LocalOrRemotePath, ...], BeforeValidator(_listed)] = ()
     #: how often each sample is used; of a fraction, a part of the samples once more
     repeat: Annotated[float, BeforeValidator(_not_bool), Field(gt=0, le=MAX_REPEAT)] = 1
     #: share of all samples that this source is to have, in proportion to the other sources' weights
@@ -373,6 +375,11 @@ class PackingConfig(_Config):
     def _check_output_apart(self) -> "PackingConfig":
         output = Path(self.output.path).resolve()
         for source in self.source:
+            if any(output == Path(path).resolve() for path in source.skip):
+                raise ValueError(
+                    f"output.path {self.output.path!r} is named by source.skip; new data need a "
+                    "folder of their own"
+                )
             if output.is_relative_to(Path(source.path).resolve()):
                 raise ValueError(  # it would find its own packs
                     f"output.path {self.output.path!r} lies inside source.path {source.path!r}; "

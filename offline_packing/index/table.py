@@ -8,10 +8,11 @@ A sample's id is its row number over all parts. Containers are paths relative to
 so that data and index can move.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -169,10 +170,15 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 @contextmanager
-def table_writer(path: Path, schema: pa.Schema) -> Iterator[Callable[[pa.Table], None]]:
-    """Write a Parquet file table by table; it is complete when the block ends well, or absent."""
+def table_writer(
+    path: Path, schema: pa.Schema, notes: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Callable[[pa.Table], None]]:
+    """Write a Parquet file table by table; it is complete when the block ends well, or absent.
+    `notes` go into the file's metadata as they are at the end."""
     with atomic_file(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
         yield writer.write_table
+        if notes:
+            writer.add_key_value_metadata(dict(notes))
 
 
 @dataclass(frozen=True)
@@ -189,6 +195,8 @@ class IndexInfo:
     num_unused_images: int = 0
     #: sum of num_tokens
     num_tokens: int = 0
+    #: samples left out by source.skip; neither in the index nor set aside
+    num_skipped: int = 0
     #: xxh3_128 of the files in the folders index, set_aside and files
     hashes: dict[str, dict[str, str]] = field(default_factory=dict)
     version: int = INDEX_VERSION
@@ -205,7 +213,10 @@ class IndexInfo:
 
     def save(self, path: Path) -> None:
         """Write index.json: from now on the index is complete."""
-        write_atomically(path, to_json(asdict(self)))
+        content = asdict(self)
+        if not self.num_skipped:  # bytes as they were before there was such a number
+            del content["num_skipped"]
+        write_atomically(path, to_json(content))
 
     @classmethod
     def load(cls, path: Path) -> "IndexInfo | None":

@@ -5,6 +5,8 @@ finished part.
 """
 
 import logging
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +28,7 @@ from offline_packing.measure.measure_part import (
 from offline_packing.measure.measured_files import explain_listing, save_files
 from offline_packing.measure.repeated_ids import rename_repeated
 from offline_packing.measure.repeats import estimate_records, source_repeats
+from offline_packing.measure.skip import count_new, set_known_keys, skip_fingerprint
 from offline_packing.runs.run import Run, config_fingerprint, open_sources
 from offline_packing.runs.workspace import Workspace
 from offline_packing.sources import Scan, Source
@@ -40,6 +43,7 @@ from offline_packing.storage.files import (
 )
 from offline_packing.storage.fingerprint import (
     Fingerprint,
+    changed_fields,
     check_fingerprint,
     library_versions,
     warn_of_versions,
@@ -50,6 +54,10 @@ logger = logging.getLogger(__name__)
 _REMEDY = (
     "set output.overwrite=true to make it anew, choose another output.path, or pass "
     "--accept-mismatch FIELD"
+)
+_NEW_DATA = (
+    "pack what is new into an output of its own with source.skip={root}, another output.path and "
+    "another output.key_prefix, and blend both; or "
 )
 
 
@@ -70,6 +78,7 @@ def measure(run: Run) -> IndexInfo:
     if info is not None:
         logger.info("measure: complete (%s samples), nothing to do", f"{info.num_samples:,}")
         return info
+    set_known_keys(run, sources, workspace.skip)
     workspace.index.mkdir(parents=True, exist_ok=True)
     workspace.set_aside.mkdir(parents=True, exist_ok=True)
     save_files(workspace.files, sources)
@@ -83,6 +92,7 @@ def measure(run: Run) -> IndexInfo:
         part_rows=[result.num_rows for result in results],
         set_aside=dict(sum((Counter(result.set_aside) for result in results), Counter())),
         num_tokens=sum(result.num_tokens for result in results),
+        num_skipped=sum(result.num_skipped for result in results),
     )
     num_renamed = rename_repeated(Index(workspace.index, info))
     if num_renamed:
@@ -96,22 +106,35 @@ def measure(run: Run) -> IndexInfo:
             "measure: %s image and video files are used by no sample", f"{info.num_unused_images:,}"
         )
     info.save(workspace.index_info)
+    shutil.rmtree(workspace.skip, ignore_errors=True)
     return info
 
 
 def preview_measure(run: Run) -> str:
     """What `measure` would read; nothing is written, and of large files only the beginning read."""
     lines = []
-    for source in open_sources(run.config):
-        count, is_exact = estimate_records(source, source.unread_parts())
-        about = "" if is_exact else "about "
-        lines.append(f"would measure {about}{count:,} records of {source.path}\n")
+    sources = open_sources(run.config)
+    with tempfile.TemporaryDirectory() as scratch:
+        set_known_keys(run, sources, Path(scratch))
+        for source in sources:
+            if source.known is not None:
+                new, known = count_new(source, run.config.engine.samples_per_part)
+                text = f"{new:,} new records of {source.path}, and skip {known:,}"
+            else:
+                count, is_exact = estimate_records(source, source.unread_parts())
+                text = f"{'' if is_exact else 'about '}{count:,} records of {source.path}"
+            lines.append(f"would measure {text}\n")
     return "".join(lines)
 
 
 def _fingerprint(run: Run, scans: Sequence[Scan]) -> Fingerprint:
     listings = {f"source.{i}.listing": scan.fingerprint for i, scan in enumerate(scans)}
-    return {**config_fingerprint(run.config), **listings}
+    skipped = {
+        f"source.{i}.skip.listing": skip_fingerprint(config)
+        for i, config in enumerate(run.config.source)
+        if config.skip
+    }
+    return {**config_fingerprint(run.config), **listings, **skipped}
 
 
 def _started(run: Run, fingerprint: Fingerprint) -> Fingerprint:
@@ -136,7 +159,7 @@ def _existing_index(
                 info.fingerprint,
                 fingerprint,
                 artifact=f"the index in {workspace.root}",
-                remedy=_REMEDY,
+                remedy=_remedy(workspace, info.fingerprint, fingerprint),
                 accept=run.accepted_fields,
                 explain=explain,
             )
@@ -160,6 +183,12 @@ def _existing_index(
         logger.warning("measure: made otherwise before; overwriting")
         workspace.discard_index()
     return None
+
+
+def _remedy(workspace: Workspace, found: Fingerprint, wanted: Fingerprint) -> str:
+    changed = changed_fields(found, wanted)
+    is_grown = all(name.endswith(".listing") for name in changed) and workspace.manifest.exists()
+    return f"{_NEW_DATA.format(root=workspace.root) if is_grown else ''}{_REMEDY}"
 
 
 def _tasks(run: Run, sources: Sequence[Source], scans: Sequence[Scan]) -> list[MeasureTask]:
@@ -209,7 +238,7 @@ def _with_unused_images(folder: Path, info: IndexInfo, scans: Sequence[Scan]) ->
     """Count the image files that neither stand beside a record nor are named by a row."""
     unpaired = {i: np.sort(scan.unpaired_media) for i, scan in enumerate(scans)}
     unused = {i: np.ones(len(hashes), bool) for i, hashes in unpaired.items() if len(hashes)}
-    if not unused:
+    if not unused or info.num_skipped:  # what is left out uses images as well
         return info
     for table in Index(folder, info).parts("source_id", "media"):
         for i in unused:

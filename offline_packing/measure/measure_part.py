@@ -21,6 +21,7 @@ from offline_packing.index.table import MeasuredSample, SetAsideSample
 from offline_packing.index.traits import sample_traits
 from offline_packing.measure.repeated_ids import hash_content
 from offline_packing.measure.repeats import copy_key, num_copies
+from offline_packing.measure.skip import NewRecords
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
 from offline_packing.sources.records import to_sample
@@ -37,6 +38,8 @@ from task_encoders.samples import SampleError
 
 #: Rows that a worker holds at a time: a part of a compressed source may have any number.
 _ROWS_AT_ONCE: Final = 1024
+#: Where a part of the set-aside table says how many samples were left out.
+_SKIPPED: Final = "num_skipped"
 
 
 @dataclass(frozen=True)
@@ -63,25 +66,31 @@ class PartResult:
     num_rows: int
     num_tokens: int
     set_aside: dict[str, int]
+    #: left out by source.skip
+    num_skipped: int = 0
 
 
 def finished_part(task: MeasureTask) -> PartResult:
     """What a part that was measured before holds."""
     num_tokens = pq.read_table(task.index_path, columns=["num_tokens"])["num_tokens"]
-    reasons = pq.read_table(task.set_aside_path, columns=["reason"])["reason"].to_pylist()
     tokens = pc.sum(num_tokens).as_py() or 0
-    return PartResult(task.number, len(num_tokens), tokens, dict(Counter(reasons)))
+    with pq.ParquetFile(task.set_aside_path) as aside:
+        reasons = Counter(aside.read(["reason"])["reason"].to_pylist())
+        skipped = int((aside.metadata.metadata or {}).get(_SKIPPED.encode(), 0))
+    return PartResult(task.number, len(num_tokens), tokens, dict(reasons), skipped)
 
 
 def measure_part(task: MeasureTask) -> PartResult:
     """Measure one part and write its two tables. The index part comes last: it marks the end."""
     encoder = open_encoder(task.model)
+    notes: dict[str, str] = {}
     with (
         index.table_writer(task.index_path, index.INDEX_SCHEMA) as write_measured,
-        index.table_writer(task.set_aside_path, index.SET_ASIDE_SCHEMA) as write_aside,
+        index.table_writer(task.set_aside_path, index.SET_ASIDE_SCHEMA, notes) as write_aside,
     ):
         total = PartResult(task.number, 0, 0, {})
-        records = task.source.records(task.part)
+        new = NewRecords(task.source, task.part)
+        records = iter(new)
         while True:  # one record at a time, as it may hold its media
             measured, aside = _measure_some(task, itertools.islice(records, _ROWS_AT_ONCE), encoder)
             if not measured and not aside:
@@ -94,7 +103,9 @@ def measure_part(task: MeasureTask) -> PartResult:
                 total.num_tokens + sum(sample.length.num_tokens for sample in measured),
                 dict(Counter(total.set_aside) + Counter(sample.reason for sample in aside)),
             )
-    return total
+        if new.num_skipped:
+            notes[_SKIPPED] = str(new.num_skipped)
+    return replace(total, num_skipped=new.num_skipped)
 
 
 def _measure_some(

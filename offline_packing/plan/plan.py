@@ -270,6 +270,11 @@ def _check_planned(run: Run, samples: Index, planned: Planned) -> None:
         reasons = Counter(samples.info.set_aside) + planned.reasons
         groups = group_set_aside(aside_while_measuring(run.workspace, samples.info))
         example = max(groups, key=lambda group: group.count, default=None)
+        if samples.info.num_skipped and not reasons:
+            raise StageError(
+                f"nothing to pack in {run.workspace.root}: no sample is new, source.skip holds "
+                f"all {samples.info.num_skipped:,}"
+            )
         raise StageError(
             f"nothing to pack in {run.workspace.root}; set aside: {listed(reasons.items())}; "
             f"{f'{explain(run.config, example)}; ' if example else ''}check source.path and "

@@ -154,7 +154,11 @@ def stored_config(config: PackingConfig) -> dict[str, Any]:
         "output": {"path", "overwrite"},
         "pack": {"max_set_aside"},
     }
-    return config.model_dump(mode="json", exclude=excluded)
+    content = config.model_dump(mode="json", exclude=excluded)
+    for source in content["source"]:
+        if not source["skip"]:  # packs that do not need it are what they were without
+            del source["skip"]
+    return content
 
 
 def require_manifest(run: Run) -> Manifest:

@@ -100,12 +100,13 @@ def config_fingerprint(config: PackingConfig) -> Fingerprint:
         fields[f"source.{i}.format"] = source.format
         fields[f"source.{i}.task"] = source.task
         fields[f"source.{i}.key_prefix"] = prefix
-        for name in ("image_root", "fields", "split", "dataset", "repeat", "weight"):
+        for name in ("image_root", "fields", "split", "dataset", "skip", "repeat", "weight"):
             value = getattr(source, name)
             if value != SourceConfig.model_fields[name].default:
                 if isinstance(value, dict):  # a manifest holds them sorted
                     value = dict(sorted(value.items()))
-                fields[f"source.{i}.{name}"] = str(value)
+                text = ", ".join(value) if isinstance(value, tuple) else str(value)
+                fields[f"source.{i}.{name}"] = text
         if source.repeat % 1 or source.weight:
             fields[f"source.{i}.seed"] = config.pack.seed
     return fields

@@ -61,6 +61,11 @@ class Workspace:
         return self.packing / "counts.json"
 
     @property
+    def skip(self) -> Path:
+        """Folder of the keys that source.skip leaves out, while samples are measured."""
+        return self.packing / "skip"
+
+    @property
     def plan(self) -> Path:
         """Folder of the plan."""
         return self.packing / "plan"

@@ -24,6 +24,7 @@ from offline_packing.sources.records import load_json, to_sample
 from offline_packing.sources.roots.listing import unpack_batches, walk
 from offline_packing.sources.roots.local import MediaRoot
 from offline_packing.sources.roots.remote import RemoteRoot, is_remote
+from offline_packing.storage.key_set import KeySet
 from task_encoders.samples import SampleError, SourceSample
 
 #: A record with a larger JSON is refused before it is read into memory.
@@ -107,7 +108,8 @@ class SourceRecord:
     `paired_media` are the images and videos that belong to it by their name, where the format pairs
     by name (None where it does not); they count only if the content names none itself. `embedded`
     holds, by the name that the content or `paired_media` use, the media in the record's container.
-    `own_id` tells that the key is an id of the record's own, which others may repeat.
+    `own_id` tells that the key is an id of the record's own, which others may repeat. `known` tells
+    that the source leaves the record out and did not read it.
     """
 
     key: str
@@ -116,6 +118,7 @@ class SourceRecord:
     paired_media: tuple[str, ...] | None = None
     embedded: Mapping[str, Embedded] = field(default_factory=dict)
     own_id: bool = False
+    known: bool = False
 
 
 class Source(ABC):
@@ -150,6 +153,8 @@ class Source(ABC):
         self.split = split
         self.dataset = dataset
         self.unpack_folder = unpack_folder
+        #: keys of the records that are left out, see source.skip
+        self.known: KeySet | None = None
         #: container of the source's file, where `path` is a file and not a folder
         self.file_name: str | None = None
         self.root = self._open_root()
@@ -186,6 +191,11 @@ class Source(ABC):
             f"source path {self.path!r} has new files and its format has no scan_new; append a "
             "source of the new files alone"
         )
+
+    def is_known(self, key: str) -> bool:
+        """Whether the record of a key is left out; a format that knows the key before it reads the
+        record yields it with `known`, unread."""
+        return self.known is not None and key in self.known
 
     def is_read(self, container: str) -> bool:
         """Whether `scan` reads a file of this name, where the path is a folder."""

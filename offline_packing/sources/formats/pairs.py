@@ -93,6 +93,8 @@ class PairsSource(Source):
         text_only = not beside and _TEXT_ONLY_NAME.fullmatch(stem.rpartition("/")[2])
         paired = None if text_only else beside
         key = os.fsencode(stem).decode("utf-8", "backslashreplace")
+        if self.is_known(key):
+            return Record(key, Locator("file", container, 0, 0), {}, known=True)
         try:
             if key != stem:
                 raise SampleError("bad_record", "the file name is not UTF-8")

@@ -125,7 +125,10 @@ class WebDatasetSource(Source):
         self, container: str, key: str, sample: TarSample, file: BinaryIO
     ) -> Iterator[Record]:
         """The records that a sample of the tar makes: one, except in a tar of packs."""
-        yield self._record(container, key, sample, file)
+        if self.is_known(key):
+            yield Record(key, Locator(self._kind(container), container, 0, 0), {}, known=True)
+        else:
+            yield self._record(container, key, sample, file)
 
     def _record(self, container: str, key: str, sample: TarSample, file: BinaryIO) -> Record:
         kind = self._kind(container)

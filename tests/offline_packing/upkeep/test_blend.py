@@ -1,0 +1,78 @@
+"""blend: several outputs as one dataset that Energon's loader reads."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from megatron.energon import WorkerConfig, get_loader
+
+from offline_packing.cli.main import cli
+from offline_packing.errors import StageError
+from offline_packing.upkeep.blend import blend
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, get_packed_train_dataset
+from task_encoders.settings import PackingSettings
+from tests.helpers.datasets import captioning_pairs, make_run, pack_all
+
+
+def output(tmp_path: Path, name: str, count: int, **sections: dict[str, object]) -> Path:
+    root = captioning_pairs(tmp_path / f"data_{name}", count)
+    settings = {"output": {"key_prefix": name, "split": {"train": 0.8, "val": 0.2}}, **sections}
+    pack_all(make_run(root, tmp_path / name, **settings))
+    return tmp_path / name
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("blend")
+    return [output(root, "a", 60), output(root, "b", 20)]
+
+
+def test_energon_reads_both(outputs: list[Path], tmp_path: Path) -> None:
+    """As written by the command; packs are drawn in proportion to their number."""
+    result = CliRunner().invoke(cli, ["blend", *map(str, outputs)], catch_exceptions=False)
+    assert result.exit_code == 0
+    path = tmp_path / "blend.yaml"
+    path.write_text(result.stdout)
+    document = yaml.safe_load(result.stdout)
+    weights = [entry["weight"] for entry in document["splits"]["train"]["blend"]]
+    assert weights[0] > weights[1] > 0
+    assert [entry["path"] for entry in document["splits"]["val"]["blend"]] == list(
+        map(str, outputs)
+    )
+    encoder = Qwen2VLTaskEncoder(
+        seq_length=512, max_pixels=28 * 28 * 64, settings=PackingSettings(packed=True)
+    )
+    dataset = get_packed_train_dataset(
+        path, encoder, worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0)
+    )
+    loader = iter(get_loader(dataset))
+    drawn = Counter(key[0] for _ in range(4 * sum(weights)) for key in next(loader).__key__)
+    share = drawn["a"] / sum(drawn.values())
+    assert abs(share - weights[0] / sum(weights)) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"output": {"key_prefix": "a"}}, r"name their packs alike \(aps_00000000, …\); write one"),
+        ({"pack": {"seq_length": 600}}, "seq_length=512, .* 600; a batch"),
+        ({"model": {"max_pixels": 28 * 28 * 32}}, "model.max_pixels=50176, .* 25088"),
+        ({"pack": {"seq_length": 512, "pad_multiple": 8}}, "pad_multiple=1, .* 8"),
+        ({"output": {"key_prefix": "c", "layout": "llava_onevision"}}, "layout='energon', "),
+    ],
+)
+def test_outputs_that_do_not_fit(
+    outputs: list[Path], tmp_path: Path, sections: dict[str, dict[str, object]], message: str
+) -> None:
+    other = output(tmp_path, "c", 6, **sections)
+    with pytest.raises(StageError, match=message):
+        blend([outputs[0], other])
+
+
+def test_what_is_no_output(outputs: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(StageError, match="is no complete output: it has no manifest"):
+        blend([outputs[0], tmp_path])
+    with pytest.raises(StageError, match="is named twice"):
+        blend([outputs[0], outputs[0] / "../a"])
