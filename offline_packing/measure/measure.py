@@ -81,7 +81,7 @@ def measure(run: Run) -> IndexInfo:
     set_known_keys(run, sources, workspace.skip)
     workspace.index.mkdir(parents=True, exist_ok=True)
     workspace.set_aside.mkdir(parents=True, exist_ok=True)
-    save_files(workspace.files, sources)
+    save_files(workspace.files, sources, scans)
     write_atomically(workspace.index_started, to_json(_started(run, fingerprint)))
     for folder in (workspace.index, workspace.set_aside, workspace.files):
         remove_temporaries(folder)
