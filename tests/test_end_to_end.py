@@ -20,7 +20,7 @@ from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import VerifyResult, verify
-from offline_packing.write.write import open_plan, write
+from offline_packing.write.write import write
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, get_packed_val_dataset
 from task_encoders.settings import PackingSettings
 
@@ -65,11 +65,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
         )
         with LocalEngine(0) as engine:
             run = Run(config, engine)
-            measure(run)
-            plan(run)
-            manifest = write(run)
+            index = measure(run)
+            manifest = write(run, index, plan(run, index))
             verified = verify(run, deep=True)
-            index, _, _ = open_plan(run)
         results[task] = Written(root / task, config, manifest, verified, index)
     return results
 

@@ -16,10 +16,10 @@ from PIL import Image
 
 from offline_packing.demo import training
 from offline_packing.index.table import Index
-from offline_packing.plan.plan import open_index
 from offline_packing.report.preview import preview
 from offline_packing.report.preview_page import render_packs
 from offline_packing.report.preview_text import render_pack
+from offline_packing.runs.artifacts import open_index
 from offline_packing.storage.tar_shards import scan_tar
 from offline_packing.verify.verify import verify
 from task_encoders.media.video import VideoSettings

@@ -19,20 +19,20 @@ import numpy as np
 from offline_packing.config.packing import parse_config
 from offline_packing.engines.local import LocalEngine
 from offline_packing.measure.measure import measure
-from offline_packing.plan.plan import open_index, plan
+from offline_packing.plan.plan import plan
+from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from offline_packing.write.write import write
 from tests.helpers.datasets import WORDS, image_bytes, write_json
 
 
 def make_pairs(root: Path, first: int, end: int) -> None:
-    """Pictures of some sizes, in folders of 1,000, with captions as long as ShareGPT4V's: some 940
-    characters in the mean."""
+    """Pictures of some sizes, each with a caption of 20 to 120 words, in folders of 1,000."""
     rng = np.random.default_rng(first)
     images = [image_bytes(28 * (4 + i), 28 * (12 - i)) for i in range(8)]
     for i in range(first, end):
         stem = root / f"{i // 1000:04d}" / f"{i:08d}"
-        caption = " ".join(rng.choice(WORDS, rng.integers(100, 300)))
+        caption = " ".join(rng.choice(WORDS, rng.integers(20, 120)))
         write_json(stem.with_suffix(".json"), {"captions": [{"content": caption}]})
         stem.with_suffix(".jpg").write_bytes(images[i % len(images)])
 
@@ -66,9 +66,8 @@ def main() -> None:
         folder = arguments.folder or Path(scratch)
         data, old = folder / "data", make_run(folder / "data", folder / "old")
         make_pairs(data, 0, arguments.samples - arguments.new)
-        measure(old)  # also loads the tokenizer, which is no part of either
-        plan(old)
-        write(old)
+        samples = measure(old)  # also loads the tokenizer, which is no part of either
+        write(old, samples, plan(old, samples))
         make_pairs(data, arguments.samples - arguments.new, arguments.samples)
         new = make_run(data, folder / "new", skip=folder / "old")
         everything = make_run(data, folder / "all")

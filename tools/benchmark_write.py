@@ -32,8 +32,9 @@ from offline_packing.config.packing import parse_config
 from offline_packing.engines.local import LocalEngine
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
+from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.run import Run
-from offline_packing.write.write import open_plan, write
+from offline_packing.write.write import write
 
 PACKS_PER_SHARD = 100
 #: JPEGs of 0.75 to 3 megapixels.
@@ -69,8 +70,7 @@ def make_run(source: Path, output: Path) -> Run:
         }
     )
     run = Run(config, LocalEngine(0))
-    measure(run)
-    plan(run)
+    plan(run, measure(run))
     return run
 
 
@@ -151,7 +151,7 @@ def worker_peak(source: Path, output: Path) -> float:
     """Peak MiB of a worker process that writes all shards."""
     run = make_run(source, output)
     with LocalEngine(1) as engine:
-        write(replace(run, engine=engine))
+        write(replace(run, engine=engine), open_index(run), open_plan(run))
         return next(engine.run(_own_peak, [0]))
 
 
@@ -207,7 +207,7 @@ def run(base: Path, num_samples: int, rounds: int) -> None:
 def run_round(source: Path, files: list[Path], output: Path, target: Path) -> dict[str, float]:
     """Seconds of each road."""
     run = make_run(source, output)
-    _, packs, _ = open_plan(run)
+    packs = open_plan(run).packs
     images = [path for path in files if path.suffix == ".jpg"]  # in the order of the index
     image_packs = [[images[i] for i in packs.pack(n)] for n in range(packs.num_packs)]
     roads: dict[str, Callable[[], object]] = {

@@ -68,9 +68,8 @@ def pack(config: PackingConfig) -> None:
     with build_engine(config) as engine:
         run = Run(config, engine)
         with run.workspace.lock():
-            measure(run)
-            plan(run)
-            write(run)
+            samples = measure(run)
+            write(run, samples, plan(run, samples))
 
 
 def start(function: Callable[[], object]) -> int:

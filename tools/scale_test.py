@@ -19,13 +19,12 @@ from offline_packing.config.packing import PackingConfig, parse_config
 from offline_packing.engines.local import LocalEngine
 from offline_packing.index import table as index
 from offline_packing.index.table import INDEX_SCHEMA, IndexInfo
-from offline_packing.layouts.shard_layout import plan_shards
-from offline_packing.layouts.shard_tasks import iterate_tasks
 from offline_packing.plan.plan import plan
 from offline_packing.report.report import report
+from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.run import Run, config_fingerprint
+from offline_packing.runs.shards import iterate_tasks, plan_shards
 from offline_packing.storage.fingerprint import library_versions
-from offline_packing.write.write import open_plan
 
 
 def make_part(first: int, count: int, rng: np.random.Generator) -> pa.Table:
@@ -92,8 +91,8 @@ def make_index(config: PackingConfig, run: Run, num_rows: int) -> None:
 
 def dry_write(run: Run) -> int:
     """Make all tasks and their rows; returns the number of samples."""
-    samples, packs, _ = open_plan(run)
-    shards = plan_shards(run.config.output, samples, packs)
+    samples, packs = open_index(run), open_plan(run).packs
+    shards = plan_shards(run, samples, packs)
     run.workspace.write.mkdir()
     tasks = iterate_tasks(run, samples, packs, shards)
     return sum(len(rows) for task in tasks for _, rows in task.packs())
@@ -128,7 +127,7 @@ def main() -> None:
             if what == "index":
                 make_index(config, run, arguments.rows)
             elif what == "plan":
-                plan(run)
+                plan(run, open_index(run))
             elif what == "dry write":
                 assert dry_write(run) == arguments.rows
             else:

@@ -3,20 +3,53 @@
 A verb's docstring is its help text, and `dry_run` says what it would do.
 """
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import click
 
+from offline_packing.cli.verb import Verb, verb
 from offline_packing.errors import StageError
 from offline_packing.runs.run import Run
+from task_encoders.samples import REASONS
 
-#: f(stage, dry_run, **its own options); prints its result, raises StageError where it fails.
-Verb = Callable[..., None]
+_DEEP: Final = click.option(
+    "--deep",
+    is_flag=True,
+    help="Also compare what was written with the source, and encode every sample again.",
+)
+_PREVIEW: Final = (
+    click.option(
+        "--packs",
+        type=click.IntRange(min=1),
+        default=3,
+        show_default=True,
+        help="How many packs to draw at random.",
+    ),
+    click.option("--pack", multiple=True, metavar="KEY", help="Show this pack, by key or number."),
+    click.option(
+        "--seed",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Decides which packs are drawn.",
+    ),
+    click.option("--full", is_flag=True, help="Show long texts in full."),
+    click.option(
+        "--html",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="Write one page, with images and first frames of videos, instead of text.",
+    ),
+)
+_SET_ASIDE: Final = (
+    click.option(
+        "--reason", multiple=True, type=click.Choice(tuple(REASONS)), help="List these only."
+    ),
+    click.option("--csv", is_flag=True, help="Comma-separated values, with a header."),
+)
 
 
+@verb("measure", is_shared=True)
 def measure_verb(run: Run, dry_run: bool) -> None:
     """Measure the tokens of every sample; no image or video is decoded."""
     from offline_packing.index.set_aside_table import group_set_aside
@@ -26,7 +59,7 @@ def measure_verb(run: Run, dry_run: bool) -> None:
     if dry_run:
         click.echo(preview_measure(run), nl=False)
         return
-    info = measure(run)
+    info = measure(run).info
     click.echo(f"measured {info.num_samples:,} samples, {info.num_tokens:,} tokens")
     if info.num_skipped:
         click.echo(f"left out {info.num_skipped:,} samples that source.skip holds")
@@ -36,34 +69,42 @@ def measure_verb(run: Run, dry_run: bool) -> None:
         click.echo(render_examples(run.config, groups), nl=False)
 
 
+@verb("plan")
 def plan_verb(run: Run, dry_run: bool) -> None:
     """Decide which samples form which pack, and print the figures."""
     from offline_packing.index.set_aside_table import group_set_aside
-    from offline_packing.plan.plan import plan, preview_plan
+    from offline_packing.plan.plan import plan, preview_plan, summary_text
+    from offline_packing.runs.artifacts import open_index
     from offline_packing.runs.losses import aside_while_planning, render_examples
 
+    samples = open_index(run)
     if dry_run:
-        click.echo(preview_plan(run), nl=False)
+        click.echo(preview_plan(run, samples), nl=False)
         return
-    click.echo(plan(run), nl=False)
+    made = plan(run, samples)
+    click.echo(summary_text(run, samples, made.packs, made.set_aside), nl=False)
     groups = group_set_aside(aside_while_planning(run.workspace))
     if groups:
         click.echo("set aside by the plan, for example:")
         click.echo(render_examples(run.config, groups), nl=False)
 
 
+@verb("write", is_shared=True)
 def write_verb(run: Run, dry_run: bool) -> None:
     """Write the packs as tar shards, with the metadata that Megatron-Energon needs."""
+    from offline_packing.runs.artifacts import open_index, open_plan
     from offline_packing.write.write import preview_write, write
 
+    samples, made = open_index(run), open_plan(run)
     if dry_run:
-        click.echo(preview_write(run))
+        click.echo(preview_write(run, samples, made.packs))
         return
-    counts = write(run)["counts"]
+    counts = write(run, samples, made)["counts"]
     packs = ", ".join(f"{name} {count:,}" for name, count in counts["packs"].items())
     click.echo(f"wrote {counts['packed']:,} samples to {run.workspace.root}; packs: {packs}")
 
 
+@verb("verify", _DEEP, is_shared=True, needs_output=True)
 def verify_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     """Read everything that was written again, and check it."""
     from offline_packing.verify.verify import preview_verify, render_result, render_verdict, verify
@@ -77,6 +118,7 @@ def verify_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
         raise StageError(f"{run.workspace.root} has {render_verdict(result)}")
 
 
+@verb("report", needs_output=True)
 def report_verb(run: Run, dry_run: bool) -> None:
     """Write a page and a JSON file with the figures of all that is done so far."""
     from offline_packing.report.report import report
@@ -89,6 +131,7 @@ def report_verb(run: Run, dry_run: bool) -> None:
     click.echo(f"report: {page}")
 
 
+@verb("preview", *_PREVIEW, locks=False, is_shared=True)
 def preview_verb(
     run: Run,
     dry_run: bool,
@@ -118,33 +161,29 @@ def preview_verb(
     click.echo(f"preview: {html}")
 
 
+@verb("run", _DEEP)
 def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     """Do measure, plan, write, verify and report; what is complete is not done again."""
     from offline_packing.runs.losses import check_losses
 
-    verify = functools.partial(verify_verb, deep=deep)
-    verbs: tuple[Verb, ...] = (measure_verb, plan_verb, write_verb, verify, report_verb)
     manifest = run.workspace.manifest
-    needed = (run.workspace.index_info, run.workspace.plan_info, manifest, manifest)
-    for verb, artifact in zip(verbs, (None, *needed), strict=True):
-        if dry_run and artifact is not None and not artifact.exists():
-            click.echo(f"what follows depends on {artifact}, which is not there yet")
+    steps: tuple[tuple[Verb, Path | None, dict[str, bool]], ...] = (
+        (measure_verb, None, {}),
+        (plan_verb, run.workspace.index_info, {}),
+        (write_verb, run.workspace.plan_info, {}),
+        (verify_verb, manifest, {"deep": deep}),
+        (report_verb, manifest, {}),
+    )
+    for step, needed, options in steps:
+        if dry_run and needed is not None and not needed.exists():
+            click.echo(f"what follows depends on {needed}, which is not there yet")
             return
-        if verb is write_verb and not dry_run and not manifest.exists():
+        if step is write_verb and not dry_run and not manifest.exists():
             check_losses(run)
-        verb(run, dry_run)
+        step(run, dry_run, **options)
 
 
-def retry_verb(run: Run, dry_run: bool) -> None:
-    """Go on where a run ended; write what is missing or damaged of a complete output again."""
-    from offline_packing.upkeep.retry import retry
-
-    if dry_run:
-        status_verb(run, dry_run)
-        return
-    click.echo(retry(run))
-
-
+@verb("set-aside", *_SET_ASIDE, locks=False, is_shared=True)
 def set_aside_verb(run: Run, dry_run: bool, csv: bool, reason: tuple[str, ...]) -> None:
     """List the samples that are in no pack: key, source, reason and detail."""
     from offline_packing.upkeep.set_aside import list_set_aside
@@ -153,6 +192,7 @@ def set_aside_verb(run: Run, dry_run: bool, csv: bool, reason: tuple[str, ...]) 
         click.echo(lines, nl=False)
 
 
+@verb("status", locks=False, is_shared=True)
 def status_verb(run: Run, dry_run: bool) -> None:
     """Show how far an output is, also while a run is at work on it."""
     from offline_packing.upkeep.status import status
@@ -160,32 +200,12 @@ def status_verb(run: Run, dry_run: bool) -> None:
     click.echo(status(run), nl=False)
 
 
-#: In the order in which help lists them.
-VERBS: Final[tuple[Verb, ...]] = (
-    measure_verb,
-    plan_verb,
-    write_verb,
-    verify_verb,
-    report_verb,
-    preview_verb,
-    run_verb,
-    set_aside_verb,
-    status_verb,
-    retry_verb,
-)
+@verb("retry")
+def retry_verb(run: Run, dry_run: bool) -> None:
+    """Go on where a run ended; write what is missing or damaged of a complete output again."""
+    from offline_packing.upkeep.retry import retry
 
-#: What several ranks can do to one output at the same time.
-SHARED_VERBS: Final[tuple[Verb, ...]] = (
-    measure_verb,
-    write_verb,
-    verify_verb,
-    status_verb,
-    preview_verb,
-    set_aside_verb,
-)
-
-#: What writes nothing into the output, and needs no lock.
-READING_VERBS: Final[tuple[Verb, ...]] = (status_verb, preview_verb, set_aside_verb)
-
-#: What makes nothing of its own where there is no output.
-NEED_OUTPUT: Final[tuple[Verb, ...]] = (verify_verb, report_verb)
+    if dry_run:
+        status_verb(run, dry_run)
+        return
+    click.echo(retry(run))

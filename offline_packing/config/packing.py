@@ -22,6 +22,7 @@ from pydantic import (
 from offline_packing.config.yaml_file import explain_value_error, read_config, validate
 from offline_packing.engines import ENGINES
 from offline_packing.errors import ConfigError
+from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.rules import check_combination
 from offline_packing.sources import SOURCES, source_class
 from offline_packing.sources.fields import FieldMap
@@ -287,8 +288,6 @@ class OutputConfig(_Config):
     @field_validator("layout")
     @classmethod
     def _check_layout(cls, layout: str) -> str:
-        from offline_packing.layouts import LAYOUTS  # imports this module
-
         return str(one_of(LAYOUTS).func(layout))  # type: ignore[call-arg]
 
     @field_validator("split")
@@ -389,8 +388,6 @@ class PackingConfig(_Config):
 
     @model_validator(mode="after")
     def _check_layout_holds_task(self) -> "PackingConfig":
-        from offline_packing.layouts import LAYOUTS  # imports this module
-
         tasks = LAYOUTS[self.output.layout].TASKS
         if self.task not in tasks:
             raise ValueError(

@@ -30,7 +30,7 @@ from offline_packing.report.pack_picture import draw_packs
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run, build_engine, listed
 from offline_packing.verify.verify import VerifyResult, verify
-from offline_packing.write.write import open_plan, write
+from offline_packing.write.write import write
 
 logger = logging.getLogger(__name__)
 
@@ -107,14 +107,13 @@ def _run_task(folder: Path, task: str, seed: int, progress: bool) -> TaskResult:
     with build_engine(config) as engine:
         run = Run(config, engine, progress=progress)
         with run.workspace.lock():
-            measure(run)
-            plan(run)
-            write(run)
+            index = measure(run)
+            planned = plan(run, index)
+            write(run, index, planned)
             verified = verify(run, deep=True)
             report(run)
-    index, packs, info = open_plan(run)
-    lengths = index.array("num_tokens")
-    reasons = Counter(index.info.set_aside) + Counter(info["set_aside"])
+    packs, lengths = planned.packs, index.array("num_tokens")
+    reasons = Counter(index.info.set_aside) + Counter(planned.set_aside)
     summary = summarize(config, index.info, lengths[packs.sample_ids], packs, reasons)
     draw_packs(lengths, packs, folder / f"{task}_packs.png")
     difference, losses = _train(Path(config.output.path), task)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -26,9 +26,9 @@ class Engine(ABC):
         The first exception that a task raises is raised here; tasks not yet begun are dropped.
         """
 
-    def owns(self, task: Any) -> bool:
-        """Whether `run` would run this task, or leave it to another engine; see IS_SHARED."""
-        return True
+    def share(self, tasks: Iterable[Task]) -> list[Task]:
+        """The tasks that are this engine's to run, by their `number`; all, but where IS_SHARED."""
+        return list(tasks)
 
     def close(self) -> None:  # noqa: B027 - an engine without resources has nothing to close
         """Release what the engine holds."""

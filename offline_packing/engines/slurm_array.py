@@ -1,6 +1,6 @@
 """One rank of a slurm array, or of any launcher that numbers its processes.
 
-Rank r of n runs the tasks whose number is r modulo n, on the processes of its own machine. Ranks
+Rank r of n has the tasks whose number is r modulo n, on the processes of its own machine. Ranks
 neither wait for nor talk to each other: each leaves the markers of its finished tasks in the output
 folder, and the stage is completed by running it once more when all are done; see
 launch/pack_slurm.sh.
@@ -8,12 +8,11 @@ launch/pack_slurm.sh.
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Final
 
-from offline_packing.engines.base import Result, Task
 from offline_packing.engines.local import LocalEngine
-from offline_packing.errors import ConfigError, ShareDoneError
+from offline_packing.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -35,31 +34,8 @@ class SlurmEngine(LocalEngine):
         self.rank, self.world_size = find_rank(os.environ)
         logger.info("rank %d of %d", self.rank, self.world_size)
 
-    def owns(self, task: Any) -> bool:
-        return int(task.number) % self.world_size == self.rank
-
-    def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
-        """The results of this rank's tasks.
-
-        Raises:
-            ShareDoneError: they are done, and there are tasks of other ranks.
-        """
-        left = 0
-
-        def own_tasks() -> Iterator[Task]:
-            nonlocal left
-            for task in tasks:
-                if self.owns(task):
-                    yield task
-                else:
-                    left += 1
-
-        yield from super().run(function, own_tasks())
-        if left:
-            raise ShareDoneError(
-                f"rank {self.rank} of {self.world_size} has done its share; {left} tasks are left "
-                "to other ranks; run again when all are done"
-            )
+    def share(self, tasks: Iterable[Any]) -> list[Any]:
+        return [task for task in tasks if task.number % self.world_size == self.rank]
 
 
 def find_rank(environment: Mapping[str, str]) -> tuple[int, int]:

@@ -22,13 +22,14 @@ ROWS_IN_MEMORY: Final = 1 << 19
 #: Groups, each of which holds a scratch file open.
 _MAX_GROUPS: Final = 256
 
-Ids = npt.NDArray[np.integer]
+#: Numbers of samples: rows of the index, over all parts.
+SampleIds = npt.NDArray[np.integer]
 
 
 def rows_of_shards(
     samples: Index,
     columns: Sequence[str],
-    ids_of_shards: Sequence[Ids],
+    ids_of_shards: Sequence[SampleIds],
     scratch: Path,
     *,
     rows_in_memory: int = ROWS_IN_MEMORY,
@@ -57,11 +58,16 @@ def rows_of_shards(
             yield from _in_order(table, ids, group)
 
 
-def _group(ids_of_shards: Sequence[Ids], rows_in_memory: int) -> list[list[Ids]]:
+def name_rows(samples: Index, rows: SampleIds) -> pa.Table:
+    """source_id and key of some rows, in the given order."""
+    return next(rows_of_shards(samples, ("source_id", "key"), [rows], Path()))
+
+
+def _group(ids_of_shards: Sequence[SampleIds], rows_in_memory: int) -> list[list[SampleIds]]:
     """Shards in a row that fit in memory together; a larger one stands alone."""
     total = sum(map(len, ids_of_shards))
     limit = max(rows_in_memory, -(-2 * total // _MAX_GROUPS))
-    groups: list[list[Ids]] = []
+    groups: list[list[SampleIds]] = []
     held = 0
     for ids in ids_of_shards:
         if not groups or held + len(ids) > limit:
@@ -75,7 +81,7 @@ def _group(ids_of_shards: Sequence[Ids], rows_in_memory: int) -> list[list[Ids]]
 def _deal_out(
     samples: Index,
     columns: Sequence[str],
-    sorted_ids: Sequence[Ids],
+    sorted_ids: Sequence[SampleIds],
     files: Sequence[IO[bytes]],
     rows_in_memory: int,
 ) -> None:
@@ -91,7 +97,7 @@ def _deal_out(
 
 
 def _pick(
-    samples: Index, columns: Sequence[str], sorted_ids: Sequence[Ids], rows_in_memory: int
+    samples: Index, columns: Sequence[str], sorted_ids: Sequence[SampleIds], rows_in_memory: int
 ) -> Iterator[tuple[int, pa.Table]]:
     """(group, its rows) for each stretch of the index that fits in memory."""
     for first, table in _stretches(samples, columns, sorted_ids, rows_in_memory):
@@ -102,7 +108,7 @@ def _pick(
 
 
 def _stretches(
-    samples: Index, columns: Sequence[str], sorted_ids: Sequence[Ids], rows_in_memory: int
+    samples: Index, columns: Sequence[str], sorted_ids: Sequence[SampleIds], rows_in_memory: int
 ) -> Iterator[tuple[int, pa.Table]]:
     """(number of its first row, rows) of neighboring parts that fit in memory together; parts
     without any of the ids are left out."""
@@ -123,7 +129,9 @@ def _stretches(
         yield first, _concat(held, columns)
 
 
-def _in_order(table: pa.Table, sorted_ids: Ids, ids_of_shards: Sequence[Ids]) -> Iterator[pa.Table]:
+def _in_order(
+    table: pa.Table, sorted_ids: SampleIds, ids_of_shards: Sequence[SampleIds]
+) -> Iterator[pa.Table]:
     """The rows of each shard, of a table that holds them ascending."""
     table = table.combine_chunks()
     for ids in ids_of_shards:

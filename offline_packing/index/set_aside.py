@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from offline_packing.index.eligible import Rows, name_rows
+from offline_packing.index.rows import SampleIds, name_rows
 from offline_packing.index.table import SET_ASIDE_SCHEMA, Index
 
 #: Rows whose keys are in memory at a time.
@@ -20,13 +20,13 @@ _ROWS_AT_ONCE: Final = 1 << 17
 class SetAside:
     """Rows, ascending, and for each the number of its reason and detail in `texts`."""
 
-    rows: Rows
+    rows: SampleIds
     #: int32 (num_rows,)
     codes: npt.NDArray[np.int32]
     texts: tuple[tuple[str, str], ...]
 
     @classmethod
-    def of(cls, rows: Rows, reason: str, detail: str) -> "SetAside":
+    def of(cls, rows: SampleIds, reason: str, detail: str) -> "SetAside":
         """Rows, ascending, with one reason."""
         return cls(rows, np.zeros(len(rows), np.int32), ((reason, detail),))
 

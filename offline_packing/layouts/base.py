@@ -5,10 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from offline_packing.index.eligible import Rows
+import pyarrow.compute as pc
+
+from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index
 from offline_packing.layouts.fragments import ShardFragment, ShardFragments
 from offline_packing.layouts.shard_tasks import Row, ShardTask
+from offline_packing.storage.tar_shards import PackEntry
 from task_encoders.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
 from task_encoders.samples import TASKS, SourceSample
 
@@ -28,7 +31,7 @@ class Layout(ABC):
     def shard_file(self, shard_name: str) -> str:
         """A shard's name in the manifest, relative to the output: 'train-000000.tar'."""
 
-    def find_unfit(self, samples: Index) -> Iterator[tuple[str, Rows]]:
+    def find_unfit(self, samples: Index) -> Iterator[tuple[str, SampleIds]]:
         """What the layout cannot hold, and the rows of an index that have it, ascending. Such
         samples are set aside when planning; `write` meets none."""
         yield from ()
@@ -78,6 +81,14 @@ class Layout(ABC):
     def stored_form(self, sample: SourceSample) -> SourceSample:
         """The sample as reading it back gives it."""
         return sample
+
+    def fragment(
+        self, task: ShardTask, name: str, num_bytes: int, digest: str, packs: Sequence[PackEntry]
+    ) -> ShardFragment:
+        """The fragment of a task's shard, which is written."""
+        num_tokens = int(pc.sum(task.rows["num_tokens"]).as_py() or 0)
+        split, num_samples = task.shard.split, len(task.rows)
+        return ShardFragment(name, split, num_samples, num_tokens, num_bytes, digest, packs)
 
     def checked_members(self, task: ShardTask, rows: Sequence[Row]) -> list[Member]:
         """A pack's members. Raises StageError where a sample changed since it was measured."""

@@ -44,7 +44,7 @@ class EnergonLayout(Layout):
                 writer.add(key, self.checked_members(task, rows))
             digest = writer.finish()
         write_atomically(path.with_suffix(".tar.idx"), index_bytes(writer.entries))
-        return ShardFragment.of(task, path.name, writer.size, digest, writer.entries)
+        return self.fragment(task, path.name, writer.size, digest, writer.entries)
 
     def finish(
         self,

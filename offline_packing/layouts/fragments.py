@@ -3,17 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import orjson
-import pyarrow.compute as pc
 
 from offline_packing.errors import StageError
 from offline_packing.storage.files import hash_bytes, read_json, write_atomically
 from offline_packing.storage.tar_shards import PackEntry, Part
-
-if TYPE_CHECKING:
-    from offline_packing.layouts.shard_tasks import ShardTask
 
 
 @dataclass(frozen=True)
@@ -38,19 +33,6 @@ class ShardFragment:
     def content_hash(self) -> str:
         """xxh3_128 of the file that `save` writes."""
         return hash_bytes(orjson.dumps(self))
-
-    @classmethod
-    def of(
-        cls,
-        task: "ShardTask",
-        name: str,
-        num_bytes: int,
-        digest: str,
-        packs: Sequence[PackEntry],
-    ) -> "ShardFragment":
-        """The fragment of a task's shard."""
-        num_tokens = int(pc.sum(task.rows["num_tokens"]).as_py() or 0)
-        return cls(name, task.shard.split, len(task.rows), num_tokens, num_bytes, digest, packs)
 
     def save(self, path: Path) -> None:
         """Write the fragment: from now on the shard is finished."""

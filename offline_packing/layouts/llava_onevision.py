@@ -20,7 +20,7 @@ import orjson
 import yaml
 
 from offline_packing.errors import StageError
-from offline_packing.index.eligible import Rows
+from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index
 from offline_packing.index.traits import Trait
 from offline_packing.layouts.base import Member
@@ -66,7 +66,7 @@ class LlavaOneVisionLayout(EnergonLayout):
     TASKS: ClassVar[Sequence[str]] = ("captioning", "vqa")
     METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")
 
-    def find_unfit(self, samples: Index) -> Iterator[tuple[str, Rows]]:
+    def find_unfit(self, samples: Index) -> Iterator[tuple[str, SampleIds]]:
         yield "sample without exactly one image", np.flatnonzero(samples.array("num_images") != 1)
         yield "video", np.flatnonzero(samples.array("num_videos"))
         yield "sample of several turns", np.flatnonzero(samples.array("num_turns") != 1)

@@ -57,7 +57,7 @@ class RawPackingLayout(Layout):
         sync_folder(folder)
         partial.rmdir()
         name = self.shard_file(task.shard.name)
-        return ShardFragment.of(task, name, offset, digest.hexdigest(), entries)
+        return self.fragment(task, name, offset, digest.hexdigest(), entries)
 
     def finish(
         self,

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from offline_packing.config.packing import OutputConfig
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.storage.tar_shards import member_size, tar_size
@@ -44,21 +43,28 @@ def split_packs(num_packs: int, shares: Mapping[str, float]) -> dict[str, range]
     return splits
 
 
-def lay_out_shards(output: OutputConfig, pack_bytes: npt.NDArray[np.int64]) -> list[Shard]:
+def lay_out_shards(
+    pack_bytes: npt.NDArray[np.int64],
+    shares: Mapping[str, float],
+    packs_per_shard: int,
+    max_shard_bytes: int | None = None,
+) -> list[Shard]:
     """Cut the packs into shards; no shard holds packs of two splits. A pack that is larger than
     max_shard_bytes by itself gets a shard of its own.
 
     Args:
         pack_bytes: (num_packs,) bytes that each pack takes in a tar, or more.
+        shares: share of the packs of each split.
+        max_shard_bytes: None: no such limit.
     """
     shards: list[Shard] = []
-    for split, packs in split_packs(len(pack_bytes), output.split).items():
+    for split, packs in split_packs(len(pack_bytes), shares).items():
         sizes = pack_bytes[packs.start : packs.stop].tolist()
         cuts = [packs.start]
         held = 0
         for pack, size in zip(packs, sizes, strict=True):
-            full = tar_size(held + size) > (output.max_shard_bytes or math.inf)
-            if pack > cuts[-1] and (full or pack - cuts[-1] == output.packs_per_shard):
+            full = tar_size(held + size) > (max_shard_bytes or math.inf)
+            if pack > cuts[-1] and (full or pack - cuts[-1] == packs_per_shard):
                 cuts.append(pack)
                 held = 0
             held += size
@@ -67,13 +73,6 @@ def lay_out_shards(output: OutputConfig, pack_bytes: npt.NDArray[np.int64]) -> l
                 name = f"{split}-{i:06d}"
                 shards.append(Shard(name, split, len(shards), start, end - start))
     return shards
-
-
-def plan_shards(output: OutputConfig, samples: Index, plan: PackPlan) -> list[Shard]:
-    """The shards of a plan."""
-    if output.max_shard_bytes is None:
-        return lay_out_shards(output, np.zeros(plan.num_packs, dtype=np.int64))
-    return lay_out_shards(output, estimate_pack_bytes(samples, plan))
 
 
 def estimate_pack_bytes(samples: Index, plan: PackPlan) -> npt.NDArray[np.int64]:

@@ -1,6 +1,6 @@
 """The task that holds all a worker needs to write, or to check, one shard."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +11,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from offline_packing.config.packing import ModelConfig
 from offline_packing.errors import StageError
-from offline_packing.index.rows import rows_of_shards
 from offline_packing.index.stamps import MODIFICATION_TIME, sample_stamp
-from offline_packing.index.table import Index
 from offline_packing.layouts.shard_layout import Shard
-from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.runs.run import Run, open_sources
-from offline_packing.runs.workspace import Workspace
 from offline_packing.sources import Locator, Source
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.reading.row_files import record_columns
@@ -59,6 +53,8 @@ class ShardTask:
     shard: Shard
     folder: Path
     fragment_path: Path
+    #: where copies of what cannot be read at any place lie
+    unpack_folder: Path
     rows: pa.Table
     #: (num_packs,)
     pack_sizes: npt.NDArray[np.int64]
@@ -66,7 +62,6 @@ class ShardTask:
     task: str
     key_prefix: str
     seq_length: int
-    model: ModelConfig
     #: a name in LAYOUTS
     layout: str
     #: whether a file of another modification time is refused
@@ -101,7 +96,7 @@ class ShardTask:
         cost of reading in order. Raises StageError where such a file cannot be read."""
         scratch = self.fragment_path.parent
         scratch.mkdir(parents=True, exist_ok=True)
-        with rows_at_hand(self._wanted_rows(), scratch, Workspace(self.folder).unpacked):
+        with rows_at_hand(self._wanted_rows(), scratch, self.unpack_folder):
             yield
 
     def _wanted_rows(self) -> list[WantedRows]:
@@ -183,45 +178,3 @@ def _locators(structs: pa.StructArray) -> list[Locator]:
     fields = [name for name in Locator.__dataclass_fields__ if name in names]
     columns = [structs.field(name).to_pylist() for name in fields]
     return [Locator(*values) for values in zip(*columns, strict=True)]
-
-
-def iterate_tasks(
-    run: Run,
-    samples: Index,
-    plan: PackPlan,
-    shards: Sequence[Shard],
-    *,
-    scratch: Path | None = None,
-    with_sources: bool = True,
-) -> Iterator[ShardTask]:
-    """The task of each shard, made when it is asked for.
-
-    Args:
-        scratch: folder for rows that do not fit in memory; default: that of the fragments.
-        with_sources: whether the tasks read samples and media; without, no source need be there.
-    """
-    if not shards:
-        return
-    workspace = run.workspace
-    sources = tuple(open_sources(run.config)) if with_sources else ()
-    bounds = [
-        plan.pack_offsets[shard.first_pack : shard.first_pack + shard.num_packs + 1]
-        for shard in shards
-    ]
-    ids = [plan.sample_ids[offsets[0] : offsets[-1]] for offsets in bounds]
-    tables = rows_of_shards(samples, COLUMNS, ids, scratch or workspace.write)
-    for shard, offsets, rows in zip(shards, bounds, tables, strict=True):
-        yield ShardTask(
-            shard=shard,
-            folder=workspace.root,
-            fragment_path=workspace.write / f"{shard.name}.json",
-            rows=rows,
-            pack_sizes=np.diff(offsets),
-            sources=sources,
-            task=run.config.task,
-            key_prefix=run.config.output.key_prefix,
-            seq_length=run.config.pack.seq_length,
-            model=run.config.model,
-            layout=run.config.output.layout,
-            check_times=MODIFICATION_TIME not in run.accept_mismatch,
-        )

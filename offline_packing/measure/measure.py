@@ -30,6 +30,7 @@ from offline_packing.measure.repeated_ids import rename_repeated
 from offline_packing.measure.repeats import estimate_records, source_repeats
 from offline_packing.measure.skip import count_new, set_known_keys, skip_fingerprint
 from offline_packing.runs.run import Run, config_fingerprint, open_sources
+from offline_packing.runs.tasks import check_all_done, unfinished
 from offline_packing.runs.workspace import Workspace
 from offline_packing.sources import Scan, Source
 from offline_packing.sources.roots.contents import nothing_found
@@ -61,7 +62,7 @@ _NEW_DATA = (
 )
 
 
-def measure(run: Run) -> IndexInfo:
+def measure(run: Run) -> Index:
     """Make the index, or return it if it is complete.
 
     Raises:
@@ -77,15 +78,33 @@ def measure(run: Run) -> IndexInfo:
     info = _existing_index(run, fingerprint, sources)
     if info is not None:
         logger.info("measure: complete (%s samples), nothing to do", f"{info.num_samples:,}")
-        return info
+        return Index(workspace.index, info)
     set_known_keys(run, sources, workspace.skip)
+    _start(run, sources, fingerprint)
+    results = _run_tasks(run, _tasks(run, sources, scans))
+    info = _complete(workspace, fingerprint, results, scans)
+    info.save(workspace.index_info)
+    shutil.rmtree(workspace.skip, ignore_errors=True)
+    return Index(workspace.index, info)
+
+
+def _start(run: Run, sources: Sequence[Source], fingerprint: Fingerprint) -> None:
+    workspace = run.workspace
     workspace.index.mkdir(parents=True, exist_ok=True)
     workspace.set_aside.mkdir(parents=True, exist_ok=True)
-    save_files(workspace.files, sources, scans)
+    save_files(workspace.files, sources)
     write_atomically(workspace.index_started, to_json(_started(run, fingerprint)))
     for folder in (workspace.index, workspace.set_aside, workspace.files):
         remove_temporaries(folder)
-    results = _run_tasks(run, _tasks(run, sources, scans))
+
+
+def _complete(
+    workspace: Workspace,
+    fingerprint: Fingerprint,
+    results: Sequence[PartResult],
+    scans: Sequence[Scan],
+) -> IndexInfo:
+    """What index.json says of the parts, which are all there."""
     info = IndexInfo(
         fingerprint=dict(fingerprint),
         versions=library_versions(),
@@ -105,8 +124,6 @@ def measure(run: Run) -> IndexInfo:
         logger.warning(
             "measure: %s image and video files are used by no sample", f"{info.num_unused_images:,}"
         )
-    info.save(workspace.index_info)
-    shutil.rmtree(workspace.skip, ignore_errors=True)
     return info
 
 
@@ -181,7 +198,7 @@ def _existing_index(
         if not run.config.output.overwrite:
             raise
         logger.warning("measure: made otherwise before; overwriting")
-        workspace.discard_index()
+        run.discard_index()
     return None
 
 
@@ -212,17 +229,20 @@ def _tasks(run: Run, sources: Sequence[Source], scans: Sequence[Scan]) -> list[M
 
 def _run_tasks(run: Run, tasks: Sequence[MeasureTask]) -> list[PartResult]:
     """Results in the order of the tasks; those of finished parts are read back."""
-    results = {task.number: finished_part(task) for task in tasks if task.index_path.exists()}
-    remaining = [task for task in tasks if task.number not in results]
-    if results and remaining:
-        logger.info("measure: %d of %d parts are there already", len(results), len(tasks))
+
+    def marker(task: MeasureTask) -> Path:
+        return task.index_path
+
+    left = unfinished("measure", tasks, marker)
+    done = {task.number for task in tasks} - {task.number for task in left}
+    results = {task.number: finished_part(task) for task in tasks if task.number in done}
     total = sum(task.part.num_records or 0 for task in tasks)
-    done = sum(result.num_rows + sum(result.set_aside.values()) for result in results.values())
     with run.bar("measure", total, "sample") as bar:
-        bar.update(done)
-        for result in run.engine.run(measure_part, remaining):
+        bar.update(sum(result.num_records for result in results.values()))
+        for result in run.engine.run(measure_part, run.engine.share(left)):
             results[result.number] = result
-            bar.update(result.num_rows + sum(result.set_aside.values()))
+            bar.update(result.num_records)
+    check_all_done(run, "measure", tasks, marker)
     return [results[task.number] for task in tasks]
 
 

@@ -69,6 +69,11 @@ class PartResult:
     #: left out by source.skip
     num_skipped: int = 0
 
+    @property
+    def num_records(self) -> int:
+        """Samples of both tables, and those that were left out."""
+        return self.num_rows + sum(self.set_aside.values()) + self.num_skipped
+
 
 def finished_part(task: MeasureTask) -> PartResult:
     """What a part that was measured before holds."""

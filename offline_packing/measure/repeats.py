@@ -80,8 +80,7 @@ def count_records(run: Run, source: Source, scan: Scan) -> int:
     kept: dict[str, int] = read_json(kept_counts) or {}
     if scan.fingerprint not in kept:
         tasks = [_CountTask(i, source, part) for i, part in enumerate(unknown)]
-        # An engine that shares tasks with others would count its share only.
-        counts = map(_count, tasks) if run.engine.IS_SHARED else run.engine.run(_count, tasks)
+        counts = run.engine.run(_count, tasks)  # on each rank: all need the number
         with run.bar("count", len(tasks), "file") as bar:
             total = 0
             for count in counts:

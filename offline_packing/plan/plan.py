@@ -13,26 +13,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
-from offline_packing.index.eligible import (
-    find_duplicates,
-    name_rows,
-)
+from offline_packing.index.duplicates import find_duplicates
+from offline_packing.index.rows import name_rows
 from offline_packing.index.set_aside import SetAside
 from offline_packing.index.set_aside_table import group_set_aside
-from offline_packing.index.table import Index, IndexInfo
+from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.plan.arguments import plan_arguments, set_aside_reason
 from offline_packing.plan.summary import render_summary, summarize
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.artifacts import (
+    PLAN_FILES,
+    StoredPlan,
+    load_plan,
+    plan_fingerprint,
+    plan_identity,
+)
 from offline_packing.runs.losses import aside_while_measuring, explain
-from offline_packing.runs.run import Run, config_fingerprint, listed, without_listings
+from offline_packing.runs.manifest import hash_plan
+from offline_packing.runs.run import Run, listed
 from offline_packing.storage.files import (
     hash_file,
     read_json,
@@ -43,24 +48,6 @@ from offline_packing.storage.files import (
 from offline_packing.storage.fingerprint import Fingerprint, changed_fields, check_fingerprint
 
 logger = logging.getLogger(__name__)
-
-#: What stage.json holds the hashes of.
-PLAN_FILES: Final = (
-    "sample_ids.npy",
-    "pack_offsets.npy",
-    "set_aside_ids.npy",
-    "set_aside_reasons.npy",
-    "plan.json",
-    "set_aside.parquet",
-    "summary.txt",
-)
-#: Those that say which samples form which pack.
-_PACKS: Final = ("sample_ids.npy", "pack_offsets.npy")
-
-_PLAN_REMEDY: Final = (
-    "retry repairs the plan of a complete output; where there are no shards yet, remove the folder "
-    "and run plan again"
-)
 
 
 @dataclass(frozen=True)
@@ -76,66 +63,44 @@ class Planned:
         return self.set_aside.reasons
 
 
-def open_index(run: Run) -> Index:
-    """The complete index of an output, made with this configuration.
+def plan(run: Run, samples: Index) -> StoredPlan:
+    """Make the plan, or find it complete.
 
     Raises:
-        StageError: there is none, or it was made otherwise.
-    """
-    workspace = run.workspace
-    info = IndexInfo.load(workspace.index_info)
-    if info is None:
-        raise StageError(f"no complete index in {workspace.root}; run measure first")
-    check_fingerprint(
-        without_listings(info.fingerprint),
-        config_fingerprint(run.config),
-        artifact=f"the index in {workspace.root}",
-        remedy="run measure again with output.overwrite=true, choose another output.path, "
-        "or pass --accept-mismatch FIELD",
-        accept={field for field in run.accepted_fields if not field.endswith(".listing")},
-    )
-    return Index(workspace.index, info)
-
-
-def plan(run: Run) -> str:
-    """Make the plan, or find it complete; returns its summary as text.
-
-    Raises:
-        StageError: no index, nothing to pack, over-long samples under on_overlong: error, or
+        StageError: nothing to pack, over-long samples under on_overlong: error, or
             shards were already written with another plan.
     """
     workspace = run.workspace
-    samples = open_index(run)
-    fingerprint = _fingerprint(run)
+    fingerprint = plan_fingerprint(run)
     found = read_json(workspace.plan_info)
     if found is not None and not changed_fields(found["fingerprint"], fingerprint):
-        packs = load_packs(run, found)
-        logger.info("plan: complete (%s packs), nothing to do", f"{packs.num_packs:,}")
-        return _summary(run, samples, packs, found["set_aside"])
+        stored = load_plan(run, found)
+        logger.info("plan: complete (%s packs), nothing to do", f"{stored.packs.num_packs:,}")
+        return stored
     _discard_previous(run, {} if found is None else found["fingerprint"], fingerprint)
     return _save(run, samples, make_plan(run, samples), workspace.plan)
 
 
-def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> str:
-    """Write all files of a plan, stage.json last; returns the summary."""
+def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> StoredPlan:
+    """Write all files of a plan, stage.json last."""
     planned.packs.save(folder)
     with index.table_writer(folder / "set_aside.parquet", index.SET_ASIDE_SCHEMA) as write_aside:
         for table in planned.set_aside.tables(samples, [s.path for s in run.config.source]):
             write_aside(table)
-    text = _summary(run, samples, planned.packs, planned.reasons)
+    text = summary_text(run, samples, planned.packs, planned.reasons)
     write_atomically(folder / "summary.txt", text.encode())
     files = {name: hash_file(folder / name) for name in PLAN_FILES}
     document = {
-        "fingerprint": _fingerprint(run),
-        "hash": _identity(files),
+        "fingerprint": plan_fingerprint(run),
+        "hash": plan_identity(files),
         "set_aside": dict(planned.reasons),
         "files": files,
     }
     write_atomically(folder / run.workspace.plan_info.name, to_json(document))
-    return text
+    return StoredPlan(planned.packs, document)
 
 
-def restore_plan(run: Run, expected: str) -> None:
+def restore_plan(run: Run, samples: Index, expected: str) -> None:
     """Make a damaged plan again, where shards are written from it already.
 
     Args:
@@ -144,12 +109,9 @@ def restore_plan(run: Run, expected: str) -> None:
     Raises:
         StageError: it would not be the same plan.
     """
-    from offline_packing.runs.manifest import hash_plan  # imports this module
-
     folder = run.workspace.plan
     scratch = folder.with_suffix(".repair")
     shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was killed
-    samples = open_index(run)
     try:
         _save(run, samples, make_plan(run, samples), scratch)
         info = scratch / run.workspace.plan_info.name
@@ -166,43 +128,10 @@ def restore_plan(run: Run, expected: str) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def load_packs(run: Run, info: Mapping[str, Any]) -> PackPlan:
-    """The plan that a stage.json speaks of.
-
-    Raises:
-        StageError: a file of it cannot be read, or does not hold the packs that were planned.
-    """
-    folder = run.workspace.plan
-    try:
-        packs = PackPlan.load(folder)
-        found = _identity({name: hash_file(folder / name) for name in _PACKS})
-    except (FileNotFoundError, ValueError) as error:
-        raise StageError(f"{error}; {_PLAN_REMEDY}") from error
-    if found != info["hash"]:
-        names = " or ".join(
-            str(folder / name)
-            for name, one in zip(_PACKS, found.split("-"), strict=True)
-            if one not in info["hash"].split("-")
-        )
-        raise StageError(f"{names} differs from what was planned; {_PLAN_REMEDY}")
-    return packs
-
-
-def check_plan(run: Run, info: Mapping[str, Any]) -> None:
-    """Raise StageError if a plan's stage.json says that it was made otherwise."""
-    check_fingerprint(
-        info["fingerprint"],
-        _fingerprint(run),
-        artifact=f"the plan in {run.workspace.root}",
-        remedy="run plan again",
-    )
-
-
-def preview_plan(run: Run) -> str:
+def preview_plan(run: Run, samples: Index) -> str:
     """The summary of the plan that `plan` would make; nothing is written."""
-    samples = open_index(run)
     planned = make_plan(run, samples)
-    return _summary(run, samples, planned.packs, planned.reasons)
+    return summary_text(run, samples, planned.packs, planned.reasons)
 
 
 def make_plan(run: Run, samples: Index) -> Planned:
@@ -282,24 +211,11 @@ def _check_planned(run: Run, samples: Index, planned: Planned) -> None:
         )
 
 
-def _summary(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mapping[str, int]) -> str:
+def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mapping[str, int]) -> str:
+    """The figures of a plan, to be shared. `plan_reasons`: samples set aside while planning."""
     reasons = Counter(samples.info.set_aside) + Counter(plan_reasons)
     lengths = samples.array("num_tokens")[packs.sample_ids]
     return render_summary(summarize(run.config, samples.info, lengths, packs, reasons))
-
-
-def _fingerprint(run: Run) -> Fingerprint:
-    pack = {
-        name: value if isinstance(value, str | int) else to_json(value).decode()
-        for name, value in run.config.pack.model_dump(
-            mode="json", exclude={"max_set_aside"}
-        ).items()
-    }
-    return {
-        "index": hash_file(run.workspace.index_info),
-        "output.layout": run.config.output.layout,
-        **{f"pack.{name}": value for name, value in pack.items()},
-    }
 
 
 def _discard_previous(run: Run, found: Fingerprint, wanted: Fingerprint) -> None:
@@ -312,9 +228,4 @@ def _discard_previous(run: Run, found: Fingerprint, wanted: Fingerprint) -> None
             artifact=f"the plan of the shards in {workspace.root}",
             remedy="set output.overwrite=true to replace the shards, or choose another output.path",
         )
-    workspace.discard_plan()
-
-
-def _identity(files: Mapping[str, str]) -> str:
-    """What identifies which samples form which pack, of the hashes of the files."""
-    return "-".join(files[name] for name in _PACKS)
+    run.discard_plan()

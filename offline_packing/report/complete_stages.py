@@ -9,12 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing.index.table import Index
-from offline_packing.plan.plan import open_index
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.artifacts import check_layout, open_index, open_plan
 from offline_packing.runs.manifest import Manifest, read_manifest
 from offline_packing.runs.run import Run
-from offline_packing.storage.files import read_json
-from offline_packing.write.write import check_layout, layout_fingerprint, open_plan
 
 #: Samples that are looked up at a time: temporaries stay small, whatever the number of samples.
 _CHUNK = 1 << 21
@@ -77,15 +75,10 @@ def open_complete_stages(run: Run) -> tuple[CompleteStages, Manifest | None]:
         StageError: not even the index is complete, or a stage was made otherwise.
     """
     manifest = read_manifest(run)
-    stages = _open(run)
-    if manifest is not None:
-        started = read_json(run.workspace.started) or {}
-        wanted = layout_fingerprint(run.config.output, stages.plan_info["hash"])
-        check_layout(run, started, wanted)
-    return stages, manifest
-
-
-def _open(run: Run) -> CompleteStages:
+    samples = open_index(run)
     if not run.workspace.plan_info.exists():
-        return CompleteStages(run, open_index(run), None, {})
-    return CompleteStages(run, *open_plan(run))
+        return CompleteStages(run, samples, None, {}), manifest
+    plan = open_plan(run)
+    if manifest is not None:
+        check_layout(run, plan)
+    return CompleteStages(run, samples, plan.packs, plan.info), manifest

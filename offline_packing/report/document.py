@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from offline_packing.index.eligible import name_rows
+from offline_packing.index.rows import name_rows
 from offline_packing.report.complete_stages import CompleteStages, open_complete_stages
 from offline_packing.report.pack_figures import pack_figures, saving_figures
 from offline_packing.report.pack_rows import choose_packs, padded_rows

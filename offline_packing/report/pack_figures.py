@@ -9,8 +9,7 @@ import numpy.typing as npt
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.layouts.shard_layout import split_packs
-from offline_packing.plan.summary import padded_tokens
-from offline_packing.planner.cost import sample_cost
+from offline_packing.planner.cost import padded_tokens, sample_cost
 from offline_packing.report.complete_stages import CompleteStages
 from offline_packing.report.distributions import linear_histogram, spread
 

@@ -1,6 +1,7 @@
 """One run, as every stage is given it, and the sources and the encoder that it names."""
 
 import functools
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from offline_packing.config.packing import ModelConfig, PackingConfig, SourceCon
 from offline_packing.engines import ENGINES, Engine
 from offline_packing.errors import ConfigError
 from offline_packing.index.stamps import MODIFICATION_TIME
+from offline_packing.layouts import LAYOUTS
 from offline_packing.runs.workspace import Workspace
 from offline_packing.sources import Source, source_class
 from offline_packing.storage.fingerprint import Fingerprint
@@ -49,6 +51,28 @@ class Run:
         finally:
             if not self.engine.IS_SHARED:
                 self.workspace.remove_unpacked()
+
+    def discard_index(self) -> None:
+        """Remove the index and all that was made from it."""
+        self.discard_plan()
+        folder = self.workspace
+        folder.index_info.unlink(missing_ok=True)
+        # What was unpacked goes too: perhaps its files were replaced.
+        for path in (folder.index, folder.set_aside, folder.files, folder.unpacked):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def discard_plan(self) -> None:
+        """Remove the plan and all that was made from it."""
+        self.discard_shards()
+        shutil.rmtree(self.workspace.plan, ignore_errors=True)
+
+    def discard_shards(self) -> None:
+        """Remove the shards; the manifest, which says that they are complete, goes first."""
+        self.workspace.manifest.unlink(missing_ok=True)
+        if self.workspace.write.exists():
+            for layout in LAYOUTS.values():
+                layout.remove(self.workspace.root)
+            shutil.rmtree(self.workspace.write)
 
     def bar(self, name: str, total: int, unit: str) -> "tqdm[None]":
         """A progress bar."""

@@ -136,28 +136,3 @@ class Workspace:
         only unpack it again."""
         if self.manifest.exists():
             shutil.rmtree(self.unpacked, ignore_errors=True)
-
-    def discard_index(self) -> None:
-        """Remove the index and all that was made from it."""
-        self.discard_plan()
-        self.index_info.unlink(missing_ok=True)
-        shutil.rmtree(self.index, ignore_errors=True)
-        shutil.rmtree(self.set_aside, ignore_errors=True)
-        shutil.rmtree(self.files, ignore_errors=True)
-        shutil.rmtree(self.unpacked, ignore_errors=True)  # perhaps of files that were replaced
-
-    def discard_plan(self) -> None:
-        """Remove the plan and all that was made from it."""
-        self.discard_shards()
-        shutil.rmtree(self.plan, ignore_errors=True)
-
-    def discard_shards(self) -> None:
-        """Remove the shards; the manifest, which says that they are complete, goes first."""
-        from offline_packing.layouts import LAYOUTS  # imports this module
-
-        self.manifest.unlink(missing_ok=True)
-        if not self.write.exists():
-            return
-        for layout in LAYOUTS.values():
-            layout.remove(self.root)
-        shutil.rmtree(self.write)

@@ -7,16 +7,18 @@ from typing import Any
 
 from offline_packing.errors import StageError
 from offline_packing.layouts import LAYOUTS
-from offline_packing.layouts.shard_layout import Shard, plan_shards
-from offline_packing.layouts.shard_tasks import ShardTask, iterate_tasks
+from offline_packing.layouts.shard_layout import Shard
+from offline_packing.layouts.shard_tasks import ShardTask
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan, restore_plan
+from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.manifest import (
     Manifest,
     finish_layout,
     read_manifest,
 )
 from offline_packing.runs.run import Run
+from offline_packing.runs.shards import iterate_tasks, plan_shards
 from offline_packing.storage.files import read_json, to_json, write_atomically
 from offline_packing.verify.damage import (
     Damage,
@@ -25,7 +27,7 @@ from offline_packing.verify.damage import (
     find_stage_damage,
 )
 from offline_packing.verify.shard import find_damage
-from offline_packing.write.write import open_plan, write
+from offline_packing.write.write import write
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,11 @@ def retry(run: Run) -> str:
     """
     manifest = read_manifest(run)
     if manifest is None:
-        measure(run)
-        plan(run)
-        return f"{len(write(run)['shards']):,} shards are complete"
+        samples = measure(run)
+        shards = write(run, samples, plan(run, samples))["shards"]
+        return f"{len(shards):,} shards are complete"
     files: list[str] = []
-    shards: list[str] = []
+    written: list[str] = []
     with run.unpacked_files():
         damage = find_stage_damage(run, manifest)
         left = [one for one in damage if not one.is_repairable]
@@ -68,13 +70,14 @@ def retry(run: Run) -> str:
             repairable = [one for one in damage if one.is_repairable]
             _repair_plan(run, manifest, repairable)
             files += [one.name for one in repairable]
-            shards += _repair_shards(run, manifest)
+            written += _repair_shards(run, manifest)
     files += _repair_metadata(run, manifest)
     if left:
         raise StageError(f"{run.workspace.root}: {left[0]}; what else could be repaired is")
     others = f"; and {', '.join(files)}" if files else ""
     return (
-        f"wrote {len(shards):,} damaged shards again: {', '.join(sorted(shards)) or 'none'}{others}"
+        f"wrote {len(written):,} damaged shards again: {', '.join(sorted(written)) or 'none'}"
+        f"{others}"
     )
 
 
@@ -82,7 +85,7 @@ def _repair_plan(run: Run, manifest: Manifest, damage: Sequence[Damage]) -> None
     """Make the plan again, and what says which layout it was written in."""
     started = run.workspace.started
     if any(run.workspace.root / one.name != started for one in damage):
-        restore_plan(run, manifest["plan"])
+        restore_plan(run, open_index(run), manifest["plan"])
     if damage:
         content = expected_started(run, manifest, read_json(run.workspace.plan_info)["hash"])
         run.workspace.write.mkdir(exist_ok=True)
@@ -102,10 +105,10 @@ def _repair_metadata(run: Run, manifest: Manifest) -> list[str]:
 
 def _repair_shards(run: Run, manifest: Manifest) -> list[str]:
     """Names of the shards that had to be written again."""
-    samples, packs, _ = open_plan(run)
+    samples, packs = open_index(run), open_plan(run).packs
     for left_by_kill in run.workspace.write.glob("*.repair"):
         shutil.rmtree(left_by_kill)
-    shards = plan_shards(run.config.output, samples, packs)
+    shards = plan_shards(run, samples, packs)
     layout = LAYOUTS[run.config.output.layout]
     lines = {line["name"]: line for line in manifest["shards"]}
 

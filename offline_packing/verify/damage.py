@@ -17,11 +17,10 @@ from offline_packing.config.packing import OutputConfig
 from offline_packing.errors import StageError
 from offline_packing.index.table import IndexInfo
 from offline_packing.layouts.energon_metadata import hash_metadata
-from offline_packing.plan.plan import PLAN_FILES
+from offline_packing.runs.artifacts import PLAN_FILES, layout_fingerprint
 from offline_packing.runs.manifest import Manifest, hash_plan
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import hash_bytes, hash_file, read_json, to_json
-from offline_packing.write.write import layout_fingerprint
 
 RETRY: Final = "retry writes it again"
 #: Damaged, these keep nobody from comparing the shards with the plan.
@@ -109,7 +108,7 @@ def expected_started(run: Run, manifest: Manifest, plan_hash: str) -> bytes:
 
 
 def _run(run: Run, checks: Sequence[FileCheck]) -> list[Damage]:
-    own = [check for check in checks if run.engine.owns(check)]
+    own = run.engine.share(checks)
     found = [damage for damage in run.engine.run(check_file, own) if damage is not None]
     return sorted(found, key=lambda damage: damage.name)
 

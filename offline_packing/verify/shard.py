@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from offline_packing.config.packing import ModelConfig
 from offline_packing.errors import StageError
 from offline_packing.index.table import key_hash
 from offline_packing.layouts import LAYOUTS
@@ -64,6 +65,7 @@ class VerifyTask:
     shard: ShardTask
     expected: Mapping[str, Any]
     pad_multiple: int
+    model: ModelConfig
     deep: bool
 
     @property
@@ -165,11 +167,11 @@ def _verify_pack(
         ):
             report.problem(f"{sub_where}: its media are not those that were measured")
         elif task.deep:
-            _verify_sub_sample(task.shard, row, sub, parts, sub_where, report)
+            _verify_sub_sample(task, row, sub, parts, sub_where, report)
 
 
 def _verify_sub_sample(
-    task: ShardTask,
+    task: VerifyTask,
     row: Row,
     sub: SourceSample,
     parts: Mapping[str, bytes],
@@ -180,11 +182,11 @@ def _verify_sub_sample(
     images = [parts[name] for name in sub.images]
     videos = [parts[name] for name in sub.videos]
     try:
-        source = LAYOUTS[task.layout].stored_form(task.read_sample(row))
+        source = LAYOUTS[task.shard.layout].stored_form(task.shard.read_sample(row))
         if (sub.turns, sub.system) != (source.turns, source.system):
             report.problem(f"{where}: text differs from the source")
             return
-        media = task.read_media(row)
+        media = task.shard.read_media(row)
         if images + videos != media:
             kind = "image" if images != media[: len(images)] else "video"
             report.problem(f"{where}: {kind} bytes differ from the source")

@@ -18,19 +18,19 @@ import numpy.typing as npt
 from offline_packing.errors import StageError
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
-from offline_packing.layouts.shard_layout import Shard, plan_shards
-from offline_packing.layouts.shard_tasks import iterate_tasks
+from offline_packing.layouts.shard_layout import Shard
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.artifacts import check_layout, open_index, open_plan
 from offline_packing.runs.manifest import (
     Manifest,
     read_manifest,
     require_manifest,
 )
 from offline_packing.runs.run import Run, open_sources
-from offline_packing.storage.files import read_json, to_json
+from offline_packing.runs.shards import iterate_tasks, plan_shards
+from offline_packing.storage.files import to_json
 from offline_packing.verify.damage import Damage, find_metadata_damage, find_stage_damage
 from offline_packing.verify.shard import ShardReport, VerifyTask, verify_shard
-from offline_packing.write.write import check_layout, layout_fingerprint, open_plan
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class VerifyResult:
 
 
 def verify(run: Run, *, deep: bool = False) -> VerifyResult:
-    """Check the packed dataset.
+    """Check the packed dataset. What is damaged is not opened: so it opens its artifacts itself.
 
     Args:
         deep: also compare with the source, and encode every sample again.
@@ -124,6 +124,7 @@ def _require_complete(run: Run) -> Manifest:
         )
     manifest = read_manifest(run)
     if manifest is None:
+        open_index(run)
         open_plan(run)  # where an earlier stage is missing, this says which
         return require_manifest(run)
     return manifest
@@ -173,11 +174,11 @@ def _verify_stages(run: Run, manifest: Manifest, deep: bool, total: ShardReport)
             repairable=all(one.is_repairable for one in in_the_way),
         )
         return None
-    samples, plan, info = open_plan(run)
-    started = read_json(run.workspace.started) or {}
-    check_layout(run, started, layout_fingerprint(run.config.output, info["hash"]))
-    shards = plan_shards(run.config.output, samples, plan)
-    own = [shard for shard in shards if run.engine.owns(shard)]
+    samples, stored = open_index(run), open_plan(run)
+    plan = stored.packs
+    check_layout(run, stored)
+    shards = plan_shards(run, samples, plan)
+    own = run.engine.share(shards)
     lines = manifest["shards"]
     _check_shard_list(run, shards, manifest, total)
     hashes: list[npt.NDArray[np.uint64]] = []
@@ -188,7 +189,7 @@ def _verify_stages(run: Run, manifest: Manifest, deep: bool, total: ShardReport)
             hashes += report.key_hashes
             total.add(report)
     _check_each_once(samples, plan, own, hashes, total)
-    return samples.info.num_set_aside + sum(info["set_aside"].values())
+    return samples.info.num_set_aside + sum(stored.set_aside.values())
 
 
 def _require_sources(run: Run) -> None:
@@ -208,12 +209,13 @@ def _tasks(
     lines: Sequence[Mapping[str, Any]],
     deep: bool,
 ) -> Iterator[VerifyTask]:
-    layout = LAYOUTS[run.config.output.layout]
+    config = run.config
+    layout = LAYOUTS[config.output.layout]
     expected = {line["name"]: line for line in lines}
     listed = [shard for shard in shards if layout.shard_file(shard.name) in expected]
     for task in iterate_tasks(run, samples, plan, listed, with_sources=deep):
         line = expected[layout.shard_file(task.shard.name)]
-        yield VerifyTask(task, line, run.config.pack.pad_multiple, deep)
+        yield VerifyTask(task, line, config.pack.pad_multiple, config.model, deep)
 
 
 def _check_shard_list(

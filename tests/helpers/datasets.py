@@ -13,7 +13,8 @@ from offline_packing.config.packing import PackingConfig, parse_config
 from offline_packing.engines.local import LocalEngine
 from offline_packing.index.table import Index, part_name
 from offline_packing.measure.measure import measure
-from offline_packing.plan.plan import open_index, plan
+from offline_packing.plan.plan import plan, summary_text
+from offline_packing.runs.artifacts import StoredPlan, open_index, open_plan
 from offline_packing.runs.manifest import Manifest
 from offline_packing.runs.run import Run
 from offline_packing.write.write import write
@@ -103,16 +104,31 @@ def make_run(source: Any, folder: Path, /, **sections: dict[str, Any]) -> Run:
     return Run(config, LocalEngine(config.engine.workers))
 
 
+def plan_index(run: Run) -> StoredPlan:
+    """plan, with the index as it is on disk."""
+    return plan(run, open_index(run))
+
+
+def write_planned(run: Run) -> Manifest:
+    """write, with index and plan as they are on disk."""
+    return write(run, open_index(run), open_plan(run))
+
+
+def plan_summary(run: Run) -> str:
+    """What `plan` says."""
+    made = plan_index(run)
+    return summary_text(run, open_index(run), made.packs, made.set_aside)
+
+
 def pack_all(run: Run) -> Manifest:
     """measure, plan, write; returns the manifest."""
-    measure(run)
-    plan(run)
-    return write(run)
+    samples = measure(run)
+    return write(run, samples, plan(run, samples))
 
 
 def outcomes(run: Run) -> dict[str, str]:
     """Measure; key -> 'ok' or the reason for which the sample was set aside."""
-    info = measure(run)
+    info = measure(run).info
     aside = [
         row
         for number in range(len(info.part_rows))

@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 
 from offline_packing.measure.measure import measure
-from offline_packing.plan.plan import make_plan, open_index, plan
+from offline_packing.plan.plan import make_plan
+from offline_packing.runs.artifacts import open_index
 from offline_packing.sources.formats import jsonl, pairs
-from offline_packing.write.write import write
 from tests.helpers.datasets import (
     dialogue,
     image_bytes,
     make_run,
     outcomes,
+    plan_index,
     write_json,
+    write_planned,
 )
 
 JPEG = image_bytes()
@@ -298,7 +300,7 @@ def test_duplicate_keys_and_overlong_samples(tmp_path: Path) -> None:
         with open(root / "chat.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
     run = make_run({"format": "jsonl", "path": str(root), "task": "bmr"}, tmp_path / "out")
-    info = measure(run)
+    info = measure(run).info
     planned = make_plan(run, open_index(run))
     packs, aside = planned.packs, planned.set_aside
     (table,) = aside.tables(open_index(run), [str(root)])
@@ -310,7 +312,7 @@ def test_duplicate_keys_and_overlong_samples(tmp_path: Path) -> None:
     ]
     assert sorted(packs.sample_ids) == [0, 3]  # the first 'a' stays
     assert len(packs.sample_ids) + len(aside.rows) == info.num_samples == 5
-    plan(run)
-    counts = write(run)["counts"]
+    plan_index(run)
+    counts = write_planned(run)["counts"]
     assert (counts["samples"], counts["packed"]) == (5, 2)
     assert counts["set_aside"] == {"duplicate_key": 2, "overlong": 1}

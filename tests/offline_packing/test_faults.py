@@ -15,14 +15,22 @@ from click.testing import CliRunner
 from offline_packing.cli.main import cli
 from offline_packing.errors import DiskFullError, StageError
 from offline_packing.measure.measure import measure
-from offline_packing.plan.plan import make_plan, open_index, plan
+from offline_packing.plan.plan import make_plan, plan
+from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from offline_packing.storage import files
 from offline_packing.storage.files import remove_temporaries, write_atomically
 from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import verify
 from offline_packing.write.write import write
-from tests.helpers.datasets import captioning_pairs, make_run, pack_all, write_json
+from tests.helpers.datasets import (
+    captioning_pairs,
+    make_run,
+    pack_all,
+    plan_index,
+    write_json,
+    write_planned,
+)
 from tests.helpers.outputs import shard_files
 from tools import kill_test
 
@@ -37,7 +45,7 @@ def planned(data: Path, tmp_path: Path) -> Run:
     """A run that is ready to write."""
     run = make_run(data, tmp_path / "out")
     measure(run)
-    plan(run)
+    plan_index(run)
     return run
 
 
@@ -98,10 +106,10 @@ def test_disk_full_at_any_file(
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "fsync", sync)
         with pytest.raises(DiskFullError, match=r"cannot be written: .*; free some space"):
-            write(planned)
+            write_planned(planned)
     assert not planned.workspace.manifest.exists()
     assert leftovers(planned) == []
-    write(planned)
+    write_planned(planned)
     assert verify(planned).ok
 
 
@@ -119,7 +127,7 @@ def test_failing_disk_of_the_source(planned: Run, monkeypatch: pytest.MonkeyPatc
         patch.setattr(files.os, "pread", read)
         message = r"1 of 3 shards could not be written; .*cannot be read: Input/output error"
         with pytest.raises(StageError, match=message):
-            write(planned)
+            write_planned(planned)
     assert len(calls) > 21  # the other shards were written
     assert not planned.workspace.manifest.exists()
     retry(planned)
@@ -135,7 +143,7 @@ def test_edit_of_the_same_size(planned: Run, data: Path, suffix: str) -> None:
     path.write_bytes(content)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 1))  # however coarse the clock is
     with pytest.raises(StageError, match=rf"sample '{path.parent.name}/{path.stem}' changed since"):
-        write(planned)
+        write_planned(planned)
     assert not planned.workspace.manifest.exists()
 
 
@@ -144,7 +152,7 @@ def test_moved_source_is_the_same(planned: Run, data: Path) -> None:
     elsewhere = data.with_name("elsewhere")
     data.rename(elsewhere)
     data.symlink_to(elsewhere)
-    write(planned)
+    write_planned(planned)
     assert verify(planned, deep=True).ok
 
 
@@ -270,7 +278,7 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
 
 def test_undisturbed_files_are_compared(planned: Run) -> None:
     """The comparison of the kill test sees a changed file, a missing one, and a leftover."""
-    write(planned)
+    write_planned(planned)
     root = planned.workspace.root
     expected = kill_test.content(root)
     assert kill_test.differences(expected, expected, complete=True) == []

@@ -20,12 +20,11 @@ from offline_packing.measure import measure as measure_module
 from offline_packing.measure import measure_part as measure_part_module
 from offline_packing.measure.measure import measure
 from offline_packing.measure.measure_part import MeasureTask, PartResult, measure_part
-from offline_packing.plan.plan import plan
 from offline_packing.runs.run import Run
 from offline_packing.storage.tar_shards import scan_tar
 from offline_packing.verify.verify import VerifyResult, verify
 from offline_packing.write import write as write_module
-from offline_packing.write.write import write, write_shard
+from offline_packing.write.write import write_shard
 from task_encoders.pack_format import parse_json, restore_pack
 from task_encoders.samples import SourceSample
 from tests.helpers.datasets import (
@@ -34,6 +33,9 @@ from tests.helpers.datasets import (
     make_run,
     mixed_pairs,
     pack_all,
+    plan_index,
+    plan_summary,
+    write_planned,
 )
 from tests.helpers.faults import KilledError, killing
 from tests.helpers.outputs import flip_byte, shard_files
@@ -143,14 +145,14 @@ def test_killed_between_tasks(
         patch.setattr(measure_module, "measure_part", counted)
         measure(run)
     assert measured == list(range(after, 3))
-    plan(run)
+    plan_index(run)
     with monkeypatch.context() as patch:
         patch.setattr(write_module, "write_shard", killing(write_shard, after))
         with pytest.raises(KilledError):
-            write(run)
+            write_planned(run)
     assert not run.workspace.manifest.exists()
     (run.workspace.root / "train-000001.tar.4711.tmp").write_bytes(b"half")  # left by kill -9
-    write(run)
+    write_planned(run)
     assert shard_files(run) == shard_files(undisturbed)
     assert verify(run, deep=True).ok
 
@@ -171,7 +173,7 @@ def test_changed_model_is_refused_by_name(captions: Path, tmp_path: Path) -> Non
     pack_all(make_run(captions, tmp_path / "out"))
     changed = {"model": {"max_pixels": 28 * 28 * 32}}
     run = make_run(captions, tmp_path / "out", **changed)
-    for verb in (measure, plan, write, verify):
+    for verb in (measure, plan_index, write_planned, verify):
         with pytest.raises(StageError, match=r"model\.max_pixels was 50176, is 25088"):
             verb(run)
     accepting = Run(run.config, LocalEngine(0), frozenset({"model.max_pixels"}))
@@ -207,16 +209,16 @@ def test_changed_source_is_refused_by_name(tmp_path: Path) -> None:
 def test_plans_are_free_until_shards_are_written(captions: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     measure(make_run(captions, out))
-    texts = {n: plan(make_run(captions, out, pack={"seq_length": n})) for n in (256, 512)}
+    texts = {n: plan_summary(make_run(captions, out, pack={"seq_length": n})) for n in (256, 512)}
     assert "of 256 tokens" in texts[256]
     assert "of 512 tokens" in texts[512]
     with pytest.raises(StageError, match=r"pack\.seq_length was 512, is 256"):
-        write(make_run(captions, out, pack={"seq_length": 256}))
-    write(make_run(captions, out))
+        write_planned(make_run(captions, out, pack={"seq_length": 256}))
+    write_planned(make_run(captions, out))
     with pytest.raises(StageError, match=r"pack\.seq_length was 512, is 256"):
-        plan(make_run(captions, out, pack={"seq_length": 256}))
+        plan_index(make_run(captions, out, pack={"seq_length": 256}))
     with pytest.raises(StageError, match=r"output\.packs_per_shard was 2, is 4"):
-        write(make_run(captions, out, output={"packs_per_shard": 4}))
+        write_planned(make_run(captions, out, output={"packs_per_shard": 4}))
     other = make_run(
         captions, out, output={"packs_per_shard": 4, "overwrite": True}, pack={"seq_length": 256}
     )
@@ -230,14 +232,14 @@ def test_source_that_changes_before_writing(tmp_path: Path, what: str) -> None:
     root = captioning_pairs(tmp_path / "data", 8)
     run = make_run(root, tmp_path / "out")
     measure(run)
-    plan(run)
+    plan_index(run)
     path = root / "part0" / ("000000.png" if what == "image" else "000000.json")
     if what == "record_gone":
         path.unlink()
     else:
         path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(StageError, match=r"000000\.\w+ (changed since|cannot be read)"):
-        write(run)
+        write_planned(run)
     assert not run.workspace.manifest.exists()
 
 
@@ -364,15 +366,15 @@ def test_unused_images_are_counted(tmp_path: Path) -> None:
     root = captioning_pairs(tmp_path / "data", 6)
     (root / "nobody's.jpg").write_bytes((root / "part1" / "000001.jpg").read_bytes())
     run = make_run(root, tmp_path / "out")
-    assert measure(run).num_unused_images == 1
-    assert re.search(r"unused images +1\n", plan(run))
+    assert measure(run).info.num_unused_images == 1
+    assert re.search(r"unused images +1\n", plan_summary(run))
 
 
 def test_on_overlong_error_names_the_sample(captions: Path, tmp_path: Path) -> None:
     run = make_run(captions, tmp_path / "out", pack={"seq_length": 60, "on_overlong": "error"})
     measure(run)
     with pytest.raises(StageError, match=r"sample 'part\S+' has \d+ tokens > seq_length 60 .*set_"):
-        plan(run)
+        plan_index(run)
 
 
 def test_nothing_to_pack(tmp_path: Path) -> None:
@@ -383,10 +385,10 @@ def test_nothing_to_pack(tmp_path: Path) -> None:
     run = make_run(root, tmp_path / "out")
     measure(run)
     with pytest.raises(StageError, match=r"nothing to pack .* bad_json 2"):
-        plan(run)
+        plan_index(run)
 
 
-@pytest.mark.parametrize("verb", [plan, write, verify])
+@pytest.mark.parametrize("verb", [plan_index, write_planned, verify])
 def test_stages_say_what_is_missing(captions: Path, tmp_path: Path, verb: Any) -> None:
     with pytest.raises(StageError, match=r"no complete index in .*; run measure first"):
         verb(make_run(captions, tmp_path / "out"))
@@ -418,7 +420,7 @@ def test_damaged_index_part_is_named(captions: Path, tmp_path: Path) -> None:
     path = run.workspace.index / part_name(1)
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(StageError, match=r"part-00001\.parquet"):
-        plan(run)
+        plan_index(run)
 
 
 def test_shards_hold_the_planned_splits(captions: Path, tmp_path: Path) -> None:
@@ -447,7 +449,7 @@ def test_task_of_worker_is_small(captions: Path, tmp_path: Path) -> None:
     """What a worker is sent holds the rows of its own shard only."""
     run = make_run(captions, tmp_path / "out")
     measure(run)
-    plan(run)
+    plan_index(run)
     sizes: list[int] = []
 
     def remember(task: ShardTask) -> int:
@@ -456,6 +458,6 @@ def test_task_of_worker_is_small(captions: Path, tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_module, "write_shard", remember)
-        write(run)
+        write_planned(run)
     assert sum(sizes) == 40
     assert len(sizes) > 1

@@ -15,11 +15,16 @@ from offline_packing.engines.local import LocalEngine
 from offline_packing.engines.slurm_array import SlurmEngine, find_rank
 from offline_packing.errors import ConfigError, ShareDoneError, StageError
 from offline_packing.measure.measure import measure
-from offline_packing.plan.plan import plan
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
-from offline_packing.write.write import write
-from tests.helpers.datasets import captioning_pairs, make_config, make_run, pack_all
+from tests.helpers.datasets import (
+    captioning_pairs,
+    make_config,
+    make_run,
+    pack_all,
+    plan_index,
+    write_planned,
+)
 
 
 @dataclass(frozen=True)
@@ -123,9 +128,8 @@ def test_each_task_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = [Numbered(i) for i in range(20)]
     done: list[int] = []
     for rank in range(3):
-        results = rank_engine(monkeypatch, rank, 3).run(number_of, tasks)
-        with pytest.raises(ShareDoneError, match=rf"rank {rank} of 3 .* 1\d tasks are left"):
-            done.extend(iter(results))
+        engine = rank_engine(monkeypatch, rank, 3)
+        done += engine.run(number_of, engine.share(tasks))
     assert sorted(done) == list(range(20))
 
 
@@ -150,12 +154,12 @@ def test_array_gives_the_bytes_of_one_process(
                     left += 1
         return left
 
-    assert on_all_ranks(measure) == 2
+    assert on_all_ranks(measure) == 3
     measure(last)
-    plan(last)
-    assert on_all_ranks(write) == 3
+    plan_index(last)
+    assert on_all_ranks(write_planned) == 3
     assert not last.workspace.manifest.exists()
-    write(last)
+    write_planned(last)
     for path in (*alone.workspace.root.glob("*.tar*"), alone.workspace.manifest):
         assert (last.workspace.root / path.name).read_bytes() == path.read_bytes(), path.name
     found = [verify(Run(config, rank_engine(monkeypatch, rank, 2)), deep=True) for rank in (0, 1)]
@@ -197,8 +201,8 @@ def test_command(
 
     assert status_of("measure") == (
         0,
-        "rank 1 of 2 has done its share; 2 tasks are left to other ranks; run again when all are "
-        "done\n",
+        "this rank's share of measure is done, 2 of 3 tasks are left to other ranks; when none is, "
+        "run measure with engine.name=local to complete it\n",
     )
     assert len(list((tmp_path / "out/_packing/index").glob("*.parquet"))) == 1
     code, error = status_of("plan")

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
-from offline_packing.index.eligible import name_rows
-from offline_packing.index.rows import rows_of_shards
+from offline_packing.index.rows import name_rows, rows_of_shards
 from tests.helpers.index_tables import make_index, row_of
 
 COLUMNS = ("key", "num_tokens", "json", "media")

@@ -17,12 +17,10 @@ from PIL import Image
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.layouts import LAYOUTS
 from offline_packing.measure.measure import measure
-from offline_packing.plan.plan import plan
 from offline_packing.runs.run import Run
 from offline_packing.storage.tar_shards import scan_tar
 from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import verify
-from offline_packing.write.write import write
 from tests.helpers.datasets import (
     captioning_pairs,
     dialogue,
@@ -32,7 +30,9 @@ from tests.helpers.datasets import (
     make_run,
     mixed_pairs,
     pack_all,
+    plan_index,
     write_json,
+    write_planned,
 )
 from tests.helpers.outputs import flip_byte
 
@@ -238,10 +238,10 @@ def test_llava_onevision_names_a_sample_that_got_another_turn(tmp_path: Path) ->
     source = {"format": "pairs", "path": str(root), "task": "vqa"}
     run = make_run(source, tmp_path / "out", output={"layout": "llava_onevision"})
     measure(run)
-    plan(run)
+    plan_index(run)
     path.write_text(long)
     with pytest.raises(StageError, match="'odd' changed since it was measured: it has 2 turns"):
-        write(run)
+        write_planned(run)
 
 
 def test_layouts_and_tasks(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offline_packing.config.packing import OutputConfig
 from offline_packing.layouts.shard_layout import lay_out_shards, split_packs
 from offline_packing.storage.tar_shards import tar_size
 
@@ -43,10 +42,8 @@ def test_lay_out_shards(
     pack_bytes: list[int], packs_per_shard: int, max_shard_bytes: int | None, val_share: float
 ) -> None:
     split = {"train": 1 - val_share, "val": val_share}
-    output = OutputConfig(
-        path="out", packs_per_shard=packs_per_shard, max_shard_bytes=max_shard_bytes, split=split
-    )
-    shards = lay_out_shards(output, np.array(pack_bytes, dtype=np.int64))
+    sizes = np.array(pack_bytes, dtype=np.int64)
+    shards = lay_out_shards(sizes, split, packs_per_shard, max_shard_bytes)
     held = [pack for s in shards for pack in range(s.first_pack, s.first_pack + s.num_packs)]
     assert held == list(range(len(pack_bytes)))
     assert len({shard.name for shard in shards}) == len(shards)

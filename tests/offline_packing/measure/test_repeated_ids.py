@@ -13,7 +13,8 @@ from offline_packing.index.table import key_hash
 from offline_packing.measure import repeated_ids
 from offline_packing.measure.measure import measure
 from offline_packing.measure.repeated_ids import first_of_equal, rename_repeated
-from offline_packing.plan.plan import make_plan, open_index
+from offline_packing.plan.plan import make_plan
+from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all

@@ -14,7 +14,7 @@ import pytest
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.index.table import IndexInfo
 from offline_packing.measure.measure import measure, preview_measure
-from offline_packing.plan.plan import open_index
+from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from offline_packing.storage.key_set import KeySet, hash_keys, sort_hashes
 from offline_packing.verify.verify import verify

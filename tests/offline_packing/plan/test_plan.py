@@ -7,8 +7,9 @@ import pytest
 
 from offline_packing.errors import ConfigError
 from offline_packing.measure.measure import measure
-from offline_packing.plan.plan import make_plan, open_index, plan
-from tests.helpers.datasets import captioning_pairs, make_run
+from offline_packing.plan.plan import make_plan
+from offline_packing.runs.artifacts import open_index
+from tests.helpers.datasets import captioning_pairs, make_run, plan_index, plan_summary
 
 PHASES: list[dict[str, Any]] = [
     {"kind": "seeds", "seeds": {"rule": "top_n", "n": 3}, "min_fill": 0.9},
@@ -22,7 +23,7 @@ def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_phases_of_the_hash_bucket(captions: Path, tmp_path: Path) -> None:
-    stages = [
+    runs = [
         make_run(
             captions,
             tmp_path / "out",
@@ -30,11 +31,11 @@ def test_phases_of_the_hash_bucket(captions: Path, tmp_path: Path) -> None:
         )
         for options in ({}, {"phases": PHASES}, {"phases": PHASES[1:]})
     ]
-    measure(stages[0])
-    packs = [make_plan(run, open_index(run)).packs for run in stages]
+    measure(runs[0])
+    packs = [make_plan(run, open_index(run)).packs for run in runs]
     assert len({tuple(p.sample_ids.tolist()) for p in packs}) == 3
-    plan(stages[1])
-    assert "strategy hash_bucket" in plan(stages[2])  # planned anew for other options
+    plan_index(runs[1])
+    assert "strategy hash_bucket" in plan_summary(runs[2])  # planned anew for other options
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import pytest
 
 from offline_packing.config.packing import parse_config
 from offline_packing.index.table import IndexInfo
-from offline_packing.plan.summary import padded_tokens, render_summary, summarize
+from offline_packing.plan.summary import render_summary, summarize
+from offline_packing.planner.cost import padded_tokens
 from offline_packing.planner.plan_packs import plan_packs
 
 

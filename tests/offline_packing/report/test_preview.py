@@ -12,7 +12,6 @@ import tiktoken
 
 from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
-from offline_packing.plan.plan import plan
 from offline_packing.report.preview import (
     PackPreview,
     Span,
@@ -34,6 +33,7 @@ from tests.helpers.datasets import (
     make_run,
     mixed_pairs,
     pack_all,
+    plan_index,
     vqa_pairs,
     write_json,
 )
@@ -242,7 +242,7 @@ def test_which_packs(run: Run) -> None:
 def test_packs_must_be_written(tmp_path: Path) -> None:
     run = make_run(captioning_pairs(tmp_path / "data", 8), tmp_path / "out")
     measure(run)
-    plan(run)
+    plan_index(run)
     with pytest.raises(StageError, match=r"no manifest in .*run write first"):
         list(preview(run))
 

@@ -12,14 +12,13 @@ import pytest
 
 from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
-from offline_packing.plan.plan import open_index, plan
 from offline_packing.plan.summary import summarize
 from offline_packing.planner.cost import sample_cost
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.report.report import report, report_status
+from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.run import Run
 from offline_packing.upkeep.status import status
-from offline_packing.write.write import open_plan, write
 from task_encoders.samples import REASONS
 from tests.helpers.datasets import (
     captioning_pairs,
@@ -28,8 +27,10 @@ from tests.helpers.datasets import (
     make_run,
     mixed_pairs,
     pack_all,
+    plan_index,
     vqa_pairs,
     write_json,
+    write_planned,
 )
 from tests.helpers.elements import HOSTILE, Elements
 
@@ -100,7 +101,7 @@ def test_counts_agree_with_the_manifest(run: Run) -> None:
 
 def test_figures_agree_with_the_plan_s_summary(run: Run) -> None:
     found = read_report(run)
-    samples, packs, _ = open_plan(run)
+    samples, packs = open_index(run), open_plan(run).packs
     lengths = samples.array("num_tokens")[packs.sample_ids]
     summary = summarize(run.config, samples.info, lengths, packs, {})
     assert found["plan"]["fill"] == pytest.approx(summary.fill)
@@ -280,13 +281,13 @@ def test_every_state(tmp_path: Path) -> None:
     assert found["sources"][0]["tokens"] == open_index(run).info.num_tokens
     assert "Samples by tokens" in read_page(run)
     assert "Work per pack" not in read_page(run)
-    plan(run)
+    plan_index(run)
     assert "of an earlier state: run report again" in status(run)
     assert "not written yet: run write" in report(run)
     assert "earlier state" not in status(run)
     assert "Work per pack" in read_page(run)
     assert "Shards" not in read_page(run)
-    write(run)
+    write_planned(run)
     assert "of an earlier state" in status(run)
     assert "run write" not in report(run)
     assert "Shards" in read_page(run)

@@ -13,13 +13,18 @@ import pytest
 
 from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
-from offline_packing.plan.plan import plan
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run
 from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import VerifyResult, render_verdict, verify
-from offline_packing.write.write import write
-from tests.helpers.datasets import captioning_pairs, make_run, pack_all, write_json
+from tests.helpers.datasets import (
+    captioning_pairs,
+    make_run,
+    pack_all,
+    plan_index,
+    write_json,
+    write_planned,
+)
 
 #: What verify need not notice, and why.
 UNCHECKED = {
@@ -259,7 +264,7 @@ def test_retry_repairs_all_else(packed: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["sample_ids.npy", "pack_offsets.npy", "set_aside_ids.npy"])
-@pytest.mark.parametrize("verb", [plan, write, report])
+@pytest.mark.parametrize("verb", [plan_index, write_planned, report])
 def test_unreadable_plan_is_named(packed: Run, name: str, verb: Callable[[Run], Any]) -> None:
     path = packed.workspace.plan / name
     before = path.read_bytes()
@@ -274,7 +279,7 @@ def test_changed_plan_is_named(packed: Run) -> None:
     ids = np.load(path)
     ids[3] = 1 << 20
     np.save(path, ids)
-    for verb in (plan, write, report):
+    for verb in (plan_index, write_planned, report):
         with pytest.raises(StageError, match=r"sample_ids\.npy differs from what was planned"):
             verb(packed)
     retry(packed)

@@ -17,7 +17,7 @@ import pytest
 from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import DiskFullError, StageError
 from offline_packing.measure.measure import measure
-from offline_packing.plan.plan import plan
+from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.manifest import Manifest
 from offline_packing.runs.run import Run
 from offline_packing.sources.reading import row_reader
@@ -25,9 +25,9 @@ from offline_packing.sources.reading.row_files import RowFile
 from offline_packing.storage.streams import unpacked_copy
 from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import verify
-from offline_packing.write.write import preview_write, write
+from offline_packing.write.write import preview_write
 from tests.helpers import formats
-from tests.helpers.datasets import image_bytes, make_run, pack_all
+from tests.helpers.datasets import image_bytes, make_run, pack_all, plan_index, write_planned
 
 NUM_ROWS = 200
 
@@ -89,7 +89,7 @@ def test_each_group_is_decoded_once_for_all_shards(
 ) -> None:
     run = parquet_run(parquet_folder / "huge", tmp_path / "out")
     measure(run)
-    plan(run)
+    plan_index(run)
     decoded = [0]
     batches = RowFile.batches
 
@@ -100,7 +100,7 @@ def test_each_group_is_decoded_once_for_all_shards(
     monkeypatch.setattr(RowFile, "batches", counted)
     monkeypatch.setattr(row_reader, "SMALL_GROUP", 0)
     monkeypatch.setattr(row_reader, "WANTED_SHARE", 2.0)
-    assert len(write(run)["shards"]) > 5
+    assert len(write_planned(run)["shards"]) > 5
     assert decoded == [1]
 
 
@@ -124,7 +124,7 @@ def test_unpacked_files_go_when_the_shards_are_complete(tmp_path: Path, name: st
     # A kill between the manifest and the removal: the next run removes them.
     run.workspace.unpacked.mkdir()
     (run.workspace.unpacked / "left.unpacked").write_bytes(b"x")
-    assert write(run) == manifest
+    assert write_planned(run) == manifest
     assert not run.workspace.unpacked.exists()
     assert verify(run, deep=True).ok
     assert not run.workspace.unpacked.exists()
@@ -142,14 +142,14 @@ def test_unpacked_files_stay_for_the_shards_that_are_left(
     """A run that fails leaves them."""
     run = make_run(compressed_source(tmp_path / "data"), tmp_path / "out")
     measure(run)
-    plan(run)
+    plan_index(run)
     monkeypatch.setattr("offline_packing.write.write.write_manifest", _fail)
     with pytest.raises(StageError, match="stopped"):
-        write(run)
+        write_planned(run)
     (copy,) = run.workspace.unpacked.glob("*.unpacked")
     monkeypatch.undo()
     assert copy.exists()
-    write(run)
+    write_planned(run)
     assert not run.workspace.unpacked.exists()
 
 
@@ -214,9 +214,11 @@ def test_dry_run_says_how_much_disk_it_takes(tmp_path: Path) -> None:
     source = {"format": "jsonl", "path": str(tmp_path / "data"), "task": "bmr"}
     run = make_run(source, tmp_path / "out")
     measure(run)
-    plan(run)
-    assert f"up to {len(text):,} bytes of unpacked files" in preview_write(run)
-    write(run)
+    plan_index(run)
+    assert f"up to {len(text):,} bytes of unpacked files" in preview_write(
+        run, open_index(run), open_plan(run).packs
+    )
+    write_planned(run)
 
 
 def test_two_workers_share_the_copies(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ SAMPLES = formats.draw_samples(11)
 
 def read_back(run: Run) -> dict[str, tuple[SourceSample, list[bytes], int]]:
     """Measure, then read every sample from nothing but its row: (sample, images, tokens) by key."""
-    info = measure(run)
+    info = measure(run).info
     assert info.set_aside == {}
     (source,) = open_sources(run.config)
     found = {}

@@ -15,10 +15,8 @@ from PIL import Image
 
 from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
-from offline_packing.plan.plan import plan
-from offline_packing.write.write import write
 from tests.helpers import accounting, formats
-from tests.helpers.datasets import make_run
+from tests.helpers.datasets import make_run, plan_index, write_planned
 
 pytest.importorskip("aiohttp")  # what fsspec reads HTTP with
 
@@ -127,15 +125,15 @@ def test_headers_are_measured_and_bytes_are_copied_once(
     url = f"http://127.0.0.1:{server.server_port}/"
     written["path"] = written["path"].replace(str(tmp_path / "data"), url)
     run = make_run({**written, "task": "bmr"}, tmp_path / "out")
-    info = measure(run)
+    info = measure(run).info
     assert info.num_samples == NUM_SAMPLES
     requests, num_bytes = server.count()
     listing = 2 * NUM_SAMPLES if name == "pairs" else 2  # this server lists no sizes
     total = NUM_SAMPLES * len(image)
     assert requests <= listing + measure_requests * NUM_SAMPLES + 10
     assert num_bytes < total / 4
-    plan(run)
-    write(run)
+    plan_index(run)
+    write_planned(run)
     requests, num_bytes = server.count()
     assert requests <= write_requests * NUM_SAMPLES + 10
     assert total < num_bytes < 1.05 * total

@@ -5,7 +5,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offline_packing.index.eligible import find_duplicates
+from offline_packing.index.duplicates import find_duplicates
 
 
 def duplicates(rows: list[tuple[int, str, int]]) -> list[int]:

@@ -1,25 +1,17 @@
-"""Which rows of an index are planned: not those whose key came before. What a layout cannot hold
-the layout says itself."""
+"""Samples whose key an earlier sample of the same source has."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from offline_packing.index.rows import rows_of_shards
-from offline_packing.index.table import Index
-
-Rows = npt.NDArray[np.int64]
+from offline_packing.index.rows import SampleIds
 
 
-def name_rows(samples: Index, rows: Rows) -> pa.Table:
-    """source_id and key of some rows, in the given order."""
-    return next(rows_of_shards(samples, ("source_id", "key"), [rows], Path()))
-
-
-def find_duplicates(hashes: npt.NDArray[np.uint64], name: Callable[[Rows], pa.Table]) -> Rows:
+def find_duplicates(
+    hashes: npt.NDArray[np.uint64], name: Callable[[SampleIds], pa.Table]
+) -> SampleIds:
     """Rows whose key an earlier row of the same source has, ascending.
 
     Equal hashes are found by sorting; the few rows that have one are compared by their keys.

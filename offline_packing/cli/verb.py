@@ -1,0 +1,126 @@
+"""What a verb is: one object that says its name, help and options, whether it locks the output, and
+whether ranks may share it. `offline-packing NAME CONFIG.yaml [key.sub=value ...]` calls it."""
+
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import click
+
+from offline_packing.config.packing import PackingConfig, load_config
+from offline_packing.engines import Engine
+from offline_packing.errors import ConfigError
+from offline_packing.runs.run import Run, build_engine
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Option = Callable[[Function], Function]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """What can be done to one output. Called with a run, whether it is a dry one, and its options,
+    it prints its result, and raises StageError where it fails."""
+
+    name: str
+    #: its docstring is the help text
+    function: Callable[..., None]
+    options: tuple[Option[Any], ...] = ()
+    #: whether other runs are kept away meanwhile, but in a dry run
+    locks: bool = True
+    #: whether several ranks can do it to one output at the same time
+    is_shared: bool = False
+    #: it fails where nothing was made yet, and leaves nothing behind there
+    needs_output: bool = False
+
+    def __call__(self, run: Run, dry_run: bool, **options: Any) -> None:
+        self.function(run, dry_run, **options)
+
+    def lock(self, run: Run, dry_run: bool) -> contextlib.AbstractContextManager[None]:
+        """Held while the verb is at work."""
+        is_missing = self.needs_output and not run.workspace.packing.exists()
+        if dry_run or is_missing or not self.locks:
+            return contextlib.nullcontext()
+        return run.workspace.lock(shared=run.engine.IS_SHARED)
+
+    def check_engine(self, config: PackingConfig, engine: Engine) -> None:
+        """Raise ConfigError if ranks would do at the same time what only one can do."""
+        if engine.IS_SHARED and not self.is_shared:
+            shared = ", ".join(verb.name for verb in VERBS.values() if verb.is_shared)
+            raise ConfigError(
+                f"engine.name={config.engine.name} shares {shared} among ranks; run {self.name} "
+                "with engine.name=local"
+            )
+
+
+#: In the order in which help lists them.
+VERBS: Final[dict[str, Verb]] = {}
+
+
+def verb(name: str, *options: Option[Any], **properties: bool) -> Callable[..., Verb]:
+    """Make a function a verb. `properties` are those of Verb."""
+
+    def register(function: Callable[..., None]) -> Verb:
+        VERBS[name] = Verb(name, function, options, **properties)
+        return VERBS[name]
+
+    return register
+
+
+def with_options(function: Function, options: tuple[Option[Any], ...]) -> Function:
+    """A command's function with options, which help lists in this order."""
+    return functools.reduce(lambda done, option: option(done), reversed(options), function)
+
+
+#: Of every command.
+OUTPUT_OPTIONS: Final[tuple[Option[Any], ...]] = (
+    click.option("--quiet", is_flag=True, help="Show warnings, errors and results only."),
+    click.option(
+        "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."
+    ),
+)
+_RUN_OPTIONS: Final[tuple[Option[Any], ...]] = (
+    click.argument("config"),
+    click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]..."),
+    click.option("--dry-run", is_flag=True, help="Say what would be done; write nothing."),
+    click.option(
+        "--accept-mismatch",
+        multiple=True,
+        metavar="FIELD",
+        help="Use what was measured although this field, as an error message named it, differs "
+        "now; or modification_time: although files were copied without their times.",
+    ),
+)
+
+
+def as_command(verb: Verb) -> click.Command:
+    """The command of a verb."""
+
+    def command(
+        config: str,
+        overrides: tuple[str, ...],
+        dry_run: bool,
+        accept_mismatch: tuple[str, ...],
+        quiet: bool,
+        **options: Any,
+    ) -> None:
+        start_logging(quiet)
+        parsed = load_config(config, overrides)
+        with build_engine(parsed) as engine:
+            verb.check_engine(parsed, engine)
+            shows_bars = not quiet and sys.stderr.isatty()
+            run = Run(parsed, engine, frozenset(accept_mismatch), shows_bars)
+            with verb.lock(run, dry_run):
+                verb(run, dry_run, **options)
+
+    options = (*_RUN_OPTIONS, *verb.options, *OUTPUT_OPTIONS)
+    return click.command(verb.name, help=verb.function.__doc__)(with_options(command, options))
+
+
+def start_logging(quiet: bool) -> None:
+    """Log to stderr, warnings only where it shall be quiet."""
+    level = logging.WARNING if quiet else logging.INFO
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)

@@ -1,0 +1,153 @@
+"""Index and plan of a run, opened: complete, undamaged, and made with this configuration."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from offline_packing.config.packing import OutputConfig
+from offline_packing.errors import StageError
+from offline_packing.index.table import Index, IndexInfo
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.run import Run, config_fingerprint, without_listings
+from offline_packing.storage.files import hash_file, read_json, to_json
+from offline_packing.storage.fingerprint import Fingerprint, check_fingerprint
+
+#: What stage.json holds the hashes of.
+PLAN_FILES: Final = (
+    "sample_ids.npy",
+    "pack_offsets.npy",
+    "set_aside_ids.npy",
+    "set_aside_reasons.npy",
+    "plan.json",
+    "set_aside.parquet",
+    "summary.txt",
+)
+#: Those that say which samples form which pack.
+_PACKS: Final = ("sample_ids.npy", "pack_offsets.npy")
+
+_PLAN_REMEDY: Final = (
+    "retry repairs the plan of a complete output; where there are no shards yet, remove the folder "
+    "and run plan again"
+)
+
+
+@dataclass(frozen=True)
+class StoredPlan:
+    """A plan on disk: its packs, and its stage.json."""
+
+    packs: PackPlan
+    info: Mapping[str, Any]
+
+    @property
+    def hash(self) -> str:
+        """What identifies which samples form which pack."""
+        return str(self.info["hash"])
+
+    @property
+    def set_aside(self) -> Mapping[str, int]:
+        """Samples set aside while planning, by reason."""
+        counts: Mapping[str, int] = self.info["set_aside"]
+        return counts
+
+
+def open_index(run: Run) -> Index:
+    """The complete index of an output, made with this configuration.
+
+    Raises:
+        StageError: there is none, or it was made otherwise.
+    """
+    workspace = run.workspace
+    info = IndexInfo.load(workspace.index_info)
+    if info is None:
+        raise StageError(f"no complete index in {workspace.root}; run measure first")
+    check_fingerprint(
+        without_listings(info.fingerprint),
+        config_fingerprint(run.config),
+        artifact=f"the index in {workspace.root}",
+        remedy="run measure again with output.overwrite=true, choose another output.path, "
+        "or pass --accept-mismatch FIELD",
+        accept={field for field in run.accepted_fields if not field.endswith(".listing")},
+    )
+    return Index(workspace.index, info)
+
+
+def open_plan(run: Run) -> StoredPlan:
+    """The complete plan of an output, made with these settings of its index.
+
+    Raises:
+        StageError: there is none, it is damaged, or it was made otherwise.
+    """
+    info = read_json(run.workspace.plan_info)
+    if info is None:
+        raise StageError(f"no complete plan in {run.workspace.root}; run plan first")
+    check_fingerprint(
+        info["fingerprint"],
+        plan_fingerprint(run),
+        artifact=f"the plan in {run.workspace.root}",
+        remedy="run plan again",
+    )
+    return load_plan(run, info)
+
+
+def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:
+    """The plan that a stage.json speaks of.
+
+    Raises:
+        StageError: a file of it cannot be read, or does not hold the packs that were planned.
+    """
+    folder = run.workspace.plan
+    try:
+        packs = PackPlan.load(folder)
+        found = plan_identity({name: hash_file(folder / name) for name in _PACKS})
+    except (FileNotFoundError, ValueError) as error:
+        raise StageError(f"{error}; {_PLAN_REMEDY}") from error
+    if found != info["hash"]:
+        names = " or ".join(
+            str(folder / name)
+            for name, one in zip(_PACKS, found.split("-"), strict=True)
+            if one not in info["hash"].split("-")
+        )
+        raise StageError(f"{names} differs from what was planned; {_PLAN_REMEDY}")
+    return StoredPlan(packs, info)
+
+
+def plan_fingerprint(run: Run) -> Fingerprint:
+    """What a plan depends on."""
+    pack = {
+        name: value if isinstance(value, str | int) else to_json(value).decode()
+        for name, value in run.config.pack.model_dump(
+            mode="json", exclude={"max_set_aside"}
+        ).items()
+    }
+    return {
+        "index": hash_file(run.workspace.index_info),
+        "output.layout": run.config.output.layout,
+        **{f"pack.{name}": value for name, value in pack.items()},
+    }
+
+
+def plan_identity(files: Mapping[str, str]) -> str:
+    """What identifies which samples form which pack, of the hashes of the files."""
+    return "-".join(files[name] for name in _PACKS)
+
+
+def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
+    """What the shards depend on beside index and source."""
+    return {
+        "plan": plan_hash,
+        "output.layout": output.layout,
+        "output.packs_per_shard": output.packs_per_shard,
+        "output.max_shard_bytes": output.max_shard_bytes or 0,
+        "output.split": ", ".join(f"{name} {share:g}" for name, share in output.split.items()),
+        "output.key_prefix": output.key_prefix,
+    }
+
+
+def check_layout(run: Run, plan: StoredPlan) -> None:
+    """Raise StageError if the shards are of another plan or layout."""
+    check_fingerprint(
+        read_json(run.workspace.started) or {},
+        layout_fingerprint(run.config.output, plan.hash),
+        artifact=f"the shards in {run.workspace.root}",
+        remedy="write again with output.overwrite=true, or choose another output.path",
+    )

@@ -1,0 +1,66 @@
+"""The shards of a plan, and the task of each."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from offline_packing.index.rows import rows_of_shards
+from offline_packing.index.stamps import MODIFICATION_TIME
+from offline_packing.index.table import Index
+from offline_packing.layouts.shard_layout import Shard, estimate_pack_bytes, lay_out_shards
+from offline_packing.layouts.shard_tasks import COLUMNS, ShardTask
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.run import Run, open_sources
+
+
+def plan_shards(run: Run, samples: Index, plan: PackPlan) -> list[Shard]:
+    """Which packs go in which shard."""
+    output = run.config.output
+    if output.max_shard_bytes is None:
+        pack_bytes = np.zeros(plan.num_packs, dtype=np.int64)
+    else:
+        pack_bytes = estimate_pack_bytes(samples, plan)
+    return lay_out_shards(pack_bytes, output.split, output.packs_per_shard, output.max_shard_bytes)
+
+
+def iterate_tasks(
+    run: Run,
+    samples: Index,
+    plan: PackPlan,
+    shards: Sequence[Shard],
+    *,
+    scratch: Path | None = None,
+    with_sources: bool = True,
+) -> Iterator[ShardTask]:
+    """The task of each shard, made when it is asked for.
+
+    Args:
+        scratch: folder for rows that do not fit in memory; default: that of the fragments.
+        with_sources: whether the tasks read samples and media; without, no source need be there.
+    """
+    if not shards:
+        return
+    workspace = run.workspace
+    sources = tuple(open_sources(run.config)) if with_sources else ()
+    bounds = [
+        plan.pack_offsets[shard.first_pack : shard.first_pack + shard.num_packs + 1]
+        for shard in shards
+    ]
+    ids = [plan.sample_ids[offsets[0] : offsets[-1]] for offsets in bounds]
+    tables = rows_of_shards(samples, COLUMNS, ids, scratch or workspace.write)
+    for shard, offsets, rows in zip(shards, bounds, tables, strict=True):
+        yield ShardTask(
+            shard=shard,
+            folder=workspace.root,
+            fragment_path=workspace.fragment(shard.name),
+            unpack_folder=workspace.unpacked,
+            rows=rows,
+            pack_sizes=np.diff(offsets),
+            sources=sources,
+            task=run.config.task,
+            key_prefix=run.config.output.key_prefix,
+            seq_length=run.config.pack.seq_length,
+            layout=run.config.output.layout,
+            check_times=MODIFICATION_TIME not in run.accept_mismatch,
+        )

@@ -1,0 +1,89 @@
+"""The bytes of a small output, as the first version wrote them: they must stay, since outputs that
+people have are repaired, compared and blended by them."""
+
+import hashlib
+import json
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+
+from offline_packing.errors import StageError
+from offline_packing.runs.manifest import read_manifest
+from offline_packing.storage.files import hash_bytes, read_json, to_json
+from offline_packing.verify.verify import verify
+from tests.helpers.datasets import make_run, pack_all
+
+#: sha256, first 16 digits. What depends on versions of libraries is left out.
+GOLDEN = {
+    ".nv-meta/dataset.yaml": "cd5e8d1399842f89",
+    ".nv-meta/index.uuid": "439f044d7eb9271b",
+    ".nv-meta/split.yaml": "af17d213ca390955",
+    "_packing/plan/pack_offsets.npy": "7440020e0a96ee32",
+    "_packing/plan/sample_ids.npy": "03e8963cc76d00a2",
+    "_packing/plan/set_aside_ids.npy": "e734dac55ea9fbbe",
+    "_packing/plan/set_aside_reasons.npy": "4ca930d4c39dd441",
+    "train-000000.tar": "49501e559868bf3e",
+    "train-000000.tar.idx": "b0690c05fa4b30a8",
+    "train-000001.tar": "a8afb0f464fd1200",
+    "train-000001.tar.idx": "0fab8870e39b28a8",
+    "val-000000.tar": "ea887bafdf69fa18",
+    "val-000000.tar.idx": "89cc7111bd45d315",
+}
+
+
+def png(width: int, height: int) -> bytes:
+    """A grey picture whose bytes depend on no version of an encoder."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    rows = b"".join(b"\0" + bytes((x * y) % 251 for x in range(width)) for y in range(height))
+    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows, 0)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def write_source(root: Path) -> None:
+    root.mkdir()
+    for i in range(24):
+        caption = " ".join(f"word{i * j % 17}" for j in range(2 + i * 7 % 40))
+        (root / f"{i:03d}.png").write_bytes(png(28 * (2 + i % 5), 28 * (2 + i % 3)))
+        (root / f"{i:03d}.json").write_text(json.dumps({"captions": [{"content": caption}]}))
+    (root / "023.json").write_text("{")
+
+
+def digests(root: Path) -> dict[str, str]:
+    patterns = ("*.tar", "*.tar.idx", "_packing/plan/*.npy", ".nv-meta/*.yaml", ".nv-meta/*.uuid")
+    paths = sorted(path for pattern in patterns for path in root.glob(pattern))
+    return {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        for path in paths
+    }
+
+
+def test_bytes_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a path is part of the manifest, whose hash is the dataset's uuid
+    write_source(Path("data"))
+    output = {"packs_per_shard": 4, "split": {"train": 0.8, "val": 0.2}}
+    run = make_run(Path("data"), Path("out"), pack={"seq_length": 192}, output=output)
+    pack_all(run)
+    assert digests(Path("out")) == GOLDEN
+    assert verify(run, deep=True).ok
+
+
+def test_appended_data_are_refused_by_name(tmp_path: Path) -> None:
+    """An earlier version could append; what it left is trained on, but not changed any more."""
+    write_source(tmp_path / "data")
+    run = make_run(tmp_path / "data", tmp_path / "out")
+    pack_all(run)
+    content = {**read_json(run.workspace.manifest), "appended": [{"plan": "another"}]}
+    apart = ("content_hash", "library_versions", "metadata")
+    covered = {name: value for name, value in content.items() if name not in apart}
+    content["content_hash"] = hash_bytes(to_json(covered))
+    run.workspace.manifest.write_bytes(to_json(content))
+    with pytest.raises(StageError, match=r"manifest\.json .*appended data"):
+        read_manifest(run)

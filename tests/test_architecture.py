@@ -1,0 +1,166 @@
+"""The house: what each folder may import, and how large its parts are. Imports are read from the
+syntax tree, so that those in functions and under TYPE_CHECKING count as well."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("offline_packing", "task_encoders", "launch")
+#: Folders of offline_packing; each imports only those before it.
+ORDER = (
+    "storage engines sources planner index layouts config runs measure plan write verify report "
+    "online upkeep demo cli"
+).split()
+#: One verb and one artifact each: they meet in artifacts, and never import each other.
+STAGES = {"measure", "plan", "write", "verify", "report"}
+
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 40
+MAX_MODULES_OF_FOLDER = 12
+#: Of offline_packing: modules and lines, to be lowered to 120 and 17,000.
+MAX_MODULES = 160
+MAX_LINES = 19_700
+#: Modules in circles, longer files, fuller folders and other long functions: to be lowered to 0.
+MAX_IN_CIRCLES = 6
+MAX_LONG_FILES = 6
+MAX_FULL_FOLDERS = 2
+MAX_LONG_FUNCTIONS = 24
+
+#: Longer functions: kernels that numba compiles as one piece, and one that is mostly its contract.
+LONG_FUNCTIONS = {
+    "offline_packing.planner.plan_packs.plan_packs",
+    "offline_packing.planner.strategies.coarse._refine",
+    "offline_packing.planner.strategies.exact_fill._complete",
+    "offline_packing.planner.strategies.exact_fill._exact_fill",
+    "offline_packing.planner.strategies.histogram._best_fit_decreasing",
+    "offline_packing.planner.strategies.tilted_sampling._tilted_fills",
+    "offline_packing.planner.strategies.tilted_sampling._tilted_laws",
+}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {
+    module_name(path): path for package in PACKAGES for path in (ROOT / package).rglob("*.py")
+}
+
+
+def imported_modules(name: str) -> set[str]:
+    """The modules of this project that a module names in an import, wherever it stands."""
+    tree = ast.parse(MODULES[name].read_text("utf-8"))
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inner & MODULES.keys() or {str(node.module)}
+    return (found & MODULES.keys()) - {name}
+
+
+IMPORTS = {name: imported_modules(name) for name in MODULES}
+
+
+def folder_of(name: str) -> str:
+    """'offline_packing.sources.formats.jsonl' -> 'sources'; '' for what lies at the root."""
+    parts = name.split(".")
+    is_package = MODULES[name].name == "__init__.py"
+    return parts[1] if len(parts) > (1 if is_package else 2) else ""
+
+
+def packing_imports() -> Iterator[tuple[str, str, str, str]]:
+    """(module, its folder, imported module, its folder) within offline_packing."""
+    for name, imports in IMPORTS.items():
+        if name.startswith("offline_packing."):
+            for other in imports:
+                if other.startswith("offline_packing."):
+                    yield name, folder_of(name), other, folder_of(other)
+
+
+def test_imports_are_found() -> None:
+    assert len(MODULES) > 100
+    assert "offline_packing.runs.workspace" in IMPORTS["offline_packing.runs.run"]
+    assert "offline_packing.planner.plan_packs" in IMPORTS["offline_packing"]  # in a function
+
+
+def reachable(name: str) -> set[str]:
+    """The modules that a module imports, and those that these import, and so on."""
+    found: set[str] = set()
+    left = [name]
+    while left:
+        new = IMPORTS[left.pop()] - found
+        found |= new
+        left += new
+    return found
+
+
+def test_no_circles() -> None:
+    circular = sorted(name for name in MODULES if name in reachable(name))
+    assert len(circular) <= MAX_IN_CIRCLES, circular
+
+
+def test_folders_import_only_those_before() -> None:
+    folders = {path.name for path in (ROOT / "offline_packing").iterdir() if path.is_dir()}
+    assert folders - {"__pycache__"} <= set(ORDER)
+    wrong = [
+        f"{name} imports {other}"
+        for name, folder, other, other_folder in packing_imports()
+        if folder and other_folder and ORDER.index(folder) < ORDER.index(other_folder)
+    ]
+    assert wrong == []
+
+
+def test_stages_do_not_import_each_other() -> None:
+    wrong = [
+        f"{name} imports {other}"
+        for name, folder, other, other_folder in packing_imports()
+        if folder != other_folder and {folder, other_folder} <= STAGES
+    ]
+    assert wrong == []
+
+
+def test_packages_import_in_one_direction() -> None:
+    for name, imports in IMPORTS.items():
+        packages = {other.partition(".")[0] for other in imports}
+        if name.startswith("task_encoders"):
+            assert packages <= {"task_encoders"}, name
+        elif name.startswith("offline_packing"):
+            # the demo trains, and says so when it runs
+            assert packages <= {"task_encoders", "offline_packing"} or ".demo" in name, name
+
+
+def test_tree() -> None:
+    root = ROOT / "offline_packing"
+    assert {path.name for path in root.glob("*.py")} == {"__init__.py", "errors.py"}
+    modules = Counter(path.parent for path in root.rglob("*.py") if path.name != "__init__.py")
+    too_full = {str(folder): n for folder, n in modules.items() if n > MAX_MODULES_OF_FOLDER}
+    too_full = {name: n for name, n in too_full.items() if not name.endswith("strategies")}
+    assert len(too_full) <= MAX_FULL_FOLDERS, too_full
+    for folder in modules:
+        assert (folder / "__init__.py").read_text().startswith('"""'), folder
+
+
+def test_sizes() -> None:
+    files = list((ROOT / "offline_packing").rglob("*.py"))
+    lines = {path: len(path.read_text("utf-8").splitlines()) for path in MODULES.values()}
+    long = {str(path): n for path, n in lines.items() if n > MAX_FILE_LINES}
+    assert len(long) <= MAX_LONG_FILES, long
+    assert len(files) <= MAX_MODULES
+    assert sum(lines[path] for path in files) <= MAX_LINES
+
+
+def test_functions_are_short() -> None:
+    long = set()
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    long.add(f"{name}.{node.name}")
+    assert long >= LONG_FUNCTIONS
+    assert len(long - LONG_FUNCTIONS) <= MAX_LONG_FUNCTIONS, long - LONG_FUNCTIONS
