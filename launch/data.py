@@ -22,6 +22,7 @@ from launch.config import DataConfig
 from launch.data_manifest import PackedData
 from launch.loader_state import from_plain, to_plain
 from task_encoders.energon_samples import PackedBatch
+from task_encoders.families import ModelSettings
 from task_encoders.packed_task_encoder import (
     Qwen2VLTaskEncoder,
     get_packed_train_dataset,
@@ -83,14 +84,14 @@ def build_task_encoder(
         family: of the model that is trained (default: as measured). Lengths are the same in both;
             the positions of videos are not.
     """
-    settings = {**data.model, "family": family or data.model["family"]}
-    if config.processor is not None:
-        settings["processor"] = config.processor
+    instead = {"family": family, "processor": config.processor}
+    changes = {name: value for name, value in instead.items() if value is not None}
+    model = ModelSettings.model_validate({**data.model.model_dump(), **changes})
     return Qwen2VLTaskEncoder(
         seq_length=data.seq_length,
         pad_to_seq_length=config.pad_to_seq_length,
         cross_sample_attention=config.cross_sample_attention,
-        **settings,
+        model=model,
     )
 
 

@@ -8,22 +8,11 @@ many tokens and samples as without packing, on average.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from offline_packing.config.packing import ModelConfig
 from offline_packing.errors import StageError
 from offline_packing.storage.files import hash_bytes, read_json
-
-#: Settings that measuring and training must share, as the task encoder names them.
-MODEL_FIELDS: Final = (
-    "family",
-    "processor",
-    "min_pixels",
-    "max_pixels",
-    "max_aspect_ratio",
-    "max_image_pixels",
-    "video",
-)
+from task_encoders.families import ModelSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +26,8 @@ class PackedData:
     samples_per_pack: float
     #: of the longest packs
     seq_length: int
-    #: how the samples were measured, by name in MODEL_FIELDS
-    model: Mapping[str, Any]
+    #: how the samples were measured
+    model: ModelSettings
     #: changes with the content of any of the datasets
     content_hash: str
 
@@ -60,15 +49,15 @@ def read_packed_data(path: Path) -> PackedData:
     """
     folders = [(path, 1.0)] if path.is_dir() else _folders_of_blend(path)
     manifests = [_read_manifest(folder) for folder, _ in folders]
-    models = [_model_settings(manifest) for manifest in manifests]
+    models = [ModelSettings.model_validate(manifest["config"]["model"]) for manifest in manifests]
     for (folder, _), model in zip(folders, models, strict=True):
-        differing = [name for name in MODEL_FIELDS if model[name] != models[0][name]]
-        if differing:
-            name = differing[0]
-            raise StageError(
-                f"{path}: {folders[0][0]} was measured with {name} {models[0][name]!r}, {folder} "
-                f"with {model[name]!r}; pack both with the same"
-            )
+        for name, value in model:
+            first = getattr(models[0], name)
+            if value != first:
+                raise StageError(
+                    f"{path}: {folders[0][0]} was measured with {name} {first!r}, {folder} with "
+                    f"{value!r}; pack both with the same"
+                )
     packs = [_count_train(manifest, "packs") for manifest in manifests]
     samples = [_count_train(manifest, "samples") for manifest in manifests]
     weights = [weight for _, weight in folders]
@@ -94,14 +83,6 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if not _count_train(manifest, "packs"):
         raise StageError(f"{folder} has no packs in its train split; pack it with output.split")
     return manifest
-
-
-def _model_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    model = ModelConfig.model_validate(manifest["config"]["model"])
-    return {
-        name: model.video_settings() if name == "video" else getattr(model, name)
-        for name in MODEL_FIELDS
-    }
 
 
 def _count_train(manifest: Mapping[str, Any], what: str) -> int:

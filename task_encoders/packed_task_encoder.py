@@ -31,8 +31,7 @@ from task_encoders.energon_samples import (
     batch_rows,
     sample_loader,
 )
-from task_encoders.families import build_sample_encoder
-from task_encoders.media.video import VideoSettings
+from task_encoders.families import ModelSettings, build_sample_encoder
 from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.pack_format import RestoredPack, match_images, restore_pack
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
@@ -54,13 +53,11 @@ class Qwen2VLTaskEncoder(
     """Restores packs, tokenizes each sub-sample as it was measured, and concatenates them.
 
     Args:
-        processor: "builtin", a checkpoint folder or a hub name; as when the packs were measured.
         seq_length: capacity of a pack in tokens. Sub-samples of a pack written by others that go
             over it are dropped from its end, and counted.
-        min_pixels, max_pixels, max_aspect_ratio, max_image_pixels: as when the packs were
-            measured; the folder's manifest.json says what that was.
-        video: which frames of videos are taken; as when the packs were measured.
-        family: model family, see `families.FAMILIES`.
+        model: as when the packs were measured; the folder's manifest.json says what that was.
+        options: instead of `model`, its fields by name: family, processor ("builtin", a checkpoint
+            folder or a hub name), min_pixels, max_pixels, video (a VideoSettings), …
         pad_multiple: pad every sub-sample to a multiple (see `required_pad_multiple`).
         pad_to_seq_length: pad every pack to `seq_length`, for kernels compiled per shape.
         cross_sample_attention: let a pack's samples attend to each other.
@@ -76,30 +73,17 @@ class Qwen2VLTaskEncoder(
         self,
         *,
         seq_length: int,
-        processor: str = "builtin",
-        family: str = "qwen2_vl",
-        min_pixels: int = 56 * 56,
-        max_pixels: int = 28 * 28 * 5120,
-        max_aspect_ratio: float = 200,
-        max_image_pixels: int | None = None,
-        video: VideoSettings | None = None,
+        model: ModelSettings | None = None,
         pad_multiple: int = 1,
         pad_to_seq_length: bool = False,
         cross_sample_attention: bool = False,
         check_lengths: bool = True,
         settings: PackingSettings | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         self.settings = settings or PackingSettings.from_env()
-        self.encoder = build_sample_encoder(
-            family,
-            processor,
-            min_pixels=min_pixels,
-            max_pixels=max_pixels,
-            max_aspect_ratio=max_aspect_ratio,
-            max_image_pixels=max_image_pixels,
-            video=video,
-        )
+        self.encoder = build_sample_encoder(model, **options)
         self.seq_length = seq_length
         self.pad_multiple = pad_multiple
         self.pad_to_length = seq_length if pad_to_seq_length else None

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SourceSample
 from task_encoders.text.tokenizer import Tokenizer
@@ -43,7 +44,7 @@ class EncodedSample:
     key: str
     tokens: npt.NDArray[np.int64]  #: (S,)
     labels: npt.NDArray[np.int64]  #: (S,)
-    position_ids: npt.NDArray[np.int64]  #: (3, S) temporal, height, width
+    position_ids: npt.NDArray[np.int64]  #: (3, S) temporal, height, width; or (1, S)
     pixel_values: npt.NDArray[np.float32]  #: (P, D)
     image_grid_thw: npt.NDArray[np.int32]  #: (N, 3) in patches
     pixel_values_videos: npt.NDArray[np.float32]  #: (Q, D)
@@ -64,6 +65,9 @@ class SampleEncoder(Protocol):
     @property
     def fingerprint(self) -> Mapping[str, str | int]:
         """Everything that lengths depend on: family, tokenizer, template, pixel limits, frames."""
+
+    def sample_video(self, header: VideoHeader) -> SampledVideo:
+        """Which frames are taken of a video, and their grid. Raises SampleError."""
 
     def measure(
         self,

@@ -34,10 +34,10 @@ import orjson
 import pyarrow.parquet as pq
 from PIL import Image
 
-from offline_packing.config.packing import ModelConfig
 from offline_packing.measure.measure_part import MeasureTask, measure_part
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import PairsSource
+from task_encoders.families import ModelSettings, build_sample_encoder
 from task_encoders.text.builtin_processor import builtin_processor
 from task_encoders.text.tokenizer import load_tokenizer
 
@@ -107,7 +107,7 @@ def run_measure(folder: Path, out: Path) -> list[int]:
     """The real stage in this process: one task from scan to a part of the index."""
     source = PairsSource(str(folder), "vqa")
     (part,) = source.scan(1 << 30).parts
-    model = ModelConfig()
+    model = ModelSettings()
     index_path = out / "index.parquet"
     measure_part(MeasureTask(0, source, 0, part, model, index_path, out / "set_aside.parquet"))
     return pq.read_table(index_path, columns=["num_tokens"])["num_tokens"].to_pylist()
@@ -139,16 +139,13 @@ def draw_video(container: str, codec: str, seed: int) -> bytes:
 
 def benchmark_videos(count: int) -> None:
     """Print what the length of a video costs by header, by libavformat and by decoding."""
-    from task_encoders.media import video, video_file
-    from task_encoders.media.image import VisionSettings
+    from task_encoders.media import video_file
 
-    limits = ModelConfig()
-    vision = VisionSettings(limits.min_pixels, limits.max_pixels)
-    settings = limits.video_settings()
+    encoder = build_sample_encoder()
     ways: dict[str, tuple[int, Callable[[bytes], object]]] = {
         "header": (100, lambda data: video_file.read_video_header(io.BytesIO(data))),
         "libavformat": (10, lambda data: video_file._ask_pyav(io.BytesIO(data), data[:12])),
-        "decode": (1, lambda data: video.video_patches(data, settings, vision)),
+        "decode": (1, encoder.encode_video),
     }
     for container, codec in (("mp4", "libx264"), ("webm", "libvpx-vp9")):
         files = [draw_video(container, codec, seed) for seed in range(count)]
@@ -172,8 +169,8 @@ def main() -> None:
         data.mkdir()
         out.mkdir()
         draw_pairs(data, count)
-        open_encoder(ModelConfig())
-        limits = ModelConfig()
+        open_encoder(ModelSettings())
+        limits = ModelSettings()
         processor = builtin_processor(min_pixels=limits.min_pixels, max_pixels=limits.max_pixels)
         run_floor(data, min(count, 100))  # files and code into memory
         run_measure(data, out)

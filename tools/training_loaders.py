@@ -20,12 +20,12 @@ from megatron.energon import (
 )
 from torch.nn import functional as F
 
-from offline_packing.config.packing import ModelConfig
 from offline_packing.layouts.energon_metadata import index_pack_folder
 from offline_packing.storage.files import read_json
 from offline_packing.storage.tar_shards import TarShardWriter, scan_tar
 from task_encoders.concatenate import PackedRow, merge_rows
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
+from task_encoders.families import ModelSettings
 from task_encoders.pack_format import (
     JSON_PART,
     PackedSubSample,
@@ -161,10 +161,8 @@ def build_loader(
 ) -> SavableDataLoader[PackedBatch]:
     """One pass over the samples in a mode of MODES."""
     manifest = read_json(packed / "manifest.json")
-    names = ("family", "processor", "min_pixels", "max_pixels", "max_aspect_ratio")
-    model = ModelConfig.model_validate(manifest["config"]["model"])
-    options: dict[str, Any] = {name: getattr(model, name) for name in names}
-    options["video"] = model.video_settings()
+    model = ModelSettings.model_validate(manifest["config"]["model"])
+    options: dict[str, Any] = {"model": model}
     task = manifest["task"]
     options["settings"] = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
     options["seq_length"] = manifest["seq_length"]

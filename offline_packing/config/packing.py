@@ -5,12 +5,11 @@ Every model is frozen and refuses unknown keys. Relative paths are relative to t
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -26,53 +25,17 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.rules import check_combination
 from offline_packing.sources import SOURCES, source_class
 from offline_packing.sources.fields import FieldMap
-from task_encoders.families import FAMILIES
-from task_encoders.media.video import VideoSettings
-from task_encoders.media.video_file import MAX_VIDEO_FRAMES
+from task_encoders.families import ModelSettings
+from task_encoders.field_types import Count, LocalOrRemotePath, NonNegative, not_bool, one_of
 
 #: Copies of a sample are rows of their own: more of them is a slip of the pen.
 MAX_REPEAT: Final = 1000
 #: Lengths are 32-bit numbers in plans, everything else is a 64-bit one in artifacts.
 MAX_SEQ_LENGTH: Final = 2**31 - 1
-_MAX_INTEGER: Final = 2**63 - 1
-
-
-def _not_bool(value: Any) -> Any:
-    if isinstance(value, bool):  # pydantic would read true as 1
-        raise ValueError("a number is needed")
-    return value
 
 
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
-
-
-def one_of(registry: Collection[str]) -> AfterValidator:
-    """A check that a value is a name in a registry."""
-
-    def check(name: str) -> str:
-        if name not in registry:
-            raise ValueError(f"not a known name; choose one of: {', '.join(registry)}")
-        return name
-
-    return AfterValidator(check)
-
-
-def _expand_user(path: Any) -> Any:
-    if isinstance(path, str) and path.startswith("~"):
-        expanded = os.path.expanduser(path)
-        if expanded.startswith("~"):  # pyarrow would expand it, where others do not
-            raise ValueError(f"{path!r} names no home folder; write the path out")
-        return expanded
-    return path
-
-
-LocalOrRemotePath = Annotated[str, BeforeValidator(_expand_user)]
-Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1, le=_MAX_INTEGER)]
-NonNegative = Annotated[int, BeforeValidator(_not_bool), Field(ge=0, le=_MAX_INTEGER)]
-
-
-_VIDEO: Final = VideoSettings()
 
 
 class _Config(BaseModel):
@@ -104,9 +67,9 @@ class SourceConfig(_Config):
     #: outputs whose samples, packed or set aside, are left out: these are new data
     skip: Annotated[tuple[LocalOrRemotePath, ...], BeforeValidator(_listed)] = ()
     #: how often each sample is used; of a fraction, a part of the samples once more
-    repeat: Annotated[float, BeforeValidator(_not_bool), Field(gt=0, le=MAX_REPEAT)] = 1
+    repeat: Annotated[float, BeforeValidator(not_bool), Field(gt=0, le=MAX_REPEAT)] = 1
     #: share of all samples that this source is to have, in proportion to the other sources' weights
-    weight: Annotated[float, BeforeValidator(_not_bool), Field(gt=0)] | None = None
+    weight: Annotated[float, BeforeValidator(not_bool), Field(gt=0)] | None = None
 
     @field_validator("format")
     @classmethod
@@ -128,68 +91,6 @@ class SourceConfig(_Config):
             FieldMap(self.fields)
         except ConfigError as error:
             raise ValueError(str(error)) from error
-        return self
-
-
-class ModelConfig(_Config):
-    """What lengths depend on; the same values must be used in training."""
-
-    #: a name in FAMILIES
-    family: Annotated[str, one_of(FAMILIES)] = "qwen2_vl"
-    #: "builtin", a checkpoint folder, or a hub name
-    processor: LocalOrRemotePath = "builtin"
-    min_pixels: Count = 56 * 56
-    max_pixels: Count = 28 * 28 * 5120
-    max_aspect_ratio: Annotated[float, BeforeValidator(_not_bool), Field(ge=1)] = 200
-    #: an image with more pixels in its file is set aside (default: Pillow's bomb threshold)
-    max_image_pixels: Count | None = None
-    #: frames taken of a second of video, and of a whole one, as far as it has them
-    video_fps: Annotated[float, BeforeValidator(_not_bool), Field(gt=0)] = _VIDEO.fps
-    video_min_frames: Count = _VIDEO.min_frames
-    video_max_frames: Count = _VIDEO.max_frames
-    #: limits of a frame after resizing
-    video_min_pixels: Count = _VIDEO.min_pixels
-    video_max_pixels: Count = _VIDEO.max_pixels
-    #: frames of a video share 0.9 times that many tokens' pixels (default: no such limit)
-    video_max_tokens: Count | None = None
-    #: a video with more frames in its file is set aside
-    max_video_frames: Count = MAX_VIDEO_FRAMES
-
-    def encoder_options(self) -> dict[str, Any]:
-        """Keyword arguments of `build_sample_encoder`, and of the task encoder."""
-        return {
-            "family": self.family,
-            "processor": self.processor,
-            "min_pixels": self.min_pixels,
-            "max_pixels": self.max_pixels,
-            "max_aspect_ratio": self.max_aspect_ratio,
-            "max_image_pixels": self.max_image_pixels,
-            "video": self.video_settings(),
-        }
-
-    def video_settings(self) -> VideoSettings:
-        """What an encoder takes. Raises ValueError where the limits contradict each other."""
-        return VideoSettings(
-            fps=self.video_fps,
-            min_frames=self.video_min_frames,
-            max_frames=self.video_max_frames,
-            min_pixels=self.video_min_pixels,
-            max_pixels=self.video_max_pixels,
-            max_tokens=self.video_max_tokens,
-            max_file_frames=self.max_video_frames,
-        )
-
-    @model_validator(mode="after")
-    def _check_videos(self) -> "ModelConfig":
-        self.video_settings()
-        return self
-
-    @model_validator(mode="after")
-    def _check_pixels(self) -> "ModelConfig":
-        if self.min_pixels > self.max_pixels:
-            raise ValueError(
-                f"min_pixels {self.min_pixels} > max_pixels {self.max_pixels}; lower min_pixels"
-            )
         return self
 
 
@@ -229,9 +130,9 @@ class PackConfig(_Config):
     #: packs with fewer samples are dissolved, their samples set aside
     min_samples: Count = 1
     #: likewise for packs with fewer tokens than this share of seq_length
-    min_fill: Annotated[float, BeforeValidator(_not_bool), Field(ge=0, le=1)] = 0.0
+    min_fill: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.0
     #: `run` stops before it writes where a larger share of the samples is set aside
-    max_set_aside: Annotated[float, BeforeValidator(_not_bool), Field(ge=0, le=1)] = 0.05
+    max_set_aside: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.05
 
     @field_validator("strategy")
     @classmethod
@@ -337,7 +238,7 @@ class PackingConfig(_Config):
     """Everything one packed dataset is made from."""
 
     source: tuple[SourceConfig, ...]
-    model: ModelConfig = ModelConfig()
+    model: ModelSettings = ModelSettings()
     pack: PackConfig = PackConfig()
     output: OutputConfig
     engine: EngineConfig = Field(default_factory=EngineConfig)

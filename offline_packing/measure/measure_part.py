@@ -13,7 +13,6 @@ from typing import Final
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from offline_packing.config.packing import ModelConfig
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
 from offline_packing.index.stamps import sample_stamp
@@ -25,6 +24,7 @@ from offline_packing.measure.skip import NewRecords
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
 from offline_packing.sources.records import to_sample
+from task_encoders.families import ModelSettings
 from task_encoders.media.image import MAX_IMAGE_PIXELS, read_image_header
 from task_encoders.media.video_file import (
     MAX_VIDEO_FRAMES,
@@ -50,7 +50,7 @@ class MeasureTask:
     source: Source
     source_id: int
     part: SourcePart
-    model: ModelConfig
+    model: ModelSettings
     index_path: Path
     set_aside_path: Path
     #: how often each sample is used, and what decides where that is no whole number

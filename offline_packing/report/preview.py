@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.config.packing import ModelConfig
 from offline_packing.errors import StageError
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import check_energon
 from offline_packing.runs.manifest import Manifest, require_manifest
 from offline_packing.runs.run import Run
+from task_encoders.families import ModelSettings
 from task_encoders.media.image import MAX_IMAGE_PIXELS, decode_image
-from task_encoders.media.video import num_sampled_frames, sampled_frames
 from task_encoders.media.video_file import decode_frames, read_video_header
 from task_encoders.pack_format import JSON_PART, pack_key, parse_json, restore_pack
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.sample_encoder import IGNORE_INDEX, SampleEncoder
 from task_encoders.samples import SourceSample
 from task_encoders.settings import PackingSettings
 from task_encoders.text.tokenizer import Tokenizer
@@ -154,7 +153,7 @@ def _task_encoder(run: Run, manifest: Manifest) -> "Qwen2VLTaskEncoder":
     task = manifest["task"]
     try:
         task_encoder = Qwen2VLTaskEncoder(
-            **run.config.model.encoder_options(),
+            model=run.config.model,
             seq_length=manifest["seq_length"],
             pad_multiple=manifest["pad_multiple"],
             settings=PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr"),
@@ -232,7 +231,7 @@ def _sub_samples(
             for name in sample.images
         )
         videos = tuple(
-            _video(name, members[name], next(video_grids), run.config.model)
+            _video(name, members[name], next(video_grids), task_encoder.encoder, run.config.model)
             for name in sample.videos
         )
         labels = row.row.labels[start:end].numpy()
@@ -254,18 +253,19 @@ def _image(name: str, data: bytes, grid: Sequence[int], max_image_pixels: int) -
     return ImagePreview(name, image.width, image.height, (t, h, w), data)
 
 
-def _video(name: str, data: bytes, grid: Sequence[int], model: ModelConfig) -> VideoPreview:
+def _video(
+    name: str, data: bytes, grid: Sequence[int], encoder: SampleEncoder, model: ModelSettings
+) -> VideoPreview:
     limit = model.max_image_pixels or MAX_IMAGE_PIXELS
     header = read_video_header(
         io.BytesIO(data), max_frame_pixels=limit, max_frames=model.max_video_frames
     )
-    num_frames = num_sampled_frames(header, model.video_settings())
-    numbers = sampled_frames(header.num_frames, num_frames)
-    first = next(decode_frames(data, header, numbers[:1], limit))
+    frames = encoder.sample_video(header).frames
+    first = next(decode_frames(data, header, frames[:1], limit))
     buffer = io.BytesIO()
     first.save(buffer, "PNG")
     t, h, w = grid
-    return VideoPreview(name, first.width, first.height, (t, h, w), num_frames, buffer.getvalue())
+    return VideoPreview(name, first.width, first.height, (t, h, w), len(frames), buffer.getvalue())
 
 
 def spell_row(

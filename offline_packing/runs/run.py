@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from offline_packing.config.packing import ModelConfig, PackingConfig, SourceConfig
+from offline_packing.config.packing import PackingConfig, SourceConfig
 from offline_packing.engines import ENGINES, Engine
 from offline_packing.errors import ConfigError
 from offline_packing.index.stamps import MODIFICATION_TIME
@@ -17,7 +17,7 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.runs.workspace import Workspace
 from offline_packing.sources import Source, source_class
 from offline_packing.storage.fingerprint import Fingerprint
-from task_encoders.families import build_sample_encoder
+from task_encoders.families import ModelSettings, build_sample_encoder
 from task_encoders.sample_encoder import SampleEncoder
 
 
@@ -103,14 +103,14 @@ def open_sources(config: PackingConfig) -> list[Source]:
 
 
 @functools.lru_cache(maxsize=4)
-def open_encoder(model: ModelConfig) -> SampleEncoder:
+def open_encoder(model: ModelSettings) -> SampleEncoder:
     """The sample encoder of a model, built once per process.
 
     Raises:
         ConfigError: there is no such model, or its limits contradict each other.
     """
     try:
-        return build_sample_encoder(**model.encoder_options())
+        return build_sample_encoder(model)
     except (ValueError, OSError) as error:
         raise ConfigError(f"model: {' '.join(str(error).split())}") from error
 

@@ -8,13 +8,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.config.packing import ModelConfig
 from offline_packing.errors import StageError
 from offline_packing.index.table import key_hash
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import Row, ShardTask
 from offline_packing.runs.run import open_encoder
 from offline_packing.storage.files import hash_file
+from task_encoders.families import ModelSettings
 from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.pack_format import JSON_PART, PackFormatError, parse_json, restore_pack
 from task_encoders.samples import SampleError, SourceSample
@@ -65,7 +65,7 @@ class VerifyTask:
     shard: ShardTask
     expected: Mapping[str, Any]
     pad_multiple: int
-    model: ModelConfig
+    model: ModelSettings
     deep: bool
 
     @property

@@ -1,68 +1,117 @@
 """One module per model family, and `FAMILIES`.
 
-May import: samples, media, text, sample_encoder.
+A family owns all that sets it apart: sizes, limits, normalisation, frames, template, tokens,
+positions. `encoder` is what all share, `qwen_vl` what Qwen's do. May import: samples, media, text,
+sample_encoder, field_types.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
 
+from pydantic import field_validator, model_validator
+
+from task_encoders.families.family import Family
+from task_encoders.families.llava_onevision_1_5 import LLAVA_ONEVISION_1_5
+from task_encoders.families.options import ModelOptions
+from task_encoders.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
+from task_encoders.families.qwen3_vl import QWEN3_5, QWEN3_VL
+from task_encoders.field_types import one_of
 from task_encoders.media.video import VideoSettings
 from task_encoders.sample_encoder import SampleEncoder
-from task_encoders.text.tokenizer import QWEN2_5_TEXT_TOKENS
 
-
-def _qwen2_vl(**options: Any) -> SampleEncoder:
-    from task_encoders.families.qwen2_vl import Qwen2VLSampleEncoder
-
-    return Qwen2VLSampleEncoder(**options)
-
-
-def _qwen2_5_vl(**options: Any) -> SampleEncoder:
-    from task_encoders.families.qwen2_vl import Qwen2VLSampleEncoder, read_tokens_per_second
-
-    rate = read_tokens_per_second(options["processor"])
-    return Qwen2VLSampleEncoder(tokens_per_second=rate, text_tokens=QWEN2_5_TEXT_TOKENS, **options)
-
-
-#: A model family is one module and one line here. Qwen2.5-VL has Qwen2-VL's tokens; the positions
-#: of its videos follow the time.
-FAMILIES: Final[Mapping[str, Callable[..., SampleEncoder]]] = {
-    "qwen2_vl": _qwen2_vl,
-    "qwen2_5_vl": _qwen2_5_vl,
+#: A model family is one module, and its name here.
+FAMILIES: Final[Mapping[str, Family]] = {
+    family.name: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_5, LLAVA_ONEVISION_1_5)
 }
+
+#: Options that not every family has.
+_FAMILY_OPTIONS: Final = frozenset(name for one in FAMILIES.values() for name in one.defaults)
+
+
+class ModelSettings(ModelOptions):
+    """`ModelOptions` of a known family, with its defaults filled in.
+
+    Also takes `video=VideoSettings(…)` for the options of videos.
+
+    Raises:
+        ValueError (pydantic.ValidationError): unknown family or option, a bad value, or an option
+            that the family does not have.
+    """
+
+    family: Annotated[str, one_of(FAMILIES)] = ModelOptions.model_fields["family"].default
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        values = {name: value for name, value in given.items() if value is not None}
+        values |= _from_video(values.pop("video", None))
+        family = FAMILIES.get(values.get("family", cls.model_fields["family"].default))
+        if family is None:
+            return values
+        for name in _FAMILY_OPTIONS.intersection(values):
+            has_it = name in family.defaults
+            if not values[name] and has_it and not isinstance(values[name], bool):
+                raise ValueError(f"{name} {values[name]} must be above 0")
+            if values[name] and not has_it:
+                raise ValueError(f"family {family.name} has no {name}; remove it")
+        return values
+
+    @model_validator(mode="after")
+    def _fill_in(self) -> "ModelSettings":
+        for name, default in FAMILIES[self.family].defaults.items():
+            if name not in self.model_fields_set:
+                self.__dict__[name] = default  # frozen for everybody else
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(
+                f"min_pixels {self.min_pixels} > max_pixels {self.max_pixels}; lower min_pixels"
+            )
+        if self.video_fps:
+            _ = self.video
+        return self
+
+    @field_validator("max_aspect_ratio")
+    @classmethod
+    def _check_aspect_ratio(cls, ratio: float) -> float:
+        if 0 < ratio < 1:
+            raise ValueError("the longer side over the shorter is at least 1")
+        return ratio
+
+
+def _from_video(video: VideoSettings | None) -> dict[str, Any]:
+    """The options that are set in it."""
+    if video is None:
+        return {}
+    named = {
+        "video_fps": video.fps,
+        "video_min_frames": video.min_frames,
+        "video_max_frames": video.max_frames,
+        "video_min_pixels": video.min_pixels,
+        "video_max_pixels": video.max_pixels,
+        "video_max_tokens": video.max_tokens,
+        "max_video_frames": video.max_file_frames,
+    }
+    return {name: value for name, value in named.items() if value}
 
 
 def build_sample_encoder(
-    family: str = "qwen2_vl",
-    processor: str = "builtin",
-    *,
-    min_pixels: int = 56 * 56,
-    max_pixels: int = 28 * 28 * 5120,
-    max_aspect_ratio: float = 200,
-    max_image_pixels: int | None = None,
-    video: VideoSettings | None = None,
+    model: ModelSettings | str | None = None, processor: str | None = None, **options: Any
 ) -> SampleEncoder:
-    """The sample encoder of a model family.
+    """The sample encoder of a model.
 
     Args:
-        family: a name in FAMILIES.
+        model: its settings whole; or a name in FAMILIES, with the others.
         processor: "builtin" (the Qwen vocabulary, no hub), a checkpoint folder, or a hub name.
-        min_pixels, max_pixels: limits of an image after resizing; those the model trains with.
-        max_aspect_ratio: an image longer than this in one direction is refused.
-        max_image_pixels: an image with more pixels in its file is refused (media.image's default).
-        video: which frames of a video are taken, and their limits (media.video's default).
+        options: the other fields of ModelSettings: min_pixels, max_pixels, video, …
 
     Raises:
-        ValueError: unknown family, or a checkpoint whose chat template is not the family's.
+        ValueError: see ModelSettings; or a checkpoint whose chat template is not the family's.
     """
-    if family not in FAMILIES:
-        raise ValueError(f"unknown model family {family!r}; valid: {', '.join(FAMILIES)}")
-    options: dict[str, Any] = {"max_image_pixels": max_image_pixels} if max_image_pixels else {}
-    return FAMILIES[family](
-        processor=processor,
-        min_pixels=min_pixels,
-        max_pixels=max_pixels,
-        max_aspect_ratio=max_aspect_ratio,
-        video=video or VideoSettings(),
-        **options,
-    )
+    if not isinstance(model, ModelSettings):
+        named = {"family": model, "processor": processor}
+        given = {name: value for name, value in named.items() if value is not None}
+        model = ModelSettings.model_validate({**given, **options})
+    elif processor or options:
+        raise TypeError("settings given twice: whole, and by name")
+    return FAMILIES[model.family].build(model)

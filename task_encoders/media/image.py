@@ -9,7 +9,7 @@ import io
 import math
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import BinaryIO, Final, Protocol
 
 import numpy as np
@@ -49,13 +49,14 @@ class VisionSettings:
 
     min_pixels: int
     max_pixels: int
-    max_aspect_ratio: float = 200
+    max_aspect_ratio: float
     max_image_pixels: int = MAX_IMAGE_PIXELS
-    patch_size: int = 14
+    _: KW_ONLY
+    patch_size: int
     temporal_patch_size: int = 2
     merge_size: int = 2
-    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
-    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
 
     def __post_init__(self) -> None:
         smallest = self.factor**2

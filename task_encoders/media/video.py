@@ -1,6 +1,6 @@
 """Videos: which frames are taken, and their patches for the vision tower.
 
-header ──▶ which frames (2 a second, as transformers' Qwen2VLVideoProcessor samples) ──▶ grid
+header ──▶ which frames (spread evenly, as `sample_video`; a family may have its own rule) ──▶ grid
 bytes  ──▶ those frames, decoded in order ──▶ patches, by the code that makes those of images
 
 Both stages ask `video_file.read_video_header`, so that they agree on every grid.
@@ -8,8 +8,10 @@ Both stages ask `video_file.read_video_header`, so that they agree on every grid
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,20 +29,16 @@ from task_encoders.samples import SampleError
 
 @dataclass(frozen=True, slots=True)
 class VideoSettings:
-    """Which frames of a video are taken, and how large they may become.
-
-    Defaults are those of transformers' `Qwen2VLVideoProcessor`, with `fps` 2 as the published
-    checkpoints were trained.
-    """
+    """Which frames of a video are taken, and how large they may become. 0: the family's default."""
 
     #: frames taken per second
-    fps: float = 2.0
+    fps: float = 0
     #: frames taken of a shorter or longer video, as far as it has them
-    min_frames: int = 4
-    max_frames: int = 768
+    min_frames: int = 0
+    max_frames: int = 0
     #: limits of a frame after resizing
-    min_pixels: int = 128 * 28 * 28
-    max_pixels: int = 768 * 28 * 28
+    min_pixels: int = 0
+    max_pixels: int = 0
     #: with a number, the frames of a video share 0.9 times that many tokens' pixels (transformers'
     #: `cap_pixels_per_frame` and `max_video_tokens`)
     max_tokens: int | None = None
@@ -48,15 +46,24 @@ class VideoSettings:
     max_file_frames: int = MAX_VIDEO_FRAMES
 
     def __post_init__(self) -> None:
-        if not self.fps > 0 or not math.isfinite(self.fps):
+        if not self.fps >= 0 or not math.isfinite(self.fps):
             raise ValueError(f"video_fps {self.fps} must be above 0")
         for name in ("frames", "pixels"):
             least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
-            if not 2 <= least <= most:
+            if not 2 <= (least or 2) <= (most or least or 2):
                 raise ValueError(
                     f"video_min_{name} {least} and video_max_{name} {most} must satisfy "
                     "2 <= min <= max"
                 )
+
+
+class SampledVideo(NamedTuple):
+    """The frames that are taken of a video."""
+
+    grid: tuple[int, int, int]  #: (t, h, w) in patches
+    frames: Sequence[int]  #: their numbers, ascending
+    seconds_per_step: float  #: seconds of video in one step of t, in float32
+    fps: float | None  #: frames per second in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,27 +140,45 @@ def video_grid(
     return -(-num_sampled // depth), height // patch, width // patch
 
 
-def video_patches(
-    data: bytes, settings: VideoSettings, vision_settings: VisionSettings
-) -> tuple[npt.NDArray[np.float32], tuple[int, int, int], float]:
-    """A video file as normalised patches, the counterpart of `image.image_patches`.
-
-    Returns:
-        pixel_values (t·h·w, C·T·p·p), the grid (t, h, w), and the seconds in one step of t.
+def sample_video(
+    header: VideoHeader, settings: VideoSettings, vision_settings: VisionSettings
+) -> SampledVideo:
+    """Frames spread evenly, resized one by one: the rule of Qwen2-VL's video processor.
 
     Raises:
-        SampleError: as read_video_header and video_grid; truncated_video where fewer frames can be
-            decoded than the container has.
+        SampleError: as video_grid.
     """
-    header = read_video_header(
-        BytesIO(data),
-        max_frame_pixels=vision_settings.max_image_pixels,
-        max_frames=settings.max_file_frames,
-    )
-    grid = video_grid(header, settings, vision_settings)
     depth = vision_settings.temporal_patch_size
     num_sampled = num_sampled_frames(header, settings, depth)
-    numbers = sampled_frames(header.num_frames, num_sampled)
-    frames = decode_frames(data, header, numbers, vision_settings.max_image_pixels)
-    pixel_values = image.frame_patches(frames, grid, vision_settings)
-    return pixel_values, grid, seconds_per_grid(header, num_sampled, depth)
+    return SampledVideo(
+        video_grid(header, settings, vision_settings),
+        sampled_frames(header.num_frames, num_sampled),
+        seconds_per_grid(header, num_sampled, depth),
+        header.fps,
+    )
+
+
+def video_patches(
+    data: bytes,
+    sample: Callable[[VideoHeader], SampledVideo],
+    vision_settings: VisionSettings,
+    max_frames: int = MAX_VIDEO_FRAMES,
+) -> tuple[npt.NDArray[np.float32], SampledVideo]:
+    """A video file as normalised patches, the counterpart of `image.image_patches`.
+
+    Args:
+        sample: which frames are taken.
+        max_frames: a video with more frames in its file is refused.
+
+    Returns:
+        pixel_values (t·h·w, C·T·p·p), and the frames they are of.
+
+    Raises:
+        SampleError: as read_video_header and `sample`; truncated_video where fewer frames can be
+            decoded than the container has.
+    """
+    limit = vision_settings.max_image_pixels
+    header = read_video_header(BytesIO(data), max_frame_pixels=limit, max_frames=max_frames)
+    sampled = sample(header)
+    frames = decode_frames(data, header, sampled.frames, limit)
+    return image.frame_patches(frames, sampled.grid, vision_settings), sampled

@@ -6,7 +6,7 @@ spell what the checkpoint's own Jinja template writes.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from task_encoders.samples import (
@@ -77,21 +77,33 @@ _START, _END = Control("<|im_start|>"), Control("<|im_end|>")
 _ANSWER_END = Control("<|im_end|>", labelled=True)
 
 
-def render(sample: SourceSample) -> Iterator[Piece]:
+def caption_pieces(sample: SourceSample, end: Control) -> Iterator[Piece]:
+    """Images, videos, caption, end token; no template."""
+    yield from [Image()] * len(sample.images)
+    yield from [Video()] * len(sample.videos)
+    yield Answer("", sample.turns[0].answer)
+    yield end
+
+
+def render(sample: SourceSample, default_system: str | None = DEFAULT_SYSTEM) -> Iterator[Piece]:
     """The pieces of a checked sample (`samples.check_sample`).
 
-    Captioning: images, videos, caption, end token; no template. Conversations: ChatML with the
-    default system message where the sample has none, without the newline behind the very last end
-    token.
+    Conversations: ChatML with the default system message, if any, where the sample has none, and
+    without the newline behind the very last end token.
     """
     if sample.task == "captioning":
-        yield from [Image()] * len(sample.images)
-        yield from [Video()] * len(sample.videos)
-        yield Answer("", sample.turns[0].answer)
-        yield _ANSWER_END
-        return
-    yield from _message("system", sample.system if sample.system is not None else DEFAULT_SYSTEM)
-    for i, turn in enumerate(_place_media(sample)):
+        return caption_pieces(sample, _ANSWER_END)
+    system = sample.system if sample.system is not None else default_system
+    return conversation_pieces(sample, place_media(sample), system)
+
+
+def conversation_pieces(
+    sample: SourceSample, turns: Sequence[Turn], system: str | None
+) -> Iterator[Piece]:
+    """ChatML of turns in which every medium has its placeholder."""
+    if system is not None:
+        yield from _message("system", system)
+    for i, turn in enumerate(turns):
         yield _START
         # '<image>\nWhat?' -> 'user\n', image, '\nWhat?'
         first, *parts = _split_at_media(sample, turn.prompt)
@@ -106,7 +118,7 @@ def render(sample: SourceSample) -> Iterator[Piece]:
         yield _START
         yield Answer("assistant\n", turn.answer)
         yield _ANSWER_END
-        if i + 1 < len(sample.turns):
+        if i + 1 < len(turns):
             yield Text("\n")
 
 
@@ -117,7 +129,7 @@ def _message(role: str, content: str) -> Iterator[Piece]:
     yield Text("\n")
 
 
-def _place_media(sample: SourceSample) -> tuple[Turn, ...]:
+def place_media(sample: SourceSample) -> tuple[Turn, ...]:
     """The turns, with all images, and then all videos, in front where no prompt says where they
     belong."""
     front = ""
@@ -146,7 +158,7 @@ def to_messages(sample: SourceSample) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if sample.system is not None:
         messages.append({"role": "system", "content": [{"type": "text", "text": sample.system}]})
-    for turn in _place_media(sample):
+    for turn in place_media(sample):
         content = [
             {"type": "text", "text": part}
             if isinstance(part, str)
@@ -160,8 +172,24 @@ def to_messages(sample: SourceSample) -> list[dict[str, Any]]:
     return messages
 
 
-def check_chat_template(template_renderer: Any, name: str) -> None:
-    """Prove that a checkpoint's Jinja template writes what `render` does.
+def check_checkpoint(
+    processor: str, render: Callable[[SourceSample], Iterator[Piece]], family: str
+) -> None:
+    """Refuse a checkpoint whose chat template is not its family's; see check_chat_template."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(processor, trust_remote_code=False)
+    if tokenizer.chat_template:
+        check_chat_template(tokenizer, processor, render, family)
+
+
+def check_chat_template(
+    template_renderer: Any,
+    name: str,
+    render: Callable[[SourceSample], Iterator[Piece]],
+    family: str,
+) -> None:
+    """Prove that a checkpoint's Jinja template writes what its family's `render` does.
 
     Args:
         template_renderer: a transformers processor or tokenizer with `apply_chat_template`.
@@ -180,8 +208,8 @@ def check_chat_template(template_renderer: Any, name: str) -> None:
         theirs = template_renderer.apply_chat_template(to_messages(sample), tokenize=False)
         if ours != theirs:
             raise ValueError(
-                f"the chat template of {name!r} is not Qwen2-VL's: for a probe dialogue it writes "
-                f"{theirs!r}, expected {ours!r}; name a checkpoint of the configured family"
+                f"the chat template of {name!r} is not that of {family}: for a probe dialogue it "
+                f"writes {theirs!r}, expected {ours!r}; name a checkpoint of the configured family"
             )
 
 

@@ -62,6 +62,15 @@ QWEN2_5_TEXT_TOKENS: Final = (
     "<|file_sep|>",
 )
 
+#: What Qwen3 has behind these.
+QWEN3_TEXT_TOKENS: Final = (
+    *QWEN2_5_TEXT_TOKENS,
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
+
 # Texts on which a tiktoken conversion must agree with the tokenizer it was made from.
 _PROBES: Final = (
     "Hello world",

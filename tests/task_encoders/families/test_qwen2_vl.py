@@ -13,7 +13,12 @@ from task_encoders.media.image import read_image_header
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SourceSample, Turn
 from task_encoders.text.builtin_processor import builtin_processor
-from task_encoders.text.chat_templates import QWEN2_VL_TEMPLATE, check_chat_template, to_messages
+from task_encoders.text.chat_templates import (
+    QWEN2_VL_TEMPLATE,
+    check_chat_template,
+    render,
+    to_messages,
+)
 from tests.helpers.texts_and_images import KINDS, random_image, random_samples
 
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 96
@@ -132,9 +137,9 @@ def test_a_checkpoint_with_another_chat_template_is_refused(processor: Any) -> N
             text = processor.apply_chat_template(messages, **kwargs)
             return text.replace("You are a helpful assistant.", "You are terse.")
 
-    check_chat_template(processor, "builtin")
+    check_chat_template(processor, "builtin", render, "qwen2_vl")
     with pytest.raises(ValueError, match="chat template of 'other'"):
-        check_chat_template(Other(), "other")
+        check_chat_template(Other(), "other", render, "qwen2_vl")
 
 
 def test_captioning_is_vision_tags_caption_and_end_token(processor: Any, encoder: Any) -> None:

@@ -12,9 +12,10 @@ import transformers
 from transformers.video_utils import VideoMetadata
 
 from task_encoders.families import build_sample_encoder
+from task_encoders.families.encoder import Medium
 from task_encoders.media.image import read_image_header
-from task_encoders.media.video import VideoSettings, num_sampled_frames, sampled_frames
-from task_encoders.media.video_file import read_video_header
+from task_encoders.media.video import VideoSettings
+from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn, check_sample
 from task_encoders.text.builtin_processor import builtin_processor
@@ -65,8 +66,8 @@ def make_sample(name: str, task: str = "bmr") -> tuple[SourceSample, list[bytes]
     return sample, [PICTURE] * num_images, [CLIPS[clip] for clip in clips]
 
 
-def encoder_of(family: str) -> Any:
-    return build_sample_encoder(family, max_pixels=MAX_PIXELS, video=VIDEO)
+def encoder_of(family: str, **options: Any) -> Any:
+    return build_sample_encoder(family, max_pixels=MAX_PIXELS, video=VIDEO, **options)
 
 
 def tiny_model(family: str) -> Any:
@@ -106,7 +107,7 @@ def test_every_array_equals_transformers(name: str, family: str) -> None:
     seconds = []  # as Qwen2_5_VLProcessor works it out
     for data in videos:
         header = read_video_header(io.BytesIO(data))
-        indices = sampled_frames(header.num_frames, num_sampled_frames(header, VIDEO))
+        indices = list(encoder_of(family).sample_video(header).frames)
         metadata = VideoMetadata(header.num_frames, fps=header.fps, frames_indices=indices)
         seconds.append(2 / metadata.sampled_fps)
     tokens = torch.from_numpy(encoded.tokens)[None]
@@ -129,6 +130,54 @@ def test_families_differ_in_the_time_of_videos_only() -> None:
     differing = (first.position_ids != second.position_ids).any(axis=0)
     assert differing.any()
     assert set(first.tokens[differing].tolist()) == {VIDEO_PAD}
+
+
+def positions_of_transformers_4(
+    tokens: Any, grids: Sequence[Any], intervals: Sequence[float]
+) -> Any:
+    """What get_rope_index of transformers 4.5x gives: each run of text or of one medium goes on
+    behind the largest position before it."""
+    runs: list[Any] = []
+    media = iter(zip(grids, intervals, strict=True))
+    start = 0
+    while start < len(tokens):
+        behind = 0 if not runs else int(runs[-1].max()) + 1
+        if tokens[start] in (IMAGE_PAD, VIDEO_PAD):
+            (t, h, w), interval = next(media)
+            time = (torch.arange(t) * torch.tensor(interval)).long()
+            sides = torch.arange(h // 2), torch.arange(w // 2)
+            places = torch.stack(torch.meshgrid(time, *sides, indexing="ij"))
+            runs.append(places.reshape(3, -1) + behind)
+        else:
+            runs.append(torch.full((3, 1), behind))
+        start += runs[-1].shape[1]
+    return torch.cat(runs, dim=1).numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_can_go_on_behind_the_last_position_of_a_video(family: str) -> None:
+    sample, images, videos = make_sample("all_in_front")
+    ours = encoder_of(family, video_end="last_position")
+    encoded = ours.encode(sample, images, videos)
+    sampled = [ours.sample_video(read_video_header(io.BytesIO(data))) for data in videos]
+    rate = 2 if family == "qwen2_5_vl" else None
+    intervals = [1.0] + [rate * one.seconds_per_step if rate else 1.0 for one in sampled]
+    grids = [*encoded.image_grid_thw.tolist(), *encoded.video_grid_thw.tolist()]
+    expected = positions_of_transformers_4(encoded.tokens, grids, intervals)
+    np.testing.assert_array_equal(encoded.position_ids, expected)
+    default = encoder_of(family)
+    assert (default.encode(sample, images, videos).position_ids != expected).any()
+    assert default.fingerprint == ours.fingerprint  # lengths do not depend on it
+
+
+@pytest.mark.parametrize(("end", "position"), [("longer_side", 46), ("last_position", 62)])
+def test_where_text_goes_on_behind_twenty_seconds(end: str, position: int) -> None:
+    sample = SourceSample("k", "vqa", (Turn("<video>x", "x"),), videos=("v",))
+    encoder = build_sample_encoder("qwen2_5_vl", video_end=end)
+    sampled = encoder.sample_video(VideoHeader(600, 30.0, 360, 640))
+    spans = encoder._layout(sample, [], [Medium(sampled.grid, sampled)])
+    positions = encoder._position_ids(spans, sum(span.num_tokens for span in spans))
+    assert positions[:, -1].tolist() == [position] * 3
 
 
 @pytest.mark.parametrize("task", ["captioning", "vqa", "bmr"])

@@ -1,5 +1,6 @@
 """Headers without decoding: right size, right orientation, and every kind of bad file."""
 
+import dataclasses
 import io
 import struct
 import zlib
@@ -12,12 +13,13 @@ from PIL import Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
+from task_encoders.families import build_sample_encoder
 from task_encoders.media import image
-from task_encoders.media.image import VisionSettings, decode_image, read_image_header, smart_resize
+from task_encoders.media.image import decode_image, read_image_header, smart_resize
 from task_encoders.samples import SampleError
 from tests.helpers.texts_and_images import random_image
 
-SETTINGS = VisionSettings(min_pixels=56 * 56, max_pixels=28 * 28 * 256)
+SETTINGS = build_sample_encoder(max_pixels=28 * 28 * 256).vision
 
 
 def save(image: Image.Image, image_format: str, **options: Any) -> bytes:
@@ -191,7 +193,7 @@ def test_the_aspect_limit_itself_is_allowed(size: tuple[int, int], fits: bool) -
 @pytest.mark.parametrize("limits", [(100, 10_000), (10_000, 5_000), (0, 784)])
 def test_impossible_limits_are_refused(limits: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="min_pixels"):
-        VisionSettings(*limits)
+        dataclasses.replace(SETTINGS, min_pixels=limits[0], max_pixels=limits[1])
 
 
 def test_random_images_measure_as_they_decode() -> None:

@@ -1,6 +1,6 @@
 """Headers, frames and patches of videos, and what bad files get."""
 
-import ast
+import dataclasses
 import io
 import itertools
 import math
@@ -8,8 +8,6 @@ import struct
 import sys
 import tracemalloc
 from fractions import Fraction
-from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +20,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.nn import functional as F
 
+from task_encoders.families import ModelSettings, build_sample_encoder
 from task_encoders.media import video_file
-from task_encoders.media.image import VisionSettings
 from task_encoders.media.mp4_header import (
     _data_end,
     _NotPlainError,
@@ -31,8 +29,10 @@ from task_encoders.media.mp4_header import (
     read_mp4_header,
 )
 from task_encoders.media.video import (
+    SampledVideo,
     VideoSettings,
     num_sampled_frames,
+    sample_video,
     sampled_frames,
     seconds_per_grid,
     video_grid,
@@ -45,10 +45,16 @@ from task_encoders.media.video_file import (
     read_video_header,
 )
 from task_encoders.samples import SampleError
+from tests.helpers.transformers_sources import transformers_function
 from tests.helpers.videos import boxes, draw_frame, make_audio, make_video, patched
 
-VISION = VisionSettings(56 * 56, 28 * 28 * 64)
-SMALL = VideoSettings(min_pixels=28 * 28, max_pixels=28 * 28 * 16)
+VISION = build_sample_encoder(max_pixels=28 * 28 * 64).vision
+DEFAULTS = ModelSettings().video
+SMALL = dataclasses.replace(DEFAULTS, min_pixels=28 * 28, max_pixels=28 * 28 * 16)
+
+
+def small_rule(header: VideoHeader) -> SampledVideo:
+    return sample_video(header, SMALL, VISION)
 
 
 def header_of(data: bytes) -> VideoHeader:
@@ -62,20 +68,6 @@ def by_pyav(data: bytes) -> VideoHeader:
 def num_decoded(data: bytes) -> int:
     with av.open(io.BytesIO(data)) as container:
         return sum(1 for _ in container.decode(video=0))
-
-
-def transformers_function(name: str, method_of: str | None = None) -> Any:
-    """A function of transformers' video processor. Its module cannot be imported without
-    torchvision, which has no build that goes with PyTorch's for CPUs; its code needs only torch."""
-    folder = Path(str(find_spec("transformers").submodule_search_locations[0]))  # type: ignore[union-attr,index]
-    path = folder / "models/qwen2_vl/video_processing_qwen2_vl.py"
-    tree: Any = ast.parse(path.read_text())
-    if method_of is not None:
-        tree = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == method_of)
-    function = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name)
-    namespace: dict[str, Any] = {"torch": torch, "math": math, "VideoMetadata": object}
-    exec(compile(ast.Module([function], []), str(path), "exec"), namespace)
-    return namespace[name]
 
 
 # --- headers ---------------------------------------------------------------------------------
@@ -113,7 +105,7 @@ def test_the_header_says_what_decoding_gives(name: str) -> None:
     turned = options.get("rotation", 0) in (90, 270)
     assert (header.height, header.width) == ((64, 48) if turned else (48, 64))
     assert header.rotation == options.get("rotation", 0)
-    pixel_values, grid, _ = video_patches(data, SMALL, VISION)
+    pixel_values, (grid, *_) = video_patches(data, small_rule, VISION)
     assert grid == video_grid(header, SMALL, VISION)
     assert len(pixel_values) == math.prod(grid)
 
@@ -184,15 +176,19 @@ def test_reading_at_a_byte_range_reads_the_index_only() -> None:
 
 
 def test_transformers_takes_as_many_frames() -> None:
-    sample_frames = transformers_function("sample_frames", "Qwen2VLVideoProcessor")
+    sample_frames = transformers_function("qwen2_vl", "sample_frames", "Qwen2VLVideoProcessor")
     processor = SimpleNamespace(num_frames=None, fps=2, temporal_patch_size=2)
     rng = np.random.default_rng(0)
-    settings = VideoSettings()
+    settings = DEFAULTS
     compared = extra = 0
     for _ in range(3000):
         total = int(rng.integers(2, 20_000))
         fps = float(rng.choice([1, 5, 23.976, 25, 29.97, 30, 60, float(rng.uniform(0.5, 120))]))
-        rule = settings if rng.random() < 0.5 else VideoSettings(fps=1.5, max_frames=32)
+        rule = (
+            settings
+            if rng.random() < 0.5
+            else dataclasses.replace(settings, fps=1.5, max_frames=32)
+        )
         metadata = SimpleNamespace(total_num_frames=total, fps=fps)
         theirs = sample_frames(
             processor, metadata, fps=rule.fps, min_frames=rule.min_frames,
@@ -223,22 +219,22 @@ def test_transformers_takes_as_many_frames() -> None:
     ],
 )
 def test_frames_that_are_taken(num_frames: int, fps: float | None, taken: list[int]) -> None:
-    count = num_sampled_frames(VideoHeader(num_frames, fps, 8, 8), VideoSettings())
+    count = num_sampled_frames(VideoHeader(num_frames, fps, 8, 8), DEFAULTS)
     assert sampled_frames(num_frames, count) == taken
 
 
 def test_frames_without_a_rate_are_refused() -> None:
     with pytest.raises(SampleError, match="bad_video: 7 frames without a frame rate"):
-        num_sampled_frames(VideoHeader(7, None, 8, 8), VideoSettings())
+        num_sampled_frames(VideoHeader(7, None, 8, 8), DEFAULTS)
 
 
 def test_grids_are_those_of_transformers() -> None:
-    smart_resize = transformers_function("smart_resize")
+    smart_resize = transformers_function("qwen2_vl", "smart_resize")
     rng = np.random.default_rng(1)
     for _ in range(500):
         height, width = (int(n) for n in rng.integers(20, 2500, 2))
         tokens = None if rng.random() < 0.5 else int(rng.integers(100, 20_000))
-        settings = VideoSettings(max_tokens=tokens)
+        settings = dataclasses.replace(DEFAULTS, max_tokens=tokens)
         header = VideoHeader(int(rng.integers(1, 5000)), 25.0, height, width)
         taken = num_sampled_frames(header, settings)
         max_pixels = settings.max_pixels
@@ -250,7 +246,9 @@ def test_grids_are_those_of_transformers() -> None:
         assert video_grid(header, settings, VISION) == expected
 
 
-@pytest.mark.parametrize("bad", [{"fps": 0}, {"min_frames": 1}, {"min_pixels": 9, "max_pixels": 8}])
+@pytest.mark.parametrize(
+    "bad", [{"fps": -1}, {"min_frames": 1}, {"min_pixels": 9, "max_pixels": 8}]
+)
 def test_settings_that_cannot_be(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="video_"):
         VideoSettings(**bad)
@@ -276,10 +274,10 @@ def test_the_right_frames_are_decoded(name: str) -> None:
 
 
 def test_patches_are_those_of_transformers_given_the_same_frames() -> None:
-    patchify = transformers_function("patchify", "Qwen2VLVideoProcessor")
+    patchify = transformers_function("qwen2_vl", "patchify", "Qwen2VLVideoProcessor")
     data = make_video(num_frames=25, fps=10, width=150, height=100)
     header = header_of(data)
-    pixel_values, grid, _ = video_patches(data, SMALL, VISION)
+    pixel_values, (grid, *_) = video_patches(data, small_rule, VISION)
     frames = decode_frames(data, header, sampled_frames(25, num_sampled_frames(header, SMALL)))
     size = (grid[2] * 14, grid[1] * 14)
     resized = [np.asarray(f.resize(size, Image.Resampling.BICUBIC)) for f in frames]
@@ -302,7 +300,7 @@ def test_torchs_resize_differs_from_pillows_by_rounding_only() -> None:
 
 def test_an_odd_number_of_frames_repeats_the_last() -> None:
     data = make_video(num_frames=1)
-    pixel_values, grid, seconds = video_patches(data, SMALL, VISION)
+    pixel_values, (grid, _, seconds, _) = video_patches(data, small_rule, VISION)
     assert grid[0] == 1
     halves = pixel_values.reshape(len(pixel_values), 3, 2, 196)
     np.testing.assert_array_equal(halves[:, :, 0], halves[:, :, 1])
@@ -362,7 +360,7 @@ def test_bad_files(name: str) -> None:
     assert caught.value.reason == reason
     assert "\n" not in str(caught.value)
     with pytest.raises(SampleError):
-        video_patches(data, SMALL, VISION)
+        video_patches(data, small_rule, VISION)
 
 
 def test_claims_cost_no_memory() -> None:
@@ -396,7 +394,7 @@ def test_limits() -> None:
         read_video_header(io.BytesIO(MP4), max_frame_pixels=3071)
     long = make_video(num_frames=2, width=16, height=512, codec="mpeg4")
     with pytest.raises(SampleError, match="aspect_ratio"):
-        video_patches(long, SMALL, VisionSettings(3136, 3136, max_aspect_ratio=30))
+        video_patches(long, build_sample_encoder(max_aspect_ratio=30).sample_video, VISION)
 
 
 def test_a_zero_duration_has_no_rate() -> None:
@@ -414,7 +412,7 @@ def test_frames_that_do_not_decode() -> None:
     )
     assert header_of(damaged).num_frames == 20
     with pytest.raises(SampleError, match="truncated_video"):
-        video_patches(damaged, SMALL, VISION)
+        video_patches(damaged, small_rule, VISION)
 
 
 def test_without_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,12 +432,9 @@ def survives(data: bytes) -> bool:
         grid = video_grid(header, SMALL, VISION)
     except SampleError:
         return False
-    vision_settings = VisionSettings(56 * 56, 28 * 28 * 64, max_image_pixels=1 << 20)
-    settings = VideoSettings(
-        min_pixels=SMALL.min_pixels, max_pixels=SMALL.max_pixels, max_file_frames=2000
-    )
+    vision_settings = dataclasses.replace(VISION, max_image_pixels=1 << 20)
     try:
-        pixel_values, encoded, _ = video_patches(data, settings, vision_settings)
+        pixel_values, (encoded, *_) = video_patches(data, small_rule, vision_settings, 2000)
     except SampleError:
         return True
     assert encoded == grid

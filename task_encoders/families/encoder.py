@@ -1,0 +1,275 @@
+"""What the encoders of all families share. `measure` and `encode` go through `_layout`, so they
+cannot disagree; a family says what its template, its media and its positions are."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import ClassVar, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from task_encoders.families.options import ModelOptions
+from task_encoders.media.image import MAX_IMAGE_PIXELS
+from task_encoders.media.video import SampledVideo
+from task_encoders.media.video_file import VideoHeader
+from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample, SampleLength
+from task_encoders.samples import SourceSample, check_sample
+from task_encoders.text.chat_templates import Answer, Control, Piece, Text, Video
+from task_encoders.text.tokenizer import Tokenizer
+
+Grid = tuple[int, int, int]
+Pixels = npt.NDArray[np.float32]
+
+#: Options that change no length: they decide pixels and positions, which stand in no artifact.
+_BESIDE_LENGTHS: Final = frozenset({"video_end"})
+
+
+class Span(NamedTuple):
+    """Consecutive tokens: `ids` with loss from `loss_from` on, or `ids[0]` for all of a medium's
+    `grid` of tokens, whose steps in time are `interval` positions apart."""
+
+    ids: Sequence[int]
+    num_tokens: int
+    loss_from: int
+    grid: Grid | None = None
+    interval: float = 1.0
+
+
+class Medium(NamedTuple):
+    """What the tokens and positions of an image or a video follow from."""
+
+    grid: Grid  #: in patches
+    video: SampledVideo | None = None
+
+
+class FamilyEncoder(ABC):
+    """A `SampleEncoder` on a chat template and media tokens.
+
+    Captioning is the form of pretraining: media, caption, end token, no chat template; everything
+    but the media carries loss. In conversations answers and their end tokens carry loss.
+    """
+
+    #: Families of one name have the same lengths, by construction.
+    LENGTHS_OF: ClassVar[str]
+    #: Raised by one whenever a change alters any sample's tokens: old artifacts are refused then.
+    TEMPLATE_VERSION: ClassVar[int] = 1
+    #: Rows of position_ids.
+    POSITION_ROWS: ClassVar[int] = 3
+
+    def __init__(
+        self,
+        options: ModelOptions,
+        tokenizer: Tokenizer,
+        *,
+        lengths_follow: Iterable[str],
+        pad_token: str,
+        patch_dim: int,
+    ) -> None:
+        """`lengths_follow`: names of the options that the family has; `patch_dim`: values in a row
+        of pixel_values."""
+        self.options = options
+        self.tokenizer = tokenizer
+        self.pad_token_id = tokenizer.special_id(pad_token)
+        self.max_image_pixels = options.max_image_pixels or MAX_IMAGE_PIXELS
+        self._patch_dim = patch_dim
+        self._lengths_follow = tuple(lengths_follow)
+        self._controls: dict[Control, Span] = {}
+        self._texts: dict[str, Span] = {}
+
+    # What a family decides.
+
+    @abstractmethod
+    def render(self, sample: SourceSample) -> Iterator[Piece]:
+        """The pieces of a checked sample, media included."""
+
+    @abstractmethod
+    def image_medium(self, height: int, width: int) -> Medium:
+        """Of an image of this size. Raises SampleError where it cannot be used."""
+
+    @abstractmethod
+    def encode_image(self, data: bytes) -> tuple[Pixels, Medium]:
+        """Rows of pixel_values of an image file. Raises SampleError."""
+
+    @abstractmethod
+    def sample_video(self, header: VideoHeader) -> SampledVideo:
+        """Frames and grid of a video. Raises SampleError where it cannot be used."""
+
+    @abstractmethod
+    def encode_video(self, data: bytes) -> tuple[Pixels, Medium]:
+        """Rows of pixel_values of a video file. Raises SampleError."""
+
+    @abstractmethod
+    def medium_spans(self, medium: Medium) -> Iterable[Span]:
+        """The tokens of an image or a video."""
+
+    # What they share.
+
+    @cached_property
+    def fingerprint(self) -> Mapping[str, str | int]:
+        return {
+            "family": self.LENGTHS_OF,
+            "template": self.TEMPLATE_VERSION,
+            "tokenizer": self.tokenizer.fingerprint,
+            "max_image_pixels": self.max_image_pixels,
+            **{
+                name: _stored(getattr(self.options, name))
+                for name in self._lengths_follow
+                if name not in _BESIDE_LENGTHS
+            },
+        }
+
+    def measure(
+        self,
+        sample: SourceSample,
+        image_sizes: Sequence[tuple[int, int]],
+        videos: Sequence[VideoHeader] = (),
+    ) -> SampleLength:
+        images = [self.image_medium(height, width) for height, width in image_sizes]
+        sampled = [self.sample_video(header) for header in videos]
+        clips = [Medium(video.grid, video) for video in sampled]
+        spans = self._layout(sample, images, clips)
+        num_tokens = sum([span.num_tokens for span in spans])
+        without_loss = sum([span.loss_from for span in spans])
+        if spans[0].loss_from == 0:  # the very first token has nothing to be predicted from
+            without_loss += 1
+        grids = tuple(medium.grid for medium in images + clips)
+        patches = sum([t * h * w for t, h, w in grids])
+        return SampleLength(num_tokens, num_tokens - without_loss, patches, grids)
+
+    def encode(
+        self, sample: SourceSample, images: Sequence[bytes], videos: Sequence[bytes] = ()
+    ) -> EncodedSample:
+        image_rows = [self.encode_image(data) for data in images]
+        video_rows = [self.encode_video(data) for data in videos]
+        image_media = [medium for _, medium in image_rows]
+        video_media = [medium for _, medium in video_rows]
+        spans = self._layout(sample, image_media, video_media)
+        num_tokens = sum(span.num_tokens for span in spans)
+        tokens = np.empty(num_tokens, dtype=np.int64)
+        labels = np.full(num_tokens, IGNORE_INDEX, dtype=np.int64)
+        start = 0
+        for span in spans:
+            end = start + span.num_tokens
+            tokens[start:end] = span.ids  # a medium's single one is repeated
+            labels[start + span.loss_from : end] = tokens[start + span.loss_from : end]
+            start = end
+        labels[0] = IGNORE_INDEX
+        return EncodedSample(
+            key=sample.key,
+            tokens=tokens,
+            labels=labels,
+            position_ids=self._position_ids(spans, num_tokens),
+            pixel_values=self._concatenate([rows for rows, _ in image_rows]),
+            image_grid_thw=_grid_array(image_media),
+            pixel_values_videos=self._concatenate([rows for rows, _ in video_rows]),
+            video_grid_thw=_grid_array(video_media),
+        )
+
+    def _concatenate(self, rows: Sequence[Pixels]) -> Pixels:
+        if not rows:
+            return np.empty((0, self._patch_dim), dtype=np.float32)
+        return rows[0] if len(rows) == 1 else np.concatenate(rows)
+
+    def _layout(
+        self, sample: SourceSample, images: Sequence[Medium], videos: Sequence[Medium]
+    ) -> list[Span]:
+        """The sample's tokens as spans, in order."""
+        if len(images) != len(sample.images) or len(videos) != len(sample.videos):
+            raise ValueError(
+                f"{len(images)} images and {len(videos)} videos given for the "
+                f"{len(sample.images)} and {len(sample.videos)} of {sample}"
+            )
+        check_sample(sample)
+        spans: list[Span] = []
+        next_image, next_video = iter(images), iter(videos)
+        for piece in self.render(sample):
+            if isinstance(piece, Control):
+                spans.append(self._control_span(piece))
+            elif isinstance(piece, Text):
+                spans.append(self.text_span(piece.text))
+            elif isinstance(piece, Answer):
+                ids, loss_from = self.tokenizer.encode_answer(piece.header, piece.text)
+                spans.append(Span(ids, len(ids), loss_from))
+            else:
+                spans += self.medium_spans(
+                    next(next_video if isinstance(piece, Video) else next_image)
+                )
+        return spans
+
+    def _control_span(self, control: Control) -> Span:
+        span = self._controls.get(control)
+        if span is None:
+            ids = [self.tokenizer.special_id(control.token)]
+            span = self._controls[control] = Span(ids, 1, 1 - control.labelled)
+        return span
+
+    def text_span(self, text: str) -> Span:
+        """Tokens of a text without loss; those of the template's own words are kept."""
+        if len(text) > 64:
+            ids = self.tokenizer.encode(text)
+            return Span(ids, len(ids), len(ids))
+        span = self._texts.get(text)
+        if span is None:
+            if len(self._texts) > 4096:
+                self._texts.clear()
+            ids = self.tokenizer.encode(text)
+            span = self._texts[text] = Span(ids, len(ids), len(ids))
+        return span
+
+    def _position_ids(self, spans: Sequence[Span], num_tokens: int) -> npt.NDArray[np.int64]:
+        """(1, S), or (3, S) multimodal rotary positions (M-RoPE, https://arxiv.org/abs/2409.12191,
+        §2.1).
+
+        Text counts up on all three rows. The tokens of a medium take their place in its grid, with
+        `interval` temporal positions (in float32, rounded down) from one step in time to the next.
+        What follows goes on behind the longer side of the grid, as in transformers from 5 on, also
+        where temporal positions reach further; or, with `video_end: last_position`, behind those.
+        """
+        if self.POSITION_ROWS == 1:
+            return np.arange(num_tokens)[None]
+        positions = np.empty((3, num_tokens), dtype=np.int64)
+        start = next_position = 0
+        for span in spans:
+            end = start + span.num_tokens
+            if span.grid is None:
+                positions[:, start:end] = np.arange(next_position, next_position + end - start)
+                next_position += end - start
+            else:
+                places = np.indices(span.grid).reshape(3, -1)
+                if span.interval != 1:
+                    places[0] = (places[0].astype(np.float32) * np.float32(span.interval)).astype(
+                        np.int64
+                    )
+                positions[:, start:end] = places + next_position
+                if self.options.video_end == "last_position":
+                    next_position += int(places.max()) + 1
+                else:
+                    next_position += max(span.grid[1:])
+            start = end
+        return positions
+
+
+def patch_spans(
+    token_id: int, grid: Grid, merge_size: int, before: Span, behind: Span, interval: float = 1.0
+) -> Iterator[Span]:
+    """A token per merge_size² patches, between two others."""
+    t, h, w = grid
+    merged = t, h // merge_size, w // merge_size
+    num_tokens = math.prod(merged)
+    yield before
+    yield Span((token_id,), num_tokens, num_tokens, merged, interval)
+    yield behind
+
+
+def _grid_array(media: Sequence[Medium]) -> npt.NDArray[np.int32]:
+    """(N, 3)"""
+    return np.array([medium.grid for medium in media], dtype=np.int32).reshape(-1, 3)
+
+
+def _stored(value: float | str | None) -> str | int:
+    """An option as a fingerprint holds it."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return 0 if value is None else value

@@ -1,0 +1,68 @@
+"""The options of a model, declared once: what lengths and tensors of samples depend on.
+
+`families.ModelSettings` is the class to use: it knows which of them a family has, and its defaults.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from task_encoders.field_types import Count, LocalOrRemotePath, NonNegative, Number
+from task_encoders.media.video import VideoSettings
+from task_encoders.media.video_file import MAX_VIDEO_FRAMES
+
+
+def added(default: Any) -> Any:
+    """A field that is stored only where it is not the default: artifacts written before there was
+    such an option stay what they are."""
+    return Field(default, exclude_if=lambda value: value == default)
+
+
+class ModelOptions(BaseModel):
+    """The `model:` section of a configuration; the same values must be used in training.
+
+    A 0 stands for the family's default, or for an option that it does not have.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )
+
+    #: a name in FAMILIES
+    family: str = "qwen2_vl"
+    #: "builtin", a checkpoint folder, or a hub name
+    processor: LocalOrRemotePath = "builtin"
+    #: limits of an image after resizing
+    min_pixels: NonNegative = 0
+    max_pixels: NonNegative = 0
+    #: an image longer than this in one direction is set aside
+    max_aspect_ratio: Number = 0
+    #: an image with more pixels in its file is set aside (default: Pillow's bomb threshold)
+    max_image_pixels: Count | None = None
+    #: frames taken of a second of video, and of a whole one, as far as it has them
+    video_fps: Number = 0
+    video_min_frames: NonNegative = 0
+    video_max_frames: NonNegative = 0
+    #: limits of a frame (qwen3_vl: of a whole video) after resizing
+    video_min_pixels: NonNegative = 0
+    video_max_pixels: NonNegative = 0
+    #: frames of a video share 0.9 times that many tokens' pixels (default: no such limit)
+    video_max_tokens: Count | None = None
+    #: a video with more frames in its file is set aside
+    max_video_frames: Count = MAX_VIDEO_FRAMES
+    #: where text goes on behind a video: behind the longer side of its grid, as in transformers
+    #: from 5 on, or behind its last position, as in transformers 4 and the trainers built on it
+    video_end: Literal["longer_side", "last_position"] = added("longer_side")
+
+    @property
+    def video(self) -> VideoSettings:
+        """The options of videos. Raises ValueError where limits contradict each other."""
+        return VideoSettings(
+            fps=self.video_fps,
+            min_frames=self.video_min_frames,
+            max_frames=self.video_max_frames,
+            min_pixels=self.video_min_pixels,
+            max_pixels=self.video_max_pixels,
+            max_tokens=self.video_max_tokens,
+            max_file_frames=self.max_video_frames,
+        )

@@ -1,0 +1,178 @@
+"""Qwen3-VL and Qwen3.5, dense and mixture of experts: one processor, two templates.
+
+A video is a run of steps in time, each with its time in words and vision tags of its own:
+
+    <|vision_start|> <0.3 seconds> <|vision_start|> … <|vision_end|> <1.3 seconds> … <|vision_end|>
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from task_encoders.families.encoder import Medium, Span, patch_spans
+from task_encoders.families.family import Family
+from task_encoders.families.options import ModelOptions
+from task_encoders.families.qwen_vl import QwenVLEncoder
+from task_encoders.media.video import SampledVideo, seconds_per_grid
+from task_encoders.media.video_file import VideoHeader
+from task_encoders.samples import SampleError, SourceSample, Turn
+from task_encoders.text import chat_templates
+from task_encoders.text.chat_templates import Piece
+from task_encoders.text.tokenizer import BUILTIN, QWEN3_TEXT_TOKENS
+
+_PATCH: Final = 16
+#: Pixels of one token: a square of 2 by 2 patches.
+_TOKEN: Final = (2 * _PATCH) ** 2
+
+#: Options and their defaults, those of transformers' processor classes. Limits of videos are of all
+#: frames together; published checkpoints have 4 and 24,576 tokens' pixels there.
+DEFAULTS: Final[dict[str, Any]] = {
+    "min_pixels": 64 * _TOKEN,
+    "max_pixels": 16_384 * _TOKEN,
+    "max_aspect_ratio": 200,
+    "video_fps": 2.0,
+    "video_min_frames": 4,
+    "video_max_frames": 768,
+    "video_min_pixels": 128 * _TOKEN,
+    "video_max_pixels": 768 * _TOKEN,
+    "video_max_tokens": None,
+}
+
+
+class Qwen3VLEncoder(QwenVLEncoder):
+    """Timestamps before each step of a video; no system message of the template's own."""
+
+    LENGTHS_OF = "qwen3_vl"
+    PATCH_SIZE = _PATCH
+    MEAN = STD = (0.5, 0.5, 0.5)
+    TEXT_TOKENS = QWEN3_TEXT_TOKENS
+    DEFAULT_SYSTEM = None
+
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__(options, DEFAULTS)
+
+    def sample_video(self, header: VideoHeader) -> SampledVideo:
+        num_sampled = self._num_sampled(header)
+        frames = np.linspace(0, header.num_frames - 1, num_sampled).round().astype(int)
+        depth = self.vision.temporal_patch_size
+        height, width = self._resized(header, max(num_sampled, depth))
+        return SampledVideo(
+            (-(-num_sampled // depth), height // _PATCH, width // _PATCH),
+            frames.tolist(),
+            seconds_per_grid(header, num_sampled, depth),
+            header.fps,
+        )
+
+    def _num_sampled(self, header: VideoHeader) -> int:
+        """As transformers' Qwen3VLVideoProcessor counts frames: any number, also an odd one."""
+        total = header.num_frames
+        if header.fps is None:
+            if total == 1:
+                return 1
+            raise SampleError("bad_video", f"{total} frames without a frame rate")
+        wanted = int(total / header.fps * self.video.fps)
+        return min(max(wanted, self.video.min_frames), self.video.max_frames, total)
+
+    def _resized(self, header: VideoHeader, num_frames: int) -> tuple[int, int]:
+        """Height and width of the frames: the limits hold for all of them together."""
+        factor, height, width = self.vision.factor, header.height, header.width
+        if min(height, width) < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        if max(height, width) > self.vision.max_aspect_ratio * min(height, width):
+            limit = self.vision.max_aspect_ratio
+            raise SampleError("aspect_ratio", f"{width}x{height} is longer than {limit:g}:1")
+        least, most = self.video.min_pixels, self._max_pixels(num_frames)
+        depth = self.vision.temporal_patch_size
+        rows, columns = round(height / factor), round(width / factor)
+        volume = round(num_frames / depth) * depth * rows * columns * factor**2
+        if volume > most:
+            shrink = math.sqrt((num_frames * height * width) / most)
+            rows = max(1, math.floor(height / shrink / factor))
+            columns = max(1, math.floor(width / shrink / factor))
+        elif volume < least:
+            grow = math.sqrt(least / (num_frames * height * width))
+            rows, columns = math.ceil(height * grow / factor), math.ceil(width * grow / factor)
+        return rows * factor, columns * factor
+
+    def _max_pixels(self, num_frames: int) -> int:
+        """With video_max_tokens a frame has at most so many tokens, as transformers'
+        cap_pixels_per_frame has it."""
+        if self.video.max_tokens is None:
+            return self.video.max_pixels
+        share = min(
+            self.video.max_tokens * self.vision.factor**2, self.video.max_pixels // num_frames
+        )
+        return max(share, int(self.video.min_pixels * 1.05)) * num_frames
+
+    def medium_spans(self, medium: Medium) -> Iterable[Span]:
+        if medium.video is None:
+            return super().medium_spans(medium)
+        return self._video_spans(medium.video)
+
+    def _video_spans(self, video: SampledVideo) -> Iterator[Span]:
+        _, height, width = video.grid
+        step, merge = (1, height, width), self.vision.merge_size
+        yield self._before
+        for seconds in timestamps(video, self.vision.temporal_patch_size):
+            yield self.text_span(f"<{seconds:.1f} seconds>")
+            yield from patch_spans(self.video_token_id, step, merge, self._before, self._behind)
+        yield self._behind
+
+
+def timestamps(video: SampledVideo, depth: int) -> list[float]:
+    """The time in the middle of each step, in seconds: the mean of its first and last frame's."""
+    frames = [*video.frames, *[video.frames[-1]] * (-len(video.frames) % depth)]
+    times = [number / (video.fps or 1.0) for number in frames]
+    return [(times[i] + times[i + depth - 1]) / 2 for i in range(0, len(times), depth)]
+
+
+class Qwen35Encoder(Qwen3VLEncoder):
+    """Qwen3.5's template: contents without white space around them, and what was thought in the
+    answers behind the last question, if it is nothing."""
+
+    LENGTHS_OF = "qwen3_5"
+
+    def __init__(self, options: ModelOptions) -> None:
+        if options.processor == BUILTIN:
+            raise ValueError(
+                f"family {options.family} has no built-in vocabulary; name a checkpoint folder or "
+                "a hub name as processor"
+            )
+        super().__init__(options)
+
+    def render(self, sample: SourceSample) -> Iterator[Piece]:
+        if sample.task == "captioning":
+            return super().render(sample)
+        system = None if sample.system is None else sample.system.strip()
+        placed = chat_templates.place_media(sample)
+        questions = [turn.prompt.strip() for turn in placed]
+        last = _last_question(questions)
+        answers = [_answer(turn.answer, i >= last) for i, turn in enumerate(placed)]
+        turns = tuple(map(Turn, questions, answers))
+        return chat_templates.conversation_pieces(sample, turns, system)
+
+
+def _last_question(questions: Sequence[str]) -> int:
+    """The turn from which on answers show what was thought: results of tools are no questions."""
+    for i in reversed(range(len(questions))):
+        text = questions[i]
+        if not (text.startswith("<tool_response>") and text.endswith("</tool_response>")):
+            return i
+    raise SampleError("bad_record", "no question, only results of tools")
+
+
+def _answer(text: str, shows_thought: bool) -> str:
+    """An answer as the template writes it; a thought stands in it as <think>…</think>."""
+    thought, content = "", text.strip()
+    if "</think>" in content:
+        before, *_, behind = content.split("</think>")
+        thought = before.rstrip("\n").split("<think>")[-1].strip()
+        content = behind.lstrip("\n")
+    return f"<think>\n{thought}\n</think>\n\n{content}" if shows_thought else content
+
+
+QWEN3_VL: Final = Family("qwen3_vl", DEFAULTS, Qwen3VLEncoder)
+QWEN3_5: Final = Family("qwen3_5", DEFAULTS, Qwen35Encoder)

@@ -1,0 +1,86 @@
+"""What the Qwen-VL families share: ChatML, patches in blocks of merge_size², vision tags."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+from task_encoders.families.encoder import FamilyEncoder, Medium, Pixels, Span, patch_spans
+from task_encoders.families.options import ModelOptions
+from task_encoders.media import image, video
+from task_encoders.media.image import VisionSettings
+from task_encoders.media.video import SampledVideo
+from task_encoders.media.video_file import VideoHeader
+from task_encoders.samples import SourceSample
+from task_encoders.text import chat_templates
+from task_encoders.text.chat_templates import Piece
+from task_encoders.text.tokenizer import BUILTIN, load_tokenizer
+
+
+class QwenVLEncoder(FamilyEncoder):
+    """A family on Qwen's vocabulary and templates."""
+
+    PATCH_SIZE: ClassVar[int]
+    MEAN: ClassVar[tuple[float, float, float]]
+    STD: ClassVar[tuple[float, float, float]]
+    #: What the built-in vocabulary holds behind its special tokens.
+    TEXT_TOKENS: ClassVar[tuple[str, ...]] = ()
+    #: The template's own system message; None: it has none.
+    DEFAULT_SYSTEM: ClassVar[str | None]
+
+    def __init__(self, options: ModelOptions, defaults: Mapping[str, Any]) -> None:
+        self.vision = VisionSettings(
+            options.min_pixels,
+            options.max_pixels,
+            options.max_aspect_ratio,
+            options.max_image_pixels or image.MAX_IMAGE_PIXELS,
+            patch_size=self.PATCH_SIZE,
+            mean=self.MEAN,
+            std=self.STD,
+        )
+        self.video = options.video
+        super().__init__(
+            options,
+            load_tokenizer(options.processor, self.TEXT_TOKENS),
+            lengths_follow=(*defaults, "max_video_frames"),
+            pad_token="<|endoftext|>",
+            patch_dim=self.vision.patch_dim,
+        )
+        if options.processor != BUILTIN:
+            chat_templates.check_checkpoint(options.processor, self.render, options.family)
+        self.image_token_id = self.tokenizer.special_id("<|image_pad|>")
+        self.video_token_id = self.tokenizer.special_id("<|video_pad|>")
+        self._before = Span([self.tokenizer.special_id("<|vision_start|>")], 1, 1)
+        self._behind = Span([self.tokenizer.special_id("<|vision_end|>")], 1, 1)
+
+    def render(self, sample: SourceSample) -> Iterator[Piece]:
+        return chat_templates.render(sample, self.DEFAULT_SYSTEM)
+
+    def image_medium(self, height: int, width: int) -> Medium:
+        return Medium(image.image_grid(height, width, self.vision))
+
+    def encode_image(self, data: bytes) -> tuple[Pixels, Medium]:
+        rows, grid = image.image_patches(data, self.vision)
+        return rows, Medium(grid)
+
+    def sample_video(self, header: VideoHeader) -> SampledVideo:
+        return video.sample_video(header, self.video, self.vision)
+
+    def encode_video(self, data: bytes) -> tuple[Pixels, Medium]:
+        rows, sampled = video.video_patches(
+            data, self.sample_video, self.vision, self.video.max_file_frames
+        )
+        return rows, Medium(sampled.grid, sampled)
+
+    def medium_spans(self, medium: Medium) -> Iterable[Span]:
+        is_video = medium.video is not None
+        return patch_spans(
+            self.video_token_id if is_video else self.image_token_id,
+            medium.grid,
+            self.vision.merge_size,
+            self._before,
+            self._behind,
+            self.interval(medium),
+        )
+
+    def interval(self, medium: Medium) -> float:
+        """Temporal positions from one step of a medium's grid to the next."""
+        return 1.0

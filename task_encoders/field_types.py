@@ -1,0 +1,42 @@
+"""Types of fields of pydantic models: numbers that are no booleans, names, paths."""
+
+import os
+from collections.abc import Collection
+from typing import Annotated, Any, Final
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+_MAX_INTEGER: Final = 2**63 - 1
+
+
+def not_bool(value: Any) -> Any:
+    """A check before pydantic's own, which would read true as 1."""
+    if isinstance(value, bool):
+        raise ValueError("a number is needed")
+    return value
+
+
+def one_of(registry: Collection[str]) -> AfterValidator:
+    """A check that a value is a name in a registry."""
+
+    def check(name: str) -> str:
+        if name not in registry:
+            raise ValueError(f"not a known name; choose one of: {', '.join(registry)}")
+        return name
+
+    return AfterValidator(check)
+
+
+def _expand_user(path: Any) -> Any:
+    if isinstance(path, str) and path.startswith("~"):
+        expanded = os.path.expanduser(path)
+        if expanded.startswith("~"):  # pyarrow would expand it, where others do not
+            raise ValueError(f"{path!r} names no home folder; write the path out")
+        return expanded
+    return path
+
+
+LocalOrRemotePath = Annotated[str, BeforeValidator(_expand_user)]
+Count = Annotated[int, BeforeValidator(not_bool), Field(ge=1, le=_MAX_INTEGER)]
+NonNegative = Annotated[int, BeforeValidator(not_bool), Field(ge=0, le=_MAX_INTEGER)]
+Number = Annotated[float, BeforeValidator(not_bool), Field(ge=0)]

@@ -1,0 +1,221 @@
+"""Every family: tokens, grids, timestamps, pixels and positions equal transformers' own, and what
+is measured is what is encoded."""
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2VLProcessor, Qwen3VLProcessor
+from transformers.image_utils import load_image
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
+
+from task_encoders.families import FAMILIES, build_sample_encoder
+from task_encoders.media.image import read_image_header
+from task_encoders.media.video_file import VideoHeader, read_video_header
+from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.samples import SampleError, SourceSample, Turn
+from task_encoders.text.builtin_processor import builtin_tokenizer
+from task_encoders.text.chat_templates import QWEN2_VL_TEMPLATE, to_messages
+from task_encoders.text.tokenizer import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
+from tests.helpers.chat_templates import QWEN3_5, QWEN3_VL
+from tests.helpers.texts_and_images import KINDS, random_sample, random_text
+from tests.helpers.transformers_sources import transformers_function
+from tests.helpers.videos import make_video
+
+SAMPLES = 300
+IMAGE_PAD, VIDEO_PAD, END = 151_655, 151_656, 151_645
+
+#: The reference of each family: text tokens, template, processor, model, pixels of a token.
+REFERENCES: dict[str, tuple[Any, ...]] = {
+    "qwen2_vl": ((), QWEN2_VL_TEMPLATE, Qwen2VLProcessor, Qwen2VLModel, 28**2),
+    "qwen2_5_vl": (
+        QWEN2_5_TEXT_TOKENS,
+        QWEN2_VL_TEMPLATE,
+        Qwen2VLProcessor,
+        Qwen2_5_VLModel,
+        28**2,
+    ),
+    "qwen3_vl": (QWEN3_TEXT_TOKENS, QWEN3_VL, Qwen3VLProcessor, Qwen3VLModel, 32**2),
+    "qwen3_5": (QWEN3_TEXT_TOKENS, QWEN3_5, Qwen3VLProcessor, Qwen3_5Model, 32**2),
+    "llava_onevision_1_5": (QWEN3_TEXT_TOKENS, QWEN2_VL_TEMPLATE, Qwen2VLProcessor, None, 28**2),
+}
+
+
+class Reference:
+    """A family's encoder, and transformers' processor and positions."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        text_tokens, self.template, processor_class, self.model, pixels = REFERENCES[family]
+        tokenizer = builtin_tokenizer(text_tokens)
+        tokenizer.chat_template = self.template
+        tokenizer.save_pretrained(folder)
+        limits = {"min_pixels": 4 * pixels, "max_pixels": 96 * pixels}
+        videos = {"video_min_pixels": 4 * pixels, "video_max_pixels": 200 * pixels}
+        self.encoder: Any = build_sample_encoder(family, str(folder), **limits, **videos)
+
+        class ImagesAndText(processor_class):  # type: ignore[misc]
+            @classmethod
+            def get_attributes(cls) -> list[str]:
+                return ["image_processor", "tokenizer"]
+
+        size = 16 if pixels == 32**2 else 14
+        normal = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if size == 16 else {}
+        images = Qwen2VLImageProcessorPil(patch_size=size, **limits, **normal)
+        self.processor: Any = ImagesAndText(images, tokenizer, chat_template=self.template)
+        self.processor.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+
+    def arrays(self, sample: SourceSample, folder: Path, videos: list[VideoHeader]) -> Any:
+        """ids, image grids and pixel values of transformers; videos by their metadata."""
+        text = self.processor.apply_chat_template(to_messages(sample), tokenize=False)
+        images = [load_image(str(folder / name)) for name in sample.images]
+        replaced = [self.video_text(header) for header in videos]
+        (text,), _ = self.processor.get_text_with_replacements([text], videos_replacements=replaced)
+        if videos:  # without torchvision the processor takes none
+            return {"input_ids": [self.processor.tokenizer(text)["input_ids"]]}
+        return self.processor(text=[text], images=images or None, return_tensors="np")
+
+    def video_text(self, header: VideoHeader) -> str:
+        sampled = self.encoder.sample_video(header)
+        metadata = SimpleNamespace(fps=header.fps, frames_indices=list(sampled.frames))
+        inputs = {"video_grid_thw": torch.tensor([sampled.grid]), "video_metadata": [metadata]}
+        return self.processor.replace_video_token(inputs, video_idx=0)
+
+    def positions(self, encoded: Any, seconds: list[float]) -> Any:
+        """What get_rope_index makes of an encoded sample."""
+        if self.model is None:
+            return np.arange(len(encoded.tokens))[None]
+        vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=2)
+        model = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
+        model.get_vision_position_ids = self.model.get_vision_position_ids.__get__(model)
+        tokens = torch.from_numpy(encoded.tokens)[None]
+        kwargs: dict[str, Any] = {}
+        if self.model is Qwen2_5_VLModel:
+            kwargs["second_per_grid_ts"] = torch.tensor(seconds)
+        positions, _ = self.model.get_rope_index(
+            model,
+            tokens,
+            (tokens == IMAGE_PAD).int() + 2 * (tokens == VIDEO_PAD).int(),
+            image_grid_thw=torch.from_numpy(encoded.image_grid_thw).long(),
+            video_grid_thw=torch.from_numpy(encoded.video_grid_thw).long(),
+            **kwargs,
+        )
+        return positions[:, 0].numpy()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def reference(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def check(reference: Reference, sample: SourceSample, folder: Path, files: Any, clips: Any) -> None:
+    encoder = reference.encoder
+    headers = [read_video_header(io.BytesIO(data)) for data in clips]
+    encoded = encoder.encode(sample, files, clips)
+    expected = reference.arrays(sample, folder, headers)
+    # The template's newline behind the very last end token is dropped.
+    np.testing.assert_array_equal(encoded.tokens, expected["input_ids"][0][:-1])
+    if files:
+        np.testing.assert_array_equal(encoded.image_grid_thw, expected["image_grid_thw"])
+        np.testing.assert_array_equal(encoded.pixel_values, expected["pixel_values"])
+    seconds = [encoder.sample_video(header).seconds_per_step for header in headers]
+    np.testing.assert_array_equal(encoded.position_ids, reference.positions(encoded, seconds))
+    sizes = [(h.height, h.width) for h in (read_image_header(io.BytesIO(data)) for data in files)]
+    measured = encoder.measure(sample, sizes, headers)
+    assert measured.num_tokens == len(encoded.tokens)
+    assert measured.num_loss_tokens == (encoded.labels != IGNORE_INDEX).sum()
+    rows = len(encoded.pixel_values) + len(encoded.pixel_values_videos)
+    assert measured.num_vision_patches == rows
+    grids = [*encoded.image_grid_thw.tolist(), *encoded.video_grid_thw.tolist()]
+    assert measured.grid_thw == tuple(map(tuple, grids))
+    labelled = encoded.labels != IGNORE_INDEX
+    assert (encoded.labels[labelled] == encoded.tokens[labelled]).all()
+    assert (encoded.labels == END).sum() == len(sample.turns)
+
+
+def test_fuzzed_conversations_with_images(reference: Reference, tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    for index in range(SAMPLES):
+        kind = KINDS[index % len(KINDS)]
+        sample, files = random_sample(rng, kind, index, tmp_path)
+        system = random_text(rng, 5) if rng.random() < 0.3 else None
+        turns = tuple(
+            Turn(turn.prompt, _think(rng) + turn.answer + "\n" * int(rng.integers(0, 2)))
+            for turn in sample.turns
+        )
+        sample = SourceSample(sample.key, sample.task, turns, sample.images, system)
+        check(reference, sample, tmp_path, files, [])
+
+
+def _think(rng: np.random.Generator) -> str:
+    if rng.random() < 0.7:
+        return ""
+    return f"<think>\n{random_text(rng, 4)}\n</think>\n\n"
+
+
+CLIPS = [
+    make_video(7, 10),
+    make_video(31, 10, 96, 40),
+    make_video(12, 1),
+    make_video(47, 24, 40, 64, container="webm"),
+]
+
+
+def test_conversations_with_videos(reference: Reference, tmp_path: Path) -> None:
+    rng = np.random.default_rng(6)
+    for index in range(16):
+        chosen = [CLIPS[i] for i in rng.integers(0, len(CLIPS), 1 + index % 2)]
+        text = random_text(rng, 5)
+        prompt = text + "".join(f"<video>{random_text(rng, 3)}" for _ in chosen)
+        sample = SourceSample(
+            "v", "bmr", (Turn(prompt, "Yes."),), videos=tuple("ab"[: len(chosen)])
+        )
+        check(reference, sample, tmp_path, [], chosen)
+
+
+def test_qwen3_videos_are_sampled_and_resized_as_transformers_does(tmp_path: Path) -> None:
+    encoder: Any = build_sample_encoder("qwen3_vl", video_max_pixels=4000 * 32**2)
+    sample_frames = transformers_function("qwen3_vl", "sample_frames", "Qwen3VLVideoProcessor")
+    smart_resize = transformers_function("qwen3_vl", "smart_resize")
+    processor = SimpleNamespace(fps=2, min_frames=4, max_frames=768)
+    rng = np.random.default_rng(7)
+    odd = 0
+    for _ in range(3000):
+        total, fps = int(rng.integers(2, 5000)), float(rng.uniform(0.5, 120))
+        height, width = (int(np.exp(rng.uniform(np.log(8), np.log(2000)))) for _ in range(2))
+        header = VideoHeader(total, fps, height, width)
+        metadata = SimpleNamespace(total_num_frames=total, fps=fps)
+        frames = sample_frames(processor, metadata)
+        try:
+            sampled = encoder.sample_video(header)
+        except SampleError:
+            assert max(height, width) > 190 * min(height, width)
+            continue
+        assert list(sampled.frames) == frames.tolist()
+        resized = smart_resize(
+            len(frames), height, width, 2, 32, encoder.video.min_pixels, encoder.video.max_pixels
+        )
+        assert sampled.grid == (-(-len(frames) // 2), resized[0] // 16, resized[1] // 16)
+        odd += len(frames) % 2
+    assert odd > 100
+
+
+def test_qwen3_5_needs_a_checkpoint() -> None:
+    with pytest.raises(ValueError, match="qwen3_5 has no built-in vocabulary"):
+        build_sample_encoder("qwen3_5")
+
+
+def test_templates_of_other_families_are_refused(tmp_path: Path) -> None:
+    tokenizer = builtin_tokenizer(QWEN3_TEXT_TOKENS)
+    for template, family in ((QWEN2_VL_TEMPLATE, "qwen3_vl"), (QWEN3_5, "qwen3_vl")):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=f"is not that of {family}"):
+            build_sample_encoder(family, str(tmp_path))
