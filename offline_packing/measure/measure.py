@@ -80,7 +80,7 @@ def measure(run: Run) -> Index:
         logger.info("measure: complete (%s samples), nothing to do", f"{info.num_samples:,}")
         return Index(workspace.index, info)
     set_known_keys(run, sources, workspace.skip)
-    _start(run, sources, fingerprint)
+    _start(run, sources, scans, fingerprint)
     results = _run_tasks(run, _tasks(run, sources, scans))
     info = _complete(workspace, fingerprint, results, scans)
     info.save(workspace.index_info)
@@ -88,11 +88,13 @@ def measure(run: Run) -> Index:
     return Index(workspace.index, info)
 
 
-def _start(run: Run, sources: Sequence[Source], fingerprint: Fingerprint) -> None:
+def _start(
+    run: Run, sources: Sequence[Source], scans: Sequence[Scan], fingerprint: Fingerprint
+) -> None:
     workspace = run.workspace
     workspace.index.mkdir(parents=True, exist_ok=True)
     workspace.set_aside.mkdir(parents=True, exist_ok=True)
-    save_files(workspace.files, sources)
+    save_files(workspace.files, sources, scans)
     write_atomically(workspace.index_started, to_json(_started(run, fingerprint)))
     for folder in (workspace.index, workspace.set_aside, workspace.files):
         remove_temporaries(folder)

@@ -15,26 +15,21 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from offline_packing.index.table import table_writer
-from offline_packing.sources import Source
+from offline_packing.sources import Scan, Source
+from offline_packing.sources.roots.listing import FILES_SCHEMA, unpack_batches
 
-FILES_SCHEMA: Final = pa.schema(
-    [
-        pa.field("container", pa.large_binary()),  # names need not be UTF-8
-        pa.field("size", pa.int64()),
-        pa.field("modified", pa.int64()),  # ns; 0 of remote files
-    ]
-)
 _CHUNK: Final = 1 << 16
 #: Names of files that a message lists of each kind of change.
 _NUM_NAMED: Final = 3
 
 
-def save_files(folder: Path, sources: Sequence[Source]) -> None:
+def save_files(folder: Path, sources: Sequence[Source], scans: Sequence[Scan]) -> None:
     """Keep which files are measured."""
     folder.mkdir(parents=True, exist_ok=True)
-    for i, source in enumerate(sources):
+    for i, (source, scan) in enumerate(zip(sources, scans, strict=True)):
+        batches = _list_batches(source) if scan.files is None else unpack_batches(scan.files)
         with table_writer(_files_path(folder, i), FILES_SCHEMA) as write:
-            for batch in _list_batches(source):
+            for batch in batches:
                 write(pa.Table.from_batches([batch]))
 
 
@@ -94,7 +89,7 @@ def _list_batches(source: Source) -> Iterator[pa.RecordBatch]:
     entries = iter(source.entries())
     while chunk := list(itertools.islice(entries, _CHUNK)):
         names, sizes, times = zip(*chunk, strict=True)
-        columns = [list(map(os.fsencode, names)), sizes, times]
+        columns = [os.fsencode("\0".join(names)).split(b"\0"), sizes, times]
         arrays = [pa.array(c, f.type) for c, f in zip(columns, FILES_SCHEMA, strict=True)]
         yield pa.RecordBatch.from_arrays(arrays, schema=FILES_SCHEMA)
 

@@ -76,7 +76,9 @@ class NewRecords:
 
     def __iter__(self) -> Iterator[SourceRecord]:
         for record in self.source.records(self.part):
-            if is_known(self.source, record):
+            if record.known:
+                self.num_skipped += record.known
+            elif is_known(self.source, record):
                 self.num_skipped += 1
             else:
                 yield record
@@ -90,7 +92,7 @@ def count_new(source: Source, samples_per_part: int) -> tuple[int, int]:
 
 def is_known(source: Source, record: SourceRecord) -> bool:
     """Whether an output of source.skip packed a record, or set it aside."""
-    if record.known or source.is_known(record.key):
+    if source.is_known(record.key):
         return True
     if source.known is None or not record.own_id or isinstance(record.content, SampleError):
         return False

@@ -57,6 +57,8 @@ class Scan:
     fingerprint: str
     unpaired_media: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     stretches: Mapping[str, "Stretch"] = field(default_factory=dict)
+    #: a table of listing.FILES_SCHEMA, packed, where it was made on the way
+    files: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,8 @@ class SourceRecord:
     `paired_media` are the images and videos that belong to it by their name, where the format pairs
     by name (None where it does not); they count only if the content names none itself. `embedded`
     holds, by the name that the content or `paired_media` use, the media in the record's container.
-    `own_id` tells that the key is an id of the record's own, which others may repeat. `known` tells
-    that the source leaves the record out and did not read it.
+    `own_id` tells that the key is an id of the record's own, which others may repeat. `known` is
+    the number of records that it stands for, which the source leaves out and did not read.
     """
 
     key: str
@@ -118,7 +120,7 @@ class SourceRecord:
     paired_media: tuple[str, ...] | None = None
     embedded: Mapping[str, Embedded] = field(default_factory=dict)
     own_id: bool = False
-    known: bool = False
+    known: int = 0
 
 
 class Source(ABC):

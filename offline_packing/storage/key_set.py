@@ -5,7 +5,7 @@ keys are 1.6 GB; that one of 10⁸ further keys has the hash of another one, and
 it, has a probability of 3e-23.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,10 +56,15 @@ class KeySet:
         return cls(path)
 
     def __contains__(self, key: str) -> bool:
-        hashes = self._map()
-        digest = np.array(_digest(key), _HASH)
-        place = int(hashes.searchsorted(digest))
-        return place < len(hashes) and hashes[place] == digest[()]
+        return bool(self.find([key])[0])
+
+    def find(self, keys: Sequence[str]) -> npt.NDArray[np.bool_]:
+        """(num_keys,): which of the keys are in the set."""
+        hashes, wanted = self._map(), hash_keys(keys)
+        if not len(hashes):
+            return np.zeros(len(wanted), bool)
+        places = np.minimum(hashes.searchsorted(wanted), len(hashes) - 1)
+        return np.asarray(hashes[places] == wanted)
 
     def __len__(self) -> int:
         return len(self._map())

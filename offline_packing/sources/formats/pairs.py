@@ -8,6 +8,7 @@ Every JSON file is one sample; its key is its path without the suffix. Files and
 begins with a dot are not looked at.
 """
 
+import functools
 import itertools
 import os
 import re
@@ -24,6 +25,7 @@ from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.roots import listing
 from offline_packing.sources.roots.listing import Files, PackedKeys
+from offline_packing.storage.key_set import KeySet
 from task_encoders.pack_format import MEDIA_EXTENSIONS
 from task_encoders.samples import SampleError
 
@@ -42,8 +44,10 @@ class PairsSource(Source):
         digest = xxhash.xxh3_128()
         parts = _Parts(samples_per_part)
         unpaired = [np.empty(0, np.uint64)]
+        table = listing.FileTable(lambda suffix: _kind(suffix) > 0)
         for files in listing.list_files(self.root):
             listing.hash_files(digest, files)
+            table.add(files)
             alone: list[bytes] = []
             for keys, num_records in _by_stem(files.keys):
                 if num_records:
@@ -51,7 +55,8 @@ class PairsSource(Source):
                 else:
                     alone += keys
             unpaired.append(_hashes(files.folder, alone))
-        return Scan(tuple(parts.finish()), digest.hexdigest(), np.concatenate(unpaired))
+        hashes = np.concatenate(unpaired)
+        return Scan(tuple(parts.finish()), digest.hexdigest(), hashes, files=table.finish())
 
     def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
         """New JSON files with the media that share their stem, whether these are new or not."""
@@ -79,11 +84,16 @@ class PairsSource(Source):
         return Scan(tuple(parts.finish()), digest.hexdigest(), np.concatenate(unpaired))
 
     def is_read(self, container: str) -> bool:
-        return _kind(_suffix(listing.to_key(os.fsencode(container)))) > 0
+        stem, _, suffix = container.rpartition(".")
+        return stem != "" and not stem.endswith("/") and _is_read(suffix)
 
     def records(self, part: SourcePart) -> Iterator[Record]:
         for folder, keys in part.items.unpack():
             where = os.fsdecode(folder)
+            if self.known is not None:
+                keys, num_known = _drop_known(self.known, where, keys)
+                if num_known:
+                    yield Record(where, Locator("file", where, 0, 0), {}, known=num_known)
             for _, stem_keys in itertools.groupby(keys, key=_stem):
                 for name, beside in _pair(map(listing.to_name, stem_keys)):
                     yield self._record(where + name, beside)
@@ -92,9 +102,7 @@ class PairsSource(Source):
         stem = container.rpartition(".")[0]
         text_only = not beside and _TEXT_ONLY_NAME.fullmatch(stem.rpartition("/")[2])
         paired = None if text_only else beside
-        key = os.fsencode(stem).decode("utf-8", "backslashreplace")
-        if self.is_known(key):
-            return Record(key, Locator("file", container, 0, 0), {}, known=True)
+        key = _record_key(stem)
         try:
             if key != stem:
                 raise SampleError("bad_record", "the file name is not UTF-8")
@@ -186,6 +194,23 @@ def _by_stem(keys: Sequence[bytes]) -> Iterator[tuple[list[bytes], int]]:
 def _kind(suffix: bytes) -> int:
     name = os.fsdecode(suffix.lower())
     return _RECORD if name == "json" else int(name in MEDIA_EXTENSIONS)
+
+
+@functools.cache
+def _is_read(suffix: str) -> bool:
+    return _kind(os.fsencode(suffix)) > 0
+
+
+def _drop_known(known: KeySet, where: str, keys: list[bytes]) -> tuple[list[bytes], int]:
+    """The keys of a folder's files without those of known records, and how many these are."""
+    records = [_stem(key) for key in keys if _is_record(key)]
+    found = known.find([_record_key(where + os.fsdecode(stem)) for stem in records])
+    dropped = set(itertools.compress(records, found))
+    return [key for key in keys if _stem(key) not in dropped], int(found.sum())
+
+
+def _record_key(stem: str) -> str:
+    return os.fsencode(stem).decode("utf-8", "backslashreplace")
 
 
 def _is_record(key: bytes) -> bool:

@@ -126,7 +126,7 @@ class WebDatasetSource(Source):
     ) -> Iterator[Record]:
         """The records that a sample of the tar makes: one, except in a tar of packs."""
         if self.is_known(key):
-            yield Record(key, Locator(self._kind(container), container, 0, 0), {}, known=True)
+            yield Record(key, Locator(self._kind(container), container, 0, 0), {}, known=1)
         else:
             yield self._record(container, key, sample, file)
 

@@ -5,9 +5,10 @@ at a time. Files come in the order of their stem, then of their suffix; folders 
 their names, behind the files beside them.
 """
 
+import functools
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -23,6 +24,15 @@ _CHUNK: Final = 1 << 16
 #: that keys in order are files in the order of stem and suffix.
 DOT: Final = b"\0"
 
+
+#: One row per file, in the order of a listing.
+FILES_SCHEMA: Final = pa.schema(
+    [
+        pa.field("container", pa.large_binary()),  # names need not be UTF-8
+        pa.field("size", pa.int64()),
+        pa.field("modified", pa.int64()),  # ns; 0 of remote files
+    ]
+)
 
 Numbers = npt.NDArray[np.int64]
 
@@ -107,9 +117,9 @@ def walk(root: Listable) -> Iterator[tuple[str, int, int]]:
     """(container, size, modification time in ns) of all files, in order."""
     for files in list_files(root):
         folder = os.fsdecode(files.folder)
-        sizes, times = files.sizes.tolist(), files.times.tolist()
-        for key, size, time in zip(files.keys, sizes, times, strict=True):
-            yield folder + to_name(key), size, time
+        numbers = (files.sizes.tolist(), files.times.tolist())
+        for name, size, time in zip(to_names(files.keys), *numbers, strict=True):
+            yield folder + name, size, time
 
 
 def order(container: bytes) -> bytes:
@@ -139,6 +149,11 @@ def to_name(key: bytes) -> str:
     return os.fsdecode(key.replace(DOT, b"."))
 
 
+def to_names(keys: list[bytes]) -> list[str]:
+    """`to_name` of many; no name holds a slash."""
+    return to_name(b"/".join(keys)).split("/") if keys else []
+
+
 def hash_files(digest: "xxhash.xxh3_128", files: Files) -> None:
     """Put names and sizes into a digest."""
     digest.update(files.folder + b"\0/" + b"/".join(files.keys) + b"\0/")
@@ -148,6 +163,32 @@ def hash_files(digest: "xxhash.xxh3_128", files: Files) -> None:
 def container_hash(container: bytes) -> int:
     """What tells a file from others in 8 bytes."""
     return xxhash.xxh3_64_intdigest(container)
+
+
+class FileTable:
+    """Files of a listing that goes by, as a packed table of FILES_SCHEMA."""
+
+    def __init__(self, is_read: Callable[[bytes], bool]) -> None:
+        """`is_read`: whether files of a suffix belong to it."""
+        self._is_read = functools.cache(is_read)
+        self._sink = pa.BufferOutputStream()
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        self._writer = pa.ipc.new_stream(self._sink, FILES_SCHEMA, options=options)
+
+    def add(self, files: Files) -> None:
+        """Add those of some files that are read."""
+        is_read = [self._is_read(key.partition(DOT)[2]) for key in files.keys]
+        names = b"/".join(files.keys).replace(DOT, b".").split(b"/")
+        containers = [files.folder + name for name in itertools.compress(names, is_read)]
+        mask = np.array(is_read, bool)
+        columns = (containers, files.sizes[mask], files.times[mask])
+        arrays = [pa.array(c, f.type) for c, f in zip(columns, FILES_SCHEMA, strict=True)]
+        self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=FILES_SCHEMA))
+
+    def finish(self) -> bytes:
+        """The table, for `unpack_batches`."""
+        self._writer.close()
+        return bytes(self._sink.getvalue())
 
 
 def pack_batches(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> bytes:

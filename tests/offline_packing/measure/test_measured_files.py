@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing.measure.measured_files import describe_changes, save_files
-from offline_packing.sources import PairsSource
+from offline_packing.sources import PairsSource, Scan
 from offline_packing.sources.roots import listing
 from offline_packing.sources.roots.local import MediaRoot
 
@@ -56,7 +56,7 @@ def test_changes_are_counted_by_kind(root: Path, was: dict[str, int], now: dict[
         [(name, 1 + kind // 2, 1 + kind) for name, kind in sorted(files.items())]
         for files in (was, now)
     ]
-    save_files(root, [Listed(root, entries[0])])
+    save_files(root, [Listed(root, entries[0])], [Scan((), "")])
     both = sorted(was.keys() & now.keys())
     expected = {
         "added": sorted(now.keys() - was.keys()),
@@ -75,6 +75,6 @@ def test_changes_are_counted_by_kind(root: Path, was: dict[str, int], now: dict[
 
 
 def test_names_need_not_be_utf8(root: Path) -> None:
-    save_files(root, [Listed(root, [("a.json", 1, 1)])])
+    save_files(root, [Listed(root, [("a.json", 1, 1)])], [Scan((), "")])
     now = Listed(root, [(os.fsdecode(b"\xff.json"), 2, 2), ("a.json", 1, 1)])
     assert describe_changes(root / "source-00000.parquet", now) == "1 added ('\\udcff.json')"
