@@ -11,16 +11,16 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import click
 import yaml
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from offline_packing.config.packing import PackingConfig, load_config
-from offline_packing.demo.contact_sheet import contact_sheet
 from offline_packing.demo.generate import generate_demo_dataset
 from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
@@ -99,6 +99,26 @@ def main(folder: Path, *, num_samples: int, seed: int) -> None:
     failures = [f for task, result in results.items() for f in result.failures(task)]
     if failures:
         raise StageError("; ".join(failures))
+
+
+def contact_sheet(
+    paths: Sequence[Path], out_png: Path, *, columns: int = 5, cell: int = 220
+) -> None:
+    """Save the upright pictures in a grid of `cell` pixels, each with its name and size."""
+    step_x, step_y = cell + 12, cell + 30
+    size = (min(columns, len(paths)) * step_x, -(-len(paths) // columns) * step_y)
+    sheet = Image.new("RGB", size, (246, 246, 248))
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(11)
+    for i, path in enumerate(paths):
+        with Image.open(path) as file:
+            image = ImageOps.exif_transpose(file).convert("RGB")
+        label = f"{path.name}  {image.width}x{image.height}"
+        image.thumbnail((cell, cell))
+        x, y = i % columns * step_x + 6, i // columns * step_y + 6
+        framed = ImageOps.expand(image, 1, (205, 205, 210))
+        sheet.paste(framed, (x + (cell - framed.width) // 2, y + (cell - framed.height) // 2))
+        draw.text((x + cell / 2, y + cell + 3), label, (45, 45, 50), font, anchor="ma")
+    sheet.save(out_png)
 
 
 def _run_task(folder: Path, task: str, seed: int, progress: bool) -> TaskResult:

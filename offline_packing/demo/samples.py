@@ -1,210 +1,148 @@
-"""One demo sample at a time, in memory: its pictures and its JSON record in the folder's form.
+"""Demo samples: pictures made into captions, questions and dialogues of widely spread lengths."""
 
-Sample i of a folder depends on the seed, the folder, i and the fault planted in it alone.
-`fault` is the reason for which the sample is to be set aside, or None; here it matters only where
-it decides what is drawn or said, the rest is done to the files when they are written.
-"""
-
+import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import re
+from collections.abc import Sequence
 from random import Random
-from typing import Any
+from typing import Any, Final
 
-from offline_packing.demo import conversations
-from offline_packing.demo.charts import depict_chart
-from offline_packing.demo.depiction import Depiction
-from offline_packing.demo.documents import depict_document, depict_sign
-from offline_packing.demo.scenes import depict_scene
-from offline_packing.demo.words import Language
+from offline_packing.demo.pictures import LANGUAGES, Language, Picture, draw_picture
 
+#: Text and pictures of one sample stay below this, except where it is meant to be overlong.
+_MAX_NUM_TOKENS: Final = 1750
 #: In every run of _COPIES_EVERY VQA samples the first _NUM_COPIES ask about one picture.
 _COPIES_EVERY, _NUM_COPIES = 25, 3
-#: A scene of this size and number of shapes takes far more than 2,048 tokens to describe in full,
-#: whatever max_pixels makes of the picture itself.
-_OVERLONG_SIZE, _OVERLONG_OBJECTS, _OVERLONG_TEXT_TOKENS = (700, 520), 96, 4000
-_MEDIAN_SIDE, _MIN_SIDE, _MAX_SIZE = 280, 60, (900, 700)
+_TOKEN_LIKE: Final = re.compile(r"[A-Za-zÀ-ÿ]{1,6}|[^\sA-Za-zÀ-ÿ]|\n+| (?=\d)")
+
+Turn = tuple[str, str]  # question and answer
+Sample = tuple[str, dict[str, Any], dict[str, Picture]]  # key, JSON, pictures by file name
 
 
-@dataclass
-class DemoSample:
-    """A sample before it is written; `record` is its JSON."""
-
-    key: str
-    record: dict[str, Any]
-    #: File name -> picture.
-    pictures: dict[str, Depiction] = field(default_factory=dict)
-
-
-def make_captioning_sample(seed: int, index: int, fault: str | None) -> DemoSample:
-    """A picture and one caption, as `captions` or (one in five) as `caption`."""
-    rng = Random(f"{seed}/captioning/{index}")
-    overlong = fault == "overlong"
-    language = _choose_language(rng)
-    key = f"cap_{index:06d}"
-    truncated = fault == "truncated_image"  # a JPEG with enough content to lose some
-    picture = _usual_scene(rng, language) if truncated else _draw(rng, language, overlong)
-    suffix = "jpg" if truncated else _choose_suffix(rng)
-    room = conversations.room_for_text([picture])
-    # One caption in six says all it can: drawn lengths alone would leave the long tail thin.
-    complete = rng.random() < 1 / 6
-    num_tokens = room if complete else conversations.log_uniform(rng, 8, room)
-    caption = conversations.write_caption(
-        picture, language, conversations.UNLIMITED if overlong else num_tokens
-    )
-    record = {"caption": caption} if rng.random() < 0.2 else {"captions": [{"content": caption}]}
-    return DemoSample(key, record, {f"{key}.{suffix}": picture})
-
-
-def make_vqa_sample(seed: int, index: int, fault: str | None) -> DemoSample:
-    """A picture and one question; numbered copies `KEY_1`, `KEY_2` ask more about that of `KEY`."""
-    place = index % _COPIES_EVERY
-    copy = place if place < _NUM_COPIES else 0
-    rng = Random(f"{seed}/vqa/{index - copy}")
-    language = _choose_language(rng)
-    picture = _draw(rng, language, fault == "overlong")
-    suffix = _choose_suffix(rng)
-    room = conversations.room_for_text([picture])
-    if fault == "overlong":
-        turn = conversations.describe(picture, language, conversations.UNLIMITED)
-    elif copy == 0 and rng.random() < 0.3:
-        turn = conversations.describe(
-            picture, language, conversations.log_uniform(rng, 30, max(31, room))
-        )
+def make_sample(folder: str, seed: int, index: int, fault: str | None) -> Sample:
+    """Sample `index` of a folder, which depends on nothing else. `fault` is the reason for which it
+    is to be set aside; it matters here only where it decides what is drawn or said."""
+    copy = index % _COPIES_EVERY if folder == "vqa" else 0
+    copy = copy if copy < _NUM_COPIES else 0
+    rng = Random(f"{seed}/{folder}/{index - copy}")
+    say = LANGUAGES[rng.choices(list(LANGUAGES), [6, 3, 1])[0]]
+    is_dialogue = folder.startswith("bmr")
+    text_only = is_dialogue and rng.random() < 0.37
+    key = {
+        "captioning": f"cap_{index:06d}",
+        "vqa": f"{index - copy:012d}_{copy}".removesuffix("_0"),
+        "bmr": f"output_{index:08d}" if text_only else f"dialogue_{index:06d}",
+        "bmr_jsonl": f"chat-{index:06d}",
+    }[folder]
+    count = rng.choice([1, 1, 1, 1, 1, 2, 3]) if is_dialogue and fault != "overlong" else 1
+    names = [f"{key}_{letter}" for letter in "abc"[:count]] if count > 1 else [key]
+    names = [f"images/{name}" for name in names] if folder == "bmr_jsonl" else names
+    drawn: dict[str, Picture] = {}
+    for name in [] if text_only else names:
+        suffix = "jpg" if fault == "truncated_image" or rng.random() < 0.65 else "png"
+        drawn[f"{name}.{suffix}"] = draw_picture(rng, say, overlong=fault == "overlong")
+    pictures = list(drawn.values())
+    if folder == "captioning":
+        text = _description(pictures[0], say, _text_budget(rng, pictures, fault))
+        record = {"caption": text} if rng.random() < 0.2 else {"captions": [{"content": text}]}
+        return key, record, drawn
+    if folder == "vqa":
+        turns = [_question(rng, say, pictures[0], copy, fault)]
     else:
-        turn = picture.questions[copy % len(picture.questions)]
-        turn = conversations.ask_briefly(turn, language) if rng.random() < 0.6 else turn
-    key = f"{index - copy:012d}" + (f"_{copy}" if copy else "")
-    name = f"{key}.{suffix}"
-    messages = conversations.to_messages(conversations.add_placeholders(rng, [turn], 1))
-    return DemoSample(key, {"messages": messages, "images": [name]}, {name: picture})
+        turns = (_picture_turns if pictures else _text_turns)(rng, say, pictures, fault)
+    messages = _messages(rng, turns, len(pictures))
+    if is_dialogue and rng.random() < 1 / 6:
+        messages.insert(0, {"role": "system", "content": rng.choice(say["system"])})
+    identity = {"id": key} if folder == "bmr_jsonl" else {}
+    return key, {**identity, "messages": messages, "images": list(drawn)}, drawn
 
 
-def make_bmr_sample(seed: int, index: int, fault: str | None) -> DemoSample:
-    """A dialogue about no picture (`output_…`), one, or several, as a JSON file of its own."""
-    rng = Random(f"{seed}/bmr/{index}")
-    overlong = fault == "overlong"
+def _question(rng: Random, say: Language, picture: Picture, copy: int, fault: str | None) -> Turn:
+    """One question; copies of a sample ask another one each."""
+    question, answer = rng.sample(picture.questions, _NUM_COPIES)[copy]
+    if fault == "overlong" or (copy == 0 and rng.random() < 0.3):
+        return picture.request, _description(picture, say, _text_budget(rng, [picture], fault))
+    brief = estimate_num_tokens(answer) < 8 and rng.random() < 0.6
+    return question + say("short") * brief, answer
+
+
+def _picture_turns(
+    rng: Random, say: Language, pictures: Sequence[Picture], fault: str | None
+) -> list[Turn]:
+    """One to eight turns; where there are several pictures, now and then one turn for each."""
+    if len(pictures) > 1 and rng.random() < 0.4:
+        asked = [rng.choice(picture.questions) for picture in pictures]
+        return [(f"<image>\n{question}", answer) for question, answer in asked]
+    turns = [
+        (say("nth", i=i, question=question) if len(pictures) > 1 else question, answer)
+        for i, picture in enumerate(pictures, 1)
+        for question, answer in picture.questions
+    ]
+    budget, kept = _text_budget(rng, pictures, fault), list[Turn]()
+    for turn in rng.sample(turns, min(rng.randint(1, 8), len(turns))):
+        budget -= sum(map(estimate_num_tokens, turn))
+        if not kept or budget > 0:
+            kept.append(turn)
+    if len(pictures) == 1 and budget > 60:
+        kept[-1] = (pictures[0].request, _description(pictures[0], say, budget))
+    return kept
+
+
+def _text_turns(rng: Random, say: Language, _: object, fault: str | None) -> list[Turn]:
+    """Up to eight small tasks; short dialogues have few."""
+    budget = 4000 if fault == "overlong" else _log_uniform(rng, 10, 1500)
+    count = rng.randint(1, max(1, min(8, budget // 12)))
+    return [_text_turn(rng, say, budget // count) for _ in range(count)]
+
+
+def _text_turn(rng: Random, say: Language, budget: int) -> Turn:
+    """A question and its right answer, together of about `budget` tokens."""
+    if budget < 25:
+        a, b = rng.randint(2, 99), rng.randint(2, 99)
+        return say("ask_sum", a=a, b=b), str(a + b)
     if rng.random() < 0.4:
-        record = _text_record(rng, overlong)
-        return DemoSample(f"output_{index:08d}", {**record, "images": []})
-    key = f"dialogue_{index:06d}"
-    messages, pictures = _picture_dialogue(rng, key, overlong)
-    return DemoSample(key, {"messages": messages, "images": list(pictures)}, pictures)
+        numbers = [rng.randint(1, 999) for _ in range(max(3, min(90, budget // 10)))]
+        asked, answer = (", ".join(map(str, some)) for some in (numbers, sorted(numbers)))
+        return say("ask_sort", numbers=asked), answer
+    days: list[str] = []
+    while not days or budget > 0:
+        parts = {part: rng.choice(say[part]) for part in ("morning", "noon")}
+        days.append(say("day", i=len(days) + 1, hour=rng.randint(7, 10), **parts))
+        budget -= estimate_num_tokens(days[-1])
+    return say("ask_trip", n=len(days)), "\n\n".join(days)
 
 
-def make_jsonl_sample(seed: int, index: int, fault: str | None) -> DemoSample:
-    """The same kinds as one line of a JSONL file, pictures under `images/`."""
-    rng = Random(f"{seed}/bmr_jsonl/{index}")
-    overlong = fault == "overlong"
-    key = f"chat-{index:06d}"
-    if rng.random() < 0.3:
-        record = _text_record(rng, overlong)
-        return DemoSample(key, {"id": key, **record, "images": []})
-    messages, pictures = _picture_dialogue(rng, f"images/{key}", overlong)
-    return DemoSample(key, {"id": key, "messages": messages, "images": list(pictures)}, pictures)
+def _text_budget(rng: Random, pictures: Sequence[Picture], fault: str | None) -> int:
+    """Tokens for the text beside some pictures. One text in six says all it can: drawn lengths
+    alone would leave the long tail thin."""
+    used = sum(round(p.image.width / 28) * round(p.image.height / 28) + 4 for p in pictures)
+    room = max(40, _MAX_NUM_TOKENS - used)
+    budget = room if rng.random() < 1 / 6 else _log_uniform(rng, 8, room)
+    return 1_000_000 if fault == "overlong" else budget
 
 
-def _text_record(rng: Random, overlong: bool) -> dict[str, Any]:
-    language = _choose_language(rng)
-    num_tokens = conversations.log_uniform(rng, 10, 1500)
-    # Long dialogues have more turns, short ones few: a turn of five tokens is not a turn.
-    num_turns = rng.randint(1, max(1, min(8, num_tokens // 12)))
-    if overlong:
-        num_tokens = _OVERLONG_TEXT_TOKENS
-    turns = conversations.text_dialogue(rng, language, num_tokens, num_turns)
-    system = conversations.choose_system(rng, language)
-    return {"messages": conversations.to_messages(turns, system)}
+def _log_uniform(rng: Random, low: float, high: float) -> int:
+    """As many from 10 to 100 as from 100 to 1000."""
+    return round(math.exp(rng.uniform(math.log(low), math.log(high))))
 
 
-def _picture_dialogue(
-    rng: Random, stem: str, overlong: bool
-) -> tuple[list[conversations.Message], dict[str, Depiction]]:
-    language = _choose_language(rng)
-    several = not overlong and rng.random() < 0.3
-    if not several:
-        picture = _draw(rng, language, overlong)
-        pictures = {f"{stem}.{_choose_suffix(rng)}": picture}
-    else:
-        pictures = {
-            f"{stem}_{letter}.{_choose_suffix(rng)}": _draw(rng, language, overlong=False)
-            for letter in "abc"[: rng.randint(2, 3)]
-        }
-    depictions = list(pictures.values())
-    if overlong:
-        turns = [conversations.describe(depictions[0], language, conversations.UNLIMITED)]
-        turns = conversations.add_placeholders(rng, turns, 1)
-    elif several and rng.random() < 0.4:
-        turns = conversations.interleaved_dialogue(rng, depictions)
-    else:
-        num_tokens = conversations.log_uniform(rng, 20, conversations.room_for_text(depictions))
-        turns = conversations.image_dialogue(rng, depictions, language, num_tokens)
-        turns = conversations.add_placeholders(rng, turns, len(depictions))
-    system = conversations.choose_system(rng, language)
-    return conversations.to_messages(turns, system), pictures
+def _description(picture: Picture, say: Language, budget: int) -> str:
+    """The first detail and as many more as fit, four to a paragraph."""
+    used = itertools.accumulate(map(estimate_num_tokens, picture.details[1:]))
+    kept = picture.details[: 1 + sum(tokens <= budget for tokens in used)]
+    paragraphs = (kept[i : i + 4] for i in range(0, len(kept), 4))
+    return "\n\n".join(map(say["space"].join, paragraphs))
 
 
-def _draw(rng: Random, language: Language, overlong: bool) -> Depiction:
-    """A picture of a random kind and size; a crowded scene where the sample is to be overlong."""
-    if overlong:
-        return depict_scene(rng, _OVERLONG_SIZE, language, _OVERLONG_OBJECTS)
-    return rng.choices(list(_PICTURES), weights=list(_PICTURES.values()))[0](rng, language)
+def _messages(rng: Random, turns: Sequence[Turn], num_images: int) -> list[dict[str, str]]:
+    """Messages with `<image>` once per picture before the first question unless the turns have
+    their own; rarely without any, which means the same."""
+    texts = [text for turn in turns for text in turn]
+    if "<image>" not in texts[0] and rng.random() > 0.06:
+        texts[0] = "<image>\n" * num_images + texts[0]
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-def _usual_size(rng: Random) -> tuple[int, int]:
-    """Width and height in pixels, log-normal and independent, so that all aspects occur."""
-    width, height = (
-        max(_MIN_SIDE, min(limit, round(rng.lognormvariate(math.log(_MEDIAN_SIDE), 0.5))))
-        for limit in _MAX_SIZE
-    )
-    return width, height
-
-
-def _usual_scene(rng: Random, language: Language) -> Depiction:
-    return depict_scene(rng, _usual_size(rng), language)
-
-
-def _tiny_scene(rng: Random, language: Language) -> Depiction:
-    return depict_scene(rng, (rng.randint(28, 70), rng.randint(28, 70)), language)
-
-
-def _crowded_scene(rng: Random, language: Language) -> Depiction:
-    size = (rng.randint(400, _MAX_SIZE[0]), rng.randint(300, _MAX_SIZE[1]))
-    return depict_scene(rng, size, language, rng.randint(18, 40))
-
-
-def _narrow_scene(rng: Random, language: Language) -> Depiction:
-    """A strip of about 1 : 12, upright or lying."""
-    short, long = rng.randint(40, 60), rng.randint(480, 640)
-    return depict_scene(rng, (short, long) if rng.random() < 0.5 else (long, short), language)
-
-
-def _usual_chart(rng: Random, language: Language) -> Depiction:
-    return depict_chart(rng, _usual_size(rng), language)
-
-
-def _usual_document(rng: Random, language: Language) -> Depiction:
-    return depict_document(rng, _usual_size(rng), language)
-
-
-def _sign(rng: Random, language: Language) -> Depiction:
-    return depict_sign(rng, rng.randint(320, 720), language)
-
-
-def _choose_language(rng: Random) -> Language:
-    return "zh" if rng.random() < 0.3 else "en"
-
-
-def _choose_suffix(rng: Random) -> str:
-    return "jpg" if rng.random() < 0.65 else "png"
-
-
-#: Kind of picture -> its weight.
-_PICTURES: dict[Callable[[Random, Language], Depiction], float] = {
-    _usual_scene: 0.38,
-    _crowded_scene: 0.04,
-    _tiny_scene: 0.05,
-    _narrow_scene: 0.03,
-    _usual_chart: 0.25,
-    _usual_document: 0.22,
-    _sign: 0.03,
-}
+def estimate_num_tokens(text: str) -> int:
+    """About as many tokens as a Qwen tokenizer makes of a text, without loading one."""
+    return len(_TOKEN_LIKE.findall(text))

@@ -4,71 +4,70 @@ import hashlib
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
+import dashscope
 import numpy as np
 import pytest
+import yaml
 from PIL import Image, ImageOps
 
-from offline_packing.demo import DemoTruth, contact_sheet, generate, generate_demo_dataset
-from offline_packing.demo.charts import depict_chart
-from offline_packing.demo.documents import depict_document
-from offline_packing.demo.scenes import depict_scene, make_scene
-from offline_packing.demo.words import BACKGROUNDS, COLORS, estimate_num_tokens
+from offline_packing.demo import generate, generate_demo_dataset, pictures
+from offline_packing.demo.generate import Truth
+from offline_packing.demo.run import contact_sheet
+from offline_packing.demo.samples import estimate_num_tokens
 
-NUM_SAMPLES = 300
+NUM_SAMPLES = 400
 SEQ_LENGTH = 2048
-PAIR_FOLDERS = ("captioning", "vqa", "bmr")
+PHRASES = yaml.safe_load(Path(pictures.__file__).with_name("phrases.yaml").read_text("utf-8"))
+COLORS = PHRASES["drawn"]["colors"]
 
 
 @pytest.fixture(scope="module")
-def truth(tmp_path_factory: pytest.TempPathFactory) -> DemoTruth:
-    path = tmp_path_factory.mktemp("demo") / "data"
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo") / "data"
+
+
+@pytest.fixture(scope="module")
+def truth(path: Path) -> Truth:
     return generate_demo_dataset(path, seed=3, num_samples=NUM_SAMPLES, progress=False)
 
 
-def records(truth: DemoTruth, faulty: bool = False) -> dict[tuple[str, str], dict[str, Any]]:
-    """(folder, key) -> JSON, without the planted faults unless asked for; never the broken one."""
-    found = {}
-    for folder in PAIR_FOLDERS:
-        for path in sorted((truth.path / folder).glob("*.json")):
-            reason = planted(truth).get((folder, path.stem))
-            if reason is None or (faulty and reason != "bad_json"):
-                found[folder, path.stem] = json.loads(path.read_text("utf-8"))
-    for line in jsonl_lines(truth):
-        record = json.loads(line)
-        if faulty or ("bmr_jsonl", record["id"]) not in planted(truth):
-            found["bmr_jsonl", record["id"]] = record
-    return found
-
-
-def jsonl_lines(truth: DemoTruth) -> list[str]:
-    return (truth.path / "bmr_jsonl" / "dialogues.jsonl").read_text("utf-8").splitlines()
-
-
-def planted(truth: DemoTruth) -> dict[tuple[str, str], str]:
-    return {(fault.folder, fault.key): fault.reason for fault in truth.set_aside}
-
-
-def upright(path: Path) -> Image.Image:
-    with Image.open(path) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
-
-
-def nearest_color(pixel: tuple[int, ...]) -> str:
-    return min(COLORS, key=lambda name: float(np.linalg.norm(np.subtract(COLORS[name].rgb, pixel))))
-
-
-def caption_of(record: dict[str, Any]) -> str:
-    return record["caption"] if "caption" in record else record["captions"][0]["content"]
+@pytest.fixture(scope="module")
+def records(path: Path, truth: Truth) -> dict[str, dict[str, Any]]:
+    """ "folder/key" -> JSON of all samples but the one that cannot be parsed."""
+    files = [
+        file for folder in ("captioning", "vqa", "bmr") for file in (path / folder).glob("*.json")
+    ]
+    texts = {f"{file.parent.name}/{file.stem}": file.read_text("utf-8") for file in sorted(files)}
+    for line in (path / "bmr_jsonl" / "dialogues.jsonl").read_text("utf-8").splitlines():
+        texts[f"bmr_jsonl/{json.loads(line)['id']}"] = line
+    assert len(texts) == NUM_SAMPLES
+    readable = (name for name in texts if truth["set_aside"].get(name) != "bad_json")
+    return {name: json.loads(texts[name]) for name in readable}
 
 
 def texts_of(record: dict[str, Any]) -> list[str]:
     if "messages" in record:
         return [message["content"] for message in record["messages"]]
-    return [caption_of(record)]
+    return [record["caption"] if "caption" in record else record["captions"][0]["content"]]
+
+
+def images_of(truth: Truth, name: str, record: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is true of a sample's pictures."""
+    if "images" in record:
+        paths = [f"{name.split('/')[0]}/{image}" for image in record["images"]]
+        return [truth["images"][path] for path in paths if path in truth["images"]]
+    return [
+        truth["images"][f"{name}.{s}"] for s in ("jpg", "png") if f"{name}.{s}" in truth["images"]
+    ]
+
+
+def upright(path: Path) -> Image.Image:
+    with Image.open(path) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def hashes(path: Path) -> dict[str, str]:
@@ -77,258 +76,210 @@ def hashes(path: Path) -> dict[str, str]:
 
 
 def test_the_seed_alone_decides_every_byte(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in ("a", "b", "c")]
-    for path, seed in zip(paths, (5, 5, 6), strict=True):
-        generate_demo_dataset(path, seed=seed, num_samples=60, progress=False)
-    first, second, other = map(hashes, paths)
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        generate_demo_dataset(tmp_path / name, seed=seed, num_samples=60, progress=False)
+    first, second, other = (hashes(tmp_path / name) for name in "abc")
     assert len(first) > 100
     assert first == second
     assert set(first.values()).isdisjoint(v for k, v in other.items() if k.endswith(".jpg"))
 
 
-def test_files_on_disk_are_the_ones_in_the_truth(truth: DemoTruth) -> None:
-    counts = {f: len(list((truth.path / f).glob("*.json"))) for f in PAIR_FOLDERS}
-    counts["bmr_jsonl"] = len(jsonl_lines(truth))
-    assert counts == truth.num_samples_by_folder
-    assert sum(counts.values()) == NUM_SAMPLES
-    assert counts == pytest.approx(
-        {"captioning": 105, "vqa": 90, "bmr": 81, "bmr_jsonl": 24}, abs=1
-    )
-    names = {str(p.relative_to(truth.path)) for s in ("jpg", "png") for p in _glob(truth.path, s)}
-    assert names == set(truth.images)
-    files = [p for p in truth.path.rglob("*") if p.is_file() and p.name != "truth.json"]
-    assert sum(p.stat().st_size for p in files) == truth.num_bytes
-    assert DemoTruth.read(truth.path) == truth
+def test_pictures_are_stored_as_the_truth_says(path: Path, truth: Truth) -> None:
+    files = {str(p.relative_to(path)) for p in path.rglob("*") if p.suffix in (".jpg", ".png")}
+    assert files == set(truth["images"])
+    for name, image in truth["images"].items():
+        with Image.open(path / name) as file:
+            assert file.getexif().get(0x0112, 1) == image["orientation"]
+            swapped = image["orientation"] in (6, 8)
+            assert list(file.size) == (image["size"][::-1] if swapped else image["size"])
+            assert file.mode == image["mode"]
+    turned = Counter(image["orientation"] for image in truth["images"].values())
+    assert turned.keys() == {1, 3, 6, 8}
+    modes = Counter(image["mode"] for image in truth["images"].values())
+    assert modes.keys() == {"RGB", "L", "CMYK", "P", "RGBA"}
+    assert modes["RGB"] > 0.8 * modes.total()
 
 
-def _glob(path: Path, suffix: str) -> list[Path]:
-    return list(path.rglob(f"*.{suffix}"))
-
-
-def test_one_jpeg_in_twenty_is_stored_rotated(truth: DemoTruth) -> None:
-    num_jpegs = sum(name.endswith(".jpg") for name in truth.images)
-    assert len(truth.exif_rotated) == (num_jpegs + 10) // 20
-    assert len(truth.exif_rotated) >= 3
-    assert {truth.images[name].orientation for name in truth.exif_rotated} == {3, 6, 8}
-    for name, image in truth.images.items():
-        with Image.open(truth.path / name) as file:
-            assert file.getexif().get(0x0112, 1) == image.orientation
-            swapped = image.orientation in (6, 8)
-            assert file.size == (image.size[::-1] if swapped else image.size)
-
-
-def test_pairs_and_lines_have_their_forms(truth: DemoTruth) -> None:
+def test_records_have_the_forms_people_have(truth: Truth, records: dict[str, Any]) -> None:
+    folders = Counter(name.split("/")[0] for name in records)
+    assert folders == {"captioning": 140, "vqa": 120, "bmr": 107, "bmr_jsonl": 32}
     kinds: Counter[str] = Counter()
-    for (folder, key), record in records(truth).items():
-        if folder == "captioning":
+    for name, record in records.items():
+        if name.startswith("captioning/"):
             assert list(record) in (["caption"], ["captions"])
-            assert caption_of(record).strip()
-            stems = [p for p in truth.images if p.rsplit(".", 1)[0] == f"captioning/{key}"]
-            assert len(stems) == 1
-            kinds[next(iter(record))] += 1
+            kinds.update(list(record))
             continue
         messages, images = record["messages"], record["images"]
-        assert all(f"{folder}/{name}" in truth.images for name in images)
         roles = [message["role"] for message in messages]
         has_system = roles[0] == "system"
-        turns = roles[has_system:]
-        assert turns == ["user", "assistant"] * (len(turns) // 2)
-        assert 1 <= len(turns) // 2 <= 8
-        assert all(message["content"].strip() for message in messages)
-        in_user = sum(m["content"].count("<image>") for m in messages if m["role"] == "user")
-        assert sum(m["content"].count("<image>") for m in messages) == in_user
-        assert in_user in (0, len(images))
+        assert roles[has_system:] == ["user", "assistant"] * ((len(roles) - has_system) // 2)
+        marks = "".join(m["content"] for m in messages).count("<image>")
+        assert (marks in (0, len(images))) == (
+            truth["set_aside"].get(name) != "image_count_mismatch"
+        )
         kinds["system"] += has_system
         kinds["text_only"] += not images
         kinds["several_images"] += len(images) > 1
-        kinds["no_placeholder"] += bool(images) and in_user == 0
-        if folder == "bmr" and not images:
-            assert re.fullmatch(r"output_\d{8}", key)
-        if folder == "vqa":
-            assert images[0].rsplit(".", 1)[0] == key
-            kinds["numbered_copy"] += "_" in key
-    wanted = ("caption", "captions", "system", "text_only", "several_images", "numbered_copy")
-    assert all(kinds[kind] >= 3 for kind in wanted), kinds
-    assert kinds["no_placeholder"] >= 1
+        kinds["interleaved"] += len(images) > 1 and messages[-2]["content"].startswith("<image>")
+        kinds["no_placeholder"] += bool(images) and marks == 0
+        kinds["numbered_copy"] += bool(re.fullmatch(r"vqa/\d{12}_[12]", name))
+        assert name.startswith("bmr/output_") == (not images and name.startswith("bmr/"))
+    assert min(kinds.values()) >= 2, kinds
+    assert len(kinds) == 8
 
 
-def test_numbered_copies_ask_different_things_about_one_picture(truth: DemoTruth) -> None:
-    vqa = {key: record for (folder, key), record in records(truth).items() if folder == "vqa"}
-    copies = [key for key in vqa if key.endswith("_1")]
-    assert copies
-    for key in copies:
-        others = [other for other in (key[:-2], f"{key[:-2]}_2") if other in vqa]
-        for other in others:
-            assert texts_of(vqa[key])[0] != texts_of(vqa[other])[0]
-            mine, its = (truth.images[f"vqa/{vqa[k]['images'][0]}"] for k in (key, other))
-            assert (mine.size, mine.objects) == (its.size, its.objects)
-
-
-def test_every_object_in_the_truth_is_in_the_pixels(truth: DemoTruth) -> None:
-    faulty = {fault.key for fault in truth.set_aside}
-    num_objects = num_rotated = 0
-    for name, image in truth.images.items():
-        if Path(name).stem in faulty:
-            continue
-        picture = upright(truth.path / name)
-        assert picture.size == image.size
-        for item in image.objects:
-            pixel = picture.getpixel(tuple(item["center"]))
-            assert nearest_color(pixel) == item["color"], (name, item, pixel)  # type: ignore[arg-type]
-            num_objects += 1
-            num_rotated += image.orientation != 1
-    assert num_objects > 500
-    assert num_rotated > 10
-
-
-@pytest.mark.parametrize(
-    ("pattern", "names"),
-    [
-        (r"there is an? (\w+) \w+, centered at \((\d+), (\d+)\)", {c: c for c in COLORS}),
-        (
-            r"有一个(\w\w)\w+，中心在\((\d+), (\d+)\)",
-            {color.zh: name for name, color in COLORS.items()},
-        ),
-    ],
-    ids=["english", "chinese"],
-)
-def test_what_a_caption_says_is_in_the_pixels(
-    truth: DemoTruth, pattern: str, names: dict[str, str]
+def test_numbered_copies_ask_different_things_about_one_picture(
+    truth: Truth, records: dict[str, Any]
 ) -> None:
-    num_statements = 0
-    for (folder, key), record in records(truth).items():
-        if folder != "captioning":
+    compared = 0
+    for name in (name for name in records if name.startswith("vqa/") and name[-2] == "_"):
+        for other in {name[:-2], f"{name[:-2]}_{3 - int(name[-1])}"} - truth["set_aside"].keys():
+            assert texts_of(records[name])[0] != texts_of(records[other])[0]
+            mine, its = (images_of(truth, n, records[n])[0] for n in (name, other))
+            drawn = ("objects", "values", "lines", "size")
+            assert [mine.get(k) for k in drawn] == [its.get(k) for k in drawn]
+            compared += 1
+    assert compared >= 10
+
+
+def test_what_the_truth_says_is_in_the_pixels(path: Path, truth: Truth) -> None:
+    drawn: Counter[str] = Counter()
+    for name, image in truth["images"].items():
+        if name.rsplit(".", 1)[0] in truth["set_aside"]:
             continue
-        statements = re.findall(pattern, caption_of(record))
-        if not statements:
-            continue
-        name = next(n for n in truth.images if n.rsplit(".", 1)[0] == f"captioning/{key}")
-        picture = upright(truth.path / name)
-        for color, x, y in statements:
-            pixel = picture.getpixel((int(x), int(y)))
-            assert nearest_color(pixel) == names[color]  # type: ignore[arg-type]
-            num_statements += 1
-    assert num_statements > 20
+        pixels = np.asarray(upright(path / name)).astype(int)
+        border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+        if "objects" in image:  # nothing is cut by the border
+            assert np.ptp(border, axis=0).max() < 60, name
+        else:
+            assert border.min() > 120, name  # rules and shades may touch it, text may not
+            assert pixels.min() < 110, name
+        for item in image.get("objects", []):
+            x, y = item["center"]
+            distances = {k: np.abs(pixels[y, x] - rgb).sum() for k, rgb in COLORS.items()}
+            assert min(distances, key=distances.__getitem__) == item["color"], (name, item)
+            drawn["turned"] += image["orientation"] != 1
+            drawn[image["mode"]] += 1
+        drawn.update(image.keys() & {"values", "lines"})
+    assert (
+        min(drawn[kind] for kind in ("turned", "RGB", "P", "CMYK", "RGBA", "values", "lines")) > 10
+    )
 
 
-def test_counting_answers_agree_with_the_truth(truth: DemoTruth) -> None:
-    num_checked = 0
-    for (folder, _), record in records(truth).items():
-        if folder != "vqa":
-            continue
-        question, answer = texts_of(record)
-        objects = truth.images[f"vqa/{record['images'][0]}"].objects
-        match = re.search(r"How many (\w+) shapes can you count|图中有几个(\w\w)的图形", question)
-        if match:
-            zh_names = {color.zh: name for name, color in COLORS.items()}
-            color = match[1] or zh_names[match[2]]
-            assert answer == str(sum(item["color"] == color for item in objects))
-            num_checked += 1
-        elif "How many shapes are there?" in question or "图中有多少个图形" in question:
-            assert answer == str(len(objects))
-            num_checked += 1
-    assert num_checked >= 5
+def statements(truth: Truth, records: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(question or "", sentence or answer, truth of the picture) of samples with one picture."""
+    for name, record in records.items():
+        images = images_of(truth, name, record)
+        if len(images) == 1 and name not in truth["set_aside"]:
+            texts = texts_of(record)[-2:]
+            yield (texts[0] if len(texts) == 2 else "", texts[-1], images[0])
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_nothing_drawn_reaches_the_border(seed: int) -> None:
-    """Text or shapes that do would be cut."""
-    rng = Random(seed)
-    size = (rng.randint(60, 500), rng.randint(60, 500))
-    scene = make_scene(Random(seed), size)
-    pictures = {
-        BACKGROUNDS[scene.background].rgb: depict_scene(Random(seed), size, "en").image,
-        (255, 255, 255): depict_chart(rng, size, "en").image,
+def pattern(phrase: str) -> str:
+    """A phrase as a regular expression with a group for each blank."""
+    return re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+?)", re.escape(phrase))
+
+
+@pytest.mark.parametrize("language", ["en", "zh", "es"])
+def test_what_is_said_is_what_was_drawn(
+    language: str, truth: Truth, records: dict[str, Any]
+) -> None:
+    phrases, checked = PHRASES[language], Counter[str]()
+    for question, text, image in statements(truth, records):
+        for found in re.finditer(pattern(phrases["place"]), text):
+            item = {"center": [int(found["x"]), int(found["y"])], "radius": int(found["radius"])}
+            (drawn,) = (o for o in image.get("objects", []) if o["center"] == item["center"])
+            colors, shapes = phrases["color"][drawn["color"]], phrases["shape"][drawn["shape"]]
+            assert found["name"] == phrases["object"].format(color=colors, shape=shapes)
+            assert drawn["radius"] == item["radius"]
+            checked["place"] += 1
+        for found in re.finditer(f"(?m)(?:^| |。){pattern(phrases['value'])}", text):
+            if "values" in image and found["name"] in image["values"]:
+                assert image["values"][found["name"]] == int(found["value"])
+                checked["value"] += 1
+        for line in re.finditer(pattern(phrases["line"]) + r"(?=$|\n|第| Line| La línea)", text):
+            assert image["lines"][int(line["i"]) - 1] == line["text"]
+            checked["line"] += 1
+        checked += answers_checked(phrases, question, text, image)
+    assert min(checked[kind] for kind in ("place", "value", "line")) > 5, checked
+    assert checked["answer"] >= (15 if language == "en" else 2), checked
+
+
+def answers_checked(
+    phrases: dict[str, Any], question: str, answer: str, image: dict[str, Any]
+) -> Counter[str]:
+    """One answer, compared with the truth, where the question is one of those known here."""
+    asked = question.removeprefix("<image>\n").removesuffix(phrases["short"])
+    values, lines, objects = (image.get(k) for k in ("values", "lines", "objects"))
+    truths: dict[str, Any] = {
+        phrases["ask_count"]: objects and len(objects),
+        phrases["ask_highest"]: values and max(values, key=values.get),
+        phrases["ask_lowest"]: values and min(values, key=values.get),
+        phrases["ask_lines"]: lines and len(lines),
+        phrases["ask_text"]: lines and "\n".join(lines),
     }
-    for ground, picture in pictures.items():
-        pixels = np.asarray(picture)
-        frame = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
-        assert (frame == ground).all()
+    for name, value in (values or {}).items():
+        truths[phrases["ask_value"].format(name=name)] = value
+    for color, name in phrases["color"].items() if objects else ():
+        count = sum(item["color"] == color for item in objects)
+        truths[phrases["ask_color"].format(color=name)] = count
+    if asked not in truths:
+        return Counter()
+    assert answer == str(truths[asked]), (asked, image)
+    return Counter(answer=1)
 
 
-def test_documents_keep_their_text_inside() -> None:
-    for seed in range(30):
-        pixels = np.asarray(depict_document(Random(seed), (120, 120), "en").image.convert("L"))
-        # Table rules are pale and may reach the border; ink is dark.
-        assert pixels[:, [0, -1]].min() > 150
-        assert pixels.min() < 100
-
-
-def test_planted_faults_are_what_they_claim(truth: DemoTruth) -> None:
-    by_reason = {fault.reason: fault for fault in truth.set_aside}
-    assert Counter(fault.reason for fault in truth.set_aside) == {
+def test_planted_faults_are_what_they_claim(
+    path: Path, truth: Truth, records: dict[str, Any]
+) -> None:
+    by_reason = {reason: name for name, reason in truth["set_aside"].items()}
+    assert Counter(truth["set_aside"].values()) == {
         "overlong": 5,
-        "bad_json": 1,
-        "missing_image": 1,
-        "truncated_image": 1,
-        "image_count_mismatch": 1,
-        "empty_answer": 1,
+        **dict.fromkeys(["bad_json", "missing_image", "truncated_image"], 1),
+        **dict.fromkeys(["image_count_mismatch", "empty_answer"], 1),
     }
-    broken = by_reason["bad_json"]
     with pytest.raises(json.JSONDecodeError):
-        json.loads((truth.path / broken.folder / f"{broken.key}.json").read_bytes())
-    with Image.open(truth.path / "captioning" / f"{by_reason['truncated_image'].key}.jpg") as image:
-        assert image.size[0] > 0  # the header is whole
-        with pytest.raises(OSError, match="truncated"):
-            image.load()
-    found = records(truth, faulty=True)
+        json.loads((path / f"{by_reason['bad_json']}.json").read_bytes())
+    cut = path / f"{by_reason['truncated_image']}.jpg"
+    with Image.open(cut) as image, pytest.raises(OSError, match="truncated"):
+        image.load()  # while its header is whole
     missing = by_reason["missing_image"]
-    name = found[missing.folder, missing.key]["images"][0]
-    assert not (truth.path / missing.folder / name).exists()
-    mismatch = by_reason["image_count_mismatch"]
-    record = found[mismatch.folder, mismatch.key]
-    assert "".join(texts_of(record)).count("<image>") not in (0, len(record["images"]))
-    empty = by_reason["empty_answer"]
-    assert texts_of(found[empty.folder, empty.key])[-1] == ""
+    assert not (path / "vqa" / records[missing]["images"][0]).exists()
+    assert texts_of(records[by_reason["empty_answer"]])[-1] == ""
 
 
-def test_only_the_overlong_samples_exceed_the_demo_sequence(truth: DemoTruth) -> None:
-    dashscope = pytest.importorskip("dashscope")
+def test_lengths_are_spread_wide_and_only_the_overlong_are_too_long(
+    truth: Truth, records: dict[str, Any]
+) -> None:
     tokenizer = dashscope.get_tokenizer("qwen-7b-chat")
-    estimated, actual = 0, 0
-    for (folder, key), record in records(truth, faulty=True).items():
+    lengths, estimated, languages = [], 0, Counter[str]()
+    for name, record in records.items():
         texts = texts_of(record)
         num_text_tokens = sum(len(tokenizer.encode(text)) for text in texts)
         estimated += sum(map(estimate_num_tokens, texts))
-        actual += num_text_tokens
+        sizes = [image["size"] for image in images_of(truth, name, record)]
+        vision = sum(max(4, round(w / 28) * round(h / 28)) + 2 for w, h in sizes)
         # <|im_start|>, role, newline, <|im_end|>, newline per message; default system prompt.
         overhead = 5 * len(texts) + 11
-        pictures = record.get("images") or _captioned(truth, folder, key, record)
-        num_image_tokens = sum(_image_tokens(truth, f"{folder}/{name}") for name in pictures)
-        if planted(truth).get((folder, key)) == "overlong":
+        if truth["set_aside"].get(name) == "overlong":
             assert num_text_tokens > SEQ_LENGTH
         else:
-            assert num_text_tokens + num_image_tokens + overhead <= SEQ_LENGTH, key
-    assert estimated == pytest.approx(actual, rel=0.1)
-
-
-def _captioned(truth: DemoTruth, folder: str, key: str, record: dict[str, Any]) -> list[str]:
-    if "messages" in record:
-        return []
-    return [Path(name).name for name in truth.images if name.rsplit(".", 1)[0] == f"{folder}/{key}"]
-
-
-def _image_tokens(truth: DemoTruth, name: str) -> int:
-    if name not in truth.images:
-        return 0
-    width, height = truth.images[name].size
-    return max(4, round(width / 28) * round(height / 28)) + 2
-
-
-def test_lengths_and_sizes_are_spread_wide(truth: DemoTruth) -> None:
-    good = records(truth)
-    lengths = np.array([sum(map(estimate_num_tokens, texts_of(r))) for r in good.values()])
-    assert lengths.min() < 15
+            assert num_text_tokens + vision + overhead <= SEQ_LENGTH, name
+            lengths.append(num_text_tokens)
+        languages["zh"] += bool(re.search("[\u4e00-\u9fff]", "".join(texts)))
+        languages["es"] += bool(re.search("[áéíóúñ¿]", "".join(texts)))
+    assert estimated == pytest.approx(sum(lengths) + 5 * 3000, rel=0.2)
+    assert min(lengths) < 15
     assert np.median(lengths) < 150
     assert np.quantile(lengths, 0.95) > 400
-    assert lengths.max() > 1000
-    assert len(set(lengths.tolist())) > 100
-    sizes = np.array([image.size for image in truth.images.values()])
-    assert sizes.min() < 60
-    assert sizes.max() > 600
-    assert (sizes.max(axis=1) / sizes.min(axis=1)).max() > 7
-    chinese = sum(bool(re.search("[\u4e00-\u9fff]", "".join(texts_of(r)))) for r in good.values())
-    assert 0.2 < chinese / len(good) < 0.4
+    assert max(lengths) > 1000
+    assert len(set(lengths)) > 150
+    assert 0.2 < languages["zh"] / len(records) < 0.4
+    assert 0.05 < languages["es"] / len(records) < 0.2
+    sides = np.array([image["size"] for image in truth["images"].values()])
+    assert sides.min() < 60
+    assert sides.max() > 600
+    assert (sides.max(axis=1) / sides.min(axis=1)).max() > 7
 
 
 def test_a_finished_dataset_is_reused_and_another_is_refused(tmp_path: Path) -> None:
@@ -337,12 +288,11 @@ def test_a_finished_dataset_is_reused_and_another_is_refused(tmp_path: Path) -> 
     written = (path / "truth.json").stat().st_mtime_ns
     assert generate_demo_dataset(path, num_samples=50, progress=False) == first
     assert (path / "truth.json").stat().st_mtime_ns == written
-    with pytest.raises(FileExistsError, match=r"holds the demo dataset .* wanted \(1, 50, \d+\)"):
+    with pytest.raises(FileExistsError, match=r"is not the demo dataset .*'seed': 1.*; remove"):
         generate_demo_dataset(path, seed=1, num_samples=50, progress=False)
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    with pytest.raises(FileExistsError, match="is no demo dataset; remove"):
-        generate_demo_dataset(foreign, num_samples=50, progress=False)
+    (tmp_path / "foreign").mkdir()
+    with pytest.raises(FileExistsError, match="is not the demo dataset"):
+        generate_demo_dataset(tmp_path / "foreign", num_samples=50, progress=False)
     with pytest.raises(ValueError, match="num_samples 49 < 50"):
         generate_demo_dataset(tmp_path / "small", num_samples=49, progress=False)
 
@@ -364,18 +314,15 @@ def test_an_interrupted_run_leaves_no_dataset(
     assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
 
 
-def test_contact_sheet_shows_the_pictures_upright(truth: DemoTruth, tmp_path: Path) -> None:
-    names = truth.exif_rotated[:2]
-    out = contact_sheet([truth.path / n for n in names], tmp_path / "sheet.png", num_columns=1)
-    with Image.open(out) as sheet:
+def test_contact_sheet_shows_the_pictures_upright(path: Path, truth: Truth, tmp_path: Path) -> None:
+    names = [name for name, image in truth["images"].items() if image["orientation"] != 1][:2]
+    contact_sheet([path / name for name in names], tmp_path / "sheet.png", columns=1)
+    with Image.open(tmp_path / "sheet.png") as sheet:
         pixels = np.asarray(sheet.convert("RGB"))
     assert pixels.shape == (2 * 250, 232, 3)
     for row, name in enumerate(names):
-        picture = upright(truth.path / name)
+        picture = upright(path / name)
         picture.thumbnail((220, 220))
-        left, top = 6 + (220 - picture.width) // 2, 250 * row + 6 + (220 - picture.height) // 2
-        shown = pixels[top : top + picture.height, left : left + picture.width]
-        # The outline may cover the last row and column.
-        assert (shown[:-1, :-1] == np.asarray(picture)[:-1, :-1]).all()
-    with pytest.raises(ValueError, match="no pictures given"):
-        contact_sheet([], tmp_path / "none.png")
+        width, height = picture.size
+        left, top = 7 + (218 - width) // 2, 250 * row + 7 + (218 - height) // 2
+        assert (pixels[top : top + height, left : left + width] == np.asarray(picture)).all()
