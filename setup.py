@@ -6,6 +6,7 @@ CORE = [
     "braceexpand>=0.1.7",  # names of shards, as Energon expands them
     "click>=8.1",
     "dashscope>=1.20",  # carries the Qwen vocabulary, so that no model hub is needed
+    "jinja2>=3.1",
     "numba>=0.61",
     "numpy>=1.26",
     "orjson>=3.10",
@@ -52,7 +53,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["offline_packing*", "task_encoders*", "launch*"]),
     package_data={
-        "offline_packing": ["py.typed", "demo/*.yaml", "report/*.html"],
+        "offline_packing": ["py.typed", "demo/*.yaml", "report/templates/*.html"],
         "task_encoders": ["py.typed"],
         "launch": ["py.typed"],
     },

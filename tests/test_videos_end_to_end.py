@@ -16,8 +16,8 @@ from PIL import Image
 
 from offline_packing.demo import training
 from offline_packing.index.table import Index
+from offline_packing.report.pages import render_packs
 from offline_packing.report.preview import preview
-from offline_packing.report.preview_page import render_packs
 from offline_packing.report.preview_text import render_pack
 from offline_packing.runs.artifacts import open_index
 from offline_packing.storage.tar_shards import scan_tar
@@ -242,7 +242,7 @@ def test_preview_shows_grids_and_first_frames(run: Any) -> None:
         assert f"[video {video.num_frames} frames {size}: {num_tokens:,} tokens]" in text
         assert f"{video.num_frames} frames {video.width}x{video.height} -> {size}" in text
         assert f"{video.name}: {video.num_frames} frames of" in page.text
-        frame = np.asarray(Image.open(io.BytesIO(video.first)))
+        frame = np.asarray(Image.open(io.BytesIO(video.picture)))
         assert frame.shape == (video.height, video.width, 3)
         # The first frame has its bar at the left; turned upright by 90 degrees, at the top.
         bar = frame[:6, :, :2] if video.height > video.width else frame[:, :6, :2]

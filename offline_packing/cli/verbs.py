@@ -142,8 +142,8 @@ def preview_verb(
     html: Path | None,
 ) -> None:
     """Show some packs as they are trained: text, what carries loss, images and videos."""
+    from offline_packing.report.pages import render_packs
     from offline_packing.report.preview import preview
-    from offline_packing.report.preview_page import render_packs
     from offline_packing.report.preview_text import render_pack
     from offline_packing.storage.files import write_atomically
 

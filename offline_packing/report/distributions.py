@@ -27,25 +27,13 @@ def linear_histogram(values: npt.NDArray[np.integer]) -> dict[str, list[int]]:
     return {"edges": (low + width * np.arange(len(counts) + 1)).tolist(), "counts": counts.tolist()}
 
 
-class LogHistogram:
-    """Counts of positive integers in bins that do not depend on the data: edges 0, 1, 2, 3, 4, 5,
-    6, 7, 8, 10, 12, 14, 16, 20, ..., bin i holding edges[i] < value <= edges[i + 1]. `limit` is an
-    edge as well."""
-
-    def __init__(self, limit: int) -> None:
-        steps = 2.0 ** (np.arange(32 * _BINS_PER_DOUBLING) / _BINS_PER_DOUBLING)
-        self._edges = np.union1d(np.ceil(steps).astype(np.int64), [0, limit])
-        self._counts = np.zeros(len(self._edges) - 1, np.int64)
-
-    def add(self, values: npt.NDArray[np.integer]) -> None:
-        """Count some values."""
-        self._counts += np.histogram(values, self._edges + 1)[0]
-
-    def document(self) -> dict[str, list[int]]:
-        """edges (n + 1) and counts (n), from the first bin that holds anything to the last."""
-        used = np.flatnonzero(self._counts)
-        if len(used) == 0:
-            return {"edges": [], "counts": []}
-        bins = slice(used[0], used[-1] + 1)
-        edges = self._edges[bins.start : bins.stop + 1]
-        return {"edges": edges.tolist(), "counts": self._counts[bins].tolist()}
+def log_histogram(values: npt.NDArray[np.integer], limit: int) -> dict[str, list[int]]:
+    """edges (n + 1) and counts (n) of positive integers, from the first bin that holds anything to
+    the last, in bins that do not depend on the data: edges 0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14,
+    16, 20, ..., and `limit`; bin i holds edges[i] < value <= edges[i + 1]. Not for empty arrays."""
+    steps = 2.0 ** (np.arange(32 * _BINS_PER_DOUBLING) / _BINS_PER_DOUBLING)
+    edges = np.union1d(np.ceil(steps).astype(np.int64), [0, limit])
+    counts = np.histogram(values, edges + 1)[0]
+    used = np.flatnonzero(counts)
+    bins = slice(used[0], used[-1] + 1)
+    return {"edges": edges[bins.start : bins.stop + 1].tolist(), "counts": counts[bins].tolist()}

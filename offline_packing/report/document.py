@@ -7,10 +7,16 @@ from typing import Any, Final
 import numpy as np
 
 from offline_packing.index.rows import name_rows
+from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.report.complete_stages import CompleteStages, open_complete_stages
 from offline_packing.report.pack_figures import pack_figures, saving_figures
-from offline_packing.report.pack_rows import choose_packs, padded_rows
-from offline_packing.report.sample_figures import length_figures, overlong_figures, source_sums
+from offline_packing.report.pack_picture import choose_packs, padded_rows
+from offline_packing.report.sample_figures import (
+    SOURCE_SUMS,
+    length_figures,
+    overlong_figures,
+    source_sums,
+)
 from offline_packing.report.set_aside import SetAside, count_set_aside
 from offline_packing.runs.manifest import Manifest, stored_config
 from offline_packing.runs.run import Run
@@ -33,10 +39,10 @@ def build_document(run: Run) -> Document:
         StageError: not even the index is complete, or a stage was made otherwise.
     """
     stages, manifest = open_complete_stages(run)
-    generations = [stages]
-    planned = all(g.plan is not None and g.plan.num_packs > 0 for g in generations)
-    set_aside = count_set_aside(generations)
-    sources = _sources(generations, set_aside)
+    plan = stages.plan if stages.plan is not None and stages.plan.num_packs else None
+    info = stages.samples.info
+    set_aside = count_set_aside(stages)
+    sources = _sources(stages, set_aside)
     usable = sum(source["packed"] for source in sources)  # without a plan: all that was measured
     num_set_aside = sum(set_aside.by_reason.values())
     return {
@@ -44,32 +50,26 @@ def build_document(run: Run) -> Document:
         "task": run.config.task,
         "seq_length": run.config.pack.seq_length,
         "pad_multiple": run.config.pack.pad_multiple,
-        "stages": {"measure": True, "plan": planned, "write": manifest is not None},
+        "stages": {"measure": True, "plan": plan is not None, "write": manifest is not None},
         "made_from": made_from(run.workspace, manifest),
         "samples": {
             "found": usable + num_set_aside,
-            "packed": usable if planned else None,
+            "packed": usable if plan else None,
             "set_aside": num_set_aside,
         },
-        "unused_images": sum(g.samples.info.num_unused_images for g in generations),
-        "plan": _plan(generations) if planned else None,
-        "saving": saving_figures(generations) if planned else None,
-        "lengths": length_figures(generations),
+        "unused_images": info.num_unused_images,
+        "plan": _plan(stages, plan) if plan else None,
+        "saving": saving_figures(stages, plan) if plan else None,
+        "lengths": length_figures(stages),
         "loss": _loss(sources),
-        "packs": pack_figures(generations) if planned else None,
+        "packs": pack_figures(stages, plan) if plan else None,
         "sources": sources,
         "set_aside": set_aside.document(),
-        "overlong": overlong_figures(generations),
+        "overlong": overlong_figures(stages),
         "shards": None if manifest is None else _shards(manifest),
-        "drawn": _drawn(generations[0]) if planned else None,
-        "origin": [
-            {
-                "fingerprint": g.samples.info.fingerprint,
-                "config": stored_config(g.run.config),
-            }
-            for g in generations
-        ],
-        "library_versions": generations[0].samples.info.versions,
+        "drawn": _drawn(stages, plan) if plan else None,
+        "origin": [{"fingerprint": info.fingerprint, "config": stored_config(run.config)}],
+        "library_versions": info.versions,
     }
 
 
@@ -83,49 +83,43 @@ def made_from(workspace: Workspace, manifest: Manifest | None) -> dict[str, str 
     }
 
 
-def _plan(generations: Sequence[CompleteStages]) -> dict[str, Any]:
-    plans = [g.plan for g in generations if g.plan is not None]
-    num_packs = sum(plan.num_packs for plan in plans)
-    lower_bound = sum(plan.info.lower_bound for plan in plans)
-    num_samples = sum(len(plan.sample_ids) for plan in plans)
-    num_tokens = sum(
-        int(g.columns["num_tokens"][g.is_packed].sum(dtype=np.int64)) for g in generations
-    )
+def _plan(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
+    num_tokens = int(stages.columns["num_tokens"][stages.is_packed].sum(dtype=np.int64))
     return {
-        "strategy": plans[0].info.strategy,
-        "packs": num_packs,
-        "lower_bound": lower_bound,
-        "gap": num_packs / lower_bound - 1,
-        "fill": num_tokens / (num_packs * plans[0].info.seq_length),
-        "packing_factor": num_samples / num_packs,
+        "strategy": plan.info.strategy,
+        "packs": plan.num_packs,
+        "lower_bound": plan.info.lower_bound,
+        "gap": plan.gap,
+        "fill": num_tokens / (plan.num_packs * plan.info.seq_length),
+        "packing_factor": len(plan.sample_ids) / plan.num_packs,
     }
 
 
-def _sources(generations: Sequence[CompleteStages], set_aside: SetAside) -> list[dict[str, Any]]:
+def _sources(stages: CompleteStages, set_aside: SetAside) -> list[dict[str, Any]]:
     """One entry per source. They sum up to `samples` of the document."""
-    lines: list[dict[str, Any]] = []
-    for generation, aside in zip(generations, set_aside.by_source, strict=True):
-        sums = source_sums(generation)
-        prefixes = generation.run.config.key_prefixes()
-        for i, source in enumerate(generation.run.config.source):
-            measured, planned = aside[i, False], aside[i, True]
-            own = {name: values[i] for name, values in sums.items()}
-            usable = own.pop("rows") if generation.plan is None else own["packed"] + planned
-            lines.append(
-                {
-                    "name": prefixes[i].rstrip("/") or source.path.rstrip("/").rpartition("/")[2],
-                    "path": source.path,
-                    "format": source.format,
-                    "generation": 0,
-                    "repeat": source.repeat,
-                    "weight": source.weight,
-                    "samples": usable + measured,
-                    "set_aside": measured + planned,
-                    **{name: value for name, value in own.items() if name != "rows"},
-                }
-            )
-    total = sum(line["tokens"] for line in lines)
-    return [{**line, "share_of_tokens": line["tokens"] / (total or 1)} for line in lines]
+    sums, config = source_sums(stages), stages.run.config
+    total = sum(sums["tokens"]) or 1
+    lines = []
+    for i, (source, prefix) in enumerate(zip(config.source, config.key_prefixes(), strict=True)):
+        own = {name: values[i] for name, values in sums.items()}
+        measured, planned = set_aside.by_source[i, False], set_aside.by_source[i, True]
+        usable = own.pop("rows") if stages.plan is None else own.pop("packed") + planned
+        lines.append(
+            {
+                "name": prefix.rstrip("/") or source.path.rstrip("/").rpartition("/")[2],
+                "path": source.path,
+                "format": source.format,
+                "generation": 0,
+                "repeat": source.repeat,
+                "weight": source.weight,
+                "samples": usable + measured,
+                "set_aside": measured + planned,
+                "packed": sums["packed"][i],
+                **{name: own[name] for name in SOURCE_SUMS},
+                "share_of_tokens": own["tokens"] / total,
+            }
+        )
+    return lines
 
 
 def _loss(sources: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -150,14 +144,13 @@ def _shards(manifest: Manifest) -> list[dict[str, Any]]:
     return lines
 
 
-def _drawn(generation: CompleteStages) -> dict[str, Any]:
+def _drawn(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
     """Some packs with the names of their samples, and samples in padded batches."""
-    plan, config = generation.plan, generation.run.config
-    assert plan is not None
+    config = stages.run.config
     numbers = choose_packs(plan.num_packs, _NUM_DRAWN)
     rows = [plan.pack(number).astype(np.int64) for number in numbers.tolist()]
-    named = name_rows(generation.samples, np.concatenate(rows))
-    lengths, images = generation.columns["num_tokens"], generation.columns["num_images"]
+    named = name_rows(stages.samples, np.concatenate(rows))
+    lengths, images = stages.columns["num_tokens"], stages.columns["num_images"]
     packs, start = [], 0
     for number, ids in zip(numbers.tolist(), rows, strict=True):
         names = named.slice(start, len(ids))
@@ -172,7 +165,7 @@ def _drawn(generation: CompleteStages) -> dict[str, Any]:
             }
         )
     padded = padded_rows(
-        lengths[generation.is_packed],
+        lengths[stages.is_packed],
         config.report.padded_batch_size,
         _NUM_DRAWN,
         config.pack.seed,

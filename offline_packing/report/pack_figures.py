@@ -1,7 +1,6 @@
 """Figures of the packs: how full they are, how unequal, and what padding would have cost."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy.typing as npt
 from offline_packing.config.packing import PackingConfig
 from offline_packing.layouts.shard_layout import split_packs
 from offline_packing.planner.cost import padded_tokens, sample_cost
+from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.report.complete_stages import CompleteStages
 from offline_packing.report.distributions import linear_histogram, spread
 
@@ -23,39 +23,32 @@ _NUM_RANKS: Final = 8
 _COST_CHUNK: Final = 1 << 20
 
 
-def pack_figures(generations: Sequence[CompleteStages]) -> dict[str, Any]:
-    """Fill, samples and cost per pack. All generations are planned, with one pack at least."""
-    seq_length = generations[0].run.config.pack.seq_length
-    tokens = _per_pack(generations, "num_tokens")
-    samples = np.concatenate([np.diff(_plan(g).pack_offsets) for g in generations])
-    costs = [generation.sum_of_packs(_cost(generation)) for generation in generations]
-    squares = [g.sum_of_packs(_squares(g.columns["num_tokens"])) for g in generations]
+def pack_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
+    """Fill, samples and cost per pack. The plan has one pack at least."""
+    sums = {name: stages.sum_of_packs(column) for name, column in stages.columns.items()}
+    costs, samples = stages.sum_of_packs(_cost(stages)), np.diff(plan.pack_offsets)
     return {
-        "fill_bands": _fill_bands(tokens, seq_length),
+        "fill_bands": _fill_bands(sums["num_tokens"], plan.info.seq_length),
         "samples_per_pack": linear_histogram(samples),
         "spread": {
-            "tokens": spread(tokens),
-            "attention": spread(np.concatenate(squares)),
-            "vision_patches": spread(_per_pack(generations, "num_vision_patches")),
-            "images": spread(_per_pack(generations, "num_images")),
+            "tokens": spread(sums["num_tokens"]),
+            "attention": spread(stages.sum_of_packs(_squares(stages.columns["num_tokens"]))),
+            "vision_patches": spread(sums["num_vision_patches"]),
+            "images": spread(sums["num_images"]),
             "samples": spread(samples),
-            "operations": spread(np.concatenate(costs)),
+            "operations": spread(costs),
         },
-        "waiting": _waiting(generations[0].run.config, costs),
+        "waiting": _waiting(stages.run.config, costs),
     }
 
 
-def saving_figures(generations: Sequence[CompleteStages]) -> dict[str, Any]:
+def saving_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
     """Packing against padding, and against packing in a small buffer while training."""
-    config = generations[0].run.config
-    counts = np.zeros(config.pack.seq_length + 1, np.int64)
-    for generation in generations:
-        lengths = generation.columns["num_tokens"][generation.is_packed]
-        counts += np.bincount(lengths, minlength=len(counts))
-    num_samples = int(counts.sum())
-    num_packs = sum(_plan(generation).num_packs for generation in generations)
-    real = int(counts @ np.arange(len(counts)))
-    in_packs = sum(_plan(generation).info.num_tokens for generation in generations)
+    config = stages.run.config
+    lengths = stages.columns["num_tokens"][stages.is_packed]
+    counts = np.bincount(lengths, minlength=config.pack.seq_length + 1)
+    num_samples, real = len(lengths), int(lengths.sum(dtype=np.int64))
+    in_packs = plan.info.num_tokens
     in_batches = padded_tokens(counts, config.report.padded_batch_size)
     batch = config.report.global_batch_size
     return {
@@ -69,28 +62,19 @@ def saving_figures(generations: Sequence[CompleteStages]) -> dict[str, Any]:
         "speedup": in_batches / in_packs,
         "global_batch_size": batch,
         "iterations_before": math.ceil(num_samples / batch),
-        "iterations_after": math.ceil(num_packs / batch),
-        "equal_batch_size": max(1, round(batch * num_packs / num_samples)),
-        "online": _online(generations, config),
+        "iterations_after": math.ceil(plan.num_packs / batch),
+        "equal_batch_size": max(1, round(batch * plan.num_packs / num_samples)),
+        "online": _online(stages, plan),
     }
-
-
-def _plan(generation: CompleteStages) -> Any:
-    assert generation.plan is not None
-    return generation.plan
-
-
-def _per_pack(generations: Sequence[CompleteStages], column: str) -> npt.NDArray[np.int64]:
-    return np.concatenate([g.sum_of_packs(g.columns[column]) for g in generations])
 
 
 def _squares(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
     return np.square(lengths, dtype=np.float64)
 
 
-def _cost(generation: CompleteStages) -> npt.NDArray[np.float32]:
+def _cost(stages: CompleteStages) -> npt.NDArray[np.float32]:
     """(num_samples,) forward operations of Qwen2-VL-7B; a chunk at a time, for the temporaries."""
-    columns = list(generation.columns.values())
+    columns = list(stages.columns.values())
     cost = np.empty(len(columns[0]), np.float32)
     for start in range(0, len(cost), _COST_CHUNK):
         some = slice(start, start + _COST_CHUNK)
@@ -108,7 +92,7 @@ def _fill_bands(tokens: npt.NDArray[np.int64], seq_length: int) -> list[dict[str
     ]
 
 
-def _waiting(config: PackingConfig, costs: Sequence[npt.NDArray[np.float64]]) -> dict[str, Any]:
+def _waiting(config: PackingConfig, costs: npt.NDArray[np.float64]) -> dict[str, Any]:
     """Share of time that data parallel ranks wait for the slowest, in the order written."""
     from offline_packing.planner.order import (  # compiled: takes time to import
         RankLayout,
@@ -117,25 +101,23 @@ def _waiting(config: PackingConfig, costs: Sequence[npt.NDArray[np.float64]]) ->
 
     order = config.pack.order
     layout = RankLayout(order.num_ranks, order.num_workers) if order else RankLayout(_NUM_RANKS)
-    first = [next(iter(split_packs(len(cost), config.output.split).values())) for cost in costs]
-    train = [cost[packs.start : packs.stop] for cost, packs in zip(costs, first, strict=True)]
+    first = next(iter(split_packs(len(costs), config.output.split).values()))
     return {
         "num_ranks": layout.num_ranks,
         "num_workers": layout.num_workers,
         "ordered": order is not None,
-        "share": idle_share(np.concatenate(train), layout),
+        "share": idle_share(costs[first.start : first.stop], layout),
     }
 
 
-def _online(generations: Sequence[CompleteStages], config: PackingConfig) -> list[dict[str, Any]]:
+def _online(stages: CompleteStages, plan: PackPlan) -> list[dict[str, Any]]:
     """Fill that first-fit-decreasing reaches on buffers of some samples in random order."""
     from offline_packing.planner.strategies.peers.first_fit import first_fit_decreasing
 
-    pack = config.pack
+    pack, ids = stages.run.config.pack, plan.sample_ids
     rng = np.random.default_rng(pack.seed)
-    ids = _plan(generations[0]).sample_ids
     drawn = rng.permutation(rng.choice(len(ids), min(len(ids), _TRIED_SAMPLES), replace=False))
-    lengths = generations[0].columns["num_tokens"][ids[drawn]]
+    lengths = stages.columns["num_tokens"][ids[drawn]]
     counted = -(-lengths // pack.pad_multiple) * pack.pad_multiple
     figures = []
     for size in _BUFFERS:

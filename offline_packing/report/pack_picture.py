@@ -1,4 +1,4 @@
-"""The same samples padded and packed, as a picture."""
+"""The same samples padded and packed: which of them are shown, and as a picture."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.report.pack_rows import choose_packs, padded_rows
 
 _PADDING = "0.85"
 
@@ -69,3 +68,25 @@ def _draw_rows(axis: Any, rows: list[tuple[npt.NDArray[np.integer], int]]) -> No
         shades = [colours[(7 * row + i) % len(colours)] for i in range(len(segments))]
         axis.barh([row] * len(segments), segments, left=starts, color=shades, height=0.9)
     axis.set_ylim(len(rows), -1)
+
+
+def choose_packs(num_packs: int, count: int) -> npt.NDArray[np.int64]:
+    """Numbers of at most `count` packs, evenly over all."""
+    return np.unique(np.linspace(0, num_packs - 1, min(count, num_packs)).astype(np.int64))
+
+
+def padded_rows(
+    lengths: npt.NDArray[np.integer], batch_size: int, num_rows: int, seed: int
+) -> list[tuple[int, int]]:
+    """(tokens, padded to) of samples in random batches: whole batches, about `num_rows` rows.
+
+    Args:
+        lengths: (num_packed,) tokens of the samples, at least one.
+    """
+    wanted = min(len(lengths), -(-num_rows // batch_size) * batch_size)
+    chosen = np.random.default_rng(seed).choice(len(lengths), wanted, replace=False)
+    rows = []
+    for start in range(0, wanted, batch_size):
+        batch = lengths[chosen[start : start + batch_size]].tolist()
+        rows += [(length, max(batch)) for length in batch]
+    return rows

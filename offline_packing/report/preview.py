@@ -51,27 +51,22 @@ class Span:
 
 
 @dataclass(frozen=True)
-class ImagePreview:
-    """One image of a sub-sample, upright: size in pixels, (t, h, w) in patches, the file."""
+class MediumPreview:
+    """One image or video of a sub-sample, upright: size in pixels, grid (t, h, w) in
+    patches."""
 
     name: str
     width: int
     height: int
-    grid: tuple[int, int, int]
-    data: bytes
+    grid: tuple[int, ...]
+    #: the image's file; of a video the first frame that is trained on, as PNG
+    picture: bytes
+    #: that are trained on; None: an image
+    num_frames: int | None = None
 
-
-@dataclass(frozen=True)
-class VideoPreview:
-    """One video of a sub-sample, upright. `num_frames` are those that are trained on, `first` is
-    the first of them as a PNG file."""
-
-    name: str
-    width: int
-    height: int
-    grid: tuple[int, int, int]
-    num_frames: int
-    first: bytes
+    def __str__(self) -> str:
+        frames = "" if self.num_frames is None else f"{self.num_frames} frames "
+        return f"{frames}{self.width}x{self.height} -> {self.grid[1]}x{self.grid[2]}"
 
 
 @dataclass(frozen=True)
@@ -81,8 +76,8 @@ class SubSamplePreview:
     sample: SourceSample
     num_tokens: int
     num_loss_tokens: int
-    images: tuple[ImagePreview, ...]
-    videos: tuple[VideoPreview, ...]
+    images: tuple[MediumPreview, ...]
+    videos: tuple[MediumPreview, ...]
     spans: tuple[Span, ...]
 
 
@@ -198,12 +193,8 @@ def encode_pack(
 
     parts = {name: data for name, data in members.items() if part_filter(name)}
     try:
-        sample = PackedSample(
-            __key__=key,
-            __restore_key__=(),
-            __subflavors__={},
-            **sample_loader({"__key__": key, **parts}),
-        )
+        loaded = sample_loader({"__key__": key, **parts})
+        sample = PackedSample(__key__=key, __restore_key__=(), __subflavors__={}, **loaded)
         return task_encoder.encode_sample(sample)
     except (FatalSampleError, ValueError) as error:
         raise StageError(f"pack {key!r} cannot be trained on: {error}") from error
@@ -247,15 +238,14 @@ def _sub_samples(
         yield SubSamplePreview(sample, end - start, num_loss_tokens, images, videos, tuple(spans))
 
 
-def _image(name: str, data: bytes, grid: Sequence[int], max_image_pixels: int) -> ImagePreview:
+def _image(name: str, data: bytes, grid: Sequence[int], max_image_pixels: int) -> MediumPreview:
     image = decode_image(data, max_image_pixels=max_image_pixels)
-    t, h, w = grid
-    return ImagePreview(name, image.width, image.height, (t, h, w), data)
+    return MediumPreview(name, image.width, image.height, tuple(grid), data)
 
 
 def _video(
     name: str, data: bytes, grid: Sequence[int], encoder: SampleEncoder, model: ModelSettings
-) -> VideoPreview:
+) -> MediumPreview:
     limit = model.max_image_pixels or MAX_IMAGE_PIXELS
     header = read_video_header(
         io.BytesIO(data), max_frame_pixels=limit, max_frames=model.max_video_frames
@@ -264,8 +254,8 @@ def _video(
     first = next(decode_frames(data, header, frames[:1], limit))
     buffer = io.BytesIO()
     first.save(buffer, "PNG")
-    t, h, w = grid
-    return VideoPreview(name, first.width, first.height, (t, h, w), len(frames), buffer.getvalue())
+    picture = buffer.getvalue()
+    return MediumPreview(name, first.width, first.height, tuple(grid), picture, len(frames))
 
 
 def spell_row(

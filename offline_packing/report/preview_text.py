@@ -87,11 +87,7 @@ def _table(pack: PackPreview) -> Iterator[str]:
 def _sizes(sub: SubSamplePreview) -> str:
     """'640x480 -> 34x46' of each image: width and height in pixels, rows and columns of patches;
     of a video '8 frames 640x480 -> 34x46'."""
-    images = [f"{i.width}x{i.height} -> {i.grid[1]}x{i.grid[2]}" for i in sub.images]
-    videos = [
-        f"{v.num_frames} frames {v.width}x{v.height} -> {v.grid[1]}x{v.grid[2]}" for v in sub.videos
-    ]
-    return ", ".join(images + videos)
+    return ", ".join(map(str, sub.images + sub.videos))
 
 
 def _span(span: Span, full: bool, max_characters: int) -> Iterator[str]:

@@ -4,8 +4,8 @@ _packing/report/report.html    one page for people, without anything outside it
 _packing/report/report.json    the same figures
 """
 
-from offline_packing.report.document import build_document, made_from
-from offline_packing.report.report_page import render_page, verdict
+from offline_packing.report.document import Document, build_document, made_from
+from offline_packing.report.pages import render_report
 from offline_packing.runs.run import Run
 from offline_packing.runs.workspace import Workspace
 from offline_packing.storage.files import read_json, to_json, write_atomically
@@ -20,9 +20,28 @@ def report(run: Run) -> str:
     document = build_document(run)
     folder = run.workspace.report
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "report.html", render_page(document))
+    line = verdict(document)
+    write_atomically(folder / "report.html", render_report(document, line))
     write_atomically(folder / "report.json", to_json(document))
-    return verdict(document)
+    return line
+
+
+def verdict(document: Document) -> str:
+    """What became of the samples, in one line."""
+    samples, plan = document["samples"], document["plan"]
+    if plan is None:
+        usable = samples["found"] - samples["set_aside"]
+        return (
+            f"{samples['found']:,} samples = {usable:,} measured + {samples['set_aside']:,} set "
+            "aside; no packs yet: run plan"
+        )
+    above = plan["packs"] - plan["lower_bound"]
+    line = (
+        f"{samples['found']:,} samples = {samples['packed']:,} packed + "
+        f"{samples['set_aside']:,} set aside; {plan['packs']:,} packs, "
+        f"{above:,} above the lower bound; {plan['fill']:.2%} full"
+    )
+    return line if document["stages"]["write"] else f"{line}; not written yet: run write"
 
 
 def report_status(workspace: Workspace) -> str | None:

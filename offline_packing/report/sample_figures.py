@@ -1,16 +1,15 @@
 """Figures of the samples: one pass over the parts of the index, columns only."""
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from offline_packing.planner.admission import OVER_SEQ_LENGTH
 from offline_packing.report.complete_stages import CompleteStages
-from offline_packing.report.distributions import LogHistogram, spread
+from offline_packing.report.distributions import log_histogram, spread
 
 #: Summed up per source.
-_SUMS: Final = {
+SOURCE_SUMS: Final = {
     "tokens": "num_tokens",
     "loss_tokens": "num_loss_tokens",
     "images": "num_images",
@@ -21,40 +20,37 @@ _SUMS: Final = {
 _LONGER: Final = (2, 4)
 
 
-def length_figures(generations: Sequence[CompleteStages]) -> dict[str, Any] | None:
+def length_figures(stages: CompleteStages) -> dict[str, Any] | None:
     """Lengths in tokens of all measured samples; None without any."""
-    histogram = LogHistogram(generations[0].run.config.pack.seq_length)
-    arrays = [generation.columns["num_tokens"] for generation in generations]
-    for array in arrays:
-        histogram.add(array)
-    lengths = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-    return {**spread(lengths), **histogram.document()} if len(lengths) else None
+    lengths = stages.columns["num_tokens"]
+    if not len(lengths):
+        return None
+    return {**spread(lengths), **log_histogram(lengths, stages.run.config.pack.seq_length)}
 
 
-def source_sums(generation: CompleteStages) -> dict[str, list[int]]:
-    """Per source of a generation: `rows` of the index, `packed` of them, and the sums of what the
+def source_sums(stages: CompleteStages) -> dict[str, list[int]]:
+    """Per source: `rows` of the index, `packed` of them, and the sums of what the
     packed ones hold (without a plan: of all)."""
-    num_sources = len(generation.run.config.source)
-    sums = {name: np.zeros(num_sources, np.int64) for name in ("rows", "packed", *_SUMS)}
+    num_sources = len(stages.run.config.source)
+    sums = {name: np.zeros(num_sources, np.int64) for name in ("rows", "packed", *SOURCE_SUMS)}
     first = 0
-    for part in generation.samples.parts("source_id", *_SUMS.values()):
-        packed = generation.is_packed[first : first + len(part)]
+    for part in stages.samples.parts("source_id", *SOURCE_SUMS.values()):
+        packed = stages.is_packed[first : first + len(part)]
         first += len(part)
         source_ids = part["source_id"].to_numpy()
         sums["rows"] += np.bincount(source_ids, minlength=num_sources)
         chosen = source_ids[packed]
         sums["packed"] += np.bincount(chosen, minlength=num_sources)
-        for name, column in _SUMS.items():
+        for name, column in SOURCE_SUMS.items():
             values = part[column].to_numpy()[packed]
             # Sums of a part are far below 2**53, where doubles are exact.
             sums[name] += np.bincount(chosen, values, num_sources).astype(np.int64)
     return {name: array.tolist() for name, array in sums.items()}
 
 
-def overlong_figures(generations: Sequence[CompleteStages]) -> dict[str, Any]:
+def overlong_figures(stages: CompleteStages) -> dict[str, Any]:
     """Samples with more tokens than a pack holds, and what longer sequences would save."""
-    pack = generations[0].run.config.pack
-    lengths = np.concatenate([_overlong_lengths(generation) for generation in generations])
+    pack, lengths = stages.run.config.pack, _overlong_lengths(stages)
     longer = []
     for factor in _LONGER:
         saved = lengths[lengths <= _longest(factor * pack.seq_length, pack.pad_multiple)]
@@ -73,11 +69,11 @@ def overlong_figures(generations: Sequence[CompleteStages]) -> dict[str, Any]:
     }
 
 
-def _overlong_lengths(generation: CompleteStages) -> np.ndarray:
-    lengths = generation.columns["num_tokens"]
-    plan = generation.plan
+def _overlong_lengths(stages: CompleteStages) -> np.ndarray:
+    lengths = stages.columns["num_tokens"]
+    plan = stages.plan
     if plan is None:
-        pack = generation.run.config.pack
+        pack = stages.run.config.pack
         return lengths[lengths > _longest(pack.seq_length, pack.pad_multiple)]
     if OVER_SEQ_LENGTH not in plan.info.reason_names:
         return lengths[:0]

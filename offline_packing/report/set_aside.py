@@ -26,8 +26,8 @@ class SetAside:
     """Counts and examples of the same rows."""
 
     by_reason: Counter[str] = field(default_factory=Counter)
-    #: per generation: (number of the source, set aside while planning) -> samples
-    by_source: list[Counter[tuple[int, bool]]] = field(default_factory=list)
+    #: (number of the source, whether set aside while planning) -> samples
+    by_source: Counter[tuple[int, bool]] = field(default_factory=Counter)
     examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
 
     def document(self) -> list[dict[str, Any]]:
@@ -46,38 +46,35 @@ class SetAside:
         ]
 
 
-def count_set_aside(generations: list[CompleteStages]) -> SetAside:
-    """Read the set-aside tables of all generations, one batch of rows at a time."""
+def count_set_aside(stages: CompleteStages) -> SetAside:
+    """Read the set-aside tables, one batch of rows at a time."""
     found = SetAside()
-    for generation in generations:
-        sources = Counter[tuple[int, bool]]()
-        for while_planning, table in _tables(generation):
-            counted = _count(table, generation)
-            for (reason, source), count in counted.items():
-                found.by_reason[reason] += count
-                sources[source, while_planning] += count
-            _keep_examples(found.examples, table, {reason for reason, _ in counted})
-        found.by_source.append(sources)
+    for while_planning, table in _tables(stages):
+        counted = _count(table, stages)
+        for (reason, source), count in counted.items():
+            found.by_reason[reason] += count
+            found.by_source[source, while_planning] += count
+        _keep_examples(found.examples, table, {reason for reason, _ in counted})
     return found
 
 
-def _tables(generation: CompleteStages) -> Iterator[tuple[bool, pa.Table]]:
+def _tables(stages: CompleteStages) -> Iterator[tuple[bool, pa.Table]]:
     """(whether set aside while planning, some rows)."""
-    workspace, info = generation.run.workspace, generation.samples.info
+    workspace, info = stages.run.workspace, stages.samples.info
     if info.num_set_aside:
         for number in range(len(info.part_rows)):
             for batch in pq.ParquetFile(workspace.set_aside / part_name(number)).iter_batches(
                 _BATCH
             ):
                 yield False, pa.Table.from_batches([batch], SET_ASIDE_SCHEMA)
-    if generation.plan is not None:
+    if stages.plan is not None:
         for batch in pq.ParquetFile(workspace.plan / "set_aside.parquet").iter_batches(_BATCH):
             yield True, pa.Table.from_batches([batch], SET_ASIDE_SCHEMA)
 
 
-def _count(table: pa.Table, generation: CompleteStages) -> Mapping[tuple[str, int], int]:
+def _count(table: pa.Table, stages: CompleteStages) -> Mapping[tuple[str, int], int]:
     """(reason, number of the source) -> rows."""
-    config = generation.run.config
+    config = stages.run.config
     numbers = np.zeros(len(table), np.int32)
     prefixes = list(enumerate(zip(config.source, config.key_prefixes(), strict=True)))
     # Of several sources with one path the longest prefix that fits decides: it comes last.

@@ -12,6 +12,7 @@ import tiktoken
 
 from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
+from offline_packing.report.pages import render_packs
 from offline_packing.report.preview import (
     PackPreview,
     Span,
@@ -19,7 +20,6 @@ from offline_packing.report.preview import (
     choose,
     preview,
 )
-from offline_packing.report.preview_page import render_packs
 from offline_packing.report.preview_text import first_words, render_pack, safe
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.run import Run, open_encoder
@@ -82,7 +82,7 @@ def text_of(span: Span) -> str:
 
 def check_sub_sample(run: Run, sub: SubSamplePreview, qwen: tiktoken.Encoding) -> None:
     """Tokens, labels and text of a segment are those of the sample encoder."""
-    images = [image.data for image in sub.images]
+    images = [image.picture for image in sub.images]
     encoded = open_encoder(run.config.model).encode(sub.sample, images)
     assert sub.num_tokens == len(encoded.tokens)
     assert sub.num_loss_tokens == (encoded.labels != IGNORE_INDEX).sum()
