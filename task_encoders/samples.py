@@ -24,6 +24,7 @@ REASONS: Final[Mapping[str, str]] = {
     "bad_record": "the JSON parses but does not hold what its task needs",
     "bad_roles": "messages are not [system,] user, assistant, user, assistant, ...",
     "empty_answer": "an answer or caption is empty or only white space",
+    "lost_prompt": "captioning would not show the record's prompt to the model",
     "image_count_mismatch": "the number of <image> placeholders is not the number of images",
     "video_count_mismatch": "the number of <video> placeholders is not the number of videos",
     "missing_image": "an image or video the record names does not exist",

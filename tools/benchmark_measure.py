@@ -36,7 +36,7 @@ from PIL import Image
 
 from offline_packing.measure.measure_part import MeasureTask, measure_part
 from offline_packing.runs.run import open_encoder
-from offline_packing.sources import PairsSource
+from offline_packing.sources import open_source
 from task_encoders.families import ModelSettings, build_sample_encoder
 from task_encoders.text.builtin_processor import builtin_processor
 from task_encoders.text.tokenizer import load_tokenizer
@@ -105,7 +105,7 @@ def run_floor(folder: Path, count: int) -> int:
 
 def run_measure(folder: Path, out: Path) -> list[int]:
     """The real stage in this process: one task from scan to a part of the index."""
-    source = PairsSource(str(folder), "vqa")
+    source = open_source({"format": "pairs", "path": str(folder), "task": "vqa"})
     (part,) = source.scan(1 << 30).parts
     model = ModelSettings()
     index_path = out / "index.parquet"

@@ -14,84 +14,28 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SerializeAsAny,
     field_validator,
     model_validator,
 )
 
 from offline_packing.config.yaml_file import explain_value_error, read_config, validate
 from offline_packing.engines import ENGINES
-from offline_packing.errors import ConfigError
 from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.rules import check_combination
-from offline_packing.sources import SOURCES, source_class
-from offline_packing.sources.fields import FieldMap
+from offline_packing.sources import SourceOptions, parse_options
+from offline_packing.sources.options import listed
 from task_encoders.families import ModelSettings
 from task_encoders.field_types import Count, LocalOrRemotePath, NonNegative, not_bool, one_of
 
-#: Copies of a sample are rows of their own: more of them is a slip of the pen.
-MAX_REPEAT: Final = 1000
 #: Lengths are 32-bit numbers in plans, everything else is a 64-bit one in artifacts.
 MAX_SEQ_LENGTH: Final = 2**31 - 1
-
-
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
 
 
 class _Config(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
     )
-
-
-class SourceConfig(_Config):
-    """Where samples come from."""
-
-    #: how they are stored: a name in SOURCES, or "module:Class" of a Source of your own
-    format: str
-    #: a folder or a file, here or of a storage that fsspec knows
-    path: LocalOrRemotePath
-    #: what they are trained as
-    task: Literal["captioning", "vqa", "bmr"]
-    #: put before every key; needed to tell several sources apart (default: the path's last part,
-    #: of a single source nothing)
-    name: str | None = None
-    #: image paths are relative to this folder instead of the file's own
-    image_root: LocalOrRemotePath | None = None
-    #: where a record keeps what a sample needs: {caption: "captions[0].content"}
-    fields: dict[str, str] = {}
-    #: which split of a dataset that has several (default: train)
-    split: str | None = None
-    #: which of several datasets the path describes
-    dataset: str | None = None
-    #: outputs whose samples, packed or set aside, are left out: these are new data
-    skip: Annotated[tuple[LocalOrRemotePath, ...], BeforeValidator(_listed)] = ()
-    #: how often each sample is used; of a fraction, a part of the samples once more
-    repeat: Annotated[float, BeforeValidator(not_bool), Field(gt=0, le=MAX_REPEAT)] = 1
-    #: share of all samples that this source is to have, in proportion to the other sources' weights
-    weight: Annotated[float, BeforeValidator(not_bool), Field(gt=0)] | None = None
-
-    @field_validator("format")
-    @classmethod
-    def _check_format(cls, name: str) -> str:
-        try:
-            source_class(name)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return name
-
-    @model_validator(mode="after")
-    def _check_options(self) -> "SourceConfig":
-        allowed = source_class(self.format).OPTIONS
-        for name in ("image_root", "fields", "split", "dataset"):
-            if getattr(self, name) and name not in allowed:
-                fitting = [key for key, known in SOURCES.items() if name in known.OPTIONS]
-                raise ValueError(f"{name} applies to format {', '.join(fitting)} only; remove it")
-        try:
-            FieldMap(self.fields)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return self
 
 
 class OrderConfig(_Config):
@@ -117,7 +61,7 @@ class PackConfig(_Config):
     #: which sample of a length goes where: shuffle, locality (packs follow the source), mix (packs
     #: interleave the sources by weight), balance (vision patches evened out); one, or a list
     assignment: Annotated[
-        tuple[Literal["shuffle", "locality", "mix", "balance"], ...], BeforeValidator(_listed)
+        tuple[Literal["shuffle", "locality", "mix", "balance"], ...], BeforeValidator(listed)
     ] = ("shuffle",)
     #: write the packs so that the ranks of this loader get packs of similar cost at each step
     order: OrderConfig | None = None
@@ -237,7 +181,7 @@ class ReportConfig(_Config):
 class PackingConfig(_Config):
     """Everything one packed dataset is made from."""
 
-    source: tuple[SourceConfig, ...]
+    source: tuple[SerializeAsAny[Annotated[SourceOptions, BeforeValidator(parse_options)]], ...]
     model: ModelSettings = ModelSettings()
     pack: PackConfig = PackConfig()
     output: OutputConfig
@@ -251,7 +195,7 @@ class PackingConfig(_Config):
 
     @field_validator("source")
     @classmethod
-    def _check_sources(cls, sources: tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
+    def _check_sources(cls, sources: tuple[SourceOptions, ...]) -> tuple[SourceOptions, ...]:
         if not sources:
             raise ValueError("no source; name at least one")
         tasks = sorted({source.task for source in sources})
@@ -310,7 +254,7 @@ class PackingConfig(_Config):
         return [f"{name}/" if name else "" for name in names]
 
 
-def _source_name(source: SourceConfig) -> str:
+def _source_name(source: SourceOptions) -> str:
     return Path(source.path).resolve().stem if source.name is None else source.name
 
 

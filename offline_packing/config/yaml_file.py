@@ -54,7 +54,8 @@ def _explain(model: type[BaseModel], problem: Mapping[str, Any]) -> str:
     location = [str(name) for name in problem["loc"]]
     field = ".".join(location)
     if problem["type"] == "extra_forbidden":
-        valid = ", ".join(_model_at(model, location[:-1]).model_fields)
+        fields = ", ".join(_model_at(model, location[:-1]).model_fields)
+        valid = problem.get("ctx", {}).get("valid", fields)  # a source's depend on its format
         return f"{field} is no known field; valid: {valid}"
     if problem["type"] == "missing":
         return f"{field} is missing; set it"
@@ -83,7 +84,7 @@ def explain_value_error(error: Exception) -> str:
 
 
 def _model_at(model: type[BaseModel], location: Sequence[str]) -> type[BaseModel]:
-    """The model at a field: ['source', '0'] -> SourceConfig, where `source` holds several."""
+    """The model at a field: ['source', '0'] -> SourceOptions, where `source` holds several."""
     for name in location:
         if name in model.model_fields:
             model = next(_models_in(model.model_fields[name].annotation), model)

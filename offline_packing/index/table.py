@@ -193,6 +193,8 @@ class IndexInfo:
     set_aside: dict[str, int]
     #: image files that no sample uses
     num_unused_images: int = 0
+    #: what samples go without, such as a field with media -> how many (sources/lost_fields.py)
+    lost_fields: dict[str, int] = field(default_factory=dict)
     #: sum of num_tokens
     num_tokens: int = 0
     #: samples left out by source.skip; neither in the index nor set aside

@@ -112,6 +112,7 @@ def _complete(
         versions=library_versions(),
         part_rows=[result.num_rows for result in results],
         set_aside=dict(sum((Counter(result.set_aside) for result in results), Counter())),
+        lost_fields=dict(sum((Counter(result.lost_fields) for result in results), Counter())),
         num_tokens=sum(result.num_tokens for result in results),
         num_skipped=sum(result.num_skipped for result in results),
     )
@@ -126,6 +127,8 @@ def _complete(
         logger.warning(
             "measure: %s image and video files are used by no sample", f"{info.num_unused_images:,}"
         )
+    for what, count in sorted(info.lost_fields.items()):
+        logger.warning("measure: %s (%s samples)", what, f"{count:,}")
     return info
 
 

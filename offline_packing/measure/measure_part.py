@@ -6,10 +6,11 @@ Media are not decoded: their size is read from the header.
 import itertools
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+import orjson
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
@@ -23,7 +24,8 @@ from offline_packing.measure.repeats import copy_key, num_copies
 from offline_packing.measure.skip import NewRecords
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
-from offline_packing.sources.records import to_sample
+from offline_packing.sources.lost_fields import lost_fields
+from offline_packing.sources.records import check_prompts_are_shown, to_sample
 from task_encoders.families import ModelSettings
 from task_encoders.media.image import MAX_IMAGE_PIXELS, read_image_header
 from task_encoders.media.video_file import (
@@ -34,12 +36,13 @@ from task_encoders.media.video_file import (
 )
 from task_encoders.pack_format import image_extension, video_extension
 from task_encoders.sample_encoder import SampleEncoder
-from task_encoders.samples import SampleError
+from task_encoders.samples import SampleError, SourceSample
 
 #: Rows that a worker holds at a time: a part of a compressed source may have any number.
 _ROWS_AT_ONCE: Final = 1024
 #: Where a part of the set-aside table says how many samples were left out.
 _SKIPPED: Final = "num_skipped"
+_LOST_FIELDS: Final = "lost_fields"
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class PartResult:
     set_aside: dict[str, int]
     #: left out by source.skip
     num_skipped: int = 0
+    #: what samples go without -> how many; see sources/lost_fields.py
+    lost_fields: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_records(self) -> int:
@@ -81,14 +86,17 @@ def finished_part(task: MeasureTask) -> PartResult:
     tokens = pc.sum(num_tokens).as_py() or 0
     with pq.ParquetFile(task.set_aside_path) as aside:
         reasons = Counter(aside.read(["reason"])["reason"].to_pylist())
-        skipped = int((aside.metadata.metadata or {}).get(_SKIPPED.encode(), 0))
-    return PartResult(task.number, len(num_tokens), tokens, dict(reasons), skipped)
+        notes = aside.metadata.metadata or {}
+    skipped = int(notes.get(_SKIPPED.encode(), 0))
+    lost = orjson.loads(notes.get(_LOST_FIELDS.encode(), b"{}"))
+    return PartResult(task.number, len(num_tokens), tokens, dict(reasons), skipped, lost)
 
 
 def measure_part(task: MeasureTask) -> PartResult:
     """Measure one part and write its two tables. The index part comes last: it marks the end."""
     encoder = open_encoder(task.model)
     notes: dict[str, str] = {}
+    lost: Counter[str] = Counter()
     with (
         index.table_writer(task.index_path, index.INDEX_SCHEMA) as write_measured,
         index.table_writer(task.set_aside_path, index.SET_ASIDE_SCHEMA, notes) as write_aside,
@@ -97,7 +105,8 @@ def measure_part(task: MeasureTask) -> PartResult:
         new = NewRecords(task.source, task.part)
         records = iter(new)
         while True:  # one record at a time, as it may hold its media
-            measured, aside = _measure_some(task, itertools.islice(records, _ROWS_AT_ONCE), encoder)
+            some = itertools.islice(records, _ROWS_AT_ONCE)
+            measured, aside = _measure_some(task, some, encoder, lost)
             if not measured and not aside:
                 break
             write_measured(index.index_table(measured))
@@ -110,13 +119,16 @@ def measure_part(task: MeasureTask) -> PartResult:
             )
         if new.num_skipped:
             notes[_SKIPPED] = str(new.num_skipped)
-    return replace(total, num_skipped=new.num_skipped)
+        if lost:
+            notes[_LOST_FIELDS] = orjson.dumps(lost).decode()
+    return replace(total, num_skipped=new.num_skipped, lost_fields=dict(lost))
 
 
 def _measure_some(
-    task: MeasureTask, records: Iterable[SourceRecord], encoder: SampleEncoder
+    task: MeasureTask, records: Iterable[SourceRecord], encoder: SampleEncoder, lost: Counter[str]
 ) -> tuple[list[MeasuredSample], list[SetAsideSample]]:
-    """Rows of both tables; a repeated sample is measured once."""
+    """Rows of both tables; a repeated sample is measured once. What samples go without is counted
+    in `lost`."""
     limits = (task.model.max_image_pixels or MAX_IMAGE_PIXELS, task.model.max_video_frames)
     source = task.source
     measured: list[MeasuredSample] = []
@@ -127,7 +139,9 @@ def _measure_some(
             copies = num_copies(key, task.repeat, task.seed)
             if copies == 0:
                 raise SampleError("not_drawn", f"repeat {task.repeat:g}")
-            row = measure_record(record, key, source, task.source_id, encoder, *limits)
+            sample = read_record(record, key, source)
+            row = measure_record(record, sample, source, task.source_id, encoder, *limits)
+            lost.update(set(lost_fields(record, sample, source.fields)))
         except SampleError as error:
             aside.append(SetAsideSample(key, source.path, error.reason, error.detail))
             continue
@@ -141,9 +155,19 @@ def _measure_some(
     return measured, aside
 
 
+def read_record(record: SourceRecord, key: str, source: Source) -> SourceSample:
+    """The sample that a record makes. Raises SampleError where it is to be set aside."""
+    if isinstance(record.content, SampleError):
+        raise record.content
+    sample = to_sample(record.content, key, source.task, record.paired_media)
+    if not source.options.ignore_prompts:
+        check_prompts_are_shown(sample)
+    return sample
+
+
 def measure_record(
     record: SourceRecord,
-    key: str,
+    sample: SourceSample,
     source: Source,
     source_id: int,
     encoder: SampleEncoder,
@@ -151,9 +175,6 @@ def measure_record(
     max_video_frames: int = MAX_VIDEO_FRAMES,
 ) -> MeasuredSample:
     """One row of the index. Raises SampleError where the record is to be set aside."""
-    if isinstance(record.content, SampleError):
-        raise record.content
-    sample = to_sample(record.content, key, source.task, record.paired_media)
     media: list[tuple[Locator, str]] = []
     sizes: list[tuple[int, int]] = []
     videos: list[VideoHeader] = []
@@ -176,7 +197,7 @@ def measure_record(
     length = encoder.measure(sample, sizes, videos)
     stamp = sample_stamp(source, record.locator, (locator for locator, _ in media))
     return MeasuredSample(
-        key,
+        sample.key,
         source_id,
         source.task,
         len(sample.turns),

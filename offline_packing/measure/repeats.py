@@ -14,10 +14,10 @@ from typing import BinaryIO, Final
 
 import xxhash
 
-from offline_packing.config.packing import MAX_REPEAT
 from offline_packing.errors import StageError
 from offline_packing.runs.run import Run
 from offline_packing.sources import Scan, Source, SourcePart
+from offline_packing.sources.options import MAX_REPEAT
 from offline_packing.storage.files import read_json, to_json, write_atomically
 
 _WHOLE = 2**64

@@ -20,14 +20,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from offline_packing.config.packing import SourceConfig
 from offline_packing.errors import StageError
 from offline_packing.index.set_aside_table import read_set_aside
 from offline_packing.index.table import Index, IndexInfo, part_name
 from offline_packing.measure.repeated_ids import hash_content, repeated_key
 from offline_packing.runs.run import Run
 from offline_packing.runs.workspace import Workspace
-from offline_packing.sources import Source, SourcePart, SourceRecord
+from offline_packing.sources import Source, SourceOptions, SourcePart, SourceRecord
 from offline_packing.sources.records import to_sample
 from offline_packing.storage.files import hash_bytes, hash_file, read_json
 from offline_packing.storage.key_set import Hashes, KeySet, hash_keys, sort_hashes
@@ -42,7 +41,7 @@ _NO_CONTENT: Final = pa.scalar(0, pa.uint64())
 _CONTENT_SUFFIX: Final = len(repeated_key("", 0))
 
 
-def skip_fingerprint(config: SourceConfig) -> str:
+def skip_fingerprint(config: SourceOptions) -> str:
     """Changes when an output that is left out holds other samples.
 
     Raises:
@@ -119,7 +118,7 @@ def _indices(path: str) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
         yield workspace.packing / f"append-{i:04d}", appended["config"]["source"]
 
 
-def _collect(config: SourceConfig, prefix: str) -> Hashes:
+def _collect(config: SourceOptions, prefix: str) -> Hashes:
     """Hashes of the keys, without prefix, of a source's samples in the outputs that it skips."""
     packed: list[Hashes] = []
     shared: list[Hashes] = []
@@ -146,7 +145,7 @@ def _collect(config: SourceConfig, prefix: str) -> Hashes:
 
 
 def _prefixes(
-    config: SourceConfig,
+    config: SourceOptions,
     prefix: str,
     path: str,
     sources: Sequence[dict[str, Any]],

@@ -120,10 +120,4 @@ def _hint(config: PackingConfig, group: AsideGroup) -> str | None:
     source = next((one for one in config.source if one.path == group.source), None)
     if source is None:
         return None
-    return hint_for(
-        group.reason,
-        group.detail,
-        path=source.path,
-        source_format=source.format,
-        image_root=source.image_root,
-    )
+    return hint_for(group.reason, group.detail, source)

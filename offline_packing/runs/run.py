@@ -9,13 +9,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from offline_packing.config.packing import PackingConfig, SourceConfig
+from offline_packing.config.packing import PackingConfig
 from offline_packing.engines import ENGINES, Engine
 from offline_packing.errors import ConfigError
 from offline_packing.index.stamps import MODIFICATION_TIME
 from offline_packing.layouts import LAYOUTS
 from offline_packing.runs.workspace import Workspace
-from offline_packing.sources import Source, source_class
+from offline_packing.sources import Source, open_source
 from offline_packing.storage.fingerprint import Fingerprint
 from task_encoders.families import ModelSettings, build_sample_encoder
 from task_encoders.sample_encoder import SampleEncoder
@@ -88,16 +88,7 @@ def open_sources(config: PackingConfig) -> list[Source]:
     """The sources of a configuration; a source's id is its place in this list."""
     unpack_folder = Workspace(Path(config.output.path).resolve()).unpacked
     return [
-        source_class(source.format)(
-            source.path,
-            source.task,
-            key_prefix=prefix,
-            image_root=source.image_root,
-            fields=source.fields,
-            split=source.split,
-            dataset=source.dataset,
-            unpack_folder=unpack_folder,
-        )
+        open_source(source, key_prefix=prefix, unpack_folder=unpack_folder)
         for source, prefix in zip(config.source, config.key_prefixes(), strict=True)
     ]
 
@@ -124,13 +115,11 @@ def config_fingerprint(config: PackingConfig) -> Fingerprint:
         fields[f"source.{i}.format"] = source.format
         fields[f"source.{i}.task"] = source.task
         fields[f"source.{i}.key_prefix"] = prefix
-        for name in ("image_root", "fields", "split", "dataset", "skip", "repeat", "weight"):
-            value = getattr(source, name)
-            if value != SourceConfig.model_fields[name].default:
-                if isinstance(value, dict):  # a manifest holds them sorted
-                    value = dict(sorted(value.items()))
-                text = ", ".join(value) if isinstance(value, tuple) else str(value)
-                fields[f"source.{i}.{name}"] = text
+        for name, value in source.format_options().items():
+            if isinstance(value, dict):  # a manifest holds them sorted
+                value = dict(sorted(value.items()))
+            text = ", ".join(value) if isinstance(value, tuple) else str(value)
+            fields[f"source.{i}.{name}"] = text
         if source.repeat % 1 or source.weight:
             fields[f"source.{i}.seed"] = config.pack.seed
     return fields

@@ -7,7 +7,6 @@ read_sample, read_media   -> the same again, from nothing but locators
 """
 
 import io
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +18,10 @@ import numpy.typing as npt
 
 from offline_packing.errors import StageError
 from offline_packing.sources.fields import FieldMap
+from offline_packing.sources.options import FieldOptions, MediaOptions, SourceOptions
 from offline_packing.sources.reading.locators import Locator, read_locator
 from offline_packing.sources.records import load_json, to_sample
-from offline_packing.sources.roots.listing import unpack_batches, walk
+from offline_packing.sources.roots.listing import walk
 from offline_packing.sources.roots.local import MediaRoot
 from offline_packing.sources.roots.remote import RemoteRoot, is_remote
 from offline_packing.storage.key_set import KeySet
@@ -49,50 +49,14 @@ class Scan:
 
     `fingerprint` changes with the names and sizes of its files. `unpaired_media` are the
     `container_hash`es of image and video files that stand beside no record of their name, as uint64
-    (num_files,); a record may still name them. `stretches` says which bytes were listed of each
-    file that may grow at its end.
+    (num_files,); a record may still name them.
     """
 
     parts: tuple[SourcePart, ...]
     fingerprint: str
     unpaired_media: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
-    stretches: Mapping[str, "Stretch"] = field(default_factory=dict)
     #: a table of listing.FILES_SCHEMA, packed, where it was made on the way
     files: bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Bytes `begin` to `end` of a file, and their xxh3_128."""
-
-    begin: int
-    end: int
-    content_hash: str
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """What a source has beyond what was measured before.
-
-    `added` is a table of the files that are new or grew (measured_files.py), packed, in the order
-    of a listing; `grown` tells, of those that grew at their end, the offset and the number of
-    records before it.
-    """
-
-    added: bytes
-    num_added: int
-    grown: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-
-    def new_files(self) -> Iterator[bytes]:
-        """The new containers, in order."""
-        for batch in unpack_batches(self.added):
-            for container in batch["container"].to_pylist():
-                if not self.grown or os.fsdecode(container) not in self.grown:
-                    yield container
-
-    def new_names(self) -> frozenset[str]:
-        """The new containers, for formats whose files hold many samples each."""
-        return frozenset(map(os.fsdecode, self.new_files()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +75,8 @@ class SourceRecord:
     by name (None where it does not); they count only if the content names none itself. `embedded`
     holds, by the name that the content or `paired_media` use, the media in the record's container.
     `own_id` tells that the key is an id of the record's own, which others may repeat. `known` is
-    the number of records that it stands for, which the source leaves out and did not read.
+    the number of records that it stands for, which the source leaves out and did not read. `unread` are
+    fields that seem to hold media and were not read.
     """
 
     key: str
@@ -121,39 +86,30 @@ class SourceRecord:
     embedded: Mapping[str, Embedded] = field(default_factory=dict)
     own_id: bool = False
     known: int = 0
+    unread: tuple[str, ...] = ()
 
 
 class Source(ABC):
     """One source. Cheap to build and to send to another process."""
 
-    #: options beside `path`, `task` and `name` that the format understands
-    OPTIONS: ClassVar[frozenset[str]] = frozenset({"fields"})
+    #: what the format understands
+    Options: ClassVar[type[SourceOptions]] = FieldOptions
 
     def __init__(
-        self,
-        path: str,
-        task: str,
-        *,
-        key_prefix: str = "",
-        image_root: str | None = None,
-        fields: Mapping[str, str] | None = None,
-        split: str | None = None,
-        dataset: str | None = None,
-        unpack_folder: Path | None = None,
+        self, options: SourceOptions, *, key_prefix: str = "", unpack_folder: Path | None = None
     ) -> None:
-        """Options are those of SourceConfig; `unpack_folder` is where a compressed container may be
-        unpacked when it is read out of order.
+        """`options` are of the class's own Options; `unpack_folder` is where a compressed container
+        may be unpacked when it is read out of order.
 
         Raises:
             StageError: the path does not exist.
         """
-        self.path = path
-        self.task = task
+        self.options = options
+        self.path = options.path
+        self.task = options.task
         self.key_prefix = key_prefix
-        self.image_root = image_root
-        self.fields = FieldMap(fields or {})
-        self.split = split
-        self.dataset = dataset
+        self.image_root = options.image_root if isinstance(options, MediaOptions) else None
+        self.fields = FieldMap(options.fields if isinstance(options, FieldOptions) else {})
         self.unpack_folder = unpack_folder
         #: keys of the records that are left out, see source.skip
         self.known: KeySet | None = None
@@ -161,10 +117,12 @@ class Source(ABC):
         self.file_name: str | None = None
         self.root = self._open_root()
         self.media = self.root
-        if image_root is not None:
-            if not is_remote(image_root) and not Path(image_root).is_dir():
-                raise StageError(f"image_root {image_root!r} is no folder; set source.image_root")
-            self.media = _root_at(image_root)
+        if self.image_root is not None:
+            if not is_remote(self.image_root) and not Path(self.image_root).is_dir():
+                raise StageError(
+                    f"image_root {self.image_root!r} is no folder; set source.image_root"
+                )
+            self.media = _root_at(self.image_root)
 
     def _open_root(self) -> MediaRoot | RemoteRoot:
         if is_remote(self.path):
@@ -183,17 +141,6 @@ class Source(ABC):
         """List the source. Parts, and records in them, come in an order that depends on nothing
         but the files."""
 
-    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
-        """List what is new in a source that was measured before.
-
-        Raises:
-            StageError: the format cannot tell its parts by their files.
-        """
-        raise StageError(
-            f"source path {self.path!r} has new files and its format has no scan_new; append a "
-            "source of the new files alone"
-        )
-
     def is_known(self, key: str) -> bool:
         """Whether the record of a key is left out; a format that knows the key before it reads the
         record yields it with `known`, unread."""
@@ -204,16 +151,10 @@ class Source(ABC):
         return True
 
     def entries(self) -> Iterator[tuple[str, int, int]]:
-        """(container, size, modification time in ns) of every file that `scan` reads, in the order
-        of a listing (listing.order)."""
+        """(container, size, modification time in ns) of every file that `scan` reads, in order."""
         if self.file_name is not None:
             return iter([self.root.entry(self.file_name)])
         return (entry for entry in walk(self.root) if self.is_read(entry[0]))
-
-    def find_end(self, container: str, measured: Sequence[Stretch]) -> tuple[int, int] | None:
-        """Where a file that was written to goes on behind what was measured: offset, and records
-        before it. None where these bytes are not as they were, or the format does not allow it."""
-        return None
 
     def unread_parts(self) -> Sequence[SourcePart]:
         """Parts as far as they can be known without reading whole files, for a dry run. A part

@@ -3,24 +3,23 @@
 import re
 from typing import Final
 
+from offline_packing.sources.options import MediaOptions, SourceOptions
 from offline_packing.sources.roots.contents import describe_others, find_image_root
 
 #: Suffix that a format reads, for those whose folders may hold the wrong files.
 _READ: Final = {"pairs": "*.json", "json": "*.json", "jsonl": "*.jsonl", "parquet": "*.parquet"}
 
 
-def hint_for(
-    reason: str, detail: str, *, path: str, source_format: str, image_root: str | None
-) -> str | None:
+def hint_for(reason: str, detail: str, source: SourceOptions) -> str | None:
     """What to change in a source's configuration, as far as it is known.
 
     Args:
         reason: a name in REASONS.
         detail: of one sample that was set aside for it.
-        path: source.path; source_format and image_root likewise.
     """
     if reason == "missing_image":
-        return _missing_image(detail, path, source_format, image_root)
+        image_root = source.image_root if isinstance(source, MediaOptions) else None
+        return _missing_image(detail, source.path, source.format, image_root)
     if reason == "path_outside_root":
         return "set source.image_root to a folder above the images"
     if reason == "bad_record" and detail.startswith(("none of ", "no prompt")):

@@ -1,14 +1,13 @@
 """One JSON object to one sample. The forms that are read:
 
-    {"messages": [{"role": "user", "content": str}, {"role": "assistant", "content": str}, ...],
-     "images": [str, ...]}                                     a leading system message is allowed
-    {"conversations": [{"from": "human", "value": str}, {"from": "gpt", "value": str}, ...],
-     "image": str, "system": str}                              ShareGPT, LLaVA
+    {"messages" | "conversations" | "texts": [...], "images": [str, ...]}     see messages.py
     {"captions": [{"content": str}]}, {"captions": [str]}, {"caption": str}
     {"question" | "prompt" | "context": str, "answer" | "answers": str}
+    {"text": str}                                       a caption, or plain text without an image
 
-The prompts and answers of the last form may also be two lists of equal length: turns. Images are
-named by "images" or "image", videos by "videos" or "video". Other fields are ignored.
+Prompts and answers may also be two lists of equal length: turns. Images are named by "images" or
+"image", videos by "videos" or "video"; the name may stand in an object {"path": ...}. `system` is
+the system message. What else a record holds is ignored; lost_fields.py tells of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Final, cast
 
 import orjson
 
+from offline_packing.sources.messages import Dialogue, kind_of, media_name, read_dialogue
 from task_encoders.pack_format import is_video_name
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
@@ -28,18 +28,22 @@ from task_encoders.samples import (
 )
 
 _UTF8_BOM: Final = b"\xef\xbb\xbf"
-_PROMPT_FIELDS: Final = ("question", "prompt", "context")
-_ANSWER_FIELDS: Final = ("answer", "answers", "captions", "caption")
-_DIALOGUE_FIELDS: Final = ("messages", "conversations")
+MEDIA_FIELDS: Final = frozenset(("image", "images", "video", "videos"))
+DIALOGUE_FIELDS: Final = ("messages", "conversations", "texts")
+PROMPT_FIELDS: Final = ("question", "prompt", "context")
+_ANSWERS: Final = ("answer", "answers")
+_CAPTIONS: Final = ("captions", "caption")
+ANSWER_FIELDS: Final = (*_ANSWERS, *_CAPTIONS, "text")
 
 #: Every field that `to_sample` reads, and "id".
 RECORD_FIELDS: Final = (
-    *("id", "image", "images", "video", "videos", "system"),
-    *(*_DIALOGUE_FIELDS, *_PROMPT_FIELDS, *_ANSWER_FIELDS),
+    *("id", "system", *sorted(MEDIA_FIELDS)),
+    *(*DIALOGUE_FIELDS, *PROMPT_FIELDS, *ANSWER_FIELDS),
 )
 
-#: Names that roles have in one form or another.
-_ROLES: Final[Mapping[str, str]] = {"human": "user", "gpt": "assistant"}
+#: What a record may hold that would be lost; "[]" is how tables keep an empty list of tools.
+_UNPACKED: Final = ("tools", "functions", "audios", "audio")
+_NO_VALUES: Final[tuple[Any, ...]] = (None, False, "", "[]", [], {})
 
 
 def load_json(data: bytes) -> Mapping[str, Any]:
@@ -53,7 +57,7 @@ def load_json(data: bytes) -> Mapping[str, Any]:
     except orjson.JSONDecodeError as error:
         raise SampleError("bad_json", " ".join(str(error).split())[:200]) from error
     if not isinstance(content, dict):
-        raise SampleError("bad_record", f"the JSON is {_kind(content)}, not an object")
+        raise SampleError("bad_record", f"the JSON is {kind_of(content)}, not an object")
     return content
 
 
@@ -71,40 +75,70 @@ def to_sample(
     Raises:
         SampleError: the record cannot be used.
     """
-    dialogue = next((name for name in _DIALOGUE_FIELDS if content.get(name) is not None), None)
-    if dialogue is not None:
-        system, turns = _dialogue(content[dialogue], dialogue)
-        system = _system(content) if system is None else system
+    lost = next((name for name in _UNPACKED if content.get(name) not in _NO_VALUES), None)
+    if lost is not None:
+        raise SampleError("bad_record", f"the record has {lost!r}, which are not packed")
+    name = next((name for name in DIALOGUE_FIELDS if content.get(name) is not None), None)
+    if name is not None:
+        found = read_dialogue(content[name], name)
+        found.system = _one_system(found.system, content)
     else:
-        system, turns = None, _turns(content, task)
-    images, videos = _media(content, paired_media)
+        found = Dialogue(turns=_turns(content, task))
+        found.system = _system(content) if task != "captioning" else None
+    images, videos = _media(content, found, paired_media)
+    turns = found.turns
     if videos and not images:
         turns = _mark_videos(turns, len(videos))
-    sample = SourceSample(key, task, tuple(turns), tuple(images), system, tuple(videos))
+    sample = SourceSample(key, task, tuple(turns), tuple(images), found.system, tuple(videos))
     check_sample(sample)
+    _check_places(sample)
     return sample
+
+
+def check_prompts_are_shown(sample: SourceSample) -> None:
+    """Refuse a caption with a prompt, which captioning does not show to the model.
+
+    Raises:
+        SampleError: lost_prompt.
+    """
+    for turn in sample.turns if sample.task == "captioning" else ():
+        text = turn.prompt.replace(IMAGE_PLACEHOLDER, "").replace(VIDEO_PLACEHOLDER, "").strip()
+        if text:
+            raise SampleError(
+                "lost_prompt",
+                f"captioning would not show the prompt {text[:60]!r}; set source.task to vqa or "
+                "bmr, or source.ignore_prompts=true to train the answers as captions",
+            )
 
 
 def has_dialogue(content: Mapping[str, Any]) -> bool:
     """Whether a record holds a list of messages, and not questions and answers."""
-    return any(content.get(name) is not None for name in _DIALOGUE_FIELDS)
+    return any(content.get(name) is not None for name in DIALOGUE_FIELDS)
 
 
 def has_answer(content: Mapping[str, Any]) -> bool:
     """Whether a record holds what is to be learned, in any of the forms."""
-    return any(content.get(name) is not None for name in (*_DIALOGUE_FIELDS, *_ANSWER_FIELDS))
+    return any(content.get(name) is not None for name in (*DIALOGUE_FIELDS, *_ANSWERS, *_CAPTIONS))
 
 
 def image_names(content: Mapping[str, Any]) -> list[Any] | None:
-    """What a record names as its images, unchecked; None where it names none."""
-    named = content.get("image") if content.get("images") is None else content["images"]
-    return named if named is None or isinstance(named, list) else [named]
+    """What a record names as its images, unchecked; None where it names none, and [] where it says
+    that there are none."""
+    return _named(content, "images", "image")
 
 
 def video_names(content: Mapping[str, Any]) -> list[Any] | None:
     """What a record names as its videos, unchecked; None where it names none."""
-    named = content.get("videos") or content.get("video") or None
-    return named if named is None or isinstance(named, list) else [named]
+    return _named(content, "videos", "video") or None
+
+
+def _named(content: Mapping[str, Any], many: str, one: str) -> list[Any] | None:
+    named = content.get(many) or content.get(one)
+    if named is None:
+        named = content.get(many)
+    if named is None:
+        return None
+    return [media_name(name) for name in (named if isinstance(named, list) else [named])]
 
 
 def _mark_videos(turns: list[Turn], num_videos: int) -> list[Turn]:
@@ -122,46 +156,30 @@ def _mark_videos(turns: list[Turn], num_videos: int) -> list[Turn]:
 def _system(content: Mapping[str, Any]) -> str | None:
     system = content.get("system")
     if system is not None and not isinstance(system, str):
-        raise SampleError("bad_record", f"'system' is {_kind(system)}, not text")
+        raise SampleError("bad_record", f"'system' is {kind_of(system)}, not text")
     return system or None
 
 
-def _dialogue(messages: Any, name: str) -> tuple[str | None, list[Turn]]:
-    """[system,] user, assistant, user, assistant, ..."""
-    if not isinstance(messages, list) or not messages:
-        raise SampleError("bad_record", f"{name!r} is {_kind(messages)}, not a list of messages")
-    pairs = [_message(message) for message in messages]
-    system = pairs.pop(0)[1] if pairs[0][0] == "system" else None
-    roles = [role for role, _ in pairs]
-    if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
-        raise SampleError("bad_roles", f"roles are {', '.join(roles[:8]) or 'system only'}")
-    texts = [text for _, text in pairs]
-    return system, [Turn(*turn) for turn in zip(texts[::2], texts[1::2], strict=True)]
-
-
-def _message(message: Any) -> tuple[str, str]:
-    if not isinstance(message, dict):
-        raise SampleError("bad_record", f"a message is {_kind(message)}, not an object")
-    if "from" in message:
-        role, text = message["from"], message.get("value")
-        role = _ROLES.get(role, role) if isinstance(role, str) else role
-    else:
-        role, text = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not isinstance(text, str):
-        raise SampleError(
-            "bad_record", "a message needs the texts 'role' and 'content', or 'from' and 'value'"
-        )
-    return role, text
+def _one_system(system: str | None, content: Mapping[str, Any]) -> str | None:
+    """The system message, which may stand among the messages or beside them."""
+    beside = _system(content)
+    if system and beside and system != beside:
+        raise SampleError("bad_record", "'system' is not the system message among the messages")
+    return beside if system is None else system
 
 
 def _turns(content: Mapping[str, Any], task: str) -> list[Turn]:
-    answers = _texts(content, _ANSWER_FIELDS)
+    is_caption = task == "captioning"
+    names = (*_CAPTIONS, *_ANSWERS, "text") if is_caption else (*_ANSWERS, *_CAPTIONS)
+    answers = _texts(content, names)
     if answers is None:
-        raise SampleError("bad_record", f"none of 'messages', {_names(_ANSWER_FIELDS)}")
-    prompts = _texts(content, _PROMPT_FIELDS)
+        raise SampleError("bad_record", f"none of {_names((*DIALOGUE_FIELDS, *names))}")
+    prompts = _texts(content, PROMPT_FIELDS)
     if prompts is None:
-        if task != "captioning":
-            raise SampleError("bad_record", f"no prompt: none of {_names(_PROMPT_FIELDS)}")
+        if not is_caption:
+            raise SampleError(
+                "bad_record", f"no prompt: none of {_names(PROMPT_FIELDS)}; is it a caption?"
+            )
         prompts = [""] * len(answers)
     if len(prompts) != len(answers):
         raise SampleError("bad_record", f"{len(prompts)} prompts for {len(answers)} answers")
@@ -181,14 +199,12 @@ def _texts(content: Mapping[str, Any], names: Sequence[str]) -> list[str] | None
 
 
 def _media(
-    content: Mapping[str, Any], paired_media: Sequence[str] | None
+    content: Mapping[str, Any], found: Dialogue, paired_media: Sequence[str] | None
 ) -> tuple[Sequence[str], Sequence[str]]:
     """Names of the images and of the videos."""
-    images, videos = image_names(content), video_names(content)
+    images = _one_list("images", image_names(content), found.images)
+    videos = _one_list("videos", video_names(content), found.videos)
     if images is not None or videos is not None:
-        for field, names in (("images", images), ("videos", videos)):
-            if not all(isinstance(name, str) for name in names or ()):
-                raise SampleError("bad_record", f"{field!r} holds something other than file names")
         return images or (), videos or ()
     if paired_media is None:
         return (), ()
@@ -199,9 +215,33 @@ def _media(
     return ((), paired_media) if is_video_name(paired_media[0]) else (paired_media, ())
 
 
+def _one_list(
+    field: str, named: list[Any] | None, in_messages: Sequence[str | None]
+) -> Sequence[str] | None:
+    """The names that a record or its messages hold; None where there are none."""
+    if not all(isinstance(name, str) for name in named or ()):
+        raise SampleError("bad_record", f"{field!r} holds something other than file names")
+    names = [name for name in in_messages if name is not None]
+    if not names:
+        return named
+    if len(names) < len(in_messages) or (named and named != names):
+        raise SampleError("bad_record", f"some {field} are named in the messages, others are not")
+    return names
+
+
+def _check_places(sample: SourceSample) -> None:
+    """Placeholders that stand in the answers alone would be trained as text, the media in front."""
+    for kind, mark, names in (
+        ("image", IMAGE_PLACEHOLDER, sample.images),
+        ("video", VIDEO_PLACEHOLDER, sample.videos),
+    ):
+        if not names or sample.task == "captioning" or count_placeholders(sample.turns, mark):
+            continue
+        if sum(turn.answer.count(mark) for turn in sample.turns) == len(names):
+            raise SampleError(
+                f"{kind}_count_mismatch", f"{mark} stands in answers, where no {kind} can be shown"
+            )
+
+
 def _names(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names))
-
-
-def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"

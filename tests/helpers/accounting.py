@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from offline_packing.config.packing import SourceConfig
 from offline_packing.index.table import MeasuredSample
-from offline_packing.measure.measure_part import measure_record
+from offline_packing.measure.measure_part import measure_record, read_record
 from offline_packing.runs.run import open_encoder
-from offline_packing.sources import Source, source_class
+from offline_packing.sources import Source, open_source
 from task_encoders.samples import REASONS, SampleError
 from tests.helpers.datasets import make_config
 
@@ -15,18 +14,9 @@ from tests.helpers.datasets import make_config
 MODEL = make_config(Path("data"), Path("out")).model
 
 
-def open_source(config: dict[str, Any], scratch: Path) -> Source:
+def open_one(config: dict[str, Any], scratch: Path) -> Source:
     """The source of a configuration; `task` defaults to bmr."""
-    parsed = SourceConfig(**{"task": "bmr", **config})
-    return source_class(parsed.format)(
-        parsed.path,
-        parsed.task,
-        image_root=parsed.image_root,
-        fields=parsed.fields,
-        split=parsed.split,
-        dataset=parsed.dataset,
-        unpack_folder=scratch / "unpacked",
-    )
+    return open_source({"task": "bmr", **config}, unpack_folder=scratch / "unpacked")
 
 
 def account(source: Source) -> list[tuple[str, str, MeasuredSample | None]]:
@@ -36,7 +26,8 @@ def account(source: Source) -> list[tuple[str, str, MeasuredSample | None]]:
     for part in source.scan(3).parts:
         for record in source.records(part):
             try:
-                row = measure_record(record, record.key, source, 0, encoder, 10**7)
+                sample = read_record(record, record.key, source)
+                row = measure_record(record, sample, source, 0, encoder, 10**7)
             except SampleError as error:
                 found.append((record.key, error.reason, None))
                 continue
@@ -60,6 +51,6 @@ def read_again(source: Source, key: str, row: MeasuredSample) -> list[bytes]:
 
 def outcomes(config: dict[str, Any], scratch: Path) -> dict[str, str]:
     """Key -> 'ok' or the reason; no key twice."""
-    found = account(open_source(config, scratch))
+    found = account(open_one(config, scratch))
     assert len({key for key, _, _ in found}) == len(found)
     return {key: outcome for key, outcome, _ in found}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.accounting import account, open_source
+from tests.helpers.accounting import account, open_one
 from tests.helpers.datasets import dialogue, image_bytes
 from tests.helpers.formats import WRITERS, draw_samples, lines, write_file
 from tools.convert_questions import main
@@ -47,7 +47,7 @@ def test_copies(questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (out / "a_2.jpg").read_bytes() == (tmp_path / "images" / "a.jpg").read_bytes()
     assert "wrote 5 pairs" in (said := capsys.readouterr().out)
     assert "left out 1" in said
-    found = account(open_source({"format": "pairs", "path": str(out)}, tmp_path))
+    found = account(open_one({"format": "pairs", "path": str(out)}, tmp_path))
     assert {key: outcome for key, outcome, _ in found} == dict.fromkeys([*stems, "text"], "ok")
 
 
@@ -59,7 +59,7 @@ def test_dialogue(questions: Path, tmp_path: Path, max_turns: int, stems: list[s
     assert sorted(path.stem for path in out.glob("*.jpg")) == stems
     expected = ["<image>\nWhat is it?", "A square.", "Which colour?", "Red.", "How many?", "One."]
     assert texts(out / "a.json") == expected[: 2 * max_turns]
-    found = account(open_source({"format": "pairs", "path": str(out)}, tmp_path))
+    found = account(open_one({"format": "pairs", "path": str(out)}, tmp_path))
     assert {outcome for _, outcome, _ in found} == {"ok"}
     turns = sum(row.num_turns for _, _, row in found if row is not None)
     assert turns == len(QUESTIONS) + 1  # nothing lost
@@ -101,7 +101,7 @@ def test_a_list_of_questions(tmp_path: Path) -> None:
         "text_1": ["Two?", "2"],
     }
     assert {path.stem: texts(path) for path in out.glob("*.json")} == expected
-    found = account(open_source({"format": "pairs", "path": str(out)}, tmp_path))
+    found = account(open_one({"format": "pairs", "path": str(out)}, tmp_path))
     assert {key: outcome for key, outcome, _ in found} == dict.fromkeys(expected, "ok")
     assert [row.num_turns for *_, row in found if row is not None] == [1, 1, 1, 2, 1, 1]
     together = tmp_path / "dialogue"

@@ -20,7 +20,7 @@ import xxhash
 from braceexpand import braceexpand
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import MAX_JSON_BYTES, Growth, Scan
+from offline_packing.sources.base import MAX_JSON_BYTES, Scan
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.fields import follow
 from offline_packing.sources.formats.webdataset import (
@@ -29,6 +29,7 @@ from offline_packing.sources.formats.webdataset import (
     decode_text,
     find_part,
 )
+from offline_packing.sources.options import SourceOptions
 from offline_packing.sources.records import load_json
 from offline_packing.sources.roots.listing import walk
 from offline_packing.storage.yaml_text import parse_yaml
@@ -46,13 +47,22 @@ _STEP: Final = re.compile(r"[^\[\]]+")
 _Places = list[list[str]]
 
 
+class EnergonOptions(SourceOptions):
+    """Of a prepared folder."""
+
+    #: which of its splits is read (default: train)
+    split: str | None = None
+
+
 class EnergonSource(WebDatasetSource):
     """One split of a prepared folder."""
 
-    OPTIONS = frozenset({"split"})
+    Options = EnergonOptions
+    options: EnergonOptions
 
-    def __init__(self, path: str, task: str, **options: Any) -> None:
-        super().__init__(path, task, **options)
+    def __init__(self, options: EnergonOptions, **places: Any) -> None:
+        super().__init__(options, **places)
+        self._split = options.split or "train"
         description = self._read_yaml("dataset.yaml")
         self._image_places: _Places | None = None
         self._text_places: dict[str, _Places] = {}
@@ -72,16 +82,11 @@ class EnergonSource(WebDatasetSource):
                 self._text_places[name] = _parse_places(str(field_map[field]))
 
     def scan(self, samples_per_part: int) -> Scan:
-        return self._without_excluded(super().scan(samples_per_part))
-
-    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
-        return self._without_excluded(super().scan_new(samples_per_part, growth))
-
-    def _without_excluded(self, scan: Scan) -> Scan:
-        """A scan whose fingerprint tells of the samples that are left out of its tars."""
+        scan = super().scan(samples_per_part)
         samples = sorted(name for name in self._excluded if "/" in name)
         if not samples:
             return scan
+        # The fingerprint tells of the samples that are left out of its tars.
         digest = xxhash.xxh3_128_hexdigest("\n".join([scan.fingerprint, *samples]).encode())
         return replace(scan, fingerprint=digest)
 
@@ -95,8 +100,8 @@ class EnergonSource(WebDatasetSource):
         missing = [name for name in names if name not in sizes]
         if missing:
             raise StageError(
-                f"{self.root.path(missing[0])}, which split {self.split or 'train'!r} names, is "
-                "not there; restore it or prepare the dataset again"
+                f"{self.root.path(missing[0])}, which split {self._split!r} names, is not there; "
+                "restore it or prepare the dataset again"
             )
         return [(name, sizes[name]) for name in names]
 
@@ -104,7 +109,7 @@ class EnergonSource(WebDatasetSource):
         """The tars of the split, in order."""
         found = self._splits.get("split_parts")
         splits = found if isinstance(found, dict) else {}
-        split = self.split or "train"
+        split = self._split
         if not splits.get(split):
             raise StageError(
                 f"{self.root.path('.nv-meta/split.yaml')} has no split {split!r}; set source.split "

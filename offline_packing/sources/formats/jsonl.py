@@ -11,7 +11,7 @@ import io
 import itertools
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import BinaryIO, ClassVar, Final
 
 import numpy as np
@@ -20,15 +20,14 @@ import xxhash
 from offline_packing.errors import StageError
 from offline_packing.sources.base import (
     MAX_JSON_BYTES,
-    Growth,
     Scan,
     Source,
     SourcePart,
-    Stretch,
     record_key,
 )
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.formats.json_array import ArrayCutter, split_elements
+from offline_packing.sources.options import FileOptions
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.roots.contents import nothing_found
 from offline_packing.storage.streams import (
@@ -49,36 +48,21 @@ _BUFFER: Final = 1 << 16
 _Found = tuple[int, bytes | None, int]
 
 
-class _Content:
-    """Bytes that went by: their number and hash."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        digest = xxhash.xxh3_128()
-        self._update, self.digest, self.hexdigest = digest.update, digest.digest, digest.hexdigest
-
-    def update(self, block: bytes) -> None:
-        self.size += len(block)
-        self._update(block)
-
-
 class RecordFilesSource(Source):
     """Records by their byte range in a file. A part is (container, begin, end, first number); of a
     compressed file, which can only be read from its beginning, the whole, with no end."""
 
-    OPTIONS = frozenset({"fields", "image_root"})
+    Options = FileOptions
     #: suffix of the files that are read in a folder
     SUFFIX: ClassVar[str]
-    #: whether further records may be written behind the last one
-    GROWS: ClassVar[bool] = False
 
     @abstractmethod
     def _cut(
-        self, container: str, begin: int, records_per_part: int, content: "_Content"
+        self, container: str, records_per_part: int, content: "xxhash.xxh3_128"
     ) -> tuple[list[int], int]:
         """Offsets at which parts begin, and the end; number of records (blank ones included).
 
-        What is read, from `begin` on, is handed to `content`.
+        What is read is handed to `content`.
         """
 
     @abstractmethod
@@ -87,31 +71,21 @@ class RecordFilesSource(Source):
         may not be able to seek, and is read from its beginning."""
 
     def scan(self, samples_per_part: int) -> Scan:
-        return self._scan(((name, 0, 0) for name in self._containers()), samples_per_part)
-
-    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
-        begins = dict.fromkeys(growth.new_names(), (0, 0)) | dict(growth.grown)
-        return self._scan(((name, *begins[name]) for name in sorted(begins)), samples_per_part)
-
-    def _scan(self, files: Iterable[tuple[str, int, int]], samples_per_part: int) -> Scan:
-        """Of each file what lies behind an offset, and a number of records before it."""
         digest = xxhash.xxh3_128()
         parts: list[SourcePart] = []
-        stretches: dict[str, Stretch] = {}
-        for container, begin, before in files:
-            content = _Content()
+        for container in self._containers():
+            content = xxhash.xxh3_128()
             if codec_of(container):
                 self._read_through(container, content)
                 parts.append(SourcePart((container, 0, None, 1), None))
             else:
-                cuts, num_records = self._cut(container, begin, samples_per_part, content)
+                cuts, num_records = self._cut(container, samples_per_part, content)
                 for i, (start, end) in enumerate(itertools.pairwise(cuts)):
                     first = i * samples_per_part
                     count = min(samples_per_part, num_records - first)
-                    parts.append(SourcePart((container, start, end, before + first + 1), count))
-            stretches[container] = Stretch(begin, begin + content.size, content.hexdigest())
-            digest.update(os.fsencode(container) + b"\0%d\n" % begin + content.digest())
-        return Scan(tuple(parts), digest.hexdigest(), stretches=stretches)
+                    parts.append(SourcePart((container, start, end, first + 1), count))
+            digest.update(os.fsencode(container) + b"\0" + b"0\n" + content.digest())
+        return Scan(tuple(parts), digest.hexdigest())
 
     def unread_parts(self) -> list[SourcePart]:
         return [SourcePart((container, 0, None, 1), None) for container in self._containers()]
@@ -153,28 +127,10 @@ class RecordFilesSource(Source):
             return content
         return io.BufferedReader(content, _BUFFER)  # type: ignore[type-var]  # of fsspec
 
-    def _read_through(self, container: str, content: "_Content") -> None:
+    def _read_through(self, container: str, content: "xxhash.xxh3_128") -> None:
         with self.open_container(container) as file:
             while block := file.read(_BLOCK):
                 content.update(block)
-
-    def find_end(self, container: str, measured: Sequence[Stretch]) -> tuple[int, int] | None:
-        num_lines, offset, last = 0, 0, b"\n"
-        with self.open_container(container) as file:
-            for stretch in measured:
-                content = _Content()
-                while block := file.read(min(_BLOCK, stretch.end - offset)):
-                    content.update(block)
-                    num_lines += block.count(b"\n")
-                    offset += len(block)
-                    last = block[-1:]
-                if content.hexdigest() != stretch.content_hash:
-                    return None
-            following = file.read(1)
-        can_grow = self.GROWS and codec_of(container) is None
-        # Where no line end closes the last record, one must follow it.
-        ends_well = last == b"\n" or following == b"\n"
-        return (offset, num_lines) if not following or (can_grow and ends_well) else None
 
     def is_read(self, container: str) -> bool:
         suffixes = tuple(f".{self.SUFFIX}{end}" for end in ("", *(f".{name}" for name in CODECS)))
@@ -196,14 +152,12 @@ class JsonlSource(RecordFilesSource):
     """One record per line."""
 
     SUFFIX = "jsonl"
-    GROWS = True
 
     def _cut(
-        self, container: str, begin: int, records_per_part: int, content: "_Content"
+        self, container: str, records_per_part: int, content: "xxhash.xxh3_128"
     ) -> tuple[list[int], int]:
-        cuts, num_lines, offset, last = [begin], 0, begin, b"\n"
+        cuts, num_lines, offset, last = [0], 0, 0, b"\n"
         with self.open_container(container) as file:
-            file.seek(begin)
             while block := file.read(_BLOCK):
                 content.update(block)
                 ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + offset + 1
@@ -234,9 +188,8 @@ class JsonSource(RecordFilesSource):
     SUFFIX = "json"
 
     def _cut(
-        self, container: str, begin: int, records_per_part: int, content: "_Content"
+        self, container: str, records_per_part: int, content: "xxhash.xxh3_128"
     ) -> tuple[list[int], int]:
-        # `begin` is 0: an array does not grow at its end.
         cutter = ArrayCutter()
         cuts, num_records, offset, complete = [0], 0, 0, True
         with self.open_container(container) as file:

@@ -6,8 +6,8 @@
                             "user_tag": "user", "assistant_tag": "assistant"}}}
 
 The path is that file or its folder, `dataset` the name of the entry. The data are read from files
-beside it (.json, .jsonl, .parquet); those on a hub, and preference data, are refused. So is what
-would change which samples there are: a `split` other than train, and `num_samples`, which
+beside it (.json, .jsonl, .parquet, .txt); those on a hub, and preference data, are refused. So is
+what would change which samples there are: a `split` other than train, and `num_samples`, which
 LLaMA-Factory draws anew in every run. Records with tools or audio are set aside.
 """
 
@@ -20,16 +20,16 @@ import orjson
 from offline_packing.errors import StageError
 from offline_packing.sources.base import (
     MAX_JSON_BYTES,
-    Growth,
     Scan,
     Source,
     SourcePart,
-    Stretch,
 )
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.fields import FieldMap
 from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource
 from offline_packing.sources.formats.tables import ParquetSource
+from offline_packing.sources.formats.text import TextSource
+from offline_packing.sources.options import FileOptions, MediaOptions
 from task_encoders.samples import SampleError
 
 _INFO_NAME: Final = "dataset_info.json"
@@ -37,6 +37,7 @@ _FORMATS: Final[Mapping[str, type[Source]]] = {
     ".json": JsonSource,
     ".jsonl": JsonlSource,
     ".parquet": ParquetSource,
+    ".txt": TextSource,
 }
 #: Fields of an entry; `subset`, `folder` and `revision` mean nothing to a file here.
 _ENTRY_FIELDS: Final = frozenset(
@@ -76,13 +77,22 @@ _TAGS: Final = {
 }
 
 
+class LlamaFactoryOptions(MediaOptions):
+    """Of a file that describes several datasets."""
+
+    #: which of them is read
+    dataset: str | None = None
+
+
 class LlamaFactorySource(Source):
     """One entry of dataset_info.json. The source of its file does the work."""
 
-    OPTIONS = frozenset({"dataset", "image_root"})
+    Options = LlamaFactoryOptions
+    options: LlamaFactoryOptions
 
-    def __init__(self, path: str, task: str, **options: Any) -> None:
-        super().__init__(path, task, **options)
+    def __init__(self, options: LlamaFactoryOptions, **places: Any) -> None:
+        super().__init__(options, **places)
+        self.dataset = options.dataset
         entry = self._entry()
         name = entry.get("file_name")
         suffix = Path(str(name)).suffix.lower()
@@ -92,8 +102,13 @@ class LlamaFactorySource(Source):
                 f"{_INFO_NAME} that end in {', '.join(_FORMATS)} are read: download it first"
             )
         folder = self.root.path("").rstrip("/")
-        options = {**options, "image_root": self.image_root or folder}
-        self._file = _FORMATS[suffix](f"{folder}/{name}", task, **options)
+        of_file = FileOptions(
+            format=options.format,
+            path=f"{folder}/{name}",
+            task=options.task,
+            image_root=self.image_root or folder,
+        )
+        self._file = _FORMATS[suffix](of_file, **places)
         self._file.fields = self.fields = _EntryFields(entry)
         self.root, self.media = self._file.root, self._file.media
         self.image_root = self._file.image_root
@@ -101,14 +116,8 @@ class LlamaFactorySource(Source):
     def scan(self, samples_per_part: int) -> Scan:
         return self._file.scan(samples_per_part)
 
-    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
-        return self._file.scan_new(samples_per_part, growth)
-
     def entries(self) -> Iterator[tuple[str, int, int]]:
         return self._file.entries()
-
-    def find_end(self, container: str, measured: Sequence[Stretch]) -> tuple[int, int] | None:
-        return self._file.find_end(container, measured)
 
     def unread_parts(self) -> Sequence[SourcePart]:
         return self._file.unread_parts()
@@ -192,8 +201,9 @@ class _EntryFields(FieldMap):
             "history": "history",
             **columns,
         }
-        if columns and "query" not in columns:
-            self._names.pop("query", None)  # where columns are named, it has no default
+        for name in ("query", "response") if columns and formatting == "alpaca" else ():
+            if name not in columns:  # where columns are named, these have no default
+                self._names.pop(name)
         tags = {name: tag for name, tag in (entry.get("tags") or {}).items() if tag}
         self._tags = {**_TAGS[formatting], **tags} if formatting in _TAGS else {}
 
@@ -212,8 +222,11 @@ class _EntryFields(FieldMap):
         for name in ("images", "videos", "system"):
             if named[name] not in (None, ""):
                 kept[name] = named[name]
-        messages = self._dialogue(named) if self._tags else _alpaca(named)
-        return {**kept, "messages": messages}
+        if self._tags:
+            return {**kept, "messages": self._dialogue(named)}
+        if "response" not in self._names:  # plain text, of which LLaMA-Factory pretrains
+            return {**kept, "text": named["prompt"]}
+        return {**kept, "messages": _alpaca(named)}
 
     def _dialogue(self, named: Mapping[str, Any]) -> Any:
         """The messages with our names of roles."""

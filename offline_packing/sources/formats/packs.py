@@ -18,9 +18,10 @@ import orjson
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import MAX_JSON_BYTES, Embedded, Growth, Scan, SourcePart
+from offline_packing.sources.base import MAX_JSON_BYTES, Embedded, Scan, SourcePart
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.formats.webdataset import TarSample, WebDatasetSource, read_part
+from offline_packing.sources.options import MediaOptions
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.records import load_json
 from offline_packing.sources.roots.listing import walk
@@ -36,10 +37,16 @@ from task_encoders.samples import SampleError, SourceSample
 _LOOSE_PACK: Final = re.compile(r"(?:.*/)?([A-Za-z0-9_-]*ps_\d+)\.json")
 
 
+class PacksOptions(MediaOptions):
+    """Of packs, whose captions may come with prompts that no trainer shows."""
+
+    ignore_prompts: bool = True
+
+
 class PacksSource(WebDatasetSource):
     """A part is one tar, or a list of the JSON files of packs that are files."""
 
-    OPTIONS = frozenset({"image_root"})
+    Options = PacksOptions
 
     def scan(self, samples_per_part: int) -> Scan:
         if self._is_tars:
@@ -47,13 +54,6 @@ class PacksSource(WebDatasetSource):
         files = sorted((name, size) for name, size, _ in self.entries())
         if not any(_LOOSE_PACK.fullmatch(name) for name, _ in files):
             raise StageError(f"source path {self.path!r} holds neither *.tar nor ps_*.json")
-        return self._scan_loose(files, samples_per_part)
-
-    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
-        if self._is_tars:
-            return super().scan_new(samples_per_part, growth)
-        new = growth.new_names()
-        files = sorted((name, size) for name, size, _ in self.entries() if name in new)
         return self._scan_loose(files, samples_per_part)
 
     def is_read(self, container: str) -> bool:
@@ -128,7 +128,11 @@ class PacksSource(WebDatasetSource):
         kind = "stream_sub_sample" if at.kind == "stream" else "sub_sample"
         try:
             content = parse_json(data, key)
+            _check_task(content.get("meta"), self.task)
             pack = restore_pack(content, key, self.task)
+        except SampleError as error:
+            yield Record(key, at, error)
+            return
         except PackFormatError as error:
             yield Record(key, at, SampleError("bad_json", str(error)))
             return
@@ -145,6 +149,13 @@ class PacksSource(WebDatasetSource):
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
         return load_json(data)
+
+
+def _check_task(meta: Any, task: str) -> None:
+    """Refuse a pack of questions that is to be read as captions."""
+    packed_as = meta.get("task") if isinstance(meta, dict) else None
+    if task == "captioning" and packed_as not in (None, task):
+        raise SampleError("lost_prompt", f"the pack's task is {packed_as!r}; set source.task to it")
 
 
 def _file_name(stem: str, name: str) -> str:

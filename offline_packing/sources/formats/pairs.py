@@ -20,11 +20,11 @@ import numpy.typing as npt
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import MAX_JSON_BYTES, Growth, Scan, Source, SourcePart
+from offline_packing.sources.base import MAX_JSON_BYTES, Scan, Source, SourcePart
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.roots import listing
-from offline_packing.sources.roots.listing import Files, PackedKeys
+from offline_packing.sources.roots.listing import PackedKeys
 from offline_packing.storage.key_set import KeySet
 from task_encoders.pack_format import MEDIA_EXTENSIONS
 from task_encoders.samples import SampleError
@@ -57,31 +57,6 @@ class PairsSource(Source):
             unpaired.append(_hashes(files.folder, alone))
         hashes = np.concatenate(unpaired)
         return Scan(tuple(parts.finish()), digest.hexdigest(), hashes, files=table.finish())
-
-    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
-        """New JSON files with the media that share their stem, whether these are new or not."""
-        digest = xxhash.xxh3_128()
-        parts = _Parts(samples_per_part)
-        unpaired = [np.empty(0, np.uint64)]
-        new = _NewKeys(growth)
-        for files in listing.list_files(self.root):
-            found = new.among(files)
-            if not found:
-                continue
-            alone: list[bytes] = []
-            used: list[bytes] = []
-            for keys, num_records in _by_stem(files.keys):
-                if not num_records:
-                    alone += (key for key in keys if key in found)
-                    continue
-                chosen = [key for key in keys if key in found or not _is_record(key)]
-                num_new = sum(map(_is_record, chosen))
-                if num_new:
-                    parts.add(files.folder, chosen, num_new)
-                    used += chosen
-            unpaired.append(_hashes(files.folder, alone))
-            listing.hash_files(digest, files.only(used))
-        return Scan(tuple(parts.finish()), digest.hexdigest(), np.concatenate(unpaired))
 
     def is_read(self, container: str) -> bool:
         stem, _, suffix = container.rpartition(".")
@@ -119,26 +94,6 @@ class PairsSource(Source):
             if error.reason == "missing_image":  # a link to nowhere, or no regular file
                 raise SampleError("bad_json", error.detail) from error
             raise
-
-
-class _NewKeys:
-    """The new files of a listing, while the whole listing goes by."""
-
-    def __init__(self, growth: Growth) -> None:
-        self._files = growth.new_files()
-        self._next = next(self._files, None)
-
-    def among(self, files: Files) -> frozenset[bytes]:
-        """Keys of the new files among those that come next."""
-        found: list[bytes] = []
-        last = listing.order(files.folder + files.keys[-1].replace(listing.DOT, b"."))
-        # One that is gone again is passed by.
-        while self._next is not None and listing.order(self._next) <= last:
-            folder, slash, name = self._next.rpartition(b"/")
-            if folder + slash == files.folder:
-                found.append(listing.to_key(name))
-            self._next = next(self._files, None)
-        return frozenset(found)
 
 
 class _Parts:

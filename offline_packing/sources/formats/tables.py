@@ -11,7 +11,7 @@ A record's key is its id, or else `FILE:ROW`, rows counted from 0.
 import functools
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -23,17 +23,16 @@ from offline_packing.errors import StageError
 from offline_packing.sources.base import (
     MAX_JSON_BYTES,
     Embedded,
-    Growth,
     Scan,
     Source,
     SourcePart,
     record_key,
 )
 from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.options import FileOptions
 from offline_packing.sources.reading import row_files
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.reading.row_files import RowFile
-from offline_packing.sources.records import RECORD_FIELDS
 from offline_packing.sources.roots.contents import nothing_found
 from task_encoders.samples import SampleError
 
@@ -45,7 +44,7 @@ _DAMAGE: Final = (OSError, ValueError, pa.ArrowException)
 class TableSource(Source):
     """A part is (container, row groups as a range, first row); of a damaged file, the reason."""
 
-    OPTIONS = frozenset({"fields", "image_root"})
+    Options = FileOptions
     #: kind of the locators
     KIND: ClassVar[str]
 
@@ -54,17 +53,9 @@ class TableSource(Source):
         """Files to be read, and their sizes, in order."""
 
     def scan(self, samples_per_part: int) -> Scan:
-        return self._scan(self._containers(), samples_per_part)
-
-    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
-        new = growth.new_names()
-        files = ((name, size) for name, size in self._containers() if name in new)
-        return self._scan(files, samples_per_part)
-
-    def _scan(self, files: Iterable[tuple[str, int]], samples_per_part: int) -> Scan:
         digest = xxhash.xxh3_128()
         parts: list[SourcePart] = []
-        for container, size in files:
+        for container, size in self._containers():
             digest.update(os.fsencode(container) + b"\0%d\n" % size)
             parts += self._scan_file(container, samples_per_part)
         return Scan(tuple(parts), digest.hexdigest())
@@ -95,17 +86,19 @@ class TableSource(Source):
         try:
             rows = self._open(container)
             columns = self._columns(rows.schema, container)
+            with_bytes = [field.name for field in rows.schema if row_files.holds_bytes(field.type)]
             media_columns = [
                 name
                 for name in columns
-                if name in self.fields.media_columns()
-                and row_files.holds_bytes(rows.schema.field(name).type)
+                if name in self.fields.media_columns() and name in with_bytes
             ]
+            unread = tuple(name for name in with_bytes if name not in columns)
             for batch in rows.batches(groups, columns):
                 column = row_files.record_column(batch.schema.names, media_columns)
                 for values in _to_rows(batch):
                     at = Locator(self.KIND, container, row, 0, column)
-                    yield self._record(f"{stem}:{row}", at, values, media_columns)
+                    record = self._record(f"{stem}:{row}", at, values, media_columns)
+                    yield replace(record, unread=unread) if unread else record
                     row += 1
         except _DAMAGE as error:
             detail = " ".join(str(error).split())[:200]
@@ -148,7 +141,7 @@ class TableSource(Source):
 
     def _columns(self, schema: pa.Schema, container: str) -> list[str]:
         """The columns that records are made of. Raises StageError where there are none."""
-        wanted = self.fields.columns() or set(RECORD_FIELDS)
+        wanted = self.fields.columns()
         columns = [name for name in schema.names if name in wanted]
         twice = [name for name in columns if columns.count(name) > 1]
         if twice:
@@ -156,10 +149,14 @@ class TableSource(Source):
                 f"{self.root.path(container)} has {len(twice)} columns named {twice[0]!r}; write "
                 "it again with a name for each"
             )
-        if not set(columns) - {"id", self.fields.column("id")}:
+        named = self.fields.named_columns()
+        absent = [f"{name}={at}" for name, at in named.items() if at not in columns]
+        if absent or not set(columns) - {"id", self.fields.column("id")}:
+            problem = f" (no {absent[0]})" if absent else ""
+            example = "source.fields={images: jpg, caption: text}"
             raise StageError(
                 f"{self.root.path(container)} has the columns {', '.join(schema.names)}; name "
-                "those to be used, for example source.fields={images: jpg, caption: text}"
+                f"those to be used{problem}, for example {example}"
             )
         return columns
 
@@ -195,10 +192,18 @@ class ParquetSource(TableSource):
         return found
 
 
+class HuggingFaceOptions(FileOptions):
+    """Of a dataset that may have splits."""
+
+    #: which of them is read (default: train)
+    split: str | None = None
+
+
 class HuggingFaceSource(TableSource):
     """A folder that `datasets` wrote with save_to_disk. Of several splits `split` is read."""
 
-    OPTIONS = TableSource.OPTIONS | {"split"}
+    Options = HuggingFaceOptions
+    options: HuggingFaceOptions
     KIND = "arrow_row"
 
     def is_read(self, container: str) -> bool:
@@ -249,7 +254,7 @@ class HuggingFaceSource(TableSource):
             splits = list(content["splits"])
         except (LookupError, TypeError) as error:
             raise StageError(f"{self.root.path(_DICT_NAME)} names no splits") from error
-        split = self.split or "train"
+        split = self.options.split or "train"
         if split not in splits:
             raise StageError(
                 f"{self.path} has the splits {', '.join(map(str, splits))}, not {split!r}; "

@@ -23,7 +23,6 @@ from offline_packing.errors import StageError
 from offline_packing.sources.base import (
     MAX_JSON_BYTES,
     Embedded,
-    Growth,
     Scan,
     Source,
     SourcePart,
@@ -81,11 +80,12 @@ class WebDatasetSource(Source):
     """Samples in tars. A part is one tar."""
 
     def scan(self, samples_per_part: int) -> Scan:
-        return _scan_tars(self._tars())
-
-    def scan_new(self, samples_per_part: int, growth: Growth) -> Scan:
-        new = growth.new_names()
-        return _scan_tars((name, size) for name, size in self._tars() if name in new)
+        digest = xxhash.xxh3_128()
+        parts = []
+        for container, size in self._tars():
+            digest.update(os.fsencode(container) + b"\0%d\n" % size)
+            parts.append(SourcePart(container, None))
+        return Scan(tuple(parts), digest.hexdigest())
 
     def is_read(self, container: str) -> bool:
         return container.lower().endswith((*_TAR_SUFFIXES, *_UNREAD_TARS))
@@ -207,15 +207,6 @@ class WebDatasetSource(Source):
 
     def _kind(self, container: str) -> str:
         return "stream" if codec_of(container) else "bytes"
-
-
-def _scan_tars(tars: Iterable[tuple[str, int]]) -> Scan:
-    digest = xxhash.xxh3_128()
-    parts = []
-    for container, size in tars:
-        digest.update(os.fsencode(container) + b"\0%d\n" % size)
-        parts.append(SourcePart(container, None))
-    return Scan(tuple(parts), digest.hexdigest())
 
 
 def group_members(reader: TarReader, *, keep_data: bool) -> Iterator[TarSample]:

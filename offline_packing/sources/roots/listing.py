@@ -8,7 +8,7 @@ their names, behind the files beside them.
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -53,12 +53,6 @@ class Files:
     keys: list[bytes]
     sizes: npt.NDArray[np.int64]
     times: npt.NDArray[np.int64]
-
-    def only(self, keys: list[bytes]) -> "Files":
-        """Some of the files."""
-        places = {key: place for place, key in enumerate(self.keys)}
-        chosen = np.array([places[key] for key in keys], np.intp)
-        return Files(self.folder, keys, self.sizes[chosen], self.times[chosen])
 
 
 class _Names:
@@ -120,13 +114,6 @@ def walk(root: Listable) -> Iterator[tuple[str, int, int]]:
         numbers = (files.sizes.tolist(), files.times.tolist())
         for name, size, time in zip(to_names(files.keys), *numbers, strict=True):
             yield folder + name, size, time
-
-
-def order(container: bytes) -> bytes:
-    """By this key files are in the order in which they are listed."""
-    folder, slash, name = container.rpartition(b"/")
-    # Files stand before the folders beside them: the file behind two zeros, a folder behind 0, 1.
-    return (slash + folder).replace(b"/", b"\0\1") + b"\0\0" + to_key(name)
 
 
 def _last_stem(keys: list[bytes]) -> int:
@@ -191,18 +178,8 @@ class FileTable:
         return bytes(self._sink.getvalue())
 
 
-def pack_batches(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> bytes:
-    """Tables of names in as few bytes as they take."""
-    sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
-    with pa.ipc.new_stream(sink, schema, options=options) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
-    return sink.getvalue().to_pybytes()
-
-
 def unpack_batches(data: bytes) -> Iterator[pa.RecordBatch]:
-    """What `pack_batches` was given."""
+    """What a `FileTable` holds."""
     with pa.ipc.open_stream(data) as reader:
         yield from reader
 

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
+from urllib.parse import unquote, urlsplit
 
 from offline_packing.storage.files import read_range
 from offline_packing.storage.range_file import RangeFile
@@ -25,6 +26,8 @@ class MediaRoot:
     def __init__(self, folder: Path) -> None:
         self.folder = os.path.realpath(folder)
         self._inside = self.folder.rstrip("/") + "/"
+        #: the folder as it was named, which may lead through links
+        self._given = os.path.abspath(folder).rstrip("/") + "/"
 
     def path(self, container: str) -> str:
         """Path of a file for opening it and for messages."""
@@ -36,13 +39,22 @@ class MediaRoot:
         Raises:
             SampleError: path_outside_root, or missing_image for what cannot be a file name.
         """
-        if not name or "\0" in name:
-            raise SampleError("missing_image", f"{name!r} is no file name")
+        if not name or "\0" in name or name.startswith("data:"):
+            raise SampleError("missing_image", f"{name[:60]!r} is no file name")
         if _PLAIN_NAME.fullmatch(name):  # as most are; what follows takes 5 µs
             return f"{folder}/{name}" if folder else name
+        if name.startswith("file://"):
+            name = unquote(urlsplit(name).path)
+        elif "://" in name:
+            raise SampleError("missing_image", f"{name[:200]!r} is an address; download it first")
         path = os.path.normpath(os.path.join(self.folder, folder, name))
+        if path.startswith(self._given):
+            path = self._inside + path[len(self._given) :]
         if not self._holds(path):
-            raise SampleError("path_outside_root", f"{name!r} leads outside {self.folder!r}")
+            raise SampleError(
+                "path_outside_root",
+                f"{name!r} leads outside {self.folder!r}; set source.image_root to a folder above",
+            )
         return path[len(self.folder) :].lstrip("/")
 
     def open(self, container: str, *, sequential: bool = False) -> BinaryIO:
@@ -160,5 +172,5 @@ def _as_sample_error(container: str, error: OSError) -> Exception:
     if isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError) or (
         error.strerror in ("File name too long", "Too many levels of symbolic links")
     ):
-        return SampleError("missing_image", f"{container!r}: {error.strerror}")
+        return SampleError("missing_image", f"{container[:300]!r}: {error.strerror}")
     return error

@@ -77,8 +77,10 @@ class RemoteRoot:
 
     def locate(self, folder: str, name: str) -> str:
         """Container that `name` means in `folder`. Raises SampleError as MediaRoot.locate does."""
-        if not name or "\0" in name:
-            raise SampleError("missing_image", f"{name!r} is no file name")
+        if not name or "\0" in name or name.startswith("data:"):
+            raise SampleError("missing_image", f"{name[:60]!r} is no file name")
+        if name.startswith(self.path("")):
+            return name.removeprefix(self.path(""))
         path = posixpath.normpath(posixpath.join("/", folder, name))
         depth = posixpath.normpath(posixpath.join(folder, name))
         if name.startswith("/") or depth.startswith(".."):

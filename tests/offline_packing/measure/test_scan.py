@@ -8,10 +8,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offline_packing.errors import StageError
-from offline_packing.sources import JsonlSource, PairsSource, Source, SourceRecord
+from offline_packing.sources import Source, SourceRecord, open_source
 from offline_packing.sources.formats import jsonl as jsonl_module
 from offline_packing.sources.roots import listing
 from offline_packing.sources.roots.listing import container_hash
+
+
+def jsonl(path: Path, **options: str) -> Source:
+    return open_source({"format": "jsonl", "path": str(path), "task": "bmr", **options})
 
 
 def records(source: Source, samples_per_part: int) -> list[SourceRecord]:
@@ -40,7 +44,7 @@ def test_jsonl_parts_equal_the_lines(
     path.write_text("\n".join(lines) + "\n" * ends_with_newline, "utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jsonl_module, "_BLOCK", block)
-        found = records(JsonlSource(str(path), "bmr"), samples_per_part)
+        found = records(jsonl(path), samples_per_part)
     data = path.read_bytes()
     expected = [(n, line) for n, line in enumerate(data.split(b"\n"), 1) if line.strip()]
     texts = [data[r.locator.offset :][: r.locator.size].rstrip(b"\n") for r in found]
@@ -53,7 +57,7 @@ def test_jsonl_folder(tmp_path: Path) -> None:
     for name in ("b.jsonl", "sub/a.jsonl", "a.jsonl", "notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"a": 1}\n')
-    keys = [record.key for record in records(JsonlSource(str(tmp_path), "bmr"), 10)]
+    keys = [record.key for record in records(jsonl(tmp_path), 10)]
     assert keys == ["a:1", "b:1", "sub/a:1"]
 
 
@@ -61,15 +65,15 @@ def test_jsonl_image_root(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.jsonl").write_text(json.dumps({"images": ["x.jpg"]}))
-    path = str(tmp_path / "text" / "a.jsonl")
-    beside = JsonlSource(path, "bmr")
-    elsewhere = JsonlSource(path, "bmr", image_root=str(tmp_path / "images"))
+    path = tmp_path / "text" / "a.jsonl"
+    beside = jsonl(path)
+    elsewhere = jsonl(path, image_root=str(tmp_path / "images"))
     for source, folder in ((beside, "text"), (elsewhere, "images")):
         (record,) = records(source, 10)
         container = source.media.locate(source.image_folder(record.locator.container), "x.jpg")
         assert source.media.path(container) == str((tmp_path / folder / "x.jpg").resolve())
     with pytest.raises(StageError, match=r"image_root .* is no folder"):
-        JsonlSource(path, "bmr", image_root=str(tmp_path / "nowhere"))
+        jsonl(path, image_root=str(tmp_path / "nowhere"))
 
 
 PAIR_NAMES = st.builds(
@@ -80,12 +84,12 @@ PAIR_NAMES = st.builds(
 )
 
 
-def make_pairs(root: Path, names: list[str]) -> PairsSource:
+def make_pairs(root: Path, names: list[str]) -> Source:
     for name in names:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
-    return PairsSource(str(root), "captioning")
+    return open_source({"format": "pairs", "path": str(root), "task": "captioning"})
 
 
 def test_pairs_by_stem(tmp_path: Path) -> None:
@@ -158,13 +162,13 @@ def test_fingerprint_changes_with_the_files(tmp_path: Path) -> None:
     assert len({first, second, source.scan(10).fingerprint}) == 3
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}')
-    before = JsonlSource(str(path), "bmr").scan(10).fingerprint
+    before = jsonl(path).scan(10).fingerprint
     path.write_text('{"a": 2}')  # the same size
-    assert JsonlSource(str(path), "bmr").scan(10).fingerprint != before
+    assert jsonl(path).scan(10).fingerprint != before
 
 
 def test_missing_source(tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"source path .*nowhere' does not exist"):
-        PairsSource(str(tmp_path / "nowhere"), "vqa")
+        open_source({"format": "pairs", "path": str(tmp_path / "nowhere"), "task": "vqa"})
     with pytest.raises(StageError, match=r"holds no \*\.jsonl"):
-        JsonlSource(str(tmp_path), "vqa").scan(10)
+        jsonl(tmp_path).scan(10)

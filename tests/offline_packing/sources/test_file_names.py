@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from offline_packing.errors import StageError
-from tests.helpers.accounting import account, open_source, outcomes
+from tests.helpers.accounting import account, open_one, outcomes
 from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all
 from tests.helpers.formats import (
     WRITERS,
@@ -72,7 +72,7 @@ def test_compressed_files_that_are_not_read(
         write_file(tmp_path / "a.jsonl", TEXT)
         write_file(tmp_path / "a.json", b"[]")
     with pytest.raises(StageError, match=rf"holds {name}, compressed in a way that is not read"):
-        account(open_source(config, tmp_path))
+        account(open_one(config, tmp_path))
 
 
 UPPER: dict[str, tuple[str, list[tuple[str, bytes]]]] = {
@@ -101,7 +101,7 @@ def test_members_in_upper_case(tmp_path: Path, name: str) -> None:
     task, members = UPPER[name]
     write_file(tmp_path / "data" / "s.tar", tar_bytes(members))
     config: dict[str, Any] = {"format": "webdataset", "path": str(tmp_path / "data"), "task": task}
-    ((key, outcome, row),) = account(open_source(config, tmp_path))
+    ((key, outcome, row),) = account(open_one(config, tmp_path))
     assert (key, outcome) == ("s/a", "ok")
     assert row is not None
     if task == "vqa":

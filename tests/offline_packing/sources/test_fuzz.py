@@ -11,7 +11,7 @@ import pytest
 
 from offline_packing.errors import StageError
 from tests.helpers import formats
-from tests.helpers.accounting import account, open_source
+from tests.helpers.accounting import account, open_one
 
 SAMPLES = formats.draw_samples(5, seed=1)
 CASES_PER_FORMAT = 42
@@ -72,7 +72,7 @@ def test_damaged_sources(tmp_path: Path, name: str) -> None:
         path = config["path"].replace(str(tmp_path / "whole"), str(root))
         done = list(damaged(root, seed))
         try:
-            found = account(open_source({**config, "path": path}, tmp_path / f"scratch{seed}"))
+            found = account(open_one({**config, "path": path}, tmp_path / f"scratch{seed}"))
         except StageError as error:
             seen["refused: more than a line" if "\n" in str(error) else "refused"] += 1
             continue

@@ -33,8 +33,8 @@ def test_remote_sources(tmp_path: Path, name: str) -> None:
     url = f"memory://{tmp_path.name}"
     fsspec.filesystem("memory").put(str(tmp_path / "data"), url, recursive=True)
     path = local["path"].replace(str(tmp_path / "data"), url)
-    here = accounting.account(accounting.open_source(local, tmp_path))
-    there = accounting.account(accounting.open_source({**local, "path": path}, tmp_path))
+    here = accounting.account(accounting.open_one(local, tmp_path))
+    there = accounting.account(accounting.open_one({**local, "path": path}, tmp_path))
     assert [outcome for _, outcome, _ in there] == ["ok"] * len(SAMPLES)
     # Only what lies here has a modification time.
     assert [_without_stamp(row) for *_, row in here] == [_without_stamp(row) for *_, row in there]
@@ -82,7 +82,7 @@ def test_fields_of_pairs(tmp_path: Path) -> None:
     config = {"format": "pairs", "path": str(tmp_path), "task": "captioning"}
     fields = {"caption": "captions[0].content", "images": "other.image"}
     ((_, outcome, row),) = accounting.account(
-        accounting.open_source({**config, "fields": fields}, tmp_path)
+        accounting.open_one({**config, "fields": fields}, tmp_path)
     )
     assert outcome == "ok"
     assert row is not None
@@ -129,7 +129,7 @@ def test_alpaca_form(tmp_path: Path) -> None:
     write_file(tmp_path / "a.json", json.dumps([record, {"output": "x"}]).encode())
     write_json(tmp_path / "dataset_info.json", {"a": {"file_name": "a.json"}})
     config = {"format": "llama_factory", "path": str(tmp_path), "dataset": "a"}
-    source = accounting.open_source(config, tmp_path)
+    source = accounting.open_one(config, tmp_path)
     (key, _, row), (_, second, _) = accounting.account(source)
     assert second == "bad_record"
     assert row is not None

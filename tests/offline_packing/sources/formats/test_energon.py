@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from offline_packing.errors import StageError
-from tests.helpers.accounting import MeasuredSample, account, open_source
+from tests.helpers.accounting import MeasuredSample, account, open_one
 from tests.helpers.datasets import image_bytes
 from tests.helpers.formats import tar_bytes, write_file
 
@@ -25,13 +25,13 @@ def prepared(root: Path, description: str, *members: tuple[str, bytes], split: s
 
 def rows(root: Path, task: str, **options: Any) -> list[tuple[str, str, MeasuredSample | None]]:
     return account(
-        open_source({"format": "energon", "path": str(root), "task": task, **options}, root)
+        open_one({"format": "energon", "path": str(root), "task": task, **options}, root)
     )
 
 
 def turns(root: Path, task: str) -> tuple[str, str]:
     """Prompt and answer of the only sample, read from its locator."""
-    source = open_source({"format": "energon", "path": str(root), "task": task}, root)
+    source = open_one({"format": "energon", "path": str(root), "task": task}, root)
     ((key, outcome, row),) = account(source)
     assert (key, outcome) == ("a/k", "ok")
     assert row is not None
@@ -177,7 +177,7 @@ def test_another_exclude_is_another_listing(tmp_path: Path) -> None:
     for exclude in ("", "a.tar/l", "a.tar/k"):
         split = f"split_parts: {{train: [a.tar, b.tar]}}\nexclude: [{exclude}]\n"
         prepared(tmp_path, CAPTIONING, *members, split=split)
-        scans.append(open_source(config, tmp_path).scan(4).fingerprint)
+        scans.append(open_one(config, tmp_path).scan(4).fingerprint)
     assert len(set(scans)) == 3
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offline_packing.sources import JsonSource
+from offline_packing.sources import open_source
 from offline_packing.sources.formats import jsonl
 from task_encoders.samples import SampleError
 
@@ -22,7 +22,7 @@ values = st.recursive(
 
 def read(path: Path, samples_per_part: int = 2) -> list[Any]:
     """Records of the file, each read once more by its locator."""
-    source = JsonSource(str(path), "bmr")
+    source = open_source({"format": "json", "path": str(path), "task": "bmr"})
     found = []
     for part in source.scan(samples_per_part).parts:
         records = list(source.records(part))

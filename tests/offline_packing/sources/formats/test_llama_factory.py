@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.errors import StageError
-from tests.helpers.accounting import account, open_source, outcomes
+from tests.helpers.accounting import account, open_one, outcomes
 from tests.helpers.datasets import make_run, pack_all
 from tests.helpers.formats import write_file
 
@@ -25,7 +25,7 @@ def write_entry(root: Path, entry: Any, records: Any = ()) -> dict[str, Any]:
 
 def turns_of(config: dict[str, Any], root: Path) -> list[tuple[str, str]]:
     """Turns of the only record."""
-    source = open_source(config, root)
+    source = open_one(config, root)
     ((key, outcome, row),) = account(source)
     assert outcome == "ok"
     assert row is not None
@@ -141,7 +141,7 @@ def test_fields_that_change_nothing(tmp_path: Path, fields: dict[str, Any]) -> N
 def test_entries_that_are_refused_by_name(tmp_path: Path, entry: Any, message: str) -> None:
     config = write_entry(tmp_path, entry)
     with pytest.raises(StageError, match=message):
-        open_source(config, tmp_path)
+        open_one(config, tmp_path)
 
 
 @pytest.mark.parametrize("content", ["[]", '"a"', "null", "7"])
@@ -149,7 +149,7 @@ def test_info_that_is_no_object(tmp_path: Path, content: str) -> None:
     write_file(tmp_path / "dataset_info.json", content.encode())
     config = {"format": "llama_factory", "path": str(tmp_path), "dataset": "a"}
     with pytest.raises(StageError, match=r"dataset_info\.json holds .*not an object with an entry"):
-        open_source(config, tmp_path)
+        open_one(config, tmp_path)
 
 
 def test_ids_of_a_table(tmp_path: Path) -> None:

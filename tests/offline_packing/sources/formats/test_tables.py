@@ -26,7 +26,7 @@ def write_parquet(folder: Path, table: pa.Table, **options: Any) -> dict[str, An
 
 def texts_of(source: dict[str, Any], tmp_path: Path) -> list[str]:
     """The answers of all samples, read again from their locators."""
-    opened = accounting.open_source(source, tmp_path)
+    opened = accounting.open_one(source, tmp_path)
     rows = [row for *_, row in accounting.account(opened) if row is not None]
     samples = [opened.read_sample(row.key, row.json, len(row.media)) for row in rows]
     return [turn.answer for sample in samples for turn in sample.turns]
