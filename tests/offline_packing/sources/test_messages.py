@@ -1,0 +1,161 @@
+"""Messages in the forms that datasets have; what packs cannot hold is refused, never left out."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offline_packing.measure.measure import measure
+from offline_packing.sources.records import check_prompts_are_shown, to_sample
+from task_encoders.samples import SampleError, Turn
+from tests.helpers.datasets import dialogue, image_bytes, make_run
+from tests.helpers.formats import lines, write_file
+
+TEXT = {"type": "text", "text": "What is it?"}
+ANSWER = {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]}
+
+
+def asked(*parts: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(parts)}, ANSWER]}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image", "image": "a.jpg"},
+        {"type": "image", "path": "a.jpg", "text": None},
+        {"type": "image", "image": {"bytes": None, "path": "a.jpg"}},
+        {"type": "image_url", "image_url": {"url": "a.jpg"}},
+        {"type": "image_url", "image_url": "a.jpg"},
+        {"type": "image_url", "value": "a.jpg"},
+        {"image": "a.jpg"},
+    ],
+)
+def test_parts_that_name_an_image(part: dict[str, Any]) -> None:
+    sample = to_sample(asked(part, TEXT), "k", "bmr")
+    assert sample.turns == (Turn("<image>What is it?", "A cat."),)
+    assert sample.images == ("a.jpg",)
+    assert to_sample({**asked(part, TEXT), "images": ["a.jpg"]}, "k", "bmr") == sample
+
+
+def test_parts_without_a_name_are_the_record_s_media() -> None:
+    content = asked({"type": "image"}, {"type": "video"}, TEXT)
+    sample = to_sample({**content, "image": "a.jpg", "videos": ["b.mp4"]}, "k", "bmr")
+    assert sample.turns[0].prompt == "<image><video>What is it?"
+    assert sample.media == ("a.jpg", "b.mp4")
+
+
+def test_turns_in_one_object() -> None:
+    texts = [{"user": "a", "assistant": "b", "source": "x"}, {"user": "c", "assistant": "d"}]
+    sample = to_sample({"texts": texts, "images": [{"path": "a.jpg"}]}, "k", "bmr")
+    assert (sample.turns, sample.images) == ((Turn("a", "b"), Turn("c", "d")), ("a.jpg",))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (asked({"type": "audio", "audio": "a.mp3"}, TEXT), "bad_record"),
+        (asked({"type": "image", "image": "a.jpg"}, {"type": "image"}, TEXT), "bad_record"),
+        ({**asked({"type": "image", "image": "a.jpg"}), "images": ["b.jpg"]}, "bad_record"),
+        (asked({"type": "image"}, TEXT), "image_count_mismatch"),
+        (asked({"type": "image", "image": ["a.jpg"]}, TEXT), "bad_record"),
+        (asked("What?"), "bad_record"),
+        ({"messages": dialogue("a", "b"), "tools": '[{"name": "f"}]'}, "bad_record"),
+        ({"messages": dialogue("<audio>a", "b"), "audios": ["a.mp3"]}, "bad_record"),
+        ({"messages": dialogue("a", "<image>"), "image": "a.jpg"}, "image_count_mismatch"),
+        ({"messages": dialogue("a", "b"), "system": "s", "image": 7}, "bad_record"),
+    ],
+)
+def test_what_cannot_be_packed(content: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SampleError) as error:
+        to_sample(content, "k", "bmr")
+    assert error.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({name: 0} for name in ("loss_weight", "weight")),
+        *({name: False} for name in ("loss", "train")),
+        {"loss_weight": 0.5},
+        {"tool_calls": [{"name": "f"}]},
+        {"reasoning_content": "Let me think."},
+        {"images": ["a.jpg"]},
+    ],
+)
+def test_answers_that_would_be_trained_as_others(fields: dict[str, Any]) -> None:
+    user, answer = dialogue("a", "b")
+    plain = {"loss_weight": 1.0, "weight": None, "tool_calls": None, "images": []}
+    assert to_sample({"messages": [user, {**answer, **plain}]}, "k", "bmr").turns
+    with pytest.raises(SampleError, match="bad_record"):
+        to_sample({"messages": [user, {**answer, **fields}]}, "k", "bmr")
+
+
+def test_system_messages_of_questions_are_kept() -> None:
+    asked_of = {"question": "a", "answer": "b", "system": "Be brief."}
+    assert to_sample(asked_of, "k", "vqa").system == "Be brief."
+    inside = [{"role": "system", "content": "s"}, *dialogue("a", "b")]
+    assert to_sample({"messages": inside, "system": "s"}, "k", "bmr").system == "s"
+    with pytest.raises(SampleError, match="system"):
+        to_sample({"messages": inside, "system": "t"}, "k", "bmr")
+
+
+def test_one_of_two_media_fields_that_is_empty_does_not_hide_the_other() -> None:
+    content = {"question": "a", "answer": "b", "images": [], "image": "a.jpg"}
+    assert to_sample(content, "k", "vqa").images == ("a.jpg",)
+
+
+@pytest.mark.parametrize(
+    ("content", "is_lost"),
+    [
+        ({"messages": dialogue("<image>What is it?", "A cat.")}, True),
+        ({"question": "What is it?", "answer": "A cat."}, True),
+        ({"messages": dialogue("<image>\n", "A cat.")}, False),
+        ({"caption": "A cat."}, False),
+        ({"text": "Plain text."}, False),
+    ],
+)
+def test_prompts_that_captioning_would_not_show(content: dict[str, Any], is_lost: bool) -> None:
+    sample = to_sample({**content, "images": ["a.jpg"]}, "k", "captioning")
+    if is_lost:
+        with pytest.raises(SampleError, match=r"lost_prompt: .*source\.task to vqa or bmr"):
+            check_prompts_are_shown(sample)
+    else:
+        check_prompts_are_shown(sample)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same dialogues, as content lists and with <image> in the text."""
+    folder = tmp_path_factory.mktemp("data")
+    marked, listed = [], []
+    for i in range(6):
+        name = f"{i}.jpg"
+        write_file(folder / name, image_bytes(56 + 28 * i, 84))
+        answer = {"role": "assistant", "content": f"It is {i}."}
+        marked.append({"messages": dialogue(f"<image>What {i}?", f"It is {i}."), "images": [name]})
+        parts = [
+            {"type": "image_url", "image_url": {"url": name}},
+            {"type": "text", "text": f"What {i}?"},
+        ]
+        listed.append({"messages": [{"role": "user", "content": parts}, answer]})
+    write_file(folder / "marked.jsonl", lines(marked))
+    write_file(folder / "listed.jsonl", lines(listed))
+    return folder
+
+
+def test_content_lists_measure_as_the_same_samples(data: Path, tmp_path: Path) -> None:
+    found = []
+    for name in ("marked", "listed"):
+        source = {"format": "jsonl", "path": str(data / f"{name}.jsonl"), "task": "bmr"}
+        info = measure(make_run(source, tmp_path / name))
+        found.append((info.num_samples, info.num_tokens, info.set_aside, info.lost_fields))
+    assert found[0] == found[1]
+    assert found[0][0] == 6
+
+
+def test_the_wrong_task_trains_nothing_unless_asked_to(data: Path, tmp_path: Path) -> None:
+    source = {"format": "jsonl", "path": str(data / "marked.jsonl"), "task": "captioning"}
+    assert measure(make_run(source, tmp_path / "a")).set_aside == {"lost_prompt": 6}
+    wanted = measure(make_run({**source, "ignore_prompts": True}, tmp_path / "b"))
+    assert (wanted.num_samples, wanted.set_aside) == (6, {})
