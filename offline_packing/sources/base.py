@@ -75,8 +75,8 @@ class SourceRecord:
     by name (None where it does not); they count only if the content names none itself. `embedded`
     holds, by the name that the content or `paired_media` use, the media in the record's container.
     `own_id` tells that the key is an id of the record's own, which others may repeat. `known` is
-    the number of records that it stands for, which the source leaves out and did not read. `unread` are
-    fields that seem to hold media and were not read.
+    the number of records that it stands for, which the source leaves out and did not read. `unread`
+    are fields that seem to hold media and were not read.
     """
 
     key: str
