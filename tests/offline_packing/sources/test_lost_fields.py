@@ -133,12 +133,12 @@ def test_the_command_keeps_pictures_and_tells_what_is_lost(
     named = {"question": "q"}
     source = {"format": "jsonl", "path": str(path), "task": "vqa", "fields": named}
     run = make_run(source, tmp_path / "again", engine={"samples_per_part": 5})
-    info = measure(run)
+    info = measure(run).info
     assert info.lost_fields == {"field 'shot' holds media that no sample uses": 12}
     columns = pq.read_table(run.workspace.index, columns=["num_images"])["num_images"]
     assert columns.to_pylist() == [1] * 12
     run.workspace.index_info.unlink()  # the counts of finished parts are read back
-    assert measure(run).lost_fields == info.lost_fields
+    assert measure(run).info.lost_fields == info.lost_fields
 
 
 def test_columns_with_pictures_that_are_not_read(tmp_path: Path) -> None:
@@ -146,5 +146,5 @@ def test_columns_with_pictures_that_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     pq.write_table(table, tmp_path / "data" / "a.parquet")
     source = {"format": "parquet", "path": str(tmp_path / "data"), "task": "vqa"}
-    lost = measure(make_run(source, tmp_path / "out")).lost_fields
+    lost = measure(make_run(source, tmp_path / "out")).info.lost_fields
     assert lost == {"field 'left_view' holds media that no sample uses": 1}

@@ -148,7 +148,7 @@ def test_content_lists_measure_as_the_same_samples(data: Path, tmp_path: Path) -
     found = []
     for name in ("marked", "listed"):
         source = {"format": "jsonl", "path": str(data / f"{name}.jsonl"), "task": "bmr"}
-        info = measure(make_run(source, tmp_path / name))
+        info = measure(make_run(source, tmp_path / name)).info
         found.append((info.num_samples, info.num_tokens, info.set_aside, info.lost_fields))
     assert found[0] == found[1]
     assert found[0][0] == 6
@@ -156,6 +156,6 @@ def test_content_lists_measure_as_the_same_samples(data: Path, tmp_path: Path) -
 
 def test_the_wrong_task_trains_nothing_unless_asked_to(data: Path, tmp_path: Path) -> None:
     source = {"format": "jsonl", "path": str(data / "marked.jsonl"), "task": "captioning"}
-    assert measure(make_run(source, tmp_path / "a")).set_aside == {"lost_prompt": 6}
-    wanted = measure(make_run({**source, "ignore_prompts": True}, tmp_path / "b"))
+    assert measure(make_run(source, tmp_path / "a")).info.set_aside == {"lost_prompt": 6}
+    wanted = measure(make_run({**source, "ignore_prompts": True}, tmp_path / "b")).info
     assert (wanted.num_samples, wanted.set_aside) == (6, {})
