@@ -23,7 +23,7 @@ MAX_MODULES_OF_FOLDER = 12
 MAX_MODULES = 163
 MAX_LINES = 20_248
 #: Modules in circles, longer files, fuller folders and other long functions: to be lowered to 0.
-MAX_IN_CIRCLES = 6
+MAX_IN_CIRCLES = 0
 MAX_LONG_FILES = 6
 MAX_FULL_FOLDERS = 2
 MAX_LONG_FUNCTIONS = 24

@@ -1,25 +1,19 @@
-"""What every source format offers, to the stage that measures and to those that read again.
+"""What the project derives from a source's protocol: reading again from nothing but locators.
 
-scan()                    -> parts of bounded size, and a hash of everything that was listed
-records(part)             -> each record as found: key, where its JSON lies, the JSON
-open_media(record, name)  -> where a medium that a record names lies, open for reading its header
-read_sample, read_media   -> the same again, from nothing but locators
+read_sample, read_media   -> a sample, and the bytes of its media, where they were measured
 """
 
 import io
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final
-
-import numpy as np
-import numpy.typing as npt
 
 from offline_packing.errors import StageError
 from offline_packing.sources.fields import FieldMap
 from offline_packing.sources.options import FieldOptions, MediaOptions, SourceOptions
-from offline_packing.sources.reading.locators import Locator, read_locator
+from offline_packing.sources.protocol import SourcePart, SourceProtocol, SourceRecord
+from offline_packing.sources.reading.locators import Locator
+from offline_packing.sources.reading.read import read_locator
 from offline_packing.sources.records import load_json, to_sample
 from offline_packing.sources.roots.listing import walk
 from offline_packing.sources.roots.local import MediaRoot
@@ -27,70 +21,13 @@ from offline_packing.sources.roots.remote import RemoteRoot, is_remote
 from offline_packing.storage.key_set import KeySet
 from task_encoders.samples import SampleError, SourceSample
 
-#: A record with a larger JSON is refused before it is read into memory.
-MAX_JSON_BYTES: Final = 32 << 20
-
 _DRY_RUN_SAMPLES: Final = 4096
 _CHANGED: Final = "restore it, or measure again with output.overwrite=true"
 
 
-@dataclass(frozen=True, slots=True)
-class SourcePart:
-    """A task's share of a source. `items` is the format's own; `num_records` an upper bound, None
-    where only reading the part would tell."""
-
-    items: Any
-    num_records: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Scan:
-    """A source's listing.
-
-    `fingerprint` changes with the names and sizes of its files. `unpaired_media` are the
-    `container_hash`es of image and video files that stand beside no record of their name, as uint64
-    (num_files,); a record may still name them.
-    """
-
-    parts: tuple[SourcePart, ...]
-    fingerprint: str
-    unpaired_media: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
-    #: a table of listing.FILES_SCHEMA, packed, where it was made on the way
-    files: bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Embedded:
-    """A medium inside the record's own container; `data` where it had to be read on the way."""
-
-    locator: Locator
-    data: bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SourceRecord:
-    """A record as found. `content` is its JSON object, or why there is none.
-
-    `paired_media` are the images and videos that belong to it by their name, where the format pairs
-    by name (None where it does not); they count only if the content names none itself. `embedded`
-    holds, by the name that the content or `paired_media` use, the media in the record's container.
-    `own_id` tells that the key is an id of the record's own, which others may repeat. `known` is
-    the number of records that it stands for, which the source leaves out and did not read. `unread`
-    are fields that seem to hold media and were not read.
-    """
-
-    key: str
-    locator: Locator
-    content: Mapping[str, Any] | SampleError
-    paired_media: tuple[str, ...] | None = None
-    embedded: Mapping[str, Embedded] = field(default_factory=dict)
-    own_id: bool = False
-    known: int = 0
-    unread: tuple[str, ...] = ()
-
-
-class Source(ABC):
-    """One source. Cheap to build and to send to another process."""
+class Source(SourceProtocol):
+    """One source: a format implements `scan` and `records`, and `parse` where its records are no
+    JSON. Cheap to build and to send to another process."""
 
     #: what the format understands
     Options: ClassVar[type[SourceOptions]] = FieldOptions
@@ -136,11 +73,6 @@ class Source(ABC):
         self.file_name = given.name
         return MediaRoot(given.parent)
 
-    @abstractmethod
-    def scan(self, samples_per_part: int) -> Scan:
-        """List the source. Parts, and records in them, come in an order that depends on nothing
-        but the files."""
-
     def is_known(self, key: str) -> bool:
         """Whether the record of a key is left out; a format that knows the key before it reads the
         record yields it with `known`, unread."""
@@ -160,10 +92,6 @@ class Source(ABC):
         """Parts as far as they can be known without reading whole files, for a dry run. A part
         without `num_records` is one file, from its beginning."""
         return self.scan(_DRY_RUN_SAMPLES).parts
-
-    @abstractmethod
-    def records(self, part: SourcePart) -> Iterator[SourceRecord]:
-        """The records of a part, in order. A record that cannot be read is yielded as its error."""
 
     def open_container(self, container: str, *, sequential: bool = False) -> BinaryIO:
         """Open one of the source's own files, perhaps to be read from front to back. Raises
@@ -193,11 +121,6 @@ class Source(ABC):
         return self.fields.apply(load_json(data))
 
     def open_media(self, record: SourceRecord, name: str) -> tuple[Locator, BinaryIO]:
-        """Where an image or a video of a record lies, and a file of its bytes.
-
-        Raises:
-            SampleError: missing_image or path_outside_root.
-        """
         found = record.embedded.get(name)
         if found is None:
             container = self.media.locate(self.image_folder(record.locator.container), name)
@@ -256,11 +179,3 @@ class Source(ABC):
 
 def _root_at(folder: str) -> MediaRoot | RemoteRoot:
     return RemoteRoot.at(folder)[0] if is_remote(folder) else MediaRoot(Path(folder))
-
-
-def record_key(content: Mapping[str, Any], default: str) -> str:
-    """The key of a record that may have one of its own: "id", text or a whole number."""
-    identity = content.get("id")
-    if isinstance(identity, bool) or not isinstance(identity, str | int) or identity == "":
-        return default
-    return str(identity)

@@ -20,8 +20,6 @@ import xxhash
 from braceexpand import braceexpand
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import MAX_JSON_BYTES, Scan
-from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.fields import follow
 from offline_packing.sources.formats.webdataset import (
     TarSample,
@@ -30,6 +28,8 @@ from offline_packing.sources.formats.webdataset import (
     find_part,
 )
 from offline_packing.sources.options import SourceOptions
+from offline_packing.sources.protocol import MAX_JSON_BYTES, Scan
+from offline_packing.sources.protocol import SourceRecord as Record
 from offline_packing.sources.records import load_json
 from offline_packing.sources.roots.listing import walk
 from offline_packing.storage.yaml_text import parse_yaml

@@ -18,16 +18,11 @@ import numpy as np
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import (
-    MAX_JSON_BYTES,
-    Scan,
-    Source,
-    SourcePart,
-    record_key,
-)
-from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.base import Source
 from offline_packing.sources.formats.json_array import ArrayCutter, split_elements
 from offline_packing.sources.options import FileOptions
+from offline_packing.sources.protocol import MAX_JSON_BYTES, Scan, SourcePart, record_key
+from offline_packing.sources.protocol import SourceRecord as Record
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.roots.contents import nothing_found
 from offline_packing.storage.streams import (

@@ -14,15 +14,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, Final
 
-import orjson
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import MAX_JSON_BYTES, Embedded, Scan, SourcePart
-from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.formats.webdataset import TarSample, WebDatasetSource, read_part
 from offline_packing.sources.options import MediaOptions
+from offline_packing.sources.protocol import MAX_JSON_BYTES, Embedded, Scan, SourcePart
+from offline_packing.sources.protocol import SourceRecord as Record
 from offline_packing.sources.reading.locators import Locator
+from offline_packing.sources.reading.sub_samples import to_json
 from offline_packing.sources.records import load_json
 from offline_packing.sources.roots.listing import walk
 from task_encoders.pack_format import (
@@ -32,7 +32,7 @@ from task_encoders.pack_format import (
     parse_json,
     restore_pack,
 )
-from task_encoders.samples import SampleError, SourceSample
+from task_encoders.samples import SampleError
 
 _LOOSE_PACK: Final = re.compile(r"(?:.*/)?([A-Za-z0-9_-]*ps_\d+)\.json")
 
@@ -143,7 +143,7 @@ class PacksSource(WebDatasetSource):
             if isinstance(sub, SampleError):
                 yield Record(sub_key, Locator(kind, at.container, at.offset, 0, column), sub)
                 continue
-            record = _to_json(sub)
+            record = to_json(sub)
             place = Locator(kind, at.container, at.offset, len(record), column)
             yield Record(sub_key, place, load_json(record), None, embedded)
 
@@ -163,32 +163,3 @@ def _file_name(stem: str, name: str) -> str:
     its JSON; a path is left as it is."""
     prefix = f"{stem.rpartition('/')[2]}."
     return name if "/" in name or name.startswith(prefix) else prefix + name
-
-
-def _to_json(sample: SourceSample) -> bytes:
-    """A restored sub-sample as a record."""
-    messages = [{"role": "system", "content": sample.system}] if sample.system is not None else []
-    for turn in sample.turns:
-        messages.append({"role": "user", "content": turn.prompt})
-        messages.append({"role": "assistant", "content": turn.answer})
-    record = {"messages": messages, "images": sample.images}
-    return orjson.dumps(record | {"videos": sample.videos} if sample.videos else record)
-
-
-def sub_sample_json(pack: bytes, task: str, number: int, size: int) -> bytes:
-    """The record of one sub-sample, from the JSON of its pack.
-
-    Raises:
-        StageError: it is not the one that was measured.
-    """
-    try:
-        sub = restore_pack(pack, "pack", task).sub_samples[number]
-        record = _to_json(sub) if isinstance(sub, SourceSample) else b""
-    except (PackFormatError, IndexError):
-        record = b""
-    if len(record) != size:
-        raise StageError(
-            f"sub-sample {number} of a pack changed since it was measured; restore the pack, or "
-            "measure again with output.overwrite=true"
-        )
-    return record

@@ -20,8 +20,9 @@ import numpy.typing as npt
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import MAX_JSON_BYTES, Scan, Source, SourcePart
-from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.base import Source
+from offline_packing.sources.protocol import MAX_JSON_BYTES, Scan, SourcePart
+from offline_packing.sources.protocol import SourceRecord as Record
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.roots import listing
 from offline_packing.sources.roots.listing import PackedKeys

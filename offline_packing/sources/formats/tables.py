@@ -20,16 +20,10 @@ import pyarrow as pa
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import (
-    MAX_JSON_BYTES,
-    Embedded,
-    Scan,
-    Source,
-    SourcePart,
-    record_key,
-)
-from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.base import Source
 from offline_packing.sources.options import FileOptions
+from offline_packing.sources.protocol import MAX_JSON_BYTES, Embedded, Scan, SourcePart, record_key
+from offline_packing.sources.protocol import SourceRecord as Record
 from offline_packing.sources.reading import row_files
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.reading.row_files import RowFile

@@ -20,14 +20,9 @@ from typing import Any, BinaryIO, Final
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import (
-    MAX_JSON_BYTES,
-    Embedded,
-    Scan,
-    Source,
-    SourcePart,
-)
-from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.base import Source
+from offline_packing.sources.protocol import MAX_JSON_BYTES, Embedded, Scan, SourcePart
+from offline_packing.sources.protocol import SourceRecord as Record
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.records import has_answer, image_names, video_names
 from offline_packing.sources.roots.contents import nothing_found
