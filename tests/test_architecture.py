@@ -20,8 +20,8 @@ MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 40
 MAX_MODULES_OF_FOLDER = 12
 #: Of offline_packing: modules and lines, to be lowered to 120 and 17,000.
-MAX_MODULES = 163
-MAX_LINES = 20_248
+MAX_MODULES = 154
+MAX_LINES = 18_540
 #: Modules in circles, longer files, fuller folders and other long functions: to be lowered to 0.
 MAX_IN_CIRCLES = 0
 MAX_LONG_FILES = 6

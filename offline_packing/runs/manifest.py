@@ -15,12 +15,20 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.layouts.fragments import ShardFragment, ShardFragments
 from offline_packing.runs.run import Run
+from offline_packing.sources.options import SourceOptions
 from offline_packing.storage.files import hash_bytes, read_json, to_json, write_atomically
 
 MANIFEST_VERSION: Final = 1
 
 #: What `content_hash` does not cover.
 _APART: Final = ("content_hash", "library_versions", "metadata")
+
+#: A source of version 1 has all of these, whatever its format understands.
+_SOURCE_FIELDS: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(("format", "path", "task", "name", "image_root", "split", "dataset", "weight")),
+    "fields": {},
+    "repeat": 1,
+}
 
 Manifest = Mapping[str, Any]
 
@@ -155,10 +163,22 @@ def stored_config(config: PackingConfig) -> dict[str, Any]:
         "pack": {"max_set_aside"},
     }
     content = config.model_dump(mode="json", exclude=excluded)
-    for source in content["source"]:
-        if not source["skip"]:  # packs that do not need it are what they were without
-            del source["skip"]
+    content["source"] = [
+        {**_SOURCE_FIELDS, **_stored_source(dumped, source)}
+        for dumped, source in zip(content["source"], config.source, strict=True)
+    ]
     return content
+
+
+def _stored_source(dumped: Mapping[str, Any], source: SourceOptions) -> dict[str, Any]:
+    """A source without the options that came later and are not used: packs that do not need them
+    are what they were without."""
+    fields = type(source).model_fields
+    return {
+        name: value
+        for name, value in dumped.items()
+        if name in _SOURCE_FIELDS or getattr(source, name) != fields[name].default
+    }
 
 
 def require_manifest(run: Run) -> Manifest:

@@ -114,7 +114,7 @@ class FamilyEncoder(ABC):
             "tokenizer": self.tokenizer.fingerprint,
             "max_image_pixels": self.max_image_pixels,
             **{
-                name: _stored(getattr(self.options, name))
+                name: _stored(self.options, name)
                 for name in self._lengths_follow
                 if name not in _BESIDE_LENGTHS
             },
@@ -268,8 +268,11 @@ def _grid_array(media: Sequence[Medium]) -> npt.NDArray[np.int32]:
     return np.array([medium.grid for medium in media], dtype=np.int32).reshape(-1, 3)
 
 
-def _stored(value: float | str | None) -> str | int:
-    """An option as a fingerprint holds it."""
-    if isinstance(value, float):
+def _stored(options: ModelOptions, name: str) -> str | int:
+    """An option as a fingerprint holds it. Its declared type decides: a family's default may be 200
+    where a configuration gives 200.0, and both are the same option."""
+    value: float | str | None = getattr(options, name)
+    if ModelOptions.model_fields[name].annotation is float:
         return f"{value:g}"
+    assert not isinstance(value, float)
     return 0 if value is None else value

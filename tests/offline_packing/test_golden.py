@@ -11,6 +11,7 @@ import pytest
 
 from offline_packing.errors import StageError
 from offline_packing.runs.manifest import read_manifest
+from offline_packing.runs.run import config_fingerprint, open_encoder
 from offline_packing.storage.files import hash_bytes, read_json, to_json
 from offline_packing.verify.verify import verify
 from tests.helpers.datasets import make_run, pack_all
@@ -87,3 +88,14 @@ def test_appended_data_are_refused_by_name(tmp_path: Path) -> None:
     run.workspace.manifest.write_bytes(to_json(content))
     with pytest.raises(StageError, match=r"manifest\.json .*appended data"):
         read_manifest(run)
+
+
+def test_a_default_and_its_value_written_out_are_the_same(tmp_path: Path) -> None:
+    """Or an output could not be used any more once a configuration says what was the default."""
+    default = make_run(tmp_path / "data", tmp_path / "out")
+    options = default.config.model
+    written = {"max_aspect_ratio": options.max_aspect_ratio, "video_fps": options.video_fps}
+    same = make_run(tmp_path / "data", tmp_path / "out", model=written)
+    expected = config_fingerprint(default.config)
+    open_encoder.cache_clear()  # 200 and 200.0 are one key of it
+    assert config_fingerprint(same.config) == expected
