@@ -30,6 +30,8 @@ class PackedData:
     model: ModelSettings
     #: changes with the content of any of the datasets
     content_hash: str
+    #: packs in the val split
+    num_val_packs: int = 0
 
     def packs_per_step(self, global_batch_size: int, multiple: int) -> int:
         """The packs that hold about `global_batch_size` samples, as a multiple of `multiple`."""
@@ -58,8 +60,8 @@ def read_packed_data(path: Path) -> PackedData:
                     f"{path}: {folders[0][0]} was measured with {name} {first!r}, {folder} with "
                     f"{value!r}; pack both with the same"
                 )
-    packs = [_count_train(manifest, "packs") for manifest in manifests]
-    samples = [_count_train(manifest, "samples") for manifest in manifests]
+    packs = [_count(manifest, "packs") for manifest in manifests]
+    samples = [_count(manifest, "samples") for manifest in manifests]
     weights = [weight for _, weight in folders]
     per_pack = [s / p for s, p in zip(samples, packs, strict=True)]
     drawn = sum(w * n for w, n in zip(weights, per_pack, strict=True)) / sum(weights)
@@ -70,6 +72,7 @@ def read_packed_data(path: Path) -> PackedData:
         seq_length=max(manifest["seq_length"] for manifest in manifests),
         model=models[0],
         content_hash=_common_hash([manifest["content_hash"] for manifest in manifests]),
+        num_val_packs=sum(_count(manifest, "packs", "val") for manifest in manifests),
     )
 
 
@@ -80,13 +83,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} has no manifest.json; write it with offline-packing, or wait until that is "
             "finished"
         )
-    if not _count_train(manifest, "packs"):
+    if not _count(manifest, "packs"):
         raise StageError(f"{folder} has no packs in its train split; pack it with output.split")
     return manifest
 
 
-def _count_train(manifest: Mapping[str, Any], what: str) -> int:
-    return sum(shard[what] for shard in manifest["shards"] if shard["split"] == "train")
+def _count(manifest: Mapping[str, Any], what: str, split: str = "train") -> int:
+    return sum(shard[what] for shard in manifest["shards"] if shard["split"] == split)
 
 
 def _common_hash(hashes: Sequence[str]) -> str:
@@ -109,7 +112,7 @@ def _folders_of_blend(path: Path) -> list[tuple[Path, float]]:
     )
     folders = [Path(str(entry.dataset.path)) for entry in loaded.datasets]
     if any(entry.weight is None for entry in loaded.datasets):  # blend_epochized: by repetitions
-        sizes = [_count_train(_read_manifest(folder), "packs") for folder in folders]
+        sizes = [_count(_read_manifest(folder), "packs") for folder in folders]
         repetitions = [entry.repetitions or 1 for entry in loaded.datasets]
         return [
             (f, size * times) for f, size, times in zip(folders, sizes, repetitions, strict=True)

@@ -56,7 +56,9 @@ def build_trainer(config: LaunchConfig, device: torch.device) -> tuple[Trainer, 
     task_encoder = build_task_encoder(config.data, data, config.model.family)
     train_data = EnergonMicroBatches(config.data, task_encoder, device)
     validation_data = None
-    if config.validation.every:
+    if config.validation.every and not data.num_val_packs:
+        logger.warning("no validation: %s has no packs in its val split", config.data.path)
+    elif config.validation.every:
         validation_data = EnergonMicroBatches(
             config.data, task_encoder, device, split="val", limit=config.validation.limit
         )

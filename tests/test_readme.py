@@ -1,0 +1,178 @@
+"""README as its readers use it: every block runs, every name in it exists."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from launch.model_config import PRESETS, QWEN_TOKEN_IDS
+from offline_packing.cli.main import cli
+from task_encoders.families import FAMILIES
+from task_encoders.text.builtin_processor import builtin_processor
+from tests.helpers.datasets import captioning_pairs, write_json
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+#: These run for minutes, or fetch packages; see `test_ci_runs_what_takes_long`.
+APART = ("make demo", "make test", "pip install")
+SCRIPT = {"bash": ["bash", "-euo", "pipefail"], "python": [sys.executable]}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block, and the line at which it stands."""
+
+    language: str
+    text: str
+    line: int
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """All fenced blocks of a Markdown text."""
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        yield Block(match[1], match[2], text[: match.start()].count("\n") + 2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout with a reader's data: what README's blocks name, at the places they name."""
+    root = tmp_path_factory.mktemp("checkout")
+    (root / "launch").symlink_to(ROOT / "launch")
+    captioning_pairs(root / "data/pairs")
+    for path in (root / "data/pairs/part0").glob("000002.*"):
+        path.rename(path.with_stem("cat"))
+    write_json(root / "data/pairs/part0/cat.json", {"caption": "A cat."})
+    write_checkpoint(root / "checkpoints/Qwen2-VL-2B-Instruct")
+    (root / "Qwen").symlink_to(root / "checkpoints")
+    return root
+
+
+def write_checkpoint(folder: Path) -> None:
+    """A checkpoint with random weights: the real vocabulary and template, a tiny model."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    tiny = PRESETS["qwen2_vl"]["tiny"]
+    config = Qwen2VLConfig(
+        text_config=dict(tiny.text),
+        vision_config=dict(tiny.vision),
+        tie_word_embeddings=tiny.tie_word_embeddings,
+        **QWEN_TOKEN_IDS,
+    )
+    Qwen2VLForConditionalGeneration(config).save_pretrained(folder)
+    builtin_processor(min_pixels=3136, max_pixels=4014080).save_pretrained(folder)
+
+
+def environment() -> dict[str, str]:
+    """That of a user who has installed the packages; nothing leaves this machine."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    inherited = {name: v for name, v in os.environ.items() if not name.startswith("OFFLINE_")}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {"PATH": path, "PYTHONPATH": str(ROOT), "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
+    return {**inherited, **own, "OMP_NUM_THREADS": "1"}
+
+
+def run_block(block: Block, folder: Path) -> None:
+    """Write a configuration to the file that its first line names, or run a program."""
+    if block.language == "yaml":
+        name = block.text.partition("\n")[0].removeprefix("# ")
+        assert name.endswith(".yaml"), name
+        (folder / name).write_text(block.text)
+        return
+    script = folder / f"block_{block.line}"
+    script.write_text(block.text)
+    done = subprocess.run(
+        [*SCRIPT[block.language], script],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"README.md:{block.line}\n{done.stdout}\n{done.stderr}"
+
+
+def test_every_block_runs(folder: Path) -> None:
+    """In the order in which a reader meets them."""
+    found = list(blocks(README))
+    assert {block.language for block in found} == {"bash", "yaml", "python", "text"}
+    assert "\n    " not in re.sub(r"^```.*?^```$", "", README, flags=re.M | re.S), "indented block"
+    run = [block for block in found if block.language != "text"]
+    run = [block for block in run if not block.text.startswith(APART)]
+    assert len(run) >= 5
+    for block in run:
+        run_block(block, folder)
+    assert (folder / "out/packed/_packing/report/report.html").is_file()
+    assert (folder / "out/stage1/hf/config.json").is_file()
+
+
+def test_ci_runs_what_takes_long() -> None:
+    ci = (ROOT / ".ci/run").read_text().splitlines()
+    apart = [block.text for block in blocks(README) if block.text.startswith(APART)]
+    made = {line for text in apart for line in text.splitlines() if line.startswith("make")}
+    assert {"make demo", "make test"} == made <= set(ci)
+
+
+def test_commands_and_families_are_all_named() -> None:
+    table = README.partition("### Commands")[2].partition("\n\n\n")[0]
+    named = set(re.findall(r"`([a-z-]+)`", " ".join(re.findall(r"^\| (`.*?) \|", table, re.M))))
+    assert set(cli.commands) <= named
+    section = README.partition("### Models")[2].partition("###")[0]
+    assert set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) == set(FAMILIES)
+
+
+def test_links_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for link, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", page.read_text()):
+            if link.startswith("http"):
+                continue
+            target = page.parent / link if link else page
+            assert target.exists(), f"{page.name}: {link}"
+            if anchor:
+                assert anchor[1:] in anchors(target), f"{page.name}: {link}{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a page's headings get."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def tree_paths() -> list[str]:
+    """Paths that README's source tree names; what is indented lies in the folder above."""
+    text = README.partition("## Source tree")[2]
+    tree = next(block for block in blocks(text) if block.language == "text").text
+    found: list[str] = []
+    parents: list[tuple[int, str]] = [(-1, "")]
+    for line in tree.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if indent > 20:  # a description that goes on
+            continue
+        while parents[-1][0] >= indent:
+            parents.pop()
+        for name in re.split(r"\s{2,}", line.strip(), maxsplit=1)[0].split():
+            found.append(parents[-1][1] + name)
+        if found[-1].endswith("/"):
+            parents.append((indent, found[-1]))
+    return found
+
+
+def test_the_tree_is_the_tree() -> None:
+    named = tree_paths()
+    assert len(named) > 30
+    for name in named:
+        assert list(ROOT.glob(name)), f"README's tree names {name}, which is not there"
+    packages = {
+        f"{path.parent.relative_to(ROOT)}/"
+        for package in ("task_encoders", "offline_packing", "launch")
+        for path in (ROOT / package).rglob("__init__.py")
+    }
+    assert packages <= set(named), packages - set(named)
