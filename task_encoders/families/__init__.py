@@ -18,6 +18,7 @@ from task_encoders.families.qwen3_vl import QWEN3_5, QWEN3_VL
 from task_encoders.field_types import one_of
 from task_encoders.media.video import VideoSettings
 from task_encoders.sample_encoder import SampleEncoder
+from task_encoders.text.hub import require_hub
 
 #: A model family is one module, and its name here.
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -106,7 +107,8 @@ def build_sample_encoder(
         options: the other fields of ModelSettings: min_pixels, max_pixels, video, …
 
     Raises:
-        ValueError: see ModelSettings; or a checkpoint whose chat template is not the family's.
+        ValueError: see ModelSettings; a checkpoint whose chat template is not the family's, or that
+            would have to be downloaded while the hub is out of reach.
     """
     if not isinstance(model, ModelSettings):
         named = {"family": model, "processor": processor}
@@ -114,4 +116,5 @@ def build_sample_encoder(
         model = ModelSettings.model_validate({**given, **options})
     elif processor or options:
         raise TypeError("settings given twice: whole, and by name")
+    require_hub(model.processor)
     return FAMILIES[model.family].build(model)
