@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout with a reader's data: what README's blocks name, at the places they name."""
     root = tmp_path_factory.mktemp("checkout")
     (root / "launch").symlink_to(ROOT / "launch")
-    captioning_pairs(root / "data/pairs", 400)
+    captioning_pairs(root / "data/pairs", 180)  # two packs, one for each worker of a loader
     for path in (root / "data/pairs/part0").glob("000002.*"):
         path.rename(path.with_stem("cat"))
     write_json(root / "data/pairs/part0/cat.json", {"caption": "A cat."})
