@@ -1,12 +1,11 @@
 """README as its readers use it: every block runs, every name in it exists."""
 
+import itertools
 import os
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,27 +15,14 @@ from offline_packing.cli.main import cli
 from task_encoders.families import FAMILIES
 from task_encoders.text.builtin_processor import builtin_processor
 from tests.helpers.datasets import captioning_pairs, write_json
+from tests.helpers.markdown import Block, blocks
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 #: These run for minutes, or fetch packages; see `test_ci_runs_what_takes_long`.
 APART = ("make demo", "make test", "pip install")
+PATH = re.compile(r"[\w*]+(/|\.\w+)")
 SCRIPT = {"bash": ["bash", "-euo", "pipefail"], "python": [sys.executable]}
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block, and the line at which it stands."""
-
-    language: str
-    text: str
-    line: int
-
-
-def blocks(text: str) -> Iterator[Block]:
-    """All fenced blocks of a Markdown text."""
-    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        yield Block(match[1], match[2], text[: match.start()].count("\n") + 2)
 
 
 @pytest.fixture(scope="module")
@@ -129,23 +115,6 @@ def test_commands_and_families_are_all_named() -> None:
     assert set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) == set(FAMILIES)
 
 
-def test_links_lead_somewhere() -> None:
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
-        for link, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", page.read_text()):
-            if link.startswith("http"):
-                continue
-            target = page.parent / link if link else page
-            assert target.exists(), f"{page.name}: {link}"
-            if anchor:
-                assert anchor[1:] in anchors(target), f"{page.name}: {link}{anchor}"
-
-
-def anchors(page: Path) -> set[str]:
-    """The anchors that a page's headings get."""
-    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
-
-
 def tree_paths() -> list[str]:
     """Paths that README's source tree names; what is indented lies in the folder above."""
     text = README.partition("## Source tree")[2]
@@ -158,7 +127,7 @@ def tree_paths() -> list[str]:
             continue
         while parents[-1][0] >= indent:
             parents.pop()
-        for name in re.split(r"\s{2,}", line.strip(), maxsplit=1)[0].split():
+        for name in itertools.takewhile(PATH.fullmatch, line.split()):
             found.append(parents[-1][1] + name)
         if found[-1].endswith("/"):
             parents.append((indent, found[-1]))

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import logging
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -111,8 +112,7 @@ def as_command(verb: Verb) -> click.Command:
         parsed = load_config(config, overrides)
         with build_engine(parsed) as engine:
             verb.check_engine(parsed, engine)
-            shows_bars = not quiet and sys.stderr.isatty()
-            run = Run(parsed, engine, frozenset(accept_mismatch), shows_bars)
+            run = Run(parsed, engine, frozenset(accept_mismatch), not quiet)
             with verb.lock(run, dry_run):
                 verb(run, dry_run, **options)
 
@@ -124,3 +124,6 @@ def start_logging(quiet: bool) -> None:
     """Log to stderr, warnings only where it shall be quiet."""
     level = logging.WARNING if quiet else logging.INFO
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+    logging.captureWarnings(True)
+    # What matters of a picture is found when it is measured; the rest would tear the bar apart.
+    warnings.filterwarnings("ignore", module=r"PIL\.")

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import ClassVar, TypeVar
 
+from offline_packing.engines.progress import Advance
+
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
@@ -19,9 +21,16 @@ class Engine(ABC):
         self.workers = workers
 
     @abstractmethod
-    def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+    def run(
+        self,
+        function: Callable[[Task], Result],
+        tasks: Iterable[Task],
+        listener: Advance | None = None,
+    ) -> Iterator[Result]:
         """Results in any order. Function, tasks and results can be pickled; tasks are drawn only
         as they are needed, so that all of them need not fit in memory.
+
+        The listener is called about once a second with how far tasks advanced; see progress.py.
 
         The first exception that a task raises is raised here; tasks not yet begun are dropped.
         """

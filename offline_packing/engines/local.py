@@ -1,9 +1,12 @@
 """Tasks on the processes of this machine."""
 
+import ctypes
+import functools
 import multiprocessing
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -11,14 +14,19 @@ from contextlib import contextmanager
 from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
+from multiprocessing.sharedctypes import Synchronized
 from types import TracebackType
+from typing import Final
 
 from offline_packing.engines.base import Engine, Result, Task
+from offline_packing.engines.progress import SECONDS_BETWEEN_REPORTS, Advance, tell, told_to
 from offline_packing.errors import StageError
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Tasks handed out per worker: one at work, one waiting.
 _TASKS_PER_WORKER = 2
+#: Spawned, not forked: the parent has threads (progress bar, arrow) that a fork breaks.
+_SPAWN: Final = multiprocessing.get_context("spawn")
 
 
 class LocalEngine(Engine):
@@ -28,10 +36,21 @@ class LocalEngine(Engine):
         super().__init__(workers)
         self._pool: ProcessPoolExecutor | None = None
         self._others: set[BaseProcess] = set()
+        # Workers add to it; read without its lock, which a killed worker may hold.
+        self._advanced = _SPAWN.Value(ctypes.c_int64, 0)
+        self._reported = 0
 
-    def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+    def run(
+        self,
+        function: Callable[[Task], Result],
+        tasks: Iterable[Task],
+        listener: Advance | None = None,
+    ) -> Iterator[Result]:
         if self.workers == 0:
-            yield from map(function, tasks)
+            for task in tasks:
+                with told_to(listener):
+                    result = function(task)
+                yield result
             return
         remaining = iter(tasks)
         pending: set[Future[Result]] = set()
@@ -41,7 +60,10 @@ class LocalEngine(Engine):
                 pending |= {self._submit(function, task) for task in islice(remaining, room)}
                 if not pending:
                     return
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                timeout = None if listener is None else SECONDS_BETWEEN_REPORTS
+                done, pending = wait(pending, timeout, return_when=FIRST_COMPLETED)
+                if listener is not None:
+                    listener(self._newly_advanced())
                 for future in done:
                     yield future.result()
         except BrokenProcessPool as error:
@@ -80,10 +102,15 @@ class LocalEngine(Engine):
         if self._pool is None:
             _start_quiet_tracker()
             self._others = set(multiprocessing.active_children())
-            # Spawned, not forked: the parent has threads (progress bar, arrow) that a fork breaks.
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self.workers, context, initializer=_start_worker)
+            self._pool = ProcessPoolExecutor(
+                self.workers, _SPAWN, initializer=_start_worker, initargs=(self._advanced,)
+            )
         return self._pool
+
+    def _newly_advanced(self) -> int:
+        """What workers added since the last call."""
+        before, self._reported = self._reported, self._advanced.get_obj().value
+        return self._reported - before
 
 
 @contextmanager
@@ -115,7 +142,7 @@ def _start_quiet_tracker() -> None:
             os.environ[name] = before
 
 
-def _start_worker() -> None:
+def _start_worker(advanced: "Synchronized[int]") -> None:
     """Ctrl-C and the end of a terminal are the parent's business, which then ends its workers; no
     worker outlives a killed parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -123,6 +150,13 @@ def _start_worker() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # as the command line does
+    tell(functools.partial(_add, advanced))
+
+
+def _add(advanced: "Synchronized[int]", count: int) -> None:
+    with advanced.get_lock():
+        advanced.value += count
 
 
 def _exit_with_parent() -> None:

@@ -6,18 +6,68 @@ until it is complete.
 """
 
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Final
 
 from offline_packing.engines.base import Engine, Result, Task
+from offline_packing.engines.progress import SECONDS_BETWEEN_REPORTS, Advance, told_to
 from offline_packing.errors import StageError
 
 #: Tasks handed out per CPU of the cluster: one at work, one waiting.
 _TASKS_PER_CPU: Final = 2
 #: How often a task is run again because its worker died.
 _MAX_RETRIES: Final = 5
+
+
+class _Counter:
+    """An actor: how far all tasks advanced since it was last asked."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def add(self, count: int) -> None:
+        self._count += count
+
+    def take(self) -> int:
+        count, self._count = self._count, 0
+        return count
+
+
+class _Sender:
+    """Tells the counter about twice a second how far a task advanced."""
+
+    def __init__(self, counter: Any) -> None:
+        self._counter = counter
+        self._count = 0
+        self._sent = -math.inf
+
+    def __call__(self, count: int) -> None:
+        self._count += count
+        if time.monotonic() - self._sent > SECONDS_BETWEEN_REPORTS / 2:
+            self.send()
+
+    def send(self) -> Any:
+        """What has not been sent yet; returns a reference to wait for."""
+        count, self._count = self._count, 0
+        self._sent = time.monotonic()
+        return self._counter.add.remote(count)
+
+
+def _run_task(function: Callable[[Task], Result], task: Task, counter: Any) -> Result:
+    """In a worker of Ray."""
+    if counter is None:
+        return function(task)
+    import ray
+
+    sender = _Sender(counter)
+    with told_to(sender):
+        result = function(task)
+    ray.get(sender.send())  # counted before the result is seen
+    return result
 
 
 class RayEngine(Engine):
@@ -28,18 +78,29 @@ class RayEngine(Engine):
         super().__init__(workers)
         self._ray: Any = None
 
-    def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+    def run(
+        self,
+        function: Callable[[Task], Result],
+        tasks: Iterable[Task],
+        listener: Advance | None = None,
+    ) -> Iterator[Result]:
         ray = self._connected()
-        remote = ray.remote(function).options(num_cpus=1, max_retries=_MAX_RETRIES)
+        counter = None if listener is None else ray.remote(num_cpus=0)(_Counter).remote()
+        remote = ray.remote(_run_task).options(num_cpus=1, max_retries=_MAX_RETRIES)
         remaining = iter(tasks)
         pending: list[Any] = []
         try:
             while True:
                 room = _TASKS_PER_CPU * self._num_cpus() - len(pending)
-                pending += [remote.remote(task) for task in islice(remaining, room)]
+                pending += [
+                    remote.remote(function, task, counter) for task in islice(remaining, room)
+                ]
                 if not pending:
                     return
-                done, pending = ray.wait(pending)
+                timeout = None if listener is None else SECONDS_BETWEEN_REPORTS
+                done, pending = ray.wait(pending, timeout=timeout)
+                if listener is not None:
+                    listener(ray.get(counter.take.remote()))
                 yield from map(self._result, done)
         finally:
             for reference in pending:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from offline_packing.engines.progress import advance
 from offline_packing.errors import StageError
 from offline_packing.index.stamps import MODIFICATION_TIME, sample_stamp
 from offline_packing.layouts.shard_layout import Shard
@@ -78,7 +79,7 @@ class ShardTask:
         return [pack_key(first + i, self.key_prefix) for i in range(len(self.pack_sizes))]
 
     def packs(self) -> Iterator[tuple[str, list[Row]]]:
-        """Key and rows of each pack."""
+        """Key and rows of each pack; the task advances by one when it asks for the next."""
         ends = np.cumsum(self.pack_sizes).tolist()
         keys = self.keys()
         start = 0
@@ -88,6 +89,7 @@ class ShardTask:
             done = start
             for key, end in zip(keys[some], ends[some], strict=True):
                 yield key, rows[start - done : end - done]
+                advance()
                 start = end
 
     @contextmanager

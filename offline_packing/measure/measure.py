@@ -241,12 +241,12 @@ def _run_tasks(run: Run, tasks: Sequence[MeasureTask]) -> list[PartResult]:
     left = unfinished("measure", tasks, marker)
     done = {task.number for task in tasks} - {task.number for task in left}
     results = {task.number: finished_part(task) for task in tasks if task.number in done}
-    total = sum(task.part.num_records or 0 for task in tasks)
-    with run.bar("measure", total, "sample") as bar:
+    known = [task.part.num_records for task in tasks]
+    total = None if None in known else sum(filter(None, known))
+    with run.bar("measure", total, "record") as bar:
         bar.update(sum(result.num_records for result in results.values()))
-        for result in run.engine.run(measure_part, run.engine.share(left)):
+        for result in run.engine.run(measure_part, run.engine.share(left), bar.update):
             results[result.number] = result
-            bar.update(result.num_records)
     check_all_done(run, "measure", tasks, marker)
     return [results[task.number] for task in tasks]
 

@@ -14,6 +14,7 @@ import orjson
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from offline_packing.engines.progress import advance
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
 from offline_packing.index.stamps import sample_stamp
@@ -134,6 +135,7 @@ def _measure_some(
     measured: list[MeasuredSample] = []
     aside: list[SetAsideSample] = []
     for record in records:
+        advance()
         key = source.key_prefix + record.key
         try:
             copies = num_copies(key, task.repeat, task.seed)

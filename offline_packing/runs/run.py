@@ -3,7 +3,7 @@
 import functools
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from offline_packing.engines import ENGINES, Engine
 from offline_packing.errors import ConfigError
 from offline_packing.index.stamps import MODIFICATION_TIME
 from offline_packing.layouts import LAYOUTS
+from offline_packing.runs.bar import progress_bar
 from offline_packing.runs.workspace import Workspace
 from offline_packing.sources import Source, open_source
 from offline_packing.storage.fingerprint import Fingerprint
@@ -29,7 +30,7 @@ class Run:
     engine: Engine
     #: fields of the fingerprint that may differ; or the files' modification times
     accept_mismatch: frozenset[str] = frozenset()
-    #: whether to show progress bars
+    #: whether to show how far a stage is
     progress: bool = False
 
     @property
@@ -74,9 +75,9 @@ class Run:
                 layout.remove(self.workspace.root)
             shutil.rmtree(self.workspace.write)
 
-    def bar(self, name: str, total: int, unit: str) -> "tqdm[None]":
-        """A progress bar."""
-        return tqdm(total=total, desc=name, unit=unit, disable=not self.progress)
+    def bar(self, name: str, total: int | None, unit: str) -> "AbstractContextManager[tqdm[None]]":
+        """How far a stage is, of `total` units; None: nobody knows how many there are."""
+        return progress_bar(name, total, unit, shown=self.progress)
 
 
 def build_engine(config: PackingConfig) -> Engine:

@@ -184,8 +184,7 @@ def _verify_stages(run: Run, manifest: Manifest, deep: bool, total: ShardReport)
     hashes: list[npt.NDArray[np.uint64]] = []
     with run.bar("verify", sum(shard.num_packs for shard in own), "pack") as bar:
         tasks = _tasks(run, samples, plan, own, lines, deep)
-        for report in run.engine.run(verify_shard, tasks):
-            bar.update(report.num_packs)
+        for report in run.engine.run(verify_shard, tasks, bar.update):
             hashes += report.key_hashes
             total.add(report)
     _check_each_once(samples, plan, own, hashes, total)

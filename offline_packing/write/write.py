@@ -109,8 +109,8 @@ def _run_tasks(run: Run, samples: Index, plan: PackPlan, shards: list[Shard]) ->
     failures: dict[str, str] = {}
     with run.bar("write", plan.num_packs, "pack") as bar:
         bar.update(plan.num_packs - sum(shard.num_packs for shard in left))
-        for result in run.engine.run(write_shard, iterate_tasks(run, samples, plan, own)):
-            bar.update(result.num_packs)
+        tasks = iterate_tasks(run, samples, plan, own)
+        for result in run.engine.run(write_shard, tasks, bar.update):
             if result.failure is not None:
                 logger.error("write: %s failed: %s", result.name, result.failure)
                 failures[result.name] = result.failure

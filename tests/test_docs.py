@@ -1,0 +1,42 @@
+"""The pages of the documentation: links lead somewhere, the program in them runs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers.markdown import anchors, blocks
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_links_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for link, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", page.read_text()):
+            if link.startswith("http"):
+                continue
+            target = page.parent / link if link else page
+            assert target.exists(), f"{page.name}: {link}"
+            if anchor:
+                assert anchor[1:] in anchors(target), f"{page.name}: {link}{anchor}"
+
+
+def test_from_python_runs_as_written(tmp_path: Path) -> None:
+    """All its blocks are one program."""
+    page = (ROOT / "docs/from_python.md").read_text()
+    program = [block.text for block in blocks(page) if block.language == "python"]
+    assert len(program) == 4
+    (tmp_path / "program.py").write_text("\n".join(program))
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "packs, " in done.stdout
+    assert "'packed': 100" in done.stdout
