@@ -1,14 +1,46 @@
-"""What every engine offers: run one function over many tasks."""
+"""What every engine offers: run one function over many tasks, and hear how far they are.
+
+A task says `advance(3)` when three more of its records or packs are done, and the caller of
+`Engine.run` is told, whichever process that was in.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
-from typing import ClassVar, TypeVar
-
-from offline_packing.engines.progress import Advance
+from typing import ClassVar, Final, TypeVar
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
+
+#: f(n): n further units of work are done.
+Advance = Callable[[int], object]
+SECONDS_BETWEEN_REPORTS: Final = 1.0
+
+_LISTENER: Final[ContextVar[Advance | None]] = ContextVar("listener", default=None)
+
+
+def advance(count: int = 1) -> None:
+    """To be called by a task; does nothing where nobody listens."""
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener(count)
+
+
+@contextmanager
+def told_to(listener: Advance | None) -> Iterator[None]:
+    """Tasks that run in here tell this listener how they advance."""
+    token = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
+
+
+def tell(listener: Advance) -> None:
+    """All tasks of this worker process tell this listener how they advance."""
+    _LISTENER.set(listener)
 
 
 class Engine(ABC):
@@ -30,7 +62,7 @@ class Engine(ABC):
         """Results in any order. Function, tasks and results can be pickled; tasks are drawn only
         as they are needed, so that all of them need not fit in memory.
 
-        The listener is called about once a second with how far tasks advanced; see progress.py.
+        The listener is called about once a second with how far tasks advanced.
 
         The first exception that a task raises is raised here; tasks not yet begun are dropped.
         """

@@ -18,8 +18,15 @@ from multiprocessing.sharedctypes import Synchronized
 from types import TracebackType
 from typing import Final
 
-from offline_packing.engines.base import Engine, Result, Task
-from offline_packing.engines.progress import SECONDS_BETWEEN_REPORTS, Advance, tell, told_to
+from offline_packing.engines.base import (
+    SECONDS_BETWEEN_REPORTS,
+    Advance,
+    Engine,
+    Result,
+    Task,
+    tell,
+    told_to,
+)
 from offline_packing.errors import StageError
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

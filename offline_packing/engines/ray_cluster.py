@@ -13,8 +13,14 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Final
 
-from offline_packing.engines.base import Engine, Result, Task
-from offline_packing.engines.progress import SECONDS_BETWEEN_REPORTS, Advance, told_to
+from offline_packing.engines.base import (
+    SECONDS_BETWEEN_REPORTS,
+    Advance,
+    Engine,
+    Result,
+    Task,
+    told_to,
+)
 from offline_packing.errors import StageError
 
 #: Tasks handed out per CPU of the cluster: one at work, one waiting.
@@ -85,7 +91,9 @@ class RayEngine(Engine):
         listener: Advance | None = None,
     ) -> Iterator[Result]:
         ray = self._connected()
-        counter = None if listener is None else ray.remote(num_cpus=0)(_Counter).remote()
+        counter: Any = None
+        if listener is not None:
+            counter = ray.remote(num_cpus=0)(_Counter).remote()
         remote = ray.remote(_run_task).options(num_cpus=1, max_retries=_MAX_RETRIES)
         remaining = iter(tasks)
         pending: list[Any] = []

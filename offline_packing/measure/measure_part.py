@@ -14,7 +14,7 @@ import orjson
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from offline_packing.engines.progress import advance
+from offline_packing.engines.base import advance
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
 from offline_packing.index.stamps import sample_stamp

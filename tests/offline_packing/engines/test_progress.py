@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from offline_packing.engines import ENGINES
-from offline_packing.engines.base import Engine
-from offline_packing.engines.progress import advance
+from offline_packing.engines.base import Engine, advance
 
 STEPS = 4
 
