@@ -243,11 +243,14 @@ def _run_tasks(run: Run, tasks: Sequence[MeasureTask]) -> list[PartResult]:
     results = {task.number: finished_part(task) for task in tasks if task.number in done}
     known = [task.part.num_records for task in tasks]
     total = None if None in known else sum(filter(None, known))
+    whole = run.workspace.measure_total
+    write_atomically(whole, to_json({"parts": len(tasks), "records": total}))
     with run.bar("measure", total, "record") as bar:
         bar.update(sum(result.num_records for result in results.values()))
         for result in run.engine.run(measure_part, run.engine.share(left), bar.update):
             results[result.number] = result
     check_all_done(run, "measure", tasks, marker)
+    whole.unlink(missing_ok=True)
     return [results[task.number] for task in tasks]
 
 

@@ -41,6 +41,11 @@ class Workspace:
         return self.index / "_started.json"
 
     @property
+    def measure_total(self) -> Path:
+        """How much there is to measure; present while it is."""
+        return self.index / "_total.json"
+
+    @property
     def set_aside(self) -> Path:
         """Folder of the parts of the set-aside table."""
         return self.packing / "set_aside"

@@ -1,6 +1,9 @@
 """status: how far the stages of an output are."""
 
+import pyarrow.parquet as pq
+
 from offline_packing.index.table import IndexInfo
+from offline_packing.layouts.fragments import ShardFragments
 from offline_packing.report.report import report_status
 from offline_packing.runs.run import Run, listed
 from offline_packing.runs.workspace import Workspace
@@ -34,15 +37,31 @@ def _status_of(workspace: Workspace) -> list[str]:
         return [*lines, "plan      not done"]
     packs = plan_document["statistics"]["num_packs"]
     lines.append(f"plan      done: {packs:,} packs")
-    fragments = list(workspace.write.glob("*-??????.json"))
     failed = sorted(workspace.write.glob("*.failed"))
-    lines.append(f"write     {len(fragments):,} shards written, {len(failed):,} failed")
+    lines.append(f"write     {_write_status(workspace, packs)}, {len(failed):,} shards failed")
     return [*lines, *(f"  {path.stem}: {path.read_text()}" for path in failed)]
+
+
+def _write_status(workspace: Workspace, num_packs: int) -> str:
+    fragments = ShardFragments(sorted(workspace.write.glob("*-??????.json")))
+    written = [(fragment.num_packs, fragment.num_tokens) for fragment in fragments]
+    packs, tokens = map(sum, zip(*written, strict=True)) if written else (0, 0)
+    return f"{_of(packs, num_packs)} packs, {tokens:,} tokens in {len(written):,} shards"
+
+
+def _of(done: int, total: int | None) -> str:
+    """'1,200 of 4,000 (30%)'; only the first where the total is unknown."""
+    return f"{done:,} of {total:,} ({done / total:.0%})" if total else f"{done:,}"
 
 
 def _measure_status(workspace: Workspace, info: IndexInfo | None) -> str:
     if info is not None:
         aside = listed(info.set_aside.items())
-        return f"done: {info.num_samples:,} samples; set aside: {aside}"
-    parts = len(list(workspace.index.glob("part-*.parquet")))
-    return f"{parts:,} parts measured" if workspace.index.exists() else "not begun"
+        return f"done: {info.num_samples:,} samples, {info.num_tokens:,} tokens; set aside: {aside}"
+    total = read_json(workspace.measure_total)
+    if total is None:
+        return "not begun"
+    finished = list(workspace.index.glob("part-*.parquet"))
+    tables = [path for part in finished for path in (part, workspace.set_aside / part.name)]
+    records = sum(pq.read_metadata(path).num_rows for path in tables)
+    return f"{_of(records, total['records'])} records, {_of(len(finished), total['parts'])} parts"

@@ -18,7 +18,7 @@ _TOKEN: Final = (2 * _PATCH) ** 2
 DEFAULTS: Final[dict[str, Any]] = {
     "min_pixels": 4 * _TOKEN,
     "max_pixels": 5120 * _TOKEN,
-    "max_aspect_ratio": 200,
+    "max_aspect_ratio": 200.0,
     "video_fps": 2.0,
     "video_min_frames": 4,
     "video_max_frames": 768,
