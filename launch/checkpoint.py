@@ -24,7 +24,7 @@ from launch.loader_state import from_plain, to_plain
 from offline_packing.errors import StageError
 from offline_packing.storage.files import read_json, to_json, write_atomically
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 class CheckpointFolder:

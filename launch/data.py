@@ -14,20 +14,20 @@ from typing import Any, Final, Protocol
 
 import torch
 from megatron.core import parallel_state
-from megatron.energon import WorkerConfig, get_savable_loader
+from megatron.energon import WorkerConfig
 from torch import distributed
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from launch.config import DataConfig
 from launch.data_manifest import PackedData
 from launch.loader_state import from_plain, to_plain
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import ModelSettings
-from task_encoders.packed_task_encoder import (
-    Qwen2VLTaskEncoder,
+from task_encoders.packed_dataset import (
+    get_packed_loader,
     get_packed_train_dataset,
     get_packed_val_dataset,
 )
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -144,12 +144,8 @@ class EnergonMicroBatches:
             self._loader.restore_state_rank(from_plain(state["loader"]))
 
     def close(self) -> None:
-        # Left to the garbage collector, which takes loader, iterator and queues apart in any order,
-        # each worker needs 5 s to end. torch has no public name for this.
-        if self._loader is not None and isinstance(
-            self._loader._iterator, _MultiProcessingDataLoaderIter
-        ):
-            self._loader._iterator._shutdown_workers()
+        if self._loader is not None:
+            self._loader.close()
 
 
 def _build_loader(
@@ -169,7 +165,7 @@ def _build_loader(
         dataset = get_packed_train_dataset(path, task_encoder, repeat=config.repeat, **options)
     else:
         dataset = get_packed_val_dataset(path, task_encoder, limit=limit, **options)
-    loader = get_savable_loader(
+    loader = get_packed_loader(
         dataset,
         watchdog_timeout_seconds=ROW_TIMEOUT,
         watchdog_initial_timeout_seconds=FIRST_ROW_TIMEOUT,

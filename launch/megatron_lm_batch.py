@@ -174,7 +174,8 @@ def main(path: str, tensor_parallel: int, steps: int, seq_length: int, max_pixel
     from launch.model import build_model
     from launch.model_config import ModelConfig
     from launch.parallel import initialize_parallel
-    from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, get_packed_train_dataset
+    from task_encoders.packed_dataset import get_packed_train_dataset
+    from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 
     device = initialize_parallel(tensor_parallel)
     model = build_model(ModelConfig(), device=device).train()

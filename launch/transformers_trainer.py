@@ -89,7 +89,8 @@ def main(path: str, output: str, steps: int, seq_length: int, max_pixels: int) -
     from megatron.energon import WorkerConfig, get_loader
 
     from launch.model_config import ModelConfig, transformers_classes
-    from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, get_packed_train_dataset
+    from task_encoders.packed_dataset import get_packed_train_dataset
+    from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 
     args = TrainingArguments(
         output_dir=output,

@@ -2,8 +2,8 @@
 
 In data order: `settings` (environment), `samples`, `pack_format` (pack <-> bytes), `media/`,
 `text/`, `sample_encoder` (interface), `families/` (one module per model family), `concatenate`
-(samples -> row), `model_inputs` (row -> what a model takes), `energon_samples` and
-`packed_task_encoder` (the only modules that know Energon).
+(samples -> row), `model_inputs` (row -> what a model takes), `energon_samples` `pack_dealing`,
+`packed_task_encoder` and `packed_dataset` (the only modules that know Energon).
 
 Names below are imported on first use: measuring and planning need neither torch nor Energon.
 """
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedBatch as PackedBatch
     from task_encoders.families import build_sample_encoder as build_sample_encoder
     from task_encoders.media.video import VideoSettings as VideoSettings
+    from task_encoders.model_inputs import required_pad_multiple as required_pad_multiple
     from task_encoders.model_inputs import to_packed_seq_params as to_packed_seq_params
     from task_encoders.model_inputs import to_transformers_kwargs as to_transformers_kwargs
+    from task_encoders.packed_dataset import get_packed_loader as get_packed_loader
+    from task_encoders.packed_dataset import get_packed_train_dataset as get_packed_train_dataset
+    from task_encoders.packed_dataset import get_packed_val_dataset as get_packed_val_dataset
     from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder as Qwen2VLTaskEncoder
-    from task_encoders.packed_task_encoder import (
-        get_packed_train_dataset as get_packed_train_dataset,
-    )
-    from task_encoders.packed_task_encoder import get_packed_val_dataset as get_packed_val_dataset
     from task_encoders.settings import PackingSettings as PackingSettings
 
 _MODULE_OF = {
@@ -30,8 +30,10 @@ _MODULE_OF = {
     "Qwen2VLTaskEncoder": "packed_task_encoder",
     "VideoSettings": "media.video",
     "build_sample_encoder": "families",
-    "get_packed_train_dataset": "packed_task_encoder",
-    "get_packed_val_dataset": "packed_task_encoder",
+    "get_packed_loader": "packed_dataset",
+    "get_packed_train_dataset": "packed_dataset",
+    "get_packed_val_dataset": "packed_dataset",
+    "required_pad_multiple": "model_inputs",
     "to_packed_seq_params": "model_inputs",
     "to_transformers_kwargs": "model_inputs",
 }

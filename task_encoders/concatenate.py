@@ -33,6 +33,7 @@ class PackedRow:
     image_grid_thw: torch.Tensor  #: (N, 3) int32
     pixel_values_videos: torch.Tensor  #: (K, D) float32
     video_grid_thw: torch.Tensor  #: (M, 3) int32
+    is_padded: bool  #: whether padding was asked for, needed or not
 
 
 #: Fields of samples and rows that are put one after another as they are.
@@ -96,6 +97,7 @@ def concatenate(
         position_ids=torch.from_numpy(position_ids),
         attn_mask=torch.from_numpy(padding),
         cu_lengths=torch.tensor(cu_lengths, dtype=torch.int32),
+        is_padded=pad_multiple > 1 or pad_to_length is not None,
         **{
             name: torch.from_numpy(np.concatenate([getattr(s, name) for s in samples]))
             for name in _VISION
@@ -119,5 +121,6 @@ def merge_rows(rows: Sequence[PackedRow]) -> PackedRow:
         position_ids=torch.cat([row.position_ids for row in rows], dim=1),
         attn_mask=torch.cat([row.attn_mask for row in rows]),
         cu_lengths=torch.cat(ends),
+        is_padded=any(row.is_padded for row in rows),
         **{name: torch.cat([getattr(row, name) for row in rows]) for name in _VISION},
     )

@@ -115,6 +115,8 @@ class PackedBatch(Batch):
     video_grid_thw: torch.Tensor
     #: (N,) int32, one tile per image
     num_tiles: torch.Tensor
+    #: Whether padding was asked for, needed or not
+    is_padded: bool
     #: Keys of the sub-samples, in order
     sub_sample_keys: list[str]
     #: "key: reason: detail" of each sub-sample left out of this batch
@@ -143,6 +145,7 @@ def batch_rows(samples: Sequence[PackedRowSample], ignore_index: int) -> PackedB
         if len(row.video_grid_thw)
         else torch.zeros(1, 1),
         video_grid_thw=row.video_grid_thw,
+        is_padded=row.is_padded,
         num_tiles=torch.ones(num_images, dtype=torch.int32),
         sub_sample_keys=[key for sample in samples for key in sample.sub_sample_keys],
         dropped=[line for sample in samples for line in sample.dropped],

@@ -49,14 +49,16 @@ def logical_cu_seqlens(cu_lengths: torch.Tensor, attn_mask: torch.Tensor) -> tor
 def to_packed_seq_params(batch: Batch) -> Any:
     """megatron-core's `PackedSeqParams` in thd format.
 
-    `cu_seqlens_*` count real tokens. Where sub-samples are padded, `cu_seqlens_*_padded` hold the
-    boundaries in the row; otherwise they are None.
+    `cu_seqlens_*` count real tokens. Where padding was asked for, `cu_seqlens_*_padded` hold the
+    boundaries in the row, also of a row that happened to need none: under context parallelism
+    models read them in any case. Otherwise they are None.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     padded = batch.cu_lengths.flatten()
     logical = logical_cu_seqlens(batch.cu_lengths, batch.attn_mask)
-    is_padded = not torch.equal(logical, padded)
+    # A trainer's own batch of the same names may lack the flag.
+    is_padded = getattr(batch, "is_padded", False) or not torch.equal(logical, padded)
     longest = int(padded.diff().max())
     return PackedSeqParams(
         qkv_format="thd",

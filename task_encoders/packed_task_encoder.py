@@ -1,7 +1,7 @@
 """The Energon task encoder: pack -> sub-samples -> encoded samples -> row -> batch.
 
-`Qwen2VLTaskEncoder` works in any Energon call. `get_packed_train_dataset` is Energon's
-`get_train_dataset` with the arguments that keep the order packs were written in.
+`Qwen2VLTaskEncoder` works in any Energon call, and checks every dataset that it is given before
+the first pack is read. `packed_dataset` has the calls that keep the order packs were written in.
 """
 
 import json
@@ -17,11 +17,11 @@ from megatron.energon import (
     SavableDataset,
     WorkerConfig,
     basic_sample_keys,
-    get_train_dataset,
-    get_val_dataset,
     stateless,
 )
+from megatron.energon.epathlib import EPath
 from megatron.energon.errors import FatalSampleError
+from megatron.energon.metadataset.loader_interface import LoadedDataset
 
 from task_encoders.concatenate import concatenate
 from task_encoders.energon_samples import (
@@ -33,10 +33,11 @@ from task_encoders.energon_samples import (
 )
 from task_encoders.families import ModelSettings, build_sample_encoder
 from task_encoders.media.video_file import MissingPyAVError
+from task_encoders.pack_dealing import OnePass, deal_evenly
 from task_encoders.pack_format import RestoredPack, match_images, restore_pack
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
 from task_encoders.samples import SampleError
-from task_encoders.settings import PackingSettings, PackingSettingsError
+from task_encoders.settings import PackingSettings, PackingSettingsError, check_measured_with
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,11 @@ class Qwen2VLTaskEncoder(
         **options: Any,
     ) -> None:
         super().__init__()
+        if pad_to_seq_length and seq_length % pad_multiple:
+            raise ValueError(
+                f"pad_to_seq_length: seq_length {seq_length} is no multiple of pad_multiple "
+                f"{pad_multiple}; set {seq_length // pad_multiple * pad_multiple}"
+            )
         self.settings = settings or PackingSettings.from_env()
         self.encoder = build_sample_encoder(model, **options)
         self.seq_length = seq_length
@@ -141,24 +147,42 @@ class Qwen2VLTaskEncoder(
         """k packs to one row with merged cu_lengths; nothing is padded."""
         return batch_rows(samples, IGNORE_INDEX)
 
-    def build_train_datasets(self, *, datasets: Sequence[Any], **kwargs: Any) -> SavableDataset:
-        """Energon's hook, to check the environment against the datasets before the first pack."""
-        self._check_environment(datasets)
-        return super().build_train_datasets(datasets=datasets, **kwargs)
+    def build_train_datasets(
+        self, *, datasets: Sequence[Any], repeat: bool = True, **kwargs: Any
+    ) -> SavableDataset[PackedBatch]:
+        """Energon's hook: checks the datasets, and keeps the end of those that do not repeat."""
+        self._check_datasets(datasets)
+        built = super().build_train_datasets(datasets=datasets, repeat=repeat, **kwargs)
+        return built if repeat else OnePass(built)
 
-    def build_val_datasets(self, *, datasets: Sequence[Any], **kwargs: Any) -> SavableDataset:
+    def build_val_datasets(
+        self, *, datasets: Sequence[Any], **kwargs: Any
+    ) -> SavableDataset[PackedBatch]:
         """As build_train_datasets."""
-        self._check_environment(datasets)
-        return super().build_val_datasets(datasets=datasets, **kwargs)
+        self._check_datasets(datasets)
+        return OnePass(super().build_val_datasets(datasets=datasets, **kwargs))
 
-    def _check_environment(self, datasets: Sequence[Any]) -> None:
-        self.is_blend = len(datasets) > 1
+    def _load_dataset(
+        self, dataset: LoadedDataset, worker_rotation_offset: int, worker_config: WorkerConfig
+    ) -> SavableDataset[Any]:
+        built = super()._load_dataset(dataset, worker_rotation_offset, worker_config)
+        return deal_evenly(built, dataset, worker_rotation_offset)
+
+    def _check_datasets(self, datasets: Sequence[LoadedDataset]) -> None:
+        """The environment against what the datasets declare, our settings against theirs.
+
+        Raises:
+            PackingSettingsError: they differ.
+        """
+        # For good: Energon's get_val_datasets hands over the datasets of a blend one by one.
+        self.is_blend = self.is_blend or len(datasets) > 1
         for loaded in datasets:
-            task = (loaded.dataset.subflavors or {}).get("offline_packing")
-            if task is not None:
+            subflavors = getattr(loaded.dataset, "subflavors", None) or {}
+            task = subflavors.get("offline_packing")
+            if task is not None or not self.settings.packed:
                 self.settings.resolve_task(None, task, blend=self.is_blend)
-            elif not self.settings.packed:
-                self.settings.resolve_task(None)
+            for path in loaded.dataset.paths:
+                check_manifest(path, self)
 
     def _restore(self, sample: PackedSample) -> RestoredPack:
         meta_task = (sample.meta or {}).get("task")
@@ -208,89 +232,29 @@ class Qwen2VLTaskEncoder(
         return encoded
 
 
-def get_packed_train_dataset(
-    path: str | Path,
-    task_encoder: Qwen2VLTaskEncoder,
-    *,
-    micro_batch_size: int = 1,
-    worker_config: WorkerConfig | None = None,
-    **kwargs: Any,
-) -> SavableDataset[PackedBatch]:
-    """Energon's `get_train_dataset`, keeping the order in which packs were written.
+def check_manifest(path: EPath | Path, task_encoder: Qwen2VLTaskEncoder) -> None:
+    """Compare the settings that a packed folder was made with to the task encoder's.
 
-    With its defaults Energon shuffles shards and reads several at once, which undoes an order that
-    gives all ranks packs of similar cost. The price of keeping it: every epoch has the same order.
-
-    Args:
-        path: a written folder, or a metadataset YAML that blends several.
-        micro_batch_size: packs per row.
-        worker_config: default: torch.distributed's rank and world size, two workers.
-        kwargs: any other argument of `megatron.energon.get_train_dataset`.
+    Folders without a manifest.json, written by others, have nothing to compare.
 
     Raises:
-        PackingSettingsError: the environment contradicts the data.
-        ValueError: the folder was measured with other settings than the task encoder's.
+        PackingSettingsError: they differ, or the manifest cannot be read.
     """
-    check_manifest(Path(path), task_encoder)
-    order = {
-        "shuffle_buffer_size": None,
-        "max_samples_per_sequence": None,
-        "shuffle_over_epochs_multiplier": None,
-        "parallel_shard_iters": 1,
-    }
-    return get_train_dataset(
-        path,
-        task_encoder=task_encoder,
-        batch_size=micro_batch_size,
-        worker_config=worker_config or WorkerConfig.default_worker_config(num_workers=2),
-        **(order | kwargs),
-    )
-
-
-def get_packed_val_dataset(
-    path: str | Path,
-    task_encoder: Qwen2VLTaskEncoder,
-    *,
-    micro_batch_size: int = 1,
-    worker_config: WorkerConfig | None = None,
-    **kwargs: Any,
-) -> SavableDataset[PackedBatch]:
-    """Energon's `get_val_dataset` with the same checks."""
-    check_manifest(Path(path), task_encoder)
-    return get_val_dataset(
-        path,
-        task_encoder=task_encoder,
-        batch_size=micro_batch_size,
-        worker_config=worker_config or WorkerConfig.default_worker_config(num_workers=2),
-        **kwargs,
-    )
-
-
-def check_manifest(path: Path, task_encoder: Qwen2VLTaskEncoder) -> None:
-    """Compare the settings the folder was measured with to the task encoder's.
-
-    Raises:
-        ValueError: they differ.
-    """
-    manifest_file = path / "manifest.json"
-    if not manifest_file.is_file():
+    file = path / "manifest.json"
+    if not file.is_file():
         return
-    manifest = json.loads(manifest_file.read_bytes())
-    ours: Mapping[str, Any] = task_encoder.encoder.fingerprint
-    for field, value in manifest["fingerprint"].items():
-        name = field.removeprefix("model.")
-        if field.startswith("model.") and ours.get(name) != value:
-            raise ValueError(
-                f"{path}: packs were measured with {name} {value!r}, the task encoder has "
-                f"{ours.get(name)!r}; use the same, or measure and pack again"
-            )
-    if manifest["seq_length"] > task_encoder.seq_length:
-        raise ValueError(
-            f"{path}: packs hold up to {manifest['seq_length']} tokens > the task encoder's "
-            f"seq_length {task_encoder.seq_length}; raise it, or pack again"
-        )
-    if manifest.get("pad_multiple", 1) % task_encoder.pad_multiple:
-        raise ValueError(
-            f"{path}: packed with pad_multiple {manifest.get('pad_multiple', 1)}, the task "
-            f"encoder pads to multiples of {task_encoder.pad_multiple}; pack again with that"
-        )
+    try:
+        manifest = json.loads(file.read_text())
+        if not {"fingerprint", "seq_length"} <= manifest.keys():
+            raise ValueError("no fingerprint and seq_length")
+    except (ValueError, AttributeError) as error:
+        raise PackingSettingsError(
+            f"{file} is damaged ({error}); offline-packing verify names the remedy"
+        ) from None
+    check_measured_with(
+        manifest,
+        str(path),
+        model=task_encoder.encoder.fingerprint,
+        seq_length=task_encoder.seq_length,
+        pad_multiple=task_encoder.pad_multiple,
+    )

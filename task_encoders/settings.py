@@ -1,4 +1,4 @@
-"""The three environment variables, read once and validated.
+"""What the environment and a folder's manifest say of packs, validated before the first is read.
 
     OFFLINE_PACKED_DATA=1   the dataset holds packs
     OFFLINE_PACKING_VQA=1   ... of VQA samples
@@ -12,7 +12,7 @@ the run: training captions as dialogues is a mistake nobody sees in a loss curve
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 PACKED: Final = "OFFLINE_PACKED_DATA"
 VQA: Final = "OFFLINE_PACKING_VQA"
@@ -82,14 +82,52 @@ class PackingSettings:
             raise PackingSettingsError(
                 f"the data declare task {declared!r}; valid: {', '.join(ENVIRONMENT_OF_TASK)}"
             )
-        if not self.packed:
+        if blend:
+            remedy = f"{PACKED}=1 alone (neither {VQA} nor {BMR}): enough for a blend of datasets"
+        else:
             remedy = ENVIRONMENT_OF_TASK[declared] if declared else f"{PACKED}=1"
+        if not self.packed:
             raise PackingSettingsError(f"the dataset holds packs; set {remedy}")
         if declared is None:
             return self.task
         if declared == self.task or (blend and not (self.vqa or self.bmr)):
             return declared
         raise PackingSettingsError(
-            f"the dataset holds {declared} packs but the environment says {self.task}; "
-            f"set {ENVIRONMENT_OF_TASK[declared]}"
+            f"the dataset holds {declared} packs but the environment says {self.task}; set {remedy}"
+        )
+
+
+def check_measured_with(
+    manifest: Mapping[str, Any],
+    path: str,
+    *,
+    model: Mapping[str, Any],
+    seq_length: int,
+    pad_multiple: int,
+) -> None:
+    """Compare the manifest of the packs in `path` to the settings that are to read them.
+
+    Args:
+        model: the fingerprint of the sample encoder.
+
+    Raises:
+        PackingSettingsError: sub-samples would have other lengths, or packs would not fit.
+    """
+    for field, value in manifest["fingerprint"].items():
+        name = field.removeprefix("model.")
+        if field.startswith("model.") and model.get(name) != value:
+            raise PackingSettingsError(
+                f"{path}: packs were measured with {name} {value!r}, the task encoder has "
+                f"{model.get(name)!r}; use the same, or measure and pack again"
+            )
+    if manifest["seq_length"] > seq_length:
+        raise PackingSettingsError(
+            f"{path}: packs hold up to seq_length {manifest['seq_length']} tokens > the task "
+            f"encoder's seq_length {seq_length}; raise it, or pack again"
+        )
+    packed_with = manifest.get("pad_multiple", 1)
+    if packed_with % pad_multiple:
+        raise PackingSettingsError(
+            f"{path}: packed with pad_multiple {packed_with}, the task encoder pads to multiples "
+            f"of {pad_multiple}; pack again with pack.pad_multiple={pad_multiple}"
         )

@@ -21,7 +21,8 @@ from offline_packing.plan.plan import plan
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import VerifyResult, verify
 from offline_packing.write.write import write
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, get_packed_val_dataset
+from task_encoders.packed_dataset import get_packed_val_dataset
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
 
 SEQ_LENGTH = 2048

@@ -24,7 +24,8 @@ from offline_packing.storage.tar_shards import scan_tar
 from offline_packing.verify.verify import verify
 from task_encoders.media.video import VideoSettings
 from task_encoders.model_inputs import to_transformers_kwargs
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, get_packed_train_dataset
+from task_encoders.packed_dataset import get_packed_train_dataset
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
 from task_encoders.text.builtin_processor import builtin_tokenizer
 from tests.helpers.datasets import (

@@ -33,7 +33,8 @@ from task_encoders.pack_format import (
     pack_json,
     restore_pack,
 )
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, get_packed_train_dataset
+from task_encoders.packed_dataset import get_packed_train_dataset
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SourceSample
 from task_encoders.settings import PackingSettings

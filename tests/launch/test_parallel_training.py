@@ -16,7 +16,7 @@ from launch.data import MicroBatch, _to_micro_batch, build_task_encoder
 from launch.data_manifest import read_packed_data
 from launch.model import save_hf_checkpoint
 from launch.parallel import initialize_parallel, shutdown_parallel
-from task_encoders.packed_task_encoder import get_packed_train_dataset
+from task_encoders.packed_dataset import get_packed_train_dataset
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder, losses, make_config, make_trainer
 from tests.helpers.rank_processes import run_ranks
 

@@ -40,6 +40,7 @@ def row(*lengths: int, **options: Any) -> PackedRow:
 
 def as_batch(packed: PackedRow) -> Any:
     return types.SimpleNamespace(
+        is_padded=packed.is_padded,
         tokens=packed.tokens[None],
         labels=packed.labels[None],
         position_ids=packed.position_ids[:, None],
@@ -109,7 +110,9 @@ def test_rows_merge_without_padding() -> None:
     assert merged.cu_lengths.tolist() == [0, 3, 5, 9]
     assert merged.tokens.shape == (9,)
     one = merge_rows([row(3, 2)])
-    assert all(torch.equal(getattr(one, f), getattr(row(3, 2), f)) for f in PackedRow.__slots__)
+    other = row(3, 2)
+    tensors = [f for f in PackedRow.__slots__ if f != "is_padded"]
+    assert all(torch.equal(getattr(one, f), getattr(other, f)) for f in tensors)
 
 
 def test_a_shift_over_the_whole_row_stays_inside_every_sub_sample() -> None:
@@ -142,6 +145,8 @@ def test_packed_seq_params_of_plain_and_padded_rows() -> None:
     assert padded.cu_seqlens_q.tolist() == [0, 3, 9, 13]  # the tail stays a segment
     assert padded.cu_seqlens_q_padded.tolist() == [0, 4, 12, 16]
     assert padded.max_seqlen_q == 8
+    needs_none = to_packed_seq_params(as_batch(merge_rows([row(4, 8, pad_multiple=4)])))
+    assert needs_none.cu_seqlens_q_padded.tolist() == needs_none.cu_seqlens_q.tolist()
 
 
 def test_transformers_positions_restart_in_the_first_row() -> None:

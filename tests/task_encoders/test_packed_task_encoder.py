@@ -13,7 +13,8 @@ from megatron.energon import WorkerConfig, get_loader, get_savable_loader, get_t
 from megatron.energon.errors import FatalSampleError
 
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, get_packed_train_dataset
+from task_encoders.packed_dataset import get_packed_train_dataset
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
 from tests.helpers.legacy_packs import (
@@ -264,6 +265,11 @@ def test_a_sample_that_is_no_pack_stops(folder: Path) -> None:
     sample = VQASample(__key__="k", __restore_key__=(), image=None, context="q", answers="a")
     with pytest.raises(FatalSampleError, match="offline-packing"):
         task_encoder().encode_sample(sample)
+
+
+def test_a_row_that_its_padding_does_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="seq_length 2048 is no multiple of pad_multiple 24; set"):
+        task_encoder(pad_to_seq_length=True, pad_multiple=24)
 
 
 def test_rows_can_be_padded_to_the_sequence_length(folder: Path) -> None:

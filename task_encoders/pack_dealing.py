@@ -1,0 +1,171 @@
+"""Which packs a loader's workers read: each comes equally often, also after a restart.
+
+Energon gives each worker a block of the packs to go round in. Where packs do not divide evenly, a
+worker with fewer goes round faster, and its packs come more often. `DealtPacks` deals what is left
+over to another worker in every epoch. `OnePass` keeps the end of a pass over data that do not
+repeat, which Energon's own loader forgets: it would begin again.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron.energon import SavableDataset, WorkerConfig
+from megatron.energon.flavors.webdataset.sample_loader import (
+    RawSampleData,
+    WebdatasetSampleLoaderDataset,
+)
+from megatron.energon.flavors.webdataset.sharder import Sharder
+from megatron.energon.metadataset.loader_interface import LoadedDataset
+from megatron.energon.state import FlexState
+from megatron.energon.wrappers.base import BaseWrapperDataset
+
+from task_encoders.energon_samples import PackedBatch
+
+
+def deal_evenly(
+    dataset: SavableDataset[Any], loaded: LoadedDataset, first_turn: int
+) -> SavableDataset[Any]:
+    """Put `DealtPacks` in the place of Energon's reader, where that keeps the written order.
+
+    Args:
+        dataset: what Energon built of `loaded`; changed in place.
+        first_turn: who gets the first pack that is left over: in a blend, the one behind the last
+            of the dataset before.
+    """
+    factory = loaded.dataset
+    reader: Any = dataset
+    while isinstance(reader, BaseWrapperDataset):
+        wrapper, reader = reader, reader.dataset
+    if not isinstance(reader, WebdatasetSampleLoaderDataset):
+        return dataset
+    if not getattr(factory, "training", False):
+        return dataset
+    if reader.shuffle_over_epochs is not None or len(reader.join_readers) != 1:
+        return dataset
+    subset = getattr(factory, "subset", None)
+    size = len(factory)
+    start, end = (0, size) if subset is None else subset.compute_subset(size)
+    wrapper.datasets = (DealtPacks(reader, start, end, first_turn),)
+    return dataset
+
+
+class DealtPacks(WebdatasetSampleLoaderDataset):
+    """The packs [start, end) of one folder, as one worker reads them.
+
+    Each worker has the block that Energon would give it, cut to the length of the shortest. The
+    packs left over are dealt out in the workers' turn, which goes on from epoch to epoch:
+
+        7 packs, 3 workers      worker 0   worker 1   worker 2
+        epoch 0                  0 1 6       2 3        4 5
+        epoch 1                  0 1         2 3 6      4 5
+
+    So each epoch holds every pack once, and after any number of steps no pack was given more than
+    once more often than another (with micro batches of several packs: twice, while some workers
+    have had their turn and others not yet).
+    """
+
+    _savable_fields = ("_epoch", "_index")
+
+    def __init__(
+        self, reader: WebdatasetSampleLoaderDataset, start: int, end: int, first_turn: int
+    ) -> None:
+        config = reader.worker_config
+        ranks, per_rank = config.world_size, max(1, config.num_workers)
+        self._workers = ranks * per_rank
+        self._first_turn = first_turn
+        #: where each worker's block begins, rank after rank, as Energon splits
+        self._starts: Sequence[int] = Sharder.split_samples_to_workers(
+            start,
+            end,
+            WorkerConfig(rank=0, world_size=1, num_workers=self._workers),
+            rotation_offset=first_turn,
+        )
+        self._block = (end - start) // self._workers
+        by_turn = (rank * per_rank + worker for worker in range(per_rank) for rank in range(ranks))
+        self._left_over = [
+            self._starts[worker] + self._block
+            for worker in by_turn
+            if self._starts[worker + 1] - self._starts[worker] > self._block
+        ]
+        super().__init__(reader.join_readers, reader.workers_slice_offsets, worker_config=config)
+
+    def reset_state_own(self) -> None:
+        self._epoch = 0
+        #: packs given of this epoch
+        self._index = 0
+        self._is_over = False
+
+    def restore_state(self, state: FlexState) -> None:
+        super().restore_state(state)
+        self._is_over = False
+
+    def worker_has_samples(self) -> bool:
+        return self._block + len(self._left_over) > 0
+
+    def __iter__(self) -> Iterator[RawSampleData]:
+        if self._is_over:
+            self._epoch, self._index, self._is_over = self._epoch + 1, 0, False
+        packs = self._packs_of_epoch()
+        while self._index < len(packs):
+            sample = self._get_sample(packs[self._index])
+            self._index += 1
+            if sample.data[0] is not None:
+                yield sample
+        self._is_over = True
+
+    def _packs_of_epoch(self) -> list[int]:
+        """This worker's packs, by their place in the folder."""
+        self.worker_config.assert_worker()
+        worker, ranks = self.worker_config.rank_worker_id(), self.worker_config.world_size
+        start = self._starts[self.worker_config.rank * (self._workers // ranks) + worker]
+        packs = list(range(start, start + self._block))
+        turn = worker * ranks + self.worker_config.rank
+        dealt = self._first_turn + self._epoch * len(self._left_over)
+        number = (turn - dealt) % self._workers
+        return packs + self._left_over[number : number + 1]
+
+
+class OnePass(BaseWrapperDataset[PackedBatch, PackedBatch]):
+    """Data that do not repeat, with a state that knows when they are over.
+
+    A state of the end restores an end: the first pass after it is empty, the next one is whole.
+    """
+
+    _savable_fields = ("_is_over",)
+
+    def __init__(self, dataset: SavableDataset[PackedBatch]) -> None:
+        super().__init__(dataset, worker_config=dataset.worker_config)
+        self.reset_state_own()
+
+    def reset_state_own(self) -> None:
+        self._is_over = False
+        self._is_restored = False
+        self._next_is_empty = False
+        self._skipped_to_end = False
+
+    def restore_state(self, state: FlexState) -> None:
+        super().restore_state(state)
+        self._is_restored = True
+        self._next_is_empty = self._is_over
+
+    def save_state(self) -> FlexState:
+        self._skipped_to_end = False
+        return super().save_state()
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        if self._next_is_empty or self._skipped_to_end:
+            self._next_is_empty = self._skipped_to_end = False
+            return
+        self._is_over = False
+        yield from self.dataset
+        self._is_over = True
+        # Energon's workers go on from an older state and skip what was delivered since. Where that
+        # was all the rest, they iterate at once again; after a real pass they save a state first.
+        self._skipped_to_end = self._is_restored and self.worker_config.num_workers > 0
+        self._is_restored = False
+
+    def len_worker(self, worker_idx: int | None = None) -> int:
+        return self.dataset.len_worker(worker_idx)
+
+    def config(self) -> dict[str, Any]:
+        return {"type": type(self).__qualname__, "dataset": self.dataset.config()}

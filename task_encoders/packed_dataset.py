@@ -1,0 +1,149 @@
+"""Energon's dataset and loader with what packs need: their order, checks, and exact states."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+from megatron.energon import (
+    SavableDataLoader,
+    SavableDataset,
+    WorkerConfig,
+    get_train_dataset,
+    get_val_dataset,
+)
+from megatron.energon.savable_loader import SavableDataLoaderState
+
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.pack_dealing import OnePass
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+
+
+def get_packed_train_dataset(
+    path: str | Path,
+    task_encoder: Qwen2VLTaskEncoder,
+    *,
+    micro_batch_size: int = 1,
+    worker_config: WorkerConfig | None = None,
+    **kwargs: Any,
+) -> SavableDataset[PackedBatch]:
+    """Energon's `get_train_dataset`, keeping the order in which packs were written.
+
+    With its defaults Energon shuffles shards and reads several at once, which undoes an order that
+    gives all ranks packs of similar cost. The price of keeping it: every epoch has the same order,
+    but for the packs left over where they do not divide evenly (see `pack_dealing.DealtPacks`).
+
+    Args:
+        path: a written folder, or a metadataset YAML that blends several.
+        micro_batch_size: packs per row.
+        worker_config: default: torch.distributed's rank and world size, two workers.
+        kwargs: any other argument of `megatron.energon.get_train_dataset`.
+
+    Raises:
+        PackingSettingsError: the environment or the task encoder contradicts the data.
+    """
+    order = {
+        "shuffle_buffer_size": None,
+        "max_samples_per_sequence": None,
+        "shuffle_over_epochs_multiplier": None,
+        "parallel_shard_iters": 1,
+    }
+    return get_train_dataset(
+        path,
+        task_encoder=task_encoder,
+        batch_size=micro_batch_size,
+        worker_config=worker_config or WorkerConfig.default_worker_config(num_workers=2),
+        **(order | kwargs),
+    )
+
+
+def get_packed_val_dataset(
+    path: str | Path,
+    task_encoder: Qwen2VLTaskEncoder,
+    *,
+    micro_batch_size: int = 1,
+    worker_config: WorkerConfig | None = None,
+    **kwargs: Any,
+) -> SavableDataset[PackedBatch]:
+    """Energon's `get_val_dataset` with the same arguments."""
+    return get_val_dataset(
+        path,
+        task_encoder=task_encoder,
+        batch_size=micro_batch_size,
+        worker_config=worker_config or WorkerConfig.default_worker_config(num_workers=2),
+        **kwargs,
+    )
+
+
+def get_packed_loader(dataset: SavableDataset[PackedBatch], **kwargs: Any) -> "PackedLoader":
+    """Energon's `get_savable_loader` for packs: a restored loader goes on at once and exactly.
+
+    Args:
+        dataset: of `get_packed_train_dataset` or any other Energon call with our task encoder.
+        kwargs: any other argument of `megatron.energon.get_savable_loader`.
+    """
+    return PackedLoader(dataset, **kwargs)
+
+
+class PackedLoader(SavableDataLoader[PackedBatch]):
+    """Energon's savable loader, with a state behind every batch.
+
+    Energon's workers keep a state a minute; a restored loader encodes again, and throws away, what
+    was delivered since. The state of packs is a few numbers, so here there is one per batch.
+    """
+
+    def __init__(self, dataset: SavableDataset[PackedBatch], **kwargs: Any) -> None:
+        every_batch = {"checkpoint_every_sec": 0, "checkpoint_every_min_n_samples": 1}
+        super().__init__(dataset, **(every_batch | kwargs))
+        #: of each worker, the last batch before this pass; None in the first pass
+        self._last_of_pass_before: list[int] | None = None
+
+    def __iter__(self) -> Any:
+        if self._epoch_iterator is None and self._has_workers:
+            self._last_of_pass_before = list(self._worker_sample_counters)
+        return super().__iter__()
+
+    def _get_iterator(self) -> Any:
+        # A worker that collects garbage writes to, and so copies, every page that it shares with
+        # its parent, unless that froze them: eight workers then start in a sixth of the time.
+        gc.collect()
+        gc.freeze()
+        try:
+            return super()._get_iterator()
+        finally:
+            gc.unfreeze()
+
+    def save_state_rank(self) -> SavableDataLoaderState | None:
+        """As Energon's; a worker that delivered nothing in this pass yet is at its beginning, not
+        at the end of the one before."""
+        # Between iter() and the first batch no worker runs yet; Energon would wait for an answer.
+        if _running(self) is None:
+            self._has_workers = False
+        state = super().save_state_rank()
+        before, now = self._last_of_pass_before, self._worker_sample_counters
+        if state is None or before is None or self._epoch_iterator is None or before == now:
+            return state
+        for worker, (old, new) in enumerate(zip(before, now, strict=True)):
+            if old == new:
+                _begin_pass(state.worker_states[worker].state.dataset_state)
+        return state
+
+    def close(self) -> None:
+        """End the workers. Left to the garbage collector, each of them takes 5 s."""
+        workers = _running(self)
+        self._iterator = self._epoch_iterator = None
+        if workers is not None:
+            workers._shutdown_workers()
+
+
+def _running(loader: SavableDataLoader[Any]) -> Any:
+    """What drives the loader's workers, for which torch has no public name; None: none runs."""
+    return vars(loader).get("_iterator")
+
+
+def _begin_pass(state: Any) -> None:
+    """Change a dataset's state of the end of a pass to one of the beginning of the next."""
+    if state["__class__"] == OnePass.__name__:
+        state["_is_over"] = False
+    else:
+        for inner in state["datasets"]:
+            _begin_pass(inner)
