@@ -135,7 +135,7 @@ class CheckpointConfig(_Config):
 class ValidationConfig(_Config):
     """Loss on the val split."""
 
-    #: steps; 0: never
+    #: steps, and at the end; 0: never
     every: NonNegative = 0
     #: micro batches per rank; null: the whole split
     limit: Count | None = None
@@ -144,10 +144,12 @@ class ValidationConfig(_Config):
 class MetricsConfig(_Config):
     """What is reported."""
 
-    #: steps between lines in the log
+    #: steps between lines in the log; the first and the last step have one in any case
     log_every: Count = 10
     #: needs the tensorboard package
     tensorboard: bool = False
+    #: project in Weights & Biases; needs the wandb package
+    wandb: str | None = None
 
 
 class OutputConfig(_Config):

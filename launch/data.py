@@ -7,7 +7,6 @@ same one. So there is one loader per data parallel rank, and no pack is decoded 
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -15,8 +14,8 @@ from typing import Any, Final, Protocol
 import torch
 from megatron.core import parallel_state
 from megatron.energon import WorkerConfig
-from torch import distributed
 
+from launch.broadcast import broadcast_batch
 from launch.config import DataConfig
 from launch.data_manifest import PackedData
 from launch.loader_state import from_plain, to_plain
@@ -37,32 +36,10 @@ FIRST_ROW_TIMEOUT: Final = 600
 ROW_TIMEOUT: Final = 120
 
 
-@dataclass(slots=True)
-class MicroBatch:
-    """What one forward needs of a `PackedBatch`, by the same names, on the rank's device."""
-
-    tokens: torch.Tensor  #: (1, S) int64
-    labels: torch.Tensor  #: (1, S) int64, not shifted
-    attn_mask: torch.Tensor  #: (1, S) bool, True = padding
-    position_ids: torch.Tensor  #: (3, 1, S) int64
-    cu_lengths: torch.Tensor  #: (1, P + 1) int32
-    imgs: torch.Tensor  #: (patches, C·T·p·p) float32
-    image_grid_thw: torch.Tensor  #: (N, 3) int32
-    pixel_values_videos: torch.Tensor  #: (patches, C·T·p·p) float32
-    video_grid_thw: torch.Tensor  #: (M, 3) int32
-    num_tokens: int  #: without padding
-    pack_keys: tuple[str, ...]
-    sub_sample_keys: tuple[str, ...]
-
-
-_TENSORS: Final = tuple(f.name for f in fields(MicroBatch) if f.type is torch.Tensor)
-_OTHERS: Final = ("num_tokens", "pack_keys", "sub_sample_keys")
-
-
 class MicroBatches(Protocol):
     """Where a trainer takes its rows from."""
 
-    def next(self) -> MicroBatch | None:
+    def next(self) -> PackedBatch | None:
         """The next row; None, from then on always, at the end of the data."""
 
     def state(self) -> Any:
@@ -119,15 +96,17 @@ class EnergonMicroBatches:
         if parallel_state.get_tensor_model_parallel_rank() == 0:
             self._loader = _build_loader(config, task_encoder, split, limit)
 
-    def next(self) -> MicroBatch | None:
+    def next(self) -> PackedBatch | None:
         batch = None
         if self._loader is not None and not self._ended:
             if self._iterator is None:
                 self._iterator = iter(self._loader)
             batch = next(self._iterator, None)
             self._ended = batch is None
-        row = None if batch is None else _to_micro_batch(batch, self._device)
-        return _share_in_tensor_group(row, self._device)
+        if batch is not None:
+            for line in batch.dropped:
+                logger.warning("left out of pack %s: %s", ", ".join(batch.__key__), line)
+        return broadcast_batch(batch, self._device)
 
     def restart(self) -> None:
         """Begin another pass."""
@@ -179,42 +158,3 @@ def _init_worker(energon_init: Callable[[int], None], worker_id: int) -> None:
     is to save must not find its loader dead. A worker ends when its trainer does, in any case."""
     os.setpgid(0, 0)
     energon_init(worker_id)
-
-
-def _to_micro_batch(batch: PackedBatch, device: torch.device) -> MicroBatch:
-    for line in batch.dropped:
-        logger.warning("left out of pack %s: %s", ", ".join(batch.__key__), line)
-    tensors = {name: getattr(batch, name).to(device, non_blocking=True) for name in _TENSORS}
-    return MicroBatch(
-        **tensors,
-        num_tokens=int((~batch.attn_mask).sum()),
-        pack_keys=tuple(batch.__key__),
-        sub_sample_keys=tuple(batch.sub_sample_keys),
-    )
-
-
-def _share_in_tensor_group(row: MicroBatch | None, device: torch.device) -> MicroBatch | None:
-    """The first tensor parallel rank's row, on all ranks of the group."""
-    if parallel_state.get_tensor_model_parallel_world_size() == 1:
-        return row
-    group = parallel_state.get_tensor_model_parallel_group()
-    source = parallel_state.get_tensor_model_parallel_src_rank()
-    header = [None if row is None else _header(row)]
-    distributed.broadcast_object_list(header, source, group=group, device=device)
-    if header[0] is None:
-        return None
-    layout, others = header[0]
-    received: dict[str, Any] = {}
-    for name, (shape, dtype) in layout.items():
-        given = None if row is None else getattr(row, name).contiguous()
-        received[name] = torch.empty(shape, dtype=dtype, device=device) if given is None else given
-        bits = received[name].view(torch.uint8) if dtype == torch.bool else received[name]
-        distributed.broadcast(bits, source, group=group)  # gloo knows no bool
-    return MicroBatch(**received, **others)
-
-
-def _header(row: MicroBatch) -> tuple[dict[str, tuple[torch.Size, torch.dtype]], dict[str, Any]]:
-    """Shape and type by tensor, so that they can be received, and what is no tensor."""
-    tensors = {name: getattr(row, name) for name in _TENSORS}
-    layout = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    return layout, {name: getattr(row, name) for name in _OTHERS}

@@ -5,6 +5,8 @@ n samples in a pack, a step of G samples takes G / n packs. That keeps the recip
 many tokens and samples as without packing, on average.
 """
 
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any
 from offline_packing.errors import StageError
 from offline_packing.storage.files import hash_bytes, read_json
 from task_encoders.families import ModelSettings
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,11 @@ def read_packed_data(path: Path) -> PackedData:
         StageError: a folder has no manifest, or those of a blend were measured differently.
     """
     folders = [(path, 1.0)] if path.is_dir() else _folders_of_blend(path)
+    for folder, count in Counter(folder.resolve() for folder, _ in folders).items():
+        if count > 1:
+            logger.warning(
+                "%s lists %s %d times: it is drawn with the sum of its weights", path, folder, count
+            )
     manifests = [_read_manifest(folder) for folder, _ in folders]
     models = [ModelSettings.model_validate(manifest["config"]["model"]) for manifest in manifests]
     for (folder, _), model in zip(folders, models, strict=True):
@@ -76,6 +85,32 @@ def read_packed_data(path: Path) -> PackedData:
     )
 
 
+def check_validation(path: Path) -> None:
+    """Whether there is something to validate on that is not trained on.
+
+    Raises:
+        StageError: there are no packs in the val split.
+    """
+    if path.is_dir():
+        manifest = _read_manifest(path)
+        found = any(shard["split"] == "val" for shard in manifest["shards"])
+        shared: set[tuple[str, str]] = set()
+    else:
+        val = _shards_of_blend(path, "val")
+        shared = val & _shards_of_blend(path, "train")
+        found = bool(val)
+    if not found:
+        raise StageError(
+            f"{path} has no packs in its val split; set validation.every=0, or pack with "
+            "output.split={train: 0.99, val: 0.01}"
+        )
+    if shared:
+        folder, shard = min(shared)
+        logger.warning(
+            "%s validates on what it trains on: %s of %s is in both splits", path, shard, folder
+        )
+
+
 def _read_manifest(folder: Path) -> dict[str, Any]:
     manifest = read_json(folder / "manifest.json")
     if manifest is None:
@@ -98,18 +133,7 @@ def _common_hash(hashes: Sequence[str]) -> str:
 
 def _folders_of_blend(path: Path) -> list[tuple[Path, float]]:
     """(folder, weight per pack) of a metadataset, as Energon resolves it."""
-    from megatron.energon import WorkerConfig
-    from megatron.energon.metadataset import load_dataset
-
-    if not path.is_file():
-        raise StageError(f"{path} is neither a packed folder nor a metadataset YAML")
-    loaded = load_dataset(str(path)).get_datasets(
-        training=True,
-        split_part="train",
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
-        max_samples_per_sequence=None,
-        decoder=None,
-    )
+    loaded = _load_blend(path, "train")
     folders = [Path(str(entry.dataset.path)) for entry in loaded.datasets]
     if any(entry.weight is None for entry in loaded.datasets):  # blend_epochized: by repetitions
         sizes = [_count(_read_manifest(folder), "packs") for folder in folders]
@@ -118,3 +142,28 @@ def _folders_of_blend(path: Path) -> list[tuple[Path, float]]:
             (f, size * times) for f, size, times in zip(folders, sizes, repetitions, strict=True)
         ]
     return [(f, float(entry.weight)) for f, entry in zip(folders, loaded.datasets, strict=True)]
+
+
+def _load_blend(path: Path, split: str) -> Any:
+    """Energon's list of the datasets in one split of a metadataset."""
+    from megatron.energon import WorkerConfig
+    from megatron.energon.metadataset import load_dataset
+
+    if not path.is_file():
+        raise StageError(f"{path} is neither a packed folder nor a metadataset YAML")
+    return load_dataset(str(path)).get_datasets(
+        training=split == "train",
+        split_part=split,
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+        max_samples_per_sequence=None,
+        decoder=None,
+    )
+
+
+def _shards_of_blend(path: Path, split: str) -> set[tuple[str, str]]:
+    """(folder, shard) of all datasets; none where the metadataset has no such split."""
+    try:
+        entries = _load_blend(path, split).datasets
+    except AssertionError:  # as Energon says it
+        return set()
+    return {(str(e.dataset.path), file) for e in entries for file in e.dataset.split_part_files}

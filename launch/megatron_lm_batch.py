@@ -9,17 +9,15 @@ These three have the form that Megatron-LM's `pretrain()` calls, and can be copi
 
 import dataclasses
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any
 
 import click
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 
+from launch.broadcast import broadcast_batch
 from launch.loss import shift_labels
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
@@ -27,53 +25,9 @@ from task_encoders.sample_encoder import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)
 
-#: The tensors of a PackedBatch that a model needs: name, dtype, dimensions. Wide types come first,
-#: so that every tensor is aligned when all lie in one buffer.
-FIELDS: Final = (
-    ("tokens", torch.int64, 2),
-    ("labels", torch.int64, 2),
-    ("position_ids", torch.int64, 3),
-    ("cu_lengths", torch.int32, 2),
-    ("image_grid_thw", torch.int32, 2),
-    ("video_grid_thw", torch.int32, 2),
-    ("imgs", torch.float32, 2),
-    ("pixel_values_videos", torch.float32, 2),
-    ("attn_mask", torch.bool, 2),
-)
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MegatronBatch:
-    """What forward_step gives to the model."""
-
-    tokens: torch.Tensor  #: (1, S) int64
-    labels: torch.Tensor  #: (1, S) int64, shifted
-    loss_mask: torch.Tensor  #: (1, S) float32
-    position_ids: torch.Tensor  #: (3, 1, S) int64
-    packed_seq_params: PackedSeqParams
-    imgs: torch.Tensor  #: (patches, C·T·p·p) float32
-    image_grid_thw: torch.Tensor  #: (N, 3) int32
-    pixel_values_videos: torch.Tensor  #: (patches, C·T·p·p) float32
-    video_grid_thw: torch.Tensor  #: (M, 3) int32
-
-
-@dataclasses.dataclass(slots=True)
-class _Received:
-    """A PackedBatch without what the model does not need."""
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    position_ids: torch.Tensor
-    cu_lengths: torch.Tensor
-    image_grid_thw: torch.Tensor
-    video_grid_thw: torch.Tensor
-    imgs: torch.Tensor
-    pixel_values_videos: torch.Tensor
-    attn_mask: torch.Tensor
-
-
-def get_batch(data_iterator: Iterator[PackedBatch] | None, device: torch.device) -> MegatronBatch:
-    """The next batch, read by the first tensor parallel rank and broadcast to the others.
+def get_batch(data_iterator: Iterator[PackedBatch] | None, device: torch.device) -> PackedBatch:
+    """The next batch with shifted labels, read by the first tensor parallel rank for all of them.
 
     Args:
         data_iterator: over Energon's loader; None on the other tensor parallel ranks.
@@ -82,51 +36,12 @@ def get_batch(data_iterator: Iterator[PackedBatch] | None, device: torch.device)
     Raises:
         StopIteration: on all ranks, when the data ends.
     """
-    batch = next(data_iterator, None) if data_iterator is not None else None
-    received = _broadcast(batch, device)
-    labels = shift_labels(received.labels)
-    return MegatronBatch(
-        tokens=received.tokens,
-        labels=labels,
-        loss_mask=(labels != IGNORE_INDEX).float(),
-        position_ids=received.position_ids,
-        packed_seq_params=to_packed_seq_params(received),
-        imgs=received.imgs,
-        image_grid_thw=received.image_grid_thw,
-        pixel_values_videos=received.pixel_values_videos,
-        video_grid_thw=received.video_grid_thw,
-    )
-
-
-def _broadcast(batch: PackedBatch | None, device: torch.device) -> _Received:
-    """Two messages: the sizes of all tensors, and one buffer that holds them all.
-
-    Megatron-LM's own `broadcast_data` sends one dtype at a time, and only on CUDA devices.
-    """
-    group = parallel_state.get_tensor_model_parallel_group()
-    source = parallel_state.get_tensor_model_parallel_src_rank()
-    num_sizes = sum(dims for _, _, dims in FIELDS)
-    sizes = torch.zeros(num_sizes, dtype=torch.int64, device=device)  # all 0: no more data
-    tensors = [] if batch is None else [getattr(batch, name).to(device) for name, _, _ in FIELDS]
-    if tensors:
-        sizes.copy_(torch.tensor([size for tensor in tensors for size in tensor.shape]))
-    dist.broadcast(sizes, source, group=group)
-    shape_of = iter(sizes.tolist())
-    shapes = [torch.Size(itertools.islice(shape_of, dims)) for _, _, dims in FIELDS]
-    if not any(shapes[0]):
+    read = next(data_iterator, None) if data_iterator is not None else None
+    batch = broadcast_batch(read, device)
+    if batch is None:
         raise StopIteration
-    num_bytes = [
-        shape.numel() * dtype.itemsize for shape, (_, dtype, _) in zip(shapes, FIELDS, strict=True)
-    ]
-    if tensors:
-        buffer = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
-    else:
-        buffer = torch.empty(sum(num_bytes), dtype=torch.uint8, device=device)
-    dist.broadcast(buffer, source, group=group)
-    parts = zip(buffer.split(num_bytes), FIELDS, shapes, strict=True)
-    return _Received(
-        **{name: part.view(dtype).view(shape) for part, (name, dtype, _), shape in parts}
-    )
+    labels = shift_labels(batch.labels)
+    return dataclasses.replace(batch, labels=labels, loss_mask=(labels != IGNORE_INDEX).float())
 
 
 def loss_func(
@@ -151,7 +66,7 @@ def forward_step(
     output_tensor = model(
         batch.tokens,
         batch.position_ids,
-        batch.packed_seq_params,
+        to_packed_seq_params(batch),
         batch.imgs,
         batch.image_grid_thw,
         batch.labels,

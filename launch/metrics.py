@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from offline_packing.storage.files import write_atomically
+from launch.config import MetricsConfig
+from offline_packing.storage.files import hash_bytes, write_atomically
 
 
 class StepCounts:
@@ -25,9 +26,9 @@ class StepCounts:
     """
 
     def __init__(self, device: torch.device) -> None:
-        #: loss, denominator, labelled tokens
-        self._losses = torch.zeros(3, dtype=torch.float64, device=device)
-        self._tokens = self._samples = self._packs = 0
+        #: loss, denominator, labelled tokens, squares
+        self._losses = torch.zeros(4, dtype=torch.float64, device=device)
+        self._tokens = self._samples = self._packs = self._patches = 0
         self._watch = Stopwatch(device)
         self._data_seconds = 0.0
 
@@ -40,12 +41,16 @@ class StepCounts:
         loss_tokens: torch.Tensor,
         samples: int,
         packs: int,
+        squares: torch.Tensor,
+        patches: int,
     ) -> None:
-        """Count one micro batch: the sum of its losses, and what that is to be divided by."""
-        self._losses += torch.stack([loss.detach(), denominator, loss_tokens]).double()
+        """Count one micro batch: the sum of its losses, and what that is to be divided by; Σ l² of
+        its segments and the patches of its media, for the FLOPs."""
+        self._losses += torch.stack([loss.detach(), denominator, loss_tokens, squares]).double()
         self._tokens += tokens
         self._samples += samples
         self._packs += packs
+        self._patches += patches
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -60,21 +65,22 @@ class StepCounts:
         yield
         self._data_seconds += time.perf_counter() - started
 
-    def reduce(self, *, counts: bool, stop: bool) -> "StepTotals":
+    def reduce(self, *, counts: bool, stop: int) -> "StepTotals":
         """Add up over all ranks. A collective.
 
         Args:
             counts: whether this rank's rows count (of a tensor parallel group, one rank's do).
-            stop: whether this rank was asked to stop; one is enough for all.
+            stop: the signal that asked this rank to stop, or 0; one is enough for all.
         """
         compute = self._watch.seconds()
-        own = self._losses.new_tensor([self._tokens, self._samples, self._packs])
+        own = self._losses.new_tensor([self._tokens, self._samples, self._packs, self._patches])
         sums = torch.cat([self._losses, own]) * counts
         sums = torch.cat([sums, sums.new_tensor([compute])])
         worst = sums.new_tensor([compute, self._data_seconds, float(stop)])
         distributed.all_reduce(sums)
         distributed.all_reduce(worst, op=distributed.ReduceOp.MAX)
-        loss, denominator, loss_tokens, tokens, samples, packs, total_compute = sums.tolist()
+        loss, denominator, loss_tokens, squares, *counted, total_compute = sums.tolist()
+        tokens, samples, packs, patches = map(round, counted)
         slowest, data_seconds, stopped = worst.tolist()
         # Where nothing is labelled at all, the gradient is to be zero, not NaN.
         denominator = max(denominator, 1.0)
@@ -83,12 +89,14 @@ class StepCounts:
             loss=loss / denominator,
             denominator=denominator,
             loss_tokens=round(loss_tokens),
-            tokens=round(tokens),
-            samples=round(samples),
-            packs=round(packs),
+            tokens=tokens,
+            samples=samples,
+            packs=packs,
+            squares=squares,
+            patches=patches,
             imbalance=slowest / mean_compute if mean_compute else 1.0,
             data_seconds=data_seconds,
-            stop=bool(stopped),
+            stop=round(stopped),
         )
 
 
@@ -102,12 +110,16 @@ class StepTotals:
     tokens: int
     samples: int
     packs: int
+    #: Σ length² over segments
+    squares: float
+    #: of images and videos
+    patches: int
     #: compute seconds of the slowest rank over the mean
     imbalance: float
     #: the longest that any rank waited for its loader
     data_seconds: float
-    #: whether any rank was asked to stop
-    stop: bool
+    #: the signal that asked any rank to stop, or 0
+    stop: int
 
     def metrics(self, seconds: float, seq_length: int) -> dict[str, float]:
         """The step's line. `fill`: real tokens as a share of seq_length per pack."""
@@ -157,18 +169,19 @@ class Stopwatch:
 
 
 class MetricsLog:
-    """metrics.jsonl, and TensorBoard where asked for. Only rank 0 has one."""
+    """metrics.jsonl, TensorBoard and Weights & Biases where asked for. Only rank 0 has one."""
 
-    def __init__(self, folder: Path, *, tensorboard: bool, iteration: int) -> None:
+    def __init__(self, folder: Path, config: MetricsConfig, *, iteration: int) -> None:
         """Open the log to go on behind step `iteration` (0: a new run).
 
         Raises:
-            ValueError: TensorBoard is asked for and not installed.
+            ValueError: a tracker is asked for and not installed.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
+        self._writer = _tensorboard_writer(folder, iteration) if config.tensorboard else None
+        self._run = _wandb_run(folder, config.wandb) if config.wandb else None
         _remove_lines_behind(self._path, iteration)
-        self._writer = _tensorboard_writer(folder, iteration) if tensorboard else None
 
     def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Add one line."""
@@ -177,11 +190,15 @@ class MetricsLog:
         if self._writer is not None:
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, iteration)
+        if self._run is not None:
+            self._run.log(dict(metrics), step=iteration)
 
     def close(self) -> None:
-        """Finish what TensorBoard has not written yet."""
+        """Finish what trackers have not written yet."""
         if self._writer is not None:
             self._writer.close()
+        if self._run is not None:
+            self._run.finish()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -200,7 +217,22 @@ def _tensorboard_writer(folder: Path, iteration: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ValueError(
-            "metrics.tensorboard=true needs the tensorboard package; install it, or set false"
-        ) from error
+        raise ValueError(_missing("tensorboard", "tensorboard", "false")) from error
     return SummaryWriter(str(folder / "tensorboard"), purge_step=iteration + 1)
+
+
+def _wandb_run(folder: Path, project: str) -> Any:
+    """A resumed run goes on in the same place: its id follows from the folder."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise ValueError(_missing("wandb", "wandb", "null")) from error
+    run_id = hash_bytes(str(folder.resolve()).encode())[:16]
+    return wandb.init(project=project, dir=str(folder), id=run_id, name=folder.name, resume="allow")
+
+
+def _missing(field: str, package: str, off: str) -> str:
+    return (
+        f"metrics.{field} needs the {package} package: pip install {package}, or set "
+        f"metrics.{field}={off}"
+    )

@@ -78,3 +78,10 @@ def shutdown_parallel() -> None:
 def is_sharded(parameter: torch.Tensor) -> bool:
     """Whether tensor parallel ranks hold different parts of this parameter."""
     return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def on_all_ranks(keys: list[str]) -> list[str]:
+    """The keys of every rank, each once, in order. A collective."""
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, keys)
+    return sorted({key for rank_keys in gathered for key in rank_keys})

@@ -9,8 +9,8 @@ set -euo pipefail
 OFFLINE_PACKED_DATA=1
 OFFLINE_PACKING_BMR=0
 case "${STAGE:=1}" in
-    1)   OFFLINE_PACKING_VQA=0 CONFIG=${CONFIG:-launch/pretrain_stage1.yaml} ;;
-    1.5) OFFLINE_PACKING_VQA=1 CONFIG=${CONFIG:-launch/pretrain_stage1_5.yaml} ;;
+    1)   OFFLINE_PACKING_VQA=0 DEFAULT=pretrain_stage1.yaml DEMO=captioning ;;
+    1.5) OFFLINE_PACKING_VQA=1 DEFAULT=pretrain_stage1_5.yaml DEMO=vqa ;;
     *)   echo "STAGE=$STAGE is not known; set it to 1 or 1.5" >&2; exit 2 ;;
 esac
 

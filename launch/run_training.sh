@@ -1,7 +1,12 @@
-# Sourced by the scripts beside it: start launch.train under torchrun. They set CONFIG and OFFLINE_*.
-# Needs bash, is run from anywhere; paths in CONFIG and "$@" are relative to the repository.
+# Sourced by the scripts beside it: start launch.train on this node. They set OFFLINE_*, and DEFAULT
+# and DEMO: the configuration and the demo's packs that stand in where CONFIG is not set.
+# Needs bash, is run from anywhere; paths in CONFIG and "$@" are relative to the caller's folder.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [ -z "${CONFIG:-}" ]; then
+    CONFIG=$ROOT/launch/$DEFAULT
+    set -- "data.path=$ROOT/demo_output/$DEMO" "$@"
+fi
 
 # One line per node, the same everywhere but for NODE_RANK.
 NNODES=${NNODES:-1}
@@ -13,7 +18,9 @@ NPROC_PER_NODE=${NPROC_PER_NODE:-$({ nvidia-smi --list-gpus 2>/dev/null || true;
 [ "$NPROC_PER_NODE" -gt 0 ] || NPROC_PER_NODE=1
 
 # What `make demo` installed comes first, where it is there.
-export PATH=$PWD/.venv/bin:$PATH
+export PATH=$ROOT/.venv/bin:$PATH
+# Our packages, and none that happen to lie in the caller's folder.
+export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 # What each pack is: see task_encoders/settings.py.
 export OFFLINE_PACKED_DATA OFFLINE_PACKING_VQA OFFLINE_PACKING_BMR
 # Two OpenMP pools that spin while they wait slow each other down many times over.
@@ -24,9 +31,9 @@ export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 # Rows differ in length; growing segments keep that from fragmenting the memory.
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 
-# On SIGTERM torchrun gives its processes 30 s to save; SHUTDOWN_TIMEOUT=300 gives them more.
-exec torchrun \
+# Ctrl-C and SIGTERM save and stop, within 30 s; SHUTDOWN_TIMEOUT=300 gives more.
+exec python -m launch.start \
     --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC_PER_NODE" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
     ${SHUTDOWN_TIMEOUT:+--shutdown-timeout "$SHUTDOWN_TIMEOUT"} \
-    -m launch.train "$CONFIG" "$@"
+    -- "$CONFIG" "$@"

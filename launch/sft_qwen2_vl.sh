@@ -11,6 +11,6 @@ OFFLINE_PACKED_DATA=1
 OFFLINE_PACKING_VQA=0
 # In a blend each pack says itself what it is.
 OFFLINE_PACKING_BMR=$([ "${BLEND:-0}" = 1 ] && echo 0 || echo 1)
-CONFIG=${CONFIG:-launch/sft.yaml}
+DEFAULT=sft.yaml DEMO=bmr
 
 source "$(dirname "$0")/run_training.sh"

@@ -1,13 +1,15 @@
 """Train on packs: `torchrun ... -m launch.train CONFIG.yaml [key.sub=value ...]`.
 
 Exit status: 0 done, 1 the run failed, 2 the command or the configuration is wrong, 143 stopped by
-SIGTERM after saving.
+SIGTERM or Ctrl-C after saving.
 """
 
 import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import click
@@ -23,23 +25,32 @@ STOPPED: Final = 128 + 15
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def cli(config: str, overrides: tuple[str, ...], debug: bool) -> None:
     """Train as CONFIG says; its fields can be set on the command line: data.path=out/packed"""
-    _start_logging()
-    try:
+    start_logging()
+    with failing_in_one_line(debug=debug):
         from launch.config import load_config
         from launch.train_setup import run
 
         finished = run(load_config(config, overrides))
+    sys.exit(0 if finished else STOPPED)
+
+
+@contextmanager
+def failing_in_one_line(*, debug: bool) -> Iterator[None]:
+    """End the process on an error. What all ranks of a node find alike, one of them says."""
+    try:
+        yield
     except Exception as error:
         if debug:
             raise
         known = isinstance(error, StageError | ValueError | RuntimeError | OSError)
         text = str(error) if known else f"{type(error).__name__}: {error} (--debug shows where)"
-        click.echo(f"error: {' '.join(text.split())}", err=True)
+        is_alike = isinstance(error, StageError | ValueError)
+        if os.environ.get("LOCAL_RANK", "0") == "0" or not is_alike:
+            click.echo(f"error: {' '.join(text.split())}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
-    sys.exit(0 if finished else STOPPED)
 
 
-def _start_logging() -> None:
+def start_logging() -> None:
     """Ours from rank 0, warnings from all; not the remarks of libraries on what is not there."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if os.environ.get("RANK", "0") == "0":

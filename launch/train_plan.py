@@ -50,9 +50,29 @@ def plan_training(config: LaunchConfig, data: PackedData, data_parallel: int) ->
         packs * data.samples_per_pack,
         iterations,
     )
+    _warn(config, data, packs, iterations)
     return TrainPlan(
         iterations=iterations,
         packs_per_step=packs,
         accumulation=packs // per_round,
         warmup_iterations=round(config.schedule.warmup * iterations),
     )
+
+
+def _warn(config: LaunchConfig, data: PackedData, packs: int, iterations: int) -> None:
+    """Of what a recipe does not get as it is written."""
+    asked, given = config.batch.global_batch_size, packs * data.samples_per_pack
+    if asked is not None and not 0.75 <= given / asked <= 1.25:
+        logger.warning(
+            "batch.global_batch_size %d becomes about %.0f samples, as a step takes whole packs on "
+            "every rank; set it to that, or micro_batch_size or the ranks lower",
+            asked,
+            given,
+        )
+    if not config.data.repeat and iterations * packs > data.num_packs + packs:
+        logger.warning(
+            "data.repeat=false ends the run after %d of %d steps, before the learning rate has "
+            "decayed; set data.repeat=true, or train.epochs=1",
+            -(-data.num_packs // packs),
+            iterations,
+        )

@@ -1,21 +1,24 @@
 """Puts a training run together: groups, data, model, optimizer, trainer."""
 
 import logging
+import os
 from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
+from torch import distributed
 
 from launch.checkpoint import CheckpointFolder
 from launch.config import LaunchConfig
 from launch.data import EnergonMicroBatches, build_task_encoder
-from launch.data_manifest import PackedData, read_packed_data
+from launch.data_manifest import PackedData, check_validation, read_packed_data
 from launch.model import PackedQwen2VL, build_model, save_hf_checkpoint
 from launch.optimizer import ShardedAdamW
 from launch.parallel import initialize_parallel, shutdown_parallel
 from launch.train_plan import TrainPlan, plan_training
 from launch.trainer import Trainer
 from offline_packing.errors import StageError
+from task_encoders.settings import BMR, PACKED, VQA
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ def run(config: LaunchConfig) -> bool:
             "give another output.path"
         )
     device = initialize_parallel(config.parallel.tensor, seed=config.train.seed)
+    check_alike(config)
     trainer, model = build_trainer(config, device)
     if config.checkpoint.resume:
         trainer.resume()
@@ -51,6 +55,8 @@ def run(config: LaunchConfig) -> bool:
 def build_trainer(config: LaunchConfig, device: torch.device) -> tuple[Trainer, PackedQwen2VL]:
     """The trainer of this rank, and its model. Needs `initialize_parallel`."""
     data = read_packed_data(Path(config.data.path))
+    if config.validation.every:
+        check_validation(Path(config.data.path))
     plan = plan_training(config, data, parallel_state.get_data_parallel_world_size())
     # The environment is checked here, before a checkpoint of many gigabytes is read.
     task_encoder = build_task_encoder(config.data, data, config.model.family)
@@ -75,6 +81,28 @@ def build_trainer(config: LaunchConfig, device: torch.device) -> tuple[Trainer, 
         device=device,
     )
     return trainer, model
+
+
+def check_alike(config: LaunchConfig) -> None:
+    """Whether all ranks were started with the same settings. A collective.
+
+    Raises:
+        StageError: a variable or a field differs, as where one node was given another command.
+    """
+    own = {name: os.environ.get(name) for name in (PACKED, VQA, BMR)}
+    for section, content in config.model_dump(mode="json").items():
+        own |= {f"{section}.{field}": str(value) for field, value in content.items()}
+    for path in ("data.path", "output.path", "model.checkpoint"):  # nodes may mount them elsewhere
+        del own[path]
+    everyone: list[dict[str, str | None]] = [own] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, own)
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs[name] != value:
+                raise StageError(
+                    f"{name} is {value!r} on rank 0 and {theirs[name]!r} on rank {rank}; start all "
+                    "nodes with the same command and environment"
+                )
 
 
 def build_optimizer(config: LaunchConfig, model: torch.nn.Module) -> ShardedAdamW:

@@ -18,12 +18,16 @@ from tqdm import tqdm
 
 from launch.checkpoint import CheckpointFolder
 from launch.config import LaunchConfig
-from launch.data import MicroBatch, MicroBatches
+from launch.data import MicroBatches
 from launch.loss import loss_terms, shift_labels, weighted_sum
 from launch.metrics import MetricsLog, StepCounts, StepTotals
 from launch.optimizer import ShardedAdamW
+from launch.parallel import on_all_ranks
+from launch.progress import Eta, StepFlops, format_line, memory_gib, peak_flops
 from launch.schedule import learning_rate
+from launch.stop_request import StopRequest
 from launch.train_plan import TrainPlan
+from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.sample_encoder import IGNORE_INDEX
 
@@ -39,23 +43,6 @@ class ValidationBatches(MicroBatches, Protocol):
 
     def restart(self) -> None:
         """Begin another pass."""
-
-
-class StopRequest:
-    """Whether SIGTERM arrived. Use as a context manager, around what it is to interrupt."""
-
-    def __init__(self) -> None:
-        self.received = False
-
-    def __enter__(self) -> "StopRequest":
-        self._previous = signal.signal(signal.SIGTERM, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self._previous)
-
-    def _on_signal(self, *_: object) -> None:
-        self.received = True
 
 
 class Trainer:
@@ -96,6 +83,12 @@ class Trainer:
         self._is_main = distributed.get_rank() == 0
         self._reports = parallel_state.get_tensor_model_parallel_rank() == 0
         self._log: MetricsLog | None = None
+        self._peak_flops = peak_flops(device)
+        self._flops = StepFlops(model) if self._peak_flops else None
+        #: of the last step, while it is not logged
+        self._line = ""
+        #: the last step that was validated behind
+        self._validated = 0
         #: steps done
         self.iteration = 0
 
@@ -111,20 +104,17 @@ class Trainer:
         logger.info("resumed from %s", path)
 
     def run(self) -> bool:
-        """Train to the last step, the end of the data, or SIGTERM. Saves at the end. Once only.
+        """Train to the last step, the end of the data, SIGTERM or Ctrl-C, and save. Once only.
 
         Returns:
-            Whether the run is finished; False after SIGTERM.
+            Whether the run is finished; False where a signal stopped it.
 
         Raises:
             StepError: a step failed.
         """
         if self._is_main:
-            self._log = MetricsLog(
-                self._config.output.path,
-                tensorboard=self._config.metrics.tensorboard,
-                iteration=self.iteration,
-            )
+            output, metrics = self._config.output.path, self._config.metrics
+            self._log = MetricsLog(output, metrics, iteration=self.iteration)
         bar = tqdm(
             total=self._plan.iterations,
             initial=self.iteration,
@@ -146,8 +136,9 @@ class Trainer:
             self._validation_data.close()
 
     def _run_steps(self, stop: StopRequest, bar: Any) -> bool:
-        saved = self.iteration
-        stopped = False
+        first = saved = self.iteration
+        stopped = 0
+        self._eta = Eta(self.iteration, self._plan.iterations)
         while self.iteration < self._plan.iterations and not stopped:
             totals = self._step(stop, bar)
             if totals is None:
@@ -158,12 +149,17 @@ class Trainer:
                 self._validate()
             if _is_due(self.iteration, self._config.checkpoint.every):
                 saved = self._save()
+        self._log_line()
         if saved < self.iteration:
             self._save()
-        if not stopped or self.iteration == self._plan.iterations:
-            return True
-        logger.info("stopped by SIGTERM after %d steps; run again to go on", self.iteration)
-        return False
+        finished = not stopped or self.iteration == self._plan.iterations
+        is_new = first < self.iteration != self._validated
+        if finished and is_new and self._config.validation.every:
+            self._validate()
+        if not finished:
+            name = signal.Signals(stopped).name
+            logger.info("stopped by %s after %d steps; run again to go on", name, self.iteration)
+        return finished
 
     def _step(self, stop: StopRequest, bar: Any) -> StepTotals | None:
         """One step; None, without one, if no rank has a pack left."""
@@ -174,7 +170,7 @@ class Trainer:
             with counts.waiting():
                 row = self._train_data.next()
             if row is not None:
-                pack_keys += row.pack_keys
+                pack_keys += row.__key__
                 self._forward_backward(row, counts)
             self._optimizer.accumulate()
         totals = counts.reduce(counts=self._reports, stop=stop.received)
@@ -189,27 +185,33 @@ class Trainer:
         if not math.isfinite(norm):
             raise StepError(
                 f"step {self.iteration + 1}: the gradient's norm is {norm} and the loss "
-                f"{totals.loss}; packs: {', '.join(_on_all_ranks(pack_keys))}"
+                f"{totals.loss}; packs: {', '.join(on_all_ranks(pack_keys))}"
             )
         self.iteration += 1
-        metrics = totals.metrics(time.perf_counter() - started, self._seq_length)
-        self._report({**metrics, "learning_rate": rate, "grad_norm": norm}, bar)
+        seconds = time.perf_counter() - started
+        metrics = totals.metrics(seconds, self._seq_length)
+        metrics |= {"learning_rate": rate, "grad_norm": norm}
+        metrics["memory_gib"] = memory_gib(self._device)
+        if self._flops is not None and self._peak_flops is not None:
+            available = seconds * self._peak_flops * distributed.get_world_size()
+            metrics["mfu"] = self._flops.of(totals) / available
+        self._report(metrics, bar)
         return totals
 
-    def _forward_backward(self, row: MicroBatch, counts: StepCounts) -> None:
+    def _forward_backward(self, row: PackedBatch, counts: StepCounts) -> None:
         try:
             with counts.computing():
                 loss = self._count_loss(row, counts)
                 loss.backward()
         except Exception as error:
             raise StepError(
-                f"step {self.iteration + 1}: packs {', '.join(row.pack_keys)} of "
+                f"step {self.iteration + 1}: packs {', '.join(row.__key__)} of "
                 f"{row.tokens.shape[1]} tokens, {len(row.image_grid_thw)} images and "
                 f"{len(row.video_grid_thw)} videos, samples "
                 f"{', '.join(row.sub_sample_keys)}: {error}"
             ) from error
 
-    def _count_loss(self, row: MicroBatch, counts: StepCounts) -> torch.Tensor:
+    def _count_loss(self, row: PackedBatch, counts: StepCounts) -> torch.Tensor:
         """The sum of one row's weighted losses, entered into the counts."""
         labels = shift_labels(row.labels)
         terms = loss_terms(labels, row.cu_lengths, self._config.train.normalization)
@@ -230,7 +232,10 @@ class Trainer:
             tokens=row.num_tokens,
             loss_tokens=(labels != IGNORE_INDEX).sum(),
             samples=len(row.sub_sample_keys),
-            packs=len(row.pack_keys),
+            packs=len(row.__key__),
+            squares=row.cu_lengths.diff().double().square().sum(),
+            patches=int(len(row.image_grid_thw) and len(row.imgs))
+            + int(len(row.video_grid_thw) and len(row.pixel_values_videos)),
         )
         return loss
 
@@ -239,6 +244,7 @@ class Trainer:
         """Loss over the val split, on all ranks."""
         if self._validation_data is None:
             return
+        self._validated = self.iteration
         self._model.eval()
         counts = StepCounts(self._device)
         while (row := self._validation_data.next()) is not None:
@@ -269,18 +275,17 @@ class Trainer:
         self._log.write(self.iteration, metrics)
         bar.set_postfix(loss=f"{metrics['loss']:.4f}", refresh=False)
         bar.update()
-        if bar.disable and _is_due(self.iteration, self._config.metrics.log_every):
-            logger.info(
-                "step %d/%d: loss %.4f, %.0f tokens/s, %.1f samples/s, fill %.1f%%, data wait "
-                "%.1f%%",
-                self.iteration,
-                self._plan.iterations,
-                metrics["loss"],
-                metrics["tokens_per_second"],
-                metrics["samples_per_second"],
-                100 * metrics["fill"],
-                100 * metrics["data_wait"],
-            )
+        eta = self._eta.seconds(self.iteration)
+        if bar.disable:
+            self._line = format_line(self.iteration, self._plan.iterations, metrics, eta)
+        if self.iteration == 1 or _is_due(self.iteration, self._config.metrics.log_every):
+            self._log_line()
+
+    def _log_line(self) -> None:
+        """Log the last step, once."""
+        if self._line:
+            logger.info(self._line)
+        self._line = ""
 
     def _save(self) -> int:
         state = {"optimizer": self._optimizer.state_dict(), "data": self._train_data.state()}
@@ -291,9 +296,3 @@ class Trainer:
 
 def _is_due(iteration: int, every: int) -> bool:
     return every > 0 and iteration % every == 0
-
-
-def _on_all_ranks(keys: list[str]) -> list[str]:
-    gathered: list[list[str]] = [[] for _ in range(distributed.get_world_size())]
-    distributed.all_gather_object(gathered, keys)
-    return sorted({key for rank_keys in gathered for key in rank_keys})

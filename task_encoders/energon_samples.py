@@ -5,7 +5,8 @@ A written folder names one of the Packed*Sample classes in its dataset.yaml, and
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
 
 import torch
 from megatron.energon import Batch, Sample
@@ -86,41 +87,62 @@ class PackedRowSample(Sample):
     dropped: list[str]
 
 
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a batch: its dtype, and its shape with letters for what differs by batch."""
+
+    dtype: torch.dtype
+    shape: tuple[str, ...]
+
+
+def _tensor(dtype: torch.dtype, *shape: str) -> Any:
+    return field(metadata={"spec": TensorSpec(dtype, shape)})
+
+
 @edataclass
 class PackedBatch(Batch):
-    """k packs in one row of S tokens and P segments, under the names Megatron trainers read."""
+    """k packs in one row of S tokens and P segments, under the names Megatron trainers read.
 
-    #: (1, S) int64
-    tokens: torch.Tensor
-    #: (1, S) int64, not shifted; IGNORE_INDEX at every sub-sample's first token, so that a shift
-    #: of the whole row is safe.
-    labels: torch.Tensor
-    #: (1, S) float32, 1 where a label is.
-    loss_mask: torch.Tensor
-    #: (1, S) bool, True = padding
-    attn_mask: torch.Tensor
-    #: (3, 1, S) int64: M-RoPE's temporal, height and width position
-    position_ids: torch.Tensor
-    #: (1, P + 1) int32
-    cu_lengths: torch.Tensor
-    #: (1,) int32, the longest segment
-    max_lengths: torch.Tensor
-    #: (patches, C·T·p·p) float32; [[0.]] without images
-    imgs: torch.Tensor
-    #: (N, 3) int32, in patches
-    image_grid_thw: torch.Tensor
-    #: (patches, C·T·p·p) float32; [[0.]] without videos
-    pixel_values_videos: torch.Tensor
-    #: (M, 3) int32, in patches
-    video_grid_thw: torch.Tensor
-    #: (N,) int32, one tile per image
-    num_tiles: torch.Tensor
-    #: Whether padding was asked for, needed or not
+    N images of L patches and M videos of K patches in all, of D = C·T·p·p values each.
+    """
+
+    tokens: torch.Tensor = _tensor(torch.int64, "1", "S")
+    #: not shifted; IGNORE_INDEX at every sub-sample's first token, so that a shift of the whole
+    #: row is safe
+    labels: torch.Tensor = _tensor(torch.int64, "1", "S")
+    #: 1 where a label is
+    loss_mask: torch.Tensor = _tensor(torch.float32, "1", "S")
+    #: True = padding
+    attn_mask: torch.Tensor = _tensor(torch.bool, "1", "S")
+    #: M-RoPE's temporal, height and width position
+    position_ids: torch.Tensor = _tensor(torch.int64, "3", "1", "S")
+    cu_lengths: torch.Tensor = _tensor(torch.int32, "1", "P+1")
+    #: the longest segment
+    max_lengths: torch.Tensor = _tensor(torch.int32, "1")
+    #: [[0.]] without images
+    imgs: torch.Tensor = _tensor(torch.float32, "L", "D")
+    #: in patches
+    image_grid_thw: torch.Tensor = _tensor(torch.int32, "N", "3")
+    #: [[0.]] without videos
+    pixel_values_videos: torch.Tensor = _tensor(torch.float32, "K", "D")
+    #: in patches
+    video_grid_thw: torch.Tensor = _tensor(torch.int32, "M", "3")
+    #: one tile per image
+    num_tiles: torch.Tensor = _tensor(torch.int32, "N")
+    #: tokens that are no padding
+    num_tokens: int
+    #: whether padding was asked for, needed or not
     is_padded: bool
-    #: Keys of the sub-samples, in order
+    #: keys of the sub-samples, in order
     sub_sample_keys: list[str]
     #: "key: reason: detail" of each sub-sample left out of this batch
     dropped: list[str]
+
+
+#: What a batch is made of, for all that copy, send or check one.
+BATCH_TENSORS: Final[Mapping[str, TensorSpec]] = {
+    f.name: f.metadata["spec"] for f in fields(PackedBatch) if "spec" in f.metadata
+}
 
 
 def batch_rows(samples: Sequence[PackedRowSample], ignore_index: int) -> PackedBatch:
@@ -145,6 +167,7 @@ def batch_rows(samples: Sequence[PackedRowSample], ignore_index: int) -> PackedB
         if len(row.video_grid_thw)
         else torch.zeros(1, 1),
         video_grid_thw=row.video_grid_thw,
+        num_tokens=int((~row.attn_mask).sum()),
         is_padded=row.is_padded,
         num_tiles=torch.ones(num_images, dtype=torch.int32),
         sub_sample_keys=[key for sample in samples for key in sample.sub_sample_keys],

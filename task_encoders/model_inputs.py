@@ -1,22 +1,11 @@
 """From a batch to what a model takes: megatron-core's PackedSeqParams, transformers' arguments."""
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-
-class Batch(Protocol):
-    """The fields of `energon_samples.PackedBatch` that are read here."""
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    position_ids: torch.Tensor
-    attn_mask: torch.Tensor
-    cu_lengths: torch.Tensor
-    imgs: torch.Tensor
-    image_grid_thw: torch.Tensor
-    pixel_values_videos: torch.Tensor
-    video_grid_thw: torch.Tensor
+if TYPE_CHECKING:
+    from task_encoders.energon_samples import PackedBatch
 
 
 def required_pad_multiple(
@@ -46,7 +35,7 @@ def logical_cu_seqlens(cu_lengths: torch.Tensor, attn_mask: torch.Tensor) -> tor
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
 
 
-def to_packed_seq_params(batch: Batch) -> Any:
+def to_packed_seq_params(batch: "PackedBatch") -> Any:
     """megatron-core's `PackedSeqParams` in thd format.
 
     `cu_seqlens_*` count real tokens. Where padding was asked for, `cu_seqlens_*_padded` hold the
@@ -71,7 +60,7 @@ def to_packed_seq_params(batch: Batch) -> Any:
     )
 
 
-def to_transformers_kwargs(batch: Batch) -> dict[str, Any]:
+def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
     """Arguments for the forward of transformers' Qwen2-VL and Qwen2.5-VL.
 
     Two of its traps are closed here. Positions need four rows, the first restarting at every

@@ -64,7 +64,7 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
     have had their turn and others not yet).
     """
 
-    _savable_fields = ("_epoch", "_index")
+    _savable_fields = ("_epoch", "_index", "_is_over")
 
     def __init__(
         self, reader: WebdatasetSampleLoaderDataset, start: int, end: int, first_turn: int
@@ -93,10 +93,6 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
         self._epoch = 0
         #: packs given of this epoch
         self._index = 0
-        self._is_over = False
-
-    def restore_state(self, state: FlexState) -> None:
-        super().restore_state(state)
         self._is_over = False
 
     def worker_has_samples(self) -> bool:

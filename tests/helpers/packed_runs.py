@@ -8,7 +8,7 @@ import torch
 from megatron.core import parallel_state
 
 from launch.config import LaunchConfig
-from launch.data import EnergonMicroBatches, MicroBatch, build_task_encoder
+from launch.data import EnergonMicroBatches, build_task_encoder
 from launch.data_manifest import read_packed_data
 from launch.metrics import read_metrics
 from launch.model_config import QWEN_TOKEN_IDS
@@ -16,6 +16,7 @@ from launch.parallel import initialize_parallel
 from launch.train_plan import plan_training
 from launch.train_setup import build_checkpoints, build_model, build_optimizer
 from launch.trainer import Trainer
+from task_encoders.energon_samples import PackedBatch
 from task_encoders.sample_encoder import IGNORE_INDEX
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
 
@@ -80,7 +81,7 @@ def make_config(folder: Path, output: Path, /, **sections: dict[str, Any]) -> La
     return LaunchConfig.model_validate({**merged, **sections})
 
 
-def fold_vocabulary(row: MicroBatch) -> MicroBatch:
+def fold_vocabulary(row: PackedBatch) -> PackedBatch:
     """The row with words of the tiny model."""
     is_image = row.tokens == QWEN_TOKEN_IDS["image_token_id"]
     tokens = (row.tokens % IMAGE_TOKEN).masked_fill(is_image, IMAGE_TOKEN)
@@ -99,13 +100,13 @@ class RecordedBatches:
         self._fail_at = fail_at
         self.keys: list[str] = []
 
-    def next(self) -> MicroBatch | None:
+    def next(self) -> PackedBatch | None:
         if len(self.keys) == self._fail_at:
             raise KilledError
         row = self._batches.next()
         if row is None:
             return None
-        self.keys += row.pack_keys
+        self.keys += row.__key__
         return fold_vocabulary(row)
 
     def state(self) -> Any:

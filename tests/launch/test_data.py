@@ -32,7 +32,7 @@ def test_a_state_of_any_step_gives_the_rest(num_workers: int, repeat: bool, tmp_
 
     def keys(batches: EnergonMicroBatches, count: int) -> list[str]:
         rows = [batches.next() for _ in range(count)]
-        return [key for row in rows if row is not None for key in row.pack_keys]
+        return [key for row in rows if row is not None for key in row.__key__]
 
     whole = open_batches()
     states, seen = [whole.state()], []

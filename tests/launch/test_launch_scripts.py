@@ -19,7 +19,7 @@ from tests.helpers.datasets import captioning_pairs
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder, captioning_folder, losses
 
 ROOT = Path(__file__).parents[2]
-STEPS = 10
+STEPS = 12
 #: Overrides that make a step small; the vocabulary is the real one.
 SMALL = (
     "model.text={hidden_size: 16, num_attention_heads: 1, num_key_value_heads: 1}",
@@ -36,7 +36,9 @@ def dialogues(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bmr_folder(tmp_path_factory.mktemp("bmr"))
 
 
-def start(script: str, *overrides: str, **environment: str) -> subprocess.Popen[str]:
+def start(
+    script: str, *overrides: str, cwd: Path | None = None, **environment: str
+) -> subprocess.Popen[str]:
     """Start a script with no variables but those a user would have, and the given ones."""
     with socket.socket() as free:
         free.bind(("", 0))
@@ -50,6 +52,8 @@ def start(script: str, *overrides: str, **environment: str) -> subprocess.Popen[
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        cwd=cwd,
+        start_new_session=True,
     )
 
 
@@ -92,16 +96,32 @@ def sft_run(dialogues: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     wait_for_steps(stopped, output, 1)
     stopped.send_signal(signal.SIGTERM)  # to torchrun, as slurm does
     text = finish(stopped)
-    assert stopped.returncode != 0
     assert "stopped by SIGTERM after" in text, text
+    assert stopped.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in text
     done = steps_done(output)
     assert 1 <= done < STEPS
     assert (output / "checkpoints" / f"iter_{done:08d}" / "state.json").is_file()
 
+    interrupted = start("sft_qwen2_vl.sh", *arguments)
+    wait_for_steps(interrupted, output, done + 1)
+    os.killpg(interrupted.pid, signal.SIGINT)  # to all, as a terminal does
+    text = finish(interrupted)
+    assert "stopped by SIGINT after" in text, text
+    assert interrupted.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in text
+    done = steps_done(output)
+    assert done < STEPS
+    assert (output / "checkpoints" / f"iter_{done:08d}" / "state.json").is_file()
+
     killed = start("sft_qwen2_vl.sh", *arguments)
     wait_for_steps(killed, output, done + 1)
-    os.kill(rank_of(killed), signal.SIGKILL)
-    assert "Traceback" in finish(killed)  # torchrun's own
+    victim = rank_of(killed)
+    os.kill(victim, signal.SIGKILL)
+    assert [line for line in finish(killed).splitlines() if "error" in line] == [
+        f"error: Signal 9 (SIGKILL) received by PID {victim}"
+    ]
+    assert killed.returncode == 128 + signal.SIGKILL
 
     finished = start("sft_qwen2_vl.sh", *arguments)
     text = finish(finished)
@@ -164,6 +184,34 @@ def test_stage_1_5_refuses_packs_of_another_task(dialogues: Path, tmp_path: Path
     assert "OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_BMR=1" in line
 
 
+@pytest.mark.parametrize(
+    ("override", "names", "status"),
+    [
+        ("data.pth=out/packed", "data.pth", 2),
+        ("data.path=nowhere", "nowhere is neither a packed folder nor a metadataset", 1),
+    ],
+)
+def test_a_mistake_is_one_line(override: str, names: str, status: int, tmp_path: Path) -> None:
+    process = start("sft_qwen2_vl.sh", override, cwd=tmp_path, NPROC_PER_NODE="2")
+    text = finish(process)
+    assert process.returncode == status, text
+    (line,) = text.splitlines()
+    assert line.startswith("error: ")
+    assert names in line
+
+
+def test_paths_are_those_of_the_caller(dialogues: Path, tmp_path: Path) -> None:
+    (tmp_path / "packs").symlink_to(dialogues)
+    (tmp_path / "my.yaml").write_text((ROOT / "launch" / "sft.yaml").read_text())
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "__init__.py").write_text("raise SystemExit('not this one')\n")
+    arguments = ("data.path=packs", "output.path=out", "train.iterations=1", *SMALL)
+    process = start("sft_qwen2_vl.sh", *arguments, cwd=tmp_path, CONFIG="my.yaml")
+    text = finish(process)
+    assert process.returncode == 0, text
+    assert len(losses(tmp_path / "out")) == 1
+
+
 def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
     process = start("pretrain_qwen2_vl.sh", STAGE="3")
     assert finish(process) == "STAGE=3 is not known; set it to 1 or 1.5\n"
@@ -174,12 +222,12 @@ def test_pack_script_runs_a_configuration(tmp_path: Path) -> None:
     source = captioning_pairs(tmp_path / "source", 12)
     config = tmp_path / "pack.yaml"
     content = {
-        "source": {"format": "pairs", "path": str(source), "task": "captioning"},
-        "output": {"path": str(tmp_path / "packed")},
+        "source": {"format": "pairs", "path": source.name, "task": "captioning"},
+        "output": {"path": "packed"},
         "engine": {"workers": 0},
     }
     config.write_text(yaml.safe_dump(content))
-    process = start("pack.sh", "pack.seq_length=512", CONFIG=str(config))
+    process = start("pack.sh", "pack.seq_length=512", cwd=tmp_path, CONFIG=config.name)
     text = finish(process)
     assert process.returncode == 0, text
     assert (tmp_path / "packed" / "manifest.json").is_file()

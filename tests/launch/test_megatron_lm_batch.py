@@ -1,6 +1,5 @@
 """The Megatron-LM example: what tensor parallel ranks receive, and that it trains."""
 
-import dataclasses
 import logging
 import re
 from pathlib import Path
@@ -10,11 +9,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from launch.megatron_lm_batch import FIELDS, MegatronBatch, forward_step, get_batch, main
+from launch.megatron_lm_batch import forward_step, get_batch, main
 from launch.model import build_model
 from launch.model_config import ModelConfig
 from launch.parallel import initialize_parallel
-from task_encoders.energon_samples import PackedBatch
+from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
+from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.sample_encoder import IGNORE_INDEX
 from tests.helpers.legacy_packs import legacy_vqa_folder
 from tests.helpers.rank_processes import run_ranks
@@ -35,10 +35,10 @@ def example_batches() -> list[PackedBatch]:
     ]
 
 
-def as_tensors(batch: MegatronBatch) -> dict[str, Any]:
-    """The fields as tensors with memory of their own, which can be sent to another process."""
-    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    values |= vars(values.pop("packed_seq_params"))
+def as_tensors(batch: PackedBatch) -> dict[str, Any]:
+    """What a model is given, as tensors with memory of their own, to send to another process."""
+    values = {name: getattr(batch, name) for name in BATCH_TENSORS}
+    values |= vars(to_packed_seq_params(batch)) | {"keys": batch.sub_sample_keys}
     return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
 
 
@@ -90,9 +90,18 @@ def test_labels_are_those_of_the_next_token() -> None:
         assert found.loss_mask.sum() == batch.loss_mask.sum() > 10
 
 
-def test_fields_are_aligned_in_the_buffer() -> None:
-    sizes = [dtype.itemsize for _, dtype, _ in FIELDS]
-    assert sizes == sorted(sizes, reverse=True)
+def test_a_batch_is_what_its_record_says() -> None:
+    for batch in example_batches():
+        sizes: dict[str, int] = {}
+        for name, spec in BATCH_TENSORS.items():
+            tensor = getattr(batch, name)
+            assert tensor.dtype == spec.dtype
+            expected = [int(size) if size.isdigit() else None for size in spec.shape]
+            found = list(tensor.shape)
+            assert len(found) == len(expected)
+            assert all(e in (None, f) for e, f in zip(expected, found, strict=True)), name
+            if "S" in spec.shape:
+                assert sizes.setdefault("S", found[spec.shape.index("S")]) == found[-1]
 
 
 def test_the_example_trains_on_packs(

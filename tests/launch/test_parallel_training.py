@@ -11,11 +11,13 @@ from megatron.core import parallel_state
 from megatron.energon import WorkerConfig, get_savable_loader
 from torch import distributed
 
+from launch.broadcast import broadcast_batch
 from launch.config import LaunchConfig
-from launch.data import MicroBatch, _to_micro_batch, build_task_encoder
+from launch.data import build_task_encoder
 from launch.data_manifest import read_packed_data
 from launch.model import save_hf_checkpoint
 from launch.parallel import initialize_parallel, shutdown_parallel
+from task_encoders.energon_samples import PackedBatch
 from task_encoders.packed_dataset import get_packed_train_dataset
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder, losses, make_config, make_trainer
 from tests.helpers.rank_processes import run_ranks
@@ -57,10 +59,10 @@ class PacksOfTwoRanks:
         ]
         self._given = 0
 
-    def next(self) -> MicroBatch:
+    def next(self) -> PackedBatch | None:
         iterator = self._iterators[self._given % DATA_PARALLEL]
         self._given += 1
-        return _to_micro_batch(next(iterator), torch.device("cpu"))
+        return broadcast_batch(next(iterator), torch.device("cpu"))
 
     def state(self) -> None:
         return None

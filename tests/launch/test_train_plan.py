@@ -5,14 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import distributed
 
 from launch.config import DataConfig, LaunchConfig
 from launch.data import build_task_encoder
-from launch.data_manifest import PackedData, read_packed_data
+from launch.data_manifest import PackedData, check_validation, read_packed_data
 from launch.train_plan import plan_training
+from launch.train_setup import check_alike
 from offline_packing.errors import StageError
 from task_encoders.text.builtin_processor import builtin_tokenizer
 from tests.helpers.packed_runs import SEQ_LENGTH, bmr_folder, captioning_folder
+from tests.helpers.rank_processes import run_ranks
 
 BLEND = """\
 __module__: megatron.energon
@@ -135,3 +138,55 @@ def test_packs_that_cannot_be_shared_out_are_refused() -> None:
     batch = {"global_batch_packs": 10}
     with pytest.raises(ValueError, match="is no multiple of 8 = 4 data parallel ranks"):
         plan_of(data_of(10, 20), 4, batch=batch, data={"path": "x", "micro_batch_size": 2})
+
+
+def test_what_a_recipe_does_not_get_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    data = data_of(1_000, 10_000)
+    plan_of(data, 8)
+    assert not caplog.records
+    plan_of(data, 64, batch={"global_batch_size": 64})
+    assert "global_batch_size 64 becomes about 640 samples" in caplog.text
+    plan_of(data, train={"epochs": 3}, data={"path": "unused", "repeat": False})
+    assert "data.repeat=false ends the run after 39 of" in caplog.text
+
+
+def test_a_dataset_that_is_blended_twice_is_a_warning(
+    captions: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blend = tmp_path / "blend.yaml"
+    blend.write_text(BLEND.format(captions=captions, dialogues=captions))
+    read_packed_data(blend)
+    assert f"lists {captions} 2 times" in caplog.text
+
+
+def test_validation_needs_data_of_its_own(
+    captions: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_validation(captions)
+    blend = tmp_path / "blend.yaml"
+    content = BLEND.format(captions=captions, dialogues=captions)
+    blend.write_text(content)
+    with pytest.raises(StageError, match=r"no packs in its val split; set validation\.every=0"):
+        check_validation(blend)
+    blend.write_text(f"{content}  val: {{path: {captions}}}\n")
+    check_validation(blend)
+    assert not caplog.records
+    blend.write_text(f"{content}  val: {{path: {captions}, split_part: train}}\n")
+    check_validation(blend)
+    assert "validates on what it trains on" in caplog.text
+
+
+def alike(seed_of_rank: list[int]) -> str:
+    sections = {"data": {"path": "-"}, "batch": {"global_batch_packs": 1}, "output": {"path": "-"}}
+    seed = seed_of_rank[distributed.get_rank()]
+    try:
+        check_alike(LaunchConfig.model_validate({**sections, "train": {"seed": seed}}))
+    except StageError as error:
+        return str(error)
+    return "alike"
+
+
+def test_ranks_started_differently_stop(tmp_path: Path) -> None:
+    assert run_ranks(2, tmp_path / "a", alike, [3, 3]) == ["alike"] * 2
+    for message in run_ranks(2, tmp_path / "b", alike, [3, 4]):
+        assert message.startswith("train.seed is '3' on rank 0 and '4' on rank 1")

@@ -1,6 +1,7 @@
 """The training loop over real packs: what it counts, how it ends, what its errors say."""
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.config import LaunchConfig
+from launch.config import LaunchConfig, MetricsConfig
 from launch.data import EnergonMicroBatches, build_task_encoder
 from launch.data_manifest import read_packed_data
 from launch.metrics import MetricsLog, read_metrics
@@ -164,19 +165,22 @@ def run_interfered(config: LaunchConfig, at: int, action: Callable[[Any], Any]) 
         return False, (error, recorded)
 
 
-def test_sigterm_finishes_the_step_saves_and_stops(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_saves_and_stops(
+    number: signal.Signals, folder: Path, tmp_path: Path
+) -> None:
     def terminate(losses: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         return losses
 
     config = make_config(folder, tmp_path)
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     finished, recorded = run_interfered(config, at=4, action=terminate)  # first pack of step 2
     assert not finished
     assert len(recorded.keys) == 6
     assert len(losses(tmp_path)) == 2
     assert (tmp_path / "checkpoints" / "iter_00000002" / "state.json").is_file()
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
 
 
 def test_a_failing_step_names_its_packs(folder: Path, tmp_path: Path) -> None:
@@ -228,11 +232,43 @@ def test_samples_can_be_let_attend_to_each_other(folder: Path, tmp_path: Path) -
     assert first[True]["loss_tokens"] == first[False]["loss_tokens"]
 
 
-def test_tensorboard_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    MetricsLog(tmp_path, tensorboard=False, iteration=0)
-    with pytest.raises(ValueError, match="needs the tensorboard package"):
-        MetricsLog(tmp_path, tensorboard=True, iteration=0)
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [("torch.utils.tensorboard", {"tensorboard": True}), ("wandb", {"wandb": "packs"})],
+)
+def test_trackers_are_optional(
+    module: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    MetricsLog(tmp_path, MetricsConfig(), iteration=0)
+    with pytest.raises(ValueError, match=r"needs the \w+ package: pip install"):
+        MetricsLog(tmp_path, MetricsConfig(**options), iteration=0)
+
+
+def test_the_first_and_the_last_step_are_logged(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(folder, tmp_path, train={"iterations": 4}, validation={"every": 100})
+    with caplog.at_level(logging.INFO, "launch"):
+        train(config)
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("step ")]
+    assert [line.split(":")[0] for line in lines] == [
+        "step 1/4",
+        "step 4/4",
+        "step 4",  # a run shorter than validation.every is validated once
+    ]
+    shown = step_lines(tmp_path)[3]
+    for text in (
+        f"loss {shown['loss']:.4f}",
+        f"lr {shown['learning_rate']:.2e}",
+        f"grad norm {shown['grad_norm']:.3g}",
+        f"{shown['tokens_per_second']:,.0f} tokens/s",
+        f"data wait {shown['data_wait']:.1%}",
+        f"memory {shown['memory_gib']:.1f} GiB",
+        "ETA 0:00:00",
+    ):
+        assert text in lines[1]
+    assert "validation loss" in lines[2]
 
 
 def test_a_run_that_is_there_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
@@ -280,11 +316,11 @@ def test_a_blend_goes_on_where_it_was(
 
 
 def test_the_log_drops_steps_that_will_be_done_again(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, tensorboard=False, iteration=0)
+    log = MetricsLog(tmp_path, MetricsConfig(), iteration=0)
     for iteration in range(1, 6):
         log.write(iteration, {"loss": 1 / iteration})
     path = tmp_path / "metrics.jsonl"
     with open(path, "a") as file:
         file.write('{"iteration": 6, "lo')  # cut off by a kill
-    MetricsLog(tmp_path, tensorboard=False, iteration=3).write(4, {"loss": 9.0})
+    MetricsLog(tmp_path, MetricsConfig(), iteration=3).write(4, {"loss": 9.0})
     assert [line["loss"] for line in read_metrics(path)] == [1, 1 / 2, 1 / 3, 9.0]

@@ -1,6 +1,7 @@
 """Order, checks and states of loaders over packs, with Energon's real workers."""
 
 import collections
+import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from task_encoders.packed_dataset import (
 )
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
-from tests.helpers.datasets import captioning_pairs, make_stage, pack_all
+from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 from tests.helpers.legacy_packs import text_folder
 
 NUM_PACKS = 9
@@ -164,13 +165,13 @@ def blend_yaml(path: Path, folders: Sequence[Path], *, version: int = 2) -> Path
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Packs with a manifest, in a folder of their own and inside blends."""
     root = tmp_path_factory.mktemp("measured")
-    stage = make_stage(
+    run = make_run(
         captioning_pairs(root / "source"),
         root / "packed",
         pack={"seq_length": SEQ_LENGTH, "pad_multiple": 2},
         output={"packs_per_shard": 8, "split": {"train": 0.7, "val": 0.3}},
     )
-    pack_all(stage)
+    pack_all(run)
     blend = blend_yaml(root / "v2.yaml", [root / "packed", root / "packed"])
     blend_yaml(root / "nested.yaml", [blend, root / "packed"])
     blend_yaml(root / "v1.yaml", [root / "packed", root / "packed"], version=1)
@@ -200,6 +201,13 @@ ROADS = {
 }
 
 
+@functools.cache
+def captions_encoder(**options: int) -> Qwen2VLTaskEncoder:
+    """As `measured` was packed, but for `options`."""
+    packed_with = {"seq_length": SEQ_LENGTH, "max_pixels": 28 * 28 * 64, "pad_multiple": 2}
+    return Qwen2VLTaskEncoder(settings=PackingSettings(packed=True), **(packed_with | options))
+
+
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("name", ["packed", "v1.yaml", "v2.yaml", "nested.yaml"])
 @pytest.mark.parametrize(
@@ -213,12 +221,9 @@ ROADS = {
 def test_every_road_checks_every_dataset(
     road: str, name: str, options: dict[str, Any], names: str, measured: Path
 ) -> None:
-    matching = {"seq_length": SEQ_LENGTH, "max_pixels": 28 * 28 * 64, "pad_multiple": 2}
-    settings = PackingSettings(packed=True)
-    ROADS[road](measured / name, Qwen2VLTaskEncoder(settings=settings, **matching))
-    encoder = Qwen2VLTaskEncoder(settings=settings, **(matching | options))
+    ROADS[road](measured / name, captions_encoder())
     with pytest.raises(PackingSettingsError) as error:
-        ROADS[road](measured / name, encoder)
+        ROADS[road](measured / name, captions_encoder(**options))
     assert names in str(error.value)
     assert "\n" not in str(error.value)
 

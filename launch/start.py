@@ -1,0 +1,57 @@
+"""Start a node's ranks: `python -m launch.start [TORCHRUN OPTIONS] -- CONFIG [key.sub=value ...]`.
+
+torchrun, but what is wrong with the command, the configuration, the environment or the data is one
+line before any rank starts, and a rank that fails says why itself: no traceback of torchrun's.
+
+Exit status: the first failing rank's, or 128 and the number of the signal that stopped the run.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from launch.train import cli, failing_in_one_line, start_logging
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check, start, wait."""
+    at = list(arguments).index("--")
+    options, rest = arguments[:at], list(arguments[at + 1 :])
+    if not rest or {"-h", "--help"} & set(rest):
+        cli(rest)
+    start_logging()
+    with failing_in_one_line(debug="--debug" in rest):
+        _check([argument for argument in rest if argument != "--debug"])
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        run.main([*options, "-m", "launch.train", *rest])
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            click.echo(f"error: {failure.message.splitlines()[0]}", err=True)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def _check(arguments: Sequence[str]) -> None:
+    """What can be known before any rank starts."""
+    from launch.config import load_config
+    from launch.data_manifest import read_packed_data
+    from task_encoders.settings import PackingSettings
+
+    config = load_config(arguments[0], arguments[1:])
+    PackingSettings.from_env()
+    read_packed_data(Path(config.data.path))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
