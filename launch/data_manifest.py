@@ -164,6 +164,6 @@ def _shards_of_blend(path: Path, split: str) -> set[tuple[str, str]]:
     """(folder, shard) of all datasets; none where the metadataset has no such split."""
     try:
         entries = _load_blend(path, split).datasets
-    except AssertionError:  # as Energon says it
+    except (KeyError, AssertionError):  # as metadatasets of version 2 and 1 say it
         return set()
     return {(str(e.dataset.path), file) for e in entries for file in e.dataset.split_part_files}
