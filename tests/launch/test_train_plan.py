@@ -13,6 +13,7 @@ from launch.data_manifest import PackedData, check_validation, read_packed_data
 from launch.train_plan import plan_training
 from launch.train_setup import check_alike
 from offline_packing.errors import StageError
+from task_encoders.families import ModelSettings, build_sample_encoder
 from task_encoders.text.builtin_processor import builtin_tokenizer
 from tests.helpers.packed_runs import SEQ_LENGTH, bmr_folder, captioning_folder
 from tests.helpers.rank_processes import run_ranks
@@ -190,3 +191,10 @@ def test_ranks_started_differently_stop(tmp_path: Path) -> None:
     assert run_ranks(2, tmp_path / "a", alike, [3, 3]) == ["alike"] * 2
     for message in run_ranks(2, tmp_path / "b", alike, [3, 4]):
         assert message.startswith("train.seed is '3' on rank 0 and '4' on rank 1")
+
+
+def test_a_default_and_its_value_are_one_setting() -> None:
+    """What a manifest holds is read back as given; packs of the defaults must still match."""
+    given = ModelSettings.model_validate(ModelSettings().model_dump())
+    built = [build_sample_encoder(model).fingerprint for model in (ModelSettings(), given)]
+    assert built[0] == built[1]
