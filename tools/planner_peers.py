@@ -1,7 +1,11 @@
 """Packing functions of other projects, called the way those projects call them.
 
 Each takes lengths as a list and returns packs as lists of sample indices. A project that is not
-installed is named as missing; nothing is installed from here.
+installed is named as missing; nothing is installed from here. Two rows stand for a project whose
+method sees only some samples at a time: the method on all of them, and what the project does.
+
+Read against the sources, at these commits: ms-swift 3602360, TRL f2cd577, LLaMA-Factory ff6d4d1,
+LightBinPack 0e19c12, binpacking 0eadddd.
 """
 
 import importlib.util
@@ -74,12 +78,31 @@ def _binpacking(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[in
 
 
 def _ms_swift(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[int]]:
-    """ms-swift packs each 1,000 samples by themselves (PackingDataset.PACKING_BATCH_SIZE)."""
-    packs = []
-    for start in range(0, len(lengths), 1000):
-        window = _binpacking(lengths[start : start + 1000], seq_length)
-        packs += [[start + index for index in pack] for pack in window]
-    return packs
+    """PackingDataset.create_packed_idx: 1,000 samples at a time (PACKING_BATCH_SIZE); the last pack
+    of all windows but the last is taken apart, its samples go first in the next one."""
+    import binpacking
+
+    packs: list[list[tuple[int, int]]] = []
+    carried: list[tuple[int, int]] = []
+    samples = list(enumerate(lengths))
+    for start in range(0, len(samples), _BATCH):
+        window = carried + samples[start : start + _BATCH]
+        packs += binpacking.to_constant_volume(window, seq_length, weight_pos=1)
+        carried = packs.pop() if start + _BATCH < len(samples) else []
+    return [[index for index, _ in pack] for pack in packs]
+
+
+def _in_batches(pack: PeerFunction) -> PeerFunction:
+    """Each 1,000 samples by themselves, as `Dataset.map` with batches calls a function."""
+
+    def pack_batches(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[int]]:
+        return [
+            [start + index for index in indices]
+            for start in range(0, len(lengths), _BATCH)
+            for indices in pack(lengths[start : start + _BATCH], seq_length)
+        ]
+
+    return pack_batches
 
 
 def _llamafactory(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[int]]:
@@ -92,6 +115,10 @@ def _llamafactory(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[
     return [[waiting[length].pop() for length in pack] for pack in packs]
 
 
+#: PACKING_BATCH_SIZE of ms-swift, preprocessing_batch_size of LLaMA-Factory, batch_size of
+#: `datasets.Dataset.map`, which TRL's pack_dataset leaves at its default
+_BATCH = 1000
+
 #: the strategies of this project that are measured by default
 OWN = ("auto", "best_fit_decreasing", "greedy_knapsack")
 
@@ -99,9 +126,11 @@ PEERS: dict[str, Peer] = {
     "lightbinpack obfd": Peer(_lightbinpack("obfd"), "lightbinpack", 10_000_000),
     "lightbinpack obfdp": Peer(_lightbinpack("obfdp"), "lightbinpack", 10_000_000),
     "trl bfd": Peer(_trl, "trl", 100_000),
+    "trl (batches of 1,000)": Peer(_in_batches(_trl), "trl", 100_000),
     "binpacking": Peer(_binpacking, "binpacking", 10_000),
-    "ms-swift (windows of 1,000)": Peer(_ms_swift, "binpacking", 100_000),
+    "ms-swift (windows of 1,000, last pack carried)": Peer(_ms_swift, "binpacking", 100_000),
     "llamafactory greedy_knapsack": Peer(_llamafactory, "llamafactory", 1_000_000),
+    "llamafactory (batches of 1,000)": Peer(_in_batches(_llamafactory), "llamafactory", 1_000_000),
 }
 
 

@@ -63,6 +63,11 @@ class PackConfig(_Config):
     assignment: Annotated[
         tuple[Literal["shuffle", "locality", "mix", "balance"], ...], BeforeValidator(listed)
     ] = ("shuffle",)
+    #: how samples stand inside a pack: random, longest_first, or composed (as the strategy placed
+    #: them, which is how versions without this option wrote packs)
+    sample_order: Literal["random", "longest_first", "composed"] = "random"
+    #: what the weights of sources are shares of
+    weight_by: Literal["tokens", "samples"] = "tokens"
     #: write the packs so that the ranks of this loader get packs of similar cost at each step
     order: OrderConfig | None = None
     #: further limits per pack: {vision_patches: 22000, images: 16, videos: 2}
@@ -252,6 +257,13 @@ class PackingConfig(_Config):
             return [""]
         names = map(_source_name, self.source)
         return [f"{name}/" if name else "" for name in names]
+
+    def source_names(self) -> list[str]:
+        """What the sources are called: their names, or the last parts of their paths."""
+        return [
+            prefix.rstrip("/") or source.path.rstrip("/").rpartition("/")[2]
+            for source, prefix in zip(self.source, self.key_prefixes(), strict=True)
+        ]
 
 
 def _source_name(source: SourceOptions) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from offline_packing.index.table import INDEX_SCHEMA, Index
+from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash
 
 #: Rows held in memory at a time: some 200 MB of index.
 ROWS_IN_MEMORY: Final = 1 << 19
@@ -37,7 +37,7 @@ def rows_of_shards(
     """Columns of the rows of each shard, in the given order.
 
     Args:
-        ids_of_shards: row numbers per shard; no row twice.
+        ids_of_shards: row numbers per shard.
         scratch: existing folder; the files in it have no name and vanish with this process.
     """
     groups = _group(ids_of_shards, rows_in_memory)
@@ -61,6 +61,30 @@ def rows_of_shards(
 def name_rows(samples: Index, rows: SampleIds) -> pa.Table:
     """source_id and key of some rows, in the given order."""
     return next(rows_of_shards(samples, ("source_id", "key"), [rows], Path()))
+
+
+def copy_key(key: str, copy: int) -> str:
+    """Key of a copy, the first use being 0: 'a/17', 'a/17#2', 'a/17#3'."""
+    return f"{key}#{copy + 1}" if copy else key
+
+
+def name_copies(rows: pa.Table, copies: SampleIds) -> pa.Table:
+    """Rows with the keys of copies: `copies` (num_rows,) are their numbers, 0 for the first use."""
+    keys = map(copy_key, rows["key"].to_pylist(), copies.tolist())
+    place = rows.schema.get_field_index("key")
+    return rows.set_column(place, rows.schema.field(place), pa.array(list(keys), pa.large_string()))
+
+
+def hash_keys(samples: Index, rows: SampleIds, copies: SampleIds | None) -> npt.NDArray[np.uint64]:
+    """(num_rows,) key_hash of rows; `copies` (num_rows,) are their numbers where some are copies,
+    whose keys are hashed anew."""
+    hashes: npt.NDArray[np.uint64] = samples.array("key_hash")[rows]
+    if copies is not None and copies.any():
+        chosen = np.flatnonzero(copies)
+        named = name_copies(name_rows(samples, rows[chosen]), copies[chosen])
+        pairs = zip(named["source_id"].to_pylist(), named["key"].to_pylist(), strict=True)
+        hashes[chosen] = [key_hash(*pair) for pair in pairs]
+    return hashes
 
 
 def _group(ids_of_shards: Sequence[SampleIds], rows_in_memory: int) -> list[list[SampleIds]]:

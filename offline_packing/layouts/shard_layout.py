@@ -43,9 +43,18 @@ def split_packs(num_packs: int, shares: Mapping[str, float]) -> dict[str, range]
     return splits
 
 
+def splits_of_plan(plan: PackPlan, shares: Mapping[str, float]) -> dict[str, range]:
+    """Packs of each split: as they were planned, or shares of the packs."""
+    if not plan.info.splits:
+        return split_packs(plan.num_packs, shares)
+    ends = np.cumsum(list(plan.info.splits.values())).tolist()
+    counts = plan.info.splits.items()
+    return {name: range(end - count, end) for (name, count), end in zip(counts, ends, strict=True)}
+
+
 def lay_out_shards(
     pack_bytes: npt.NDArray[np.int64],
-    shares: Mapping[str, float],
+    splits: Mapping[str, range],
     packs_per_shard: int,
     max_shard_bytes: int | None = None,
 ) -> list[Shard]:
@@ -54,11 +63,11 @@ def lay_out_shards(
 
     Args:
         pack_bytes: (num_packs,) bytes that each pack takes in a tar, or more.
-        shares: share of the packs of each split.
+        splits: the packs of each split.
         max_shard_bytes: None: no such limit.
     """
     shards: list[Shard] = []
-    for split, packs in split_packs(len(pack_bytes), shares).items():
+    for split, packs in splits.items():
         sizes = pack_bytes[packs.start : packs.stop].tolist()
         cuts = [packs.start]
         held = 0

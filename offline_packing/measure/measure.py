@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
 from offline_packing.index.table import Index, IndexInfo
+from offline_packing.measure.estimate import estimate_records
 from offline_packing.measure.measure_part import (
     MeasureTask,
     PartResult,
@@ -27,7 +28,6 @@ from offline_packing.measure.measure_part import (
 )
 from offline_packing.measure.measured_files import explain_listing, save_files
 from offline_packing.measure.repeated_ids import rename_repeated
-from offline_packing.measure.repeats import estimate_records, source_repeats
 from offline_packing.measure.skip import count_new, set_known_keys, skip_fingerprint
 from offline_packing.runs.run import Run, config_fingerprint, open_sources
 from offline_packing.runs.tasks import check_all_done, unfinished
@@ -214,7 +214,6 @@ def _remedy(workspace: Workspace, found: Fingerprint, wanted: Fingerprint) -> st
 
 
 def _tasks(run: Run, sources: Sequence[Source], scans: Sequence[Scan]) -> list[MeasureTask]:
-    repeats = source_repeats(run, sources, scans)
     parts = [(i, part) for i, scan in enumerate(scans) for part in scan.parts]
     return [
         MeasureTask(
@@ -225,8 +224,6 @@ def _tasks(run: Run, sources: Sequence[Source], scans: Sequence[Scan]) -> list[M
             run.config.model,
             run.workspace.index / index.part_name(number),
             run.workspace.set_aside / index.part_name(number),
-            repeats[source_id],
-            run.config.pack.seed,
         )
         for number, (source_id, part) in enumerate(parts)
     ]

@@ -21,7 +21,6 @@ from offline_packing.index.stamps import sample_stamp
 from offline_packing.index.table import MeasuredSample, SetAsideSample
 from offline_packing.index.traits import sample_traits
 from offline_packing.measure.repeated_ids import hash_content
-from offline_packing.measure.repeats import copy_key, num_copies
 from offline_packing.measure.skip import NewRecords
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
@@ -57,9 +56,6 @@ class MeasureTask:
     model: ModelSettings
     index_path: Path
     set_aside_path: Path
-    #: how often each sample is used, and what decides where that is no whole number
-    repeat: float = 1
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,7 +124,7 @@ def measure_part(task: MeasureTask) -> PartResult:
 def _measure_some(
     task: MeasureTask, records: Iterable[SourceRecord], encoder: SampleEncoder, lost: Counter[str]
 ) -> tuple[list[MeasuredSample], list[SetAsideSample]]:
-    """Rows of both tables; a repeated sample is measured once. What samples go without is counted
+    """Rows of both tables. What samples go without is counted
     in `lost`."""
     limits = (task.model.max_image_pixels or MAX_IMAGE_PIXELS, task.model.max_video_frames)
     source = task.source
@@ -138,9 +134,6 @@ def _measure_some(
         advance()
         key = source.key_prefix + record.key
         try:
-            copies = num_copies(key, task.repeat, task.seed)
-            if copies == 0:
-                raise SampleError("not_drawn", f"repeat {task.repeat:g}")
             sample = read_record(record, key, source)
             row = measure_record(record, sample, source, task.source_id, encoder, *limits)
             lost.update(set(lost_fields(record, sample, source.fields)))
@@ -153,7 +146,7 @@ def _measure_some(
             raise StageError(
                 f"sample {key!r} in {source.path}: {type(error).__name__}: {error}"
             ) from error
-        measured += [replace(row, key=copy_key(key, i)) if i else row for i in range(copies)]
+        measured.append(row)
     return measured, aside
 
 

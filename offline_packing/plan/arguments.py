@@ -22,7 +22,8 @@ def plan_arguments(
     """Keyword arguments of `plan_packs` beside lengths and seq_length.
 
     Args:
-        kept: (num_kept,) rows of the index that are planned; the arrays returned are theirs.
+        kept: (num_kept,) rows of the index that are planned, one that is used twice two times; the
+            arrays returned are theirs.
     """
     from offline_packing.planner.cost import sample_cost
     from offline_packing.planner.order import RankLayout
@@ -46,13 +47,12 @@ def plan_arguments(
         "min_samples": pack.min_samples,
         "min_fill": pack.min_fill,
         "window_packs": config.output.packs_per_shard,
+        "sample_order": pack.sample_order,
     }
     if pack.homogeneous:
         arguments["groups"] = (column("num_images") + column("num_videos") > 0).astype(np.int32)
     if "mix" in pack.assignment:
-        arguments["groups"] = column("source_id")
-        weights = {i: s.weight for i, s in enumerate(config.source) if s.weight is not None}
-        arguments["weights"] = weights or None
+        arguments["groups"] = column("source_id")  # repeats make their sizes follow the weights
     if "locality" in pack.assignment:
         arguments["source_order"] = kept  # rows of the index are in the order of the source
     if "balance" in pack.assignment:

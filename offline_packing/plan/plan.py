@@ -10,22 +10,14 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
 
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
-from offline_packing.index.duplicates import find_duplicates
-from offline_packing.index.rows import name_rows
-from offline_packing.index.set_aside import SetAside
-from offline_packing.index.set_aside_table import group_set_aside
 from offline_packing.index.table import Index
-from offline_packing.layouts import LAYOUTS
-from offline_packing.plan.arguments import plan_arguments, set_aside_reason
+from offline_packing.plan.make_plan import Planned, make_plan
+from offline_packing.plan.source_uses import source_uses
 from offline_packing.plan.summary import render_summary, summarize
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import (
@@ -35,9 +27,8 @@ from offline_packing.runs.artifacts import (
     plan_fingerprint,
     plan_identity,
 )
-from offline_packing.runs.losses import aside_while_measuring, explain
 from offline_packing.runs.manifest import hash_plan
-from offline_packing.runs.run import Run, listed
+from offline_packing.runs.run import Run
 from offline_packing.storage.files import (
     hash_file,
     read_json,
@@ -50,19 +41,6 @@ from offline_packing.storage.fingerprint import Fingerprint, changed_fields, che
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A plan whose ids are rows of the index, and what it leaves out."""
-
-    packs: PackPlan
-    set_aside: SetAside
-
-    @property
-    def reasons(self) -> Counter[str]:
-        """Samples set aside while planning, by reason."""
-        return self.set_aside.reasons
-
-
 def plan(run: Run, samples: Index) -> StoredPlan:
     """Make the plan, or find it complete.
 
@@ -71,8 +49,8 @@ def plan(run: Run, samples: Index) -> StoredPlan:
             shards were already written with another plan.
     """
     workspace = run.workspace
-    fingerprint = plan_fingerprint(run)
     found = read_json(workspace.plan_info)
+    fingerprint = plan_fingerprint(run, found and found["fingerprint"])
     if found is not None and not changed_fields(found["fingerprint"], fingerprint):
         stored = load_plan(run, found)
         logger.info("plan: complete (%s packs), nothing to do", f"{stored.packs.num_packs:,}")
@@ -94,6 +72,7 @@ def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> StoredPla
         "fingerprint": plan_fingerprint(run),
         "hash": plan_identity(files),
         "set_aside": dict(planned.reasons),
+        "copies": planned.packs.info.num_copies,
         "files": files,
     }
     write_atomically(folder / run.workspace.plan_info.name, to_json(document))
@@ -113,9 +92,12 @@ def restore_plan(run: Run, samples: Index, expected: str) -> None:
     scratch = folder.with_suffix(".repair")
     shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was killed
     try:
-        _save(run, samples, make_plan(run, samples), scratch)
         info = scratch / run.workspace.plan_info.name
-        if hash_plan(read_json(info)) != expected:
+        for made in (run, _as_before_sample_order(run)):
+            _save(made, samples, make_plan(made, samples), scratch)
+            if hash_plan(read_json(info)) == expected:
+                break
+        else:
             raise StageError(
                 f"{folder} cannot be made as it was: the plan comes out otherwise; restore it from "
                 "a copy, or pack all data again with another output.path"
@@ -128,94 +110,24 @@ def restore_plan(run: Run, samples: Index, expected: str) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def _as_before_sample_order(run: Run) -> Run:
+    """A run that plans as versions without `pack.sample_order` did."""
+    pack = run.config.pack.model_copy(update={"sample_order": "composed"})
+    return replace(run, config=run.config.model_copy(update={"pack": pack}))
+
+
 def preview_plan(run: Run, samples: Index) -> str:
     """The summary of the plan that `plan` would make; nothing is written."""
     planned = make_plan(run, samples)
     return summary_text(run, samples, planned.packs, planned.reasons)
 
 
-def make_plan(run: Run, samples: Index) -> Planned:
-    """Plan without writing.
-
-    Raises:
-        StageError: nothing to pack, an over-long sample under on_overlong: error, or options that
-            the strategy does not have.
-    """
-    from offline_packing.planner.plan_packs import (
-        plan_packs,  # its compiled parts take time to import
-    )
-
-    num_tokens = samples.array("num_tokens")
-    aside = _find_set_aside(run, samples)
-    kept = np.delete(np.arange(len(num_tokens)), aside.rows)
-    try:
-        packs = plan_packs(
-            num_tokens[kept],
-            run.config.pack.seq_length,
-            **plan_arguments(run.config, samples, kept),
-        )
-    except (TypeError, ValueError) as error:  # TypeError: an option that the strategy has not
-        raise StageError(f"plan: {' '.join(str(error).split())}") from error
-    packs = replace(
-        packs, sample_ids=kept[packs.sample_ids], set_aside_ids=kept[packs.set_aside_ids]
-    )
-    left_out = _left_out(run, packs, num_tokens[packs.set_aside_ids])
-    planned = Planned(packs, SetAside.merge([aside, left_out]))
-    _check_planned(run, samples, planned)
-    return planned
-
-
-def _find_set_aside(run: Run, samples: Index) -> SetAside:
-    """The rows that are not planned."""
-    layout = run.config.output.layout
-    duplicates = find_duplicates(samples.array("key_hash"), partial(name_rows, samples))
-    found = [(duplicates, "duplicate_key", "an earlier sample has this key")]
-    for what, rows in LAYOUTS[layout].find_unfit(samples):
-        found.append((rows, "not_in_layout", f"layout {layout} holds no {what}"))
-    return SetAside.merge([SetAside.of(rows, *reason) for rows, *reason in found])
-
-
-def _left_out(run: Run, packs: PackPlan, num_tokens: npt.NDArray[np.integer]) -> SetAside:
-    """What the planner left out; `num_tokens` are those of `packs.set_aside_ids`."""
-    kinds = packs.set_aside_reasons.astype(np.int64) << 32 | num_tokens
-    different, codes = np.unique(kinds, return_inverse=True)
-    texts = tuple(
-        set_aside_reason(packs.info.reason_names[kind >> 32], kind & 0xFFFFFFFF, run.config)
-        for kind in different.tolist()
-    )
-    return SetAside(packs.set_aside_ids.astype(np.int64), codes.astype(np.int32), texts)
-
-
-def _check_planned(run: Run, samples: Index, planned: Planned) -> None:
-    overlong = planned.set_aside.first("overlong")
-    if overlong is not None and run.config.pack.on_overlong == "error":
-        row, detail = overlong
-        key = name_rows(samples, np.array([row]))["key"][0].as_py()
-        raise StageError(
-            f"sample {key!r} has {detail} ({planned.reasons['overlong']:,} such samples);"
-            " set pack.on_overlong: set_aside, or a longer pack.seq_length"
-        )
-    if planned.packs.num_packs == 0:
-        reasons = Counter(samples.info.set_aside) + planned.reasons
-        groups = group_set_aside(aside_while_measuring(run.workspace, samples.info))
-        example = max(groups, key=lambda group: group.count, default=None)
-        if samples.info.num_skipped and not reasons:
-            raise StageError(
-                f"nothing to pack in {run.workspace.root}: no sample is new, source.skip holds "
-                f"all {samples.info.num_skipped:,}"
-            )
-        raise StageError(
-            f"nothing to pack in {run.workspace.root}; set aside: {listed(reasons.items())}; "
-            f"{f'{explain(run.config, example)}; ' if example else ''}check source.path and "
-            "source.task"
-        )
-
-
 def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mapping[str, int]) -> str:
     """The figures of a plan, to be shared. `plan_reasons`: samples set aside while planning."""
     reasons = Counter(samples.info.set_aside) + Counter(plan_reasons)
     lengths = samples.array("num_tokens")[packs.sample_ids]
-    return render_summary(summarize(run.config, samples.info, lengths, packs, reasons))
+    sources = source_uses(run.config, samples, packs)
+    return render_summary(summarize(run.config, samples.info, lengths, packs, reasons, sources))
 
 
 def _discard_previous(run: Run, found: Fingerprint, wanted: Fingerprint) -> None:

@@ -1,7 +1,7 @@
 """The figures of a plan: computed once, printed as text that can be shared."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.index.table import IndexInfo
+from offline_packing.plan.source_uses import SourceUse, render_source_uses
 from offline_packing.planner.cost import padded_tokens
 from offline_packing.planner.pack_plan import PackPlan
 
@@ -48,6 +49,8 @@ class PlanSummary:
     equal_batch_size: int
     #: samples per bin of equal width from 1 to seq_length
     histogram: tuple[int, ...]
+    #: what each source contributes
+    sources: tuple[SourceUse, ...] = ()
 
 
 def summarize(
@@ -56,12 +59,14 @@ def summarize(
     lengths: npt.NDArray[np.integer],
     packs: PackPlan,
     set_aside: Mapping[str, int],
+    sources: Sequence[SourceUse] = (),
 ) -> PlanSummary:
     """Figures of a plan.
 
     Args:
         lengths: (num_packed,) tokens of the packed samples.
         set_aside: samples left out while measuring and planning, by reason.
+        sources: what each source contributes, where that is to be shown.
     """
     seq_length = packs.info.seq_length
     num_tokens = int(lengths.sum(dtype=np.int64))
@@ -90,6 +95,7 @@ def summarize(
         iterations_after=math.ceil(packs.num_packs / batch),
         equal_batch_size=max(1, round(batch / packs.packing_factor)),
         histogram=tuple(np.histogram(lengths, edges)[0].tolist()),
+        sources=tuple(sources),
     )
 
 
@@ -120,9 +126,9 @@ def render_summary(summary: PlanSummary) -> str:
             f"(global batch size {s.equal_batch_size:,} keeps the samples per step)",
         ),
     ]
-    return "\n".join(
-        [*(f"{name:<24}{value}" for name, value in lines), "", "samples by tokens", *_bars(s), ""]
-    )
+    sources = ["", *render_source_uses(s.sources)] if s.sources else []
+    figures = [f"{name:<24}{value}" for name, value in lines]
+    return "\n".join([*figures, *sources, "", "samples by tokens", *_bars(s), ""])
 
 
 def _bars(summary: PlanSummary) -> list[str]:

@@ -28,21 +28,15 @@ _WORTH = 0.99  # a round that leaves a larger share of the variation is the last
 
 
 def interleaved_order(
-    groups: np.ndarray,
-    *,
-    weights: Mapping[int, float] | None = None,
-    source_order: np.ndarray | None = None,
-    seed: int = 0,
+    groups: np.ndarray, order: np.ndarray, *, weights: Mapping[int, float] | None = None
 ) -> np.ndarray:
     """Samples of several datasets, interleaved by weight: a permutation, int64 (num_samples,).
 
     Any prefix holds the datasets in proportion to ``weights`` (group number -> weight; default:
     their sizes) until one of them is used up. Inside a dataset the samples follow
-    ``source_order`` (any sortable array (num_samples,)), or come in random order without it.
+    ``order``, a permutation.
     """
-    if source_order is None:
-        source_order = np.random.default_rng(seed).permutation(len(groups))
-    by_group = np.lexsort((source_order, groups))
+    by_group = order[np.argsort(groups[order], kind="stable")]
     numbers, starts, sizes = np.unique(groups[by_group], return_index=True, return_counts=True)
     rates = sizes.astype(float) if weights is None else _rates(numbers, weights)
     rank = np.arange(len(groups)) - np.repeat(starts, sizes)

@@ -5,7 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
+from offline_packing.planner.strategies.kernels import random_below, random_state
 from offline_packing.planner.strategies.packs import Packs
+
+#: How samples stand inside a pack.
+SAMPLE_ORDERS = ("random", "longest_first", "composed")
+_SAMPLE_ORDER_STREAM = 1  # random numbers of its own: other choices stay as they are
 
 
 @dataclass(frozen=True)
@@ -114,3 +119,34 @@ def reorder_packs(packs: Packs, order: np.ndarray) -> Packs:
     out_offsets = np.zeros(len(order) + 1, np.int64)
     _gather_packs(packs.sample_ids, packs.pack_offsets, order, out_ids, out_offsets)
     return Packs(out_ids, out_offsets)
+
+
+def order_samples(packs: Packs, lengths: np.ndarray, how: str, seed: int) -> Packs:
+    """The same packs, the samples in each in random order, longest first, or as they were composed.
+
+    ``lengths`` integers (num_samples,); equal ones keep their order under longest_first.
+    """
+    if how == "composed":
+        return packs
+    sample_ids = packs.sample_ids.copy()
+    if how == "random":
+        _shuffle_packs(sample_ids, packs.pack_offsets, random_state([seed, _SAMPLE_ORDER_STREAM]))
+    else:
+        _sort_packs(sample_ids, packs.pack_offsets, lengths)
+    return Packs(sample_ids, packs.pack_offsets)
+
+
+@njit(cache=True)
+def _shuffle_packs(sample_ids: np.ndarray, pack_offsets: np.ndarray, state: np.ndarray) -> None:
+    for pack in range(len(pack_offsets) - 1):
+        start = pack_offsets[pack]
+        for last in range(pack_offsets[pack + 1] - 1, start, -1):
+            other = start + random_below(state, last - start + 1)
+            sample_ids[last], sample_ids[other] = sample_ids[other], sample_ids[last]
+
+
+@njit(cache=True)
+def _sort_packs(sample_ids: np.ndarray, pack_offsets: np.ndarray, lengths: np.ndarray) -> None:
+    for pack in range(len(pack_offsets) - 1):
+        members = sample_ids[pack_offsets[pack] : pack_offsets[pack + 1]]
+        members[:] = members[np.argsort(-lengths[members], kind="mergesort")]

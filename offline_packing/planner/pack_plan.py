@@ -34,6 +34,10 @@ class PlanInfo:
     lower_bound: int
     #: names of the reasons that ``set_aside_reasons`` indexes
     reason_names: tuple[str, ...] = ()
+    #: uses of samples beyond the first of each
+    num_copies: int = 0
+    #: packs of each split, in order, where samples were dealt out to splits; else empty
+    splits: dict[str, int] = field(default_factory=dict)
     #: further settings in words, for the report: budgets, assignment, order
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -42,7 +46,8 @@ class PlanInfo:
 class PackPlan:
     """Pack i holds the samples ``sample_ids[pack_offsets[i]:pack_offsets[i + 1]]``.
 
-    Every sample of the input is either in one pack or in ``set_aside_ids``.
+    Every sample of the input is either in packs, in one unless it has copies, or in
+    ``set_aside_ids``.
     """
 
     #: int32 or int64 (num_packed,): indices into ``num_tokens``
@@ -78,6 +83,15 @@ class PackPlan:
     def pack(self, index: int) -> np.ndarray:
         """Sample ids of one pack, a view."""
         return self.sample_ids[self.pack_offsets[index] : self.pack_offsets[index + 1]]
+
+    def copy_numbers(self) -> np.ndarray | None:
+        """How often each of ``sample_ids`` stands there before, int32 (num_packed,): 0 for the
+        first use of a sample. None where none is used twice."""
+        if self.info.num_copies == 0:
+            return None
+        from offline_packing.planner.copies import rounds_of_copies  # compiled: takes time
+
+        return rounds_of_copies(self.sample_ids)
 
     def set_aside_counts(self) -> dict[str, int]:
         """How many samples were set aside for each reason."""
@@ -143,7 +157,8 @@ class PackPlan:
                 )
         try:
             document["reason_names"] = tuple(document["reason_names"])
-            info = PlanInfo(**{name: document[name] for name in PlanInfo.__dataclass_fields__})
+            known = {"num_copies": 0, "splits": {}, **document}  # not in plans of older versions
+            info = PlanInfo(**{name: known[name] for name in PlanInfo.__dataclass_fields__})
         except KeyError as error:
             raise StageError(
                 f"{folder / 'plan.json'} is damaged: it has no {error}; plan again"

@@ -8,9 +8,11 @@ import numpy as np
 
 from offline_packing.planner.admission import Admission, Budgets, admit_samples
 from offline_packing.planner.assignment import balance_packs, interleaved_order, pack_in_order
+from offline_packing.planner.copies import most_copies, rounds_of_copies, separate_copies
 from offline_packing.planner.order import (
     RankLayout,
     cost_grouped_order,
+    order_samples,
     reorder_packs,
     shuffled_order,
 )
@@ -41,6 +43,7 @@ def plan_packs(
     cost: np.ndarray | None = None,
     source_order: np.ndarray | None = None,
     balance_by: np.ndarray | None = None,
+    copy_of: np.ndarray | None = None,
     assignment: str | Sequence[str] = ("shuffle",),
     order: RankLayout | None = None,
     homogeneous: bool = False,
@@ -48,6 +51,7 @@ def plan_packs(
     min_samples: int = 1,
     min_fill: float = 0.0,
     window_packs: int = 1000,
+    sample_order: str = "random",
     strategy_options: Mapping[str, Any] | None = None,
 ) -> PackPlan:
     """Pack samples into sequences of ``seq_length`` tokens.
@@ -66,6 +70,8 @@ def plan_packs(
             squared. Used by ``order``.
         source_order: where each sample stands in the source, any sortable array.
         balance_by: the quantity that assignment balance evens out, for example vision patches.
+        copy_of: integer array from 0; samples with the same number are copies of one. No pack holds
+            two, and locality and mix take first copies first, then all second ones, and so on.
         assignment: any of shuffle (random choice among equal lengths, random order of packs),
             locality (packs follow source_order), mix (packs interleave groups by weight) and
             balance; empty for none.
@@ -75,6 +81,8 @@ def plan_packs(
         min_samples: packs with fewer samples are dissolved, their samples set aside.
         min_fill: likewise for packs with fewer tokens than this share of seq_length.
         window_packs: packs that locality and mix compose at a time; best the packs of a shard.
+        sample_order: how samples stand inside a pack: random, longest_first, or composed (as the
+            strategy placed them).
         strategy_options: keyword arguments of the strategy; arrays may be per sample.
 
     Returns:
@@ -95,6 +103,7 @@ def plan_packs(
         seed=seed,
         assignment=chosen,
         window_packs=window_packs,
+        sample_order=sample_order,
         homogeneous=homogeneous,
         min_fill=min_fill,
         min_samples=min_samples,
@@ -105,6 +114,7 @@ def plan_packs(
         cost=cost,
         source_order=source_order,
         balance_by=balance_by,
+        copy_of=copy_of,
         order=order,
         options=strategy_options or {},
     ).admitted(admission)
@@ -117,6 +127,7 @@ def plan_packs(
         packs = reorder_packs(packs, _cost_order(packs, request))
     elif "shuffle" in chosen and not request.windowed:
         packs = reorder_packs(packs, shuffled_order(packs.num_packs, seed))
+    packs = order_samples(packs, request.lengths, sample_order, seed)
     kept = request.lengths[packs.sample_ids] if len(dissolved) else request.lengths
     info = PlanInfo(
         seq_length=seq_length,
@@ -147,12 +158,31 @@ def _pack_groups(request: PlanRequest) -> tuple[Packs, int]:
 
 def _pack(request: PlanRequest) -> tuple[Packs, int]:
     """Packs of all samples and a lower bound of their number."""
+    packs, bound = _compose(request)
+    if request.copy_of is None:
+        return packs, bound
+    packs = separate_copies(
+        packs,
+        *_limited(request),
+        request.copy_of,
+        reach=request.window_packs if request.windowed else None,
+        seed=request.seed,
+    )
+    return packs, max(bound, most_copies(request.copy_of))
+
+
+def _limited(request: PlanRequest) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes int64 (num_samples, num_limits), tokens first, and the limits of a pack."""
+    columns = [request.lengths, *(array for array, _ in request.sizes.values())]
+    limits = [request.seq_length, *(limit for _, limit in request.sizes.values())]
+    return np.stack(columns, axis=1).astype(np.int64), np.array(limits)
+
+
+def _compose(request: PlanRequest) -> tuple[Packs, int]:
+    """The same, as if copies were samples of their own."""
     lengths, seq_length, seed = request.lengths, request.seq_length, request.seed
     if request.sizes:
-        columns = [lengths, *(array for array, _ in request.sizes.values())]
-        limits = [seq_length, *(limit for _, limit in request.sizes.values())]
-        packs = pack_budgets(np.stack(columns, axis=1), np.array(limits), seed=seed)
-        return packs, _bound(request)
+        return pack_budgets(*_limited(request), seed=seed), _bound(request)
     counts = count_lengths(lengths, seq_length)
     bound = lower_bound(counts)
     window_packs = None
@@ -180,14 +210,18 @@ def _pack(request: PlanRequest) -> tuple[Packs, int]:
 
 def _sample_order(request: PlanRequest) -> np.ndarray:
     """The order in which locality or mix packs the samples."""
+    if "locality" in request.assignment:
+        assert request.source_order is not None
+        order = np.argsort(request.source_order, kind="stable")
+    else:
+        shuffled = np.random.default_rng(request.seed).permutation(len(request.lengths))
+        order = np.argsort(shuffled)
+    if request.copy_of is not None:
+        order = order[np.argsort(rounds_of_copies(request.copy_of)[order], kind="stable")]
     if "mix" in request.assignment:
         assert request.groups is not None
-        source_order = request.source_order if "locality" in request.assignment else None
-        return interleaved_order(
-            request.groups, weights=request.weights, source_order=source_order, seed=request.seed
-        )
-    assert request.source_order is not None
-    return np.argsort(request.source_order, kind="stable")
+        order = interleaved_order(request.groups, order, weights=request.weights)
+    return order
 
 
 def _bound(request: PlanRequest) -> int:
@@ -236,6 +270,7 @@ def _settings(request: PlanRequest) -> dict[str, Any]:
         "homogeneous": request.homogeneous,
         "min_fill": request.min_fill,
         "min_samples": request.min_samples,
+        "sample_order": request.sample_order,
         "order": None if order is None else asdict(order),
     }
 

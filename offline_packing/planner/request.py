@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from offline_packing.planner.admission import Admission
-from offline_packing.planner.order import RankLayout
+from offline_packing.planner.order import SAMPLE_ORDERS, RankLayout
 from offline_packing.planner.rules import check_combination
 from offline_packing.planner.strategies import STRATEGIES
 
@@ -26,6 +26,7 @@ class PlanRequest:
     homogeneous: bool
     min_fill: float
     min_samples: int
+    sample_order: str
     lengths: np.ndarray
     sizes: Mapping[str, tuple[np.ndarray, int]] = field(default_factory=dict)
     groups: np.ndarray | None = None
@@ -33,6 +34,7 @@ class PlanRequest:
     cost: np.ndarray | None = None
     source_order: np.ndarray | None = None
     balance_by: np.ndarray | None = None
+    copy_of: np.ndarray | None = None
     order: RankLayout | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -70,7 +72,7 @@ class PlanRequest:
 
     def _arrays(self) -> dict[str, Any]:
         """The arrays with one entry per sample."""
-        names = ("lengths", "groups", "cost", "source_order", "balance_by")
+        names = ("lengths", "groups", "cost", "source_order", "balance_by", "copy_of")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @property
@@ -91,6 +93,11 @@ def check_request(request: PlanRequest) -> None:
     if unknown:
         raise ValueError(
             f"assignment {min(unknown)!r} is unknown; choose among {', '.join(ASSIGNMENTS)}"
+        )
+    if request.sample_order not in SAMPLE_ORDERS:
+        raise ValueError(
+            f"sample_order {request.sample_order!r} is unknown; choose one of "
+            f"{', '.join(SAMPLE_ORDERS)}"
         )
     wants = request.assignment
     _check_given("assignment locality", "locality" in wants, source_order=request.source_order)

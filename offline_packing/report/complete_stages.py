@@ -42,14 +42,18 @@ class CompleteStages:
         return arrays
 
     @cached_property
-    def is_packed(self) -> npt.NDArray[np.bool_]:
-        """(num_samples,) whether a sample is in a pack; without a plan all are taken to be."""
+    def num_uses(self) -> npt.NDArray[np.int32]:
+        """(num_samples,) in how many packs a sample is; without a plan one is taken for each."""
         if self.plan is None:
-            return np.ones(self.samples.info.num_samples, np.bool_)
-        packed = np.zeros(self.samples.info.num_samples, np.bool_)
+            return np.ones(self.samples.info.num_samples, np.int32)
+        uses = np.zeros(self.samples.info.num_samples, np.int32)
         for start in range(0, len(self.plan.sample_ids), _CHUNK):
-            packed[self.plan.sample_ids[start : start + _CHUNK]] = True
-        return packed
+            np.add.at(uses, self.plan.sample_ids[start : start + _CHUNK], 1)
+        return uses
+
+    def packed(self, per_sample: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """(num_packed,) a quantity (num_samples,) of the packed samples, of each use of one."""
+        return np.repeat(per_sample, self.num_uses)
 
     def sum_of_packs(self, per_sample: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """(num_packs,) int64 or float64: a quantity of the samples (num_samples,) per pack."""

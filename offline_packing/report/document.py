@@ -43,7 +43,6 @@ def build_document(run: Run) -> Document:
     info = stages.samples.info
     set_aside = count_set_aside(stages)
     sources = _sources(stages, set_aside)
-    usable = sum(source["packed"] for source in sources)  # without a plan: all that was measured
     num_set_aside = sum(set_aside.by_reason.values())
     return {
         "version": REPORT_VERSION,
@@ -53,8 +52,8 @@ def build_document(run: Run) -> Document:
         "stages": {"measure": True, "plan": plan is not None, "write": manifest is not None},
         "made_from": made_from(run.workspace, manifest),
         "samples": {
-            "found": usable + num_set_aside,
-            "packed": usable if plan else None,
+            "found": sum(source["samples"] for source in sources),
+            "packed": sum(source["packed"] for source in sources) if plan else None,
             "set_aside": num_set_aside,
         },
         "unused_images": info.num_unused_images,
@@ -84,7 +83,7 @@ def made_from(workspace: Workspace, manifest: Manifest | None) -> dict[str, str 
 
 
 def _plan(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
-    num_tokens = int(stages.columns["num_tokens"][stages.is_packed].sum(dtype=np.int64))
+    num_tokens = int(stages.packed(stages.columns["num_tokens"]).sum(dtype=np.int64))
     return {
         "strategy": plan.info.strategy,
         "packs": plan.num_packs,
@@ -100,13 +99,13 @@ def _sources(stages: CompleteStages, set_aside: SetAside) -> list[dict[str, Any]
     sums, config = source_sums(stages), stages.run.config
     total = sum(sums["tokens"]) or 1
     lines = []
-    for i, (source, prefix) in enumerate(zip(config.source, config.key_prefixes(), strict=True)):
+    for i, (source, name) in enumerate(zip(config.source, config.source_names(), strict=True)):
         own = {name: values[i] for name, values in sums.items()}
         measured, planned = set_aside.by_source[i, False], set_aside.by_source[i, True]
-        usable = own.pop("rows") if stages.plan is None else own.pop("packed") + planned
+        usable = own["rows"] if stages.plan is None else own["used"] + planned
         lines.append(
             {
-                "name": prefix.rstrip("/") or source.path.rstrip("/").rpartition("/")[2],
+                "name": name,
                 "path": source.path,
                 "format": source.format,
                 "generation": 0,
@@ -114,8 +113,9 @@ def _sources(stages: CompleteStages, set_aside: SetAside) -> list[dict[str, Any]
                 "weight": source.weight,
                 "samples": usable + measured,
                 "set_aside": measured + planned,
-                "packed": sums["packed"][i],
-                **{name: own[name] for name in SOURCE_SUMS},
+                "packed": own["packed"],
+                "times_used": own["packed"] / (own["used"] or 1),
+                **{column: own[column] for column in SOURCE_SUMS},
                 "share_of_tokens": own["tokens"] / total,
             }
         )
@@ -165,7 +165,7 @@ def _drawn(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
             }
         )
     padded = padded_rows(
-        lengths[stages.is_packed],
+        stages.packed(lengths),
         config.report.padded_batch_size,
         _NUM_DRAWN,
         config.pack.seed,

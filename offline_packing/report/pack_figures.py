@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing.config.packing import PackingConfig
-from offline_packing.layouts.shard_layout import split_packs
+from offline_packing.layouts.shard_layout import splits_of_plan
 from offline_packing.planner.cost import padded_tokens, sample_cost
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.report.complete_stages import CompleteStages
@@ -38,14 +38,14 @@ def pack_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
             "samples": spread(samples),
             "operations": spread(costs),
         },
-        "waiting": _waiting(stages.run.config, costs),
+        "waiting": _waiting(stages.run.config, plan, costs),
     }
 
 
 def saving_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
     """Packing against padding, and against packing in a small buffer while training."""
     config = stages.run.config
-    lengths = stages.columns["num_tokens"][stages.is_packed]
+    lengths = stages.packed(stages.columns["num_tokens"])
     counts = np.bincount(lengths, minlength=config.pack.seq_length + 1)
     num_samples, real = len(lengths), int(lengths.sum(dtype=np.int64))
     in_packs = plan.info.num_tokens
@@ -92,7 +92,9 @@ def _fill_bands(tokens: npt.NDArray[np.int64], seq_length: int) -> list[dict[str
     ]
 
 
-def _waiting(config: PackingConfig, costs: npt.NDArray[np.float64]) -> dict[str, Any]:
+def _waiting(
+    config: PackingConfig, plan: PackPlan, costs: npt.NDArray[np.float64]
+) -> dict[str, Any]:
     """Share of time that data parallel ranks wait for the slowest, in the order written."""
     from offline_packing.planner.order import (  # compiled: takes time to import
         RankLayout,
@@ -101,7 +103,7 @@ def _waiting(config: PackingConfig, costs: npt.NDArray[np.float64]) -> dict[str,
 
     order = config.pack.order
     layout = RankLayout(order.num_ranks, order.num_workers) if order else RankLayout(_NUM_RANKS)
-    first = next(iter(split_packs(len(costs), config.output.split).values()))
+    first = next(iter(splits_of_plan(plan, config.output.split).values()))
     return {
         "num_ranks": layout.num_ranks,
         "num_workers": layout.num_workers,

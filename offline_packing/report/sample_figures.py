@@ -29,22 +29,24 @@ def length_figures(stages: CompleteStages) -> dict[str, Any] | None:
 
 
 def source_sums(stages: CompleteStages) -> dict[str, list[int]]:
-    """Per source: `rows` of the index, `packed` of them, and the sums of what the
-    packed ones hold (without a plan: of all)."""
+    """Per source: `rows` of the index, `used` ones, `packed` uses of them, and the sums of what all
+    uses hold (without a plan: what all rows hold)."""
     num_sources = len(stages.run.config.source)
-    sums = {name: np.zeros(num_sources, np.int64) for name in ("rows", "packed", *SOURCE_SUMS)}
+    sums = {
+        name: np.zeros(num_sources, np.int64) for name in ("rows", "used", "packed", *SOURCE_SUMS)
+    }
     first = 0
     for part in stages.samples.parts("source_id", *SOURCE_SUMS.values()):
-        packed = stages.is_packed[first : first + len(part)]
+        uses = stages.num_uses[first : first + len(part)]
         first += len(part)
         source_ids = part["source_id"].to_numpy()
         sums["rows"] += np.bincount(source_ids, minlength=num_sources)
-        chosen = source_ids[packed]
-        sums["packed"] += np.bincount(chosen, minlength=num_sources)
+        sums["used"] += np.bincount(source_ids[uses > 0], minlength=num_sources)
+        sums["packed"] += np.bincount(source_ids, uses, num_sources).astype(np.int64)
         for name, column in SOURCE_SUMS.items():
-            values = part[column].to_numpy()[packed]
+            values = part[column].to_numpy() * uses.astype(np.int64)
             # Sums of a part are far below 2**53, where doubles are exact.
-            sums[name] += np.bincount(chosen, values, num_sources).astype(np.int64)
+            sums[name] += np.bincount(source_ids, values, num_sources).astype(np.int64)
     return {name: array.tolist() for name, array in sums.items()}
 
 

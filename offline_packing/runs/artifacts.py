@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from offline_packing.config.packing import OutputConfig
+from offline_packing.config.packing import OutputConfig, PackingConfig
 from offline_packing.errors import StageError
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.planner.pack_plan import PackPlan
@@ -82,7 +82,7 @@ def open_plan(run: Run) -> StoredPlan:
         raise StageError(f"no complete plan in {run.workspace.root}; run plan first")
     check_fingerprint(
         info["fingerprint"],
-        plan_fingerprint(run),
+        plan_fingerprint(run, info["fingerprint"]),
         artifact=f"the plan in {run.workspace.root}",
         remedy="run plan again",
     )
@@ -111,19 +111,44 @@ def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:
     return StoredPlan(packs, info)
 
 
-def plan_fingerprint(run: Run) -> Fingerprint:
-    """What a plan depends on."""
-    pack = {
+def plan_fingerprint(run: Run, found: Fingerprint | None = None) -> Fingerprint:
+    """What a plan depends on.
+
+    Args:
+        found: what a plan that is there was made with. One of before `pack.sample_order` is as good
+            under the default as it was.
+    """
+    config = run.config
+    pack = config.pack.model_dump(mode="json", exclude={"max_set_aside", "weight_by"})
+    is_older = found is not None and "pack.sample_order" not in found
+    if pack["sample_order"] == "composed" or (
+        is_older and "sample_order" not in config.pack.model_fields_set
+    ):
+        del pack["sample_order"]
+    fields = {
         name: value if isinstance(value, str | int) else to_json(value).decode()
-        for name, value in run.config.pack.model_dump(
-            mode="json", exclude={"max_set_aside"}
-        ).items()
+        for name, value in pack.items()
     }
     return {
         "index": hash_file(run.workspace.index_info),
-        "output.layout": run.config.output.layout,
-        **{f"pack.{name}": value for name, value in pack.items()},
+        "output.layout": config.output.layout,
+        **{f"pack.{name}": value for name, value in fields.items()},
+        **_uses_fingerprint(config),
     }
+
+
+def _uses_fingerprint(config: PackingConfig) -> dict[str, str | int]:
+    """What the uses of samples depend on, beside the seed; empty where each is used once."""
+    fields: dict[str, str | int] = {}
+    for i, source in enumerate(config.source):
+        if source.repeat != 1:
+            fields[f"source.{i}.repeat"] = str(source.repeat)
+        if source.weight:
+            fields[f"source.{i}.weight"] = str(source.weight)
+            fields["pack.weight_by"] = config.pack.weight_by
+    if fields and len(config.output.split) > 1:
+        fields["output.split"] = to_json(config.output.split).decode()
+    return fields
 
 
 def plan_identity(files: Mapping[str, str]) -> str:

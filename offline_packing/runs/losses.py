@@ -64,7 +64,8 @@ def check_losses(run: Run) -> None:
     if info is None or limit == 1:
         return
     tables = [*aside_while_measuring(workspace, info), *aside_while_planning(workspace)]
-    lost = [group for group in group_set_aside(tables) if group.reason not in _DELIBERATE]
+    groups = group_set_aside(tables)
+    lost = [group for group in groups if group.reason not in _DELIBERATE]
     if not lost:
         return
     lost.sort(key=lambda group: -group.count)
@@ -72,8 +73,7 @@ def check_losses(run: Run) -> None:
     if empty is not None:
         raise StageError(empty)
     num_lost = sum(group.count for group in lost)
-    deliberate = sum(info.set_aside.get(reason, 0) for reason in _DELIBERATE)
-    num_samples = info.num_samples + info.num_set_aside - deliberate
+    num_samples = info.num_samples + info.num_set_aside + num_lost - sum(g.count for g in groups)
     share = num_lost / num_samples
     if share > limit:
         enough = math.ceil(share * 1000) / 1000

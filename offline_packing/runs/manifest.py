@@ -104,7 +104,7 @@ def build_manifest(
         "seq_length": run.config.pack.seq_length,
         "pad_multiple": run.config.pack.pad_multiple,
         "counts": {
-            "samples": index.num_samples + index.num_set_aside,
+            "samples": index.num_samples + index.num_set_aside + plan.get("copies", 0),
             "packed": sum(shard["samples"] for shard in shards),
             "set_aside": dict(set_aside),
             "tokens": sum(shard["tokens"] for shard in shards),
@@ -167,6 +167,10 @@ def stored_config(config: PackingConfig) -> dict[str, Any]:
         {**_SOURCE_FIELDS, **_stored_source(dumped, source)}
         for dumped, source in zip(content["source"], config.source, strict=True)
     ]
+    if not config.source[0].weight:  # decides nothing then, and older manifests do not have it
+        del content["pack"]["weight_by"]
+    if config.pack.sample_order == "composed":  # likewise: it is what older versions did
+        del content["pack"]["sample_order"]
     return content
 
 

@@ -121,8 +121,6 @@ def config_fingerprint(config: PackingConfig) -> Fingerprint:
                 value = dict(sorted(value.items()))
             text = ", ".join(value) if isinstance(value, tuple) else str(value)
             fields[f"source.{i}.{name}"] = text
-        if source.repeat % 1 or source.weight:
-            fields[f"source.{i}.seed"] = config.pack.seed
     return fields
 
 

@@ -5,10 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
-from offline_packing.index.rows import rows_of_shards
+from offline_packing.index.rows import name_copies, rows_of_shards
 from offline_packing.index.stamps import MODIFICATION_TIME
 from offline_packing.index.table import Index
-from offline_packing.layouts.shard_layout import Shard, estimate_pack_bytes, lay_out_shards
+from offline_packing.layouts.shard_layout import (
+    Shard,
+    estimate_pack_bytes,
+    lay_out_shards,
+    splits_of_plan,
+)
 from offline_packing.layouts.shard_tasks import COLUMNS, ShardTask
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_sources
@@ -21,7 +26,8 @@ def plan_shards(run: Run, samples: Index, plan: PackPlan) -> list[Shard]:
         pack_bytes = np.zeros(plan.num_packs, dtype=np.int64)
     else:
         pack_bytes = estimate_pack_bytes(samples, plan)
-    return lay_out_shards(pack_bytes, output.split, output.packs_per_shard, output.max_shard_bytes)
+    splits = splits_of_plan(plan, output.split)
+    return lay_out_shards(pack_bytes, splits, output.packs_per_shard, output.max_shard_bytes)
 
 
 def iterate_tasks(
@@ -49,7 +55,10 @@ def iterate_tasks(
     ]
     ids = [plan.sample_ids[offsets[0] : offsets[-1]] for offsets in bounds]
     tables = rows_of_shards(samples, COLUMNS, ids, scratch or workspace.write)
+    copies = plan.copy_numbers()
     for shard, offsets, rows in zip(shards, bounds, tables, strict=True):
+        if copies is not None:
+            rows = name_copies(rows, copies[offsets[0] : offsets[-1]])
         yield ShardTask(
             shard=shard,
             folder=workspace.root,

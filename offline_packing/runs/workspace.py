@@ -61,11 +61,6 @@ class Workspace:
         return self.packing / "index.json"
 
     @property
-    def counts(self) -> Path:
-        """How many records the sources of a blend hold, where only reading them tells."""
-        return self.packing / "counts.json"
-
-    @property
     def skip(self) -> Path:
         """Folder of the keys that source.skip leaves out, while samples are measured."""
         return self.packing / "skip"

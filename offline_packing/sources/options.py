@@ -12,7 +12,7 @@ from offline_packing.errors import ConfigError
 from offline_packing.sources.fields import FieldMap
 from task_encoders.field_types import LocalOrRemotePath, not_bool
 
-#: Copies of a sample are rows of their own: more of them is a slip of the pen.
+#: More copies of a sample than this are a slip of the pen.
 MAX_REPEAT: Final = 1000
 
 
@@ -47,7 +47,7 @@ class SourceOptions(BaseModel):
     skip: Annotated[tuple[LocalOrRemotePath, ...], BeforeValidator(listed)] = ()
     #: how often each sample is used; of a fraction, a part of the samples once more
     repeat: Annotated[float, BeforeValidator(not_bool), Field(gt=0, le=MAX_REPEAT)] = 1
-    #: share of all samples that this source is to have, in proportion to the other sources' weights
+    #: share of all tokens that this source is to have, in proportion to the other sources' weights
     weight: Annotated[float, BeforeValidator(not_bool), Field(gt=0)] | None = None
     #: train the answers of records with prompts as captions, which are trained without a prompt
     ignore_prompts: bool = False
@@ -55,13 +55,14 @@ class SourceOptions(BaseModel):
     def format_options(self) -> dict[str, Any]:
         """What samples depend on beside format, path and task, as far as it is no default."""
         values = {
-            name: getattr(self, name) for name in type(self).model_fields if name not in _PLACE
+            name: getattr(self, name) for name in type(self).model_fields if name not in _APART
         }
         fields = type(self).model_fields
         return {name: value for name, value in values.items() if value != fields[name].default}
 
 
-_PLACE: Final = frozenset(("format", "path", "task", "name"))
+#: What decides nothing about a sample by itself.
+_APART: Final = frozenset(("format", "path", "task", "name", "repeat", "weight"))
 
 
 class FieldOptions(SourceOptions):

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing.errors import StageError
+from offline_packing.index.rows import hash_keys
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_layout import Shard
@@ -236,18 +237,15 @@ def _check_each_once(
     total: ShardReport,
 ) -> None:
     """The samples found are those of the plan, and no row of the index is in two places."""
-    ids = [
-        plan.sample_ids[
-            plan.pack_offsets[shard.first_pack] : plan.pack_offsets[
-                shard.first_pack + shard.num_packs
-            ]
-        ]
-        for shard in shards
-    ]
-    hashes = samples.array("key_hash")
-    expected = np.sort(hashes[np.concatenate([*ids, np.empty(0, np.int64)])])
+    first = [plan.pack_offsets[shard.first_pack] for shard in shards]
+    last = [plan.pack_offsets[shard.first_pack + shard.num_packs] for shard in shards]
+    places = [slice(0, 0), *map(slice, first, last)]
+    copies = plan.copy_numbers()
+    numbers = None if copies is None else np.concatenate([copies[some] for some in places])
+    chosen = np.concatenate([plan.sample_ids[some] for some in places])
+    expected = np.sort(hash_keys(samples, chosen, numbers))
     found = np.sort(np.concatenate([*found_hashes, np.empty(0, np.uint64)]))
-    if len(np.unique(plan.sample_ids)) != len(plan.sample_ids):
+    if len(plan.sample_ids) - len(np.unique(plan.sample_ids)) != plan.info.num_copies:
         total.problem("the plan holds a sample twice")
     lost = len(np.setdiff1d(expected, found))
     repeated = len(found) - len(np.unique(found))

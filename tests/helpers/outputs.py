@@ -1,8 +1,12 @@
 """What a packed folder holds, and ways to damage it."""
 
+import json
 import sqlite3
+import tarfile
 from pathlib import Path
 from typing import Any
+
+import pyarrow.parquet as pq
 
 from offline_packing.runs.run import Run
 
@@ -33,3 +37,22 @@ def copy_tars(source: Path, target: Path) -> list[str]:
     for path in source.glob("*.tar"):
         (target / path.name).write_bytes(path.read_bytes())
     return sorted(path.name for path in target.iterdir())
+
+
+def packs_of(run: Run) -> list[tuple[str, list[str]]]:
+    """(split, keys of the samples) of each pack, as the written tars say it."""
+    packs = []
+    for path in sorted(run.workspace.root.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                if member.name.endswith(".json"):
+                    file = tar.extractfile(member)
+                    assert file is not None
+                    keys = json.load(file)["meta"]["keys"]
+                    packs.append((path.name.partition("-")[0], keys))
+    return packs
+
+
+def set_aside_in_plan(run: Run) -> list[dict[str, Any]]:
+    """Rows of the plan's set-aside table."""
+    return list(pq.read_table(run.workspace.plan / "set_aside.parquet").to_pylist())

@@ -15,7 +15,8 @@ from click.testing import CliRunner
 from offline_packing.cli.main import cli
 from offline_packing.errors import DiskFullError, StageError
 from offline_packing.measure.measure import measure
-from offline_packing.plan.plan import make_plan, plan
+from offline_packing.plan.make_plan import make_plan
+from offline_packing.plan.plan import plan
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from offline_packing.storage import files

@@ -1,5 +1,7 @@
 """Small compiled helpers of the planner: a bit set with neighbours, growth, random numbers."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numba import njit
 
@@ -94,6 +96,6 @@ def random_unit(state: np.ndarray) -> float:
     return np.float64(next_random(state) >> np.uint64(11)) * (1.0 / (1 << 53))
 
 
-def random_state(seed: int) -> np.ndarray:
+def random_state(seed: int | Sequence[int]) -> np.ndarray:
     """Start state for :func:`next_random`: uint64 (1,), well mixed for neighbouring seeds."""
     return np.random.default_rng(seed).integers(0, 2**64, size=1, dtype=np.uint64)

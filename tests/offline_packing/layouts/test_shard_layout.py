@@ -43,7 +43,7 @@ def test_lay_out_shards(
 ) -> None:
     split = {"train": 1 - val_share, "val": val_share}
     sizes = np.array(pack_bytes, dtype=np.int64)
-    shards = lay_out_shards(sizes, split, packs_per_shard, max_shard_bytes)
+    shards = lay_out_shards(sizes, split_packs(len(sizes), split), packs_per_shard, max_shard_bytes)
     held = [pack for s in shards for pack in range(s.first_pack, s.first_pack + s.num_packs)]
     assert held == list(range(len(pack_bytes)))
     assert len({shard.name for shard in shards}) == len(shards)

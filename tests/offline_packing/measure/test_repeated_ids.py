@@ -13,12 +13,13 @@ from offline_packing.index.table import key_hash
 from offline_packing.measure import repeated_ids
 from offline_packing.measure.measure import measure
 from offline_packing.measure.repeated_ids import first_of_equal, rename_repeated
-from offline_packing.plan.plan import make_plan
+from offline_packing.plan.make_plan import make_plan
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all
 from tests.helpers.formats import write_file
+from tests.helpers.outputs import packs_of
 
 NUM_KINDS = 3  # conversation, detail, complex
 
@@ -147,7 +148,9 @@ def test_copies_of_a_repeated_id(tmp_path: Path) -> None:
     run = make_run(source, tmp_path / "out")
     counts = pack_all(run)["counts"]
     assert (counts["packed"], counts["set_aside"]) == (24, {})
-    assert len(set(keys_of(run))) == 24
+    packed = {key for _, pack in packs_of(run) for key in pack}
+    assert len(packed) == 24
+    assert {key.partition("#")[0] for key in packed} == set(keys_of(run))
 
 
 def test_first_of_equal() -> None:

@@ -11,7 +11,7 @@ from offline_packing.demo import generate_demo_dataset
 from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import ConfigError
 from offline_packing.measure.measure import measure
-from offline_packing.plan.plan import make_plan
+from offline_packing.plan.make_plan import make_plan
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 

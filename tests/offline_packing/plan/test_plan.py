@@ -7,7 +7,7 @@ import pytest
 
 from offline_packing.errors import ConfigError
 from offline_packing.measure.measure import measure
-from offline_packing.plan.plan import make_plan
+from offline_packing.plan.make_plan import make_plan
 from offline_packing.runs.artifacts import open_index
 from tests.helpers.datasets import captioning_pairs, make_run, plan_index, plan_summary
 

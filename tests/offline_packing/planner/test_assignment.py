@@ -126,11 +126,11 @@ def test_locality_with_balance_stays_within_windows() -> None:
 
 def test_interleaving_follows_weights_until_a_dataset_ends() -> None:
     groups = np.repeat([0, 1], [900, 100])
-    even = groups[interleaved_order(groups)]
+    even = groups[interleaved_order(groups, np.arange(1000))]
     assert (np.abs(np.cumsum(even) - np.arange(1, 1001) / 10) <= 1).all()
-    weighted = groups[interleaved_order(groups, weights={0: 1, 1: 1})]
+    weighted = groups[interleaved_order(groups, np.arange(1000), weights={0: 1, 1: 1})]
     assert weighted[:200].sum() == 100
-    order = interleaved_order(groups, source_order=np.arange(1000)[::-1])
+    order = interleaved_order(groups, np.arange(1000)[::-1])
     assert (np.diff(order[groups[order] == 0]) < 0).all()
 
 

@@ -6,6 +6,7 @@ import pytest
 from offline_packing import plan_packs
 from offline_packing.planner.cost import QWEN2_VL_7B, sample_cost
 from offline_packing.planner.order import (
+    SAMPLE_ORDERS,
     RankLayout,
     cost_grouped_order,
     idle_share,
@@ -89,3 +90,21 @@ def test_sample_cost_is_additive_and_counts_vision() -> None:
     assert with_images[0] == sample_cost(tokens)[0]
     one_image = sample_cost(tokens, np.array([0, 4096]))
     assert sample_cost(tokens)[1] < with_images[1] < one_image[1]
+
+
+def test_samples_inside_packs() -> None:
+    lengths = np.random.default_rng(0).integers(10, 900, 2000)
+    plans = {how: plan_packs(lengths, 1000, sample_order=how) for how in SAMPLE_ORDERS}
+    contents = {
+        how: [sorted(plan.pack(i).tolist()) for i in range(plan.num_packs)]
+        for how, plan in plans.items()
+    }
+    assert contents["random"] == contents["longest_first"] == contents["composed"]
+    for i in range(plans["random"].num_packs):
+        assert (np.diff(lengths[plans["longest_first"].pack(i)]) <= 0).all()
+    again = plan_packs(lengths, 1000, sample_order="random")
+    assert np.array_equal(plans["random"].sample_ids, again.sample_ids)
+    longest_at = [lengths[again.pack(i)].argmax() for i in range(again.num_packs)]
+    assert np.mean(np.array(longest_at) > 0) > 0.3
+    with pytest.raises(ValueError, match="sample_order 'sorted' is unknown; choose one of random"):
+        plan_packs(lengths, 1000, sample_order="sorted")

@@ -209,19 +209,25 @@ def test_several_sources(tmp_path: Path) -> None:
     pack_all(run)
     found = read_report(run)
     rows = index_rows(run)
+    uses = [rows[i] for i in PackPlan.load(run.workspace.plan).sample_ids.tolist()]
     aside = Counter(
-        "x/z" if key.startswith("x/z/") else "x/y" if key.startswith("x/y/") else "x"
-        for path in sorted(run.workspace.set_aside.glob("*.parquet"))
-        for key in pq.read_table(path)["key"].to_pylist()
+        "x/z" if row["key"].startswith("x/z/") else "x/y" if row["key"].startswith("x/y/") else "x"
+        for path in [
+            *run.workspace.set_aside.glob("*.parquet"),
+            *run.workspace.plan.glob("*.parquet"),
+        ]
+        for row in pq.read_table(path).to_pylist()
     )
     assert aside["x/z"] > 5
     for i, source in enumerate(found["sources"]):
-        own = [row for row in rows if row["source_id"] == i]
+        own = [row for row in uses if row["source_id"] == i]
+        different = len({row["key"] for row in own})
         assert source["packed"] == len(own)
         assert source["tokens"] == sum(row["num_tokens"] for row in own)
         assert source["images"] == sum(row["num_images"] for row in own)
         assert source["set_aside"] == aside[source["name"]]
-        assert source["samples"] == len(own) + aside[source["name"]]
+        assert source["samples"] == different + aside[source["name"]]
+        assert source["times_used"] == len(own) / different
         assert source["repeat"] == sources[i].get("repeat", 1)
     assert sum(source["share_of_tokens"] for source in found["sources"]) == pytest.approx(1)
 

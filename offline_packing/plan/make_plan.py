@@ -1,0 +1,156 @@
+"""Which samples are packed, how often and in which split; what the planner makes of them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from offline_packing.errors import StageError
+from offline_packing.index.duplicates import find_duplicates
+from offline_packing.index.rows import name_rows
+from offline_packing.index.set_aside import SetAside
+from offline_packing.index.set_aside_table import group_set_aside
+from offline_packing.index.table import Index
+from offline_packing.layouts import LAYOUTS
+from offline_packing.plan.arguments import plan_arguments, set_aside_reason
+from offline_packing.plan.uses import Uses, choose_uses
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.losses import aside_while_measuring, explain
+from offline_packing.runs.run import Run, listed
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan whose ids are rows of the index, and what it leaves out."""
+
+    packs: PackPlan
+    set_aside: SetAside
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """Samples set aside while planning, by reason."""
+        return self.set_aside.reasons
+
+
+def make_plan(run: Run, samples: Index) -> Planned:
+    """Plan without writing.
+
+    Raises:
+        StageError: nothing to pack, an over-long sample under on_overlong: error, or options that
+            the strategy does not have.
+    """
+    num_tokens = samples.array("num_tokens")
+    aside = _find_set_aside(run, samples)
+    kept = np.delete(np.arange(len(num_tokens)), aside.rows)
+    uses = choose_uses(run.config, samples, kept)
+    packs = _pack_uses(run, samples, num_tokens, uses)
+    left_out = _left_out(run, packs, num_tokens[packs.set_aside_ids])
+    planned = Planned(packs, SetAside.merge([aside, uses.not_drawn, left_out]))
+    _check_planned(run, samples, planned)
+    return planned
+
+
+def _pack_uses(
+    run: Run, samples: Index, num_tokens: npt.NDArray[np.integer], uses: Uses
+) -> PackPlan:
+    """The plan of all uses, split after split; its ids are rows of the index."""
+    from offline_packing.planner.plan_packs import (
+        plan_packs,  # its compiled parts take time to import
+    )
+
+    seq_length = run.config.pack.seq_length
+    plans = []
+    try:
+        for rows in uses.rows.values():
+            copy_of = rows if uses.repeated else None
+            arguments = plan_arguments(run.config, samples, rows)
+            plan = plan_packs(num_tokens[rows], seq_length, copy_of=copy_of, **arguments)
+            ids = {"sample_ids": rows[plan.sample_ids], "set_aside_ids": rows[plan.set_aside_ids]}
+            plans.append(replace(plan, **ids))
+    except (TypeError, ValueError) as error:  # TypeError: an option that the strategy has not
+        raise StageError(f"plan: {' '.join(str(error).split())}") from error
+    if not uses.repeated:
+        return plans[0]
+    splits = dict(zip(uses.rows, plans, strict=True)) if len(plans) > 1 else {}
+    return _without_doubles(_join_plans(plans, {name: p.num_packs for name, p in splits.items()}))
+
+
+def _join_plans(plans: Sequence[PackPlan], splits: dict[str, int]) -> PackPlan:
+    """One plan after the other; `splits` are the packs of each."""
+    starts = np.cumsum([0, *(len(plan.sample_ids) for plan in plans)])
+    offsets = [p.pack_offsets[1:] + start for p, start in zip(plans, starts, strict=False)]
+    info = replace(
+        plans[0].info,
+        num_tokens=sum(plan.info.num_tokens for plan in plans),
+        lower_bound=sum(plan.info.lower_bound for plan in plans),
+        splits=splits,
+    )
+    return PackPlan(
+        np.concatenate([plan.sample_ids for plan in plans]),
+        np.concatenate([np.zeros(1, np.int64), *offsets]),
+        np.concatenate([plan.set_aside_ids for plan in plans]),
+        np.concatenate([plan.set_aside_reasons for plan in plans]),
+        info,
+    )
+
+
+def _without_doubles(plan: PackPlan) -> PackPlan:
+    """The plan of uses as one of samples: set aside are those of which no use is packed, once."""
+    packed = np.unique(plan.sample_ids)
+    aside, first = np.unique(plan.set_aside_ids, return_index=True)
+    lost = ~np.isin(aside, packed)
+    return replace(
+        plan,
+        set_aside_ids=aside[lost],
+        set_aside_reasons=plan.set_aside_reasons[first[lost]],
+        info=replace(plan.info, num_copies=len(plan.sample_ids) - len(packed)),
+    )
+
+
+def _find_set_aside(run: Run, samples: Index) -> SetAside:
+    """The rows that are not planned."""
+    layout = run.config.output.layout
+    duplicates = find_duplicates(samples.array("key_hash"), partial(name_rows, samples))
+    found = [(duplicates, "duplicate_key", "an earlier sample has this key")]
+    for what, rows in LAYOUTS[layout].find_unfit(samples):
+        found.append((rows, "not_in_layout", f"layout {layout} holds no {what}"))
+    return SetAside.merge([SetAside.of(rows, *reason) for rows, *reason in found])
+
+
+def _left_out(run: Run, packs: PackPlan, num_tokens: npt.NDArray[np.integer]) -> SetAside:
+    """What the planner left out; `num_tokens` are those of `packs.set_aside_ids`."""
+    kinds = packs.set_aside_reasons.astype(np.int64) << 32 | num_tokens
+    different, codes = np.unique(kinds, return_inverse=True)
+    texts = tuple(
+        set_aside_reason(packs.info.reason_names[kind >> 32], kind & 0xFFFFFFFF, run.config)
+        for kind in different.tolist()
+    )
+    return SetAside(packs.set_aside_ids.astype(np.int64), codes.astype(np.int32), texts)
+
+
+def _check_planned(run: Run, samples: Index, planned: Planned) -> None:
+    overlong = planned.set_aside.first("overlong")
+    if overlong is not None and run.config.pack.on_overlong == "error":
+        row, detail = overlong
+        key = name_rows(samples, np.array([row]))["key"][0].as_py()
+        raise StageError(
+            f"sample {key!r} has {detail} ({planned.reasons['overlong']:,} such samples);"
+            " set pack.on_overlong: set_aside, or a longer pack.seq_length"
+        )
+    if planned.packs.num_packs == 0:
+        reasons = Counter(samples.info.set_aside) + planned.reasons
+        groups = group_set_aside(aside_while_measuring(run.workspace, samples.info))
+        example = max(groups, key=lambda group: group.count, default=None)
+        if samples.info.num_skipped and not reasons:
+            raise StageError(
+                f"nothing to pack in {run.workspace.root}: no sample is new, source.skip holds "
+                f"all {samples.info.num_skipped:,}"
+            )
+        raise StageError(
+            f"nothing to pack in {run.workspace.root}; set aside: {listed(reasons.items())}; "
+            f"{f'{explain(run.config, example)}; ' if example else ''}check source.path and "
+            "source.task"
+        )

@@ -1,0 +1,131 @@
+"""How often each sample is used, and in which split: decided before anything is packed.
+
+`repeat: 2.3` uses every sample twice and three in ten of them once more; `repeat: 0.5` every second
+one; which ones follows from key and seed alone. `weight` says which share of all tokens (of all
+samples with `pack.weight_by: samples`) a source is to have; nothing is left out for it: the source
+that is largest for its weight is used once, the others are repeated.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from offline_packing.config.packing import PackingConfig
+from offline_packing.errors import StageError
+from offline_packing.index.set_aside import SetAside
+from offline_packing.index.table import Index
+from offline_packing.layouts.shard_layout import split_packs
+from offline_packing.sources.options import MAX_REPEAT
+
+Rows = npt.NDArray[np.int64]
+#: Salts of the numbers that are drawn from a key.
+_USE, _SPLIT = 0, 1
+
+
+@dataclass(frozen=True)
+class Uses:
+    """What is packed: rows of the index, each as often as it is used, round by round."""
+
+    #: by split; a single entry without a name where splits are cut from the finished packs
+    rows: Mapping[str, Rows]
+    #: whether any row stands there twice
+    repeated: bool
+    #: rows that are not used at all
+    not_drawn: SetAside
+
+
+def choose_uses(config: PackingConfig, samples: Index, kept: Rows) -> Uses:
+    """Rows and splits of all uses of the rows that can be packed.
+
+    A split holds whole samples: where one is used several times, all its uses are in one split.
+
+    Raises:
+        StageError: the weights ask for too many copies of a sample.
+    """
+    nobody = SetAside.merge([])
+    repeats = [source.repeat for source in config.source]
+    if not any(source.weight for source in config.source) and set(repeats) == {1}:
+        return Uses({"": kept}, False, nobody)
+    source_ids = samples.array("source_id")[kept]
+    hashes = samples.array("key_hash")[kept]
+    if config.source[0].weight:
+        repeats = _repeats_of_weights(config, samples.array("num_tokens")[kept], source_ids)
+    uses = count_uses(hashes, np.array(repeats)[source_ids], config.pack.seed)
+    unused = uses == 0
+    not_drawn = [
+        SetAside.of(kept[unused & (source_ids == i)], "not_drawn", f"repeat {repeat:g}")
+        for i, repeat in enumerate(repeats)
+        if repeat < 1
+    ]
+    repeated = int(uses.max(initial=0)) > 1
+    parts = {"": np.flatnonzero(~unused)}
+    if repeated and len(config.output.split) > 1:
+        parts = assign_splits(hashes, parts[""], config.output.split, config.pack.seed)
+    rows = {name: kept[in_rounds(part, uses[part])] for name, part in parts.items()}
+    return Uses(rows, repeated, SetAside.merge(not_drawn))
+
+
+def _repeats_of_weights(
+    config: PackingConfig, num_tokens: npt.NDArray[np.integer], source_ids: npt.NDArray[np.integer]
+) -> list[float]:
+    pack = config.pack
+    fits = num_tokens <= pack.seq_length // pack.pad_multiple * pack.pad_multiple
+    amounts = num_tokens[fits] if pack.weight_by == "tokens" else None
+    totals = np.bincount(source_ids[fits], amounts, minlength=len(config.source)).tolist()
+    repeats = repeats_of_weights([source.weight or 0 for source in config.source], totals)
+    for source, repeat in zip(config.source, repeats, strict=True):
+        if repeat > MAX_REPEAT:
+            raise StageError(
+                f"the weights ask for {repeat:,.0f} copies of each sample of {source.path}, at "
+                f"most {MAX_REPEAT:,} are made; lower its weight"
+            )
+    return repeats
+
+
+def repeats_of_weights(weights: Sequence[float], amounts: Sequence[float]) -> list[float]:
+    """Repeats that give sources of these many tokens or samples shares in proportion to weights.
+
+    [1, 3] for amounts [100, 100] -> [1.0, 3.0]; the smallest repeat is 1. An empty source gets 1.
+    """
+    wanted = [
+        weight / amount if amount else 0.0 for weight, amount in zip(weights, amounts, strict=True)
+    ]
+    smallest = min((ratio for ratio in wanted if ratio), default=1.0)
+    return [ratio / smallest if ratio else 1.0 for ratio in wanted]
+
+
+def count_uses(
+    hashes: npt.NDArray[np.uint64], repeats: npt.NDArray[np.float64], seed: int
+) -> npt.NDArray[np.int64]:
+    """(num_samples,) how often each is used: 2 or 3 times for repeat 2.3, as its hash decides."""
+    whole = np.floor(repeats)
+    return (whole + (_drawn(hashes, seed, _USE) < repeats - whole)).astype(np.int64)
+
+
+def in_rounds(rows: Rows, uses: npt.NDArray[np.int64]) -> Rows:
+    """[4, 7] used [1, 3] times -> [4, 7, 7, 7]: all first uses, then all second ones, and so on."""
+    rounds = [rows[uses > i] for i in range(int(uses.max(initial=0)))]
+    return np.concatenate([np.empty(0, np.int64), *rounds])
+
+
+def assign_splits(
+    hashes: npt.NDArray[np.uint64], rows: Rows, shares: Mapping[str, float], seed: int
+) -> dict[str, Rows]:
+    """The rows of each split, ascending: shares of the samples, at least one each if there are
+    enough. Which ones their hashes decide, whatever the repeats and weights are."""
+    drawn = rows[np.argsort(_drawn(hashes[rows], seed, _SPLIT), kind="stable")]
+    return {
+        name: np.sort(drawn[places.start : places.stop])
+        for name, places in split_packs(len(rows), shares).items()
+    }
+
+
+def _drawn(hashes: npt.NDArray[np.uint64], seed: int, salt: int) -> npt.NDArray[np.float64]:
+    """A number in [0, 1) for each hash, of SplitMix64's mixing function."""
+    key = np.random.default_rng([seed, salt]).integers(0, 2**64, dtype=np.uint64)
+    z = hashes ^ key
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((z ^ (z >> np.uint64(31))) >> np.uint64(11)).astype(np.float64) / 2**53

@@ -1,0 +1,264 @@
+"""Samples that are used several times: no pack holds two copies of one.
+
+Packs are composed as if copies were samples of their own, then each copy that met another one is
+exchanged: for a sample of another pack, or with a second one for two of the same tokens. Packs
+stay as full as they were, and only around as many exchanges are needed as there are different
+lengths. A copy that nothing can be exchanged for goes where there is room, or into a new pack.
+"""
+
+import numpy as np
+from numba import njit
+
+from offline_packing.planner.strategies.kernels import random_below, random_state
+from offline_packing.planner.strategies.packs import Packs
+
+_PARTNERS = 256  # packs that are tried for one copy
+_DRAWS = 512  # exchanges of two for two that are tried with each
+_ROOMS = 4096  # packs that are searched for room
+
+
+@njit(cache=True)
+def rounds_of_copies(copy_of: np.ndarray) -> np.ndarray:
+    """How many earlier samples are copies of the same: [7, 3, 7, 7] -> [0, 0, 1, 2], int32."""
+    seen = np.zeros(copy_of.max() + 1 if len(copy_of) else 0, np.int32)
+    rounds = np.empty(len(copy_of), np.int32)
+    for sample in range(len(copy_of)):
+        rounds[sample] = seen[copy_of[sample]]
+        seen[copy_of[sample]] += 1
+    return rounds
+
+
+def most_copies(copy_of: np.ndarray) -> int:
+    """Uses of the sample that is used most: so many packs are needed at least."""
+    return int(rounds_of_copies(copy_of).max(initial=-1)) + 1
+
+
+def separate_copies(
+    packs: Packs,
+    sizes: np.ndarray,
+    limits: np.ndarray,
+    copy_of: np.ndarray,
+    *,
+    reach: int | None = None,
+    seed: int = 0,
+) -> Packs:
+    """The packs, changed so that none holds two copies of one sample.
+
+    Args:
+        sizes: int64 (num_samples, num_limits): tokens and whatever else a pack is limited in.
+        limits: int64 (num_limits,).
+        copy_of: integers (num_samples,) from 0; samples with the same number are copies.
+        reach: exchange only with packs at most this far away, as far as that is possible.
+    """
+    doubled = _doubled_places(packs.sample_ids, packs.pack_offsets, copy_of)
+    if len(doubled) == 0:
+        return packs
+    sample_ids, offsets = packs.sample_ids.astype(np.int64), packs.pack_offsets
+    totals = np.add.reduceat(sizes[sample_ids], offsets[:-1], axis=0)
+    state = random_state(seed)
+    _exchange_all(
+        sample_ids, offsets, totals, sizes, limits, copy_of, doubled, reach or len(totals), state
+    )
+    left = _doubled_places(sample_ids, offsets, copy_of)
+    if len(left) == 0:
+        return Packs(sample_ids, offsets)
+    return _move_out(Packs(sample_ids, offsets), sizes, limits, copy_of, left)
+
+
+@njit(cache=True)
+def _doubled_places(
+    sample_ids: np.ndarray, pack_offsets: np.ndarray, copy_of: np.ndarray
+) -> np.ndarray:
+    """Places in ``sample_ids`` that hold a further copy of a sample of the same pack."""
+    last_pack = np.full(copy_of.max() + 1 if len(copy_of) else 0, -1, np.int64)
+    places = []
+    for pack in range(len(pack_offsets) - 1):
+        for place in range(pack_offsets[pack], pack_offsets[pack + 1]):
+            origin = copy_of[sample_ids[place]]
+            if last_pack[origin] == pack:
+                places.append(place)
+            last_pack[origin] = pack
+    found = np.empty(len(places), np.int64)
+    for i in range(len(places)):
+        found[i] = places[i]
+    return found
+
+
+@njit(cache=True)
+def _holds(
+    sample_ids: np.ndarray, start: int, end: int, copy_of: np.ndarray, origin: int, but: int
+) -> bool:
+    """Whether places start..end hold a copy of a sample, place ``but`` left aside."""
+    found = False
+    for place in range(start, end):
+        found |= place != but and copy_of[sample_ids[place]] == origin
+    return found
+
+
+@njit(cache=True)
+def _fits(
+    sizes: np.ndarray,
+    limits: np.ndarray,
+    totals: np.ndarray,
+    pack: int,
+    other: int,
+    out: tuple[int, int],
+    into: tuple[int, int],
+) -> bool:
+    """Whether ``pack`` can give the samples ``out`` to ``other`` for ``into``; -1 is no sample."""
+    for k in range(len(limits)):
+        more = np.int64(0)
+        for i in range(2):
+            if out[i] >= 0:
+                more += sizes[into[i], k] - sizes[out[i], k]
+        if totals[pack, k] + more > limits[k] or totals[other, k] - more > limits[k]:
+            return False
+    return True
+
+
+@njit(cache=True)
+def _swap(
+    sample_ids: np.ndarray,
+    sizes: np.ndarray,
+    totals: np.ndarray,
+    pack: int,
+    other: int,
+    place: int,
+    partner: int,
+) -> None:
+    mine, theirs = sample_ids[place], sample_ids[partner]
+    for k in range(sizes.shape[1]):
+        totals[pack, k] += sizes[theirs, k] - sizes[mine, k]
+        totals[other, k] += sizes[mine, k] - sizes[theirs, k]
+    sample_ids[place], sample_ids[partner] = theirs, mine
+
+
+@njit(cache=True)
+def _exchange(
+    sample_ids: np.ndarray,
+    pack_offsets: np.ndarray,
+    totals: np.ndarray,
+    sizes: np.ndarray,
+    limits: np.ndarray,
+    copy_of: np.ndarray,
+    pack: int,
+    place: int,
+    other: int,
+    state: np.ndarray,
+) -> bool:
+    """Exchange the copy at ``place`` with ``other``: one for one, or two for two drawn ones."""
+    start, end = pack_offsets[pack], pack_offsets[pack + 1]
+    first, last = pack_offsets[other], pack_offsets[other + 1]
+    mine = sample_ids[place]
+    if _holds(sample_ids, first, last, copy_of, copy_of[mine], -1):
+        return False
+    for partner in range(first, last):
+        theirs = sample_ids[partner]
+        if _fits(sizes, limits, totals, pack, other, (mine, -1), (theirs, -1)) and not _holds(
+            sample_ids, start, end, copy_of, copy_of[theirs], -1
+        ):
+            _swap(sample_ids, sizes, totals, pack, other, place, partner)
+            return True
+    if end - start < 2 or last - first < 2:
+        return False
+    for _ in range(_DRAWS):
+        second = start + random_below(state, end - start)
+        partner = first + random_below(state, last - first)
+        another = first + random_below(state, last - first)
+        out = (mine, sample_ids[second])
+        into = (sample_ids[partner], sample_ids[another])
+        if partner == another or copy_of[out[0]] == copy_of[out[1]]:
+            continue
+        if not _fits(sizes, limits, totals, pack, other, out, into):
+            continue
+        if (
+            copy_of[into[0]] != copy_of[into[1]]
+            and not _holds(sample_ids, first, last, copy_of, copy_of[out[1]], -1)
+            and not _holds(sample_ids, start, end, copy_of, copy_of[into[0]], -1)
+            and not _holds(sample_ids, start, end, copy_of, copy_of[into[1]], -1)
+        ):
+            _swap(sample_ids, sizes, totals, pack, other, place, partner)
+            _swap(sample_ids, sizes, totals, pack, other, second, another)
+            return True
+    return False
+
+
+@njit(cache=True)
+def _exchange_all(
+    sample_ids: np.ndarray,
+    pack_offsets: np.ndarray,
+    totals: np.ndarray,
+    sizes: np.ndarray,
+    limits: np.ndarray,
+    copy_of: np.ndarray,
+    places: np.ndarray,
+    reach: int,
+    state: np.ndarray,
+) -> None:
+    """Exchange the copies at ``places`` with random packs of at most ``reach`` away."""
+    num_packs = len(pack_offsets) - 1
+    for place in places:
+        pack = np.searchsorted(pack_offsets, place, side="right") - 1
+        start, end = pack_offsets[pack], pack_offsets[pack + 1]
+        if not _holds(sample_ids, start, end, copy_of, copy_of[sample_ids[place]], place):
+            continue  # the other copy has gone
+        lowest = max(0, pack - reach)
+        highest = min(num_packs, pack + reach + 1)
+        for _ in range(_PARTNERS):
+            other = lowest + random_below(state, highest - lowest)
+            if other != pack and _exchange(
+                sample_ids, pack_offsets, totals, sizes, limits, copy_of, pack, place, other, state
+            ):
+                break
+
+
+def _move_out(
+    packs: Packs, sizes: np.ndarray, limits: np.ndarray, copy_of: np.ndarray, places: np.ndarray
+) -> Packs:
+    """Move the copies at ``places`` to packs with room for them, new ones at the end if need be."""
+    moved = packs.sample_ids[places]
+    moved = moved[np.argsort(-sizes[moved, 0], kind="stable")]
+    kept = np.delete(packs.sample_ids, places)
+    pack_of = np.delete(np.repeat(np.arange(packs.num_packs), np.diff(packs.pack_offsets)), places)
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(pack_of, minlength=packs.num_packs))])
+    totals = np.add.reduceat(sizes[kept], offsets[:-1], axis=0)
+    pack_of = np.concatenate(
+        [pack_of, _find_room(kept, offsets, totals, sizes, limits, copy_of, moved)]
+    )
+    sample_ids = np.concatenate([kept, moved])[np.argsort(pack_of, kind="stable")]
+    return Packs(sample_ids, np.concatenate([[0], np.cumsum(np.bincount(pack_of))]))
+
+
+@njit(cache=True)
+def _find_room(
+    kept: np.ndarray,
+    offsets: np.ndarray,
+    totals: np.ndarray,
+    sizes: np.ndarray,
+    limits: np.ndarray,
+    copy_of: np.ndarray,
+    moved: np.ndarray,
+) -> np.ndarray:
+    """The pack of each of the ``moved`` samples: int64 (num_moved,), new ones numbered on.
+
+    Copies of one sample are given packs further and further down one list.
+    """
+    old = np.argsort(totals[:, 0])[:_ROOMS]
+    packs = np.concatenate((old, np.arange(len(totals), len(totals) + len(moved))))
+    rooms = np.zeros((len(packs), len(limits)), np.int64)
+    rooms[: len(old)] = totals[old]
+    next_of = np.zeros(copy_of.max() + 1, np.int64)
+    pack_of = np.empty(len(moved), np.int64)
+    for i in range(len(moved)):
+        sample, origin = moved[i], copy_of[moved[i]]
+        for choice in range(next_of[origin], len(packs)):
+            pack = packs[choice]
+            if (rooms[choice] + sizes[sample] <= limits).all() and not (
+                choice < len(old)
+                and _holds(kept, offsets[pack], offsets[pack + 1], copy_of, origin, -1)
+            ):
+                break
+        pack_of[i] = pack
+        rooms[choice] += sizes[sample]
+        next_of[origin] = choice + 1
+    return pack_of

@@ -1,0 +1,260 @@
+"""Repeats and weights: how often each sample is used, in one split and never twice in a pack."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offline_packing.errors import StageError
+from offline_packing.index.table import key_hash
+from offline_packing.measure.measure import measure
+from offline_packing.plan.make_plan import make_plan
+from offline_packing.plan.uses import assign_splits, count_uses, in_rounds, repeats_of_weights
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.artifacts import open_index
+from offline_packing.runs.run import Run
+from offline_packing.sources.options import MAX_REPEAT
+from offline_packing.verify.verify import verify
+from tests.helpers import formats
+from tests.helpers.datasets import (
+    captioning_pairs,
+    index_rows,
+    make_run,
+    pack_all,
+    plan_index,
+    plan_summary,
+)
+from tests.helpers.outputs import packs_of, set_aside_in_plan
+
+HASHES = np.array([key_hash(0, f"key{i}") for i in range(4000)], np.uint64)
+SPLIT = {"split": {"train": 0.8, "val": 0.2}}
+
+
+@given(
+    sizes=st.lists(st.tuples(st.floats(0.01, 100), st.integers(1, 10**6)), min_size=1, max_size=6)
+)
+def test_weights_are_shares_and_nothing_is_left_out(sizes: list[tuple[float, int]]) -> None:
+    weights, counts = zip(*sizes, strict=True)
+    repeats = repeats_of_weights(weights, counts)
+    assert min(repeats) == pytest.approx(1)
+    used = [repeat * count for repeat, count in zip(repeats, counts, strict=True)]
+    shares = [weight / sum(weights) for weight in weights]
+    assert [one / sum(used) for one in used] == pytest.approx(shares)
+
+
+def test_weights_example() -> None:
+    assert repeats_of_weights([1, 3], [100, 100]) == [1, 3]
+    assert repeats_of_weights([1, 1], [0, 10]) == [1, 1]
+
+
+@pytest.mark.parametrize("repeat", [0.25, 1, 1.5, 3])
+def test_uses_follow_from_key_and_seed(repeat: float) -> None:
+    repeats = np.full(len(HASHES), repeat)
+    uses = count_uses(HASHES, repeats, seed=1)
+    assert set(uses.tolist()) <= {int(repeat), int(repeat) + 1}
+    assert uses.mean() == pytest.approx(repeat, abs=0.04)
+    assert np.array_equal(uses[::-1], count_uses(HASHES[::-1], repeats, seed=1))
+    if repeat % 1:
+        assert not np.array_equal(uses, count_uses(HASHES, repeats, seed=2))
+
+
+def test_rounds() -> None:
+    assert in_rounds(np.array([4, 7, 9]), np.array([1, 3, 2])).tolist() == [4, 7, 9, 7, 9, 7]
+
+
+def test_splits_follow_from_keys_alone() -> None:
+    rows = np.arange(1000)
+    splits = assign_splits(HASHES, rows, {"train": 0.9, "val": 0.1}, seed=0)
+    assert {name: len(part) for name, part in splits.items()} == {"train": 900, "val": 100}
+    assert sorted([*splits["train"], *splits["val"]]) == rows.tolist()
+    fewer = assign_splits(HASHES, rows[:900], {"train": 0.9, "val": 0.1}, seed=0)
+    stays = np.isin(fewer["val"], splits["val"]).mean()
+    assert stays > 0.85  # whatever else is there
+    tiny = assign_splits(HASHES, rows[:2], {"train": 0.99, "val": 0.01}, seed=0)
+    assert [len(part) for part in tiny.values()] == [1, 1]
+
+
+def sources(root: Path, **second: Any) -> list[dict[str, Any]]:
+    first = formats.jsonl(root / "first", formats.draw_samples(6))
+    other = formats.webdataset(root / "other", formats.draw_samples(4, seed=1))
+    return [
+        {**first, "name": "first", "task": "bmr"},
+        {**other, "name": "other", "task": "bmr", **second},
+    ]
+
+
+def packed_keys(run: Run) -> Counter[str]:
+    return Counter(key for _, pack in packs_of(run) for key in pack)
+
+
+def test_repeated_samples_are_packed_as_often(tmp_path: Path) -> None:
+    run = make_run(sources(tmp_path, repeat=2), tmp_path / "out")
+    manifest = pack_all(run)
+    assert manifest["counts"]["packed"] == manifest["counts"]["samples"] == 6 + 2 * 4
+    assert len(index_rows(run)) == 6 + 4
+    found = packed_keys(run)
+    assert set(found.values()) == {1}
+    assert sorted(Counter(key.partition("#")[0] for key in found).values()) == [1] * 6 + [2] * 4
+    assert {"other/shard-000/s0000", "other/shard-000/s0000#2"} <= set(found)
+    result = verify(run, deep=True)
+    assert result.ok, result.problems
+    assert result.num_samples == 14
+
+
+def test_samples_that_are_not_drawn_are_counted(tmp_path: Path) -> None:
+    run = make_run(sources(tmp_path, repeat=0.5), tmp_path / "out")
+    counts = pack_all(run)["counts"]
+    aside = set_aside_in_plan(run)
+    assert 0 < len(aside) < 4
+    assert {(row["reason"], row["detail"]) for row in aside} == {("not_drawn", "repeat 0.5")}
+    assert all(row["key"].startswith("other/") for row in aside)
+    assert counts["packed"] == 10 - len(aside)
+    assert verify(run).ok
+
+
+def shares(run: Run, what: str) -> list[float]:
+    """Share of each source in the plan, of samples or tokens."""
+    samples = open_index(run)
+    rows = PackPlan.load(run.workspace.plan).sample_ids
+    amounts = samples.array("num_tokens")[rows] if what == "tokens" else None
+    totals = np.bincount(samples.array("source_id")[rows], amounts)
+    return (totals / totals.sum()).tolist()
+
+
+@pytest.mark.parametrize("weight_by", ["tokens", "samples"])
+def test_weights_are_changed_without_measuring_again(tmp_path: Path, weight_by: str) -> None:
+    """Pictures of one size with long captions, and many small ones with short captions."""
+    captioning_pairs(tmp_path / "a", 20)
+    captioning_pairs(tmp_path / "b", 60, seed=1)
+    for path in (tmp_path / "b").glob("*/*.json"):
+        path.write_text('{"captions": [{"content": "a cat"}]}')
+
+    def run_for(weight: float) -> Run:
+        blend = [
+            {"format": "pairs", "path": str(tmp_path / name), "task": "captioning", "weight": w}
+            for name, w in (("a", weight), ("b", 1))
+        ]
+        return make_run(blend, tmp_path / "out", pack={"seq_length": 512, "weight_by": weight_by})
+
+    measure(run_for(1))
+    written = run_for(1).workspace.index_info.stat().st_mtime_ns
+    for weight in (1, 3):
+        run = run_for(weight)
+        measure(run)
+        plan_index(run)
+        assert shares(run, weight_by) == pytest.approx(
+            [weight / (weight + 1), 1 / (weight + 1)], abs=0.04
+        )
+    assert run.workspace.index_info.stat().st_mtime_ns == written
+    assert abs(shares(run, "samples")[0] - shares(run, "tokens")[0]) > 0.04
+
+
+def test_the_summary_shows_what_weights_make_of_sources(tmp_path: Path) -> None:
+    captioning_pairs(tmp_path / "a", 20)
+    captioning_pairs(tmp_path / "b", 60, seed=1)
+    blend = [
+        {"format": "pairs", "path": str(tmp_path / name), "task": "captioning", "weight": weight}
+        for name, weight in (("a", 4), ("b", 1))
+    ]
+    run = make_run(blend, tmp_path / "out")
+    measure(run)
+    lines = plan_summary(run).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("source  "))
+    assert lines[start].split() == [
+        "source",
+        "samples",
+        "times",
+        "used",
+        "tokens",
+        "share",
+        "bytes",
+    ]
+    for name, line in zip(("a", "b"), lines[start + 1 :], strict=False):
+        shown, samples, times_used, tokens, share, num_bytes = line.split()
+        rows = [row for row in index_rows(run) if row["key"].startswith(f"{name}/")]
+        ids = PackPlan.load(run.workspace.plan).sample_ids
+        used = [row for row in (index_rows(run)[i] for i in ids.tolist()) if row in rows]
+        assert (shown, int(samples)) == (name, len(rows))
+        assert float(times_used) == pytest.approx(len(used) / len(rows), abs=0.005)
+        assert int(tokens.replace(",", "")) == sum(row["num_tokens"] for row in used)
+        assert float(share[:-1]) == pytest.approx({"a": 80, "b": 20}[name], abs=1)
+        assert int(num_bytes.replace(",", "")) == sum(
+            row["json"]["size"] + sum(medium["size"] for medium in row["media"]) for row in used
+        )
+
+
+def test_weights_that_ask_for_too_many_copies(tmp_path: Path) -> None:
+    first, other = sources(tmp_path)
+    run = make_run([{**first, "weight": 1}, {**other, "weight": 1e6}], tmp_path / "out")
+    measure(run)
+    with pytest.raises(StageError, match=f"at most {MAX_REPEAT:,} are made; lower its weight"):
+        plan_index(run)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "pack",
+    [
+        {},
+        {"assignment": ["mix"]},
+        {"assignment": ["balance"]},
+        {"assignment": ["mix", "locality", "balance"]},
+        {"strategy": "sequential"},
+        {"strategy": "hash_bucket"},
+        {"order": {"num_ranks": 2}},
+        {"homogeneous": True, "max_samples": 5},
+    ],
+    ids=str,
+)
+def test_a_sample_is_in_one_split_and_once_in_a_pack(
+    blend: Path, seed: int, pack: dict[str, Any]
+) -> None:
+    parts = [
+        {"format": "pairs", "path": str(blend / name), "task": "captioning", "repeat": repeat}
+        for name, repeat in (("a", 2.5), ("b", 4))
+    ]
+    run = make_run(
+        parts,
+        blend / "out",
+        pack={"seq_length": 512, "seed": seed, **pack},
+        output={"path": str(blend / "out"), "packs_per_shard": 20, **SPLIT},
+    )
+    measure(run)
+    packs = make_plan(run, open_index(run)).packs
+    assert list(packs.info.splits) == ["train", "val"]
+    assert sum(packs.info.splits.values()) == packs.num_packs
+    members = [packs.pack(i) for i in range(packs.num_packs)]
+    assert all(len(np.unique(pack)) == len(pack) for pack in members)
+    end = packs.info.splits["train"]
+    train, val = np.concatenate(members[:end]), np.concatenate(members[end:])
+    assert not set(train) & set(val)
+    assert len(set(train) | set(val)) == 70
+    assert len(packs.sample_ids) == 70 + packs.info.num_copies > 150
+    assert 0.1 < len(val) / len(packs.sample_ids) < 0.3
+
+
+@pytest.fixture(scope="module")
+def blend(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two folders of captions."""
+    root = tmp_path_factory.mktemp("blend")
+    captioning_pairs(root / "a", 40)
+    captioning_pairs(root / "b", 30, seed=1)
+    return root
+
+
+def test_written_splits_hold_no_sample_in_common(blend: Path, tmp_path: Path) -> None:
+    source = {"format": "pairs", "path": str(blend / "a"), "task": "captioning", "repeat": 3}
+    run = make_run(source, tmp_path / "out", output={"path": str(tmp_path / "out"), **SPLIT})
+    counts = pack_all(run)["counts"]
+    assert set(counts["packs"]) == {"train", "val"}
+    by_split: dict[str, set[str]] = {}
+    for split, pack in packs_of(run):
+        assert len({key.partition("#")[0] for key in pack}) == len(pack)
+        by_split.setdefault(split, set()).update(key.partition("#")[0] for key in pack)
+    assert not by_split["train"] & by_split["val"]
+    assert len(by_split["train"] | by_split["val"]) == 40
+    assert verify(run, deep=True).ok

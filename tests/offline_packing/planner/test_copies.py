@@ -1,0 +1,143 @@
+"""Samples that are used several times: no pack holds two copies, and hardly a pack more is made."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offline_packing import plan_packs
+from offline_packing.planner.copies import rounds_of_copies
+from offline_packing.planner.strategies import STRATEGIES
+
+SEQ_LENGTH = 1024
+
+
+def used(uses: np.ndarray) -> np.ndarray:
+    """Numbers of the samples, in rounds: [0 1 2, 0 2] for uses [2, 1, 2]."""
+    return np.concatenate([np.flatnonzero(uses > i) for i in range(uses.max())])
+
+
+def draw(num_samples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths and origins of samples that are used 2.5 times on average."""
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(4.2, 1.0, num_samples), 4, SEQ_LENGTH).astype(np.int64)
+    copy_of = used(rng.integers(2, 4, num_samples))
+    return lengths[copy_of], copy_of
+
+
+def doubled(plan, copy_of: np.ndarray) -> int:
+    """Packs that hold a sample twice."""
+    packs = (copy_of[plan.pack(i)] for i in range(plan.num_packs))
+    return sum(len(np.unique(pack)) < len(pack) for pack in packs)
+
+
+def assert_sound(plan, lengths: np.ndarray, copy_of: np.ndarray) -> None:
+    assert sorted(plan.sample_ids.tolist()) == list(range(len(lengths)))
+    assert np.add.reduceat(lengths[plan.sample_ids], plan.pack_offsets[:-1]).max() <= SEQ_LENGTH
+    assert doubled(plan, copy_of) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_keeps_copies_apart(strategy: str, seed: int) -> None:
+    lengths, copy_of = draw(150, seed)
+    plan = plan_packs(lengths, SEQ_LENGTH, strategy=strategy, seed=seed, copy_of=copy_of)
+    assert_sound(plan, lengths, copy_of)
+    free = plan_packs(lengths, SEQ_LENGTH, strategy=strategy, seed=seed)
+    assert doubled(free, copy_of) > 0 or strategy in ("sequential", "knapsack")
+    assert plan.num_packs <= free.num_packs + 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("assignment", ["mix", "locality", "balance"])
+def test_every_assignment_keeps_copies_apart(assignment: str, seed: int) -> None:
+    lengths, copy_of = draw(600, seed)
+    plan = plan_packs(
+        lengths,
+        SEQ_LENGTH,
+        seed=seed,
+        copy_of=copy_of,
+        assignment=assignment,
+        groups=copy_of % 3,
+        source_order=copy_of,
+        balance_by=lengths,
+        window_packs=20,
+    )
+    assert_sound(plan, lengths, copy_of)
+    assert plan.gap < 0.03
+
+
+@pytest.mark.parametrize("options", [{"max_samples": 6}, {"homogeneous": True}])
+def test_limits_and_groups_hold_with_copies(options: dict[str, int]) -> None:
+    lengths, copy_of = draw(400, seed=0)
+    patches = lengths * 4
+    plan = plan_packs(
+        lengths,
+        SEQ_LENGTH,
+        copy_of=copy_of,
+        groups=copy_of % 2,
+        budgets={} if "homogeneous" in options else {"patches": (patches, 4096)},
+        **options,
+    )
+    assert_sound(plan, lengths, copy_of)
+    for pack in map(plan.pack, range(plan.num_packs)):
+        if "homogeneous" in options:
+            assert len(np.unique(copy_of[pack] % 2)) == 1
+        else:
+            assert len(pack) <= 6
+            assert patches[pack].sum() <= 4096
+
+
+def test_copies_cost_no_fill() -> None:
+    """Captions behind a fixed number of vision tokens, the law with the fewest exact fills."""
+    rng = np.random.default_rng(0)
+    copy_of = used(rng.integers(2, 4, 20_000))
+    lengths = (596 + np.clip(rng.lognormal(3.2, 0.6, 20_000), 4, 400).astype(np.int64))[copy_of]
+    plan = plan_packs(lengths, 8192, copy_of=copy_of)
+    assert doubled(plan, copy_of) == 0
+    assert plan.num_packs <= plan_packs(lengths, 8192).num_packs
+
+
+def test_a_sample_that_is_used_often_needs_as_many_packs() -> None:
+    copy_of = np.array([0, 1, 2, *[2] * 6])
+    plan = plan_packs(np.full(9, 100), SEQ_LENGTH, copy_of=copy_of)
+    assert doubled(plan, copy_of) == 0
+    assert plan.num_packs == plan.info.lower_bound == 7
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    uses=st.lists(st.integers(1, 12), min_size=1, max_size=12),
+    seed=st.integers(0, 1000),
+    longest=st.integers(1, 40),
+)
+def test_any_uses_can_be_kept_apart(uses: list[int], seed: int, longest: int) -> None:
+    copy_of = used(np.array(uses))
+    lengths = np.random.default_rng(seed).integers(1, longest + 1, len(uses))[copy_of]
+    plan = plan_packs(lengths, 40, seed=seed, copy_of=copy_of)
+    assert sorted(plan.sample_ids.tolist()) == list(range(len(lengths)))
+    assert np.add.reduceat(lengths[plan.sample_ids], plan.pack_offsets[:-1]).max() <= 40
+    assert doubled(plan, copy_of) == 0
+
+
+def test_without_copies_nothing_changes() -> None:
+    lengths, _ = draw(300, seed=0)
+    plain = plan_packs(lengths, SEQ_LENGTH)
+    same = plan_packs(lengths, SEQ_LENGTH, copy_of=np.arange(len(lengths)))
+    assert np.array_equal(plain.sample_ids, same.sample_ids)
+    assert np.array_equal(plain.pack_offsets, same.pack_offsets)
+
+
+def test_mix_takes_copies_round_by_round() -> None:
+    copy_of = used(np.full(1000, 3))
+    assert rounds_of_copies(copy_of).tolist() == np.repeat([0, 1, 2], 1000).tolist()
+    plan = plan_packs(
+        np.full(3000, 100),
+        1000,
+        copy_of=copy_of,
+        assignment="mix",
+        groups=copy_of * 0,
+        window_packs=10,
+    )
+    rounds = np.argsort(plan.sample_ids) // 1000
+    assert (rounds == np.repeat([0, 1, 2], 1000)).mean() > 0.95
