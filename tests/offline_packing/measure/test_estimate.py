@@ -13,7 +13,7 @@ def test_a_dry_run_estimates_from_the_beginning_of_files(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = formats.draw_samples(60)
-    source = accounting.open_source(formats.WRITERS[name](tmp_path, samples))
+    source = accounting.open_one(formats.WRITERS[name](tmp_path, samples), tmp_path)
     assert estimate.estimate_records(source, source.unread_parts()) == (60, True)
     monkeypatch.setattr(estimate, "_SAMPLED_RECORDS", 10)
     monkeypatch.setattr(estimate, "_SAMPLED_PARTS", 1)
