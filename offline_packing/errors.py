@@ -9,6 +9,10 @@ class ConfigError(StageError):
     """The configuration, or the command line, cannot be used."""
 
 
+class DamagedError(StageError):
+    """One of an output's own files is not what was written."""
+
+
 class DiskFullError(StageError):
     """There is no room for what a stage writes; no other task would fare better."""
 

@@ -41,7 +41,7 @@ def read_set_aside(paths: Iterable[Path], reasons: Collection[str] = ()) -> Iter
                     rows = pa.Table.from_batches([batch], SET_ASIDE_SCHEMA)
                     yield rows.filter(pc.is_in(rows["reason"], wanted)) if reasons else rows
         except (OSError, pa.ArrowException) as error:
-            raise StageError(f"{path} cannot be read: {error}; verify tells what to do") from error
+            raise StageError(f"{path} cannot be read: {error}; retry measures again") from error
 
 
 def group_set_aside(paths: Iterable[Path]) -> list[AsideGroup]:

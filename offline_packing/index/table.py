@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from offline_packing.errors import StageError
+from offline_packing.errors import DamagedError, StageError
 from offline_packing.sources import Locator
 from offline_packing.storage.files import atomic_file, read_json, to_json, write_atomically
 from task_encoders.sample_encoder import SampleLength
@@ -236,9 +236,12 @@ class IndexInfo:
                 f"{INDEX_VERSION}; measure again with another output.path"
             )
         try:
-            return cls(**content)
+            info = cls(**content)
         except TypeError as error:
-            raise StageError(f"{path} is damaged: {error}; verify tells what to do") from error
+            raise DamagedError(f"{path} is damaged: {error}; retry measures again") from error
+        if not isinstance(info.hashes, dict) or not isinstance(info.part_rows, list):
+            raise DamagedError(f"{path} is damaged; retry measures again")
+        return info
 
 
 def part_name(number: int) -> str:
@@ -280,12 +283,12 @@ class Index:
             table = pq.read_table(path, columns=list(columns), memory_map=True)
         except (OSError, pa.ArrowException) as error:
             raise StageError(
-                f"index part {path} cannot be read: {error}; verify tells what to do"
+                f"index part {path} cannot be read: {error}; retry measures it again"
             ) from error
         if len(table) != rows:
             raise StageError(
-                f"index part {path} has {len(table)} rows, {rows} were written; verify tells what "
-                "to do"
+                f"index part {path} has {len(table)} rows, {rows} were written; retry "
+                "measures it again"
             )
         return table
 

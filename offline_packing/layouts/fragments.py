@@ -1,14 +1,15 @@
 """Fragments: what each finished shard holds, in _packing/write/. They mark it as finished."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import orjson
 
 from offline_packing.errors import StageError
 from offline_packing.storage.files import hash_bytes, read_json, write_atomically
-from offline_packing.storage.tar_shards import PackEntry, Part
+from offline_packing.storage.tar_shards import FilePart, PackEntry, Part
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,17 @@ class ShardFragment:
         """Write the fragment: from now on the shard is finished."""
         write_atomically(path, orjson.dumps(self))
 
+    def as_recorded(self, content_hash: str) -> "ShardFragment":
+        """The fragment in the form that a manifest recorded: an earlier version kept no hashes of
+        single files."""
+        if self.content_hash == content_hash:
+            return self
+        packs = [
+            replace(pack, parts=tuple(Part(p.name, p.offset, p.size) for p in pack.parts))
+            for pack in self.packs
+        ]
+        return replace(self, packs=packs)
+
     @classmethod
     def load(cls, path: Path) -> "ShardFragment":
         """Read a fragment. Raises StageError where there is none, or it is damaged."""
@@ -46,12 +58,16 @@ class ShardFragment:
             raise StageError(f"{path} is missing; run write again")
         try:
             packs = [
-                PackEntry(**{**pack, "parts": tuple(Part(**part) for part in pack["parts"])})
+                PackEntry(**{**pack, "parts": tuple(map(_part, pack["parts"]))})
                 for pack in content["packs"]
             ]
             return cls(**{**content, "packs": packs})
         except (KeyError, TypeError) as error:
             raise StageError(f"{path} is damaged: {error}; retry writes it again") from error
+
+
+def _part(content: Mapping[str, Any]) -> Part:
+    return FilePart(**content) if "xxh3_128" in content else Part(**content)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from offline_packing.errors import StageError
 from offline_packing.layouts.base import Layout
 from offline_packing.layouts.fragments import ShardFragment, ShardFragments
 from offline_packing.layouts.shard_tasks import ShardTask
-from offline_packing.storage.files import sync_folder, translate_disk_full
-from offline_packing.storage.tar_shards import PackEntry, Part
+from offline_packing.storage.files import hash_bytes, sync_folder, translate_disk_full
+from offline_packing.storage.tar_shards import FilePart, PackEntry
 from task_encoders.pack_format import JSON_PART
 
 FOLDER: Final = "raw_packing_data"
@@ -47,7 +47,7 @@ class RawPackingLayout(Layout):
                 for name, data in self.checked_members(task, rows):
                     (partial / f"{key}.{name}").write_bytes(data)
                     digest.update(data)
-                    parts.append(Part(name, offset, len(data)))
+                    parts.append(FilePart(name, offset, len(data), hash_bytes(data)))
                     offset += len(data)
                 start = parts[0].offset
                 entries.append(PackEntry(key, start, offset - start, tuple(parts)))
@@ -72,19 +72,23 @@ class RawPackingLayout(Layout):
     def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
         digest = xxhash.xxh3_128()
         fragment = ShardFragment.load(task.fragment_path)
-        for entry in fragment.packs:
-            for part in entry.parts:
-                path = task.folder / FOLDER / f"{entry.key}.{part.name}"
-                try:
-                    digest.update(path.read_bytes())
-                except FileNotFoundError:
-                    return [f"{FOLDER}/{path.name} is missing"]
-        if digest.hexdigest() != expected_hash:
-            return [
-                f"{FOLDER}: packs {fragment.packs[0].key} to {fragment.packs[-1].key} are not what "
-                "was written: their hash differs"
-            ]
-        return []
+        found = []
+        for key, part in ((entry.key, part) for entry in fragment.packs for part in entry.parts):
+            path = task.folder / FOLDER / f"{key}.{part.name}"
+            try:
+                data = path.read_bytes()
+            except FileNotFoundError:
+                found.append(f"{FOLDER}/{path.name} is missing")
+                continue
+            digest.update(data)
+            if isinstance(part, FilePart) and hash_bytes(data) != part.xxh3_128:
+                found.append(f"{FOLDER}/{path.name} is not what was written: its hash differs")
+        if digest.hexdigest() != expected_hash and not found:  # of an earlier version
+            first, last = fragment.packs[0].key, fragment.packs[-1].key
+            found.append(
+                f"{FOLDER}: packs {first} to {last} are not what was written: their hash differs"
+            )
+        return found
 
     def read_packs(self, task: ShardTask) -> Iterator[tuple[str, Mapping[str, bytes]]]:
         for entry in ShardFragment.load(task.fragment_path).packs:

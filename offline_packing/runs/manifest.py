@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from offline_packing.config.packing import PackingConfig
-from offline_packing.errors import StageError
+from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.table import IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
@@ -37,18 +37,16 @@ def read_manifest(run: Run) -> Manifest | None:
     """The manifest of a dataset that is complete; or None.
 
     Raises:
-        StageError: it is damaged, was edited, or is of an earlier version's dataset that data were
-            appended to.
+        DamagedError: it is not what was written.
+        StageError: it is of an earlier version's dataset that data were appended to.
     """
     path = run.workspace.manifest
     manifest = read_json(path)
     if manifest is None:
         return None
-    if _content_hash(manifest) != manifest.get("content_hash"):
-        raise StageError(
-            f"{path} is not what was written: its content_hash differs; restore it from a copy, or "
-            "remove it and run write again"
-        )
+    is_whole = path.read_bytes() == to_json(manifest)
+    if not is_whole or _content_hash(manifest) != manifest.get("content_hash"):
+        raise DamagedError(f"{path} is not what was written; retry writes it again")
     if manifest["appended"]:
         raise StageError(
             f"{path} is of a dataset with appended data, which this version does not read; train "

@@ -66,6 +66,11 @@ class Workspace:
         return self.packing / "skip"
 
     @property
+    def damaged(self) -> Path:
+        """Folder of what `retry` makes anew, while it does."""
+        return self.packing / "damaged"
+
+    @property
     def plan(self) -> Path:
         """Folder of the plan."""
         return self.packing / "plan"

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import orjson
 import xxhash
 
-from offline_packing.errors import DiskFullError, StageError
+from offline_packing.errors import DamagedError, DiskFullError, StageError
 
 logger = logging.getLogger(__name__)
 
@@ -94,14 +94,20 @@ def read_json(path: Path) -> Any:
     """The content of one of our JSON files, or None where there is none.
 
     Raises:
-        StageError: it cannot be parsed.
+        DamagedError: it holds no JSON object.
     """
     try:
-        return orjson.loads(path.read_bytes())
+        content = orjson.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except orjson.JSONDecodeError as error:
-        raise StageError(f"{path} is damaged: {error}; remove it and run again") from error
+        raise DamagedError(f"{path} is damaged: {error}; retry writes it again") from error
+    if not isinstance(content, dict):
+        raise DamagedError(
+            f"{path} is damaged: it holds a {type(content).__name__}, no object; retry writes it "
+            "again"
+        )
+    return content
 
 
 def read_range(path: str | Path, offset: int, size: int, *, whole: bool) -> bytes:

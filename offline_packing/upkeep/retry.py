@@ -1,25 +1,29 @@
-"""retry: bring an output to completion, or back to what was written."""
+"""retry: go on where a run ended; in a complete output, remove what is damaged and run again.
+
+What comes out is taken where it is what it was. What cannot be made again is put back: a damaged
+file may be of use still.
+"""
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from offline_packing.errors import StageError
+from offline_packing.errors import DamagedError, StageError
+from offline_packing.index.table import IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_layout import Shard
 from offline_packing.layouts.shard_tasks import ShardTask
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan, restore_plan
 from offline_packing.runs.artifacts import open_index, open_plan
-from offline_packing.runs.manifest import (
-    Manifest,
-    finish_layout,
-    read_manifest,
-)
+from offline_packing.runs.manifest import Manifest, finish_layout, read_manifest
 from offline_packing.runs.run import Run
 from offline_packing.runs.shards import iterate_tasks, plan_shards
-from offline_packing.storage.files import read_json, to_json, write_atomically
+from offline_packing.runs.workspace import Workspace
+from offline_packing.storage.files import hash_file, read_json, to_json, write_atomically
 from offline_packing.verify.damage import (
     Damage,
     expected_started,
@@ -44,63 +48,126 @@ class RepairTask:
 
 
 def retry(run: Run) -> str:
-    """Go on where a run ended; in a complete output, write again what is missing or damaged of
-    shards, plan and metadata, to the same bytes. All else stays as it is.
+    """Bring an output to completion, or back to what was written, to the same bytes. All else
+    stays as it is.
 
-    The source is needed for shards only.
+    The source is needed for the index and for shards only.
 
     Returns:
         What was done, as text.
 
     Raises:
-        StageError: something is damaged that only measuring again can repair, or the source does
-            not give the same bytes any more.
+        StageError: something cannot be made again, most likely because the source does not give
+            the same any more; it is as it was before, and all else is repaired.
     """
-    manifest = read_manifest(run)
+    output = run.config.output.model_copy(update={"overwrite": False})
+    run = replace(run, config=run.config.model_copy(update={"output": output}))
+    workspace = run.workspace
+    workspace.remove_temporaries()
+    _put_back(workspace, instead=False)  # of a retry that was killed
+    try:
+        manifest = read_manifest(run)
+    except DamagedError:
+        with _set_apart(workspace, [workspace.manifest]):
+            _go_on(run)
+        return f"wrote {workspace.manifest.name} again; {retry(run)}"
     if manifest is None:
-        samples = measure(run)
-        shards = write(run, samples, plan(run, samples))["shards"]
-        return f"{len(shards):,} shards are complete"
-    files: list[str] = []
-    written: list[str] = []
+        return f"{len(_go_on(run)['shards']):,} shards are complete"
+    return _repair(run, manifest)
+
+
+def _go_on(run: Run) -> Manifest:
+    """The stages that are not complete, and parts of the index that are damaged."""
+    damage = find_stage_damage(run, None)
+    if _of_index(run, damage) or not run.workspace.index_info.exists():
+        with _set_apart(run.workspace, _index_files(run.workspace, damage)):
+            measure(run)
+    samples = open_index(run)
+    return write(run, samples, plan(run, samples))
+
+
+def _repair(run: Run, manifest: Manifest) -> str:
+    """A complete output. Raises StageError, at the end, where something could not be made again."""
+    failure: StageError | None = None
+    shards: list[str] = []
     with run.unpacked_files():
         damage = find_stage_damage(run, manifest)
-        left = [one for one in damage if not one.is_repairable]
-        if all(one.is_aside for one in left):  # without the index neither can be made again
-            repairable = [one for one in damage if one.is_repairable]
-            _repair_plan(run, manifest, repairable)
-            files += [one.name for one in repairable]
-            written += _repair_shards(run, manifest)
-    files += _repair_metadata(run, manifest)
-    if left:
-        raise StageError(f"{run.workspace.root}: {left[0]}; what else could be repaired is")
-    others = f"; and {', '.join(files)}" if files else ""
+        of_index = _of_index(run, damage)
+        try:
+            _repair_stages(run, manifest, damage)
+        except StageError as error:
+            if not of_index:
+                raise
+            failure = StageError(f"{of_index[0]}, but: {error}; what else could be repaired is")
+            damage = [one for one in damage if one not in of_index]
+        # Without the index neither plan nor shards can be made again.
+        if failure is None or all(one.is_aside for one in of_index):
+            if failure is not None:
+                _repair_stages(run, manifest, damage)
+            shards = _repair_shards(run, manifest)
+    files = [one.name for one in damage] + _repair_metadata(run, manifest)
+    if failure is not None:
+        raise failure
+    rest = f"; and {', '.join(files)}" if files else ""
     return (
-        f"wrote {len(written):,} damaged shards again: {', '.join(sorted(written)) or 'none'}"
-        f"{others}"
+        f"wrote {len(shards):,} damaged shards again: {', '.join(sorted(shards)) or 'none'}{rest}"
     )
 
 
-def _repair_plan(run: Run, manifest: Manifest, damage: Sequence[Damage]) -> None:
-    """Make the plan again, and what says which layout it was written in."""
-    started = run.workspace.started
-    if any(run.workspace.root / one.name != started for one in damage):
-        restore_plan(run, open_index(run), manifest["plan"])
-    if damage:
-        content = expected_started(run, manifest, read_json(run.workspace.plan_info)["hash"])
-        run.workspace.write.mkdir(exist_ok=True)
-        write_atomically(started, content)
+def _of_index(run: Run, damage: Iterable[Damage]) -> list[Damage]:
+    workspace = run.workspace
+    folders = (workspace.index, workspace.set_aside, workspace.files)
+    places = [(one, workspace.root / one.name) for one in damage]
+    return [one for one, path in places if path == workspace.index_info or path.parent in folders]
+
+
+def _index_files(workspace: Workspace, damage: Iterable[Damage]) -> set[Path]:
+    """What measuring makes again for damage to the index: always index.json and the tables of
+    files, and both tables of a damaged part."""
+    files = {workspace.index_info, *workspace.files.glob("*")}
+    for path in (workspace.root / one.name for one in damage):
+        if path.parent in (workspace.index, workspace.set_aside):
+            files |= {workspace.index / path.name, workspace.set_aside / path.name}
+    return files
+
+
+def _repair_stages(run: Run, manifest: Manifest, damage: Sequence[Damage]) -> None:
+    """Measure and plan again what is damaged. Whether the index is what it was, the plan shows."""
+    workspace = run.workspace
+    of_index = _of_index(run, damage)
+    others = [one for one in damage if one not in of_index]
+    with _set_apart(workspace, _index_files(workspace, of_index) if of_index else ()):
+        samples = measure(run) if of_index else open_index(run)
+        plan_is_whole = all(workspace.root / one.name == workspace.started for one in others)
+        if not plan_is_whole or _planned_index(workspace) != hash_file(workspace.index_info):
+            restore_plan(run, samples, manifest["plan"])
+    if others:
+        content = expected_started(run, manifest, read_json(workspace.plan_info)["hash"])
+        workspace.write.mkdir(exist_ok=True)
+        write_atomically(workspace.started, content)
+
+
+def _planned_index(workspace: Workspace) -> str:
+    """Hash of the index.json that the plan was made of."""
+    return str(read_json(workspace.plan_info)["fingerprint"]["index"])
 
 
 def _repair_metadata(run: Run, manifest: Manifest) -> list[str]:
-    """Names of the layout's files that were damaged."""
+    """Names of the layout's files that were damaged; and of the manifest, where it is wrong about
+    them or about versions of libraries."""
     damage = find_metadata_damage(run, manifest)
+    now = manifest
     if damage:
         LAYOUTS[manifest["layout"]].check_ready()
         now = finish_layout(run, manifest)
-        if now != manifest:  # by another version of Energon
-            write_atomically(run.workspace.manifest, to_json(now))
-    return [one.name for one in damage]
+    index = IndexInfo.load(run.workspace.index_info)
+    if index is not None:
+        now = {**now, "library_versions": index.versions}
+    names = [one.name for one in damage]
+    if now != manifest:  # its own bits, or another version of Energon
+        write_atomically(run.workspace.manifest, to_json(now))
+        names.append(run.workspace.manifest.name)
+    return names
 
 
 def _repair_shards(run: Run, manifest: Manifest) -> list[str]:
@@ -155,7 +222,31 @@ def repair_shard(task: RepairTask) -> str:
                 target.mkdir(exist_ok=True)
             else:
                 path.replace(target)
-        fragment.save(shard.fragment_path)
+        fragment.as_recorded(task.expected["fragment_xxh3_128"]).save(shard.fragment_path)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return fragment.name
+
+
+@contextmanager
+def _set_apart(workspace: Workspace, paths: Iterable[Path]) -> Iterator[None]:
+    """Move files away while the block makes them anew; where it fails, they come back."""
+    for path in filter(Path.exists, paths):
+        target = workspace.damaged / path.relative_to(workspace.root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(target)
+    try:
+        yield
+    except BaseException:
+        _put_back(workspace, instead=True)
+        raise
+    shutil.rmtree(workspace.damaged, ignore_errors=True)
+
+
+def _put_back(workspace: Workspace, *, instead: bool) -> None:
+    """Files that were set apart, where there are no new ones, or `instead` of these."""
+    for path in [one for one in workspace.damaged.rglob("*") if one.is_file()]:
+        target = workspace.root / path.relative_to(workspace.damaged)
+        if instead or not target.exists():
+            path.replace(target)
+    shutil.rmtree(workspace.damaged, ignore_errors=True)

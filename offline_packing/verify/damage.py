@@ -22,7 +22,6 @@ from offline_packing.runs.manifest import Manifest, hash_plan
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import hash_bytes, hash_file, read_json, to_json
 
-RETRY: Final = "retry writes it again"
 #: Damaged, these keep nobody from comparing the shards with the plan.
 _FOR_PEOPLE: Final = ("set_aside.parquet", "summary.txt")
 
@@ -34,17 +33,11 @@ class Damage:
     #: relative to the output
     name: str
     text: str
-    remedy: str
     #: whether the shards can be compared with the plan all the same
     is_aside: bool = False
 
-    @property
-    def is_repairable(self) -> bool:
-        """Whether retry brings it back."""
-        return self.remedy == RETRY
-
     def __str__(self) -> str:
-        return f"{self.name} {self.text}; {self.remedy}"
+        return f"{self.name} {self.text}; retry makes it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +50,6 @@ class FileCheck:
     expected: str
     #: the file that the hash stands in
     recorded_in: Path
-    remedy: str
     is_aside: bool = False
 
 
@@ -67,12 +59,12 @@ def check_file(task: FileCheck) -> Damage | None:
     try:
         found = hash_metadata(task.path)
     except FileNotFoundError:
-        return Damage(name, "is missing", task.remedy, task.is_aside)
+        return Damage(name, "is missing", task.is_aside)
     except (OSError, StageError) as error:
-        return Damage(name, f"cannot be read: {error}", task.remedy, task.is_aside)
+        return Damage(name, f"cannot be read: {error}", task.is_aside)
     if found != task.expected:
         text = f"differs from what was written: {recorded_in} records another hash"
-        return Damage(name, text, task.remedy, task.is_aside)
+        return Damage(name, text, task.is_aside)
     return None
 
 
@@ -80,18 +72,21 @@ def find_metadata_damage(run: Run, manifest: Manifest) -> list[Damage]:
     """Damage to what the layout says of all shards; somebody may have edited it."""
     root = run.workspace.root
     checks = (
-        FileCheck(i, root, root / name, expected, run.workspace.manifest, RETRY, is_aside=True)
+        FileCheck(i, root, root / name, expected, run.workspace.manifest, is_aside=True)
         for i, (name, expected) in enumerate(manifest["metadata"].items())
     )
     return _run(run, list(checks))
 
 
-def find_stage_damage(run: Run, manifest: Manifest) -> list[Damage]:
+def find_stage_damage(run: Run, manifest: Manifest | None) -> list[Damage]:
     """Damage to index and plan, and to what says which layout the shards were written in; the
-    shards' fragments are left to those who read the shards."""
-    plan_info, damage = _read_plan_info(run, manifest)
+    shards' fragments are left to those who read the shards. Without a manifest, only to the index,
+    as far as it is complete."""
+    plan_info, damage = (None, []) if manifest is None else _read_plan_info(run, manifest)
     index_info, index_damage = _read_index_info(run, plan_info)
-    damage += [*index_damage, *_started_damage(run, manifest, plan_info)]
+    damage += index_damage
+    if manifest is not None and plan_info is not None:
+        damage += _started_damage(run, manifest, plan_info)
     checks: list[FileCheck] = []
     if index_info is not None:
         checks += _index_checks(run, index_info)
@@ -120,7 +115,7 @@ def _read_plan_info(run: Run, manifest: Manifest) -> tuple[Mapping[str, Any] | N
     try:
         info = read_json(path)
         if info is None:
-            return None, [Damage(name, "is missing", RETRY)]
+            return None, [Damage(name, "is missing")]
         is_whole = sorted(info["files"]) == sorted(PLAN_FILES) and path.read_bytes() == to_json(
             info
         )
@@ -128,7 +123,7 @@ def _read_plan_info(run: Run, manifest: Manifest) -> tuple[Mapping[str, Any] | N
             return info, []
     except (StageError, LookupError, TypeError):
         pass  # a damaged file has any form
-    return None, [Damage(name, "is not what was written", RETRY)]
+    return None, [Damage(name, "is not what was written")]
 
 
 def _read_index_info(
@@ -137,30 +132,25 @@ def _read_index_info(
     """index.json; None where it cannot be relied on."""
     workspace = run.workspace
     name = str(workspace.index_info.relative_to(workspace.root))
-    remedy = _measure_again(run, "it")
     try:
         info = IndexInfo.load(workspace.index_info)
     except StageError as error:
-        return None, [Damage(name, f"cannot be used: {error}", remedy)]
+        return None, [Damage(name, f"cannot be used: {error}")]
     if info is None:
-        return None, [Damage(name, "is missing", remedy)]
+        return None, [Damage(name, "is missing")]
     if plan_info is not None:
         found = hash_file(workspace.index_info)
         if found != plan_info["fingerprint"]["index"]:
             recorded_in = workspace.plan_info.relative_to(workspace.root)
             text = f"differs from what was written: {recorded_in} records another hash"
-            return None, [Damage(name, text, remedy)]
+            return None, [Damage(name, text)]
     return info, []
 
 
-def _started_damage(
-    run: Run, manifest: Manifest, plan_info: Mapping[str, Any] | None
-) -> list[Damage]:
-    if plan_info is None:
-        return []
+def _started_damage(run: Run, manifest: Manifest, plan_info: Mapping[str, Any]) -> list[Damage]:
     root, path = run.workspace.root, run.workspace.started
     expected = hash_bytes(expected_started(run, manifest, plan_info["hash"]))
-    check = FileCheck(0, root, path, expected, run.workspace.manifest, RETRY)
+    check = FileCheck(0, root, path, expected, run.workspace.manifest)
     damage = check_file(check)
     return [] if damage is None else [damage]
 
@@ -169,26 +159,14 @@ def _index_checks(run: Run, info: IndexInfo) -> Iterator[FileCheck]:
     workspace = run.workspace
     for folder, hashes in info.hashes.items():
         for name, expected in hashes.items():
-            needed = folder == workspace.index.name
-            again = f"index/{name} and set_aside/{name}" if folder != workspace.files.name else None
             yield FileCheck(
                 0,
                 workspace.root,
                 workspace.packing / folder / name,
                 expected,
                 workspace.index_info,
-                _measure_again(run, again),
-                is_aside=not needed,
+                is_aside=folder != workspace.index.name,
             )
-
-
-def _measure_again(run: Run, what: str | None) -> str:
-    """The remedy for damage that only measuring again can repair."""
-    if what is None:
-        return "restore it from a copy, or pack all data again with another output.path"
-    folder = run.workspace.packing
-    files = what if what == "it" else f"{what}, with index.json, of {folder}"
-    return f"restore it from a copy, or remove {files} and run measure again"
 
 
 def _plan_checks(run: Run, info: Mapping[str, Any]) -> Iterator[FileCheck]:
@@ -200,6 +178,5 @@ def _plan_checks(run: Run, info: Mapping[str, Any]) -> Iterator[FileCheck]:
             workspace.plan / name,
             expected,
             workspace.plan_info,
-            RETRY,
             is_aside=name in _FOR_PEOPLE,
         )
