@@ -84,5 +84,5 @@ def open_complete_stages(run: Run) -> tuple[CompleteStages, Manifest | None]:
         return CompleteStages(run, samples, None, {}), manifest
     plan = open_plan(run)
     if manifest is not None:
-        check_layout(run, plan)
+        check_layout(run, plan.hash)
     return CompleteStages(run, samples, plan.packs, plan.info), manifest

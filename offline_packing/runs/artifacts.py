@@ -60,15 +60,20 @@ def open_index(run: Run) -> Index:
     info = IndexInfo.load(workspace.index_info)
     if info is None:
         raise StageError(f"no complete index in {workspace.root}; run measure first")
+    check_index(run, info)
+    return Index(workspace.index, info)
+
+
+def check_index(run: Run, info: IndexInfo) -> None:
+    """Raise StageError if an index was made otherwise than the configuration says."""
     check_fingerprint(
         without_listings(info.fingerprint),
         config_fingerprint(run.config),
-        artifact=f"the index in {workspace.root}",
+        artifact=f"the index in {run.workspace.root}",
         remedy="run measure again with output.overwrite=true, choose another output.path, "
         "or pass --accept-mismatch FIELD",
         accept={field for field in run.accepted_fields if not field.endswith(".listing")},
     )
-    return Index(workspace.index, info)
 
 
 def open_plan(run: Run) -> StoredPlan:
@@ -80,13 +85,23 @@ def open_plan(run: Run) -> StoredPlan:
     info = read_json(run.workspace.plan_info)
     if info is None:
         raise StageError(f"no complete plan in {run.workspace.root}; run plan first")
+    check_plan(run, info)
+    return load_plan(run, info)
+
+
+def check_plan(run: Run, info: Mapping[str, Any]) -> None:
+    """Raise StageError if the plan of a stage.json was made otherwise than the configuration
+    says."""
+    written = (
+        "give the settings that the shards were written with, or make them anew: run with "
+        "output.overwrite=true, or with another output.path"
+    )
     check_fingerprint(
         info["fingerprint"],
         plan_fingerprint(run, info["fingerprint"]),
         artifact=f"the plan in {run.workspace.root}",
-        remedy="run plan again",
+        remedy=written if run.workspace.write.exists() else "run plan again",
     )
-    return load_plan(run, info)
 
 
 def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:
@@ -168,11 +183,12 @@ def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
     }
 
 
-def check_layout(run: Run, plan: StoredPlan) -> None:
+def check_layout(run: Run, plan_hash: str) -> None:
     """Raise StageError if the shards are of another plan or layout."""
     check_fingerprint(
         read_json(run.workspace.started) or {},
-        layout_fingerprint(run.config.output, plan.hash),
+        layout_fingerprint(run.config.output, plan_hash),
         artifact=f"the shards in {run.workspace.root}",
-        remedy="write again with output.overwrite=true, or choose another output.path",
+        remedy="give the settings that they were written with, write again with "
+        "output.overwrite=true, or choose another output.path",
     )

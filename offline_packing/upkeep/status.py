@@ -1,10 +1,15 @@
 """status: how far the stages of an output are."""
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import pyarrow.parquet as pq
 
+from offline_packing.errors import StageError
 from offline_packing.index.table import IndexInfo
 from offline_packing.layouts.fragments import ShardFragments
 from offline_packing.report.report import report_status
+from offline_packing.runs.artifacts import check_index, check_layout, check_plan
 from offline_packing.runs.run import Run, listed
 from offline_packing.runs.workspace import Workspace
 from offline_packing.storage.files import read_json
@@ -25,7 +30,29 @@ def status(run: Run) -> str:
     written = report_status(root)
     if written is not None:
         lines.append(f"report    {written}")
+    otherwise = list(_made_otherwise(run))
+    if otherwise:
+        lines += ["not what this configuration asks for:", *(f"  {text}" for text in otherwise)]
     return "\n".join(lines) + "\n"
+
+
+def _made_otherwise(run: Run) -> Iterator[str]:
+    """What a stage would refuse, since it was made with other settings."""
+    workspace = run.workspace
+    info = IndexInfo.load(workspace.index_info)
+    planned = read_json(workspace.plan_info)
+    checks: list[Callable[[], None]] = []
+    if info is not None:
+        checks.append(partial(check_index, run, info))
+    if info is not None and planned is not None:
+        checks.append(partial(check_plan, run, planned))
+        if workspace.started.exists():
+            checks.append(partial(check_layout, run, planned["hash"]))
+    for check in checks:
+        try:
+            check()
+        except StageError as error:
+            yield str(error)
 
 
 def _status_of(workspace: Workspace) -> list[str]:

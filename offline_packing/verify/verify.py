@@ -187,7 +187,7 @@ def _verify_stages(run: Run, manifest: Manifest, deep: bool, total: ShardReport)
         return None
     samples, stored = open_index(run), open_plan(run)
     plan = stored.packs
-    check_layout(run, stored)
+    check_layout(run, stored.hash)
     shards = plan_shards(run, samples, plan)
     own = run.engine.share(shards)
     lines = manifest["shards"]

@@ -91,7 +91,7 @@ def _start(run: Run, plan: StoredPlan) -> None:
     fingerprint = layout_fingerprint(run.config.output, plan.hash)
     if found is not None and changed_fields(found, fingerprint):
         if not run.config.output.overwrite:
-            check_layout(run, plan)
+            check_layout(run, plan.hash)
         logger.warning("write: written otherwise before; overwriting")
         run.discard_shards()
     run.workspace.write.mkdir(parents=True, exist_ok=True)

@@ -16,14 +16,12 @@ from offline_packing.cli.main import cli
 from offline_packing.errors import DiskFullError, StageError
 from offline_packing.measure.measure import measure
 from offline_packing.plan.make_plan import make_plan
-from offline_packing.plan.plan import plan
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from offline_packing.storage import files
 from offline_packing.storage.files import remove_temporaries, write_atomically
 from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import verify
-from offline_packing.write.write import write
 from tests.helpers.datasets import (
     captioning_pairs,
     make_run,
@@ -157,17 +155,17 @@ def test_moved_source_is_the_same(planned: Run, data: Path) -> None:
     assert verify(planned, deep=True).ok
 
 
-@pytest.mark.parametrize("verb", [measure, plan, write])
+@pytest.mark.parametrize("verb", [measure, plan_index, write_planned])
 @pytest.mark.parametrize(
     ("section", "name", "value", "stages"),
     [
-        ("model", "max_pixels", 28 * 28 * 32, (measure, plan, write)),
+        ("model", "max_pixels", 28 * 28 * 32, (measure, plan_index, write_planned)),
         ("engine", "samples_per_part", 4, ()),
-        ("pack", "seed", 1, (plan, write)),
-        ("pack", "strategy", "best_fit_decreasing", (plan, write)),
-        ("output", "packs_per_shard", 3, (write,)),
-        ("output", "key_prefix", "x", (write,)),
-        ("output", "layout", "raw_packing", (plan, write)),
+        ("pack", "seed", 1, (plan_index, write_planned)),
+        ("pack", "strategy", "best_fit_decreasing", (plan_index, write_planned)),
+        ("output", "packs_per_shard", 3, (write_planned,)),
+        ("output", "key_prefix", "x", (write_planned,)),
+        ("output", "layout", "raw_packing", (plan_index, write_planned)),
     ],
 )
 def test_changed_config_is_named(

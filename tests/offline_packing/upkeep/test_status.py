@@ -1,10 +1,15 @@
 """`status` says how much of how much is done, also of a run that was stopped in the middle."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
+from offline_packing.runs.artifacts import open_plan
+from offline_packing.runs.run import Run
 from offline_packing.upkeep.status import status
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 
@@ -43,3 +48,42 @@ def test_stopped_in_the_middle(captions: Path, tmp_path: Path) -> None:
     assert " of " in status(run)
     assert "tokens in 1 shards, 0 shards failed" in status(run)
     assert first.exists()
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    root = tmp_path_factory.mktemp("status")
+    run = make_run(captioning_pairs(root / "data", 20), root / "out")
+    pack_all(run)
+    return run
+
+
+def changed(packed: Run, **sections: dict[str, Any]) -> Run:
+    return make_run(Path(packed.config.source[0].path), packed.workspace.root, **sections)
+
+
+def test_complete(packed: Run) -> None:
+    text = status(packed)
+    assert "complete: 20 samples in" in text
+    assert "not what" not in text
+    assert text == status(changed(packed, pack={"max_set_aside": 1}))
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("model", "max_pixels", 28 * 28 * 32),
+        ("pack", "seq_length", 600),
+        ("output", "key_prefix", "x"),
+    ],
+)
+def test_made_with_other_settings(packed: Run, section: str, name: str, value: object) -> None:
+    text = status(changed(packed, **{section: {name: value}}))
+    assert "not what this configuration asks for:\n  the " in text
+    assert re.search(rf"{section}\.{name} was .*, is {value!r}; ", text)
+
+
+def test_remedy_of_another_plan_does_not_lead_in_a_circle(packed: Run) -> None:
+    """Planning again would refuse to replace the shards."""
+    with pytest.raises(StageError, match=r"pack\.seed was 0, is 1; .* run with output\.overwrite"):
+        open_plan(changed(packed, pack={"seed": 1}))
