@@ -60,6 +60,30 @@ for _verb in VERBS.values():
 
 
 @cli.command()
+@click.argument("path", type=click.Path(exists=True))
+@click.option("--to", type=click.Path(dir_okay=False, path_type=Path), default="pack.yaml")
+@click.option("--task", type=click.Choice(TASKS), help="Default: told from the records.")
+@click.option("--output", default="out/packed", show_default=True, help="Its output.path.")
+@click.option("--force", is_flag=True, help="Overwrite a configuration that is there.")
+@_output_options
+def init(path: str, to: Path, task: str | None, output: str, force: bool, quiet: bool) -> None:
+    """Look at a folder or file PATH, show how it would be read, and write a pack.yaml for it."""
+    from offline_packing.cli.starter import check_free, render_config, render_examples
+    from offline_packing.sources.recognise import recognise
+    from offline_packing.storage.files import write_atomically
+
+    start_logging(quiet)
+    try:
+        check_free(to, force=force)
+    except FileExistsError as error:
+        raise click.ClickException(str(error)) from error
+    found = recognise(path, task=task)
+    click.echo(render_examples(found))
+    write_atomically(to, render_config(found, output).encode())
+    click.echo(f"wrote {to}; next: offline-packing run --deep {to}")
+
+
+@cli.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
     "--task", type=click.Choice(TASKS), help="What packs that do not say so are trained as."

@@ -78,6 +78,12 @@ class Source(SourceProtocol):
         record yields it with `known`, unread."""
         return self.known is not None and key in self.known
 
+    @classmethod
+    def recognise(cls, path: Path) -> Mapping[str, Any] | None:
+        """The options beside the path with which a file or folder here is read; None where it is of
+        another format."""
+        return None
+
     def is_read(self, container: str) -> bool:
         """Whether `scan` reads a file of this name, where the path is a folder."""
         return True

@@ -63,6 +63,10 @@ def _lost_text(content: Mapping[str, Any], sample: SourceSample) -> Iterator[str
         for name in _BESIDE_PROMPT:
             if name != prompt and content.get(name):
                 yield f"field {name!r} is not shown beside {prompt!r}"
+    answer = next((name for name in ("answer", "answers") if content.get(name)), None)
+    captions = content.get("captions") or content.get("caption")
+    if sample.task == "captioning" and prompt is None and answer and not captions:
+        yield f"field {answer!r} is trained as a caption; where is its question?"
     if not sample.media:
         return
     prompts = "\n".join(turn.prompt for turn in sample.turns)

@@ -14,6 +14,7 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import xxhash
@@ -31,6 +32,7 @@ from offline_packing.sources.options import SourceOptions
 from offline_packing.sources.protocol import MAX_JSON_BYTES, Scan
 from offline_packing.sources.protocol import SourceRecord as Record
 from offline_packing.sources.records import load_json
+from offline_packing.sources.roots.contents import file_names, holds_packs
 from offline_packing.sources.roots.listing import walk
 from offline_packing.storage.yaml_text import parse_yaml
 from task_encoders.samples import SampleError
@@ -89,6 +91,13 @@ class EnergonSource(WebDatasetSource):
         # The fingerprint tells of the samples that are left out of its tars.
         digest = xxhash.xxh3_128_hexdigest("\n".join([scan.fingerprint, *samples]).encode())
         return replace(scan, fingerprint=digest)
+
+    @classmethod
+    def recognise(cls, path: Path) -> Mapping[str, Any] | None:
+        if not (path / ".nv-meta" / "dataset.yaml").is_file():
+            return None
+        tars = [name for name in file_names(path) if name.lower().endswith(".tar")]
+        return None if tars and holds_packs(path, tars[0]) else {}
 
     def entries(self) -> Iterator[tuple[str, int, int]]:
         names = set(self._split_names())

@@ -11,8 +11,9 @@ import io
 import itertools
 import os
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import BinaryIO, ClassVar, Final
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar, Final
 
 import numpy as np
 import xxhash
@@ -24,7 +25,7 @@ from offline_packing.sources.options import FileOptions
 from offline_packing.sources.protocol import MAX_JSON_BYTES, Scan, SourcePart, record_key
 from offline_packing.sources.protocol import SourceRecord as Record
 from offline_packing.sources.reading.locators import Locator
-from offline_packing.sources.roots.contents import nothing_found
+from offline_packing.sources.roots.contents import file_names, first_character, nothing_found
 from offline_packing.storage.streams import (
     CODECS,
     UNREAD_SUFFIXES,
@@ -81,6 +82,19 @@ class RecordFilesSource(Source):
                     parts.append(SourcePart((container, start, end, first + 1), count))
             digest.update(os.fsencode(container) + b"\0" + b"0\n" + content.digest())
         return Scan(tuple(parts), digest.hexdigest())
+
+    @classmethod
+    def recognise(cls, path: Path) -> Mapping[str, Any] | None:
+        names = file_names(path)
+        found = [name for name in names if _record_suffix(name) == cls.SUFFIX]
+        if "dataset_info.json" in names:  # it says what the files are
+            return None
+        return {} if found and cls._is_form_of(path, found[0]) else None
+
+    @classmethod
+    def _is_form_of(cls, path: Path, name: str) -> bool:
+        """Whether a file of the right suffix holds records of this format."""
+        return True
 
     def unread_parts(self) -> list[SourcePart]:
         return [SourcePart((container, 0, None, 1), None) for container in self._containers()]
@@ -143,6 +157,12 @@ class RecordFilesSource(Source):
         return found
 
 
+def _record_suffix(name: str) -> str:
+    """'a.jsonl.gz' -> 'jsonl'."""
+    name = name.lower()
+    return (name.rpartition(".")[0] if codec_of(name) else name).rpartition(".")[2]
+
+
 class JsonlSource(RecordFilesSource):
     """One record per line."""
 
@@ -181,6 +201,10 @@ class JsonSource(RecordFilesSource):
     """Each file is one JSON array of records."""
 
     SUFFIX = "json"
+
+    @classmethod
+    def _is_form_of(cls, path: Path, name: str) -> bool:
+        return codec_of(name) is not None or first_character(path, name) == b"["
 
     def _cut(
         self, container: str, records_per_part: int, content: "xxhash.xxh3_128"

@@ -109,6 +109,20 @@ class LlamaFactorySource(Source):
         self.root, self.media = self._file.root, self._file.media
         self.image_root = self._file.image_root
 
+    @classmethod
+    def recognise(cls, path: Path) -> Mapping[str, Any] | None:
+        info = path / _INFO_NAME if path.is_dir() else path
+        if info.name != _INFO_NAME or not info.is_file():
+            return None
+        try:
+            entries = orjson.loads(info.read_bytes())
+        except orjson.JSONDecodeError:
+            return None
+        for name, entry in entries.items() if isinstance(entries, dict) else ():
+            if isinstance(entry, dict) and (info.parent / str(entry.get("file_name"))).is_file():
+                return {"dataset": name}
+        return None
+
     def scan(self, samples_per_part: int) -> Scan:
         return self._file.scan(samples_per_part)
 

@@ -12,18 +12,24 @@ import functools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.sources.formats.webdataset import TarSample, WebDatasetSource, read_part
+from offline_packing.sources.formats.webdataset import (
+    TarSample,
+    WebDatasetSource,
+    read_part,
+)
 from offline_packing.sources.options import MediaOptions
 from offline_packing.sources.protocol import MAX_JSON_BYTES, Embedded, Scan, SourcePart
 from offline_packing.sources.protocol import SourceRecord as Record
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.reading.sub_samples import to_json
 from offline_packing.sources.records import load_json
+from offline_packing.sources.roots.contents import file_names, holds_packs
 from offline_packing.sources.roots.listing import walk
 from task_encoders.pack_format import (
     JSON_PART,
@@ -55,6 +61,13 @@ class PacksSource(WebDatasetSource):
         if not any(_LOOSE_PACK.fullmatch(name) for name, _ in files):
             raise StageError(f"source path {self.path!r} holds neither *.tar nor ps_*.json")
         return self._scan_loose(files, samples_per_part)
+
+    @classmethod
+    def recognise(cls, path: Path) -> Mapping[str, Any] | None:
+        names = file_names(path)
+        tars = [name for name in names if name.lower().endswith(".tar")]
+        is_pack = holds_packs(path, tars[0]) if tars else any(map(_LOOSE_PACK.fullmatch, names))
+        return {} if is_pack else None
 
     def is_read(self, container: str) -> bool:
         return super().is_read(container) if self._is_tars else True

@@ -12,8 +12,9 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ from offline_packing.sources.protocol import MAX_JSON_BYTES, Scan, SourcePart
 from offline_packing.sources.protocol import SourceRecord as Record
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.roots import listing
+from offline_packing.sources.roots.contents import file_names, first_character, is_pack_name
 from offline_packing.sources.roots.listing import PackedKeys
 from offline_packing.storage.key_set import KeySet
 from task_encoders.pack_format import MEDIA_EXTENSIONS
@@ -58,6 +60,21 @@ class PairsSource(Source):
             unpaired.append(_hashes(files.folder, alone))
         hashes = np.concatenate(unpaired)
         return Scan(tuple(parts.finish()), digest.hexdigest(), hashes, files=table.finish())
+
+    @classmethod
+    def recognise(cls, path: Path) -> Mapping[str, Any] | None:
+        names = file_names(path)
+        record = next((name for name in names if name.lower().endswith(".json")), None)
+        described = {"dataset_info.json", "dataset_dict.json", "state.json"} & set(names)
+        if (
+            not path.is_dir()
+            or (path / ".nv-meta").is_dir()
+            or record is None
+            or described
+            or is_pack_name(record)
+        ):
+            return None
+        return {} if first_character(path, record) == b"{" else None
 
     def is_read(self, container: str) -> bool:
         stem, _, suffix = container.rpartition(".")

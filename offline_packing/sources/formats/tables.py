@@ -13,6 +13,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import orjson
@@ -27,7 +28,7 @@ from offline_packing.sources.protocol import SourceRecord as Record
 from offline_packing.sources.reading import row_files
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.reading.row_files import RowFile
-from offline_packing.sources.roots.contents import nothing_found
+from offline_packing.sources.roots.contents import file_names, nothing_found
 from task_encoders.samples import SampleError
 
 _DICT_NAME: Final = "dataset_dict.json"
@@ -171,10 +172,18 @@ def _to_row(batch: pa.RecordBatch, i: int) -> Mapping[str, Any] | SampleError:
     return row
 
 
+def _has_suffix(path: Path, suffix: str) -> bool:
+    return any(name.lower().endswith(suffix) for name in file_names(path))
+
+
 class ParquetSource(TableSource):
     """Parquet files: one, or all below a folder."""
 
     KIND = "parquet_row"
+
+    @classmethod
+    def recognise(cls, path: Path) -> Mapping[str, Any] | None:
+        return {} if _has_suffix(path, ".parquet") else None
 
     def is_read(self, container: str) -> bool:
         return container.lower().endswith(".parquet")
@@ -199,6 +208,10 @@ class HuggingFaceSource(TableSource):
     Options = HuggingFaceOptions
     options: HuggingFaceOptions
     KIND = "arrow_row"
+
+    @classmethod
+    def recognise(cls, path: Path) -> Mapping[str, Any] | None:
+        return {} if _has_suffix(path, ".arrow") else None
 
     def is_read(self, container: str) -> bool:
         name = container.rpartition("/")[2].lower()

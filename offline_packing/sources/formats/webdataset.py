@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import xxhash
@@ -25,7 +26,7 @@ from offline_packing.sources.protocol import MAX_JSON_BYTES, Embedded, Scan, Sou
 from offline_packing.sources.protocol import SourceRecord as Record
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.records import has_answer, image_names, video_names
-from offline_packing.sources.roots.contents import nothing_found
+from offline_packing.sources.roots.contents import file_names, holds_packs, nothing_found
 from offline_packing.storage.streams import (
     CODECS,
     UNREAD_SUFFIXES,
@@ -81,6 +82,13 @@ class WebDatasetSource(Source):
             digest.update(os.fsencode(container) + b"\0%d\n" % size)
             parts.append(SourcePart(container, None))
         return Scan(tuple(parts), digest.hexdigest())
+
+    @classmethod
+    def recognise(cls, path: Path) -> Mapping[str, Any] | None:
+        tars = [name for name in file_names(path) if name.lower().endswith(_TAR_SUFFIXES)]
+        if not tars or (path / ".nv-meta").is_dir() or holds_packs(path, tars[0]):
+            return None
+        return {}
 
     def is_read(self, container: str) -> bool:
         return container.lower().endswith((*_TAR_SUFFIXES, *_UNREAD_TARS))

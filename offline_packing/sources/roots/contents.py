@@ -1,7 +1,9 @@
 """What lies in a folder, for messages about a source in which nothing, or no picture, was found."""
 
+import contextlib
 import itertools
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -9,6 +11,8 @@ from typing import Final
 
 from offline_packing.errors import StageError
 from offline_packing.sources.roots.remote import is_remote
+from offline_packing.storage.streams import DamagedStreamError, open_unpacked
+from offline_packing.storage.tar_members import TarReader
 
 #: Suffix of a file, and the value of source.format that reads it.
 _FORMATS: Final = {
@@ -22,6 +26,7 @@ _FORMATS: Final = {
     ".jsonl.gz": "jsonl",
     ".json": "json or pairs",
 }
+_PACK_NAME: Final = re.compile(r"[A-Za-z0-9_-]*ps_\d+\.")
 #: Names that are looked at: a source may hold millions.
 _MAX_NAMES: Final = 10_000
 #: Folders in which a missing picture is looked for.
@@ -102,3 +107,43 @@ def _subfolders(folder: Path) -> list[Path]:
             return sorted(folder / entry.name for entry in some if entry.is_dir())
     except OSError:  # may not be looked at: no hint then
         return []
+
+
+def file_names(path: Path) -> list[str]:
+    """Names of the files at a path and below it, relative to it, at most so many as are looked at;
+    of a file its own. Hidden ones, and those that a run keeps for itself, are left out."""
+    if path.is_file():
+        return [path.name]
+    found = (
+        os.path.relpath(os.path.join(folder, name), path)
+        for folder, folders, names in os.walk(path)
+        if folders.sort() is None and not _is_hidden(folder, path)
+        for name in sorted(names)
+        if not name.startswith(".")
+    )
+    return list(itertools.islice(found, _MAX_NAMES))
+
+
+def first_character(path: Path, name: str) -> bytes:
+    """The first byte of a text file at a path (which may be that file) that is no white space."""
+    with open(path if path.is_file() else path / name, "rb") as file:
+        return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+
+
+def holds_packs(path: Path, tar: str) -> bool:
+    """Whether a tar at a path (which may be that tar) begins with a pack."""
+    with open(path if path.is_file() else path / tar, "rb") as packed:
+        size = os.fstat(packed.fileno()).st_size
+        with contextlib.suppress(DamagedStreamError):
+            for member in TarReader(open_unpacked(packed, tar, size)):
+                return is_pack_name(member.name)
+    return False
+
+
+def is_pack_name(name: str) -> bool:
+    """Whether a file is named as those of packs are: 'ps_00000000.img000.jpg'."""
+    return _PACK_NAME.match(name.rpartition("/")[2]) is not None
+
+
+def _is_hidden(folder: str, root: Path) -> bool:
+    return any(part.startswith((".", "_packing")) for part in Path(folder).relative_to(root).parts)

@@ -64,6 +64,11 @@ def test_fields_that_hold_none(content: dict[str, Any]) -> None:
     assert told({**ASKED, **content}) == []
 
 
+def test_an_answer_without_its_question_is_no_caption() -> None:
+    found = told({"q": "What?", "answer": "This."}, task="captioning")
+    assert found == ["field 'answer' is trained as a caption; where is its question?"]
+
+
 def test_texts_that_are_not_shown() -> None:
     found = told({**ASKED, "context": "A passage.", "choices": ["a", "b"], "label": False})
     assert found == [

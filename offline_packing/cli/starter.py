@@ -1,0 +1,78 @@
+"""`init`: a first configuration for data that were recognised, with comments."""
+
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from offline_packing.sources.recognise import Example, Recognised
+from task_encoders.families import FAMILIES
+
+_TEXT_LENGTH: Final = 100
+_COMMENTS: Final = {
+    "format": "how the samples are stored",
+    "task": "captioning | vqa | bmr: what the model is shown, and what carries loss",
+    "image_root": "what image paths are relative to",
+    "dataset": "which entry of dataset_info.json",
+}
+
+
+def render_config(found: Recognised, output: str) -> str:
+    """A commented YAML file; all other fields have defaults."""
+    source = "".join(_line(name, value) for name, value in found.options.items())
+    return f"""\
+# All fields: docs/user_guide.md. Run it with: offline-packing run --deep THIS_FILE
+source:
+{source}model:
+  family: qwen2_vl  # {" | ".join(FAMILIES)}
+  processor: builtin  # or the checkpoint (folder or hub name) that you train: lengths depend on it
+  min_pixels: 3136  # as in training
+  max_pixels: 4014080
+pack:
+  seq_length: 8192  # tokens of a training sequence
+output:
+{_line("path", output)}"""
+
+
+def render_examples(found: Recognised) -> str:
+    """What was recognised, and some records as they would be packed."""
+    options = found.options
+    lines = [f"{options['path']} is read with format {options['format']}, task {options['task']}"]
+    if found.others:
+        lines.append(f"it might also be of format {' or '.join(found.others)}")
+    lines += [line for example in found.examples for line in _render_example(example)]
+    return "\n".join(lines) + "\n"
+
+
+def _render_example(example: Example) -> list[str]:
+    sample = example.sample
+    if sample is None:
+        return [f"\n{example.key}: cannot be used: {example.problem}"]
+    lines = [f"\n{example.key}: {sample.task}"]
+    for turn in sample.turns:
+        shown = sample.task != "captioning"
+        lines += [f"  prompt  {_short(turn.prompt)}"] if shown else []
+        lines.append(f"  answer  {_short(turn.answer)}")
+    if example.unread:
+        lines.append(f"  not read: {', '.join(example.unread)} (source.fields says what they are)")
+    for name in sample.media:
+        state = "NOT FOUND" if name in example.missing else "found"
+        lines.append(f"  medium  {name} ({state})")
+    return lines
+
+
+def _line(name: str, value: Any) -> str:
+    text = yaml.safe_dump({name: value}, allow_unicode=True, width=1000).rstrip("\n")
+    comment = _COMMENTS.get(name)
+    return f"  {text}{f'  # {comment}' if comment else ''}\n"
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _TEXT_LENGTH else f"{line[: _TEXT_LENGTH - 1]}…"
+
+
+def check_free(path: Path, *, force: bool) -> None:
+    """Raise FileExistsError where a file would be overwritten unasked."""
+    if path.exists() and not force:
+        raise FileExistsError(f"{path} exists; pass --force to overwrite it, or --to another file")

@@ -1,0 +1,121 @@
+"""What lies at a path: its format, its task, and some of its records as they would be packed."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from offline_packing.errors import StageError
+from offline_packing.sources.base import Source
+from offline_packing.sources.options import MediaOptions
+from offline_packing.sources.protocol import SourceRecord
+from offline_packing.sources.records import (
+    PROMPT_FIELDS,
+    RECORD_FIELDS,
+    check_prompts_are_shown,
+    has_dialogue,
+    to_sample,
+)
+from offline_packing.sources.registry import SOURCES, open_source
+from offline_packing.sources.roots.contents import find_image_root
+from task_encoders.samples import SampleError, SourceSample
+
+#: Records that the task is told from.
+_NUM_RECORDS: Final = 50
+
+
+@dataclass(frozen=True)
+class Example:
+    """A record: its sample, or why there is none, and those of its media that are not found."""
+
+    key: str
+    sample: SourceSample | None
+    problem: str = ""
+    missing: tuple[str, ...] = ()
+    #: fields of the record that nothing is taken from
+    unread: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """A path as a source: the options to read it with, other formats that it might be, examples."""
+
+    options: dict[str, Any]
+    others: tuple[str, ...]
+    examples: tuple[Example, ...]
+
+
+def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> Recognised:
+    """Look at a folder or a file here.
+
+    Args:
+        task: what its samples are trained as; None: told from the records.
+
+    Raises:
+        StageError: it is of no known format, or cannot be read.
+    """
+    fitting = {
+        name: found
+        for name, source in SOURCES.items()
+        if (found := source.recognise(Path(path))) is not None
+    }
+    if not fitting:
+        raise StageError(
+            f"{path!r} is of no known format; the formats are {', '.join(SOURCES)}: see "
+            "docs/user_guide.md, or write a source of your own as in examples/csv_source.py"
+        )
+    name, *others = fitting
+    options = {"format": name, "path": path, "task": task or "bmr", **fitting[name]}
+    records = _read(open_source(options))
+    if task is None:
+        options["task"] = _guess_task(records)
+    source = open_source(options)
+    examples = _examples(source, num_examples)
+    missing = next((name for example in examples for name in example.missing), None)
+    if missing is not None and isinstance(source.options, MediaOptions):
+        root = find_image_root(path, missing)
+        if root is not None:
+            options["image_root"] = root
+            examples = _examples(open_source(options), num_examples)
+    return Recognised(options, tuple(others), examples)
+
+
+def _read(source: Source) -> list[SourceRecord]:
+    return list(itertools.islice(_records(source), _NUM_RECORDS))
+
+
+def _records(source: Source) -> Iterator[SourceRecord]:
+    for part in source.unread_parts():
+        yield from source.records(part)
+
+
+def _guess_task(records: list[SourceRecord]) -> str:
+    contents = [r.content for r in records if not isinstance(r.content, SampleError)]
+    if any(map(has_dialogue, contents)):
+        return "bmr"
+    has_prompt = any(content.get(name) for content in contents for name in PROMPT_FIELDS)
+    return "vqa" if has_prompt else "captioning"
+
+
+def _examples(source: Source, count: int) -> tuple[Example, ...]:
+    return tuple(_example(source, r) for r in itertools.islice(_records(source), count))
+
+
+def _example(source: Source, record: SourceRecord) -> Example:
+    try:
+        if isinstance(record.content, SampleError):
+            raise record.content
+        sample = to_sample(record.content, record.key, source.task, record.paired_media)
+        if not source.options.ignore_prompts:
+            check_prompts_are_shown(sample)
+    except SampleError as error:
+        return Example(record.key, None, str(error))
+    missing = []
+    for name in sample.media:
+        try:
+            source.open_media(record, name)[1].close()
+        except SampleError:
+            missing.append(name)
+    unread = tuple(name for name in record.content if name not in RECORD_FIELDS)
+    return Example(record.key, sample, missing=tuple(missing), unread=record.unread + unread)

@@ -1,0 +1,85 @@
+"""`init`: every format is recognised by what lies there, and what is written can be run."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from offline_packing.cli.main import cli
+from offline_packing.config.packing import load_config
+from offline_packing.errors import StageError
+from offline_packing.measure.measure import measure
+from offline_packing.sources.recognise import recognise
+from tests.helpers import formats
+from tests.helpers.command import invoke
+from tests.helpers.datasets import captioning_pairs, dialogue, make_run
+from tests.helpers.formats import lines, write_file
+
+SAMPLES = formats.draw_samples(4)
+
+
+@pytest.mark.parametrize("name", formats.WRITERS)
+def test_formats_are_recognised(name: str, tmp_path: Path) -> None:
+    source = formats.WRITERS[name](tmp_path / "data", SAMPLES)
+    found = recognise(str(source["path"]), task="bmr")
+    expected = {**source, "task": "bmr"}
+    assert {key: found.options[key] for key in expected} == expected
+    assert found.others == ()
+    assert [example.problem for example in found.examples] == ["", "", ""]
+    assert all(example.sample and not example.missing for example in found.examples)
+
+
+def test_the_task_is_told_from_the_records(tmp_path: Path) -> None:
+    tasks = {}
+    for name, record in (
+        ("dialogues", {"messages": dialogue("a", "b")}),
+        ("questions", {"question": "a", "answer": "b"}),
+        ("captions", {"caption": "b"}),
+    ):
+        write_file(tmp_path / name / "a.jsonl", lines([record] * 4))
+        tasks[name] = recognise(str(tmp_path / name)).options["task"]
+    write_file(tmp_path / "text" / "a.txt", b"One line.\nTwo lines.\n")
+    tasks["text"] = recognise(str(tmp_path / "text")).options["task"]
+    assert tasks == {
+        "dialogues": "bmr",
+        "questions": "vqa",
+        "captions": "captioning",
+        "text": "captioning",
+    }
+
+
+def test_what_is_not_found_or_not_read_is_shown(tmp_path: Path) -> None:
+    image = formats.draw_samples(1)[0][2][0]
+    write_file(tmp_path / "data" / "images" / "a.jpg", image)
+    record = {"caption": "A.", "image": "a.jpg", "hue": "red"}
+    write_file(
+        tmp_path / "data" / "text" / "a.jsonl", lines([record, {**record, "image": "b.jpg"}])
+    )
+    to = tmp_path / "pack.yaml"
+    result = invoke("init", tmp_path / "data" / "text", "--to", to)
+    assert "not read: hue" in result.output
+    assert "a.jpg (found)" in result.output
+    assert "b.jpg (NOT FOUND)" in result.output
+    assert "image_root" in to.read_text()
+
+
+def test_the_file_that_is_written_runs_and_is_never_overwritten(tmp_path: Path) -> None:
+    data = captioning_pairs(tmp_path / "data", 6)
+    to = tmp_path / "pack.yaml"
+    invoke("init", data, "--to", to, "--output", tmp_path / "out")
+    config = load_config(to, ["engine.workers=0"])
+    assert (config.source[0].format, config.task) == ("pairs", "captioning")
+    run = make_run(config.source[0].model_dump(), tmp_path / "packed")
+    assert measure(run).info.num_samples == 6
+    to.write_text("mine")
+    result = CliRunner().invoke(cli, ["init", str(data), "--to", str(to)])
+    assert result.exit_code != 0
+    assert to.read_text() == "mine"
+    invoke("init", data, "--to", to, "--force")
+    assert "format: pairs" in to.read_text()
+
+
+def test_what_is_no_data_is_refused(tmp_path: Path) -> None:
+    write_file(tmp_path / "a.pdf", b"%PDF")
+    with pytest.raises(StageError, match="is of no known format; the formats are pairs, json"):
+        recognise(str(tmp_path))
