@@ -26,7 +26,7 @@ class PackedRow:
 
     tokens: torch.Tensor  #: (S,) int64
     labels: torch.Tensor  #: (S,) int64, not shifted, IGNORE_INDEX at each sub-sample's first token
-    position_ids: torch.Tensor  #: (3, S) int64
+    position_ids: torch.Tensor  #: (3, S) or (1, S) int64
     attn_mask: torch.Tensor  #: (S,) bool, True = padding
     cu_lengths: torch.Tensor  #: (P + 1,) int32
     pixel_values: torch.Tensor  #: (L, D) float32
@@ -73,7 +73,7 @@ def concatenate(
     tokens = np.full(total, pad_token_id, dtype=np.int64)
     labels = np.full(total, IGNORE_INDEX, dtype=np.int64)
     padding = np.ones(total, dtype=np.bool_)
-    position_ids = np.empty((3, total), dtype=np.int64)
+    position_ids = np.empty((len(samples[0].position_ids), total), dtype=np.int64)
     position_ids[:, used:] = np.arange(total - used)
     offset = 0
     for sample, start, length, segment in zip(samples, starts, lengths, segments, strict=False):

@@ -114,8 +114,8 @@ class PackedBatch(Batch):
     loss_mask: torch.Tensor = _tensor(torch.float32, "1", "S")
     #: True = padding
     attn_mask: torch.Tensor = _tensor(torch.bool, "1", "S")
-    #: M-RoPE's temporal, height and width position
-    position_ids: torch.Tensor = _tensor(torch.int64, "3", "1", "S")
+    #: M-RoPE's temporal, height and width position (R = 3); R = 1 where positions count tokens
+    position_ids: torch.Tensor = _tensor(torch.int64, "R", "1", "S")
     cu_lengths: torch.Tensor = _tensor(torch.int32, "1", "P+1")
     #: the longest segment
     max_lengths: torch.Tensor = _tensor(torch.int32, "1")

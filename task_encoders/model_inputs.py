@@ -61,17 +61,17 @@ def to_packed_seq_params(batch: "PackedBatch") -> Any:
 
 
 def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
-    """Arguments for the forward of transformers' Qwen2-VL and Qwen2.5-VL.
+    """Arguments for the forward of transformers' models.
 
-    Two of its traps are closed here. Positions need four rows, the first restarting at every
-    boundary: from it transformers builds the block-diagonal mask, and with the three M-RoPE rows
+    Two of its traps are closed here. M-RoPE positions need four rows, the first restarting at
+    every boundary: from it transformers builds the block-diagonal mask, and with the other three
     alone it attends across samples without a word. And `use_cache` must be off, or it does the
     same. No `attention_mask` is given, as that would switch the detection off.
 
     Returns:
-        input_ids, labels (1, S), position_ids (4, 1, S), use_cache, and where there are images
-        pixel_values (L, D), image_grid_thw (N, 3), and likewise of videos. Labels are shifted
-        inside the model.
+        input_ids, labels (1, S), position_ids (4, 1, S), or (1, S) of families whose positions
+        count tokens, use_cache, and where there are images pixel_values (L, D), image_grid_thw
+        (N, 3), and likewise of videos. Labels are shifted inside the model.
     """
     boundaries = batch.cu_lengths.flatten().long()
     starts = torch.repeat_interleave(boundaries[:-1], boundaries.diff())
@@ -79,7 +79,9 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
     kwargs: dict[str, Any] = {
         "input_ids": batch.tokens,
         "labels": batch.labels,
-        "position_ids": torch.cat([text_positions[None, None], batch.position_ids]),
+        "position_ids": text_positions[None]
+        if len(batch.position_ids) == 1
+        else torch.cat([text_positions[None, None], batch.position_ids]),
         "use_cache": False,
     }
     if len(batch.image_grid_thw):

@@ -11,7 +11,7 @@ from typing import Final
 
 from task_encoders.samples import IMAGE_PLACEHOLDER, SourceSample
 from task_encoders.text.chat_templates import DEFAULT_SYSTEM
-from task_encoders.text.tokenizer import QWEN_SPECIAL_TOKENS
+from task_encoders.text.qwen_vocabulary import QWEN_SPECIAL_TOKENS
 
 _SPECIAL: Final = re.compile("|".join(map(re.escape, QWEN_SPECIAL_TOKENS)))
 #: Image sides that array code takes for a number of channels.

@@ -23,7 +23,7 @@ Grid = tuple[int, int, int]
 Pixels = npt.NDArray[np.float32]
 
 #: Options that change no length: they decide pixels and positions, which stand in no artifact.
-_BESIDE_LENGTHS: Final = frozenset({"video_end"})
+_BESIDE_LENGTHS: Final = frozenset({"resize", "video_end"})
 
 
 class Span(NamedTuple):

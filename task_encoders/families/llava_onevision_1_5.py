@@ -6,7 +6,7 @@ from typing import Any, Final
 from task_encoders.families.family import Family
 from task_encoders.families.qwen2_vl import DEFAULTS as QWEN2_VL_DEFAULTS
 from task_encoders.families.qwen2_vl import Qwen2VLEncoder
-from task_encoders.text.tokenizer import QWEN3_TEXT_TOKENS
+from task_encoders.text.qwen_vocabulary import QWEN3_TEXT_TOKENS
 
 #: Positions count tokens, so where they go on behind a video is no question.
 DEFAULTS: Final[dict[str, Any]] = {

@@ -50,6 +50,9 @@ class ModelOptions(BaseModel):
     video_max_tokens: Count | None = None
     #: a video with more frames in its file is set aside
     max_video_frames: Count = MAX_VIDEO_FRAMES
+    #: how images and frames are resized: by Pillow, or by torch, several times as fast, with other
+    #: values; each as one of transformers' two backends. Lengths do not depend on it.
+    resize: Literal["pil", "torch"] = added("pil")
     #: where text goes on behind a video: behind the longer side of its grid, as in transformers
     #: from 5 on, or behind its last position, as in transformers 4 and the trainers built on it
     video_end: Literal["longer_side", "last_position"] = added("longer_side")

@@ -7,7 +7,7 @@ from task_encoders.families.encoder import Medium
 from task_encoders.families.family import Family
 from task_encoders.families.options import ModelOptions
 from task_encoders.families.qwen_vl import QwenVLEncoder
-from task_encoders.text.tokenizer import BUILTIN, QWEN2_5_TEXT_TOKENS
+from task_encoders.text.qwen_vocabulary import BUILTIN, QWEN2_5_TEXT_TOKENS
 
 _PATCH: Final = 14
 #: Pixels of one token: a square of 2 by 2 patches.
@@ -26,6 +26,7 @@ DEFAULTS: Final[dict[str, Any]] = {
     "video_max_pixels": 768 * _TOKEN,
     "video_max_tokens": None,
     "video_end": "longer_side",
+    "resize": "pil",
 }
 
 #: Positions per second of video in every published Qwen2.5-VL checkpoint.

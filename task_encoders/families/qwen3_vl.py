@@ -20,7 +20,7 @@ from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text import chat_templates
 from task_encoders.text.chat_templates import Piece
-from task_encoders.text.tokenizer import BUILTIN, QWEN3_TEXT_TOKENS
+from task_encoders.text.qwen_vocabulary import BUILTIN, QWEN3_TEXT_TOKENS
 
 _PATCH: Final = 16
 #: Pixels of one token: a square of 2 by 2 patches.
@@ -38,6 +38,7 @@ DEFAULTS: Final[dict[str, Any]] = {
     "video_min_pixels": 128 * _TOKEN,
     "video_max_pixels": 768 * _TOKEN,
     "video_max_tokens": None,
+    "resize": "pil",
 }
 
 

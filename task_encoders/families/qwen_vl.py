@@ -5,14 +5,15 @@ from typing import Any, ClassVar
 
 from task_encoders.families.encoder import FamilyEncoder, Medium, Pixels, Span, patch_spans
 from task_encoders.families.options import ModelOptions
-from task_encoders.media import image, video
+from task_encoders.media import image, patches, video
 from task_encoders.media.image import VisionSettings
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SourceSample
 from task_encoders.text import chat_templates
 from task_encoders.text.chat_templates import Piece
-from task_encoders.text.tokenizer import BUILTIN, load_tokenizer
+from task_encoders.text.qwen_vocabulary import BUILTIN
+from task_encoders.text.tokenizer import load_tokenizer
 
 
 class QwenVLEncoder(FamilyEncoder):
@@ -35,6 +36,7 @@ class QwenVLEncoder(FamilyEncoder):
             patch_size=self.PATCH_SIZE,
             mean=self.MEAN,
             std=self.STD,
+            resize=options.resize,
         )
         self.video = options.video
         super().__init__(
@@ -58,7 +60,7 @@ class QwenVLEncoder(FamilyEncoder):
         return Medium(image.image_grid(height, width, self.vision))
 
     def encode_image(self, data: bytes) -> tuple[Pixels, Medium]:
-        rows, grid = image.image_patches(data, self.vision)
+        rows, grid = patches.image_patches(data, self.vision)
         return rows, Medium(grid)
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:

@@ -1,4 +1,4 @@
-"""Images: their size without decoding them, and the patches of images and of video frames.
+"""Images: their size without decoding them, and their pixels.
 
 Both stages go through `_open`, so that measuring and encoding agree on what an image's size and
 orientation are, and on which images are bad. Measuring spares itself that for a plain JPEG.
@@ -8,12 +8,9 @@ Transparency is composed on white.
 import io
 import math
 import warnings
-from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import BinaryIO, Final, Protocol
 
-import numpy as np
-import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps
 
 from task_encoders.media.jpeg_header import HEAD_BYTES, jpeg_size
@@ -57,6 +54,8 @@ class VisionSettings:
     merge_size: int = 2
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    #: a name in patches.RESIZERS
+    resize: str = "pil"
 
     def __post_init__(self) -> None:
         smallest = self.factor**2
@@ -167,59 +166,6 @@ def _on_white(image: Image.Image) -> Image.Image:
     rgba = image.convert("RGBA")
     white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
     return Image.alpha_composite(white, rgba).convert("RGB")
-
-
-def image_patches(
-    data: bytes, settings: VisionSettings
-) -> tuple[npt.NDArray[np.float32], tuple[int, int, int]]:
-    """An image file as normalised patches, in the order the vision tower merges them.
-
-    Returns:
-        pixel_values (t·h·w, C·T·p·p) and the grid (t, h, w). Bit-identical to transformers' PIL
-        image processor: normalising is a table of 256 values per channel, computed as it does.
-
-    Raises:
-        SampleError: as read_image_header, or aspect_ratio.
-    """
-    image = decode_image(data, max_image_pixels=settings.max_image_pixels)
-    grid = image_grid(image.height, image.width, settings)
-    return frame_patches([image], grid, settings), grid
-
-
-def frame_patches(
-    frames: Iterable[Image.Image], grid: tuple[int, int, int], settings: VisionSettings
-) -> npt.NDArray[np.float32]:
-    """RGB frames as patches (t·h·w, C·T·p·p), each frame resized to the grid's size.
-
-    A grid of t takes up to t·T frames, in order; the last one is repeated where there are fewer. An
-    image is one frame.
-    """
-    grid_t, grid_h, grid_w = grid
-    patch, merge, depth = settings.patch_size, settings.merge_size, settings.temporal_patch_size
-    table = _normalise_table(settings)
-    pixel_values = np.empty((grid_t, grid_h * grid_w, 3, depth, patch**2), dtype=np.float32)
-    number = -1
-    for number, frame in enumerate(frames):
-        resized = frame.resize((grid_w * patch, grid_h * patch), Image.Resampling.BICUBIC)
-        # (H, W, C) -> (h/m, m, p, w/m, m, p, C) -> (h/m, w/m, m, m, C, p, p) -> (patches, C, p·p)
-        blocks = np.asarray(resized).reshape(
-            grid_h // merge, merge, patch, grid_w // merge, merge, patch, 3
-        )
-        patches = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(grid_h * grid_w, 3, patch**2)
-        for channel in range(3):
-            t, within = divmod(number, depth)
-            pixel_values[t, :, channel, within] = table[channel][patches[:, channel]]
-    last, within = divmod(number, depth)
-    pixel_values[last, :, :, within + 1 :] = pixel_values[last, :, :, within, None]
-    return pixel_values.reshape(grid_t * grid_h * grid_w, settings.patch_dim)
-
-
-def _normalise_table(settings: VisionSettings) -> npt.NDArray[np.float32]:
-    """(3, 256): what transformers makes of each byte, in its order of operations and types."""
-    rescaled = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
-    mean = np.array(settings.mean, dtype=np.float32)[:, None]
-    std = np.array(settings.std, dtype=np.float32)[:, None]
-    return (rescaled - mean) / std
 
 
 def _open(file: BinaryIO, max_image_pixels: int) -> tuple[Image.Image, int]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from task_encoders.media import image
+from task_encoders.media import image, patches
 from task_encoders.media.image import VisionSettings
 from task_encoders.media.video_file import (
     MAX_VIDEO_FRAMES,
@@ -164,7 +164,7 @@ def video_patches(
     vision_settings: VisionSettings,
     max_frames: int = MAX_VIDEO_FRAMES,
 ) -> tuple[npt.NDArray[np.float32], SampledVideo]:
-    """A video file as normalised patches, the counterpart of `image.image_patches`.
+    """A video file as normalised patches, the counterpart of `patches.image_patches`.
 
     Args:
         sample: which frames are taken.
@@ -181,4 +181,4 @@ def video_patches(
     header = read_video_header(BytesIO(data), max_frame_pixels=limit, max_frames=max_frames)
     sampled = sample(header)
     frames = decode_frames(data, header, sampled.frames, limit)
-    return image.frame_patches(frames, sampled.grid, vision_settings), sampled
+    return patches.frame_patches(frames, sampled.grid, vision_settings), sampled

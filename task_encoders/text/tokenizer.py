@@ -6,9 +6,7 @@ transformers. A byte-level BPE tokenizer (every Qwen) runs on tiktoken, five tim
 transformers' on one core; any other is used through transformers, and a log line says so.
 """
 
-import base64
 import functools
-import importlib.util
 import itertools
 import json
 import logging
@@ -21,55 +19,14 @@ from typing import Any, Final, Protocol
 import tiktoken
 import xxhash
 
+from task_encoders.text.qwen_vocabulary import (
+    BUILTIN,
+    QWEN_PATTERN,
+    QWEN_SPECIAL_TOKENS,
+    qwen_ranks,
+)
+
 logger = logging.getLogger(__name__)
-
-#: The name that stands for the vocabulary inside the `dashscope` package.
-BUILTIN: Final = "builtin"
-
-#: Qwen2's pre-tokenisation pattern.
-QWEN_PATTERN: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-#: Qwen2-VL's special tokens; their ids follow the 151,643 ordinary ones in this order.
-QWEN_SPECIAL_TOKENS: Final = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
-
-#: What Qwen2.5 adds to them, with the ids that follow: not special, so that text spells them.
-QWEN2_5_TEXT_TOKENS: Final = (
-    "<tool_call>",
-    "</tool_call>",
-    "<|fim_prefix|>",
-    "<|fim_middle|>",
-    "<|fim_suffix|>",
-    "<|fim_pad|>",
-    "<|repo_name|>",
-    "<|file_sep|>",
-)
-
-#: What Qwen3 has behind these.
-QWEN3_TEXT_TOKENS: Final = (
-    *QWEN2_5_TEXT_TOKENS,
-    "<tool_response>",
-    "</tool_response>",
-    "<think>",
-    "</think>",
-)
 
 # Texts on which a tiktoken conversion must agree with the tokenizer it was made from.
 _PROBES: Final = (
@@ -208,24 +165,6 @@ def _special_id(token_id: int | None, token: str) -> int:
     if token_id is None:
         raise ValueError(f"the tokenizer has no special token {token!r}; is it a Qwen2-VL one?")
     return token_id
-
-
-@functools.cache
-def qwen_ranks() -> dict[bytes, int]:
-    """Qwen's 151,643 BPE ranks, from the file inside the `dashscope` package.
-
-    Raises:
-        ValueError: the package is missing.
-    """
-    spec = importlib.util.find_spec("dashscope")  # found, not imported: importing takes 0.9 s
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(
-            f"processor {BUILTIN!r} reads the vocabulary of the package dashscope; "
-            "pip install dashscope, or name a checkpoint folder as model.processor"
-        )
-    path = Path(spec.submodule_search_locations[0], "resources", "qwen.tiktoken")
-    lines = path.read_bytes().splitlines()
-    return {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines) if rank}
 
 
 @functools.cache

@@ -53,6 +53,18 @@ def as_batch(packed: PackedRow) -> Any:
     )
 
 
+def test_one_row_of_positions_stays_one() -> None:
+    samples = [sample("a", 3), sample("b", 2)]
+    for each in samples:
+        object.__setattr__(each, "position_ids", np.arange(len(each.tokens))[None])
+    packed = concatenate(samples, pad_token_id=PAD, pad_multiple=2, pad_to_length=8)
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1]]
+    merged = merge_rows([packed, packed])
+    assert to_transformers_kwargs(as_batch(merged))["position_ids"].tolist() == [
+        [0, 1, 2, 3, 0, 1, 0, 1] * 2
+    ]
+
+
 def test_the_documented_example() -> None:
     packed = row(3, 2, 4)
     assert packed.cu_lengths.tolist() == [0, 3, 5, 9]

@@ -4,7 +4,7 @@ import pytest
 
 from offline_packing.index.traits import Trait, sample_traits
 from task_encoders.samples import SourceSample, Turn
-from task_encoders.text.tokenizer import QWEN_SPECIAL_TOKENS
+from task_encoders.text.qwen_vocabulary import QWEN_SPECIAL_TOKENS
 
 PLAIN = Trait(0)
 SIZES = [(28, 56)]

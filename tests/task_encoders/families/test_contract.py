@@ -24,7 +24,7 @@ from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.builtin_processor import builtin_tokenizer
 from task_encoders.text.chat_templates import QWEN2_VL_TEMPLATE, to_messages
-from task_encoders.text.tokenizer import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
+from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
 from tests.helpers.chat_templates import QWEN3_5, QWEN3_VL
 from tests.helpers.texts_and_images import KINDS, random_sample, random_text
 from tests.helpers.transformers_sources import transformers_function

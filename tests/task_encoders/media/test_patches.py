@@ -1,0 +1,89 @@
+"""Patches of both backends: every value where it belongs, as transformers' own backend has it."""
+
+import importlib.util
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from task_encoders.families import build_sample_encoder
+from task_encoders.media.patches import RESIZERS, frame_patches, image_patches
+
+FAMILIES = ("qwen2_vl", "qwen3_vl")
+
+
+def png(rng: np.random.Generator, width: int, height: int) -> bytes:
+    coarse = rng.integers(0, 256, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(coarse).resize((width, height), Image.Resampling.BILINEAR).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def by_torch(data: bytes, grid: tuple[int, ...], vision: Any) -> Any:
+    """The steps of transformers' torch backend, one after another."""
+    _, h, w = grid
+    patch, merge = vision.patch_size, vision.merge_size
+    pixels = torch.from_numpy(np.array(Image.open(io.BytesIO(data)))).permute(2, 0, 1)[None]
+    size = (h * patch, w * patch)
+    resized = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
+    mean, std = (torch.tensor(x) * (1.0 / (1 / 255)) for x in (vision.mean, vision.std))
+    values = (resized.float() - mean[:, None, None]) / std[:, None, None]
+    blocks = values.reshape(3, h // merge, merge, patch, w // merge, merge, patch)
+    ordered = blocks.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
+    return ordered.expand(-1, -1, -1, -1, -1, 2, -1, -1).reshape(h * w, -1).numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_torch_resizes_as_transformers_torch_backend(family: str) -> None:
+    rng = np.random.default_rng(0)
+    vision = build_sample_encoder(family, resize="torch", max_pixels=200_000).vision  # type: ignore[attr-defined]
+    for _ in range(20):
+        width, height = (int(side) for side in rng.integers(20, 500, 2))
+        data = png(rng, width, height)
+        values, grid = image_patches(data, vision)
+        np.testing.assert_array_equal(values, by_torch(data, grid, vision))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_torch_equals_transformers_itself(family: str) -> None:
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+    rng = np.random.default_rng(1)
+    vision = build_sample_encoder(family, resize="torch", max_pixels=200_000).vision  # type: ignore[attr-defined]
+    processor = Qwen2VLImageProcessor(
+        size={"shortest_edge": vision.min_pixels, "longest_edge": vision.max_pixels},
+        patch_size=vision.patch_size,
+        image_mean=list(vision.mean),
+        image_std=list(vision.std),
+    )
+    for _ in range(20):
+        width, height = (int(side) for side in rng.integers(20, 500, 2))
+        data = png(rng, width, height)
+        expected = processor([Image.open(io.BytesIO(data))], return_tensors="np")
+        values, _ = image_patches(data, vision)
+        np.testing.assert_array_equal(values, expected["pixel_values"])
+
+
+@pytest.mark.parametrize("resize", RESIZERS)
+def test_lengths_do_not_depend_on_the_backend(resize: str) -> None:
+    encoder: Any = build_sample_encoder("qwen2_vl", resize=resize)
+    assert encoder.fingerprint == build_sample_encoder("qwen2_vl").fingerprint
+    assert ("resize" in encoder.options.model_dump()) == (resize != "pil")
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 3, 4])
+def test_the_last_frame_fills_its_step(num_frames: int) -> None:
+    vision = build_sample_encoder("qwen2_vl").vision  # type: ignore[attr-defined]
+    rng = np.random.default_rng(2)
+    frames = [Image.open(io.BytesIO(png(rng, 56, 56))) for _ in range(num_frames)]
+    grid = (-(-num_frames // 2), 4, 4)
+    values = frame_patches(frames, grid, vision).reshape(grid[0], 16, 3, 2, 196)
+    for step in range(grid[0]):
+        for within in range(2):
+            frame = frames[min(step * 2 + within, num_frames - 1)]
+            alone = frame_patches([frame], (1, 4, 4), vision).reshape(16, 3, 2, 196)
+            np.testing.assert_array_equal(values[step, :, :, within], alone[:, :, 0])
