@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
-from multiprocessing.sharedctypes import Synchronized
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from offline_packing.engines.base import (
     SECONDS_BETWEEN_REPORTS,
@@ -28,6 +27,9 @@ from offline_packing.engines.base import (
     told_to,
 )
 from offline_packing.errors import StageError
+
+if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import Synchronized
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Tasks handed out per worker: one at work, one waiting.
@@ -43,8 +45,7 @@ class LocalEngine(Engine):
         super().__init__(workers)
         self._pool: ProcessPoolExecutor | None = None
         self._others: set[BaseProcess] = set()
-        # Workers add to it; read without its lock, which a killed worker may hold.
-        self._advanced = _SPAWN.Value(ctypes.c_int64, 0)
+        self._advanced: Synchronized[int] | None = None
         self._reported = 0
 
     def run(
@@ -109,6 +110,7 @@ class LocalEngine(Engine):
         if self._pool is None:
             _start_quiet_tracker()
             self._others = set(multiprocessing.active_children())
+            self._advanced, self._reported = _SPAWN.Value(ctypes.c_int64, 0), 0
             self._pool = ProcessPoolExecutor(
                 self.workers, _SPAWN, initializer=_start_worker, initargs=(self._advanced,)
             )
@@ -116,6 +118,9 @@ class LocalEngine(Engine):
 
     def _newly_advanced(self) -> int:
         """What workers added since the last call."""
+        if self._advanced is None:
+            return 0
+        # Without the lock, which a killed worker may hold.
         before, self._reported = self._reported, self._advanced.get_obj().value
         return self._reported - before
 

@@ -2,11 +2,10 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final, TextIO
 
 from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 _SECONDS_BETWEEN_LINES: Final = 60
 #: measure: 120,000 of 600,000 samples, 20%, 03:10 left
@@ -30,6 +29,12 @@ class _Lines:
         self._stream.flush()
 
 
+def _logging_above_the_bar() -> AbstractContextManager[None]:
+    from tqdm.contrib.logging import logging_redirect_tqdm  # imports asyncio: 30 ms
+
+    return logging_redirect_tqdm()
+
+
 @contextmanager
 def progress_bar(name: str, total: int | None, unit: str, *, shown: bool) -> Iterator["tqdm[None]"]:
     """A bar of so many units; None: nobody knows. While it is there, log lines stand above it."""
@@ -49,6 +54,6 @@ def progress_bar(name: str, total: int | None, unit: str, *, shown: bool) -> Ite
             disable=not shown,
             **({} if is_terminal else lines),
         ) as bar,
-        logging_redirect_tqdm() if shown and is_terminal else nullcontext(),
+        _logging_above_the_bar() if shown and is_terminal else nullcontext(),
     ):
         yield bar

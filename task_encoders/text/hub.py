@@ -1,9 +1,6 @@
 """Whether the model hub answers, asked once: transformers would try for a minute."""
 
 import re
-import ssl
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +17,10 @@ def require_hub(name: str) -> None:
     """
     if Path(name).exists() or not _HUB_NAME.fullmatch(name):
         return
+    import ssl
+    import urllib.error
+    import urllib.request
+
     from huggingface_hub import constants, try_to_load_from_cache
 
     is_cached = any(isinstance(try_to_load_from_cache(name, file), str) for file in _FILES)
