@@ -4,9 +4,15 @@ Takes the options of a source, gives records and the places of their media. May 
 """
 
 from offline_packing.sources.base import Source
-from offline_packing.sources.earlier import Growth, Stretch
 from offline_packing.sources.options import SourceOptions
-from offline_packing.sources.protocol import Embedded, Scan, SourcePart, SourceRecord
+from offline_packing.sources.protocol import (
+    Embedded,
+    Growth,
+    Scan,
+    SourcePart,
+    SourceRecord,
+    Stretch,
+)
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.registry import SOURCES, open_source, parse_options, source_class
 

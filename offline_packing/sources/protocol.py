@@ -104,3 +104,24 @@ def record_key(content: Mapping[str, Any], default: str) -> str:
     if isinstance(identity, bool) or not isinstance(identity, str | int) or identity == "":
         return default
     return str(identity)
+
+
+# Names of earlier versions, which sources of others may import; nothing here uses them.
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Bytes `begin` to `end` of a file, and their xxh3_128."""
+
+    begin: int
+    end: int
+    content_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a source had beyond what was measured before, when outputs could be appended to."""
+
+    added: bytes
+    num_added: int
+    grown: Mapping[str, tuple[int, int]] = field(default_factory=dict)

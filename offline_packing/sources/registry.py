@@ -11,12 +11,11 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from offline_packing.errors import ConfigError
 from offline_packing.sources.base import Source
 from offline_packing.sources.formats.energon import EnergonSource
-from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource
+from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextSource
 from offline_packing.sources.formats.llama_factory import LlamaFactorySource
 from offline_packing.sources.formats.packs import PacksSource
 from offline_packing.sources.formats.pairs import PairsSource
 from offline_packing.sources.formats.tables import HuggingFaceSource, ParquetSource
-from offline_packing.sources.formats.text import TextSource
 from offline_packing.sources.formats.webdataset import WebDatasetSource
 from offline_packing.sources.options import SourceOptions
 

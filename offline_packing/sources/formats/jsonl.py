@@ -235,3 +235,22 @@ class JsonSource(RecordFilesSource):
         if begin:
             file.seek(begin)
         return split_elements(file, begin, end, _ARRAY_BLOCK, MAX_JSON_BYTES)
+
+
+class TextSource(JsonlSource):
+    """Plain text: each line of a `.txt` is a sample without an image. With task captioning all of
+    it is trained, as in pretraining on text."""
+
+    SUFFIX = "txt"
+
+    @classmethod
+    def recognise(cls, path: Path) -> Mapping[str, Any] | None:
+        # A text beside other files tells of them.
+        is_all = all(name.lower().split(".")[1:2] == ["txt"] for name in file_names(path))
+        return super().recognise(path) if is_all else None
+
+    def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
+        try:
+            return self.fields.apply({"text": data.decode("utf-8").strip()})
+        except UnicodeDecodeError as error:
+            raise SampleError("bad_json", f"the text is not UTF-8: {error}") from error

@@ -20,9 +20,8 @@ import orjson
 from offline_packing.errors import StageError
 from offline_packing.sources.base import Source
 from offline_packing.sources.fields import FieldMap
-from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource
+from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextSource
 from offline_packing.sources.formats.tables import ParquetSource
-from offline_packing.sources.formats.text import TextSource
 from offline_packing.sources.options import FileOptions, MediaOptions
 from offline_packing.sources.protocol import MAX_JSON_BYTES, Scan, SourcePart
 from offline_packing.sources.protocol import SourceRecord as Record

@@ -27,7 +27,7 @@ from offline_packing.sources.options import MediaOptions
 from offline_packing.sources.protocol import MAX_JSON_BYTES, Embedded, Scan, SourcePart
 from offline_packing.sources.protocol import SourceRecord as Record
 from offline_packing.sources.reading.locators import Locator
-from offline_packing.sources.reading.sub_samples import to_json
+from offline_packing.sources.reading.read import to_json
 from offline_packing.sources.records import load_json
 from offline_packing.sources.roots.contents import file_names, holds_packs
 from offline_packing.sources.roots.listing import walk

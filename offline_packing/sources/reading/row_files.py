@@ -242,3 +242,25 @@ def record_json(
 def _as_text(value: Any) -> str:
     """What JSON has no form for: dates and decimals; and bytes, as older writers store text."""
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+
+
+class ArrowWriter:
+    """Writes an Arrow file; its schema is that of the first batch."""
+
+    def __init__(self, target: BinaryIO) -> None:
+        self._target = target
+        self._writer: Any = None
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Append a batch."""
+        if self._writer is None:
+            self._writer = pa.ipc.new_file(self._target, batch.schema)
+        self._writer.write_batch(batch)
+
+    def __enter__(self) -> "ArrowWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._target.flush()

@@ -29,6 +29,7 @@ import pyarrow as pa
 from offline_packing.errors import StageError
 from offline_packing.sources.reading.locators import Root
 from offline_packing.sources.reading.row_files import (
+    ArrowWriter,
     RowFile,
     is_record,
     media_column,
@@ -175,7 +176,7 @@ class _RowReader:
 
             def write(target: BinaryIO) -> None:
                 batches = file.batches(range(number, number + 1), at_hand.columns)
-                with _ArrowWriter(target) as writer:
+                with ArrowWriter(target) as writer:
                     for batch in batches:
                         writer.add(batch)
 
@@ -254,7 +255,7 @@ def _write_rows(
     """Write the wanted rows of some groups; returns their numbers and where batches begin."""
     written: list[Rows] = []
     starts = [0]
-    with _ArrowWriter(target) as writer:
+    with ArrowWriter(target) as writer:
         for group in groups.tolist():
             first = file.group_starts[group]
             for batch in file.batches(range(group, group + 1), wanted.columns):
@@ -266,28 +267,6 @@ def _write_rows(
                     starts.append(starts[-1] + len(rows))
                 first += len(batch)
     return np.concatenate([*written, wanted.rows[:0]]), starts[:-1]
-
-
-class _ArrowWriter:
-    """Writes an Arrow file; its schema is that of the first batch."""
-
-    def __init__(self, target: BinaryIO) -> None:
-        self._target = target
-        self._writer: Any = None
-
-    def add(self, batch: pa.RecordBatch) -> None:
-        """Append a batch."""
-        if self._writer is None:
-            self._writer = pa.ipc.new_file(self._target, batch.schema)
-        self._writer.write_batch(batch)
-
-    def __enter__(self) -> "_ArrowWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._target.flush()
 
 
 def read_value(root: Root, kind: str, container: str, row: int, column: str, size: int) -> bytes:
