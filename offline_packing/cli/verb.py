@@ -30,7 +30,7 @@ class Verb:
     #: its docstring is the help text
     function: Callable[..., None]
     options: tuple[Option[Any], ...] = ()
-    #: whether other runs are kept away meanwhile, but in a dry run
+    #: whether other runs are kept away meanwhile (never in a dry run)
     locks: bool = True
     #: whether several ranks can do it to one output at the same time
     is_shared: bool = False

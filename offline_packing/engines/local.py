@@ -127,9 +127,9 @@ class LocalEngine(Engine):
 
 @contextmanager
 def _held(*numbers: signal.Signals) -> Iterator[None]:
-    """Signals in here arrive at its end. A process that is started in here inherits that: a worker
-    takes none before it can end without the traceback of its imports, or while its pool, which
-    does not bear it, is starting others."""
+    """Hold signals back while the block runs. A process started inside inherits that: a worker
+    takes none before it can end without the traceback of a half-done import, nor while its pool is
+    starting others, which would break the pool."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -138,8 +138,9 @@ def _held(*numbers: signal.Signals) -> Iterator[None]:
 
 
 def _start_quiet_tracker() -> None:
-    """Start multiprocessing's resource tracker, which removes the semaphores of a killed parent,
-    so that it does not warn of them, and outlives the terminal as it outlives Ctrl-C."""
+    """Start multiprocessing's resource tracker, which removes the semaphores of a killed parent.
+    Started here, it prints no warning about them, and survives a closed terminal as it survives
+    Ctrl-C."""
     name = "PYTHONWARNINGS"
     before = os.environ.get(name)
     filters = [] if before is None else [before]
@@ -155,8 +156,8 @@ def _start_quiet_tracker() -> None:
 
 
 def _start_worker(advanced: "Synchronized[int]") -> None:
-    """Ctrl-C and the end of a terminal are the parent's business, which then ends its workers; no
-    worker outlives a killed parent."""
+    """Leave Ctrl-C and a closed terminal to the parent, which then ends its workers; no worker
+    outlives a killed parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -77,8 +77,8 @@ def _run_task(function: Callable[[Task], Result], task: Task, counter: Any) -> R
 
 
 class RayEngine(Engine):
-    """Ray tasks of one CPU each. `workers` is the size of a cluster started here; a cluster that is
-    there already is used as it is."""
+    """Ray tasks of one CPU each. `workers` is the size of a cluster started here; an existing
+    cluster is used as it is."""
 
     def __init__(self, workers: int) -> None:
         super().__init__(workers)
@@ -140,7 +140,7 @@ class RayEngine(Engine):
         if self._ray is None:
             settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
             if "RAY_ADDRESS" not in os.environ:
-                # A cluster of our own needs no token under the home folder, and tells nobody.
+                # Our own cluster needs no token in the home folder, and reports no usage.
                 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
                 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

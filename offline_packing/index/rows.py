@@ -1,8 +1,8 @@
 """Rows of the index in the order of the packs, whatever the size of the index.
 
-A shard's samples lie all over the index. The rows are therefore sorted in two steps, as far as they
-do not fit in memory: one pass over the index deals them out to groups of shards, each a scratch
-file; then group after group is read back and put in order.
+A shard's samples lie all over the index. Rows that do not fit in memory are therefore sorted in two
+steps: one pass over the index deals them out to groups of shards, each a scratch file; then
+group after group is read back and put in order.
 """
 
 import tempfile

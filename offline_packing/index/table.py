@@ -173,7 +173,8 @@ def write_table(path: Path, table: pa.Table) -> None:
 def table_writer(
     path: Path, schema: pa.Schema, notes: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[Callable[[pa.Table], None]]:
-    """Write a Parquet file table by table; it is complete when the block ends well, or absent.
+    """Write a Parquet file table by table; it is complete if the block succeeds, and absent
+    otherwise.
     `notes` go into the file's metadata as they are at the end."""
     with atomic_file(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
         yield writer.write_table

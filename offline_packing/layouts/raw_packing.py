@@ -1,4 +1,4 @@
-"""Packs as single files in one folder: to look at them, and for tools that want it so.
+"""Packs as single files in one folder: for people to look at, and for tools that read files.
 
     raw_packing_data/ps_00000000.img000.jpg
     raw_packing_data/ps_00000000.img001.jpg
@@ -67,7 +67,7 @@ class RawPackingLayout(Layout):
         fragments: ShardFragments,
         content_hash: str,
     ) -> None:
-        """Nothing: each pack's JSON says all there is to say."""
+        """Nothing: each pack's JSON says it all."""
 
     def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
         digest = xxhash.xxh3_128()

@@ -127,7 +127,7 @@ class ShardTask:
         """Read and parse a sample's record again.
 
         Raises:
-            StageError: the record is not what was measured any more.
+            StageError: the record is no longer what was measured.
         """
         num_images = len(row.media) - row.num_videos
         source = self.sources[row.source_id]

@@ -15,8 +15,7 @@ _SAMPLED_RECORDS: Final = 1000
 
 def estimate_records(source: Source, parts: Sequence[SourcePart]) -> tuple[int, bool]:
     """Records in parts of a source and whether that is exact. Parts whose number nobody knows are
-    one file each: the first records of some are read; of the others it is taken that they hold as
-    many."""
+    one file each: the first records of some are read; the others are assumed to hold as many."""
     known = sum(part.num_records for part in parts if part.num_records is not None)
     unknown = [part for part in parts if part.num_records is None]
     if not unknown:

@@ -160,7 +160,7 @@ def _fingerprint(run: Run, scans: Sequence[Scan]) -> Fingerprint:
 
 
 def _started(run: Run, fingerprint: Fingerprint) -> Fingerprint:
-    """What all parts of an index that is not complete must have been made with."""
+    """What all parts of an unfinished index must have been made with."""
     return {
         **fingerprint,
         "index.version": index.INDEX_VERSION,

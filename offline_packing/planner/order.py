@@ -74,7 +74,7 @@ def cost_grouped_order(cost: np.ndarray, layout: RankLayout, seed: int) -> np.nd
     """
     rng = np.random.default_rng(seed)
     step = layout.steps(len(cost))
-    turn = rng.permutation(step.max(initial=-1) + 1)  # by cost: the how manieth group is read here
+    turn = rng.permutation(step.max(initial=-1) + 1)  # the step that reads each group, by cost
     places = np.lexsort((rng.random(len(cost)), turn[step]))
     order = np.empty(len(cost), np.int64)
     order[places] = np.argsort(cost, kind="stable")

@@ -73,7 +73,7 @@ def build_document(run: Run) -> Document:
 
 
 def made_from(workspace: Workspace, manifest: Manifest | None) -> dict[str, str | None]:
-    """What identifies the stages that a report tells of."""
+    """What identifies the stages that a report describes."""
     index, plan = workspace.index_info, read_json(workspace.plan_info) or {}
     return {
         "index": hash_file(index) if index.exists() else None,

@@ -45,7 +45,7 @@ def verdict(document: Document) -> str:
 
 
 def report_status(workspace: Workspace) -> str | None:
-    """Where the report is, and whether it tells of the stages as they are; None without one."""
+    """Where the report is, and whether it is up to date with the stages; None without one."""
     document = read_json(workspace.report / "report.json")
     if document is None:
         return None

@@ -7,7 +7,7 @@
 
 Prompts and answers may also be two lists of equal length: turns. Images are named by "images" or
 "image", videos by "videos" or "video"; the name may stand in an object {"path": ...}. `system` is
-the system message. What else a record holds is ignored; lost_fields.py tells of it.
+the system message. What else a record holds is ignored; lost_fields.py reports it.
 """
 
 from collections.abc import Mapping, Sequence

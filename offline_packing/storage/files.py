@@ -24,7 +24,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its name when the block ends well: written beside it, synced, renamed.
+    """A file that gets its name only if the block succeeds: written beside it, synced, renamed.
 
     Raises:
         StageError: the disk is full.
@@ -64,7 +64,7 @@ def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
         file = open(temporary, "wb")  # noqa: SIM115 - the caller closes it
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if temporary.exists():  # else it was taken for a leftover before it was locked
+        if temporary.exists():  # otherwise it was removed as a leftover before it was locked
             return temporary, file
         file.close()
 
@@ -77,8 +77,8 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def start_writeback(file: BinaryIO, begin: int, end: int) -> None:
     """Have the kernel send these bytes of a file to the disk while more are written, so that the
-    sync at the end finds little left. That is what Linux makes of the advice that they are not
-    needed; other systems may ignore it."""
+    sync at the end finds little left. Linux does so when told that they are no longer needed; other
+    systems may ignore the advice."""
     file.flush()
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
@@ -178,7 +178,8 @@ def hold_lock(path: Path, what: str, *, shared: bool = False) -> Iterator[None]:
 
 @contextmanager
 def wait_for_lock(path: Path) -> Iterator[None]:
-    """Hold a lock file while the block runs, after any other holder; a killed holder holds nothing.
+    """Hold a lock file while the block runs, waiting for any other holder; a killed process holds
+    nothing.
     On a file system without locks nobody waits."""
     with open(path, "ab") as file:
         with suppress(OSError):

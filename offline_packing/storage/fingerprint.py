@@ -68,7 +68,7 @@ def _shown(name: str, fingerprint: Fingerprint) -> str:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of the libraries that take part, and of this package."""
+    """Versions of the libraries involved, and of this package."""
     names = ("offline-packing", *_LIBRARIES)
     return {name: importlib.metadata.version(name) for name in names}
 

@@ -1,6 +1,6 @@
 """Compressed files: read from front to back, or unpacked once to be read at any place.
 
-A file that is damaged, cut off, or unpacks beyond all measure gives what lies before that, and then
+A file that is damaged, cut off, or unpacks to an absurd size gives what lies before that, and then
 raises `DamagedStreamError`.
 """
 
@@ -39,7 +39,7 @@ def codec_of(name: str) -> str | None:
 
 
 def find_unread(names: Iterable[str], endings: tuple[str, ...]) -> str | None:
-    """Why a source cannot be read that has a file with one of these (lower-case) endings."""
+    """Why a source that has a file with one of these (lower-case) endings cannot be read."""
     name = next((name for name in names if name.lower().endswith(endings)), None)
     if name is None:
         return None

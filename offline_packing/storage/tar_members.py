@@ -1,6 +1,6 @@
 """The members of a tar, from their headers alone; nothing of a tar is ever extracted.
 
-Python's tarfile ends without a word at a damaged header, or at a tar that was cut at a member's
+Python's tarfile stops silently at a damaged header, or at a tar that was cut at a member's
 boundary, keeps every member in memory, and takes three times as long.
 """
 
@@ -12,7 +12,7 @@ from offline_packing.storage.streams import DamagedStreamError
 
 _BLOCK: Final = 512
 _REGULAR: Final = frozenset((b"0", b"\0", b"7"))
-#: A long name or a PAX header of more bytes than this is no such thing.
+#: A longer name or PAX header than this is taken for damage.
 _MAX_EXTENSION_BYTES: Final = 1 << 20
 _SKIP: Final = 1 << 20
 _HEADER: Final = "a header"

@@ -1,7 +1,7 @@
 """retry: go on where a run ended; in a complete output, remove what is damaged and run again.
 
-What comes out is taken where it is what it was. What cannot be made again is put back: a damaged
-file may be of use still.
+The result is used only if it equals what was there. What cannot be made again is put back: a
+damaged file may still be of use.
 """
 
 import shutil

@@ -22,7 +22,7 @@ from offline_packing.runs.manifest import Manifest, hash_plan
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import hash_bytes, hash_file, read_json, to_json
 
-#: Damaged, these keep nobody from comparing the shards with the plan.
+#: Damage to these does not prevent comparing the shards with the plan.
 _FOR_PEOPLE: Final = ("set_aside.parquet", "summary.txt")
 
 

@@ -58,7 +58,7 @@ class VerifyResult:
 
 
 def verify(run: Run, *, deep: bool = False) -> VerifyResult:
-    """Check the packed dataset. What is damaged is not opened: so it opens its artifacts itself.
+    """Check the packed dataset. It opens its artifacts itself, since it must not open damaged ones.
 
     Args:
         deep: also compare with the source, and encode every sample again.
@@ -102,7 +102,7 @@ def _report(damage: Sequence[Damage], total: ShardReport) -> None:
 
 
 def _check_manifest(run: Run, manifest: Manifest, num_set_aside: int, total: ShardReport) -> None:
-    """What of the manifest its own hash does not cover, and its counts."""
+    """Check the manifest's counts, and what its own hash does not cover."""
     index = IndexInfo.load(run.workspace.index_info)
     versions = None if index is None else index.versions
     if manifest.get("library_versions") != versions:

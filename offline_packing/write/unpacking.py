@@ -1,4 +1,4 @@
-"""How much disk the copies take that are made of compressed files and large row groups."""
+"""How much disk is taken by copies of compressed files and large row groups."""
 
 from typing import Final
 
@@ -18,8 +18,8 @@ _ENDS: Final = pa.schema(
 def estimate_unpacked_bytes(samples: Index, num_shards: int) -> int:
     """Bytes of all copies at most, for as long as this many shards are written.
 
-    A compressed file is unpacked as far as its last sample. Row groups are only copied where shards
-    use little of each, as a plan without locality does that has many shards.
+    A compressed file is unpacked as far as its last sample. Row groups are only copied where each
+    shard uses little of them, as in a plan of many shards without locality.
     """
     ends = _ENDS.empty_table()
     in_rows = 0

@@ -4,8 +4,8 @@ A task is one output shard: it reads the records and media of its samples from t
 the bytes of the media as they are, and leaves a fragment that says what the shard holds. The
 manifest is put together from the fragments and written last.
 
-A shard that cannot be written does not stop the others: why is kept beside the fragments, and the
-stage fails when the others are done.
+A shard that cannot be written does not stop the others: the reason is kept beside the fragments,
+and the stage fails when the others are done.
 """
 
 import logging
@@ -31,7 +31,7 @@ from offline_packing.write.unpacking import estimate_unpacked_bytes
 
 logger = logging.getLogger(__name__)
 
-#: So many failed shards say that the next would fail as well.
+#: After this many failed shards the next would fail as well.
 _MAX_FAILURES: Final = 20
 
 
@@ -99,7 +99,8 @@ def _start(run: Run, plan: StoredPlan) -> None:
 
 
 def _run_tasks(run: Run, samples: Index, plan: PackPlan, shards: list[Shard]) -> None:
-    """Write the shards that are not there yet. Raises StageError where any is not in the end."""
+    """Write the shards that are not there yet. Raises StageError if any is still missing at the
+    end."""
 
     def marker(shard: Shard) -> Path:
         return run.workspace.fragment(shard.name)
