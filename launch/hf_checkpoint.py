@@ -219,9 +219,9 @@ def _write_companions(folder: Path, hf_config: Any, like: Path | None) -> None:
             if (like / name).is_file():
                 shutil.copyfile(like / name, folder / name)
         return
-    from task_encoders.text.builtin_processor import builtin_processor
+    from task_encoders.families.builtin_processor import builtin_processor
 
-    processor = builtin_processor(min_pixels=56 * 56, max_pixels=28 * 28 * 5120)
+    processor = builtin_processor(hf_config.model_type)
     if hf_config.text_config.vocab_size >= len(processor.tokenizer):
         processor.tokenizer.save_pretrained(folder)
         processor.image_processor.save_pretrained(folder)

@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from launch.broadcast import broadcast_batch
 from launch.loss import shift_labels
 from task_encoders.energon_samples import PackedBatch
+from task_encoders.families import ModelSettings
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.sample_encoder import IGNORE_INDEX
 
@@ -81,7 +82,9 @@ def forward_step(
 @click.option("--tensor-parallel", default=1)
 @click.option("--steps", default=2)
 @click.option("--seq-length", default=2048)
-@click.option("--max-pixels", default=28 * 28 * 5120, help="as when the packs were measured")
+@click.option(
+    "--max-pixels", default=ModelSettings().max_pixels, help="as when the packs were measured"
+)
 def main(path: str, tensor_parallel: int, steps: int, seq_length: int, max_pixels: int) -> None:
     """Train a tiny random model on the packs in PATH for a few steps."""
     from megatron.energon import WorkerConfig, get_loader

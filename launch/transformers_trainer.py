@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainingArguments
 
 from task_encoders.energon_samples import PackedBatch
+from task_encoders.families import ModelSettings
 from task_encoders.model_inputs import to_transformers_kwargs
 
 
@@ -83,7 +84,9 @@ class PackedTrainer(Trainer):
 @click.argument("output")
 @click.option("--steps", default=2)
 @click.option("--seq-length", default=2048)
-@click.option("--max-pixels", default=28 * 28 * 5120, help="as when the packs were measured")
+@click.option(
+    "--max-pixels", default=ModelSettings().max_pixels, help="as when the packs were measured"
+)
 def main(path: str, output: str, steps: int, seq_length: int, max_pixels: int) -> None:
     """Train a tiny random model on the packs in PATH, and save it in OUTPUT."""
     from megatron.energon import WorkerConfig, get_loader

@@ -13,7 +13,7 @@ import pytest
 from launch.model_config import PRESETS, QWEN_TOKEN_IDS
 from offline_packing.cli.main import cli
 from task_encoders.families import FAMILIES
-from task_encoders.text.builtin_processor import builtin_processor
+from task_encoders.families.builtin_processor import builtin_processor
 from tests.helpers.datasets import captioning_pairs, write_json
 from tests.helpers.markdown import Block, blocks
 

@@ -27,7 +27,7 @@ from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
-from task_encoders.text.builtin_processor import builtin_tokenizer
+from task_encoders.text.builtin_tokenizer import builtin_tokenizer
 from tests.helpers.datasets import (
     dialogue,
     image_bytes,

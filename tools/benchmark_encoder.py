@@ -20,11 +20,11 @@ from PIL import Image
 
 from task_encoders.concatenate import concatenate
 from task_encoders.families import build_sample_encoder
+from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.families.encoder import FamilyEncoder
 from task_encoders.media.image import decode_image, image_grid
 from task_encoders.media.patches import RESIZERS
 from task_encoders.samples import SourceSample, Turn
-from task_encoders.text.builtin_processor import builtin_processor
 from task_encoders.text.chat_templates import to_messages
 
 ROUNDS = 5

@@ -38,7 +38,7 @@ from offline_packing.measure.measure_part import MeasureTask, measure_part
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import open_source
 from task_encoders.families import ModelSettings, build_sample_encoder
-from task_encoders.text.builtin_processor import builtin_processor
+from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.text.tokenizer import load_tokenizer
 
 WORDS = (

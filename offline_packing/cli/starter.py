@@ -6,7 +6,7 @@ from typing import Any, Final
 import yaml
 
 from offline_packing.sources.recognise import Example, Recognised
-from task_encoders.families import FAMILIES
+from task_encoders.families import FAMILIES, ModelSettings
 
 _TEXT_LENGTH: Final = 100
 _COMMENTS: Final = {
@@ -20,14 +20,15 @@ _COMMENTS: Final = {
 def render_config(found: Recognised, output: str) -> str:
     """A commented YAML file; all other fields have defaults."""
     source = "".join(_line(name, value) for name, value in found.options.items())
+    model = ModelSettings()
     return f"""\
 # All fields: docs/user_guide.md. Run it with: offline-packing run --deep THIS_FILE
 source:
 {source}model:
-  family: qwen2_vl  # {" | ".join(FAMILIES)}
-  processor: builtin  # or the checkpoint (folder or hub name) that you train: lengths depend on it
-  min_pixels: 3136  # as in training
-  max_pixels: 4014080
+  family: {model.family}  # {" | ".join(FAMILIES)}
+  processor: {model.processor}  # or the checkpoint you train (folder, hub name); it sets lengths
+  min_pixels: {model.min_pixels}  # as in training
+  max_pixels: {model.max_pixels}
 pack:
   seq_length: 8192  # tokens of a training sequence
 output:

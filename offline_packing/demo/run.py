@@ -31,11 +31,12 @@ from offline_packing.report.report import report
 from offline_packing.runs.run import Run, build_engine, listed
 from offline_packing.verify.verify import VerifyResult, verify
 from offline_packing.write.write import write
+from task_encoders.families import ModelSettings
 
 logger = logging.getLogger(__name__)
 
 SEQ_LENGTH: Final = 2048
-MODEL: Final[Mapping[str, Any]] = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 128}
+MODEL: Final[Mapping[str, Any]] = {"max_pixels": 32 * ModelSettings().min_pixels}
 TRAIN_STEPS: Final = 8
 COMPARED_PACKS: Final = 2
 
@@ -148,7 +149,7 @@ def _write_config(folder: Path, task: str, seed: int) -> PackingConfig:
     ]
     content: dict[str, Any] = {
         "source": source[0] if len(source) == 1 else source,
-        "model": {"family": "qwen2_vl", "processor": "builtin", **MODEL},
+        "model": MODEL,
         "pack": {"seq_length": SEQ_LENGTH, "strategy": "auto", "seed": seed},
         "output": {
             "path": str(folder / task),

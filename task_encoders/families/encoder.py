@@ -5,12 +5,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import ClassVar, Final, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from task_encoders.families.options import ModelOptions
+from task_encoders.families.options import ModelOptions, changes_lengths
 from task_encoders.media.image import MAX_IMAGE_PIXELS
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
@@ -21,9 +21,6 @@ from task_encoders.text.tokenizer import Tokenizer
 
 Grid = tuple[int, int, int]
 Pixels = npt.NDArray[np.float32]
-
-#: Options that change no length: they decide pixels and positions, which stand in no artifact.
-_BESIDE_LENGTHS: Final = frozenset({"resize", "video_end"})
 
 
 class Span(NamedTuple):
@@ -116,7 +113,7 @@ class FamilyEncoder(ABC):
             **{
                 name: _stored(self.options, name)
                 for name in self._lengths_follow
-                if name not in _BESIDE_LENGTHS
+                if changes_lengths(name)
             },
         }
 

@@ -12,10 +12,17 @@ from task_encoders.media.video import VideoSettings
 from task_encoders.media.video_file import MAX_VIDEO_FRAMES
 
 
-def added(default: Any) -> Any:
-    """A field that is stored only where it is not the default: artifacts written before there was
-    such an option stay what they are."""
-    return Field(default, exclude_if=lambda value: value == default)
+def beside_lengths(default: Any) -> Any:
+    """An option that changes no length, but pixels or positions, which stand in no artifact. It is
+    in no fingerprint, and stored only where it is not the default: what was written before there
+    was such an option stays what it is."""
+    changes = {"changes_lengths": False}
+    return Field(default, exclude_if=lambda value: value == default, json_schema_extra=changes)
+
+
+def changes_lengths(name: str) -> bool:
+    """Whether an option belongs into the fingerprint of what was measured."""
+    return not ModelOptions.model_fields[name].json_schema_extra
 
 
 class ModelOptions(BaseModel):
@@ -52,10 +59,10 @@ class ModelOptions(BaseModel):
     max_video_frames: Count = MAX_VIDEO_FRAMES
     #: how images and frames are resized: by Pillow, or by torch, several times as fast, with other
     #: values; each as one of transformers' two backends. Lengths do not depend on it.
-    resize: Literal["pil", "torch"] = added("pil")
+    resize: Literal["pil", "torch"] = beside_lengths("pil")
     #: where text goes on behind a video: behind the longer side of its grid, as in transformers
     #: from 5 on, or behind its last position, as in transformers 4 and the trainers built on it
-    video_end: Literal["longer_side", "last_position"] = added("longer_side")
+    video_end: Literal["longer_side", "last_position"] = beside_lengths("longer_side")
 
     @property
     def video(self) -> VideoSettings:

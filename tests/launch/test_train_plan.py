@@ -14,7 +14,7 @@ from launch.train_plan import plan_training
 from launch.train_setup import check_alike
 from offline_packing.errors import StageError
 from task_encoders.families import ModelSettings, build_sample_encoder
-from task_encoders.text.builtin_processor import builtin_tokenizer
+from task_encoders.text.builtin_tokenizer import builtin_tokenizer
 from tests.helpers.packed_runs import SEQ_LENGTH, bmr_folder, captioning_folder
 from tests.helpers.rank_processes import run_ranks
 

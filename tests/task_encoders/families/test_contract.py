@@ -22,7 +22,7 @@ from task_encoders.media.image import read_image_header
 from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
-from task_encoders.text.builtin_processor import builtin_tokenizer
+from task_encoders.text.builtin_tokenizer import builtin_tokenizer
 from task_encoders.text.chat_templates import QWEN2_VL_TEMPLATE, to_messages
 from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
 from tests.helpers.chat_templates import QWEN3_5, QWEN3_VL

@@ -9,10 +9,10 @@ import pytest
 from transformers.image_utils import load_image
 
 from task_encoders.families import build_sample_encoder
+from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.media.image import read_image_header
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SourceSample, Turn
-from task_encoders.text.builtin_processor import builtin_processor
 from task_encoders.text.chat_templates import (
     QWEN2_VL_TEMPLATE,
     check_chat_template,

@@ -12,13 +12,13 @@ import transformers
 from transformers.video_utils import VideoMetadata
 
 from task_encoders.families import build_sample_encoder
+from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.families.encoder import Medium
 from task_encoders.media.image import read_image_header
 from task_encoders.media.video import VideoSettings
 from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn, check_sample
-from task_encoders.text.builtin_processor import builtin_processor
 from task_encoders.text.chat_templates import to_messages
 from tests.helpers.datasets import image_bytes
 from tests.helpers.tiny_checkpoints import TEXT

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from task_encoders.families import build_sample_encoder
-from task_encoders.text.builtin_processor import builtin_tokenizer
+from task_encoders.text.builtin_tokenizer import builtin_tokenizer
 from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN_SPECIAL_TOKENS
 from task_encoders.text.tokenizer import TiktokenTokenizer, TransformersTokenizer, load_tokenizer
 from tests.helpers.texts_and_images import random_text

@@ -1,4 +1,4 @@
-"""transformers' tokenizer and processor for the built-in Qwen vocabulary, without a hub.
+"""transformers' tokenizer for the built-in Qwen vocabulary, without a hub.
 
 Encoding does not need them; models, checkpoints and the proofs of parity do.
 """
@@ -60,22 +60,3 @@ def _last_merge(ranks: dict[bytes, int], token: bytes, rank: int) -> tuple[bytes
             raise ValueError(f"vocabulary is no byte-pair encoding: {token!r} has no last merge")
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return parts[0], parts[1]
-
-
-def builtin_processor(
-    *, min_pixels: int, max_pixels: int, text_tokens: tuple[str, ...] = ()
-) -> Any:
-    """A Qwen2-VL processor for images and text (its video part needs torchvision)."""
-    from transformers import Qwen2VLProcessor
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    class ImageTextProcessor(Qwen2VLProcessor):
-        @classmethod
-        def get_attributes(cls) -> list[str]:
-            return ["image_processor", "tokenizer"]
-
-    return ImageTextProcessor(
-        image_processor=Qwen2VLImageProcessorPil(min_pixels=min_pixels, max_pixels=max_pixels),
-        tokenizer=builtin_tokenizer(text_tokens),
-        chat_template=QWEN2_VL_TEMPLATE,
-    )
