@@ -3,6 +3,7 @@
 Every model is frozen and refuses unknown keys. Relative paths are relative to the current folder.
 """
 
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -218,6 +219,12 @@ class PackingConfig(_Config):
         repeated = {name for name in names if name and names.count(name) > 1}
         if repeated:
             raise ValueError(f"two sources are called {min(repeated)!r}; give each its own name")
+        for one, other in itertools.permutations(sources, 2):
+            if one.reads_within(other):
+                raise ValueError(
+                    f"the samples of source.path {one.path!r} are also those of "
+                    f"{other.path!r}; name them once, and see them more often by repeat or weight"
+                )
         return sources
 
     @model_validator(mode="after")

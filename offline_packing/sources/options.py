@@ -4,6 +4,7 @@ A format declares what it understands beside the common options in a subclass, `
 configuration takes it whole.
 """
 
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -59,6 +60,12 @@ class SourceOptions(BaseModel):
         }
         fields = type(self).model_fields
         return {name: value for name, value in values.items() if value != fields[name].default}
+
+    def reads_within(self, other: "SourceOptions") -> bool:
+        """Whether another source reads all that this one reads, in the same way."""
+        path, around = Path(self.path).resolve(), Path(other.path).resolve()
+        same = (self.format, self.format_options()) == (other.format, other.format_options())
+        return same and path.is_relative_to(around)
 
 
 #: What decides nothing about a sample by itself.
