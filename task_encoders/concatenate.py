@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
@@ -54,48 +55,25 @@ def concatenate(
         samples: at least one.
         pad_multiple: every sub-sample is padded to a multiple of this many tokens.
         pad_to_length: the row is padded to this length.
-        cross_sample_attention: make one segment of all sub-samples, with positions that go on from
-            one to the next. Tokens then attend across samples: not what unpacked training does.
+        cross_sample_attention: one segment of all sub-samples, with running positions; tokens
+            attend across samples, which is not what unpacked training does.
 
     Raises:
         ValueError: no samples, or a row longer than `pad_to_length`.
     """
     if not samples:
         raise ValueError("a row needs at least one sample")
-    lengths = np.array([len(sample.tokens) for sample in samples])
-    segments = -(-lengths // pad_multiple) * pad_multiple
+    segments = [-(-len(s.tokens) // pad_multiple) * pad_multiple for s in samples]
     starts = np.concatenate([[0], np.cumsum(segments)])
     used = int(starts[-1])
     if pad_to_length is not None and used > pad_to_length:
         raise ValueError(f"a row of {used} tokens does not fit pad_to_length {pad_to_length}")
     total = pad_to_length or used
 
-    tokens = np.full(total, pad_token_id, dtype=np.int64)
-    labels = np.full(total, IGNORE_INDEX, dtype=np.int64)
-    padding = np.ones(total, dtype=np.bool_)
-    position_ids = np.empty((len(samples[0].position_ids), total), dtype=np.int64)
-    position_ids[:, used:] = np.arange(total - used)
-    offset = 0
-    for sample, start, length, segment in zip(samples, starts, lengths, segments, strict=False):
-        real = slice(start, start + length)
-        tokens[real] = sample.tokens
-        labels[real] = sample.labels
-        labels[start] = IGNORE_INDEX  # so that shifting the whole row never crosses a boundary
-        padding[real] = False
-        position_ids[:, real] = sample.position_ids + offset
-        behind = position_ids[:, real].max() + 1
-        position_ids[:, start + length : start + segment] = behind + np.arange(segment - length)
-        if cross_sample_attention:
-            offset = behind + segment - length
-
     cu_lengths = [0, used] if cross_sample_attention else starts.tolist()
-    if total > used:
-        cu_lengths.append(total)
+    cu_lengths += [total] if total > used else []
     return PackedRow(
-        tokens=torch.from_numpy(tokens),
-        labels=torch.from_numpy(labels),
-        position_ids=torch.from_numpy(position_ids),
-        attn_mask=torch.from_numpy(padding),
+        **_fill(samples, starts, total, pad_token_id, running=cross_sample_attention),
         cu_lengths=torch.tensor(cu_lengths, dtype=torch.int32),
         is_padded=pad_multiple > 1 or pad_to_length is not None,
         **{
@@ -103,6 +81,42 @@ def concatenate(
             for name in _VISION
         },
     )
+
+
+def _fill(
+    samples: Sequence[EncodedSample],
+    starts: npt.NDArray[np.int64],
+    total: int,
+    pad_token_id: int,
+    *,
+    running: bool,
+) -> dict[str, torch.Tensor]:
+    """Tokens, labels, positions and padding of a row; `starts` of the segments and their end."""
+    used = int(starts[-1])
+    tokens = np.full(total, pad_token_id, dtype=np.int64)
+    labels = np.full(total, IGNORE_INDEX, dtype=np.int64)
+    padding = np.ones(total, dtype=np.bool_)
+    position_ids = np.empty((len(samples[0].position_ids), total), dtype=np.int64)
+    position_ids[:, used:] = np.arange(total - used)
+    offset = 0
+    for sample, start, end in zip(samples, starts, starts[1:], strict=False):
+        real = slice(start, start + len(sample.tokens))
+        tokens[real] = sample.tokens
+        labels[real] = sample.labels
+        labels[start] = IGNORE_INDEX  # so that shifting the whole row never crosses a boundary
+        padding[real] = False
+        position_ids[:, real] = sample.position_ids + offset
+        behind = position_ids[:, real].max() + 1
+        position_ids[:, real.stop : end] = behind + np.arange(end - real.stop)
+        if running:
+            offset = behind + end - real.stop
+    arrays = {
+        "tokens": tokens,
+        "labels": labels,
+        "position_ids": position_ids,
+        "attn_mask": padding,
+    }
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def merge_rows(rows: Sequence[PackedRow]) -> PackedRow:

@@ -106,11 +106,6 @@ class Qwen2VLTaskEncoder(
                 measured; such a run must stop.
             SampleError, PackFormatError: nothing of the pack can be used.
         """
-        if not isinstance(sample, PackedSample):
-            raise FatalSampleError(
-                f"{type(self).__name__} reads packs, and {sample.__key__!r} is a "
-                f"{type(sample).__name__}; point it at a folder written by offline-packing"
-            )
         restored = self._restore(sample)
         encoded: list[EncodedSample] = []
         dropped: list[str] = []
@@ -185,6 +180,11 @@ class Qwen2VLTaskEncoder(
                 check_manifest(path, self)
 
     def _restore(self, sample: PackedSample) -> RestoredPack:
+        if not isinstance(sample, PackedSample):
+            raise FatalSampleError(
+                f"{type(self).__name__} reads packs, and {sample.__key__!r} is a "
+                f"{type(sample).__name__}; point it at a folder written by offline-packing"
+            )
         meta_task = (sample.meta or {}).get("task")
         subflavor_task = (sample.__subflavors__ or {}).get("offline_packing")
         try:
