@@ -103,7 +103,7 @@ def _tensor(dtype: torch.dtype, *shape: str) -> Any:
 class PackedBatch(Batch):
     """k packs in one row of S tokens and P segments, under the names Megatron trainers read.
 
-    R rows of positions (3 with M-RoPE, else 1), N images of L patches and M videos of K patches in all, of D = C·T·p·p values each.
+    N images of L patches and M videos of K patches in all, of D = C·T·p·p values each.
     """
 
     tokens: torch.Tensor = _tensor(torch.int64, "1", "S")
