@@ -218,7 +218,7 @@ def test_key_prefixes() -> None:
 @pytest.mark.parametrize("path", ["d/a", "./d/a", "d/a/more"])
 def test_samples_are_named_once(path: str) -> None:
     both = sources({"name": "x", "path": "d/a"}, {"name": "y", "path": path, "repeat": 2})
-    with pytest.raises(ConfigError, match="are also those of '[./]*d/a'; name them once"):
+    with pytest.raises(ConfigError, match=r"are also those of '[./]*d/a'; name them once"):
         parse_config(both)
     both["source"][1]["fields"] = {"caption": "second_caption"}
     parse_config(both)
