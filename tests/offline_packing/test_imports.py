@@ -46,6 +46,13 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
+def test_help_and_measure_compile_nothing(config: str) -> None:
+    """Nor do they import what compiles: the planner is for `plan`."""
+    for arguments in (["--help"], ["measure", config]):
+        result = run_blocked((*BLOCKED, "numba", "llvmlite", "scipy", "jinja2"), *arguments)
+        assert result.returncode == 0, result.stderr
+
+
 def test_measure_plan_and_report(config: str) -> None:
     expected = {"measure": "measured 8", "plan": "packs           ", "report": "8 samples = 8"}
     for verb, text in expected.items():
