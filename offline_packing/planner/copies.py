@@ -33,6 +33,34 @@ def most_copies(copy_of: np.ndarray) -> int:
     return int(rounds_of_copies(copy_of).max(initial=-1)) + 1
 
 
+def deal_out_copies(copy_of: np.ndarray, num_parts: int, seed: int = 0) -> np.ndarray:
+    """The part of each sample, int32 (num_samples,): copies are spread evenly over the parts.
+
+    A part holds more than one copy of a sample only where there are more copies than parts, and
+    all parts have about the same samples.
+    """
+    counts = np.bincount(copy_of)
+    offsets = np.random.default_rng(seed).random(len(counts))
+    rounds = rounds_of_copies(copy_of)
+    return _deal_out(copy_of, rounds, counts, offsets, num_parts)
+
+
+@njit(cache=True)
+def _deal_out(
+    copy_of: np.ndarray,
+    rounds: np.ndarray,
+    counts: np.ndarray,
+    offsets: np.ndarray,
+    num_parts: int,
+) -> np.ndarray:
+    part_of = np.empty(len(copy_of), np.int32)
+    for sample in range(len(copy_of)):
+        origin = copy_of[sample]
+        part = int((rounds[sample] + offsets[origin]) * num_parts / counts[origin])
+        part_of[sample] = min(part, num_parts - 1)
+    return part_of
+
+
 def separate_copies(
     packs: Packs,
     sizes: np.ndarray,

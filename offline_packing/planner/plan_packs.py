@@ -1,14 +1,13 @@
 """The plan: which samples form which pack, in which order, and which are set aside."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from offline_packing.planner.admission import Admission, Budgets, admit_samples
-from offline_packing.planner.assignment import balance_packs, interleaved_order, pack_in_order
-from offline_packing.planner.copies import most_copies, rounds_of_copies, separate_copies
+from offline_packing.planner.compose import pack_request, packs_bound
 from offline_packing.planner.order import (
     RankLayout,
     cost_grouped_order,
@@ -18,13 +17,8 @@ from offline_packing.planner.order import (
 )
 from offline_packing.planner.pack_plan import PackPlan, PlanInfo
 from offline_packing.planner.request import PlanRequest, check_request
-from offline_packing.planner.strategies import COMPOSERS, STRATEGIES
-from offline_packing.planner.strategies.budgets import pack_budgets, size_lower_bound
 from offline_packing.planner.strategies.compile_notice import announce_compilation
-from offline_packing.planner.strategies.expand import expand_composition
-from offline_packing.planner.strategies.histogram import count_lengths, lower_bound
 from offline_packing.planner.strategies.packs import Packs
-from offline_packing.planner.windows import join_packs
 
 #: reasons of samples whose pack was dissolved, after those of the admission
 _DISSOLVED = ("below_min_fill", "below_min_samples")
@@ -119,10 +113,10 @@ def plan_packs(
         options=strategy_options or {},
     ).admitted(admission)
     check_request(request)
-    packs, bound = _pack_groups(request)
+    packs, bound = pack_request(request)
     packs, dissolved, reasons = _dissolve_poor_packs(packs, request)
     if len(dissolved):
-        bound = _bound(request.subset(packs.sample_ids))
+        bound = packs_bound(request.subset(packs.sample_ids))
     if request.order is not None:
         packs = reorder_packs(packs, _cost_order(packs, request))
     elif "shuffle" in chosen and not request.windowed:
@@ -140,98 +134,6 @@ def plan_packs(
         settings=_settings(request),
     )
     return _make_plan(packs, dissolved, reasons, admission, info)
-
-
-def _pack_groups(request: PlanRequest) -> tuple[Packs, int]:
-    """Packs of all samples and their lower bound; group by group if packs shall be homogeneous."""
-    if not request.homogeneous:
-        return _pack(request)
-    assert request.groups is not None
-    parts, bound = [], 0
-    for group in np.unique(request.groups):
-        members = np.flatnonzero(request.groups == group)
-        packs, part_bound = _pack(request.subset(members))
-        parts.append(Packs(members[packs.sample_ids], packs.pack_offsets))
-        bound += part_bound
-    return join_packs(parts), bound
-
-
-def _pack(request: PlanRequest) -> tuple[Packs, int]:
-    """Packs of all samples and a lower bound of their number."""
-    packs, bound = _compose(request)
-    if request.copy_of is None:
-        return packs, bound
-    packs = separate_copies(
-        packs,
-        *_limited(request),
-        request.copy_of,
-        reach=request.window_packs if request.windowed else None,
-        seed=request.seed,
-    )
-    return packs, max(bound, most_copies(request.copy_of))
-
-
-def _limited(request: PlanRequest) -> tuple[np.ndarray, np.ndarray]:
-    """Sizes int64 (num_samples, num_limits), tokens first, and the limits of a pack."""
-    columns = [request.lengths, *(array for array, _ in request.sizes.values())]
-    limits = [request.seq_length, *(limit for _, limit in request.sizes.values())]
-    return np.stack(columns, axis=1).astype(np.int64), np.array(limits)
-
-
-def _compose(request: PlanRequest) -> tuple[Packs, int]:
-    """The same, as if copies were samples of their own."""
-    lengths, seq_length, seed = request.lengths, request.seq_length, request.seed
-    if request.sizes:
-        return pack_budgets(*_limited(request), seed=seed), _bound(request)
-    counts = count_lengths(lengths, seq_length)
-    bound = lower_bound(counts)
-    window_packs = None
-    if request.windowed:
-        window_packs = request.window_packs
-        packs = pack_in_order(
-            lengths, seq_length, _sample_order(request), window_packs=window_packs, seed=seed
-        )
-    elif request.strategy in COMPOSERS:
-        even = request.strategy == "auto" and "balance" in request.assignment
-        composer = COMPOSERS["mixed" if even else request.strategy]
-        composition = composer(counts, seed=seed, **request.options)
-        bound = max(bound, composition.lower_bound)
-        choice = seed if "shuffle" in request.assignment else None
-        packs = expand_composition(composition, lengths, counts, seed=choice)
-    else:
-        packs = STRATEGIES[request.strategy](lengths, seq_length, seed=seed, **request.options)
-    if "balance" in request.assignment:
-        assert request.balance_by is not None
-        packs = balance_packs(
-            packs, lengths, request.balance_by, window_packs=window_packs, seed=seed
-        )
-    return packs, bound
-
-
-def _sample_order(request: PlanRequest) -> np.ndarray:
-    """The order in which locality or mix packs the samples."""
-    if "locality" in request.assignment:
-        assert request.source_order is not None
-        order = np.argsort(request.source_order, kind="stable")
-    else:
-        shuffled = np.random.default_rng(request.seed).permutation(len(request.lengths))
-        order = np.argsort(shuffled)
-    if request.copy_of is not None:
-        order = order[np.argsort(rounds_of_copies(request.copy_of)[order], kind="stable")]
-    if "mix" in request.assignment:
-        assert request.groups is not None
-        order = interleaved_order(request.groups, order, weights=request.weights)
-    return order
-
-
-def _bound(request: PlanRequest) -> int:
-    """Lower bound of the number of packs: the scarcest budget's, summed over homogeneous groups."""
-    if request.homogeneous:
-        assert request.groups is not None
-        whole = replace(request, homogeneous=False)
-        return sum(_bound(whole.subset(request.groups == g)) for g in np.unique(request.groups))
-    budgets = [(request.lengths, request.seq_length), *request.sizes.values()]
-    return max(size_lower_bound(sizes, limit) for sizes, limit in budgets)
 
 
 def _dissolve_poor_packs(

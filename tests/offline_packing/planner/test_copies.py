@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing import plan_packs
-from offline_packing.planner.copies import rounds_of_copies
+from offline_packing.planner.copies import deal_out_copies, rounds_of_copies
 from offline_packing.planner.strategies import STRATEGIES
 
 SEQ_LENGTH = 1024
@@ -88,14 +88,26 @@ def test_limits_and_groups_hold_with_copies(options: dict[str, int]) -> None:
             assert patches[pack].sum() <= 4096
 
 
-def test_copies_cost_no_fill() -> None:
-    """Captions behind a fixed number of vision tokens, the law with the fewest exact fills."""
+@pytest.mark.parametrize("offset", [0, 596])
+def test_copies_cost_no_fill(offset: int) -> None:
+    """Short texts, of which a pack holds many of one length, by themselves and behind pictures."""
     rng = np.random.default_rng(0)
     copy_of = used(rng.integers(2, 4, 20_000))
-    lengths = (596 + np.clip(rng.lognormal(3.2, 0.6, 20_000), 4, 400).astype(np.int64))[copy_of]
+    lengths = (offset + np.clip(rng.lognormal(3.2, 0.6, 20_000), 4, 400).astype(np.int64))[copy_of]
     plan = plan_packs(lengths, 8192, copy_of=copy_of)
     assert doubled(plan, copy_of) == 0
-    assert plan.num_packs <= plan_packs(lengths, 8192).num_packs
+    free = plan_packs(lengths, 8192)
+    assert doubled(free, copy_of) > 0
+    assert plan.num_packs <= free.num_packs + 1
+
+
+@pytest.mark.parametrize("num_parts", [3, 2, 1])
+def test_copies_are_dealt_out_evenly(num_parts: int) -> None:
+    copy_of = used(np.random.default_rng(0).integers(1, 4, 30_000))
+    part_of = deal_out_copies(copy_of, num_parts)
+    assert np.bincount(part_of).std() < 0.02 * len(copy_of) / num_parts
+    pairs = np.unique(copy_of * num_parts + part_of, return_counts=True)[1]
+    assert pairs.max() == -(-3 // num_parts)
 
 
 def test_a_sample_that_is_used_often_needs_as_many_packs() -> None:

@@ -1,0 +1,148 @@
+"""Composing the packs that were asked for: by strategy, budgets, windows, groups and copies."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from offline_packing.planner.assignment import balance_packs, interleaved_order, pack_in_order
+from offline_packing.planner.copies import (
+    deal_out_copies,
+    most_copies,
+    rounds_of_copies,
+    separate_copies,
+)
+from offline_packing.planner.order import reorder_packs
+from offline_packing.planner.request import PlanRequest
+from offline_packing.planner.strategies import COMPOSERS, STRATEGIES
+from offline_packing.planner.strategies.budgets import pack_budgets, size_lower_bound
+from offline_packing.planner.strategies.expand import expand_composition
+from offline_packing.planner.strategies.histogram import count_lengths, lower_bound
+from offline_packing.planner.strategies.packs import Packs
+from offline_packing.planner.windows import join_packs
+
+_PART_PACKS = 200  # packs that a part has at least when copies are dealt out
+_FULL = 0.995  # load of a pack, of its scarcest limit, that stays as its part composed it
+_MOST_POOR = 0.1  # share of packs that are composed again; where it is larger, none are full
+
+
+def pack_request(request: PlanRequest) -> tuple[Packs, int]:
+    """Packs of all samples and their lower bound; group by group if packs shall be homogeneous."""
+    if not request.homogeneous:
+        return _pack(request)
+    assert request.groups is not None
+    parts, bound = [], 0
+    for group in np.unique(request.groups):
+        members = np.flatnonzero(request.groups == group)
+        packs, part_bound = _pack(request.subset(members))
+        parts.append(Packs(members[packs.sample_ids], packs.pack_offsets))
+        bound += part_bound
+    return join_packs(parts), bound
+
+
+def _pack(request: PlanRequest) -> tuple[Packs, int]:
+    """Packs of all samples and a lower bound of their number."""
+    if request.copy_of is None:
+        return _compose(request)
+    bound = max(packs_bound(request), most_copies(request.copy_of))
+    if request.windowed:
+        packs, _ = _compose(request)
+    else:
+        packs = _compose_apart(request, min(most_copies(request.copy_of), bound // _PART_PACKS))
+    reach = request.window_packs if request.windowed else None
+    packs = separate_copies(
+        packs, *_limited(request), request.copy_of, reach=reach, seed=request.seed
+    )
+    return packs, bound
+
+
+def _compose_apart(request: PlanRequest, num_parts: int) -> Packs:
+    """Packs of parts between which copies are dealt out, and of what fills no pack in its part.
+
+    Composers put equal lengths, and so copies, into the same packs; exchanging these afterwards
+    costs packs where a length is rare. A part holds no copies unless there are more of a sample
+    than parts.
+    """
+    if num_parts < 2:
+        return _compose(request)[0]
+    assert request.copy_of is not None
+    part_of = deal_out_copies(request.copy_of, num_parts, request.seed)
+    packs = join_packs([_compose_some(request, part_of == part) for part in range(num_parts)])
+    sizes, limits = _limited(request)
+    loads = np.add.reduceat(sizes[packs.sample_ids], packs.pack_offsets[:-1], axis=0) / limits
+    poor = loads.max(axis=1) < _FULL
+    if not 0 < poor.sum() <= _MOST_POOR * packs.num_packs:
+        return packs
+    left = packs.sample_ids[np.repeat(poor, np.diff(packs.pack_offsets))]
+    return join_packs([reorder_packs(packs, np.flatnonzero(~poor)), _compose_some(request, left)])
+
+
+def _compose_some(request: PlanRequest, chosen: np.ndarray) -> Packs:
+    """Packs of some of the samples: bool or index array."""
+    ids = np.flatnonzero(chosen) if chosen.dtype == bool else chosen
+    packs, _ = _compose(request.subset(ids))
+    return Packs(ids[packs.sample_ids], packs.pack_offsets)
+
+
+def _limited(request: PlanRequest) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes int64 (num_samples, num_limits), tokens first, and the limits of a pack."""
+    columns = [request.lengths, *(array for array, _ in request.sizes.values())]
+    limits = [request.seq_length, *(limit for _, limit in request.sizes.values())]
+    return np.stack(columns, axis=1).astype(np.int64), np.array(limits)
+
+
+def _compose(request: PlanRequest) -> tuple[Packs, int]:
+    """The same, as if copies were samples of their own."""
+    lengths, seq_length, seed = request.lengths, request.seq_length, request.seed
+    if request.sizes:
+        return pack_budgets(*_limited(request), seed=seed), packs_bound(request)
+    counts = count_lengths(lengths, seq_length)
+    bound = lower_bound(counts)
+    window_packs = None
+    if request.windowed:
+        window_packs = request.window_packs
+        packs = pack_in_order(
+            lengths, seq_length, _sample_order(request), window_packs=window_packs, seed=seed
+        )
+    elif request.strategy in COMPOSERS:
+        even = request.strategy == "auto" and "balance" in request.assignment
+        composer = COMPOSERS["mixed" if even else request.strategy]
+        composition = composer(counts, seed=seed, **request.options)
+        bound = max(bound, composition.lower_bound)
+        choice = seed if "shuffle" in request.assignment else None
+        packs = expand_composition(composition, lengths, counts, seed=choice)
+    else:
+        packs = STRATEGIES[request.strategy](lengths, seq_length, seed=seed, **request.options)
+    if "balance" in request.assignment:
+        assert request.balance_by is not None
+        packs = balance_packs(
+            packs, lengths, request.balance_by, window_packs=window_packs, seed=seed
+        )
+    return packs, bound
+
+
+def _sample_order(request: PlanRequest) -> np.ndarray:
+    """The order in which locality or mix packs the samples."""
+    if "locality" in request.assignment:
+        assert request.source_order is not None
+        order = np.argsort(request.source_order, kind="stable")
+    else:
+        shuffled = np.random.default_rng(request.seed).permutation(len(request.lengths))
+        order = np.argsort(shuffled)
+    if request.copy_of is not None:
+        order = order[np.argsort(rounds_of_copies(request.copy_of)[order], kind="stable")]
+    if "mix" in request.assignment:
+        assert request.groups is not None
+        order = interleaved_order(request.groups, order, weights=request.weights)
+    return order
+
+
+def packs_bound(request: PlanRequest) -> int:
+    """Lower bound of the number of packs: the scarcest budget's, summed over homogeneous groups."""
+    if request.homogeneous:
+        assert request.groups is not None
+        whole = replace(request, homogeneous=False)
+        return sum(
+            packs_bound(whole.subset(request.groups == g)) for g in np.unique(request.groups)
+        )
+    budgets = [(request.lengths, request.seq_length), *request.sizes.values()]
+    return max(size_lower_bound(sizes, limit) for sizes, limit in budgets)
