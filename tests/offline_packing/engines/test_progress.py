@@ -1,13 +1,18 @@
 """A task tells how far it is while it is at work, on every engine."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from offline_packing.engines import ENGINES
-from offline_packing.engines.base import Engine, advance
+from offline_packing.engines.base import Advance, Engine, advance
+from offline_packing.engines.local import LocalEngine
+from offline_packing.verify.verify import verify
+from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 
 STEPS = 4
 
@@ -49,3 +54,29 @@ def test_nobody_needs_to_listen(tmp_path: Path) -> None:
         told: list[int] = []
         assert list(engine.run(slow_task, [tmp_path] * 2, told.append)) == [STEPS] * 2
     assert told == [1] * 2 * STEPS
+
+
+class Recorded(LocalEngine):
+    """Remembers what the stages' bars were told."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.told: list[int] = []
+
+    def run(self, function: Any, tasks: Iterable[Any], listener: Advance | None = None) -> Any:
+        return super().run(function, tasks, listener and self.told.append)
+
+
+def test_stages_advance_by_records_and_packs(tmp_path: Path) -> None:
+    """One part and one shard, so nothing could be told between tasks."""
+    source = captioning_pairs(tmp_path / "data", 12)
+    sections = {"output": {"packs_per_shard": 1000}, "pack": {"seq_length": 128}}
+    run = replace(make_run(source, tmp_path / "out", **sections), engine=Recorded())
+    assert isinstance(run.engine, Recorded)
+    manifest = pack_all(run)
+    (packs,) = manifest["counts"]["packs"].values()
+    assert len(manifest["shards"]) == 1 < packs
+    assert run.engine.told == [1] * (12 + packs)
+    run.engine.told.clear()
+    assert verify(run).ok
+    assert run.engine.told == [1] * packs
