@@ -1,5 +1,6 @@
 """From a batch to what a model takes: megatron-core's PackedSeqParams, transformers' arguments."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,7 +72,8 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
     Returns:
         input_ids, labels (1, S), position_ids (4, 1, S), or (1, S) of families whose positions
         count tokens, use_cache, and where there are images pixel_values (L, D), image_grid_thw
-        (N, 3), and likewise of videos. Labels are shifted inside the model.
+        (N, 3), or of families with one size of images pixel_values (N, 3, H, W) alone, and likewise
+        of videos. Labels are shifted inside the model.
     """
     boundaries = batch.cu_lengths.flatten().long()
     starts = torch.repeat_interleave(boundaries[:-1], boundaries.diff())
@@ -84,7 +86,10 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
         else torch.cat([text_positions[None, None], batch.position_ids]),
         "use_cache": False,
     }
-    if len(batch.image_grid_thw):
+    if batch.imgs.shape[0] == len(batch.image_grid_thw) > 0:  # whole images, of one size
+        side = math.isqrt(batch.imgs.shape[1] // 3)
+        kwargs["pixel_values"] = batch.imgs.reshape(-1, 3, side, side)
+    elif len(batch.image_grid_thw):
         kwargs["pixel_values"] = batch.imgs
         kwargs["image_grid_thw"] = batch.image_grid_thw.long()
     if len(batch.video_grid_thw):

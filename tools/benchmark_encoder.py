@@ -12,6 +12,7 @@ import argparse
 import io
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,8 +106,8 @@ def main() -> None:
         "transformers": lambda: run_transformers(processor, files)
     }
     for name, encoder in encoders.items():
-        ways[f"floor {name}"] = lambda encoder=encoder: resize_only(encoder, files)
-        ways[f"ours {name}"] = lambda encoder=encoder: encode_packs(encoder, files)
+        ways[f"floor {name}"] = partial(resize_only, encoder, files)
+        ways[f"ours {name}"] = partial(encode_packs, encoder, files)
     best = least_times(ways)
     for name, duration in best.items():
         print(f"{name:13s} {1e3 * duration / count:8.1f} ms an image")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 from pydantic import field_validator, model_validator
 
 from task_encoders.families.family import Family
+from task_encoders.families.llava_1_5 import LLAVA_1_5
 from task_encoders.families.llava_onevision_1_5 import LLAVA_ONEVISION_1_5
 from task_encoders.families.options import ModelOptions
 from task_encoders.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
@@ -22,7 +23,12 @@ from task_encoders.text.hub import require_hub
 
 #: A model family is one module, and its name here.
 FAMILIES: Final[Mapping[str, Family]] = {
-    family.name: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_5, LLAVA_ONEVISION_1_5)
+    QWEN2_VL.name: QWEN2_VL,
+    QWEN2_5_VL.name: QWEN2_5_VL,
+    QWEN3_VL.name: QWEN3_VL,
+    QWEN3_5.name: QWEN3_5,
+    LLAVA_ONEVISION_1_5.name: LLAVA_ONEVISION_1_5,
+    LLAVA_1_5.name: LLAVA_1_5,
 }
 
 #: Options that not every family has.

@@ -12,12 +12,16 @@ from task_encoders.media.video import VideoSettings
 from task_encoders.media.video_file import MAX_VIDEO_FRAMES
 
 
+def added(default: Any, **extra: Any) -> Any:
+    """An option that is stored only where it is not the default: what was written before there was
+    such an option stays what it is."""
+    return Field(default, exclude_if=lambda value: value == default, **extra)
+
+
 def beside_lengths(default: Any) -> Any:
-    """An option that changes no length, but pixels or positions, which stand in no artifact. It is
-    in no fingerprint, and stored only where it is not the default: what was written before there
-    was such an option stays what it is."""
-    changes = {"changes_lengths": False}
-    return Field(default, exclude_if=lambda value: value == default, json_schema_extra=changes)
+    """An `added` option that changes no length, but pixels or positions, which stand in no
+    artifact: it is in no fingerprint."""
+    return added(default, json_schema_extra={"changes_lengths": False})
 
 
 def changes_lengths(name: str) -> bool:
@@ -63,6 +67,17 @@ class ModelOptions(BaseModel):
     #: where text goes on behind a video: behind the longer side of its grid, as in transformers
     #: from 5 on, or behind its last position, as in transformers 4 and the trainers built on it
     video_end: Literal["longer_side", "last_position"] = beside_lengths("longer_side")
+
+    #: of square images of one size: side in pixels, side of a patch, and tokens (default: patches)
+    image_size: NonNegative = added(0)
+    patch_size: NonNegative = added(0)
+    tokens_per_image: NonNegative = added(0)
+    #: other aspects: padded with the mean colour, or as the tower's own processor does it
+    image_aspect: Literal["", "pad", "square"] = added("")
+    #: whose normalisation: CLIP's or SigLIP's
+    tower: Literal["", "clip", "siglip"] = added("")
+    #: of conversations
+    template: Literal["", "v1", "plain"] = added("")
 
     @property
     def video(self) -> VideoSettings:

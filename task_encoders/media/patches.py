@@ -4,7 +4,7 @@ Two ways to resize, which differ in a few values of 255: Pillow's, and torch's o
 times as fast. Each is one of transformers' two, bit for bit, with its way to normalise.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -79,13 +79,16 @@ def _resize_with_torch(image: Image.Image, height: int, width: int) -> Bytes:
     return pixels[0].permute(1, 2, 0).contiguous().numpy()
 
 
-def _rescale_then_normalise(settings: VisionSettings) -> npt.NDArray[np.float32]:
+def byte_values(mean: Sequence[float], std: Sequence[float]) -> npt.NDArray[np.float32]:
     """(3, 256): what transformers' Pillow backend makes of each byte, in its order of operations
     and types."""
     rescaled = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
-    mean = np.array(settings.mean, dtype=np.float32)[:, None]
-    std = np.array(settings.std, dtype=np.float32)[:, None]
-    return (rescaled - mean) / std
+    means = np.array(mean, dtype=np.float32)[:, None]
+    return (rescaled - means) / np.array(std, dtype=np.float32)[:, None]
+
+
+def _rescale_then_normalise(settings: VisionSettings) -> npt.NDArray[np.float32]:
+    return byte_values(settings.mean, settings.std)
 
 
 def _normalise_at_once(settings: VisionSettings) -> npt.NDArray[np.float32]:

@@ -2,6 +2,7 @@
 is measured is what is encoded."""
 
 import io
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,8 @@ from tests.helpers.texts_and_images import KINDS, random_sample, random_text
 from tests.helpers.transformers_sources import transformers_function
 from tests.helpers.videos import make_video
 
-SAMPLES = 300
+#: FUZZED_SAMPLES=2000 takes some minutes.
+SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "210"))
 IMAGE_PAD, VIDEO_PAD, END = 151_655, 151_656, 151_645
 
 #: The reference of each family: text tokens, template, processor, model, pixels of a token.
@@ -110,7 +112,7 @@ class Reference:
         return positions[:, 0].numpy()
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=REFERENCES)
 def reference(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -138,6 +140,11 @@ def check(reference: Reference, sample: SourceSample, folder: Path, files: Any, 
     labelled = encoded.labels != IGNORE_INDEX
     assert (encoded.labels[labelled] == encoded.tokens[labelled]).all()
     assert (encoded.labels == END).sum() == len(sample.turns)
+
+
+def test_every_family_is_held_against_transformers() -> None:
+    elsewhere = {"llava_1_5"}  # test_llava_1_5.py
+    assert REFERENCES.keys() | elsewhere == FAMILIES.keys()
 
 
 def test_fuzzed_conversations_with_images(reference: Reference, tmp_path: Path) -> None:

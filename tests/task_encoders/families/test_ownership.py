@@ -38,7 +38,7 @@ def test_no_number_or_name_of_a_family_elsewhere(word: str) -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("option", ["resize", "video_end"])
+@pytest.mark.parametrize("option", ["resize", "video_end", "tower", "image_aspect"])
 def test_a_new_option_touches_three_files(option: str) -> None:
     """Where it is declared, used, and taken up by families: one each."""
     assert option in ModelSettings.model_fields

@@ -1,0 +1,154 @@
+"""LLaVA-1.5, and its like on other vision towers: every image is a square of as many tokens.
+
+plain   <s> image caption \\n
+v1      <s> system USER: image \\n question ASSISTANT: answer </s> USER: … </s>
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import numpy as np
+from PIL import Image as PillowImage
+
+from task_encoders.families.encoder import FamilyEncoder, Medium, Pixels, Span
+from task_encoders.families.family import Family
+from task_encoders.families.options import ModelOptions
+from task_encoders.media.image import decode_image
+from task_encoders.media.patches import byte_values
+from task_encoders.media.video import SampledVideo
+from task_encoders.media.video_file import VideoHeader
+from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample
+from task_encoders.text.chat_templates import Answer, Control, Image, Piece, Text, place_media
+from task_encoders.text.tokenizer import BUILTIN, load_tokenizer
+
+#: Options and their defaults: CLIP ViT-L/14 at 336 pixels. No tokens_per_image: a token per patch.
+DEFAULTS: Final[dict[str, Any]] = {
+    "image_size": 336,
+    "patch_size": 14,
+    "tokens_per_image": 0,
+    "image_aspect": "pad",
+    "tower": "clip",
+    "template": "v1",
+}
+
+#: Mean and standard deviation of a tower's pixels.
+TOWERS: Final = {
+    "clip": (
+        (0.48145466, 0.4578275, 0.40821073),
+        (0.26862954, 0.26130258, 0.27577711),
+    ),
+    "siglip": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+}
+
+DEFAULT_SYSTEM: Final = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
+    "helpful, detailed, and polite answers to the user's questions."
+)
+_START, _END = Control("<s>"), Control("</s>", labelled=True)
+
+
+class Llava15Encoder(FamilyEncoder):
+    """One row of pixel_values per image, which is the whole of it: (3, image_size, image_size)."""
+
+    LENGTHS_OF = "llava_1_5"
+    POSITION_ROWS = 1
+
+    def __init__(self, options: ModelOptions) -> None:
+        if options.processor == BUILTIN:
+            raise ValueError(
+                f"family {options.family} has no built-in vocabulary; name a checkpoint folder or "
+                "a hub name as processor"
+            )
+        super().__init__(
+            options,
+            load_tokenizer(options.processor),
+            lengths_follow=DEFAULTS,
+            pad_token="<unk>",
+            patch_dim=3 * options.image_size**2,
+        )
+        side = options.image_size // options.patch_size
+        self._grid = (1, side, side)
+        num_tokens = options.tokens_per_image or side**2
+        ids = (self.tokenizer.special_id(IMAGE_PLACEHOLDER),)
+        self._image_span = Span(ids, num_tokens, num_tokens)
+        mean, std = TOWERS[options.tower]
+        self._table = byte_values(mean, std)
+        self._background = tuple(int(value * 255) for value in mean)
+        self._check_tokenizer()
+
+    def render(self, sample: SourceSample) -> Iterator[Piece]:
+        yield _START
+        if sample.task == "captioning" or self.options.template == "plain":
+            if len(sample.turns) > 1:
+                raise SampleError("bad_record", "the plain template has one turn")
+            yield from [Image()] * len(sample.images)
+            yield Answer("", sample.turns[0].answer + "\n")
+            return
+        text = f"{DEFAULT_SYSTEM if sample.system is None else sample.system} "
+        for turn in place_media(sample):
+            text += "USER: "
+            # Images go in front of their turn, each on a line of its own.
+            for _ in range(turn.prompt.count(IMAGE_PLACEHOLDER)):
+                yield from [Text(text)] if text else []
+                yield Image()
+                text = "\n"
+            question = turn.prompt.replace(IMAGE_PLACEHOLDER, "").strip()
+            yield Answer(f"{text}{question} ASSISTANT: ", turn.answer)
+            yield _END
+            text = ""
+
+    def image_medium(self, height: int, width: int) -> Medium:
+        return Medium(self._grid)
+
+    def medium_spans(self, medium: Medium) -> Iterable[Span]:
+        return [self._image_span]
+
+    def encode_image(self, data: bytes) -> tuple[Pixels, Medium]:
+        image = decode_image(data, max_image_pixels=self.max_image_pixels)
+        pixels = np.asarray(self._square(image))
+        values = np.stack([self._table[channel][pixels[:, :, channel]] for channel in range(3)])
+        return values.reshape(1, -1), Medium(self._grid)
+
+    def _square(self, image: PillowImage.Image) -> PillowImage.Image:
+        """(image_size, image_size): padded to a square and resized; or, where it is not to be
+        padded, cut from the middle (CLIP), or squeezed (SigLIP)."""
+        side, (width, height) = self.options.image_size, image.size
+        if self.options.image_aspect == "pad" and width != height:
+            longer = max(width, height)
+            square = PillowImage.new("RGB", (longer, longer), self._background)
+            square.paste(image, ((longer - width) // 2, (longer - height) // 2))
+            image, width, height = square, longer, longer
+        if self.options.tower == "siglip":
+            return image.resize((side, side), PillowImage.Resampling.BICUBIC)
+        shorter = min(width, height)
+        width, height = int(side * width / shorter), int(side * height / shorter)
+        resized = image.resize((width, height), PillowImage.Resampling.BICUBIC)
+        left, top = (width - side) // 2, (height - side) // 2
+        return resized.crop((left, top, left + side, top + side))
+
+    def sample_video(self, header: VideoHeader) -> SampledVideo:
+        raise SampleError("bad_video", f"family {self.options.family} takes no videos")
+
+    def encode_video(self, data: bytes) -> tuple[Pixels, Medium]:
+        raise SampleError("bad_video", f"family {self.options.family} takes no videos")
+
+    def _check_tokenizer(self) -> None:
+        """Refuse a tokenizer that reads text behind a special token otherwise than by itself."""
+        from transformers import AutoTokenizer
+
+        text = "USER: What is it? ASSISTANT: A cat.</s>USER: Why? ASSISTANT: So.</s>"
+        tokenizer = AutoTokenizer.from_pretrained(self.options.processor, trust_remote_code=False)
+        theirs = tokenizer(text, add_special_tokens=False)["input_ids"]
+        end = self.tokenizer.special_id("</s>")
+        ours: list[int] = []
+        for part in text.split("</s>")[:-1]:
+            ours += [*self.tokenizer.encode(part), end]
+        if ours != theirs:
+            raise ValueError(
+                f"the tokenizer of {self.options.processor!r} puts no space in front of text "
+                f"behind a special token, as {self.options.family} was trained; save it with "
+                "legacy=True"
+            )
+
+
+LLAVA_1_5: Final = Family("llava_1_5", DEFAULTS, Llava15Encoder)

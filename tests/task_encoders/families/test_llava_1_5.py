@@ -1,0 +1,142 @@
+"""LLaVA-1.5: tokens and pixels equal those of transformers' processor for LLaVA's own texts."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
+from transformers import LlavaProcessor, PreTrainedTokenizerFast
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from task_encoders.families import ModelSettings, build_sample_encoder
+from task_encoders.families.llava_1_5 import DEFAULT_SYSTEM
+from task_encoders.media.image import read_image_header
+from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.samples import SampleError, SourceSample, Turn
+from tests.helpers.texts_and_images import KINDS, random_sample, random_text
+
+SIZE = 56
+
+
+def save_tokenizer(folder: Path, *, legacy: bool = True) -> Any:
+    """A small tokenizer built like LLaMA's: spaces are ▁, with one in front of every text."""
+    rng = np.random.default_rng(0)
+    backend = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+    spaces: list[Any] = [normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), *spaces] if legacy else spaces
+    )
+    backend.decoder = decoders.Replace("▁", " ")
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+    )
+    texts = [DEFAULT_SYSTEM, "USER: What? ASSISTANT: It."]
+    texts += [random_text(rng, 30, chinese=i % 3 == 0) for i in range(100)]
+    backend.train_from_iterator(texts, trainer)
+    backend.add_special_tokens([AddedToken("<image>", special=True, normalized=False)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llava")
+    save_tokenizer(folder)
+    return folder
+
+
+def processor_of(folder: Path, *, pad: bool) -> Any:
+    images = LlavaImageProcessorPil(
+        size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE}, do_pad=pad
+    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    return LlavaProcessor(images, tokenizer, patch_size=14, vision_feature_select_strategy="full")
+
+
+def v1(sample: SourceSample) -> str:
+    """LLaVA's conversation of style v1, images moved to the front of their question."""
+    text = f"<s>{sample.system or DEFAULT_SYSTEM} "
+    in_front = not any("<image>" in turn.prompt for turn in sample.turns)
+    for i, turn in enumerate(sample.turns):
+        count = turn.prompt.count("<image>") + (len(sample.images) if in_front and i == 0 else 0)
+        question = turn.prompt.replace("<image>", "").strip()
+        text += "USER: " + "<image>\n" * count
+        text += f"{question} ASSISTANT: {turn.answer}</s>"
+    return text
+
+
+@pytest.mark.parametrize("aspect", ["pad", "square"])
+def test_every_array_equals_the_processors(folder: Path, aspect: str, tmp_path: Path) -> None:
+    processor = processor_of(folder, pad=aspect == "pad")
+    encoder = build_sample_encoder("llava_1_5", str(folder), image_size=SIZE, image_aspect=aspect)
+    rng = np.random.default_rng(3)
+    compared = 0
+    for index in range(150):
+        sample, files = random_sample(rng, KINDS[index % len(KINDS)], index, tmp_path)
+        images = [Image.open(io.BytesIO(data)) for data in files]
+        if any(image.getexif().get(0x0112, 1) != 1 for image in images):
+            continue  # transformers turns files, not open images
+        expected = processor(text=[v1(sample)], images=images or None, return_tensors="np")
+        encoded = encoder.encode(sample, files)
+        text_ids = expected["input_ids"][0].tolist()
+        assert encoded.tokens.tolist() == text_ids
+        if files:
+            found = encoded.pixel_values.reshape(-1, 3, SIZE, SIZE)
+            np.testing.assert_array_equal(found, expected["pixel_values"])
+        headers = [read_image_header(io.BytesIO(data)) for data in files]
+        measured = encoder.measure(sample, [(h.height, h.width) for h in headers])
+        assert measured.num_tokens == len(encoded.tokens)
+        assert measured.num_loss_tokens == (encoded.labels != IGNORE_INDEX).sum()
+        assert encoded.position_ids.tolist() == [list(range(len(encoded.tokens)))]
+        end = encoder.tokenizer.special_id("</s>")
+        assert (encoded.labels == end).sum() == len(sample.turns)
+        compared += 1
+    assert compared > 100
+
+
+def test_siglip_towers_by_options(folder: Path) -> None:
+    rng = np.random.default_rng(4)
+    pixels = rng.integers(0, 256, (70, 90, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    encoder = build_sample_encoder(
+        "llava_1_5",
+        str(folder),
+        image_size=60,
+        tokens_per_image=9,
+        tower="siglip",
+        image_aspect="square",
+    )
+    sample = SourceSample("k", "captioning", (Turn("", "A bar."),), ("a",))
+    encoded = encoder.encode(sample, [buffer.getvalue()])
+    processor = SiglipImageProcessorPil(size={"height": 60, "width": 60}, resample=3)
+    expected = processor([Image.fromarray(pixels)], return_tensors="np")["pixel_values"]
+    np.testing.assert_array_equal(encoded.pixel_values.reshape(1, 3, 60, 60), expected)
+    image = encoder.tokenizer.special_id("<image>")
+    assert (encoded.tokens == image).sum() == 9
+    # plain: <s> image caption newline, loss on the caption and the newline
+    caption = encoder.tokenizer.encode("A bar.\n")
+    assert encoded.tokens.tolist() == [encoder.tokenizer.special_id("<s>"), *[image] * 9, *caption]
+    assert encoded.labels[encoded.labels != IGNORE_INDEX].tolist() == caption
+
+
+def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="llava_1_5 has no min_pixels"):
+        ModelSettings(family="llava_1_5", min_pixels=3136)
+    with pytest.raises(ValueError, match="qwen2_vl has no image_size"):
+        ModelSettings(image_size=336)
+    with pytest.raises(ValueError, match="no built-in vocabulary"):
+        build_sample_encoder("llava_1_5")
+    save_tokenizer(tmp_path, legacy=False)
+    build_sample_encoder("llava_1_5", str(tmp_path))  # no space in front of any text: consistent
+    encoder = build_sample_encoder("llava_1_5", str(folder))
+    with pytest.raises(SampleError, match="takes no videos"):
+        encoder.encode(SourceSample("k", "vqa", (Turn("a", "b"),), videos=("v",)), [], [b""])
+    assert encoder.fingerprint["image_size"] == 336
