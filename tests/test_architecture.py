@@ -20,13 +20,13 @@ MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 40
 MAX_MODULES_OF_FOLDER = 12
 #: Of offline_packing: modules and lines, to be lowered to 120 and 17,000.
-MAX_MODULES = 154
-MAX_LINES = 18_540
+MAX_MODULES = 162
+MAX_LINES = 20064
 #: Modules in circles, longer files, fuller folders and other long functions: to be lowered to 0.
 MAX_IN_CIRCLES = 0
-MAX_LONG_FILES = 6
-MAX_FULL_FOLDERS = 2
-MAX_LONG_FUNCTIONS = 24
+MAX_LONG_FILES = 0
+MAX_FULL_FOLDERS = 0
+MAX_LONG_FUNCTIONS = 14
 
 #: Longer functions: kernels that numba compiles as one piece, and one that is mostly its contract.
 LONG_FUNCTIONS = {

@@ -17,7 +17,7 @@ _ROWS_AT_ONCE: Final = 1 << 17
 
 
 @dataclass(frozen=True)
-class SetAside:
+class AsideRows:
     """Rows, ascending, and for each the number of its reason and detail in `texts`."""
 
     rows: SampleIds
@@ -26,12 +26,12 @@ class SetAside:
     texts: tuple[tuple[str, str], ...]
 
     @classmethod
-    def of(cls, rows: SampleIds, reason: str, detail: str) -> "SetAside":
+    def of(cls, rows: SampleIds, reason: str, detail: str) -> "AsideRows":
         """Rows, ascending, with one reason."""
         return cls(rows, np.zeros(len(rows), np.int32), ((reason, detail),))
 
     @classmethod
-    def merge(cls, found: Sequence["SetAside"]) -> "SetAside":
+    def merge(cls, found: Sequence["AsideRows"]) -> "AsideRows":
         """All rows; one that is in several has the reason of the first."""
         if not found:
             return cls(np.zeros(0, np.int64), np.zeros(0, np.int32), ())

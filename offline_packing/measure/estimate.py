@@ -4,9 +4,10 @@ read."""
 import itertools
 from collections.abc import Sequence
 from copy import copy
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 from offline_packing.sources import Source, SourcePart
+from offline_packing.sources.reading.locators import Root
 
 #: What is read: files, and records of each.
 _SAMPLED_PARTS: Final = 8
@@ -29,19 +30,28 @@ def estimate_records(source: Source, parts: Sequence[SourcePart]) -> tuple[int, 
 
 def _estimate_part(source: Source, part: SourcePart) -> tuple[float, bool]:
     """Records in a part, of one file, in proportion to how far the first ones reach into it."""
-    opened: list[BinaryIO] = []
     watched = copy(source)
-
-    def open_container(container: str, *, sequential: bool = False) -> BinaryIO:
-        opened.append(source.open_container(container, sequential=sequential))
-        return opened[-1]
-
-    watched.open_container = open_container  # type: ignore[method-assign]
+    root = watched.root = _WatchedRoot(source.root)  # type: ignore[assignment]
     records = watched.records(part)
     count = sum(1 for _ in itertools.islice(records, _SAMPLED_RECORDS))
     if count < _SAMPLED_RECORDS:
         return count, True
-    if not opened:  # it is no single file
+    if not root.opened:  # it is no single file
         return count + sum(1 for _ in records), True
-    reached = max(1, opened[0].tell())
-    return count * max(1.0, source.root.size(opened[0]) / reached), False
+    reached = max(1, root.opened[0].tell())
+    return count * max(1.0, source.root.size(root.opened[0]) / reached), False
+
+
+class _WatchedRoot:
+    """A root that keeps the files that were opened: how far they are read tells of the rest."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self.opened: list[BinaryIO] = []
+
+    def open(self, container: str, *, sequential: bool = False) -> BinaryIO:
+        self.opened.append(self._root.open(container, sequential=sequential))
+        return self.opened[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._root, name)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from offline_packing.errors import StageError
 from offline_packing.index.duplicates import find_duplicates
 from offline_packing.index.rows import name_rows
-from offline_packing.index.set_aside import SetAside
+from offline_packing.index.set_aside import AsideRows
 from offline_packing.index.set_aside_table import group_set_aside
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
@@ -27,7 +27,7 @@ class Planned:
     """A plan whose ids are rows of the index, and what it leaves out."""
 
     packs: PackPlan
-    set_aside: SetAside
+    set_aside: AsideRows
 
     @property
     def reasons(self) -> Counter[str]:
@@ -48,7 +48,7 @@ def make_plan(run: Run, samples: Index) -> Planned:
     uses = choose_uses(run.config, samples, kept)
     packs = _pack_uses(run, samples, num_tokens, uses)
     left_out = _left_out(run, packs, num_tokens[packs.set_aside_ids])
-    planned = Planned(packs, SetAside.merge([aside, uses.not_drawn, left_out]))
+    planned = Planned(packs, AsideRows.merge([aside, uses.not_drawn, left_out]))
     _check_planned(run, samples, planned)
     return planned
 
@@ -110,17 +110,17 @@ def _without_doubles(plan: PackPlan) -> PackPlan:
     )
 
 
-def _find_set_aside(run: Run, samples: Index) -> SetAside:
+def _find_set_aside(run: Run, samples: Index) -> AsideRows:
     """The rows that are not planned."""
     layout = run.config.output.layout
     duplicates = find_duplicates(samples.array("key_hash"), partial(name_rows, samples))
     found = [(duplicates, "duplicate_key", "an earlier sample has this key")]
     for what, rows in LAYOUTS[layout].find_unfit(samples):
         found.append((rows, "not_in_layout", f"layout {layout} holds no {what}"))
-    return SetAside.merge([SetAside.of(rows, *reason) for rows, *reason in found])
+    return AsideRows.merge([AsideRows.of(rows, *reason) for rows, *reason in found])
 
 
-def _left_out(run: Run, packs: PackPlan, num_tokens: npt.NDArray[np.integer]) -> SetAside:
+def _left_out(run: Run, packs: PackPlan, num_tokens: npt.NDArray[np.integer]) -> AsideRows:
     """What the planner left out; `num_tokens` are those of `packs.set_aside_ids`."""
     kinds = packs.set_aside_reasons.astype(np.int64) << 32 | num_tokens
     different, codes = np.unique(kinds, return_inverse=True)
@@ -128,7 +128,7 @@ def _left_out(run: Run, packs: PackPlan, num_tokens: npt.NDArray[np.integer]) ->
         set_aside_reason(packs.info.reason_names[kind >> 32], kind & 0xFFFFFFFF, run.config)
         for kind in different.tolist()
     )
-    return SetAside(packs.set_aside_ids.astype(np.int64), codes.astype(np.int32), texts)
+    return AsideRows(packs.set_aside_ids.astype(np.int64), codes.astype(np.int32), texts)
 
 
 def _check_planned(run: Run, samples: Index, planned: Planned) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
-from offline_packing.index.set_aside import SetAside
+from offline_packing.index.set_aside import AsideRows
 from offline_packing.index.table import Index
 from offline_packing.layouts.shard_layout import split_packs
 from offline_packing.sources.options import MAX_REPEAT
@@ -33,7 +33,7 @@ class Uses:
     #: whether any row stands there twice
     repeated: bool
     #: rows that are not used at all
-    not_drawn: SetAside
+    not_drawn: AsideRows
 
 
 def choose_uses(config: PackingConfig, samples: Index, kept: Rows) -> Uses:
@@ -44,7 +44,7 @@ def choose_uses(config: PackingConfig, samples: Index, kept: Rows) -> Uses:
     Raises:
         StageError: the weights ask for too many copies of a sample.
     """
-    nobody = SetAside.merge([])
+    nobody = AsideRows.merge([])
     repeats = [source.repeat for source in config.source]
     if not any(source.weight for source in config.source) and set(repeats) == {1}:
         return Uses({"": kept}, False, nobody)
@@ -55,7 +55,7 @@ def choose_uses(config: PackingConfig, samples: Index, kept: Rows) -> Uses:
     uses = count_uses(hashes, np.array(repeats)[source_ids], config.pack.seed)
     unused = uses == 0
     not_drawn = [
-        SetAside.of(kept[unused & (source_ids == i)], "not_drawn", f"repeat {repeat:g}")
+        AsideRows.of(kept[unused & (source_ids == i)], "not_drawn", f"repeat {repeat:g}")
         for i, repeat in enumerate(repeats)
         if repeat < 1
     ]
@@ -64,7 +64,7 @@ def choose_uses(config: PackingConfig, samples: Index, kept: Rows) -> Uses:
     if repeated and len(config.output.split) > 1:
         parts = assign_splits(hashes, parts[""], config.output.split, config.pack.seed)
     rows = {name: kept[in_rounds(part, uses[part])] for name, part in parts.items()}
-    return Uses(rows, repeated, SetAside.merge(not_drawn))
+    return Uses(rows, repeated, AsideRows.merge(not_drawn))
 
 
 def _repeats_of_weights(

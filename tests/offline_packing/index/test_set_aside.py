@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from offline_packing.index import set_aside
-from offline_packing.index.set_aside import SetAside
+from offline_packing.index.set_aside import AsideRows
 from offline_packing.index.table import SET_ASIDE_SCHEMA
 from tests.helpers.index_tables import make_index
 
@@ -16,15 +16,15 @@ def rows(*numbers: int) -> np.ndarray:
     return np.array(numbers, dtype=np.int64)
 
 
-def merged() -> SetAside:
-    left_out = SetAside(
+def merged() -> AsideRows:
+    left_out = AsideRows(
         rows(2, 7), np.array([1, 0], np.int32), (("overlong", "9 tokens"), ("poor_pack", "few"))
     )
-    return SetAside.merge(
+    return AsideRows.merge(
         [
-            SetAside.of(rows(5, 9), "duplicate_key", "again"),
-            SetAside.of(rows(1, 5), "not_in_layout", "no image"),
-            SetAside.of(rows(), "not_in_layout", "no turn"),
+            AsideRows.of(rows(5, 9), "duplicate_key", "again"),
+            AsideRows.of(rows(1, 5), "not_in_layout", "no image"),
+            AsideRows.of(rows(), "not_in_layout", "no turn"),
             left_out,
         ]
     )
@@ -51,7 +51,7 @@ def test_the_first_reason_counts() -> None:
 
 
 def test_nothing() -> None:
-    aside = SetAside.merge([])
+    aside = AsideRows.merge([])
     assert (len(aside.rows), aside.reasons, aside.first("overlong")) == (0, {}, None)
 
 
