@@ -69,6 +69,10 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
     alone it attends across samples without a word. And `use_cache` must be off, or it does the
     same. No `attention_mask` is given, as that would switch the detection off.
 
+    Qwen3.5's recurrent layers need more: without the kernels of flash-linear-attention, and the
+    boundaries given to them, transformers carries their state across samples. Its packs are not to
+    be trained through these arguments.
+
     Returns:
         input_ids, labels (1, S), position_ids (4, 1, S), or (1, S) of families whose positions
         count tokens, use_cache, and where there are images pixel_values (L, D), image_grid_thw
