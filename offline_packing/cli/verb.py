@@ -34,6 +34,8 @@ class Verb:
     locks: bool = True
     #: whether several ranks can do it to one output at the same time
     is_shared: bool = False
+    #: a list that its help ends with, made when it is asked for: it may take time to import
+    more_help: Callable[[], tuple[str, list[tuple[str, str]]]] | None = None
     #: it fails where nothing was made yet, and leaves nothing behind there
     needs_output: bool = False
 
@@ -61,7 +63,7 @@ class Verb:
 VERBS: Final[dict[str, Verb]] = {}
 
 
-def verb(name: str, *options: Option[Any], **properties: bool) -> Callable[..., Verb]:
+def verb(name: str, *options: Option[Any], **properties: Any) -> Callable[..., Verb]:
     """Make a function a verb. `properties` are those of Verb."""
 
     def register(function: Callable[..., None]) -> Verb:
@@ -97,6 +99,18 @@ _RUN_OPTIONS: Final[tuple[Option[Any], ...]] = (
 )
 
 
+class _VerbCommand(click.Command):
+    """A command whose help may end with a list."""
+
+    more_help: Callable[[], tuple[str, list[tuple[str, str]]]] | None = None
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.more_help is not None:
+            title, lines = self.more_help()
+            with formatter.section(title):
+                formatter.write_dl(lines)
+
+
 def as_command(verb: Verb) -> click.Command:
     """The command of a verb."""
 
@@ -117,7 +131,10 @@ def as_command(verb: Verb) -> click.Command:
                 verb(run, dry_run, **options)
 
     options = (*_RUN_OPTIONS, *verb.options, *OUTPUT_OPTIONS)
-    return click.command(verb.name, help=verb.function.__doc__)(with_options(command, options))
+    decorate = click.command(verb.name, cls=_VerbCommand, help=verb.function.__doc__)
+    made = decorate(with_options(command, options))
+    made.more_help = verb.more_help
+    return made
 
 
 def start_logging(quiet: bool) -> None:

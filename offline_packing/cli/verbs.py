@@ -69,7 +69,17 @@ def measure_verb(run: Run, dry_run: bool) -> None:
         click.echo(render_examples(run.config, groups), nl=False)
 
 
-@verb("plan")
+def _strategy_options() -> tuple[str, list[tuple[str, str]]]:
+    from offline_packing.planner.strategies import describe_options
+
+    lines = [
+        (f"{strategy}: {name}", f"{meaning}{f'  [default: {default}]' if default else ''}")
+        for strategy, name, default, meaning in describe_options()
+    ]
+    return "Options of pack.strategy, under pack.strategy_options", lines
+
+
+@verb("plan", more_help=_strategy_options)
 def plan_verb(run: Run, dry_run: bool) -> None:
     """Decide which samples form which pack, and print the figures."""
     from offline_packing.index.set_aside_table import group_set_aside

@@ -113,8 +113,8 @@ class PackConfig(_Config):
             from offline_packing.planner.strategies import check_options
 
             try:
-                check_options(self.strategy, self.seq_length, self.strategy_options)
-            except (TypeError, ValueError) as error:
+                check_options(self.strategy, self.strategy_options)
+            except ValueError as error:
                 raise ValueError(f"strategy_options: {explain_value_error(error)}") from error
         return self
 

@@ -106,7 +106,7 @@ def _compose(request: PlanRequest) -> tuple[Packs, int]:
     elif request.strategy in COMPOSERS:
         even = request.strategy == "auto" and "balance" in request.assignment
         composer = COMPOSERS["mixed" if even else request.strategy]
-        composition = composer(counts, seed=seed, **request.options)
+        composition = composer(counts, seed=seed)
         bound = max(bound, composition.lower_bound)
         choice = seed if "shuffle" in request.assignment else None
         packs = expand_composition(composition, lengths, counts, seed=choice)

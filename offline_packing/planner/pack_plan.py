@@ -7,6 +7,7 @@ plan/set_aside_reasons.npy   uint8 (num_set_aside,): index into reason_names
 plan/plan.json               everything else; written last, so its presence means complete
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class PlanInfo:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PackPlan:
     """Pack i holds the samples ``sample_ids[pack_offsets[i]:pack_offsets[i + 1]]``.
 
@@ -79,6 +80,20 @@ class PackPlan:
     def packing_factor(self) -> float:
         """Mean samples per pack: by how much the batch size in samples grows."""
         return len(self.sample_ids) / (self.num_packs or 1)
+
+    def __len__(self) -> int:
+        return self.num_packs
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        """The sample ids of each pack."""
+        return map(self.pack, range(self.num_packs))
+
+    def __repr__(self) -> str:
+        return (
+            f"PackPlan({self.num_packs:,} packs of {self.info.seq_length:,} tokens, "
+            f"{len(self.sample_ids):,} samples, {len(self.set_aside_ids):,} set aside, "
+            f"fill {self.fill:.2%}, gap {self.gap:.3%})"
+        )
 
     def pack(self, index: int) -> np.ndarray:
         """Sample ids of one pack, a view."""

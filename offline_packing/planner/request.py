@@ -89,6 +89,7 @@ def is_per_sample(value: object, num_samples: int) -> bool:
 def check_request(request: PlanRequest) -> None:
     """Raise ValueError for names that do not exist and arguments that do not go together."""
     check_strategy(request.strategy)
+    STRATEGIES[request.strategy].options(**request.options)
     unknown = request.assignment - set(ASSIGNMENTS)
     if unknown:
         raise ValueError(

@@ -2,13 +2,13 @@
 
 Two kinds share one registry. A *composer* decides on the histogram of lengths which multisets fill
 the packs, and leaves open which sample of a length is used (COMPOSERS); the others name the samples
-themselves. To add a strategy, write its function and add one line here.
+themselves. To add a strategy, write its function, with the options that it understands, and add one
+line here.
 """
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,28 +24,18 @@ from offline_packing.planner.strategies.histogram import (
 from offline_packing.planner.strategies.narrow_fill import narrow_fill
 from offline_packing.planner.strategies.packs import Packs
 from offline_packing.planner.strategies.pattern_lp import pattern_lp
-from offline_packing.planner.strategies.peers import (
-    first_fit,
-    hash_bucket,
-    knapsack,
-    sequential,
-    volume,
+from offline_packing.planner.strategies.peers.first_fit import (
+    first_fit_decreasing,
+    first_fit_shuffle,
+    shuffle_and_pack,
 )
+from offline_packing.planner.strategies.peers.hash_bucket import hash_bucket
+from offline_packing.planner.strategies.peers.knapsack import knapsack
+from offline_packing.planner.strategies.peers.sequential import sequential
+from offline_packing.planner.strategies.peers.volume import to_constant_volume
+from offline_packing.planner.strategies.strategy import Strategy
 
-#: Strategies count lengths in an array of so many; options are tried on no more.
-_TRIED_LENGTH: Final = 1 << 20
-
-
-class Strategy(Protocol):
-    """Packs samples of ``num_tokens`` (integers (num_samples,), all in 1..seq_length)."""
-
-    def __call__(
-        self, num_tokens: np.ndarray, seq_length: int, *, seed: int = 0, **options: object
-    ) -> Packs:
-        """Every sample in exactly one pack, no pack over ``seq_length``."""
-
-
-#: Decides the packs on ``counts``, int64 (seq_length + 1,): f(counts, *, seed=0, **options).
+#: Decides the packs on ``counts``, int64 (seq_length + 1,): f(counts, *, seed=0).
 Composer = Callable[..., Composition]
 
 COMPOSERS: dict[str, Composer] = {
@@ -61,45 +51,38 @@ COMPOSERS: dict[str, Composer] = {
 
 
 def pack_composed(
-    composer: Composer,
-    num_tokens: np.ndarray,
-    seq_length: int,
-    *,
-    seed: int = 0,
-    **options: object,
+    composer: Composer, num_tokens: np.ndarray, seq_length: int, *, seed: int = 0
 ) -> Packs:
     """Packs of a composer, samples of equal length taken in their order."""
     lengths = np.ascontiguousarray(num_tokens, np.int32)
     counts = count_lengths(lengths, seq_length)
-    return expand_composition(composer(counts, seed=seed, **options), lengths, counts)
+    return expand_composition(composer(counts, seed=seed), lengths, counts)
 
 
 STRATEGIES: dict[str, Strategy] = {
-    **{name: partial(pack_composed, composer) for name, composer in COMPOSERS.items()},
-    **hash_bucket.STRATEGIES,
-    **first_fit.STRATEGIES,
-    **volume.STRATEGIES,
-    **sequential.STRATEGIES,
-    **knapsack.STRATEGIES,
+    **{name: Strategy(partial(pack_composed, compose)) for name, compose in COMPOSERS.items()},
+    "hash_bucket": hash_bucket,
+    "first_fit_decreasing": Strategy(first_fit_decreasing),
+    "first_fit_shuffle": first_fit_shuffle,
+    "shuffle_and_pack": Strategy(shuffle_and_pack),
+    "to_constant_volume": Strategy(to_constant_volume),
+    "sequential": sequential,
+    "knapsack": knapsack,
 }
 
 
-def check_options(strategy: str, seq_length: int, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for options that a strategy has not, or values that it does not take.
-
-    The values are tried on one sample; arrays with an entry per sample are not for configurations.
-    """
-    function = COMPOSERS.get(strategy, STRATEGIES[strategy])
-    valid = [
-        parameter.name
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind is parameter.KEYWORD_ONLY
-        and parameter.name != "seed"
-        and "ndarray" not in str(parameter.annotation)
-    ]
+def check_options(strategy: str, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options that a strategy has not, or values that it does not take."""
+    valid = STRATEGIES[strategy].options.names()
     unknown = sorted(set(options) - set(valid))
     if unknown:
         takes = f"valid: {', '.join(valid)}" if valid else "it has none; leave them out"
         raise ValueError(f"strategy {strategy!r} has no option {unknown[0]!r}; {takes}")
-    if options:
-        STRATEGIES[strategy](np.ones(1, np.int32), min(seq_length, _TRIED_LENGTH), **options)
+    STRATEGIES[strategy].options(**options)
+
+
+def describe_options() -> Iterator[tuple[str, str, str, str]]:
+    """(strategy, option, default, meaning) of all options that a configuration may set."""
+    for name, strategy in STRATEGIES.items():
+        for option in strategy.describe():
+            yield name, *option

@@ -155,7 +155,7 @@ def test_refused_files(tmp_path: Path, text: str, message: str) -> None:
         ({"strategy": "hash_bucket", "strategy_options": {"phases": [{"kind": "x"}]}}, "'seeds'"),
         (
             {"strategy": "first_fit_shuffle", "strategy_options": {"chunk_size": 0}},
-            "chunk_size is 0; it must be at least 1",
+            "chunk_size: Input should be greater than or equal to 1",
         ),
         ({"strategy": "knapsack", "strategy_options": {"num_images": [1]}}, "no option 'num_im"),
         ({"homogeneous": True, "assignment": "mix"}, "leave out one of the two"),

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from offline_packing import plan_packs
 from offline_packing.errors import StageError
 from offline_packing.planner.pack_plan import PackPlan, PlanInfo
 
@@ -96,3 +97,13 @@ def test_empty_plan_round_trip(tmp_path) -> None:
     PackPlan(none, np.zeros(1, np.int64), none, none.astype(np.uint8), info).save(tmp_path)
     loaded = PackPlan.load(tmp_path)
     assert (loaded.num_packs, loaded.fill, loaded.gap, loaded.packing_factor) == (0, 0.0, 0.0, 0.0)
+
+
+def test_a_plan_is_a_sequence_of_packs() -> None:
+    plan = plan_packs([5, 4, 3, 8, 20], 8)
+    assert len(plan) == plan.num_packs == 3
+    assert [pack.tolist() for pack in plan] == [plan.pack(i).tolist() for i in range(3)]
+    assert repr(plan) == (
+        "PackPlan(3 packs of 8 tokens, 4 samples, 1 set aside, fill 83.33%, gap 0.000%)"
+    )
+    assert bool(plan)

@@ -5,18 +5,19 @@ every sample, O(n**2); here the first pack with room is found in a tree of resid
 and first-fit-decreasing is decided on the histogram of lengths. The packs are the same.
 """
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
 from numba import njit
+from pydantic import Field
 
 from offline_packing.planner.strategies.by_sample import check_lengths, group_into_packs
 from offline_packing.planner.strategies.expand import expand_composition
 from offline_packing.planner.strategies.histogram import count_lengths, greedy_knapsack
 from offline_packing.planner.strategies.packs import Packs
 from offline_packing.planner.strategies.peers.sequential import next_fit
+from offline_packing.planner.strategies.strategy import Strategy, StrategyOptions
 
 
 def first_fit_decreasing(num_tokens: np.ndarray, seq_length: int, *, seed: int = 0) -> Packs:
@@ -62,13 +63,15 @@ def _first_fit(lengths: np.ndarray, seq_length: int) -> tuple[np.ndarray, int]:
     return pack_of, num_packs
 
 
-def first_fit_shuffle(
-    num_tokens: np.ndarray,
-    seq_length: int,
-    *,
-    seed: int = 0,
-    chunk_size: int = 20_000,
-    num_threads: int = 1,
+class FirstFitShuffleOptions(StrategyOptions):
+    """How the samples are divided."""
+
+    chunk_size: int = Field(20_000, ge=1, description="samples that are packed independently")
+    num_threads: int = Field(1, ge=1, description="threads that pack them; changes no pack")
+
+
+def _first_fit_shuffle(
+    num_tokens: np.ndarray, seq_length: int, *, options: FirstFitShuffleOptions, seed: int = 0
 ) -> Packs:
     """Samples in a seeded random order, each into the first pack of its chunk with room.
 
@@ -78,13 +81,12 @@ def first_fit_shuffle(
     ``num_tokens`` integers (num_samples,) in 1..seq_length, else ValueError.
     """
     lengths = check_lengths(num_tokens, seq_length)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1 sample")
+    chunk_size = options.chunk_size
     order = np.random.default_rng(seed).permutation(len(lengths))
     shuffled = lengths[order]
     bounds = [*range(0, len(lengths), chunk_size), len(lengths)]
     chunks = [shuffled[start:end] for start, end in pairwise(bounds)]
-    with ThreadPoolExecutor(num_threads) as pool:
+    with ThreadPoolExecutor(options.num_threads) as pool:
         results = list(pool.map(_first_fit, chunks, [seq_length] * len(chunks)))
     pack_of = np.empty(len(lengths), np.int64)
     num_packs = 0
@@ -92,6 +94,9 @@ def first_fit_shuffle(
         pack_of[start : start + len(chunk_pack_of)] = chunk_pack_of + num_packs
         num_packs += chunk_packs
     return group_into_packs(order, pack_of, num_packs)
+
+
+first_fit_shuffle = Strategy(_first_fit_shuffle, FirstFitShuffleOptions)
 
 
 def shuffle_and_pack(num_tokens: np.ndarray, seq_length: int, *, seed: int = 0) -> Packs:
@@ -102,10 +107,3 @@ def shuffle_and_pack(num_tokens: np.ndarray, seq_length: int, *, seed: int = 0) 
     lengths = check_lengths(num_tokens, seq_length)
     order = np.random.default_rng(seed).permutation(len(lengths))
     return Packs(order, next_fit(lengths[order], seq_length, max_samples=None))
-
-
-STRATEGIES: dict[str, Callable[..., Packs]] = {
-    "first_fit_decreasing": first_fit_decreasing,
-    "first_fit_shuffle": first_fit_shuffle,
-    "shuffle_and_pack": shuffle_and_pack,
-}

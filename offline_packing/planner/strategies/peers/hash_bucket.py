@@ -7,11 +7,10 @@ an order that depends on its threads; here the phases run on the histogram of le
 order, and only the choice among samples of equal length is random.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from offline_packing.planner.strategies.by_sample import check_lengths
 from offline_packing.planner.strategies.composition import Composition, join_compositions
@@ -23,6 +22,7 @@ from offline_packing.planner.strategies.histogram import (
 )
 from offline_packing.planner.strategies.packs import Packs
 from offline_packing.planner.strategies.peers.seed_packing import pack_divisors, pack_seeds
+from offline_packing.planner.strategies.strategy import Strategy, StrategyOptions
 
 
 class _Model(BaseModel):
@@ -188,7 +188,6 @@ class FinalPhase(_Model):
 
 
 Phase = Annotated[PowersOfTwoPhase | SeedPhase | FinalPhase, Field(discriminator="kind")]
-_PHASES: TypeAdapter[tuple[Phase, ...]] = TypeAdapter(tuple[Phase, ...])
 
 #: The original's phases with lengths as shares of seq_length, and limits that pack all laws of
 #: lengths well: its own (5 samples and 95%, 4 and 94%, 6 and 92%) make up to 2.2% more packs.
@@ -229,35 +228,34 @@ def _by_potential(seeds: np.ndarray, fillers: np.ndarray, min_samples: int) -> n
     return seeds[np.lexsort((-seeds, -(potential + fitting * 0.2)))]
 
 
-def parse_phases(phases: Sequence[Phase | dict[str, Any]] | None) -> tuple[Phase, ...]:
-    """Validated phases, from plain dicts as they come out of YAML; None gives the default.
+class HashBucketOptions(StrategyOptions):
+    """What is done, in order."""
 
-    Raises ValueError (pydantic's) for unknown kinds, keys and values, and for a ``final`` phase
-    that is not the last.
-    """
-    if phases is None:
-        return DEFAULT_PHASES
-    parsed = _PHASES.validate_python(tuple(phases))
-    for number, phase in enumerate(parsed[:-1]):
-        if isinstance(phase, FinalPhase):
-            raise ValueError(
-                f"phase {number} of {len(parsed)} is 'final', which leaves nothing to the phases "
-                "after it; make it the last"
-            )
-    return parsed
+    phases: tuple[Phase, ...] = Field(
+        DEFAULT_PHASES,
+        description="what is done in which order: a list of {kind: powers_of_two | seeds | final}, "
+        "with rules and limits each",
+    )
+
+    @field_validator("phases")
+    @classmethod
+    def _check_final(cls, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
+        for number, phase in enumerate(phases[:-1]):
+            if isinstance(phase, FinalPhase):
+                raise ValueError(
+                    f"phase {number} of {len(phases)} is 'final', which leaves nothing to the "
+                    "phases after it; make it the last"
+                )
+        return phases
 
 
-def hash_bucket(
-    num_tokens: np.ndarray,
-    seq_length: int,
-    *,
-    seed: int = 0,
-    phases: Sequence[Phase | dict[str, Any]] | None = None,
+def _hash_bucket(
+    num_tokens: np.ndarray, seq_length: int, *, options: HashBucketOptions, seed: int = 0
 ) -> Packs:
     """Pack in phases, each of which takes full packs out of the buckets of equal length.
 
-    ``phases`` lists what is done, as plain dicts or models; whatever the last one leaves is packed
-    by a greedy knapsack, so nothing is left over::
+    ``options.phases`` lists what is done, in a configuration as plain mappings; whatever the last
+    one leaves is packed by a greedy knapsack, so nothing is left over::
 
         - {kind: powers_of_two}
         - {kind: seeds, seeds: {rule: auto}, min_samples: 5, min_fill: 0.95}
@@ -272,7 +270,7 @@ def hash_bucket(
     counts = count_lengths(lengths, seq_length)
     left = counts.copy()
     parts = []
-    for phase in parse_phases(phases):
+    for phase in options.phases:
         if not left.any():
             break
         parts.append(phase.run(left))
@@ -281,4 +279,4 @@ def hash_bucket(
     return expand_composition(join_compositions(parts), lengths, counts, seed=seed)
 
 
-STRATEGIES: dict[str, Callable[..., Packs]] = {"hash_bucket": hash_bucket}
+hash_bucket = Strategy(_hash_bucket, HashBucketOptions)

@@ -1,9 +1,10 @@
 """Balanced greedy knapsack: tokens spread evenly over k packs, images within a budget."""
 
-from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 from numba import njit
+from pydantic import Field
 
 from offline_packing.planner.strategies.by_sample import (
     check_lengths,
@@ -12,6 +13,7 @@ from offline_packing.planner.strategies.by_sample import (
 )
 from offline_packing.planner.strategies.packs import Packs
 from offline_packing.planner.strategies.peers.heaps import heap_pop, heap_push, lighter
+from offline_packing.planner.strategies.strategy import Strategy, StrategyOptions
 
 
 @njit(cache=True)
@@ -98,15 +100,21 @@ def _check_images(
     return images, max_images
 
 
-def knapsack(
-    num_tokens: np.ndarray,
-    seq_length: int,
-    *,
-    seed: int = 0,
-    num_images: np.ndarray | None = None,
-    max_images: int | None = None,
-    num_packs: int | None = None,
-    extra_packs: int = 0,
+class KnapsackOptions(StrategyOptions):
+    """How many packs it starts with, and a budget of images."""
+
+    PER_SAMPLE: ClassVar[frozenset[str]] = frozenset({"num_images", "max_images"})
+
+    num_images: np.ndarray | None = Field(None, description="images of each sample")
+    max_images: int | None = Field(None, description="images that a pack holds at most")
+    num_packs: int | None = Field(
+        None, ge=0, description="packs to begin with; by default as few as the tokens need"
+    )
+    extra_packs: int = Field(0, ge=0, description="packs beyond these: less full, and more even")
+
+
+def _knapsack(
+    num_tokens: np.ndarray, seq_length: int, *, options: KnapsackOptions, seed: int = 0
 ) -> Packs:
     """Longest sample first, each into the lightest pack with room for its tokens and images.
 
@@ -119,18 +127,17 @@ def knapsack(
     else ValueError. O(n log n) instead of a sort of all packs per sample.
     """
     lengths = check_lengths(num_tokens, seq_length)
-    images, budget = _check_images(num_images, max_images, len(lengths))
+    images, budget = _check_images(options.num_images, options.max_images, len(lengths))
+    num_packs = options.num_packs
     if num_packs is None:
         num_packs = -(-int(lengths.sum(dtype=np.int64)) // seq_length)
-    if num_packs < 0 or extra_packs < 0:
-        raise ValueError(f"num_packs {num_packs} and extra_packs {extra_packs} must be >= 0")
     order = decreasing_order(lengths, seq_length)
     pack_of, _ = _balance(
-        lengths[order], images[order], seq_length, budget, num_packs + extra_packs
+        lengths[order], images[order], seq_length, budget, num_packs + options.extra_packs
     )
     used, pack_of = np.unique(pack_of, return_inverse=True)  # packs that stayed empty drop out
     shuffled = np.random.default_rng(seed).permutation(len(used))
     return group_into_packs(order, shuffled[pack_of], len(used))
 
 
-STRATEGIES: dict[str, Callable[..., Packs]] = {"knapsack": knapsack}
+knapsack = Strategy(_knapsack, KnapsackOptions)

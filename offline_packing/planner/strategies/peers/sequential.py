@@ -1,12 +1,12 @@
 """Sequential greedy packing: samples keep their order, one pack is open at a time."""
 
-from collections.abc import Callable
-
 import numpy as np
 from numba import njit
+from pydantic import Field
 
 from offline_packing.planner.strategies.by_sample import check_lengths
 from offline_packing.planner.strategies.packs import Packs
+from offline_packing.planner.strategies.strategy import Strategy, StrategyOptions
 
 
 @njit(cache=True)
@@ -30,14 +30,18 @@ def _pack_ends(lengths: np.ndarray, seq_length: int, max_samples: int) -> np.nda
 
 def next_fit(lengths: np.ndarray, seq_length: int, max_samples: int | None) -> np.ndarray:
     """Pack offsets int64 (num_packs + 1,) over ``lengths``, which are all in 1..seq_length."""
-    if max_samples is not None and max_samples < 1:
-        raise ValueError(f"max_samples is {max_samples}; a pack needs room for at least 1 sample")
     limit = len(lengths) + 1 if max_samples is None else max_samples
     return _pack_ends(lengths, seq_length, limit)
 
 
-def sequential(
-    num_tokens: np.ndarray, seq_length: int, *, seed: int = 0, max_samples: int | None = None
+class SequentialOptions(StrategyOptions):
+    """Limits beside tokens."""
+
+    max_samples: int | None = Field(None, ge=1, description="samples that a pack holds at most")
+
+
+def _sequential(
+    num_tokens: np.ndarray, seq_length: int, *, options: SequentialOptions, seed: int = 0
 ) -> Packs:
     """Add samples in their order until the next one does not fit, then start a new pack. O(n).
 
@@ -48,8 +52,8 @@ def sequential(
     ``num_tokens`` integers (num_samples,) in 1..seq_length, else ValueError.
     """
     lengths = check_lengths(num_tokens, seq_length)
-    offsets = next_fit(lengths, seq_length, max_samples)
+    offsets = next_fit(lengths, seq_length, options.max_samples)
     return Packs(np.arange(len(lengths)), offsets)
 
 
-STRATEGIES: dict[str, Callable[..., Packs]] = {"sequential": sequential}
+sequential = Strategy(_sequential, SequentialOptions)

@@ -1,7 +1,5 @@
 """``to_constant_volume`` of the PyPI package binpacking 1.5, which ms-swift packs with."""
 
-from collections.abc import Callable
-
 import numpy as np
 from numba import njit
 
@@ -60,6 +58,3 @@ def to_constant_volume(num_tokens: np.ndarray, seq_length: int, *, seed: int = 0
     order = decreasing_order(lengths, seq_length)
     pack_of, num_packs = _fullest_fit(lengths[order], seq_length)
     return group_into_packs(order, pack_of, num_packs)
-
-
-STRATEGIES: dict[str, Callable[..., Packs]] = {"to_constant_volume": to_constant_volume}

@@ -16,7 +16,6 @@ from offline_packing.planner.strategies.peers.hash_bucket import (
     PowersOfTwoPhase,
     SeedPhase,
     hash_bucket,
-    parse_phases,
 )
 
 POWERS = PowersOfTwoPhase(kind="powers_of_two")
@@ -247,11 +246,12 @@ PHASES_YAML = """
 @settings(max_examples=50, deadline=None)
 def test_every_sample_once_no_pack_over_capacity_same_seed_same_packs(phases, case, seed):
     lengths, capacity = np.array(case[0], np.int32), case[1]
-    packs = hash_bucket(lengths, capacity, seed=seed, phases=phases)
+    options = {} if phases is None else {"phases": phases}
+    packs = hash_bucket(lengths, capacity, seed=seed, **options)
     assert sorted(packs.sample_ids.tolist()) == list(range(len(lengths)))
     for ids in as_lists(packs):
         assert lengths[ids].sum() <= capacity
-    again = hash_bucket(lengths, capacity, seed=seed, phases=phases)
+    again = hash_bucket(lengths, capacity, seed=seed, **options)
     np.testing.assert_array_equal(packs.sample_ids, again.sample_ids)
     np.testing.assert_array_equal(packs.pack_offsets, again.pack_offsets)
 
@@ -285,7 +285,7 @@ def test_a_mixture_fills_its_packs(seq_length):
 )
 def test_wrong_phases_are_refused_by_name(phases, message):
     with pytest.raises(ValueError, match=message):
-        parse_phases(phases)
+        hash_bucket.options(phases=phases)
 
 
 def test_unusable_lengths_are_refused_by_name():
