@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
 from offline_packing.index.table import Index
+from offline_packing.layouts.shard_layout import splits_of_plan
 from offline_packing.plan.make_plan import Planned, make_plan
 from offline_packing.plan.source_uses import source_uses
 from offline_packing.plan.summary import render_summary, summarize
@@ -56,7 +58,27 @@ def plan(run: Run, samples: Index) -> StoredPlan:
         logger.info("plan: complete (%s packs), nothing to do", f"{stored.packs.num_packs:,}")
         return stored
     _discard_previous(run, {} if found is None else found["fingerprint"], fingerprint)
-    return _save(run, samples, make_plan(run, samples), workspace.plan)
+    planned = make_plan(run, samples)
+    _warn_of_uneven_packs(run.config, planned.packs)
+    return _save(run, samples, planned, workspace.plan)
+
+
+def _warn_of_uneven_packs(config: PackingConfig, packs: PackPlan) -> None:
+    """Say where the ranks that `pack.order` names get different numbers of packs."""
+    order = config.pack.order
+    if order is None:
+        return
+    readers = order.num_ranks * max(1, order.num_workers)
+    for split, own in splits_of_plan(packs, config.output.split).items():
+        if len(own) % readers:
+            logger.warning(
+                "plan: %s packs of split %s do not divide evenly among %d ranks x %d workers; "
+                "the balance of pack.order holds for the first epoch only",
+                f"{len(own):,}",
+                split,
+                order.num_ranks,
+                max(1, order.num_workers),
+            )
 
 
 def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> StoredPlan:

@@ -52,3 +52,16 @@ def test_options_that_the_strategy_has_not(
     pack = {"strategy": strategy, "strategy_options": options}
     with pytest.raises(ConfigError, match=message):
         make_run(captions, tmp_path / "out", pack=pack)
+
+
+@pytest.mark.parametrize(("num_workers", "warned"), [(3, True), (1, False)])
+def test_packs_that_do_not_divide_evenly_are_warned_of(
+    captions: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, num_workers: int, warned: bool
+) -> None:
+    order = {"num_ranks": 1, "num_workers": num_workers}
+    run = make_run(captions, tmp_path / "out", pack={"seq_length": 512, "order": order})
+    measure(run)
+    packs = plan_index(run).packs
+    assert packs.num_packs % 3 != 0  # or the test says nothing
+    text = f"{packs.num_packs} packs of split train do not divide evenly among 1 ranks x 3 workers"
+    assert (text in caplog.text) is warned
