@@ -13,7 +13,11 @@ from matplotlib.axes import Axes
 from planner_peers import OWN, PEERS
 
 _OWN_COLORS = ("#08306b", "#2f7fbf", "#9ecae1")
-_PEER_COLORS = ("#7f2704", "#d94801", "#fdae6b", "#666666", "#c9a227", "#b07aa1")
+#: In the order of PEERS; what a project does is a darker shade of its method.
+_PEER_COLORS = (
+    *("#7f2704", "#d94801", "#fdae6b", "#bf812d"),
+    *("#666666", "#c9a227", "#b07aa1", "#6a3d7c"),
+)
 _LEAST_GAP = 0.001  # per cent; what is closer to the bound is drawn here
 
 
@@ -46,7 +50,7 @@ def _save(
     _bars(axes, rows, column, least)
     axes.set_ylabel(label)
     axes.set_ylim(bottom=least)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
