@@ -1,7 +1,7 @@
 """The command line: `offline-packing VERB CONFIG.yaml [key.sub=value ...]`.
 
 Exit status: 0 done, 1 a stage or a check failed, 2 the command or the configuration is wrong,
-128 and the signal's number where a signal ended it. What the verbs do is in verbs.py.
+128 and the signal's number if a signal ended it. What the verbs do is in verbs.py.
 """
 
 import os
@@ -64,7 +64,7 @@ for _verb in VERBS.values():
 @click.option("--to", type=click.Path(dir_okay=False, path_type=Path), default="pack.yaml")
 @click.option("--task", type=click.Choice(TASKS), help="Default: told from the records.")
 @click.option("--output", default="out/packed", show_default=True, help="Its output.path.")
-@click.option("--force", is_flag=True, help="Overwrite a configuration that is there.")
+@click.option("--force", is_flag=True, help="Overwrite an existing configuration.")
 @_output_options
 def init(path: str, to: Path, task: str | None, output: str, force: bool, quiet: bool) -> None:
     """Look at a folder or file PATH, show how it would be read, and write a pack.yaml for it."""
@@ -132,7 +132,7 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except EndedBySignal as ended:
-        click.echo(f"{ended}; the same command goes on where it stopped", err=True)
+        click.echo(f"{ended}; run the same command again to continue", err=True)
         sys.exit(128 + ended.number)
     except ShareDoneError as done:
         click.echo(str(done), err=True)

@@ -11,7 +11,7 @@ _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class EndedBySignal(BaseException):
-    """A signal asked the process to end. No Exception: nothing but cleaning up may catch it."""
+    """A signal asked the process to end. Not an Exception: only cleanup code may catch it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

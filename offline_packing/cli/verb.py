@@ -30,13 +30,13 @@ class Verb:
     #: its docstring is the help text
     function: Callable[..., None]
     options: tuple[Option[Any], ...] = ()
-    #: whether other runs are kept away meanwhile (never in a dry run)
+    #: whether it locks the output against other runs (never in a dry run)
     locks: bool = True
     #: whether several ranks can do it to one output at the same time
     is_shared: bool = False
-    #: a list that its help ends with, made when it is asked for: it may take time to import
+    #: a list at the end of its help, made on demand: it may take time to import
     more_help: Callable[[], tuple[str, list[tuple[str, str]]]] | None = None
-    #: it fails where nothing was made yet, and leaves nothing behind there
+    #: it fails if there is no output yet, and leaves nothing behind there
     needs_output: bool = False
 
     def __call__(self, run: Run, dry_run: bool, **options: Any) -> None:
@@ -50,7 +50,7 @@ class Verb:
         return run.workspace.lock(shared=run.engine.IS_SHARED)
 
     def check_engine(self, config: PackingConfig, engine: Engine) -> None:
-        """Raise ConfigError if ranks would do at the same time what only one can do."""
+        """Raise ConfigError if several ranks would run what only one can."""
         if engine.IS_SHARED and not self.is_shared:
             shared = ", ".join(verb.name for verb in VERBS.values() if verb.is_shared)
             raise ConfigError(
@@ -138,9 +138,9 @@ def as_command(verb: Verb) -> click.Command:
 
 
 def start_logging(quiet: bool) -> None:
-    """Log to stderr, warnings only where it shall be quiet."""
+    """Log to stderr, only warnings if quiet."""
     level = logging.WARNING if quiet else logging.INFO
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     logging.captureWarnings(True)
-    # What matters of a picture is found when it is measured; the rest would tear the bar apart.
+    # Bad pictures are found when they are measured; other warnings would break up the bar.
     warnings.filterwarnings("ignore", module=r"PIL\.")

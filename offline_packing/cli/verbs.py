@@ -62,7 +62,7 @@ def measure_verb(run: Run, dry_run: bool) -> None:
     info = measure(run).info
     click.echo(f"measured {info.num_samples:,} samples, {info.num_tokens:,} tokens")
     if info.num_skipped:
-        click.echo(f"left out {info.num_skipped:,} samples that source.skip holds")
+        click.echo(f"left out {info.num_skipped:,} samples already in source.skip")
     if info.num_set_aside:
         click.echo(f"set aside {info.num_set_aside:,}, for example:")
         groups = group_set_aside(aside_while_measuring(run.workspace, info))
@@ -116,7 +116,7 @@ def write_verb(run: Run, dry_run: bool) -> None:
 
 @verb("verify", _DEEP, is_shared=True, needs_output=True)
 def verify_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
-    """Read everything that was written again, and check it."""
+    """Re-read everything that was written, and check it."""
     from offline_packing.verify.verify import preview_verify, render_result, render_verdict, verify
 
     if dry_run:
@@ -130,7 +130,7 @@ def verify_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
 
 @verb("report", needs_output=True)
 def report_verb(run: Run, dry_run: bool) -> None:
-    """Write a page and a JSON file with the figures of all that is done so far."""
+    """Write a page and a JSON file with the figures of the stages completed so far."""
     from offline_packing.report.report import report
 
     page = run.workspace.report / "report.html"
@@ -173,7 +173,7 @@ def preview_verb(
 
 @verb("run", _DEEP)
 def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
-    """Do measure, plan, write, verify and report; what is complete is not done again."""
+    """Do measure, plan, write, verify and report; skip what is complete."""
     from offline_packing.runs.losses import check_losses
 
     manifest = run.workspace.manifest
@@ -186,7 +186,7 @@ def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     )
     for step, needed, options in steps:
         if dry_run and needed is not None and not needed.exists():
-            click.echo(f"what follows depends on {needed}, which is not there yet")
+            click.echo(f"the later stages depend on {needed}, which does not exist yet")
             return
         if step is write_verb and not dry_run and not manifest.exists():
             check_losses(run)
@@ -204,7 +204,7 @@ def set_aside_verb(run: Run, dry_run: bool, csv: bool, reason: tuple[str, ...]) 
 
 @verb("status", locks=False, is_shared=True)
 def status_verb(run: Run, dry_run: bool) -> None:
-    """Show how far an output is, also while a run is at work on it."""
+    """Show the progress of an output, also while a run is active."""
     from offline_packing.upkeep.status import status
 
     click.echo(status(run), nl=False)
@@ -212,7 +212,7 @@ def status_verb(run: Run, dry_run: bool) -> None:
 
 @verb("retry")
 def retry_verb(run: Run, dry_run: bool) -> None:
-    """Go on where a run ended; write what is missing or damaged of a complete output again."""
+    """Continue where a run ended; in a complete output, rewrite what is missing or damaged."""
     from offline_packing.upkeep.retry import retry
 
     if dry_run:

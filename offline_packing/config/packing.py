@@ -57,7 +57,7 @@ class PackConfig(_Config):
     on_overlong: Literal["set_aside", "error"] = "set_aside"
     #: each sample counts as its length rounded up to this multiple
     pad_multiple: Count = 1
-    #: what the strategy understands beside seq_length and seed, such as hash_bucket's phases
+    #: the strategy's options besides seq_length and seed, such as hash_bucket's phases
     strategy_options: dict[str, Any] = {}
     #: which sample of a length goes where: shuffle, locality (packs follow the source), mix (packs
     #: interleave the sources by weight), balance (vision patches evened out); one, or a list
@@ -79,9 +79,9 @@ class PackConfig(_Config):
     max_samples: Count | None = None
     #: packs with fewer samples are dissolved, their samples set aside
     min_samples: Count = 1
-    #: likewise for packs with fewer tokens than this share of seq_length
+    #: the same for packs with fewer tokens than this share of seq_length
     min_fill: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.0
-    #: `run` stops before it writes where a larger share of the samples is set aside
+    #: `run` stops before writing if a larger share of the samples is set aside
     max_set_aside: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.05
 
     @field_validator("strategy")
@@ -169,7 +169,7 @@ class EngineConfig(_Config):
 
     #: a name in ENGINES
     name: Annotated[str, one_of(ENGINES)] = "local"
-    #: processes; 0 runs everything in this one
+    #: processes; 0 runs everything in the calling one
     workers: NonNegative = Field(default_factory=lambda: len(os.sched_getaffinity(0)))
     #: records per measuring task, and rows per part of the index
     samples_per_part: Count = 4096
@@ -212,7 +212,9 @@ class PackingConfig(_Config):
             )
         if any(source.weight for source in sources):
             if not all(source.weight for source in sources):
-                raise ValueError("some sources have a weight and some have none; give all one")
+                raise ValueError(
+                    "some sources have a weight and some have none; give each one a weight"
+                )
             if any(source.repeat != 1 for source in sources):
                 raise ValueError("a source has a weight and a repeat; remove one of them")
         names = [_source_name(source) for source in sources]
@@ -259,7 +261,7 @@ class PackingConfig(_Config):
         return self.source[0].task
 
     def key_prefixes(self) -> list[str]:
-        """What stands before the keys of each source; nothing where there is but one."""
+        """Prefix of each source's keys; empty for a single source."""
         if len(self.source) == 1 and self.source[0].name is None:
             return [""]
         names = map(_source_name, self.source)

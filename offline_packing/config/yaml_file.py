@@ -24,7 +24,7 @@ def read_config(model: type[ModelT], path: str | Path, overrides: Sequence[str] 
     except FileNotFoundError as error:
         remedy = "write one as the README shows it, or give its path"
         if "=" in str(path):
-            remedy = "the YAML file comes first, settings behind it"
+            remedy = "the YAML file comes first, settings after it"
         raise ConfigError(f"{name} does not exist; {remedy}") from error
     except IsADirectoryError as error:
         found = sorted(str(file) for file in Path(path).glob("*.y*ml"))[:3]
@@ -34,7 +34,7 @@ def read_config(model: type[ModelT], path: str | Path, overrides: Sequence[str] 
         raise ConfigError(f"{name} cannot be read: {error}") from error
     content = parse_yaml(text, name)
     if not isinstance(content, dict):
-        raise ConfigError(f"{name} holds no mapping; see the examples in the README")
+        raise ConfigError(f"{name} is not a mapping; see the examples in the README")
     for override in overrides:
         apply_override(content, override)
     return validate(model, content, name)
@@ -56,17 +56,17 @@ def _explain(model: type[BaseModel], problem: Mapping[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         fields = ", ".join(_model_at(model, location[:-1]).model_fields)
         valid = problem.get("ctx", {}).get("valid", fields)  # a source's depend on its format
-        return f"{field} is no known field; valid: {valid}"
+        return f"{field} is not a known field; valid: {valid}"
     if problem["type"] == "missing":
         return f"{field} is missing; set it"
     if problem["type"] == "literal_error":
         return f"{field}={problem['input']!r} is not valid; choose {problem['ctx']['expected']}"
     if problem["type"] in ("tuple_type", "list_type"):
-        return f"{field}={problem['input']!r} is no list; write [first, second]"
+        return f"{field}={problem['input']!r} is not a list; write [first, second]"
     if problem["type"] in ("dict_type", "model_type"):
         fields = ", ".join(_model_at(model, location).model_fields)
         valid = f" with fields among: {fields}" if problem["type"] == "model_type" else ""
-        return f"{field}={problem['input']!r} is no mapping; write {{name: value}}{valid}"
+        return f"{field}={problem['input']!r} is not a mapping; write {{name: value}}{valid}"
     message = problem["msg"].removeprefix("Value error, ")
     value = problem["input"]
     shown = f"={value!r}" if isinstance(value, str | int | float | None) else ""
@@ -75,7 +75,7 @@ def _explain(model: type[BaseModel], problem: Mapping[str, Any]) -> str:
 
 
 def explain_value_error(error: Exception) -> str:
-    """What is wrong, in one line; of pydantic's own errors without its addresses."""
+    """What is wrong, in one line; pydantic's own errors lose their URLs."""
     if isinstance(error, ValidationError):
         return "; ".join(
             f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()

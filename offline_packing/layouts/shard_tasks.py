@@ -70,7 +70,7 @@ class ShardTask:
 
     @property
     def number(self) -> int:
-        """What tells the task from the others."""
+        """What distinguishes the task from the others."""
         return self.shard.number
 
     def keys(self) -> list[str]:

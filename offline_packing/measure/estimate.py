@@ -1,4 +1,4 @@
-"""How many records a source has, for what a dry run prints: of large files only the beginning is
+"""How many records a source has, for what a dry run prints: only the beginning of large files is
 read."""
 
 import itertools
@@ -9,13 +9,13 @@ from typing import Any, BinaryIO, Final
 from offline_packing.sources import Source, SourcePart
 from offline_packing.sources.reading.locators import Root
 
-#: What is read: files, and records of each.
+#: How many files are read, and records of each.
 _SAMPLED_PARTS: Final = 8
 _SAMPLED_RECORDS: Final = 1000
 
 
 def estimate_records(source: Source, parts: Sequence[SourcePart]) -> tuple[int, bool]:
-    """Records in parts of a source and whether that is exact. Parts whose number nobody knows are
+    """Records in parts of a source and whether that is exact. Parts of unknown size are
     one file each: the first records of some are read; the others are assumed to hold as many."""
     known = sum(part.num_records for part in parts if part.num_records is not None)
     unknown = [part for part in parts if part.num_records is None]
@@ -43,7 +43,7 @@ def _estimate_part(source: Source, part: SourcePart) -> tuple[float, bool]:
 
 
 class _WatchedRoot:
-    """A root that keeps the files that were opened: how far they are read tells of the rest."""
+    """A root that keeps the opened files: how far each was read gives an estimate of the rest."""
 
     def __init__(self, root: Root) -> None:
         self._root = root

@@ -1,6 +1,6 @@
 """measure: source + sample encoder -> index.
 
-A task is a part of a source, see measure_part.py; a run that was killed goes on after its last
+A task is a part of a source, see measure_part.py; a killed run resumes after its last
 finished part.
 """
 
@@ -53,11 +53,11 @@ from offline_packing.storage.fingerprint import (
 logger = logging.getLogger(__name__)
 
 _REMEDY = (
-    "set output.overwrite=true to make it anew, choose another output.path, or pass "
+    "set output.overwrite=true to rebuild it, choose another output.path, or pass "
     "--accept-mismatch FIELD"
 )
 _NEW_DATA = (
-    "pack what is new into an output of its own with source.skip={root}, another output.path and "
+    "pack the new data into a separate output with source.skip={root}, another output.path and "
     "another output.key_prefix, and blend both; or "
 )
 
@@ -66,7 +66,7 @@ def measure(run: Run) -> Index:
     """Make the index, or return it if it is complete.
 
     Raises:
-        StageError: an index of another fingerprint is there, or a source cannot be read.
+        StageError: there is an index with another fingerprint, or a source cannot be read.
     """
     workspace = run.workspace
     sources = open_sources(run.config)
@@ -106,7 +106,7 @@ def _complete(
     results: Sequence[PartResult],
     scans: Sequence[Scan],
 ) -> IndexInfo:
-    """What index.json says of the parts, which are all there."""
+    """The content of index.json, once all parts exist."""
     info = IndexInfo(
         fingerprint=dict(fingerprint),
         versions=library_versions(),
@@ -133,7 +133,7 @@ def _complete(
 
 
 def preview_measure(run: Run) -> str:
-    """What `measure` would read; nothing is written, and of large files only the beginning read."""
+    """What `measure` would read. Writes nothing, and reads only the beginning of large files."""
     lines = []
     sources = open_sources(run.config)
     with tempfile.TemporaryDirectory() as scratch:
@@ -191,18 +191,18 @@ def _existing_index(
         if found is None:  # begun by an earlier version
             found = read_json(workspace.index_started.with_name("started.json"))
         if found is not None:
-            # Parts made otherwise must not be mixed: nothing can be accepted here.
+            # Parts made with different settings must not be mixed: nothing can be accepted here.
             check_fingerprint(
                 found,
                 _started(run, fingerprint),
                 artifact=f"the unfinished index in {workspace.root}",
-                remedy="set output.overwrite=true to make it anew, or choose another output.path",
+                remedy="set output.overwrite=true to rebuild it, or choose another output.path",
                 explain=explain,
             )
     except StageError:
         if not run.config.output.overwrite:
             raise
-        logger.warning("measure: made otherwise before; overwriting")
+        logger.warning("measure: overwriting what was made with other settings")
         run.discard_index()
     return None
 
@@ -260,10 +260,10 @@ def _hashes(workspace: Workspace) -> dict[str, dict[str, str]]:
 
 
 def _with_unused_images(folder: Path, info: IndexInfo, scans: Sequence[Scan]) -> IndexInfo:
-    """Count the image files that neither stand beside a record nor are named by a row."""
+    """Count the image files that neither belong to a record nor are named by a row."""
     unpaired = {i: np.sort(scan.unpaired_media) for i, scan in enumerate(scans)}
     unused = {i: np.ones(len(hashes), bool) for i, hashes in unpaired.items() if len(hashes)}
-    if not unused or info.num_skipped:  # what is left out uses images as well
+    if not unused or info.num_skipped:  # samples that are left out use images, too
         return info
     for table in Index(folder, info).parts("source_id", "media"):
         for i in unused:

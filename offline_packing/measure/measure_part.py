@@ -40,7 +40,7 @@ from task_encoders.samples import SampleError, SourceSample
 
 #: Rows that a worker holds at a time: a part of a compressed source may have any number.
 _ROWS_AT_ONCE: Final = 1024
-#: Where a part of the set-aside table says how many samples were left out.
+#: Metadata of a part of the set-aside table: how many samples were left out.
 _SKIPPED: Final = "num_skipped"
 _LOST_FIELDS: Final = "lost_fields"
 
@@ -68,7 +68,7 @@ class PartResult:
     set_aside: dict[str, int]
     #: left out by source.skip
     num_skipped: int = 0
-    #: what samples go without -> how many; see sources/lost_fields.py
+    #: what samples lack -> how many; see sources/lost_fields.py
     lost_fields: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -90,7 +90,7 @@ def finished_part(task: MeasureTask) -> PartResult:
 
 
 def measure_part(task: MeasureTask) -> PartResult:
-    """Measure one part and write its two tables. The index part comes last: it marks the end."""
+    """Measure one part and write its two tables. The index part comes last and marks completion."""
     encoder = open_encoder(task.model)
     notes: dict[str, str] = {}
     lost: Counter[str] = Counter()
@@ -124,7 +124,7 @@ def measure_part(task: MeasureTask) -> PartResult:
 def _measure_some(
     task: MeasureTask, records: Iterable[SourceRecord], encoder: SampleEncoder, lost: Counter[str]
 ) -> tuple[list[MeasuredSample], list[SetAsideSample]]:
-    """Rows of both tables. What samples go without is counted
+    """Rows of both tables. What samples lack is counted
     in `lost`."""
     limits = (task.model.max_image_pixels or MAX_IMAGE_PIXELS, task.model.max_video_frames)
     source = task.source
@@ -151,7 +151,7 @@ def _measure_some(
 
 
 def read_record(record: SourceRecord, key: str, source: Source) -> SourceSample:
-    """The sample that a record makes. Raises SampleError where it is to be set aside."""
+    """The sample of a record. Raises SampleError if it must be set aside."""
     if isinstance(record.content, SampleError):
         raise record.content
     sample = to_sample(record.content, key, source.task, record.paired_media)
@@ -169,7 +169,7 @@ def measure_record(
     max_image_pixels: int,
     max_video_frames: int = MAX_VIDEO_FRAMES,
 ) -> MeasuredSample:
-    """One row of the index. Raises SampleError where the record is to be set aside."""
+    """One row of the index. Raises SampleError if the record must be set aside."""
     media: list[tuple[Locator, str]] = []
     sizes: list[tuple[int, int]] = []
     videos: list[VideoHeader] = []

@@ -19,7 +19,7 @@ from offline_packing.sources import Scan, Source
 from offline_packing.sources.roots.listing import FILES_SCHEMA, unpack_batches
 
 _CHUNK: Final = 1 << 16
-#: Names of files that a message lists of each kind of change.
+#: How many file names a message lists per kind of change.
 _NUM_NAMED: Final = 3
 
 
@@ -41,7 +41,7 @@ def explain_listing(folder: Path, sources: Sequence[Source], field: str) -> str 
         field: of a fingerprint, such as source.0.listing.
 
     Returns:
-        None where it is another field, nothing was kept, or the files are the same.
+        None if it is another field, nothing was kept, or the files are the same.
     """
     match = re.fullmatch(r"source\.(\d+)\.listing", field)
     if match is None or int(match[1]) >= len(sources):
@@ -51,11 +51,11 @@ def explain_listing(folder: Path, sources: Sequence[Source], field: str) -> str 
         return None
     source = sources[int(match[1])]
     changes = describe_changes(path, source)
-    return f"{field}: the files of {source.path} are others: {changes}" if changes else None
+    return f"{field}: the files of {source.path} changed: {changes}" if changes else None
 
 
 def describe_changes(known: Path, source: Source) -> str:
-    """ "2 added ('a.json', 'b.json'), 1 removed ('c.json')"; empty where all are as they were.
+    """ "2 added ('a.json', 'b.json'), 1 removed ('c.json')"; empty if nothing changed.
 
     Args:
         known: table of what was measured.

@@ -8,8 +8,8 @@ that follows from its content alone:
     {"id": "33471", ...: "Which colour?"}   33471@5d0c0a1be0a6a2f7
     {"id": "33471", ...: "What is it?"}     33471, and is set aside as a duplicate
 
-so that keys do not depend on how many share an id, on parts or on workers. What is equal stays a
-duplicate.
+so that keys do not depend on how many share an id, on parts or on workers. Records with equal
+content remain duplicates.
 """
 
 from collections.abc import Iterable
@@ -42,7 +42,7 @@ def hash_content(sample: SourceSample, media: Iterable[Embedded | None]) -> int:
 
 
 def repeated_key(key: str, content_hash: int) -> str:
-    """Key of a sample whose id another one has: '33471@5d0c0a1be0a6a2f7'."""
+    """Key of a sample that shares its id: '33471@5d0c0a1be0a6a2f7'."""
     return f"{key}@{content_hash:016x}"
 
 
@@ -82,7 +82,7 @@ def _rename_part(path: Path, renamed: npt.NDArray[np.bool_], hashes: Hashes) -> 
     """Replace a part of the index by one with other keys in some rows.
 
     Args:
-        hashes: (num_rows,) the key_hash that rows have; one that has another is renamed already.
+        hashes: (num_rows,) the rows' key_hash; a row with another one is already renamed.
     """
     with pq.ParquetFile(path) as part, table_writer(path, INDEX_SCHEMA) as write:
         begin = 0

@@ -1,4 +1,4 @@
-"""source.skip: what other outputs hold already is left out, before it is read or tokenized.
+"""source.skip: leaves out what other outputs already hold, before it is read or tokenized.
 
 A sample is known by its key, whatever model the other output was packed for. A key as the source
 gives it has no prefix; a prefix depends on how many sources a configuration has:
@@ -42,7 +42,7 @@ _CONTENT_SUFFIX: Final = len(repeated_key("", 0))
 
 
 def skip_fingerprint(config: SourceOptions) -> str:
-    """Changes when an output that is left out holds other samples.
+    """Changes when the samples of a skipped output change.
 
     Raises:
         StageError: one of them is not there, or is not complete.
@@ -66,8 +66,8 @@ def set_known_keys(run: Run, sources: Sequence[Source], folder: Path) -> None:
 
 @dataclass
 class NewRecords:
-    """The records of a part that no output of source.skip holds. Once iterated over, it knows how
-    many there were of the others."""
+    """The records of a part that no output of source.skip holds. After iteration it knows how
+    many others there were."""
 
     source: Source
     part: SourcePart
@@ -110,8 +110,8 @@ def _indices(path: str) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
     manifest = read_json(workspace.manifest)
     if manifest is None:
         raise StageError(
-            f"source.skip: {path} is no complete output, it has no manifest.json; finish it first, "
-            "or take it out"
+            f"source.skip: {path} is not a complete output, it has no manifest.json; finish it "
+            "first, or take it out"
         )
     yield workspace.packing, manifest["config"]["source"]
     for i, appended in enumerate(manifest["appended"], start=1):
@@ -139,7 +139,7 @@ def _collect(config: SourceOptions, prefix: str) -> Hashes:
             tables = (folder / "set_aside" / part_name(i) for i in range(len(info.part_rows)))
             for keys in _aside_keys(tables, sources, prefixes):
                 aside.append(hash_keys(keys.to_pylist()))
-    # Of an id that several records share, one that was set aside says nothing of the others.
+    # If records share an id, one that was set aside says nothing about the others.
     lost, known = sort_hashes(aside), sort_hashes(shared)
     return sort_hashes([*packed, lost[~np.isin(lost, known, assume_unique=True)]])
 
@@ -151,7 +151,7 @@ def _prefixes(
     sources: Sequence[dict[str, Any]],
     info: IndexInfo,
 ) -> dict[int, str]:
-    """Sources of an output whose samples may be this source's -> what stands before their keys."""
+    """Sources of an output whose samples may be this source's -> the prefix of their keys."""
     theirs = {i: str(info.fingerprint[f"source.{i}.key_prefix"]) for i in range(len(sources))}
     same = {
         i: theirs[i] for i, one in enumerate(sources) if _place(one) == _place(config.model_dump())
@@ -211,5 +211,5 @@ def _without(prefix: str, keys: Any) -> Any:
 
 
 def _base(key: str, content: int) -> str:
-    """The id of a record, of a key that perhaps names its content as well."""
+    """The id of a record, from a key that may also name its content."""
     return key[:-_CONTENT_SUFFIX] if key == repeated_key(key[:-_CONTENT_SUFFIX], content) else key

@@ -1,4 +1,4 @@
-"""What a configuration asks of the planner, with the columns of the index it needs for that."""
+"""What a configuration asks of the planner, with the index columns needed for it."""
 
 from typing import Any, Final
 
@@ -22,8 +22,8 @@ def plan_arguments(
     """Keyword arguments of `plan_packs` beside lengths and seq_length.
 
     Args:
-        kept: (num_kept,) rows of the index that are planned, one that is used twice two times; the
-            arrays returned are theirs.
+        kept: (num_kept,) rows of the index that are planned, one that is used twice appears
+            twice; the arrays returned are theirs.
     """
     from offline_packing.planner.cost import sample_cost
     from offline_packing.planner.order import RankLayout
@@ -85,7 +85,7 @@ def set_aside_reason(name: str, num_tokens: int, config: PackingConfig) -> tuple
     pack = config.pack
     if name.startswith("over_budget:"):
         budget = name.partition(":")[2]
-        return "over_budget", f"alone it is over the limit of {budget} {pack.budgets[budget]}"  # type: ignore[index]
+        return "over_budget", f"it alone exceeds the limit of {budget} {pack.budgets[budget]}"  # type: ignore[index]
     if name == "below_min_fill":
         return "poor_pack", f"its pack is filled to less than min_fill {pack.min_fill:g}"
     if name == "below_min_samples":

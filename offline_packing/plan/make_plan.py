@@ -39,8 +39,8 @@ def make_plan(run: Run, samples: Index) -> Planned:
     """Plan without writing.
 
     Raises:
-        StageError: nothing to pack, an over-long sample under on_overlong: error, or options that
-            the strategy does not have.
+        StageError: nothing to pack, an over-long sample under on_overlong: error, or options
+            unknown to the strategy.
     """
     num_tokens = samples.array("num_tokens")
     aside = _find_set_aside(run, samples)
@@ -98,7 +98,7 @@ def _join_plans(plans: Sequence[PackPlan], splits: dict[str, int]) -> PackPlan:
 
 
 def _without_doubles(plan: PackPlan) -> PackPlan:
-    """The plan of uses as one of samples: set aside are those of which no use is packed, once."""
+    """The plan of uses as one of samples: those with no packed use are set aside, once each."""
     packed = np.unique(plan.sample_ids)
     aside, first = np.unique(plan.set_aside_ids, return_index=True)
     lost = ~np.isin(aside, packed)

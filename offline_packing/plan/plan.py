@@ -64,7 +64,7 @@ def plan(run: Run, samples: Index) -> StoredPlan:
 
 
 def _warn_of_uneven_packs(config: PackingConfig, packs: PackPlan) -> None:
-    """Say where the ranks that `pack.order` names get different numbers of packs."""
+    """Warn if the ranks that `pack.order` names get different numbers of packs."""
     order = config.pack.order
     if order is None:
         return
@@ -102,7 +102,7 @@ def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> StoredPla
 
 
 def restore_plan(run: Run, samples: Index, expected: str) -> None:
-    """Make a damaged plan again, where shards are written from it already.
+    """Rebuild a damaged plan from which shards are already written.
 
     Args:
         expected: `hash_plan` of the plan as it was.
@@ -121,7 +121,7 @@ def restore_plan(run: Run, samples: Index, expected: str) -> None:
                 break
         else:
             raise StageError(
-                f"{folder} cannot be made as it was: the plan comes out otherwise; restore it from "
+                f"{folder} cannot be rebuilt: the plan comes out differently; restore it from "
                 "a copy, or pack all data again with another output.path"
             )
         folder.mkdir(exist_ok=True)
@@ -153,7 +153,7 @@ def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mappin
 
 
 def _discard_previous(run: Run, found: Fingerprint, wanted: Fingerprint) -> None:
-    """Make way for a new plan. Planning anew is free until shards are written from a plan."""
+    """Make way for a new plan. A plan may be replaced until shards are written from it."""
     workspace = run.workspace
     if workspace.write.exists() and not run.config.output.overwrite:
         check_fingerprint(

@@ -1,9 +1,9 @@
 """How often each sample is used, and in which split: decided before anything is packed.
 
 `repeat: 2.3` uses every sample twice and three in ten of them once more; `repeat: 0.5` every second
-one; which ones follows from key and seed alone. `weight` says which share of all tokens (of all
+one; which ones, depends only on key and seed. `weight` says which share of all tokens (of all
 samples with `pack.weight_by: samples`) a source is to have; nothing is left out for it: the source
-that is largest for its weight is used once, the others are repeated.
+with the most data relative to its weight is used once, the others are repeated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class Uses:
 
     #: by split; a single entry without a name where splits are cut from the finished packs
     rows: Mapping[str, Rows]
-    #: whether any row stands there twice
+    #: whether any row appears twice
     repeated: bool
     #: rows that are not used at all
     not_drawn: AsideRows
@@ -114,7 +114,7 @@ def assign_splits(
     hashes: npt.NDArray[np.uint64], rows: Rows, shares: Mapping[str, float], seed: int
 ) -> dict[str, Rows]:
     """The rows of each split, ascending: shares of the samples, at least one each if there are
-    enough. Which ones their hashes decide, whatever the repeats and weights are."""
+    enough. Their hashes decide which, whatever the repeats and weights are."""
     drawn = rows[np.argsort(_drawn(hashes[rows], seed, _SPLIT), kind="stable")]
     return {
         name: np.sort(drawn[places.start : places.stop])

@@ -14,13 +14,13 @@ from offline_packing.runs.artifacts import check_layout, open_index, open_plan
 from offline_packing.runs.manifest import Manifest, read_manifest
 from offline_packing.runs.run import Run
 
-#: Samples that are looked up at a time: temporaries stay small, whatever the number of samples.
+#: Samples that are looked up at a time, to keep temporaries small.
 _CHUNK = 1 << 21
 
 
 @dataclass(frozen=True)
 class CompleteStages:
-    """The stages as far as they are complete."""
+    """The complete stages."""
 
     run: Run
     samples: Index
@@ -43,7 +43,7 @@ class CompleteStages:
 
     @cached_property
     def num_uses(self) -> npt.NDArray[np.int32]:
-        """(num_samples,) in how many packs a sample is; without a plan one is taken for each."""
+        """(num_samples,) the number of packs that hold a sample; without a plan, 1 each."""
         if self.plan is None:
             return np.ones(self.samples.info.num_samples, np.int32)
         uses = np.zeros(self.samples.info.num_samples, np.int32)
@@ -76,7 +76,7 @@ def open_complete_stages(run: Run) -> tuple[CompleteStages, Manifest | None]:
     """All complete stages of an output, and its manifest if the packs are written.
 
     Raises:
-        StageError: not even the index is complete, or a stage was made otherwise.
+        StageError: not even the index is complete, or a stage was made with other settings.
     """
     manifest = read_manifest(run)
     samples = open_index(run)

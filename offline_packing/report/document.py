@@ -1,5 +1,5 @@
-"""The report as one document: what report.json holds, and the page is drawn from. Equal stages
-give equal bytes; the fields are described in docs/formats.md."""
+"""The report as one document: the content of report.json, from which the page is drawn. Equal
+stages give equal bytes; the fields are described in docs/formats.md."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -32,11 +32,11 @@ Document = dict[str, Any]
 
 
 def build_document(run: Run) -> Document:
-    """All figures of an output, as far as its stages are complete. What needs a plan is null
+    """All figures of the complete stages of an output. What needs a plan is null
     without one, what needs shards is null without a manifest.
 
     Raises:
-        StageError: not even the index is complete, or a stage was made otherwise.
+        StageError: not even the index is complete, or a stage was made with other settings.
     """
     stages, manifest = open_complete_stages(run)
     plan = stages.plan if stages.plan is not None and stages.plan.num_packs else None

@@ -18,7 +18,7 @@ FILL_BANDS: Final = (1.0, 0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.0)
 #: Samples whose packing in small buffers is tried, and the sizes of the buffers.
 _TRIED_SAMPLES: Final = 50_000
 _BUFFERS: Final = (100, 1000)
-#: The ranks whose waiting is computed where pack.order names none.
+#: The ranks whose waiting is computed if pack.order names none.
 _NUM_RANKS: Final = 8
 _COST_CHUNK: Final = 1 << 20
 

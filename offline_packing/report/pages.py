@@ -1,5 +1,5 @@
-"""The pages, from the templates beside this file: whatever a dataset holds, its text can only
-become text, and nothing outside a page is needed to show it."""
+"""The pages, from the templates beside this file: the text of a dataset can only become
+text, whatever it holds, and a page needs nothing outside itself."""
 
 import base64
 import io
@@ -86,13 +86,13 @@ def _round_numbers(highest: int) -> range:
 
 
 def _labelled_edges(edges: Sequence[int]) -> list[int]:
-    """Which edges are named below an axis: powers of two, where there are not too many."""
+    """Which edges are labelled below an axis: powers of two, if there are not too many."""
     places = [i for i, edge in enumerate(edges) if edge & (edge - 1) == 0]
     return places[:: -(-len(places) // _MAX_LABELS)] if places else [0, len(edges) - 1]
 
 
 def _used_bands(bands: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
-    """Names and packs of the bands down to the last that holds any, and of one more."""
+    """Names and packs of the bands down to the last non-empty one, and of one more."""
     ends = itertools.pairwise(100 * band["at_least"] for band in bands)
     names = ["full", *(f"{low:.4g} – {end:.4g} %" for end, low in ends)]
     counts = [band["packs"] for band in bands]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedRowSample
     from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 
-#: Control tokens that stand for pixels: shown as one, with what is between their tags.
+#: Control tokens that stand for pixels: shown as one, with everything between their tags.
 _PADS: Final = {"<|image_pad|>": "image", "<|video_pad|>": "video"}
 
 
@@ -106,7 +106,7 @@ def preview(
     """Packs of a complete output.
 
     Args:
-        num_packs: how many are drawn, where none are named.
+        num_packs: how many are drawn if none are named.
         packs: keys or numbers of packs.
         seed: decides which are drawn.
 
@@ -206,7 +206,7 @@ def _sub_samples(
     row: "PackedRowSample",
     members: Mapping[str, bytes],
 ) -> Iterator[SubSamplePreview]:
-    """What the row's segments were made from, beside what became of it."""
+    """What the row's segments were made from, next to the result."""
     key = row.__key__
     max_image_pixels = run.config.model.max_image_pixels or MAX_IMAGE_PIXELS
     restored = restore_pack(parse_json(members[JSON_PART], key), key)
@@ -289,7 +289,7 @@ def spell_row(
 def _pieces(
     spelled: Iterator[tuple[str, bool]], sizes: Mapping[str, Iterator[str]]
 ) -> Iterator[Piece]:
-    """Text and control tokens, those that stand for pixels as one per image or video."""
+    """Text and control tokens, with those for pixels merged into one per image or video."""
     for (text, is_control), some in itertools.groupby(spelled):
         count = len(list(some))
         if is_control and text in _PADS:

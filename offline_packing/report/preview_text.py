@@ -17,11 +17,11 @@ _WORDS: Final = 28
 
 
 def render_pack(pack: PackPreview, *, full: bool = False, max_characters: int = 400) -> str:
-    """One pack as text, with colours that click leaves out where there is no terminal.
+    """One pack as text, with colours that click drops if there is no terminal.
 
     Args:
         full: show all text, not only the beginning and the end of a long span.
-        max_characters: of a span that are shown otherwise.
+        max_characters: shown of a span if not `full`.
     """
     tokens = pack.cu_lengths[-1]
     loss = sum(sub.num_loss_tokens for sub in pack.sub_samples)
@@ -40,7 +40,7 @@ def render_pack(pack: PackPreview, *, full: bool = False, max_characters: int = 
 
 
 def safe(text: str) -> str:
-    """Text of the dataset, unable to do anything to a terminal."""
+    """Text of the dataset, made harmless for a terminal."""
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
@@ -51,7 +51,7 @@ def first_words(text: str, length: int = _WORDS) -> str:
 
 
 def _column(text: str) -> str:
-    """The first words of a text, as wide as a column; a Chinese character takes two places."""
+    """The first words of a text, as wide as a column; a Chinese character is two columns wide."""
     shown, room = "", _WORDS
     for character in first_words(safe(text), _WORDS):
         places = 2 if unicodedata.east_asian_width(character) in "WF" else 1

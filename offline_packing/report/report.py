@@ -1,6 +1,6 @@
-"""report: index, plan and manifest -> report.html and report.json, as far as they are there.
+"""report: index, plan and manifest -> report.html and report.json, as far as they exist.
 
-_packing/report/report.html    one page for people, without anything outside it
+_packing/report/report.html    one self-contained page for people
 _packing/report/report.json    the same figures
 """
 
@@ -15,7 +15,7 @@ def report(run: Run) -> str:
     """Write the report; returns what became of the samples, in one line.
 
     Raises:
-        StageError: not even the index is complete, or a stage was made otherwise.
+        StageError: not even the index is complete, or a stage was made with other settings.
     """
     document = build_document(run)
     folder = run.workspace.report
@@ -50,5 +50,5 @@ def report_status(workspace: Workspace) -> str | None:
     if document is None:
         return None
     current = made_from(workspace, read_json(workspace.manifest))
-    old = "" if document["made_from"] == current else ", of an earlier state: run report again"
+    old = "" if document["made_from"] == current else ", out of date: run report again"
     return f"{workspace.report / 'report.html'}{old}"

@@ -54,7 +54,7 @@ def open_index(run: Run) -> Index:
     """The complete index of an output, made with this configuration.
 
     Raises:
-        StageError: there is none, or it was made otherwise.
+        StageError: there is none, or it was made with other settings.
     """
     workspace = run.workspace
     info = IndexInfo.load(workspace.index_info)
@@ -65,7 +65,7 @@ def open_index(run: Run) -> Index:
 
 
 def check_index(run: Run, info: IndexInfo) -> None:
-    """Raise StageError if an index was made otherwise than the configuration says."""
+    """Raise StageError if an index does not match the configuration."""
     check_fingerprint(
         without_listings(info.fingerprint),
         config_fingerprint(run.config),
@@ -80,7 +80,7 @@ def open_plan(run: Run) -> StoredPlan:
     """The complete plan of an output, made with these settings of its index.
 
     Raises:
-        StageError: there is none, it is damaged, or it was made otherwise.
+        StageError: there is none, it is damaged, or it was made with other settings.
     """
     info = read_json(run.workspace.plan_info)
     if info is None:
@@ -90,10 +90,9 @@ def open_plan(run: Run) -> StoredPlan:
 
 
 def check_plan(run: Run, info: Mapping[str, Any]) -> None:
-    """Raise StageError if the plan of a stage.json was made otherwise than the configuration
-    says."""
+    """Raise StageError if the plan of a stage.json does not match the configuration."""
     written = (
-        "give the settings that the shards were written with, or make them anew: run with "
+        "give the settings that the shards were written with, or rewrite them: run with "
         "output.overwrite=true, or with another output.path"
     )
     check_fingerprint(
@@ -105,10 +104,10 @@ def check_plan(run: Run, info: Mapping[str, Any]) -> None:
 
 
 def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:
-    """The plan that a stage.json speaks of.
+    """The plan that a stage.json describes.
 
     Raises:
-        StageError: a file of it cannot be read, or does not hold the packs that were planned.
+        StageError: a file of it cannot be read, or does not hold the planned packs.
     """
     folder = run.workspace.plan
     try:
@@ -130,8 +129,8 @@ def plan_fingerprint(run: Run, found: Fingerprint | None = None) -> Fingerprint:
     """What a plan depends on.
 
     Args:
-        found: what a plan that is there was made with. One of before `pack.sample_order` is as good
-            under the default as it was.
+        found: what an existing plan was made with. One from before `pack.sample_order` remains
+            valid under the default.
     """
     config = run.config
     pack = config.pack.model_dump(mode="json", exclude={"max_set_aside", "weight_by"})
@@ -153,7 +152,7 @@ def plan_fingerprint(run: Run, found: Fingerprint | None = None) -> Fingerprint:
 
 
 def _uses_fingerprint(config: PackingConfig) -> dict[str, str | int]:
-    """What the uses of samples depend on, beside the seed; empty where each is used once."""
+    """What the uses of samples depend on besides the seed; empty if each is used once."""
     fields: dict[str, str | int] = {}
     for i, source in enumerate(config.source):
         if source.repeat != 1:
@@ -167,12 +166,12 @@ def _uses_fingerprint(config: PackingConfig) -> dict[str, str | int]:
 
 
 def plan_identity(files: Mapping[str, str]) -> str:
-    """What identifies which samples form which pack, of the hashes of the files."""
+    """The file hashes that identify which samples form which pack."""
     return "-".join(files[name] for name in _PACKS)
 
 
 def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
-    """What the shards depend on beside index and source."""
+    """What the shards depend on besides index and source."""
     return {
         "plan": plan_hash,
         "output.layout": output.layout,

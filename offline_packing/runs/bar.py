@@ -1,4 +1,4 @@
-"""How far a stage is: a bar in a terminal, a line a minute in a log."""
+"""Progress of a stage: a bar in a terminal, a line a minute in a log."""
 
 import sys
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from tqdm import tqdm
 _SECONDS_BETWEEN_LINES: Final = 60
 #: measure: 120,000 of 600,000 samples, 20%, 03:10 left
 _LINE: Final = "{desc}: {n:,} of {total:,} {unit}s, {percentage:.0f}%, {remaining} left"
-#: where nobody knows how many there are
+#: if the total is unknown
 _OPEN_LINE: Final = "{desc}: {n:,} {unit}s in {elapsed}"
 
 
 class _Lines:
-    """A stream on which every state of a bar is a line of its own."""
+    """A stream that gives every state of a bar its own line."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -37,7 +37,7 @@ def _logging_above_the_bar() -> AbstractContextManager[None]:
 
 @contextmanager
 def progress_bar(name: str, total: int | None, unit: str, *, shown: bool) -> Iterator["tqdm[None]"]:
-    """A bar of so many units; None: nobody knows. While it is there, log lines stand above it."""
+    """A bar of `total` units; None: unknown. Log lines appear above it."""
     is_terminal = sys.stderr.isatty()
     lines = {
         "file": _Lines(sys.stderr),

@@ -1,4 +1,4 @@
-"""Samples that are lost: shown with an example of each reason, and too many of them stop a run.
+"""Samples that are lost: shown with an example per reason; too many of them stop a run.
 
 A folder of pictures that has moved, or a wrong format, must not look like success.
 """
@@ -18,7 +18,7 @@ from offline_packing.runs.run import Run
 from offline_packing.runs.workspace import Workspace
 from offline_packing.sources.hints import hint_for
 
-#: Left out because the configuration says so: no loss.
+#: Left out because the configuration says so: not a loss.
 _DELIBERATE: Final = frozenset({"not_drawn"})
 _DETAIL_LENGTH: Final = 160
 
@@ -35,7 +35,7 @@ def aside_while_planning(workspace: Workspace) -> list[Path]:
 
 
 def render_examples(config: PackingConfig, groups: Iterable[AsideGroup]) -> str:
-    """One example of each reason and source, with what may help, as lines."""
+    """One example of each reason and source, with a hint, as lines."""
     lines = []
     for group in groups:
         lines.append(f"  {group.reason:<20} {group.count:>7,}  {_example(group)}")
@@ -46,7 +46,7 @@ def render_examples(config: PackingConfig, groups: Iterable[AsideGroup]) -> str:
 
 
 def explain(config: PackingConfig, group: AsideGroup) -> str:
-    """One example, with what may help, for an error message."""
+    """One example, with a hint, for an error message."""
     hint = _hint(config, group)
     return f"for example {_example(group)}{f'; {hint}' if hint else ''}"
 
@@ -79,7 +79,7 @@ def check_losses(run: Run) -> None:
         enough = math.ceil(share * 1000) / 1000
         raise StageError(
             f"{num_lost:,} of {num_samples:,} samples ({share:.1%}) are set aside, more than "
-            f"pack.max_set_aside={limit:g}: {_counts(lost)}; {explain(config, lost[0])}; mend the "
+            f"pack.max_set_aside={limit:g}: {_counts(lost)}; {explain(config, lost[0])}; fix the "
             f"source, or go on with pack.max_set_aside={enough:g}; set-aside lists them"
         )
 
@@ -96,8 +96,8 @@ def _empty_sources(
         if path not in alive:
             own = [group for group in lost if group.source == path]
             yield (
-                f"source {path!r} gives no sample, all are set aside: {_counts(own)}; "
-                f"{explain(config, own[0])}; mend it, take it out, or go on with "
+                f"source {path!r} yields no sample, all are set aside: {_counts(own)}; "
+                f"{explain(config, own[0])}; fix it, remove it, or go on with "
                 "pack.max_set_aside=1; set-aside lists them"
             )
 

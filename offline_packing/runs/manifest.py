@@ -46,11 +46,11 @@ def read_manifest(run: Run) -> Manifest | None:
         return None
     is_whole = path.read_bytes() == to_json(manifest)
     if not is_whole or _content_hash(manifest) != manifest.get("content_hash"):
-        raise DamagedError(f"{path} is not what was written; retry writes it again")
+        raise DamagedError(f"{path} is not what was written; retry rewrites it")
     if manifest["appended"]:
         raise StageError(
-            f"{path} is of a dataset with appended data, which this version does not read; train "
-            "on it as it is, and pack data that are new with another output.path"
+            f"{path} is of a dataset with appended data, which this version cannot read; train "
+            "on it as it is, and pack new data with another output.path"
         )
     return dict(manifest)
 
@@ -70,7 +70,7 @@ def write_manifest(
 
 
 def finish_layout(run: Run, manifest: Manifest) -> Manifest:
-    """Write what the layout says of all shards in a manifest; returns the manifest with the hashes
+    """Write the layout's metadata on all shards of a manifest; returns the manifest with the hashes
     of these files."""
     workspace = run.workspace
     splits: dict[str, list[str]] = {split: [] for split in manifest["counts"]["packs"]}
@@ -92,7 +92,7 @@ def finish_layout(run: Run, manifest: Manifest) -> Manifest:
 def build_manifest(
     run: Run, index: IndexInfo, plan: Mapping[str, Any], fragments: ShardFragments
 ) -> dict[str, Any]:
-    """The manifest's content but `metadata`, which `finish_layout` adds."""
+    """The manifest's content except `metadata`, which `finish_layout` adds."""
     shards = list(map(_describe, fragments))
     set_aside = Counter(index.set_aside) + Counter(plan["set_aside"])
     content = {
@@ -125,7 +125,7 @@ def build_manifest(
 
 
 def _content_hash(manifest: Manifest) -> str:
-    """Of all that does not depend on versions of libraries."""
+    """Hash of everything that does not depend on versions of libraries."""
     content = {name: value for name, value in manifest.items() if name not in _APART}
     return hash_bytes(to_json(content))
 
@@ -167,7 +167,7 @@ def stored_config(config: PackingConfig) -> dict[str, Any]:
     ]
     if not config.source[0].weight:  # decides nothing then, and older manifests do not have it
         del content["pack"]["weight_by"]
-    if config.pack.sample_order == "composed":  # likewise: it is what older versions did
+    if config.pack.sample_order == "composed":  # the same: it is what older versions did
         del content["pack"]["sample_order"]
     return content
 

@@ -1,4 +1,4 @@
-"""One run, as every stage is given it, and the sources and the encoder that it names."""
+"""One run, as passed to every stage, and the sources and the encoder that it names."""
 
 import functools
 import shutil
@@ -30,7 +30,7 @@ class Run:
     engine: Engine
     #: fields of the fingerprint that may differ; or the files' modification times
     accept_mismatch: frozenset[str] = frozenset()
-    #: whether to show how far a stage is
+    #: whether to show progress
     progress: bool = False
 
     @property
@@ -76,7 +76,7 @@ class Run:
             shutil.rmtree(self.workspace.write)
 
     def bar(self, name: str, total: int | None, unit: str) -> "AbstractContextManager[tqdm[None]]":
-        """How far a stage is, of `total` units; None: nobody knows how many there are."""
+        """Progress of a stage, in `total` units; None: their number is unknown."""
         return progress_bar(name, total, unit, shown=self.progress)
 
 
@@ -108,7 +108,7 @@ def open_encoder(model: ModelSettings) -> SampleEncoder:
 
 
 def config_fingerprint(config: PackingConfig) -> Fingerprint:
-    """What the index depends on, as far as the configuration alone says it."""
+    """The part of what the index depends on that the configuration alone determines."""
     fields: dict[str, str | int] = {
         f"model.{name}": value for name, value in open_encoder(config.model).fingerprint.items()
     }

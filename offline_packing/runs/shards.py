@@ -42,8 +42,8 @@ def iterate_tasks(
     """The task of each shard, made when it is asked for.
 
     Args:
-        scratch: folder for rows that do not fit in memory; default: that of the fragments.
-        with_sources: whether the tasks read samples and media; without, no source need be there.
+        scratch: folder for rows that do not fit in memory; default: the fragments' folder.
+        with_sources: whether the tasks read samples and media; without it, no source is needed.
     """
     if not shards:
         return

@@ -1,8 +1,8 @@
-"""Which tasks of a stage are done, and which of the others are this process's to run.
+"""Which tasks of a stage are done, and which of the others this process is to run.
 
-A task is done when its marker is there: the file that it writes last. An engine that shares tasks
-with other ranks runs its share of what is left and ends; the stage is completed by a run that has
-the output to itself.
+A task is done when its marker exists: the file that it writes last. An engine that shares tasks
+with other ranks runs its share of the remaining ones and ends; a run that has the output to itself
+completes the stage.
 """
 
 import logging
@@ -19,7 +19,7 @@ Task = TypeVar("Task")
 
 
 def unfinished(stage: str, tasks: Sequence[Task], marker: Callable[[Task], Path]) -> list[Task]:
-    """The tasks that are not done, in order; `Engine.share` says which of them are whose."""
+    """The tasks that are not done, in order; `Engine.share` assigns them to ranks."""
     left = _left(tasks, marker)
     if left and len(left) < len(tasks):
         num_done = len(tasks) - len(left)
@@ -30,7 +30,7 @@ def unfinished(stage: str, tasks: Sequence[Task], marker: Callable[[Task], Path]
 def check_all_done(
     run: Run, stage: str, tasks: Sequence[Task], marker: Callable[[Task], Path]
 ) -> None:
-    """Leave the stage to a run of its own where ranks share it.
+    """Leave completing the stage to a separate run if ranks share it.
 
     Raises:
         ShareDoneError: this rank's tasks are done.
@@ -39,7 +39,7 @@ def check_all_done(
         left = len(_left(tasks, marker))
         raise ShareDoneError(
             f"this rank's share of {stage} is done, {left} of {len(tasks)} tasks are left to other "
-            f"ranks; when none is, run {stage} with engine.name=local to complete it"
+            f"ranks; after them, run {stage} with engine.name=local to complete it"
         )
 
 

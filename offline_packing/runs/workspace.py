@@ -1,4 +1,4 @@
-"""Where the artifacts of one output lie. The output folder itself is what a trainer is given.
+"""Where the artifacts of one output are. The output folder itself is what a trainer is given.
 
 OUT/train-000000.tar, .tar.idx, .nv-meta/, manifest.json    the packed dataset
 OUT/_packing/index/, set_aside/, files/, index.json         measure
@@ -36,13 +36,13 @@ class Workspace:
 
     @property
     def index_started(self) -> Path:
-        """What the parts of an unfinished index were made with. Readers of Parquet folders pass by
-        names with an underscore in front."""
+        """What the parts of an unfinished index were made with. Readers of Parquet folders skip
+        names that begin with an underscore."""
         return self.index / "_started.json"
 
     @property
     def measure_total(self) -> Path:
-        """How much there is to measure; present while it is."""
+        """How much there is to measure; present while measuring."""
         return self.index / "_total.json"
 
     @property
@@ -67,7 +67,7 @@ class Workspace:
 
     @property
     def damaged(self) -> Path:
-        """Folder of what `retry` makes anew, while it does."""
+        """Folder of what `retry` is rebuilding."""
         return self.packing / "damaged"
 
     @property
@@ -111,7 +111,7 @@ class Workspace:
 
     @property
     def unpacked(self) -> Path:
-        """Folder of copies of what cannot be read at any place: compressed files, and large row
+        """Folder of copies of what has no random access: compressed files, and large row
         groups. Present while packs are written or compared with their source."""
         return self.packing / "unpacked"
 
@@ -124,20 +124,20 @@ class Workspace:
         """
         if self.root.exists() and not self.packing.exists() and any(self.root.iterdir()):
             raise StageError(
-                f"output.path {str(self.root)!r} is not empty and holds no earlier run; "
+                f"output.path {str(self.root)!r} is not empty and does not hold an earlier run; "
                 "choose another folder"
             )
         with hold_lock(self.packing / "lock", f"output {str(self.root)!r}", shared=shared):
             yield
 
     def remove_temporaries(self) -> None:
-        """Remove what killed runs left half-written."""
+        """Remove incomplete files of killed runs."""
         stages = (self.index, self.set_aside, self.files, self.plan, self.write, self.report)
         for folder in (self.root, self.nv_meta, self.packing, *stages):
             remove_temporaries(folder)
 
     def remove_unpacked(self) -> None:
-        """Remove what was unpacked, if the packed dataset is complete: a run that is to go on would
-        only unpack it again."""
+        """Remove what was unpacked, if the packed dataset is complete: otherwise a run that
+        resumes would have to unpack it again."""
         if self.manifest.exists():
             shutil.rmtree(self.unpacked, ignore_errors=True)

@@ -46,7 +46,8 @@ class FieldMap:
         for name, place in fields.items():
             if name not in CANONICAL_FIELDS:
                 raise ConfigError(
-                    f"source.fields.{name} is no known field; valid: {', '.join(CANONICAL_FIELDS)}"
+                    f"source.fields.{name} is not a known field; valid: "
+                    f"{', '.join(CANONICAL_FIELDS)}"
                 )
             if not _PATH.fullmatch(place):
                 raise ConfigError(

@@ -43,7 +43,7 @@ class RepairTask:
 
     @property
     def number(self) -> int:
-        """What tells the task from the others."""
+        """What distinguishes the task from the others."""
         return self.shard.number
 
 

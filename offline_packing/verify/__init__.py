@@ -1,1 +1,1 @@
-"""The stage `verify`: reads everything that was written again, and says what is wrong with it."""
+"""The stage `verify`: re-reads everything that was written, and says what is wrong with it."""

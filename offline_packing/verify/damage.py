@@ -33,11 +33,11 @@ class Damage:
     #: relative to the output
     name: str
     text: str
-    #: whether the shards can be compared with the plan all the same
+    #: whether the shards can still be compared with the plan
     is_aside: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name} {self.text}; retry makes it again"
+        return f"{self.name} {self.text}; retry rebuilds it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class FileCheck:
     root: Path
     path: Path
     expected: str
-    #: the file that the hash stands in
+    #: the file that records the hash
     recorded_in: Path
     is_aside: bool = False
 
@@ -69,7 +69,7 @@ def check_file(task: FileCheck) -> Damage | None:
 
 
 def find_metadata_damage(run: Run, manifest: Manifest) -> list[Damage]:
-    """Damage to what the layout says of all shards; somebody may have edited it."""
+    """Damage to the layout's metadata on all shards; somebody may have edited it."""
     root = run.workspace.root
     checks = (
         FileCheck(i, root, root / name, expected, run.workspace.manifest, is_aside=True)
@@ -80,8 +80,8 @@ def find_metadata_damage(run: Run, manifest: Manifest) -> list[Damage]:
 
 def find_stage_damage(run: Run, manifest: Manifest | None) -> list[Damage]:
     """Damage to index and plan, and to what says which layout the shards were written in; the
-    shards' fragments are left to those who read the shards. Without a manifest, only to the index,
-    as far as it is complete."""
+    shards' fragments are checked with the shards. Without a manifest, only to the index,
+    if it is complete."""
     plan_info, damage = (None, []) if manifest is None else _read_plan_info(run, manifest)
     index_info, index_damage = _read_index_info(run, plan_info)
     damage += index_damage
@@ -109,7 +109,7 @@ def _run(run: Run, checks: Sequence[FileCheck]) -> list[Damage]:
 
 
 def _read_plan_info(run: Run, manifest: Manifest) -> tuple[Mapping[str, Any] | None, list[Damage]]:
-    """The plan's stage.json; None where it cannot be relied on."""
+    """The plan's stage.json; None if it cannot be relied on."""
     path = run.workspace.plan_info
     name = str(path.relative_to(run.workspace.root))
     try:
@@ -122,14 +122,14 @@ def _read_plan_info(run: Run, manifest: Manifest) -> tuple[Mapping[str, Any] | N
         if is_whole and hash_plan(info) == manifest["plan"]:
             return info, []
     except (StageError, LookupError, TypeError):
-        pass  # a damaged file has any form
+        pass  # a damaged file can have any form
     return None, [Damage(name, "is not what was written")]
 
 
 def _read_index_info(
     run: Run, plan_info: Mapping[str, Any] | None
 ) -> tuple[IndexInfo | None, list[Damage]]:
-    """index.json; None where it cannot be relied on."""
+    """index.json; None if it cannot be relied on."""
     workspace = run.workspace
     name = str(workspace.index_info.relative_to(workspace.root))
     try:

@@ -47,7 +47,7 @@ class ShardReport:
             self.problems.append(text)
 
     def add(self, other: "ShardReport") -> None:
-        """Add what was found elsewhere, all but the hashes."""
+        """Add what was found elsewhere, except the hashes."""
         self.num_packs += other.num_packs
         self.num_samples += other.num_samples
         self.num_tokens += other.num_tokens
@@ -70,7 +70,7 @@ class VerifyTask:
 
     @property
     def number(self) -> int:
-        """What tells the task from the others."""
+        """What distinguishes the task from the others."""
         return self.shard.number
 
 
@@ -81,7 +81,7 @@ def verify_shard(task: VerifyTask) -> ShardReport:
         report.problem(problem)
     is_damaged = report.num_problems > 0
     _verify_packs(task, report)
-    if is_damaged:  # written again, it has none of the others either
+    if is_damaged:  # once rewritten, it has none of the others either
         report.num_repairable = report.num_problems
     return report
 
@@ -147,7 +147,7 @@ def _verify_pack(
     if pack.task != task.shard.task:
         report.problem(f"{where}: task is {pack.task}, not {task.shard.task}")
     if list(pack.keys) != [row.key for row in rows]:
-        report.problem(f"{where}: it does not hold the planned samples")
+        report.problem(f"{where}: does not hold the planned samples")
         return
     lengths = [row.num_tokens for row in rows]
     if list(pack.num_tokens or ()) != lengths:

@@ -41,7 +41,7 @@ class VerifyResult:
     num_packs: int
     num_samples: int
     num_set_aside: int
-    #: compared with the source, and encoded again; 0 unless deep
+    #: compared with the source and encoded again; 0 unless deep
     num_images: int
     num_videos: int
     num_tokens: int
@@ -53,7 +53,7 @@ class VerifyResult:
 
     @property
     def ok(self) -> bool:
-        """Whether everything is as it should be."""
+        """Whether no problem was found."""
         return self.num_problems == 0
 
 
@@ -166,7 +166,7 @@ def render_verdict(result: VerifyResult) -> str:
         return f"{result.num_problems:,} problems; retry repairs what is damaged"
     repaired = f"retry repairs {result.num_repairable:,} of them; " if result.num_repairable else ""
     return (
-        f"{result.num_problems:,} problems; {repaired}where a problem names no remedy, the shards "
+        f"{result.num_problems:,} problems; {repaired}if a problem names no remedy, the shards "
         "are as they were written: pack again with another output.path or output.overwrite=true"
     )
 

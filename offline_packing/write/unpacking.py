@@ -16,7 +16,7 @@ _ENDS: Final = pa.schema(
 
 
 def estimate_unpacked_bytes(samples: Index, num_shards: int) -> int:
-    """Bytes of all copies at most, for as long as this many shards are written.
+    """Upper limit of the bytes of all copies while this many shards are written.
 
     A compressed file is unpacked as far as its last sample. Row groups are only copied where each
     shard uses little of them, as in a plan of many shards without locality.

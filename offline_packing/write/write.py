@@ -1,10 +1,10 @@
 """write: plan -> packed shards, metadata, manifest.
 
 A task is one output shard: it reads the records and media of its samples from the source, copies
-the bytes of the media as they are, and leaves a fragment that says what the shard holds. The
+the bytes of the media unchanged, and leaves a fragment that describes the shard. The
 manifest is put together from the fragments and written last.
 
-A shard that cannot be written does not stop the others: the reason is kept beside the fragments,
+A shard that cannot be written does not stop the others: the reason is kept with the fragments,
 and the stage fails when the others are done.
 """
 
@@ -31,7 +31,7 @@ from offline_packing.write.unpacking import estimate_unpacked_bytes
 
 logger = logging.getLogger(__name__)
 
-#: After this many failed shards the next would fail as well.
+#: After this many failed shards the rest would most likely fail, too.
 _MAX_FAILURES: Final = 20
 
 
@@ -85,21 +85,21 @@ def preview_write(run: Run, samples: Index, plan: PackPlan) -> str:
 
 
 def _start(run: Run, plan: StoredPlan) -> None:
-    """Refuse to go on with shards of another plan or layout, or remove them."""
+    """Refuse shards of another plan or layout, or remove them."""
     started = run.workspace.started
     found = read_json(started)
     fingerprint = layout_fingerprint(run.config.output, plan.hash)
     if found is not None and changed_fields(found, fingerprint):
         if not run.config.output.overwrite:
             check_layout(run, plan.hash)
-        logger.warning("write: written otherwise before; overwriting")
+        logger.warning("write: overwriting what was written with other settings")
         run.discard_shards()
     run.workspace.write.mkdir(parents=True, exist_ok=True)
     write_atomically(started, to_json(fingerprint))
 
 
 def _run_tasks(run: Run, samples: Index, plan: PackPlan, shards: list[Shard]) -> None:
-    """Write the shards that are not there yet. Raises StageError if any is still missing at the
+    """Write the missing shards. Raises StageError if any is still missing at the
     end."""
 
     def marker(shard: Shard) -> Path:
@@ -128,7 +128,7 @@ def _run_tasks(run: Run, samples: Index, plan: PackPlan, shards: list[Shard]) ->
 
 
 def failure_path(fragment_path: Path) -> Path:
-    """Where it is kept why a shard could not be written."""
+    """File with the reason why a shard could not be written."""
     return fragment_path.with_suffix(".failed")
 
 

@@ -40,8 +40,8 @@ def test_overrides_are_yaml(file: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.pth=x", "data.pth is no known field; valid: path, micro_batch_size"),
-        ("optimiser.eps=1", "optimiser is no known field; valid: model, data, batch"),
+        ("data.pth=x", "data.pth is not a known field; valid: path, micro_batch_size"),
+        ("optimiser.eps=1", "optimiser is not a known field; valid: model, data, batch"),
         ("parallel.pipeline=2", "parallel.pipeline=2: pipeline parallelism is not supported"),
         ("train.normalization=tokens", "choose 'token' or 'sample'"),
         ("train.iterations=true", "a number is needed"),

@@ -195,7 +195,7 @@ def test_changed_source_is_refused_by_name(tmp_path: Path) -> None:
     for i in range(4):
         (root / "part1" / f"new{i}.jpg").write_bytes(b"")
     changes = (
-        r"source\.0\.listing: the files of .*/data are others: 4 added \('part1/new0\.jpg', "
+        r"source\.0\.listing: the files of .*/data changed: 4 added \('part1/new0\.jpg', "
         r"'part1/new1\.jpg', 'part1/new2\.jpg', …\), 1 removed \('part0/000002\.json'\), "
         r"1 of another size \('part0/000000\.json'\); set output\.overwrite"
     )
@@ -397,7 +397,7 @@ def test_stages_say_what_is_missing(captions: Path, tmp_path: Path, verb: Any) -
 def test_foreign_folder_is_left_alone(captions: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     run = make_run(captions, tmp_path)
-    message = "is not empty and holds no earlier run"
+    message = "is not empty and does not hold an earlier run"
     with pytest.raises(StageError, match=message), run.workspace.lock():
         pytest.fail("the folder was taken")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]

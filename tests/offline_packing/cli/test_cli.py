@@ -96,7 +96,11 @@ def test_dry_run_writes_nothing(config: Path, tmp_path: Path) -> None:
         (["run", "DATA"], 2, "is a folder; give a YAML file"),
         (["run", "CONFIG", "model.processor=/etc"], 2, "'/etc' is a folder without a tokenizer"),
         (["run", "CONFIG", "pack.seed=99999999999999999999999"], 2, "pack.seed=9999"),
-        (["run", "CONFIG", "pack.seqlen=1"], 2, "pack.seqlen is no known field; valid: seq_length"),
+        (
+            ["run", "CONFIG", "pack.seqlen=1"],
+            2,
+            "pack.seqlen is not a known field; valid: seq_length",
+        ),
         (
             ["run", "CONFIG", "source.path=nowhere"],
             1,
@@ -245,9 +249,9 @@ def test_shells_complete_verbs_and_options(shell: str) -> None:
 @pytest.mark.parametrize(
     ("number", "to_workers", "message"),
     [
-        (signal.SIGINT, True, "interrupted; the same command goes on where it stopped\n"),
-        (signal.SIGTERM, False, "ended by SIGTERM; the same command goes on where it stopped\n"),
-        (signal.SIGHUP, True, "ended by SIGHUP; the same command goes on where it stopped\n"),
+        (signal.SIGINT, True, "interrupted; run the same command again to continue\n"),
+        (signal.SIGTERM, False, "ended by SIGTERM; run the same command again to continue\n"),
+        (signal.SIGHUP, True, "ended by SIGHUP; run the same command again to continue\n"),
         (signal.SIGKILL, False, ""),
     ],
 )

@@ -83,9 +83,12 @@ def test_frozen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("pack.seq_len=1", r"pack\.seq_len is no known field; valid: seq_length, strategy, seed"),
-        ("packing.seed=1", r"packing is no known field; valid: source, model, pack, output"),
-        ("source.fmt=x", r"source\.0\.fmt is no known field; valid: format, path, task"),
+        (
+            "pack.seq_len=1",
+            r"pack\.seq_len is not a known field; valid: seq_length, strategy, seed",
+        ),
+        ("packing.seed=1", r"packing is not a known field; valid: source, model, pack, output"),
+        ("source.fmt=x", r"source\.0\.fmt is not a known field; valid: format, path, task"),
         ("source.format=tar", r"source\.0\.format='tar': .*choose one of: pairs, json, jsonl"),
         ("source.task=caption", r"source\.0\.task='caption' .*choose 'captioning', 'vqa' or 'bmr'"),
         ("model.family=llama", r"model\.family='llama': .*choose one of: qwen2_vl"),
@@ -117,8 +120,8 @@ def test_frozen(tmp_path: Path) -> None:
         ("pack.pad_multiple=8193", r"pad_multiple 8193 > seq_length 8192"),
         ("pack.min_fill=nan", r"pack\.min_fill='nan': .*finite"),
         ("pack.assignment=random", r"choose 'shuffle', 'locality', 'mix' or 'balance'"),
-        ("pack.assignment=3", r"pack\.assignment=3 is no list"),
-        ("pack.order=8", r"pack\.order=8 is no mapping; .*fields among: num_ranks, num_workers"),
+        ("pack.assignment=3", r"pack\.assignment=3 is not a list"),
+        ("pack.order=8", r"pack\.order=8 is not a mapping; .*fields among: num_ranks, num_workers"),
         ("pack.budgets={pixels: 3}", r"pack\.budgets\.pixels.*'images'"),
         ("pack.strategy_options={foo: 1}", r"strategy 'auto' has no option 'foo'; it has none"),
         ("pack.seed={", r"override 'pack\.seed=\{' is no valid YAML"),
@@ -133,8 +136,8 @@ def test_refusals(tmp_path: Path, override: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds no mapping"),
-        ("- a\n- b\n", "holds no mapping"),
+        ("", "is not a mapping"),
+        ("- a\n- b\n", "is not a mapping"),
         ("source: {", "is no valid YAML"),
         ("source: &a [*b]", "is no valid YAML"),
         ("pack: {seed: 1, seed: 2}", "key 'seed' stands twice in the mapping at line 1"),
@@ -229,7 +232,10 @@ def test_samples_are_named_once(path: str) -> None:
     [
         ({"image_root": "images"}, "image_root applies to format json, jsonl, .* only"),
         ({"split": "val"}, "split applies to format energon, huggingface only"),
-        ({"fields": {"text": "a"}}, r"source\.fields\.text is no known field; valid: id, images"),
+        (
+            {"fields": {"text": "a"}},
+            r"source\.fields\.text is not a known field; valid: id, images",
+        ),
         ({"fields": {"caption": "a..b"}}, r"'a\.\.b' is no path"),
         ({"repeat": 0}, "repeat=0: .*greater than 0"),
         ({"format": "nowhere:Source"}, "'nowhere:Source' cannot be imported"),

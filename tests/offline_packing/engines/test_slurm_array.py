@@ -201,7 +201,7 @@ def test_command(
 
     assert status_of("measure") == (
         0,
-        "this rank's share of measure is done, 2 of 3 tasks are left to other ranks; when none is, "
+        "this rank's share of measure is done, 2 of 3 tasks are left to other ranks; after them, "
         "run measure with engine.name=local to complete it\n",
     )
     assert len(list((tmp_path / "out/_packing/index").glob("*.parquet"))) == 1

@@ -160,7 +160,7 @@ def test_killed_and_run_again(tmp_path: Path) -> None:
 
 def test_what_cannot_be_left_out(tmp_path: Path) -> None:
     root = captioning_pairs(tmp_path / "data", 10)
-    with pytest.raises(StageError, match=r"old is no complete output, it has no manifest\.json"):
+    with pytest.raises(StageError, match=r"old is not a complete output, it has no manifest\.json"):
         measure(skipping(pairs(root), tmp_path, "old"))
     old = make_run(root, tmp_path / "old")
     pack_all(old)

@@ -93,7 +93,7 @@ def test_one_source_of_two_is_lost(
     )
     status, out, error = run(monkeypatch, capsys, "run", make(tmp_path, source))
     assert status == 1
-    assert f"source '{tmp_path}/gone' gives no sample, all are set aside: missing_image 1" in error
+    assert f"source '{tmp_path}/gone' yields no sample, all are set aside: missing_image 1" in error
     assert "'gone/a' in" in error
     status, out, _ = run(
         monkeypatch, capsys, "run", tmp_path / "pack.yaml", "pack.max_set_aside=1", "--quiet"

@@ -61,7 +61,9 @@ def test_an_option_of_ones_own(path: Path, tmp_path: Path) -> None:
     assert measure(run).info.num_samples == 3
     with pytest.raises(ConfigError, match=r"source\.0\.first.*integer"):
         parse_config({"source": {**source, "first": "many"}, "output": output})
-    with pytest.raises(ConfigError, match=r"source\.0\.frist is no known field; valid: .*, first"):
+    with pytest.raises(
+        ConfigError, match=r"source\.0\.frist is not a known field; valid: .*, first"
+    ):
         parse_config({"source": {**source, "frist": 1}, "output": output})
 
 

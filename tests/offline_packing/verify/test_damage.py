@@ -296,7 +296,7 @@ def test_index_of_another_source_is_not_taken(packed: Run, tmp_path: Path) -> No
     before = {
         path: path.read_bytes() for path in packed.workspace.packing.rglob("*") if path.is_file()
     }
-    with pytest.raises(StageError, match=r"cannot be made as it was"):
+    with pytest.raises(StageError, match=r"cannot be rebuilt"):
         retry(packed)
     after = {
         path: path.read_bytes() for path in packed.workspace.packing.rglob("*") if path.is_file()
@@ -342,5 +342,5 @@ def test_verdict_says_what_retry_can_do() -> None:
         return render_verdict(VerifyResult(1, 1, 1, 0, 0, 0, 0, problems, repairable, ()))
 
     assert verdict(2, 2) == "2 problems; retry repairs what is damaged"
-    assert verdict(3, 2).startswith("3 problems; retry repairs 2 of them; where a problem names")
+    assert verdict(3, 2).startswith("3 problems; retry repairs 2 of them; if a problem names")
     assert "retry" not in verdict(3, 0)
