@@ -19,8 +19,7 @@ from offline_packing.index import table as index
 from offline_packing.index.table import Index
 from offline_packing.layouts.shard_layout import splits_of_plan
 from offline_packing.plan.make_plan import Planned, make_plan
-from offline_packing.plan.source_uses import source_uses
-from offline_packing.plan.summary import render_summary, summarize
+from offline_packing.plan.summary import render_summary, source_uses, summarize
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import (
     PLAN_FILES,

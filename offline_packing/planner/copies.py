@@ -6,6 +6,8 @@ stay as full as they were, and only around as many exchanges are needed as there
 lengths. A copy that nothing can be exchanged for goes where there is room, or into a new pack.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
@@ -83,14 +85,24 @@ def separate_copies(
         return packs
     sample_ids, offsets = packs.sample_ids.astype(np.int64), packs.pack_offsets
     totals = np.add.reduceat(sizes[sample_ids], offsets[:-1], axis=0)
-    state = random_state(seed)
-    _exchange_all(
-        sample_ids, offsets, totals, sizes, limits, copy_of, doubled, reach or len(totals), state
-    )
+    bins = _Bins(sample_ids, offsets, totals, sizes, limits, copy_of)
+    _exchange_all(bins, doubled, reach or len(totals), random_state(seed))
     left = _doubled_places(sample_ids, offsets, copy_of)
     if len(left) == 0:
         return Packs(sample_ids, offsets)
     return _move_out(Packs(sample_ids, offsets), sizes, limits, copy_of, left)
+
+
+class _Bins(NamedTuple):
+    """Packs between which samples are exchanged: the first and third array are changed."""
+
+    sample_ids: np.ndarray
+    pack_offsets: np.ndarray
+    #: int64 (num_packs, num_limits): what each pack holds
+    totals: np.ndarray
+    sizes: np.ndarray
+    limits: np.ndarray
+    copy_of: np.ndarray
 
 
 @njit(cache=True)
@@ -99,17 +111,13 @@ def _doubled_places(
 ) -> np.ndarray:
     """Places in ``sample_ids`` that hold a further copy of a sample of the same pack."""
     last_pack = np.full(copy_of.max() + 1 if len(copy_of) else 0, -1, np.int64)
-    places = []
+    is_doubled = np.zeros(len(sample_ids), np.bool_)
     for pack in range(len(pack_offsets) - 1):
         for place in range(pack_offsets[pack], pack_offsets[pack + 1]):
             origin = copy_of[sample_ids[place]]
-            if last_pack[origin] == pack:
-                places.append(place)
+            is_doubled[place] = last_pack[origin] == pack
             last_pack[origin] = pack
-    found = np.empty(len(places), np.int64)
-    for i in range(len(places)):
-        found[i] = places[i]
-    return found
+    return np.flatnonzero(is_doubled)
 
 
 @njit(cache=True)
@@ -124,119 +132,80 @@ def _holds(
 
 
 @njit(cache=True)
-def _fits(
-    sizes: np.ndarray,
-    limits: np.ndarray,
-    totals: np.ndarray,
-    pack: int,
-    other: int,
-    out: tuple[int, int],
-    into: tuple[int, int],
-) -> bool:
+def _pack_holds(bins: _Bins, pack: int, sample: int, but: int = -1) -> bool:
+    """Whether a pack holds a copy of a sample, place ``but`` left aside."""
+    start, end = bins.pack_offsets[pack], bins.pack_offsets[pack + 1]
+    return _holds(bins.sample_ids, start, end, bins.copy_of, bins.copy_of[sample], but)
+
+
+@njit(cache=True)
+def _fits(bins: _Bins, pack: int, other: int, out: tuple[int, int], into: tuple[int, int]) -> bool:
     """Whether ``pack`` can give the samples ``out`` to ``other`` for ``into``; -1 is no sample."""
-    for k in range(len(limits)):
+    for k in range(len(bins.limits)):
         more = np.int64(0)
         for i in range(2):
             if out[i] >= 0:
-                more += sizes[into[i], k] - sizes[out[i], k]
-        if totals[pack, k] + more > limits[k] or totals[other, k] - more > limits[k]:
+                more += bins.sizes[into[i], k] - bins.sizes[out[i], k]
+        limit = bins.limits[k]
+        if bins.totals[pack, k] + more > limit or bins.totals[other, k] - more > limit:
             return False
     return True
 
 
 @njit(cache=True)
-def _swap(
-    sample_ids: np.ndarray,
-    sizes: np.ndarray,
-    totals: np.ndarray,
-    pack: int,
-    other: int,
-    place: int,
-    partner: int,
-) -> None:
-    mine, theirs = sample_ids[place], sample_ids[partner]
-    for k in range(sizes.shape[1]):
-        totals[pack, k] += sizes[theirs, k] - sizes[mine, k]
-        totals[other, k] += sizes[mine, k] - sizes[theirs, k]
-    sample_ids[place], sample_ids[partner] = theirs, mine
+def _swap(bins: _Bins, pack: int, other: int, place: int, partner: int) -> None:
+    mine, theirs = bins.sample_ids[place], bins.sample_ids[partner]
+    bins.totals[pack] += bins.sizes[theirs] - bins.sizes[mine]
+    bins.totals[other] += bins.sizes[mine] - bins.sizes[theirs]
+    bins.sample_ids[place], bins.sample_ids[partner] = theirs, mine
 
 
 @njit(cache=True)
-def _exchange(
-    sample_ids: np.ndarray,
-    pack_offsets: np.ndarray,
-    totals: np.ndarray,
-    sizes: np.ndarray,
-    limits: np.ndarray,
-    copy_of: np.ndarray,
-    pack: int,
-    place: int,
-    other: int,
-    state: np.ndarray,
-) -> bool:
+def _exchange(bins: _Bins, pack: int, place: int, other: int, state: np.ndarray) -> bool:
     """Exchange the copy at ``place`` with ``other``: one for one, or two for two drawn ones."""
-    start, end = pack_offsets[pack], pack_offsets[pack + 1]
-    first, last = pack_offsets[other], pack_offsets[other + 1]
-    mine = sample_ids[place]
-    if _holds(sample_ids, first, last, copy_of, copy_of[mine], -1):
+    ids, copy_of = bins.sample_ids, bins.copy_of
+    start, end = bins.pack_offsets[pack], bins.pack_offsets[pack + 1]
+    first, last = bins.pack_offsets[other], bins.pack_offsets[other + 1]
+    mine = ids[place]
+    if _pack_holds(bins, other, mine):
         return False
     for partner in range(first, last):
-        theirs = sample_ids[partner]
-        if _fits(sizes, limits, totals, pack, other, (mine, -1), (theirs, -1)) and not _holds(
-            sample_ids, start, end, copy_of, copy_of[theirs], -1
-        ):
-            _swap(sample_ids, sizes, totals, pack, other, place, partner)
+        theirs = ids[partner]
+        fits = _fits(bins, pack, other, (mine, -1), (theirs, -1))
+        if fits and not _pack_holds(bins, pack, theirs):
+            _swap(bins, pack, other, place, partner)
             return True
-    if end - start < 2 or last - first < 2:
-        return False
-    for _ in range(_DRAWS):
+    for _ in range(_DRAWS if end - start > 1 and last - first > 1 else 0):
         second = start + random_below(state, end - start)
         partner = first + random_below(state, last - first)
         another = first + random_below(state, last - first)
-        out = (mine, sample_ids[second])
-        into = (sample_ids[partner], sample_ids[another])
-        if partner == another or copy_of[out[0]] == copy_of[out[1]]:
-            continue
-        if not _fits(sizes, limits, totals, pack, other, out, into):
-            continue
+        out, into = (mine, ids[second]), (ids[partner], ids[another])
         if (
-            copy_of[into[0]] != copy_of[into[1]]
-            and not _holds(sample_ids, first, last, copy_of, copy_of[out[1]], -1)
-            and not _holds(sample_ids, start, end, copy_of, copy_of[into[0]], -1)
-            and not _holds(sample_ids, start, end, copy_of, copy_of[into[1]], -1)
+            copy_of[out[0]] != copy_of[out[1]]
+            and copy_of[into[0]] != copy_of[into[1]]
+            and _fits(bins, pack, other, out, into)
+            and not _pack_holds(bins, other, out[1])
+            and not _pack_holds(bins, pack, into[0])
+            and not _pack_holds(bins, pack, into[1])
         ):
-            _swap(sample_ids, sizes, totals, pack, other, place, partner)
-            _swap(sample_ids, sizes, totals, pack, other, second, another)
+            _swap(bins, pack, other, place, partner)
+            _swap(bins, pack, other, second, another)
             return True
     return False
 
 
 @njit(cache=True)
-def _exchange_all(
-    sample_ids: np.ndarray,
-    pack_offsets: np.ndarray,
-    totals: np.ndarray,
-    sizes: np.ndarray,
-    limits: np.ndarray,
-    copy_of: np.ndarray,
-    places: np.ndarray,
-    reach: int,
-    state: np.ndarray,
-) -> None:
+def _exchange_all(bins: _Bins, places: np.ndarray, reach: int, state: np.ndarray) -> None:
     """Exchange the copies at ``places`` with random packs of at most ``reach`` away."""
-    num_packs = len(pack_offsets) - 1
     for place in places:
-        pack = np.searchsorted(pack_offsets, place, side="right") - 1
-        start, end = pack_offsets[pack], pack_offsets[pack + 1]
-        if not _holds(sample_ids, start, end, copy_of, copy_of[sample_ids[place]], place):
+        pack = np.searchsorted(bins.pack_offsets, place, side="right") - 1
+        if not _pack_holds(bins, pack, bins.sample_ids[place], place):
             continue  # the other copy has gone
         lowest = max(0, pack - reach)
-        highest = min(num_packs, pack + reach + 1)
+        width = min(len(bins.totals), pack + reach + 1) - lowest
         for _ in range(_PARTNERS):
-            other = lowest + random_below(state, highest - lowest)
-            if other != pack and _exchange(
-                sample_ids, pack_offsets, totals, sizes, limits, copy_of, pack, place, other, state
-            ):
+            other = lowest + random_below(state, width)
+            if other != pack and _exchange(bins, pack, place, other, state):
                 break
 
 

@@ -1,7 +1,10 @@
 """The plan: which samples form which pack, in which order, and which are set aside."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +20,10 @@ from offline_packing.planner.order import (
 )
 from offline_packing.planner.pack_plan import PackPlan, PlanInfo
 from offline_packing.planner.request import PlanRequest, check_request
-from offline_packing.planner.strategies.compile_notice import announce_compilation
+from offline_packing.planner.strategies import histogram
 from offline_packing.planner.strategies.packs import Packs
+
+logger = logging.getLogger(__name__)
 
 #: reasons of samples whose pack was dissolved, after those of the admission
 _DISSOLVED = ("below_min_fill", "below_min_samples")
@@ -195,3 +200,20 @@ def _make_plan(
     )
     order = np.argsort(aside, kind="stable")
     return PackPlan(sample_ids, packs.pack_offsets, aside[order], reasons[order], info)
+
+
+@cache
+def announce_compilation() -> None:
+    """Log, once per process, that the kernels are not in numba's cache yet, and where it is.
+
+    numba writes an index file per compiled function; one that is older than the source is stale.
+    """
+    folder = Path(histogram.count_lengths.stats.cache_path)
+    compiled = [file.stat().st_mtime for file in folder.glob("histogram.count_lengths-*.nbi")]
+    source = Path(histogram.__file__).stat().st_mtime
+    if not compiled or max(compiled) < source:
+        logger.info(
+            "compiling the planner; this takes 10 to 30 seconds the first time, then it is read "
+            "from %s",
+            folder,
+        )

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from offline_packing.planner.order import reorder_packs
 from offline_packing.planner.strategies.by_sample import check_lengths
 from offline_packing.planner.strategies.composition import Composition, fullest_first
 from offline_packing.planner.strategies.exact_fill import exact_fill
@@ -175,13 +176,10 @@ class WindowPlanner:
 
     def _give_out(self, packs: Packs, order: np.ndarray) -> Packs:
         """Remove the packs ``order`` from the pool and return them under their sample ids."""
-        sizes = np.diff(packs.pack_offsets)[order]
-        offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        starts = np.repeat(packs.pack_offsets[:-1][order] - offsets[:-1], sizes)
-        chosen = packs.sample_ids[starts + np.arange(offsets[-1])]
-        result = Packs(self._sample_ids[chosen], offsets)
+        ready = reorder_packs(packs, order)
+        result = Packs(self._sample_ids[ready.sample_ids], ready.pack_offsets)
         keep = np.ones(len(self._lengths), bool)
-        keep[chosen] = False
+        keep[ready.sample_ids] = False
         self._lengths = self._lengths[keep]
         self._sample_ids = self._sample_ids[keep]
         self._windows = self._windows[keep]

@@ -5,7 +5,7 @@ from numba import njit
 
 from offline_packing.planner.strategies.composition import Composition
 from offline_packing.planner.strategies.histogram import from_entries
-from offline_packing.planner.strategies.kernels import doubled
+from offline_packing.planner.strategies.kernels import with_pair
 
 
 def coarsen(counts: np.ndarray, granule: int) -> np.ndarray:
@@ -59,16 +59,10 @@ def _refine(
                     repeat = min(wanted, counts[length] // packs)
                     counts[length] -= packs * repeat
                     wanted -= repeat
-                    if num_entries == entries.shape[0]:
-                        entries = doubled(entries)
-                    entries[num_entries, 0] = length
-                    entries[num_entries, 1] = repeat
+                    entries = with_pair(entries, num_entries, length, repeat)
                     num_entries += 1
             left -= packs
-            if num_patterns == patterns.shape[0]:
-                patterns = doubled(patterns)
-            patterns[num_patterns, 0] = num_entries
-            patterns[num_patterns, 1] = packs
+            patterns = with_pair(patterns, num_patterns, num_entries, packs)
             num_patterns += 1
     return entries[:num_entries], patterns[:num_patterns]
 

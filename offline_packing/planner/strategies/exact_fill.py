@@ -10,7 +10,7 @@ from offline_packing.planner.strategies.kernels import (
     bitset_at_least,
     bitset_at_most,
     bitset_remove,
-    doubled,
+    with_pair,
 )
 
 _BRANCHES = 24  # lengths tried at each depth of the search
@@ -145,10 +145,7 @@ def _exact_fill(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         packs = np.int64(1) << 62
         for place in range(size):
             if place == 0 or best_path[place] != best_path[place - 1]:
-                if num_entries == entries.shape[0]:
-                    entries = doubled(entries)
-                entries[num_entries, 0] = best_path[place]
-                entries[num_entries, 1] = 0
+                entries = with_pair(entries, num_entries, best_path[place], 0)
                 num_entries += 1
             entries[num_entries - 1, 1] += 1
         for entry in range(start, num_entries):
@@ -161,10 +158,7 @@ def _exact_fill(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             left -= packs * entries[entry, 1]
             if counts[entries[entry, 0]] == 0:
                 bitset_remove(present, entries[entry, 0])
-        if num_patterns == patterns.shape[0]:
-            patterns = doubled(patterns)
-        patterns[num_patterns, 0] = num_entries
-        patterns[num_patterns, 1] = packs
+        patterns = with_pair(patterns, num_patterns, num_entries, packs)
         num_patterns += 1
     return entries[:num_entries], patterns[:num_patterns]
 

@@ -14,6 +14,7 @@ from offline_packing.planner.strategies.kernels import (
     bitset_at_most,
     bitset_remove,
     doubled,
+    with_pair,
 )
 
 
@@ -140,10 +141,7 @@ def _greedy_knapsack(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         while length > 0:
             repeat = min(space // length, counts[length])
             packs = min(packs, counts[length] // repeat)
-            if num_entries == entries.shape[0]:
-                entries = doubled(entries)
-            entries[num_entries, 0] = length
-            entries[num_entries, 1] = repeat
+            entries = with_pair(entries, num_entries, length, repeat)
             num_entries += 1
             space -= repeat * length
             length = bitset_at_most(present, min(space, length - 1))
@@ -152,10 +150,7 @@ def _greedy_knapsack(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             counts[length] -= packs * entries[entry, 1]
             if counts[length] == 0:
                 bitset_remove(present, length)
-        if num_patterns == patterns.shape[0]:
-            patterns = doubled(patterns)
-        patterns[num_patterns, 0] = num_entries
-        patterns[num_patterns, 1] = packs
+        patterns = with_pair(patterns, num_patterns, num_entries, packs)
         num_patterns += 1
     return entries[:num_entries], patterns[:num_patterns]
 

@@ -71,6 +71,16 @@ def doubled(rows: np.ndarray) -> np.ndarray:
 
 
 @njit(cache=True)
+def with_pair(rows: np.ndarray, place: int, first: int, second: int) -> np.ndarray:
+    """``rows``, an array (n, 2), with [first, second] at a place up to n: grown where it is n."""
+    if place == rows.shape[0]:
+        rows = doubled(rows)
+    rows[place, 0] = first
+    rows[place, 1] = second
+    return rows
+
+
+@njit(cache=True)
 def next_random(state: np.ndarray) -> np.uint64:
     """Next 64 random bits; ``state`` is uint64 (1,), advanced in place.
 

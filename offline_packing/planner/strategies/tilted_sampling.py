@@ -12,7 +12,7 @@ from numba import njit
 
 from offline_packing.planner.strategies.composition import Composition
 from offline_packing.planner.strategies.histogram import from_entries
-from offline_packing.planner.strategies.kernels import doubled, random_state, random_unit
+from offline_packing.planner.strategies.kernels import random_state, random_unit, with_pair
 
 _GRID = 65  # target means for which a tilted law is kept
 _REFRESH = 200  # patterns drawn before the tilted laws are computed again, at least
@@ -218,15 +218,9 @@ def _tilted_fills(
         samples_left -= packs * samples
         tokens_left -= packs * capacity
         for run in range(num_runs):
-            if num_entries == entries.shape[0]:
-                entries = doubled(entries)
-            entries[num_entries, 0] = sizes[runs[run, 0]]
-            entries[num_entries, 1] = runs[run, 1]
+            entries = with_pair(entries, num_entries, sizes[runs[run, 0]], runs[run, 1])
             num_entries += 1
-        if num_patterns == patterns.shape[0]:
-            patterns = doubled(patterns)
-        patterns[num_patterns, 0] = num_entries
-        patterns[num_patterns, 1] = packs
+        patterns = with_pair(patterns, num_patterns, num_entries, packs)
         num_patterns += 1
     return entries[:num_entries], patterns[:num_patterns]
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from offline_packing import plan_packs
 from offline_packing.planner.order import RankLayout
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.planner.plan_packs import announce_compilation
 from offline_packing.planner.strategies import STRATEGIES, histogram
-from offline_packing.planner.strategies.compile_notice import announce_compilation
 
 
 def assert_valid(plan: PackPlan, num_tokens: np.ndarray) -> None:

@@ -14,6 +14,7 @@ from offline_packing.planner.strategies.kernels import (
     bitset_at_most,
     bitset_remove,
     doubled,
+    with_pair,
 )
 
 
@@ -84,10 +85,7 @@ def pack_divisors(
                 entries[num_entries, 1] = repeats[index]
                 num_entries += 1
                 counts[index] -= packs * repeats[index]
-        if num_patterns == patterns.shape[0]:
-            patterns = doubled(patterns)
-        patterns[num_patterns, 0] = num_entries
-        patterns[num_patterns, 1] = packs
+        patterns = with_pair(patterns, num_patterns, num_entries, packs)
         num_patterns += 1
 
 
