@@ -62,7 +62,7 @@ for _verb in VERBS.values():
 @cli.command()
 @click.argument("path", type=click.Path(exists=True))
 @click.option("--to", type=click.Path(dir_okay=False, path_type=Path), default="pack.yaml")
-@click.option("--task", type=click.Choice(TASKS), help="Default: told from the records.")
+@click.option("--task", type=click.Choice(TASKS), help="Default: guessed from the records.")
 @click.option("--output", default="out/packed", show_default=True, help="Its output.path.")
 @click.option("--force", is_flag=True, help="Overwrite an existing configuration.")
 @_output_options

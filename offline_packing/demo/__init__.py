@@ -1,4 +1,4 @@
-"""The embedded default: a small generated dataset whose truth is known."""
+"""The demo: a small generated dataset whose true contents are known."""
 
 from offline_packing.demo.generate import generate_demo_dataset
 

@@ -1,4 +1,4 @@
-"""Write the demo dataset: pictures, captions, questions and dialogues whose truth is known.
+"""Write the demo dataset: pictures, captions, questions and dialogues with known true answers.
 
 PATH/captioning/cap_000000.jpg + .json      {"captions": [{"content": …}]} or {"caption": …}
 PATH/vqa/000000000003.png + .json           {"messages": […], "images": ["000000000003.png"]}
@@ -48,7 +48,7 @@ _TURN_EVERY, _MODE_EVERY = 20, 8
 def generate_demo_dataset(
     path: str | os.PathLike[str], *, seed: int = 0, num_samples: int = 2000, progress: bool = True
 ) -> Truth:
-    """Write the dataset to `path` (which appears only when complete) and return what is true of it.
+    """Write the dataset to `path` (which appears only when complete) and return the truth about it.
 
     The same seed and number give the same bytes with the same Pillow. If `path` already holds that
     dataset, nothing is written. Raises FileExistsError if `path` holds anything else, ValueError if
@@ -60,7 +60,7 @@ def generate_demo_dataset(
     if path.exists():
         return _existing(path, about)
     partial = path.with_name(path.name + ".tmp")
-    shutil.rmtree(partial, ignore_errors=True)  # left over from a run that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left over from a killed run
     truth: Truth = {**about, "images": {}, "set_aside": {}}
     counts = {folder: int(share * num_samples) for folder, (share, _) in _FOLDERS.items()}
     counts["captioning"] += num_samples - sum(counts.values())
@@ -73,7 +73,7 @@ def generate_demo_dataset(
 
 
 def _existing(path: Path, about: dict[str, int]) -> Truth:
-    """The truth of the dataset at `path` if it is the one asked for."""
+    """The truth about the dataset at `path` if it is the one asked for."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         truth: Truth = orjson.loads((path / "truth.json").read_bytes())
         if all(truth[name] == value for name, value in about.items()):
@@ -110,7 +110,7 @@ def _write_folder(folder: Path, count: int, truth: Truth, bar: tqdm) -> None:
 
 
 def _encode(picture: Picture, name: str, images: dict[str, Any]) -> bytes:
-    """The file of a picture by the suffix of its name; what is true of it is put into `images`."""
+    """The file of a picture by the suffix of its name; the truth about it is put into `images`."""
     jpeg, count, orientation = name.endswith(".jpg"), len(images), 1
     modes = ["L"] if "lines" in picture.drawn else ["CMYK"] if jpeg else ["P", "RGBA"]
     mode = modes[count // _MODE_EVERY % len(modes)] if count % _MODE_EVERY == 5 else "RGB"

@@ -30,11 +30,11 @@ LANGUAGES: Final = {name: Language(phrases) for name, phrases in _PHRASES.items(
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture with what is true of it, said in one language."""
+    """A picture with true statements about it, in one language."""
 
     #: RGB, upright.
     image: Image.Image
-    #: What any first few of `details` answer.
+    #: A request that any first few of `details` answer.
     request: str
     #: True one by one; the first is about the whole.
     details: list[str]
@@ -65,7 +65,7 @@ def draw_scene(
     rng: Random, say: Language, size: tuple[int, int], num_shapes: int | None = None
 ) -> Picture:
     """Shapes in different cells of a grid over (width, height) pixels: none overlap, none touch the
-    border. Cells are made small enough for about `num_shapes`, where so many are wanted."""
+    border. Cells are made small enough for about `num_shapes`, if that many are wanted."""
     width, height = size
     cell = math.exp(rng.uniform(math.log(38), math.log(150)))
     cell = min(cell, 0.9 * math.sqrt(width * height / (num_shapes or 1)))

@@ -70,7 +70,7 @@ class TaskResult:
             f"{self.verified.num_problems} problems found by verify": self.verified.ok,
             f"{packs} packs > lower bound {bound} + 1": packs <= bound + 1,
             f"packed and unpacked loss differ by {packed:.1e}": packed <= MAX_PACKED_DIFFERENCE,
-            f"without boundaries the loss moves by {control:.1e} only": (
+            f"without boundaries the loss moves by only {control:.1e}": (
                 control >= MIN_CONTROL_DIFFERENCE
             ),
             f"training loss went from {self.losses[0]:.2f} to {self.losses[-1]:.2f}": (
@@ -81,10 +81,10 @@ class TaskResult:
 
 
 def main(folder: Path, *, num_samples: int, seed: int) -> None:
-    """Run the demo in `folder`; what an earlier run completed is not done again.
+    """Run the demo in `folder`; what an earlier run completed is not repeated.
 
     Raises:
-        StageError: a stage failed, or a figure is not as promised.
+        StageError: a stage failed, or a figure misses what the demo promises.
     """
     progress = sys.stderr.isatty()
     data = folder / "data"

@@ -21,7 +21,7 @@ Sample = tuple[str, dict[str, Any], dict[str, Picture]]  # key, JSON, pictures b
 
 def make_sample(folder: str, seed: int, index: int, fault: str | None) -> Sample:
     """Sample `index` of a folder, which depends on nothing else. `fault` is the reason for which it
-    is to be set aside; it matters here only where it decides what is drawn or said."""
+    is to be set aside; it matters here only if it decides what is drawn or said."""
     copy = index % _COPIES_EVERY if folder == "vqa" else 0
     copy = copy if copy < _NUM_COPIES else 0
     rng = Random(f"{seed}/{folder}/{index - copy}")
@@ -113,8 +113,8 @@ def _text_turn(rng: Random, say: Language, budget: int) -> Turn:
 
 
 def _text_budget(rng: Random, pictures: Sequence[Picture], fault: str | None) -> int:
-    """Tokens for the text beside some pictures. One text in six says all it can: drawn lengths
-    alone would leave the long tail thin."""
+    """Tokens for the text beside some pictures. One text in six is as long as possible: drawn
+    lengths alone would leave the long tail thin."""
     used = sum(round(p.image.width / 28) * round(p.image.height / 28) + 4 for p in pictures)
     room = max(40, _MAX_NUM_TOKENS - used)
     budget = room if rng.random() < 1 / 6 else _log_uniform(rng, 8, room)
@@ -136,7 +136,7 @@ def _description(picture: Picture, say: Language, budget: int) -> str:
 
 def _messages(rng: Random, turns: Sequence[Turn], num_images: int) -> list[dict[str, str]]:
     """Messages with `<image>` once per picture before the first question unless the turns have
-    their own; rarely without any, which means the same."""
+    their own; rarely none, which means the same."""
     texts = [text for turn in turns for text in turn]
     if "<image>" not in texts[0] and rng.random() > 0.06:
         texts[0] = "<image>\n" * num_images + texts[0]

@@ -106,7 +106,7 @@ def packed_train_dataset(
 def compare_packed_with_unpacked(model: Any, batches: Iterable[PackedBatch]) -> LossDifference:
     """Per-token losses of packed rows against those of their sub-samples alone.
 
-    Alone, a sub-sample goes through the model as anyone would run it: no packing, positions found
+    Alone, a sub-sample goes through the model as usual: no packing, positions found
     by the model itself. The control runs the packed row as one sequence.
     """
     model.eval()

@@ -20,7 +20,7 @@ Member = tuple[str, bytes]
 
 
 class Layout(ABC):
-    """Packs on disk. Has no state: it is named in tasks, and found again in LAYOUTS."""
+    """Packs on disk. Stateless: tasks name it, and look it up in LAYOUTS."""
 
     #: the tasks whose packs it holds
     TASKS: ClassVar[Sequence[str]] = TASKS
@@ -32,7 +32,7 @@ class Layout(ABC):
         """A shard's name in the manifest, relative to the output: 'train-000000.tar'."""
 
     def find_unfit(self, samples: Index) -> Iterator[tuple[str, SampleIds]]:
-        """What the layout cannot hold, and the rows of an index that have it, ascending. Such
+        """What the layout cannot hold, and the affected rows of an index, ascending. Such
         samples are set aside when planning; `write` meets none."""
         yield from ()
 
@@ -41,7 +41,7 @@ class Layout(ABC):
 
     @abstractmethod
     def write(self, task: ShardTask) -> ShardFragment:
-        """Write a shard; nothing has its final name before it is complete."""
+        """Write a shard; no file has its final name before it is complete."""
 
     @abstractmethod
     def finish(
@@ -76,10 +76,10 @@ class Layout(ABC):
 
     @abstractmethod
     def remove(self, folder: Path) -> None:
-        """Remove all shards, and what describes them."""
+        """Remove all shards and their metadata."""
 
     def stored_form(self, sample: SourceSample) -> SourceSample:
-        """The sample as reading it back gives it."""
+        """The sample as it will be read back."""
         return sample
 
     def fragment(
@@ -91,7 +91,7 @@ class Layout(ABC):
         return ShardFragment(name, split, num_samples, num_tokens, num_bytes, digest, packs)
 
     def checked_members(self, task: ShardTask, rows: Sequence[Row]) -> list[Member]:
-        """A pack's members. Raises StageError where a sample changed since it was measured."""
+        """A pack's members. Raises StageError if a sample changed since it was measured."""
         members = self.members(task, rows)
         for row in rows:
             task.check_unchanged(row)

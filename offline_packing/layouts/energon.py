@@ -88,7 +88,7 @@ class EnergonLayout(Layout):
             if entry.key == key:
                 with open(path, "rb") as file:
                     return _read_members(file, entry)
-        raise StageError(f"{path} holds no pack {key!r}; verify tells what else is damaged")
+        raise StageError(f"{path} holds no pack {key!r}; verify lists all damage")
 
     def remove(self, folder: Path) -> None:
         for path in folder.iterdir():

@@ -4,7 +4,7 @@
     .nv-meta/sample_loader.py  one import
     .nv-meta/split.yaml        shards of each split, in order
     .nv-meta/.info.json        number of packs in each shard
-    .nv-meta/index.sqlite      where each pack and each of its parts lies
+    .nv-meta/index.sqlite      the place of each pack and each of its parts
     .nv-meta/index.uuid        derived from the content
 
 `energon prepare` writes the same tables; it also shuffles the shards, draws the uuid, and skips a
@@ -63,7 +63,7 @@ _SAMPLE_LOADER: Final = (
 
 
 def check_energon() -> None:
-    """Raise StageError if Energon is not installed: known before any shard is written."""
+    """Raise StageError if Energon is not installed: to be known before any shard is written."""
     if importlib.util.find_spec("megatron.energon") is None:
         raise StageError(
             "shards are described and read with megatron-energon; "
@@ -228,7 +228,7 @@ def _checked_task(tar: Path, entries: Sequence[PackEntry], task: str | None) -> 
         for entry in entries:
             part = next((part for part in entry.parts if part.name == JSON_PART), None)
             if part is None:
-                raise StageError(f"{tar}: {entry.key!r} has no {JSON_PART}; it is no pack")
+                raise StageError(f"{tar}: {entry.key!r} has no {JSON_PART}; it is not a pack")
             file.seek(part.offset)
             try:
                 record = parse_json(file.read(part.size), entry.key)

@@ -40,7 +40,7 @@ class ShardFragment:
         write_atomically(path, orjson.dumps(self))
 
     def as_recorded(self, content_hash: str) -> "ShardFragment":
-        """The fragment in the form that a manifest recorded: an earlier version kept no hashes of
+        """The fragment in the form that a manifest recorded: earlier versions kept no hashes of
         single files."""
         if self.content_hash == content_hash:
             return self
@@ -63,7 +63,7 @@ class ShardFragment:
             ]
             return cls(**{**content, "packs": packs})
         except (KeyError, TypeError) as error:
-            raise StageError(f"{path} is damaged: {error}; retry writes it again") from error
+            raise StageError(f"{path} is damaged: {error}; retry rewrites it") from error
 
 
 def _part(content: Mapping[str, Any]) -> Part:

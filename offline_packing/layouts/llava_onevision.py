@@ -5,8 +5,8 @@
     .nv-meta/.info.yaml  their Energon (5.0) does not read the .json
 
 One image and one turn per sub-sample, `.jpg` whatever the image's format, and no system message.
-Their loader drops the whole pack for one sub-sample that it cannot use, and trains some others as
-something else than they are; `find_unfit` names both. It does not turn images upright by their EXIF
+Their loader drops the whole pack for one sub-sample that it cannot use, and trains some others
+differently; `find_unfit` finds both. It does not turn images upright by their EXIF
 orientation; the number of tokens is the same.
 """
 
@@ -91,7 +91,7 @@ class LlavaOneVisionLayout(EnergonLayout):
         return [*zip(names, images, strict=True), (JSON_PART, orjson.dumps(record))]
 
     def stored_form(self, sample: SourceSample) -> SourceSample:
-        """With the image's place in the prompt, as their loader wants it.
+        """With the image's place in the prompt, as their loader expects it.
 
         Raises:
             StageError: the sample is not the one that was measured and planned.

@@ -4,7 +4,7 @@
     raw_packing_data/ps_00000000.img001.jpg
     raw_packing_data/ps_00000000.json
 
-A shard is then only the task that writes its packs; the split of each stands in the manifest.
+A shard is then only the task that writes its packs; the manifest records the split of each.
 """
 
 import os
@@ -35,7 +35,7 @@ class RawPackingLayout(Layout):
     def write(self, task: ShardTask) -> ShardFragment:
         folder = task.folder / FOLDER
         partial = task.fragment_path.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed run
         partial.mkdir()
         folder.mkdir(exist_ok=True)
         entries: list[PackEntry] = []
@@ -51,7 +51,7 @@ class RawPackingLayout(Layout):
                     offset += len(data)
                 start = parts[0].offset
                 entries.append(PackEntry(key, start, offset - start, tuple(parts)))
-            os.sync()  # once, where a sync of each small file would take most of the time
+            os.sync()  # once: a sync per small file would take most of the time
             for path in partial.iterdir():
                 path.rename(folder / path.name)
         sync_folder(folder)
@@ -67,7 +67,7 @@ class RawPackingLayout(Layout):
         fragments: ShardFragments,
         content_hash: str,
     ) -> None:
-        """Nothing: each pack's JSON says it all."""
+        """Nothing: each pack's JSON says everything."""
 
     def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
         digest = xxhash.xxh3_128()

@@ -12,7 +12,7 @@ from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.storage.tar_shards import member_size, tar_size
 
-#: What a member's name and a sample's part of the pack's JSON take beside the text, at most.
+#: Upper limit of what a member's name and a sample's part of the pack's JSON add to the text.
 _EXTRA_BYTES = 96
 
 

@@ -1,4 +1,4 @@
-"""The task that holds all a worker needs to write, or to check, one shard."""
+"""The task that holds everything a worker needs to write, or to check, one shard."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ _PACKS_AT_ONCE: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A sample's row of the index, as far as a task needs it."""
+    """The part of a sample's row of the index that a task needs."""
 
     key: str
     source_id: int
@@ -54,7 +54,7 @@ class ShardTask:
     shard: Shard
     folder: Path
     fragment_path: Path
-    #: where copies of what cannot be read at any place lie
+    #: folder for copies of what has no random access
     unpack_folder: Path
     rows: pa.Table
     #: (num_packs,)
@@ -134,7 +134,7 @@ class ShardTask:
         return source.read_sample(row.key, row.json, num_images, row.num_videos)
 
     def read_media(self, row: Row) -> list[bytes]:
-        """The bytes of a sample's media as they are now. Raises StageError where one changed."""
+        """The bytes of a sample's media as they are now. Raises StageError if one changed."""
         source = self.sources[row.source_id]
         return [source.read_media(locator) for locator in row.media]
 
@@ -146,7 +146,7 @@ class ShardTask:
             paths = sorted({locator.container for locator in (row.json, *row.media)})
             raise StageError(
                 f"sample {row.key!r} changed since it was measured: {' or '.join(paths)} has "
-                "another modification time; restore it; where it was copied without its times, "
+                "another modification time; restore it; if it was copied without its times, "
                 f"copy it with cp -a or rsync -t or pass --accept-mismatch {MODIFICATION_TIME}; or "
                 "pack again with another output.path"
             )

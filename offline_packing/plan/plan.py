@@ -111,7 +111,7 @@ def restore_plan(run: Run, samples: Index, expected: str) -> None:
     """
     folder = run.workspace.plan
     scratch = folder.with_suffix(".repair")
-    shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was killed
+    shutil.rmtree(scratch, ignore_errors=True)  # left by a killed run
     try:
         info = scratch / run.workspace.plan_info.name
         for made in (run, _as_before_sample_order(run)):

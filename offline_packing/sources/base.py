@@ -26,10 +26,10 @@ _CHANGED: Final = "restore it, or measure again with output.overwrite=true"
 
 
 class Source(SourceProtocol):
-    """One source: a format implements `scan` and `records`, and `parse` where its records are no
+    """One source: a format implements `scan` and `records`, and `parse` if its records are not
     JSON. Cheap to build and to send to another process."""
 
-    #: what the format understands
+    #: the options of the format
     Options: ClassVar[type[SourceOptions]] = FieldOptions
 
     def __init__(
@@ -57,7 +57,7 @@ class Source(SourceProtocol):
         if self.image_root is not None:
             if not is_remote(self.image_root) and not Path(self.image_root).is_dir():
                 raise StageError(
-                    f"image_root {self.image_root!r} is no folder; set source.image_root"
+                    f"image_root {self.image_root!r} is not a folder; set source.image_root"
                 )
             self.media = _root_at(self.image_root)
 
@@ -80,7 +80,7 @@ class Source(SourceProtocol):
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
-        """The options beside the path with which a file or folder here is read; None where it is of
+        """The options besides the path for reading a local file or folder; None if it has
         another format."""
         return None
 
@@ -95,20 +95,20 @@ class Source(SourceProtocol):
         return (entry for entry in walk(self.root) if self.is_read(entry[0]))
 
     def unread_parts(self) -> Sequence[SourcePart]:
-        """Parts as far as they can be known without reading whole files, for a dry run. A part
+        """The parts that can be known without reading whole files, for a dry run. A part
         without `num_records` is one file, from its beginning."""
         return self.scan(_DRY_RUN_SAMPLES).parts
 
     def open_container(self, container: str, *, sequential: bool = False) -> BinaryIO:
-        """Open one of the source's own files, perhaps to be read from front to back. Raises
-        StageError where that must not be."""
+        """Open one of the source's own files, perhaps to be read sequentially. Raises
+        StageError if that is not allowed."""
         try:
             return self.root.open(container, sequential=sequential)
         except SampleError as error:
             raise self.unreadable(container, error) from error
 
     def unreadable(self, container: str, error: SampleError) -> StageError:
-        """What to raise where one of the source's own files may not be read."""
+        """The error to raise if one of the source's own files may not be read."""
         return StageError(
             f"{self.root.path(container)} cannot be read: {error.detail}; restore it, or set "
             "source.path to a folder that holds the files themselves"
@@ -122,7 +122,7 @@ class Source(SourceProtocol):
         """A record's bytes, at a locator with this `column`, as the object that `to_sample` reads.
 
         Raises:
-            SampleError: they are no such object.
+            SampleError: they are not such an object.
         """
         return self.fields.apply(load_json(data))
 
@@ -141,7 +141,7 @@ class Source(SourceProtocol):
         """The JSON object at a locator.
 
         Raises:
-            StageError: the bytes are not there any more, or are no longer the record.
+            StageError: the bytes no longer exist, or are no longer the record.
         """
         try:
             data = read_locator(self.root, locator, self.unpack_folder)
@@ -158,9 +158,9 @@ class Source(SourceProtocol):
         """The sample whose record lies at a locator and had this many images and videos.
 
         Raises:
-            StageError: it is not there any more, or is no longer what was measured.
+            StageError: it no longer exists, or is no longer what was measured.
         """
-        # A record that names no media was paired with one; its name does not matter any more.
+        # A record that names no media was paired with one; its name no longer matters.
         paired = ("paired.mp4",) if num_videos else ("paired",) if num_images else None
         try:
             sample = to_sample(self.read(locator), key, self.task, paired)
@@ -177,8 +177,8 @@ class Source(SourceProtocol):
         return sample
 
     def read_media(self, locator: Locator) -> bytes:
-        """The bytes of a medium. Raises StageError if they are not there any more."""
-        # A medium that is a file of its own may lie under image_root; all others in the source.
+        """The bytes of a medium. Raises StageError if they no longer exist."""
+        # A medium that is a separate file may be under image_root; all others are in the source.
         root = self.media if locator.kind == "file" else self.root
         return read_locator(root, locator, self.unpack_folder)
 

@@ -1,9 +1,9 @@
-"""Where a record keeps what a sample needs, for records of a form of their own.
+"""Where a record keeps what a sample needs, for records with other field names.
 
     fields: {id: image_id, images: image, caption: "captions[0].content"}
 
 A field on the left is one that `records.to_sample` reads; on the right is its place in the record.
-What is not on the left keeps its default names.
+Fields that are not listed keep their default names.
 """
 
 import re
@@ -41,7 +41,7 @@ class FieldMap:
     """Renames and picks out fields. Without any, a record is left as it is."""
 
     def __init__(self, fields: Mapping[str, str]) -> None:
-        """Raises ConfigError for an unknown field or a place that is no path."""
+        """Raises ConfigError for an unknown field or a place that is not a path."""
         self._steps: dict[str, tuple[str, ...]] = {}
         for name, place in fields.items():
             if name not in CANONICAL_FIELDS:
@@ -51,7 +51,7 @@ class FieldMap:
                 )
             if not _PATH.fullmatch(place):
                 raise ConfigError(
-                    f"source.fields.{name}={place!r} is no path such as captions[0].content"
+                    f"source.fields.{name}={place!r} is not a path such as captions[0].content"
                 )
             self._steps[name] = tuple(_STEP.findall(place))
 
@@ -64,7 +64,7 @@ class FieldMap:
         return bool(self._steps)
 
     def column(self, name: str) -> str | None:
-        """The record's own field that holds a canonical one; None where no place was given."""
+        """The record's own field for a canonical one; None if no place was given."""
         steps = self._steps.get(name)
         return steps[0] if steps else None
 
@@ -73,7 +73,7 @@ class FieldMap:
         return {name: steps[0] for name, steps in self._steps.items()}
 
     def columns(self) -> set[str]:
-        """All of the record's own fields that a sample may be made of."""
+        """All of the record's own fields that may go into a sample."""
         return {*self.named_columns().values(), *self._defaults}
 
     def media_columns(self) -> set[str]:
@@ -82,7 +82,7 @@ class FieldMap:
         return {*map(str, named), *(set(self._defaults) & MEDIA_FIELDS)}
 
     def apply(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The record with the named fields under their canonical names; those that it has not are
+        """The record with the named fields under their canonical names; those that it lacks are
         left out."""
         if not self._steps:
             return content

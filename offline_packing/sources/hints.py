@@ -1,4 +1,4 @@
-"""What may help where samples of a source are set aside: one line, or none."""
+"""A hint on samples of a source that are set aside: one line, or none."""
 
 import re
 from typing import Final
@@ -11,7 +11,7 @@ _READ: Final = {"pairs": "*.json", "json": "*.json", "jsonl": "*.jsonl", "parque
 
 
 def hint_for(reason: str, detail: str, source: SourceOptions) -> str | None:
-    """What to change in a source's configuration, as far as it is known.
+    """What to change in a source's configuration, if that is known.
 
     Args:
         reason: a name in REASONS.

@@ -1,4 +1,4 @@
-"""What a record holds that no sample is trained with: counted, and told when all are measured."""
+"""Parts of records that no sample uses: counted, and reported once all are measured."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ _MEDIA_NAME: Final = re.compile(
     r"(_?(path|file|name|url|list|bytes))*s?(_?\d+)?",
     re.IGNORECASE,
 )
-#: Beside a prompt, what the model should have seen as well.
+#: Fields next to a prompt that the model should have seen, too.
 _BESIDE_PROMPT: Final = ("choices", "options", "hint", "passage", *PROMPT_FIELDS)
 #: How other projects mark the place of an image.
 _OTHER_MARKS: Final = re.compile(
@@ -34,7 +34,7 @@ _OTHER_MARKS: Final = re.compile(
 
 
 def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) -> Iterator[str]:
-    """A line for each thing in a record that the sample made of it goes without."""
+    """A line for each part of a record that its sample lacks."""
     content = record.content
     assert not isinstance(content, SampleError)
     used = {_base_name(name) for name in sample.media}

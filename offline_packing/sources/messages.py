@@ -22,7 +22,7 @@ from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SampleEr
 
 #: Names that roles have in one form or another.
 _ROLES: Final[Mapping[str, str]] = {"human": "user", "gpt": "assistant"}
-#: What a message or a record may hold beside its text, that would be lost.
+#: What a message or a record may hold besides its text, and would be lost.
 _UNPACKED: Final = (
     *("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"),
     *("image", "images", "video", "videos", "audio", "audios"),
@@ -66,8 +66,8 @@ def read_dialogue(messages: Any, name: str) -> Dialogue:
 
 
 def media_name(value: Any) -> Any:
-    """The name of a medium, which may stand in an object: {"path": "a.jpg"} -> "a.jpg". What is
-    none is given back as it is."""
+    """The name of a medium, which may stand in an object: {"path": "a.jpg"} -> "a.jpg". Anything
+    else is returned unchanged."""
     if not isinstance(value, Mapping):
         return value
     return next((value[name] for name in ("path", "url", "image_url") if value.get(name)), value)

@@ -1,6 +1,6 @@
-"""What a source is told: the part of the configuration that stands under `source`.
+"""The options of a source: the `source` section of the configuration.
 
-A format declares what it understands beside the common options in a subclass, `Source.Options`; the
+A format declares its own options, besides the common ones, in a subclass, `Source.Options`; the
 configuration takes it whole.
 """
 
@@ -13,7 +13,7 @@ from offline_packing.errors import ConfigError
 from offline_packing.sources.fields import FieldMap
 from task_encoders.field_types import LocalOrRemotePath, not_bool
 
-#: More copies of a sample than this are a slip of the pen.
+#: More copies of a sample than this are taken for a typing error.
 MAX_REPEAT: Final = 1000
 
 
@@ -46,7 +46,7 @@ class SourceOptions(BaseModel):
     name: str | None = None
     #: outputs whose samples, packed or set aside, are left out: these are new data
     skip: Annotated[tuple[LocalOrRemotePath, ...], BeforeValidator(listed)] = ()
-    #: how often each sample is used; of a fraction, a part of the samples once more
+    #: how often each sample is used; a fraction uses part of the samples once more
     repeat: Annotated[float, BeforeValidator(not_bool), Field(gt=0, le=MAX_REPEAT)] = 1
     #: share of all tokens that this source is to have, in proportion to the other sources' weights
     weight: Annotated[float, BeforeValidator(not_bool), Field(gt=0)] | None = None
@@ -54,7 +54,7 @@ class SourceOptions(BaseModel):
     ignore_prompts: bool = False
 
     def format_options(self) -> dict[str, Any]:
-        """What samples depend on beside format, path and task, as far as it is no default."""
+        """What samples depend on besides format, path and task, without defaults."""
         values = {
             name: getattr(self, name) for name in type(self).model_fields if name not in _APART
         }
@@ -68,23 +68,23 @@ class SourceOptions(BaseModel):
         return same and path.is_relative_to(around)
 
 
-#: What decides nothing about a sample by itself.
+#: Options that do not change the samples themselves.
 _APART: Final = frozenset(("format", "path", "task", "name", "repeat", "weight"))
 
 
 class FieldOptions(SourceOptions):
-    """Of records whose fields may be named otherwise."""
+    """Options of formats whose records may use other field names."""
 
     #: where a record keeps what a sample needs: {caption: "captions[0].content"}
     fields: Annotated[dict[str, str], AfterValidator(_check_fields)] = {}
 
 
 class MediaOptions(SourceOptions):
-    """Of records that name files of images and videos."""
+    """Options of formats whose records name files of images and videos."""
 
     #: image paths are relative to this folder instead of the file's own
     image_root: LocalOrRemotePath | None = None
 
 
 class FileOptions(FieldOptions, MediaOptions):
-    """Of records of any form that name files."""
+    """Both."""

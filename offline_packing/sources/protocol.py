@@ -4,7 +4,7 @@ scan()                    -> parts of bounded size, and a hash of everything tha
 records(part)             -> each record as found: key, where its JSON lies, the JSON
 open_media(record, name)  -> where a medium that a record names lies, open for reading its header
 
-`Source` (base.py) derives all else, and opens media that are files or in the record's container.
+`Source` (base.py) derives the rest, and opens media that are files or in the record's container.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ MAX_JSON_BYTES: Final = 32 << 20
 @dataclass(frozen=True, slots=True)
 class SourcePart:
     """A task's share of a source. `items` is the format's own; `num_records` an upper bound, None
-    where only reading the part would tell."""
+    if only reading the part would tell."""
 
     items: Any
     num_records: int | None
@@ -43,13 +43,13 @@ class Scan:
     parts: tuple[SourcePart, ...]
     fingerprint: str
     unpaired_media: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
-    #: a table of listing.FILES_SCHEMA, packed, where it was made on the way
+    #: a table of listing.FILES_SCHEMA, packed, if it was made while listing
     files: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """A medium inside the record's own container; `data` where it had to be read on the way."""
+    """A medium inside the record's own container; `data` if it had to be read on the way."""
 
     locator: Locator
     data: bytes | None = None
@@ -82,8 +82,8 @@ class SourceProtocol(ABC):
 
     @abstractmethod
     def scan(self, samples_per_part: int) -> Scan:
-        """List the source. Parts, and records in them, come in an order that depends on nothing
-        but the files."""
+        """List the source. Parts, and records in them, come in an order that depends only
+        on the files."""
 
     @abstractmethod
     def records(self, part: SourcePart) -> Iterator[SourceRecord]:
@@ -106,7 +106,7 @@ def record_key(content: Mapping[str, Any], default: str) -> str:
     return str(identity)
 
 
-# Names of earlier versions, which sources of others may import; nothing here uses them.
+# Names from earlier versions, which custom sources may import; nothing here uses them.
 
 
 @dataclass(frozen=True, slots=True)

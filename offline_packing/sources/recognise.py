@@ -1,4 +1,4 @@
-"""What lies at a path: its format, its task, and some of its records as they would be packed."""
+"""What is at a path: its format, its task, and some of its records as they would be packed."""
 
 import itertools
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from offline_packing.sources.registry import SOURCES, open_source
 from offline_packing.sources.roots.contents import find_image_root
 from task_encoders.samples import SampleError, SourceSample
 
-#: Records that the task is told from.
+#: Number of records from which the task is guessed.
 _NUM_RECORDS: Final = 50
 
 
@@ -33,7 +33,7 @@ class Example:
     sample: SourceSample | None
     problem: str = ""
     missing: tuple[str, ...] = ()
-    #: fields of the record that nothing is taken from
+    #: fields of the record that are not used
     unread: tuple[str, ...] = ()
 
 
@@ -50,7 +50,7 @@ def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> R
     """Look at a folder or a file here.
 
     Args:
-        task: what its samples are trained as; None: told from the records.
+        task: what its samples are trained as; None: guessed from the records.
 
     Raises:
         StageError: it is of no known format, or cannot be read.
@@ -63,7 +63,7 @@ def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> R
     if not fitting:
         raise StageError(
             f"{path!r} is of no known format; the formats are {', '.join(SOURCES)}: see "
-            "docs/user_guide.md, or write a source of your own as in examples/csv_source.py"
+            "docs/user_guide.md, or write your own source as in examples/csv_source.py"
         )
     name, *others = fitting
     options = {"format": name, "path": path, "task": task or "bmr", **fitting[name]}

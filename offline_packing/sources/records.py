@@ -7,7 +7,7 @@
 
 Prompts and answers may also be two lists of equal length: turns. Images are named by "images" or
 "image", videos by "videos" or "video"; the name may stand in an object {"path": ...}. `system` is
-the system message. What else a record holds is ignored; lost_fields.py reports it.
+the system message. Other fields are ignored; lost_fields.py reports it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ def load_json(data: bytes) -> Mapping[str, Any]:
     """Parse a record.
 
     Raises:
-        SampleError: bad_json, or bad_record if it is no object.
+        SampleError: bad_json, or bad_record if it is not an object.
     """
     try:
         content = orjson.loads(data.removeprefix(_UTF8_BOM))
@@ -187,7 +187,7 @@ def _turns(content: Mapping[str, Any], task: str) -> list[Turn]:
 
 
 def _texts(content: Mapping[str, Any], names: Sequence[str]) -> list[str] | None:
-    """The first of the fields that is there, as a list: 'x', ['x'] and [{"content": 'x'}]."""
+    """The first of the fields that exists, as a list: 'x', ['x'] and [{"content": 'x'}]."""
     name = next((name for name in names if content.get(name) is not None), None)
     if name is None:
         return None
@@ -230,7 +230,7 @@ def _one_list(
 
 
 def _check_places(sample: SourceSample) -> None:
-    """Placeholders that stand in the answers alone would be trained as text, the media in front."""
+    """Placeholders only in the answers would be trained as text, with the media in front."""
     for kind, mark, names in (
         ("image", IMAGE_PLACEHOLDER, sample.images),
         ("video", VIDEO_PLACEHOLDER, sample.videos),

@@ -51,12 +51,12 @@ def source_class(name: str) -> type[Source]:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{name!r} cannot be imported: {error}; install it") from error
     if not (isinstance(found, type) and issubclass(found, Source)):
-        raise ConfigError(f"{name!r} is no subclass of offline_packing.sources.Source")
+        raise ConfigError(f"{name!r} is not a subclass of offline_packing.sources.Source")
     return found
 
 
 def parse_options(content: Any) -> Any:
-    """What the configuration says of a source, as the options of its format.
+    """A source's section of the configuration, as the options of its format.
 
     Raises:
         ValidationError: of pydantic; a field is unknown, or has a bad value.

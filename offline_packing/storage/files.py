@@ -101,7 +101,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except orjson.JSONDecodeError as error:
-        raise DamagedError(f"{path} is damaged: {error}; retry writes it again") from error
+        raise DamagedError(f"{path} is damaged: {error}; retry rewrites it") from error
     if not isinstance(content, dict):
         raise DamagedError(
             f"{path} is damaged: it holds a {type(content).__name__}, no object; retry writes it "

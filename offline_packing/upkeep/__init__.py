@@ -1,1 +1,1 @@
-"""What is done to an output that exists: status and repair."""
+"""Operations on an existing output: status and repair."""

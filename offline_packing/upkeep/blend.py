@@ -6,9 +6,9 @@
         - path: /data/out/first
           weight: 1200        # its packs in this split
 
-A weight is the share of packs that are drawn from an output. As the number of its packs, each pack
-of any output comes once per epoch, on average; and since packs are full, that is in proportion to
-tokens as well.
+A weight is the share of packs that are drawn from an output. With the number of its packs as
+weight, each pack of any output comes once per epoch, on average; since packs are full, that
+is also in proportion to tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,9 @@ def blend(folders: Sequence[Path]) -> str:
 def _read_manifest(root: Path) -> Mapping[str, Any]:
     manifest = read_json(root / "manifest.json")
     if not isinstance(manifest, dict) or not {"counts", "config", "fingerprint"} <= set(manifest):
-        raise StageError(f"{root} is no complete output: it has no manifest.json; run write first")
+        raise StageError(
+            f"{root} is not a complete output: it has no manifest.json; run write first"
+        )
     return manifest
 
 
@@ -97,7 +99,7 @@ def _check_keys_apart(roots: Sequence[Path], manifests: Sequence[Mapping[str, An
         other = found.setdefault(prefix, root)
         if other != root:
             raise StageError(
-                f"{other} and {root} name their packs alike ({prefix}ps_00000000, …); write one of "
+                f"{other} and {root} share pack keys ({prefix}ps_00000000, …); write one of "
                 "them again with another output.key_prefix, such as b"
             )
 

@@ -1,7 +1,7 @@
-"""retry: go on where a run ended; in a complete output, remove what is damaged and run again.
+"""retry: continue where a run ended; in a complete output, remove what is damaged and run again.
 
-The result is used only if it equals what was there. What cannot be made again is put back: a
-damaged file may still be of use.
+The result is used only if it equals what was there. What cannot be rebuilt is put back: a
+damaged file may still be useful.
 """
 
 import shutil
@@ -48,7 +48,7 @@ class RepairTask:
 
 
 def retry(run: Run) -> str:
-    """Bring an output to completion, or back to what was written, to the same bytes. All else
+    """Complete an output, or restore it to the bytes that were written. Everything else
     stays as it is.
 
     The source is needed for the index and for shards only.
@@ -57,14 +57,14 @@ def retry(run: Run) -> str:
         What was done, as text.
 
     Raises:
-        StageError: something cannot be made again, most likely because the source does not give
-            the same any more; it is as it was before, and all else is repaired.
+        StageError: something cannot be rebuilt, most likely because the source has changed; it is
+            left as it was, and everything else is repaired.
     """
     output = run.config.output.model_copy(update={"overwrite": False})
     run = replace(run, config=run.config.model_copy(update={"output": output}))
     workspace = run.workspace
     workspace.remove_temporaries()
-    _put_back(workspace, instead=False)  # of a retry that was killed
+    _put_back(workspace, instead=False)  # left by a killed retry
     try:
         manifest = read_manifest(run)
     except DamagedError:
@@ -87,7 +87,7 @@ def _go_on(run: Run) -> Manifest:
 
 
 def _repair(run: Run, manifest: Manifest) -> str:
-    """A complete output. Raises StageError, at the end, where something could not be made again."""
+    """A complete output. Raises StageError, at the end, if something could not be rebuilt."""
     failure: StageError | None = None
     shards: list[str] = []
     with run.unpacked_files():
@@ -100,7 +100,7 @@ def _repair(run: Run, manifest: Manifest) -> str:
                 raise
             failure = StageError(f"{of_index[0]}, but: {error}; what else could be repaired is")
             damage = [one for one in damage if one not in of_index]
-        # Without the index neither plan nor shards can be made again.
+        # Without the index neither plan nor shards can be rebuilt.
         if failure is None or all(one.is_aside for one in of_index):
             if failure is not None:
                 _repair_stages(run, manifest, damage)
@@ -122,7 +122,7 @@ def _of_index(run: Run, damage: Iterable[Damage]) -> list[Damage]:
 
 
 def _index_files(workspace: Workspace, damage: Iterable[Damage]) -> set[Path]:
-    """What measuring makes again for damage to the index: always index.json and the tables of
+    """What is measured again after damage to the index: always index.json and the tables of
     files, and both tables of a damaged part."""
     files = {workspace.index_info, *workspace.files.glob("*")}
     for path in (workspace.root / one.name for one in damage):
@@ -132,7 +132,7 @@ def _index_files(workspace: Workspace, damage: Iterable[Damage]) -> set[Path]:
 
 
 def _repair_stages(run: Run, manifest: Manifest, damage: Sequence[Damage]) -> None:
-    """Measure and plan again what is damaged. Whether the index is what it was, the plan shows."""
+    """Measure and plan again what is damaged. The plan shows whether the index is the same."""
     workspace = run.workspace
     of_index = _of_index(run, damage)
     others = [one for one in damage if one not in of_index]
@@ -197,11 +197,11 @@ def is_damaged(task: RepairTask) -> tuple[int, bool]:
 def repair_shard(task: RepairTask) -> str:
     """Write a shard again; returns its name.
 
-    It is written elsewhere first, and its hash, not the times of the source's files, says whether
-    it is what it was: a JSONL file may have grown since, or the source may have moved.
+    It is first written elsewhere, and its hash, not the times of the source's files, decides
+    whether it is the same: a JSONL file may have grown since, or the source may have moved.
 
     Raises:
-        StageError: the source does not give the same bytes any more.
+        StageError: the source no longer gives the same bytes.
     """
     shard = task.shard
     scratch = shard.fragment_path.with_suffix(".repair")
@@ -213,7 +213,7 @@ def repair_shard(task: RepairTask) -> str:
             )
         if fragment.xxh3_128 != task.expected["xxh3_128"]:
             raise StageError(
-                f"{fragment.name} cannot be written as it was: the source changed; pack it again "
+                f"{fragment.name} cannot be restored: the source changed; pack it again "
                 "with another output.path"
             )
         for path in sorted(scratch.rglob("*")):
@@ -230,7 +230,7 @@ def repair_shard(task: RepairTask) -> str:
 
 @contextmanager
 def _set_apart(workspace: Workspace, paths: Iterable[Path]) -> Iterator[None]:
-    """Move files away while the block makes them anew; where it fails, they come back."""
+    """Move files away while the block recreates them; if it fails, they come back."""
     for path in filter(Path.exists, paths):
         target = workspace.damaged / path.relative_to(workspace.root)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""status: how far the stages of an output are."""
+"""status: the progress of an output's stages."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,7 +16,7 @@ from offline_packing.storage.files import read_json
 
 
 def status(run: Run) -> str:
-    """How far an output is, as text; nothing is written, and a run may be at work on it."""
+    """The progress of an output, as text; nothing is written, and a run may be active on it."""
     root = run.workspace
     lines = _status_of(root)
     manifest = read_json(root.manifest)
@@ -37,7 +37,7 @@ def status(run: Run) -> str:
 
 
 def _made_otherwise(run: Run) -> Iterator[str]:
-    """What a stage would refuse, since it was made with other settings."""
+    """What a stage would refuse because it was made with other settings."""
     workspace = run.workspace
     info = IndexInfo.load(workspace.index_info)
     planned = read_json(workspace.plan_info)

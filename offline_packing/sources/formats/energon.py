@@ -3,7 +3,7 @@
     .nv-meta/dataset.yaml   sample_type: {__module__: megatron.energon, __class__: CaptioningSample}
                             field_map: {image: jpg, caption: "json[caption]"}
     .nv-meta/split.yaml     which tars belong to which split: {train: ["a-{00..07}.tar"]}, and what
-                            is left out: exclude: [a-03.tar, "a-04.tar/0017"]
+                            is excluded: exclude: [a-03.tar, "a-04.tar/0017"]
 
 Of a VQA sample's answers the one with the largest weight is taken, the first where there are none.
 A crude dataset, whose meaning is in the trainer's own code, is read as plain WebDataset. A
@@ -50,7 +50,7 @@ _Places = list[list[str]]
 
 
 class EnergonOptions(SourceOptions):
-    """Of a prepared folder."""
+    """Options of a prepared folder."""
 
     #: which of its splits is read (default: train)
     split: str | None = None
@@ -88,7 +88,7 @@ class EnergonSource(WebDatasetSource):
         samples = sorted(name for name in self._excluded if "/" in name)
         if not samples:
             return scan
-        # The fingerprint tells of the samples that are left out of its tars.
+        # The fingerprint covers the samples that are excluded from its tars.
         digest = xxhash.xxh3_128_hexdigest("\n".join([scan.fingerprint, *samples]).encode())
         return replace(scan, fingerprint=digest)
 
@@ -109,7 +109,7 @@ class EnergonSource(WebDatasetSource):
         missing = [name for name in names if name not in sizes]
         if missing:
             raise StageError(
-                f"{self.root.path(missing[0])}, which split {self._split!r} names, is not there; "
+                f"{self.root.path(missing[0])}, which split {self._split!r} names, does not exist; "
                 "restore it or prepare the dataset again"
             )
         return [(name, sizes[name]) for name in names]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 _QUOTE, _BACKSLASH, _COMMA = (ord(character) for character in '"\\,')
 
-#: What a byte does to the depth, and 2 for a comma; 0 is of no interest.
+#: What a byte does to the depth, and 2 for a comma; 0 is ignored.
 _CLASS: Final = np.zeros(256, np.int8)
 _CLASS[[ord(character) for character in "[{"]] = 1
 _CLASS[[ord(character) for character in "]}"]] = -1
@@ -55,7 +55,7 @@ class ArrayCutter:
         return places[ends] + begin + 1
 
     def _string_ends(self, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-        """Positions of the quotes that no odd number of backslashes stands before."""
+        """Positions of the quotes not preceded by an odd number of backslashes."""
         quotes = np.flatnonzero(data == _QUOTE)
         marks = np.flatnonzero(data == _BACKSLASH)
         carried, self._backslashes = self._backslashes, 0
@@ -63,7 +63,7 @@ class ArrayCutter:
             return quotes[1:] if carried % 2 and len(quotes) and quotes[0] == 0 else quotes
         new_run = np.diff(marks, prepend=-2) != 1
         run_begin = np.maximum.accumulate(np.where(new_run, marks, -1))
-        # A run at the very beginning goes on from the last block.
+        # A run at the very beginning continues one of the last block.
         lengths = marks - run_begin + 1 + np.where(run_begin == 0, carried, 0)
         if marks[-1] == len(data) - 1:
             self._backslashes = int(lengths[-1])
@@ -77,7 +77,7 @@ class ArrayCutter:
 def split_elements(
     file: BinaryIO, begin: int, end: int | None, block_size: int, limit: int
 ) -> Iterator[tuple[int, bytes | None, int]]:
-    """Elements from an offset of a file, where it stands, up to another.
+    """Elements from the file's current offset up to another.
 
     Args:
         begin: 0, in front of the array, or behind an element.

@@ -4,7 +4,7 @@
 
 The path is one file, or a folder of which every file with the format's suffix is read. A record's
 key is its "id" (text or a whole number), or else `FILE:NUMBER`, lines or elements counted from 1.
-Blank lines are no records.
+Blank lines are not records.
 """
 
 import io
@@ -40,7 +40,7 @@ _BLOCK: Final = 8 << 20
 _ARRAY_BLOCK: Final = 1 << 20
 _BUFFER: Final = 1 << 16
 
-#: Offset of a record in its file, its bytes (None where they are too many), their number.
+#: Offset of a record in its file, its bytes (None if there are too many), their number.
 _Found = tuple[int, bytes | None, int]
 
 
@@ -63,7 +63,7 @@ class RecordFilesSource(Source):
 
     @abstractmethod
     def _split(self, file: BinaryIO, begin: int, end: int | None) -> Iterator[_Found]:
-        """What lies between two offsets of an open file, record by record. With no end, the file
+        """The content between two offsets of an open file, record by record. With no end, the file
         may not be able to seek, and is read from its beginning."""
 
     def scan(self, samples_per_part: int) -> Scan:

@@ -8,7 +8,7 @@
 The path is that file or its folder, `dataset` the name of the entry. The data are read from files
 beside it (.json, .jsonl, .parquet, .txt); those on a hub, and preference data, are refused. So is
 what would change which samples there are: a `split` other than train, and `num_samples`, which
-LLaMA-Factory draws anew in every run. Records with tools or audio are set aside.
+LLaMA-Factory draws afresh in every run. Records with tools or audio are set aside.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,7 +73,7 @@ _TAGS: Final = {
 
 
 class LlamaFactoryOptions(MediaOptions):
-    """Of a file that describes several datasets."""
+    """Options of a file that describes several datasets."""
 
     #: which of them is read
     dataset: str | None = None
@@ -175,8 +175,8 @@ def _find_problem(entry: Any) -> str | None:
     elsewhere = next((field for field in _ELSEWHERE if field in entry), None)
     if elsewhere is not None:
         return (
-            f"is read from its {elsewhere}, which goes before a file; download it, and name the "
-            "file by file_name alone"
+            f"is read from its {elsewhere}, which takes precedence over a file; download it, "
+            "and name the file by file_name alone"
         )
     if unknown := sorted(entry.keys() - _ENTRY_FIELDS):
         return f"has a field {unknown[0]!r}, which is not known; take it out of a copy of the file"
@@ -186,7 +186,7 @@ def _find_problem(entry: Any) -> str | None:
         return f"has split {entry['split']!r}; a file is all train: leave it out or split the file"
     if entry.get("num_samples") is not None:
         return (
-            f"has num_samples {entry['num_samples']!r}, which LLaMA-Factory draws by chance; leave "
+            f"has num_samples {entry['num_samples']!r}, which LLaMA-Factory draws at random; leave "
             "it out and set source.repeat or source.weight"
         )
     if entry.get("formatting", "alpaca") not in tuple(_COLUMNS):
@@ -211,7 +211,7 @@ class _EntryFields(FieldMap):
             **columns,
         }
         for name in ("query", "response") if columns and formatting == "alpaca" else ():
-            if name not in columns:  # where columns are named, these have no default
+            if name not in columns:  # if columns are named, these have no default
                 self._names.pop(name)
         tags = {name: tag for name, tag in (entry.get("tags") or {}).items() if tag}
         self._tags = {**_TAGS[formatting], **tags} if formatting in _TAGS else {}

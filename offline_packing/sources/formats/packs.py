@@ -1,4 +1,4 @@
-"""Packs: each sub-sample is a sample again, to be packed anew.
+"""Packs: each sub-sample becomes a sample again, to be repacked.
 
     packed/train-000000.tar: ps_00000000.img000.jpg  ps_00000000.json   as written here or by others
     raw_packing_data/        ps_00000000.img000.jpg  ps_00000000.json   the same as files
@@ -44,7 +44,7 @@ _LOOSE_PACK: Final = re.compile(r"(?:.*/)?([A-Za-z0-9_-]*ps_\d+)\.json")
 
 
 class PacksOptions(MediaOptions):
-    """Of packs, whose captions may come with prompts that no trainer shows."""
+    """Options of packs, whose captions may come with prompts that no trainer shows."""
 
     ignore_prompts: bool = True
 

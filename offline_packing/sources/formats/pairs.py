@@ -32,7 +32,7 @@ from offline_packing.storage.key_set import KeySet
 from task_encoders.pack_format import MEDIA_EXTENSIONS
 from task_encoders.samples import SampleError
 
-#: What a suffix may mean beside 1, a medium, and 0, neither.
+#: What a suffix may mean besides 1, a medium, and 0, neither.
 _RECORD: Final = 2
 _TEXT_ONLY_NAME: Final = re.compile(r"output_\d{8}")
 
@@ -43,7 +43,7 @@ class PairsSource(Source):
 
     def scan(self, samples_per_part: int) -> Scan:
         if self.file_name is not None:
-            raise StageError(f"source path {self.path!r} is a file; pairs lie in a folder")
+            raise StageError(f"source path {self.path!r} is a file; pairs need a folder")
         digest = xxhash.xxh3_128()
         parts = _Parts(samples_per_part)
         unpaired = [np.empty(0, np.uint64)]
@@ -175,7 +175,7 @@ def _is_read(suffix: str) -> bool:
 
 
 def _drop_known(known: KeySet, where: str, keys: list[bytes]) -> tuple[list[bytes], int]:
-    """The keys of a folder's files without those of known records, and how many these are."""
+    """The keys of a folder's files except those of known records, and the number of the latter."""
     records = [_stem(key) for key in keys if _is_record(key)]
     found = known.find([_record_key(where + os.fsdecode(stem)) for stem in records])
     dropped = set(itertools.compress(records, found))

@@ -196,7 +196,7 @@ class ParquetSource(TableSource):
 
 
 class HuggingFaceOptions(FileOptions):
-    """Of a dataset that may have splits."""
+    """Options of a dataset that may have splits."""
 
     #: which of them is read (default: train)
     split: str | None = None
@@ -231,14 +231,14 @@ class HuggingFaceSource(TableSource):
         missing = (self._data_files or frozenset()) - {name for name, _ in found}
         if missing and self.file_name is None:
             raise StageError(
-                f"{self.root.path(min(missing))}, which {_STATE_NAME} names, is not there; restore "
-                "it or save the dataset again"
+                f"{self.root.path(min(missing))}, which {_STATE_NAME} names, does not exist; "
+                "restore it or save the dataset again"
             )
         return found
 
     @functools.cached_property
     def _data_files(self) -> frozenset[str] | None:
-        """The files that the dataset consists of; None where nothing says which."""
+        """The files of the dataset; None if nothing lists them."""
         container = f"{self._split_folder}{_STATE_NAME}"
         state = self._read_json(container)
         if state is None:
@@ -253,7 +253,7 @@ class HuggingFaceSource(TableSource):
 
     @functools.cached_property
     def _split_folder(self) -> str:
-        """Where the split's files lie; '' in a dataset without splits."""
+        """Folder of the split's files; '' in a dataset without splits."""
         content = self._read_json(_DICT_NAME)
         if content is None:
             return ""
@@ -270,7 +270,7 @@ class HuggingFaceSource(TableSource):
         return f"{split}/"
 
     def _read_json(self, container: str) -> Any:
-        """What a file that describes the dataset holds; None if there is none."""
+        """Content of a file that describes the dataset; None if there is none."""
         try:
             self.root.entry(container)
         except FileNotFoundError:

@@ -5,7 +5,7 @@
                        0003.img0.jpg  0003.img1.jpg  0003.json      {"images": ["img0.jpg", ...]}
 
 Members that stand together and share the name up to its first dot are one sample; its key is
-`SHARD/NAME`, so that shards may number their samples alike. The JSON names images and videos by
+`SHARD/NAME`, so that shards may use the same names. The JSON names images and videos by
 member, or names none, or one of any name where there is one. Links are not followed, and nothing
 but JSON, text, images and videos is read: a `.pkl` is never loaded.
 """
@@ -246,7 +246,7 @@ def tar_stem(container: str) -> str:
 
 
 def find_part(parts: Iterable[str], name: str) -> str | None:
-    """The part of this name, be it 'txt', or else 'TXT'; None where there is none."""
+    """The part of this name: 'txt', or else 'TXT'; None if there is neither."""
     same = [part for part in parts if part.lower() == name.lower()]
     return name if name in same else next(iter(same), None)
 

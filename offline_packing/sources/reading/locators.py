@@ -1,4 +1,4 @@
-"""Where bytes lie; read.py reads them there.
+"""Where bytes are stored; read.py reads them there.
 
 kind         container                     offset                           size
 file         a file                        0                                of the whole file
@@ -17,7 +17,7 @@ from typing import BinaryIO, Protocol
 class Locator:
     """`size` bytes at `offset` of `container`, a POSIX path relative to a root.
 
-    `column` says what of it is meant: of a row, the columns (row_files.py); of a tar's sample, the
+    `column` says which part is meant: of a row, the columns (row_files.py); of a tar's sample, the
     part (webdataset.py); of a pack, "TASK.NUMBER.BYTES": a sub-sample, and the size of the pack's
     JSON. A `stream_sub_sample` is one in a compressed tar.
     """
@@ -39,11 +39,11 @@ class Root(Protocol):
         """`size` bytes at `offset`; with `whole`, of a file that has exactly that size.
 
         Raises:
-            StageError: they are not there.
+            StageError: they do not exist.
         """
 
     def open(self, container: str, *, sequential: bool = False) -> BinaryIO:
-        """Open a file for reading, perhaps from front to back. Raises SampleError if it may not be
+        """Open a file for reading, perhaps sequentially. Raises SampleError if it may not be
         read."""
 
     def size(self, file: BinaryIO) -> int:

@@ -21,10 +21,10 @@ def read_locator(root: Root, locator: Locator, unpack_folder: Path | None = None
     """The bytes at a locator.
 
     Args:
-        unpack_folder: where a compressed container is unpacked, once, to be read at any place.
+        unpack_folder: where a compressed container is unpacked, once, for random access.
 
     Raises:
-        StageError: they are not there, or not as many as there were.
+        StageError: they no longer exist, or not all of them.
     """
     return READERS[locator.kind](root, locator, unpack_folder)
 

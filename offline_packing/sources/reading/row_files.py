@@ -90,7 +90,7 @@ class RowFile:
         return min(_BATCH_ROWS, max(1, _BATCH_BYTES * num_rows // max(1, num_bytes)))
 
     def release(self) -> None:
-        """Give back the memory of what was read from a mapped file; it is read again if needed."""
+        """Release the memory of what was read from a mapped file; it is read again if needed."""
         if self._mapped is not None:
             self._mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -227,7 +227,7 @@ def record_json(
     """A row as JSON with names in the place of images, and the bytes by name.
 
     Raises:
-        SampleError: bad_json, where a text is not UTF-8 or a value is none that JSON has.
+        SampleError: bad_json, where a text is not UTF-8 or JSON has no form for a value.
     """
     content, media = dict(row), {}
     for column in media_columns:

@@ -4,12 +4,12 @@ A row of an Arrow file is where it is. A Parquet row group can only be decoded f
 whoever reads many rows says so first (`rows_at_hand`), and has them in one of two ways:
 
     groups that are small, or much of which is wanted     decoded once, in the order of the file;
-                                                          these rows are kept in a nameless file
+                                                          these rows are kept in an unnamed file
     other groups                                          the whole group is kept as an Arrow file,
-                                                          for all who read of it, where compressed
-                                                          files are unpacked
+                                                          for all its readers, next to the
+                                                          unpacked compressed files
 
-A row that nobody asked for beforehand is read by decoding its group.
+A row that was not announced is read by decoding its group.
 """
 
 import bisect
@@ -43,12 +43,12 @@ from task_encoders.samples import SampleError
 
 #: Bytes, decoded, up to which a row group is small.
 SMALL_GROUP: Final = 2 << 20
-#: Of a larger group, such a part of the rows must be wanted for one reader to decode it alone.
+#: Share of a larger group's rows that one reader must want to decode the group for itself.
 WANTED_SHARE: Final = 1 / 8
-#: Decoded row groups that a process keeps, beside the one it reads.
+#: Decoded row groups that a process keeps besides the one it reads.
 _CACHE_BYTES: Final = 64 << 20
 _OPEN_FILES: Final = 64
-#: Bytes read of mapped files before their memory is given back.
+#: Bytes read of mapped files before their memory is released.
 _RELEASE_BYTES: Final = 32 << 20
 
 _DAMAGE: Final = (OSError, LookupError, ValueError, pa.ArrowException)
@@ -89,7 +89,7 @@ class _Copy:
         return pa.Table.from_batches([batch]).select(list(columns))
 
     def release(self) -> None:
-        """Give back the memory of what was read."""
+        """Release the memory of what was read."""
         self._mapped.madvise(mmap.MADV_DONTNEED)
 
 
@@ -145,14 +145,14 @@ class _RowReader:
         return group.slice(place, 1)
 
     def file(self, root: Root, kind: str, container: str) -> tuple[RowFile, str]:
-        """A file and its stamp: one that was replaced is another file."""
+        """A file and its stamp: a replaced file counts as another one."""
         key = (root.path(container), root.stamp(container))
         file = self._files.get(key) or RowFile.open(root, container, kind)
         _keep(self._files, key, file, _OPEN_FILES)
         return file, key[1]
 
     def count(self, num_bytes: int) -> None:
-        """Note what was read: now and then the memory of mapped files is given back."""
+        """Note what was read: from time to time the memory of mapped files is released."""
         self._bytes_read += num_bytes
         if self._bytes_read < _RELEASE_BYTES:
             return
@@ -219,7 +219,7 @@ def rows_at_hand(
         yield
     finally:
         _reader.at_hand = before
-        _reader.close_copies()  # one that is removed takes its space until then
+        _reader.close_copies()  # a removed one occupies its space until then
 
 
 def _prepare(wanted: WantedRows, scratch: Path, unpack_folder: Path) -> _AtHand:
@@ -238,7 +238,7 @@ def _prepare(wanted: WantedRows, scratch: Path, unpack_folder: Path) -> _AtHand:
 def decoded_at_once(
     group_starts: Sequence[int], group_bytes: Sequence[int], rows: Rows
 ) -> npt.NDArray[np.bool_]:
-    """(num_groups,): whether a reader of these rows, ascending, decodes a group for itself alone.
+    """(num_groups,): whether a reader of these rows, ascending, decodes a group for itself.
 
     Args:
         group_starts: (num_groups + 1,) first row of each group, and the number of rows.
@@ -273,7 +273,7 @@ def read_value(root: Root, kind: str, container: str, row: int, column: str, siz
     """A record's JSON or a medium's bytes.
 
     Raises:
-        StageError: there is no such row or column any more, or it has another size.
+        StageError: the row or column no longer exists, or has another size.
     """
     try:
         values = _reader.row(root, kind, container, row, column).to_pylist()[0]

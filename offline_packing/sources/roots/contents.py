@@ -1,4 +1,4 @@
-"""What lies in a folder, for messages about a source in which nothing, or no picture, was found."""
+"""What is in a folder, for messages about a source without records or without its pictures."""
 
 import contextlib
 import itertools
@@ -27,15 +27,15 @@ _FORMATS: Final = {
     ".json": "json or pairs",
 }
 _PACK_NAME: Final = re.compile(r"[A-Za-z0-9_-]*ps_\d+\.")
-#: Names that are looked at: a source may hold millions.
+#: How many names are looked at: a source may hold millions.
 _MAX_NAMES: Final = 10_000
 #: Folders in which a missing picture is looked for.
 _MAX_FOLDERS: Final = 500
 
 
 def nothing_found(path: str, wanted: str) -> StageError:
-    """What to raise where a source holds no file, or no record, of its format: names what else
-    lies there."""
+    """The error to raise if a source holds no file, or no record, of its format: names what
+    it holds instead."""
     others = describe_others(path, wanted)
     hint = f", or {others}" if others else ""
     return StageError(f"source path {path!r} holds no {wanted}; set source.path{hint}")
@@ -94,7 +94,7 @@ def _format_suffix(name: str) -> str | None:
 
 
 def _folders_near(folder: Path) -> Iterator[Path]:
-    """The folder, the two above it, and what lies in each."""
+    """The folder, the two above it, and the contents of each."""
     for near in (folder, folder / "..", folder / "../.."):
         yield Path(os.path.normpath(near))
         yield from map(Path, map(os.path.normpath, _subfolders(near)))
@@ -105,7 +105,7 @@ def _subfolders(folder: Path) -> list[Path]:
         with os.scandir(folder) as entries:
             some = itertools.islice(entries, _MAX_NAMES)
             return sorted(folder / entry.name for entry in some if entry.is_dir())
-    except OSError:  # may not be looked at: no hint then
+    except OSError:  # not readable: no hint then
         return []
 
 
@@ -125,7 +125,7 @@ def file_names(path: Path) -> list[str]:
 
 
 def first_character(path: Path, name: str) -> bytes:
-    """The first byte of a text file at a path (which may be that file) that is no white space."""
+    """The first byte of a text file at a path (which may be that file) that is not white space."""
     with open(path if path.is_file() else path / name, "rb") as file:
         return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
 

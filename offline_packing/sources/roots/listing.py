@@ -2,7 +2,7 @@
 
 10⁷ names are 1.5 GB as Python objects and 0.5 GB in one buffer; only those of one folder are held
 at a time. Files come in the order of their stem, then of their suffix; folders in the order of
-their names, behind the files beside them.
+their names, after the files next to them.
 """
 
 import functools
@@ -148,12 +148,12 @@ def hash_files(digest: "xxhash.xxh3_128", files: Files) -> None:
 
 
 def container_hash(container: bytes) -> int:
-    """What tells a file from others in 8 bytes."""
+    """What distinguishes a file from others, in 8 bytes."""
     return xxhash.xxh3_64_intdigest(container)
 
 
 class FileTable:
-    """Files of a listing that goes by, as a packed table of FILES_SCHEMA."""
+    """Files of a listing, collected as a packed table of FILES_SCHEMA."""
 
     def __init__(self, is_read: Callable[[bytes], bool]) -> None:
         """`is_read`: whether files of a suffix belong to it."""

@@ -41,7 +41,7 @@ class MediaRoot:
         """
         if not name or "\0" in name or name.startswith("data:"):
             raise SampleError("missing_image", f"{name[:60]!r} is no file name")
-        if _PLAIN_NAME.fullmatch(name):  # as most are; what follows takes 5 µs
+        if _PLAIN_NAME.fullmatch(name):  # as for most; the rest takes 5 µs
             return f"{folder}/{name}" if folder else name
         if name.startswith("file://"):
             name = unquote(urlsplit(name).path)
@@ -58,7 +58,7 @@ class MediaRoot:
         return path[len(self.folder) :].lstrip("/")
 
     def open(self, container: str, *, sequential: bool = False) -> BinaryIO:
-        """Open a file for reading; the system itself notices what is read from front to back.
+        """Open a file for reading; the system itself detects sequential reading.
 
         Raises:
             SampleError: path_outside_root if a symlink leads outside; missing_image if there is no
@@ -155,7 +155,7 @@ class MediaRoot:
 
 
 def _stat(entry: os.DirEntry[bytes]) -> os.stat_result:
-    """Of the file that a link leads to; of the link where it leads nowhere."""
+    """Of the file that a link leads to; of the link itself if it is broken."""
     try:
         return entry.stat()
     except OSError:
@@ -168,7 +168,7 @@ def _real_folder(folder: str) -> str:
 
 
 def _as_sample_error(container: str, error: OSError) -> Exception:
-    """A file that is not there is the sample's fault; a failing disk is not."""
+    """A missing file is the sample's fault; a failing disk is not."""
     if isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError) or (
         error.strerror in ("File name too long", "Too many levels of symbolic links")
     ):

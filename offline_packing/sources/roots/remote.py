@@ -1,6 +1,6 @@
 """Files under a remote folder, through fsspec: s3://bucket/data, gs://..., memory://...
 
-The packages of the storage (s3fs, gcsfs, ...) and its credentials are fsspec's own affair.
+The packages of the storage (s3fs, gcsfs, ...) and its credentials are left to fsspec.
 """
 
 import posixpath
@@ -12,9 +12,9 @@ from offline_packing.errors import ConfigError, StageError
 from offline_packing.storage.range_file import RangeFile
 from task_encoders.samples import SampleError
 
-#: Asked for at a time: image headers lie in the first kilobytes, so more would be read in vain.
+#: Bytes per request: image headers are in the first kilobytes, so more would be wasted.
 _BLOCK: Final = 1 << 14
-#: The same where a file is read from front to back.
+#: The same for a file that is read sequentially.
 _SEQUENTIAL_BLOCK: Final = 1 << 19
 
 
@@ -34,7 +34,7 @@ class RemoteRoot:
         self._open_file: tuple[str, BinaryIO] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process asks, and opens, for itself."""
+        """Another process opens its own connections."""
         return {**self.__dict__, "_stamps": {}, "_sizes": {}, "_open_file": None}
 
     @classmethod
@@ -138,7 +138,7 @@ class RemoteRoot:
         and storages do not agree on a modification time. What begins with a dot is left out.
 
         Raises:
-            StageError: the storage does not tell the size of a file.
+            StageError: the storage does not report the size of a file.
         """
         path = f"{self.folder}/{folder.decode()}".rstrip("/")
         for info in self._filesystem.ls(path, detail=True):
@@ -160,8 +160,9 @@ class RemoteRoot:
             size = self._filesystem.size(path)
             if size is None:
                 raise StageError(
-                    f"{self._filesystem.unstrip_protocol(path)}: its server does not tell the size "
-                    "of the file (Content-Length); download the source, and set source.path to it"
+                    f"{self._filesystem.unstrip_protocol(path)}: its server does not report the "
+                    "size of the file (Content-Length); download the source, and set source.path "
+                    "to it"
                 )
             self._sizes[path] = int(size)
         return self._sizes[path]
@@ -174,7 +175,7 @@ class RemoteRoot:
 
 @contextmanager
 def _missing(container: str) -> Iterator[None]:
-    """A file that is not there is the sample's fault; a failing storage is not."""
+    """A missing file is the sample's fault; a failing storage is not."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:

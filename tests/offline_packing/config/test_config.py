@@ -236,10 +236,10 @@ def test_samples_are_named_once(path: str) -> None:
             {"fields": {"text": "a"}},
             r"source\.fields\.text is not a known field; valid: id, images",
         ),
-        ({"fields": {"caption": "a..b"}}, r"'a\.\.b' is no path"),
+        ({"fields": {"caption": "a..b"}}, r"'a\.\.b' is not a path"),
         ({"repeat": 0}, "repeat=0: .*greater than 0"),
         ({"format": "nowhere:Source"}, "'nowhere:Source' cannot be imported"),
-        ({"format": "offline_packing.errors:StageError"}, "is no subclass of"),
+        ({"format": "offline_packing.errors:StageError"}, "is not a subclass of"),
     ],
 )
 def test_refused_source_options(options: dict[str, Any], message: str) -> None:

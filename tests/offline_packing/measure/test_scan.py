@@ -72,7 +72,7 @@ def test_jsonl_image_root(tmp_path: Path) -> None:
         (record,) = records(source, 10)
         container = source.media.locate(source.image_folder(record.locator.container), "x.jpg")
         assert source.media.path(container) == str((tmp_path / folder / "x.jpg").resolve())
-    with pytest.raises(StageError, match=r"image_root .* is no folder"):
+    with pytest.raises(StageError, match=r"image_root .* is not a folder"):
         jsonl(path, image_root=str(tmp_path / "nowhere"))
 
 

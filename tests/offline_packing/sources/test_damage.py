@@ -276,7 +276,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
             ".nv-meta/split.yaml": b"split_parts: {train: [a.tar]}\n",
         },
         {"format": "energon"},
-        "a.tar, which split 'train' names, is not there",
+        "a.tar, which split 'train' names, does not exist",
     ),
     "dataset_not_named": (
         {"dataset_info.json": b'{"a": {"file_name": "a.json"}}'},

@@ -57,7 +57,7 @@ def test_energon_reads_both(outputs: list[Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"output": {"key_prefix": "a"}}, r"name their packs alike \(aps_00000000, …\); write one"),
+        ({"output": {"key_prefix": "a"}}, r"share pack keys \(aps_00000000, …\); write one"),
         ({"pack": {"seq_length": 600}}, "seq_length=512, .* 600; a batch"),
         ({"model": {"max_pixels": 28 * 28 * 32}}, "model.max_pixels=50176, .* 25088"),
         ({"pack": {"seq_length": 512, "pad_multiple": 8}}, "pad_multiple=1, .* 8"),
@@ -73,7 +73,7 @@ def test_outputs_that_do_not_fit(
 
 
 def test_what_is_no_output(outputs: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(StageError, match="is no complete output: it has no manifest"):
+    with pytest.raises(StageError, match="is not a complete output: it has no manifest"):
         blend([outputs[0], tmp_path])
     with pytest.raises(StageError, match="is named twice"):
         blend([outputs[0], outputs[0] / "../a"])

@@ -144,7 +144,7 @@ def test_files_that_map_left_behind_are_not_read(
     assert accounting.outcomes(source, tmp_path) == {key: "ok" for key, *_ in samples}
     if has_state:
         (root / f"{split}data-00001-of-00002.arrow").unlink()
-        with pytest.raises(StageError, match=r"data-00001.*, which state\.json names, is not"):
+        with pytest.raises(StageError, match=r"data-00001.*, which state\.json names, does not"):
             accounting.outcomes(source, tmp_path)
         write_json(root / f"{split}state.json", [])
         with pytest.raises(StageError, match=r"state\.json names no _data_files"):

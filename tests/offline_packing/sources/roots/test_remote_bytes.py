@@ -187,5 +187,5 @@ def test_a_server_that_tells_no_size_is_refused(tmp_path: Path, server: _Server)
     (tmp_path / "data/a.jsonl").write_bytes(_PlainStorage.data)
     for name in ("", "a.jsonl"):
         path = f"http://127.0.0.1:{server.server_port}/{name}"
-        with pytest.raises(StageError, match=r"a\.jsonl: its server does not tell the size"):
+        with pytest.raises(StageError, match=r"a\.jsonl: its server does not report the size"):
             measure(make_run({"format": "jsonl", "path": path, "task": "vqa"}, tmp_path / "out"))
