@@ -1,5 +1,10 @@
 """What a verb is: one object that says its name, help and options, whether it locks the output, and
-whether ranks may share it. `offline-packing NAME CONFIG.yaml [key.sub=value ...]` calls it."""
+whether ranks may share it. `offline-packing NAME CONFIG.yaml [key.sub=value ...]` calls it.
+
+What a run needs is imported when one begins: help needs none of it, and is asked for often.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import functools
@@ -8,14 +13,16 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from offline_packing.config.packing import PackingConfig, load_config
-from offline_packing.engines import Engine
 from offline_packing.errors import ConfigError
-from offline_packing.runs.run import Run, build_engine
+
+if TYPE_CHECKING:
+    from offline_packing.config.packing import PackingConfig
+    from offline_packing.engines import Engine
+    from offline_packing.runs.run import Run
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Option = Callable[[Function], Function]
@@ -122,6 +129,9 @@ def as_command(verb: Verb) -> click.Command:
         quiet: bool,
         **options: Any,
     ) -> None:
+        from offline_packing.config.packing import load_config
+        from offline_packing.runs.run import Run, build_engine
+
         start_logging(quiet)
         parsed = load_config(config, overrides)
         with build_engine(parsed) as engine:

@@ -3,15 +3,19 @@
 A verb's docstring is its help text, and `dry_run` says what it would do.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from offline_packing.cli.verb import Verb, verb
 from offline_packing.errors import StageError
-from offline_packing.runs.run import Run
 from task_encoders.samples import REASONS
+
+if TYPE_CHECKING:
+    from offline_packing.runs.run import Run
 
 _DEEP: Final = click.option(
     "--deep",

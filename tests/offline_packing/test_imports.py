@@ -53,6 +53,13 @@ def test_help_and_measure_compile_nothing(config: str) -> None:
         assert result.returncode == 0, result.stderr
 
 
+def test_help_imports_nothing_heavy() -> None:
+    """Nor what reads data and configurations: help is asked for often."""
+    result = run_blocked((*BLOCKED, "numpy", "pyarrow", "pydantic", "PIL", "yaml"), "--help")
+    assert result.returncode == 0, result.stderr
+    assert "verify" in result.stdout
+
+
 def test_measure_plan_and_report(config: str) -> None:
     expected = {"measure": "measured 8", "plan": "packs           ", "report": "8 samples = 8"}
     for verb, text in expected.items():
