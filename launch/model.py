@@ -78,11 +78,9 @@ class PackedQwen2VL(torch.nn.Module):
             With labels the loss of every token, (1, S) float32, 0 where ignored. Without, this
             tensor parallel rank's part of the logits, (1, S, vocab_size / TP).
         """
-        embeddings = self._embed(
-            tokens,
-            (self.hf_config.image_token_id, imgs, image_grid_thw),
-            (self.hf_config.video_token_id, pixel_values_videos, video_grid_thw),
-        )
+        images = (self.hf_config.image_token_id, imgs, image_grid_thw)
+        videos = (self.hf_config.video_token_id, pixel_values_videos, video_grid_thw)
+        embeddings = self._embed(tokens, images, videos)
         hidden = self.language_model.decoder(
             hidden_states=embeddings,
             attention_mask=None,
@@ -184,14 +182,7 @@ def build_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> 
         backend=select_backend(device, dtype, config.attention),
         recompute=config.recompute == "full",
     )
-    with torch.device(device):
-        visual = classes.vision_tower._from_config(
-            copy.deepcopy(hf_config.vision_config), dtype=dtype, attn_implementation="sdpa"
-        )
-    # Set afterwards: at construction transformers would look for "flash" kernels on the hub.
-    visual.config._attn_implementation = register_vision_attention()
-    if config.recompute == "full":
-        visual.gradient_checkpointing_enable({"use_reentrant": False})
+    visual = _build_vision_tower(config, hf_config, dtype, device)
     model = PackedQwen2VL(hf_config, language_model, visual).to(device)
     shapes = published_shapes(hf_config, classes.model)
     if config.checkpoint is None:
@@ -203,6 +194,21 @@ def build_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> 
         model.checkpoint = config.checkpoint
     freeze(model, config.freeze)
     return model
+
+
+def _build_vision_tower(
+    config: ModelConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
+) -> Any:
+    tower = transformers_classes(config.family).vision_tower
+    with torch.device(device):
+        visual = tower._from_config(
+            copy.deepcopy(hf_config.vision_config), dtype=dtype, attn_implementation="sdpa"
+        )
+    # Set afterwards: at construction transformers would look for "flash" kernels on the hub.
+    visual.config._attn_implementation = register_vision_attention()
+    if config.recompute == "full":
+        visual.gradient_checkpointing_enable({"use_reentrant": False})
+    return visual
 
 
 def freeze(model: PackedQwen2VL, parts: frozenset[str]) -> None:

@@ -231,18 +231,28 @@ class PackedCoreAttention(torch.nn.Module):
                 query, key, value, None, attn_mask_type=attn_mask_type, packed_seq_params=thd
             )
         else:
-            padded = packed_seq_params.cu_seqlens_q_padded
-            out = varlen_attention(
-                query,
-                key,
-                value,
-                cu_seqlens=packed_seq_params.cu_seqlens_q if padded is None else padded,
-                max_seqlen=packed_seq_params.max_seqlen_q,
-                scale=self.scale,
-                causal=True,
-                backend=self.backend,
-            )
+            out = self._attend(query, key, value, packed_seq_params)
         return out if is_thd else out.reshape(out.shape[0], 1, -1)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        packed_seq_params: PackedSeqParams,
+    ) -> torch.Tensor:
+        """(S, H, D) of the same, by one of this project's kernels."""
+        padded = packed_seq_params.cu_seqlens_q_padded
+        return varlen_attention(
+            query,
+            key,
+            value,
+            cu_seqlens=packed_seq_params.cu_seqlens_q if padded is None else padded,
+            max_seqlen=packed_seq_params.max_seqlen_q,
+            scale=self.scale,
+            causal=True,
+            backend=self.backend,
+        )
 
 
 def vision_attention(

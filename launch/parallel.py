@@ -32,12 +32,7 @@ def initialize_parallel(tensor_parallel: int = 1, *, seed: int = 0) -> torch.dev
         ParallelError: the world size cannot be divided so.
     """
     device = _select_device()
-    if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    _join_process_group(device)
     world_size = dist.get_world_size()
     if world_size % tensor_parallel:
         raise ParallelError(
@@ -58,6 +53,16 @@ def initialize_parallel(tensor_parallel: int = 1, *, seed: int = 0) -> torch.dev
 
         model_parallel_cuda_manual_seed(seed)
     return device
+
+
+def _join_process_group(device: torch.device) -> None:
+    if dist.is_initialized():
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _select_device() -> torch.device:

@@ -11,7 +11,7 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -182,15 +182,9 @@ def _train(path: Path, task: str) -> tuple[tuple[float, float], list[float]]:
     return (difference.packed, difference.without_boundaries), losses
 
 
-def render_table(results: Mapping[str, TaskResult]) -> str:
-    """One column per task, one line per figure."""
-
-    def line(name: str, cells: list[str]) -> str:
-        return f"{name:<44}" + "".join(f"{cell:>14}" for cell in cells)
-
-    values = list(results.values())
-    batch = values[0].summary.global_batch_size
-    rows = [
+def _rows(summary: PlanSummary) -> list[tuple[str, Callable[[TaskResult], str]]]:
+    """Name and figure of each line of the table; batch sizes are those of any task's summary."""
+    return [
         ("samples", lambda r: f"{r.summary.num_samples:,}"),
         ("set aside", lambda r: f"{sum(r.summary.set_aside.values()):,}"),
         ("packed", lambda r: f"{r.verified.num_samples:,}"),
@@ -199,16 +193,16 @@ def render_table(results: Mapping[str, TaskResult]) -> str:
         ("fill", lambda r: f"{r.summary.fill:.2%}"),
         ("samples per pack (packing factor)", lambda r: f"{r.summary.packing_factor:.2f}"),
         (
-            f"padding, batches of {values[0].summary.padded_batch_size} padded to longest",
+            f"padding, batches of {summary.padded_batch_size} padded to longest",
             lambda r: f"{r.summary.padding_before:.1%}",
         ),
         ("padding, packed", lambda r: f"{r.summary.padding_after:.2%}"),
         (
-            f"iterations per epoch, {batch} samples a step",
+            f"iterations per epoch, {summary.global_batch_size} samples a step",
             lambda r: f"{r.summary.iterations_before:,}",
         ),
         (
-            f"iterations per epoch, {batch} packs a step",
+            f"iterations per epoch, {summary.global_batch_size} packs a step",
             lambda r: f"{r.summary.iterations_after:,}",
         ),
         ("tokens, measured from headers and text", lambda r: f"{r.summary.num_tokens:,}"),
@@ -219,6 +213,16 @@ def render_table(results: Mapping[str, TaskResult]) -> str:
         ("training loss, first step", lambda r: f"{r.losses[0]:.3f}"),
         (f"training loss, step {TRAIN_STEPS}", lambda r: f"{r.losses[-1]:.3f}"),
     ]
+
+
+def render_table(results: Mapping[str, TaskResult]) -> str:
+    """One column per task, one line per figure."""
+
+    def line(name: str, cells: list[str]) -> str:
+        return f"{name:<44}" + "".join(f"{cell:>14}" for cell in cells)
+
+    values = list(results.values())
+    rows = _rows(values[0].summary)
     lines = [line("", list(results))]
     lines += [line(name, [figure(result) for result in values]) for name, figure in rows]
     for task, result in results.items():

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import orjson
 import xxhash
@@ -90,11 +90,25 @@ def write_energon_metadata(
     """
     from megatron.energon import __version__ as energon_version
 
-    from task_encoders.energon_samples import SAMPLE_CLASS_OF_TASK
-
     meta = folder / ".nv-meta"
     meta.mkdir(exist_ok=True)
-    dataset = {
+    parts = {name: list(splits.get(name, ())) for name in (*_DEFAULT_SPLITS, *splits)}
+    split = {"split_parts": parts, "exclude": []}
+    identity = str(uuid.uuid5(_NAMESPACE, content_hash))
+    counts = _write_sqlite(meta / "index.sqlite", packs)
+    info = {"energon_version": energon_version, "shard_counts": counts}
+    write_atomically(meta / "sample_loader.py", _SAMPLE_LOADER.encode())
+    write_atomically(meta / "dataset.yaml", _yaml_bytes(_dataset(task)))
+    write_atomically(meta / "split.yaml", _yaml_bytes(split))
+    write_atomically(meta / "index.uuid", identity.encode())
+    write_atomically(meta / ".info.json", to_json(info))
+
+
+def _dataset(task: str) -> dict[str, Any]:
+    """Content of dataset.yaml."""
+    from task_encoders.energon_samples import SAMPLE_CLASS_OF_TASK
+
+    return {
         "sample_type": {
             "__module__": "task_encoders.energon_samples",
             "__class__": SAMPLE_CLASS_OF_TASK[task],
@@ -103,16 +117,10 @@ def write_energon_metadata(
         "sample_loader": "sample_loader.py:sample_loader",
         "subflavors": {"offline_packing": task},
     }
-    parts = {name: list(splits.get(name, ())) for name in (*_DEFAULT_SPLITS, *splits)}
-    split = {"split_parts": parts, "exclude": []}
-    identity = str(uuid.uuid5(_NAMESPACE, content_hash))
-    counts = _write_sqlite(meta / "index.sqlite", packs)
-    info = {"energon_version": energon_version, "shard_counts": counts}
-    write_atomically(meta / "sample_loader.py", _SAMPLE_LOADER.encode())
-    write_atomically(meta / "dataset.yaml", yaml.safe_dump(dataset, sort_keys=False).encode())
-    write_atomically(meta / "split.yaml", yaml.safe_dump(split, sort_keys=False).encode())
-    write_atomically(meta / "index.uuid", identity.encode())
-    write_atomically(meta / ".info.json", to_json(info))
+
+
+def _yaml_bytes(content: Mapping[str, Any]) -> bytes:
+    return yaml.safe_dump(content, sort_keys=False).encode()
 
 
 def hash_metadata(path: Path) -> str:

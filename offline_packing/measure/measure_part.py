@@ -170,23 +170,8 @@ def measure_record(
     max_video_frames: int = MAX_VIDEO_FRAMES,
 ) -> MeasuredSample:
     """One row of the index. Raises SampleError if the record must be set aside."""
-    media: list[tuple[Locator, str]] = []
-    sizes: list[tuple[int, int]] = []
-    videos: list[VideoHeader] = []
-    for name in sample.images:
-        locator, file = source.open_media(record, name)
-        with file:
-            header = read_image_header(file, max_image_pixels=max_image_pixels)
-        media.append((locator, image_extension(name, header.format)))
-        sizes.append((header.height, header.width))
-    for name in sample.videos:
-        locator, file = source.open_media(record, name)
-        with file:
-            video = read_video_header(
-                file, max_frame_pixels=max_image_pixels, max_frames=max_video_frames
-            )
-        media.append((locator, video_extension(name, video.extension)))
-        videos.append(video)
+    limits = (max_image_pixels, max_video_frames)
+    media, sizes, videos = _read_headers(record, sample, source, *limits)
     names = (*sample.images, *sample.videos)
     content_hash = hash_content(sample, map(record.embedded.get, names)) if record.own_id else 0
     length = encoder.measure(sample, sizes, videos)
@@ -204,3 +189,31 @@ def measure_record(
         len(videos),
         content_hash,
     )
+
+
+def _read_headers(
+    record: SourceRecord,
+    sample: SourceSample,
+    source: Source,
+    max_image_pixels: int,
+    max_video_frames: int,
+) -> tuple[list[tuple[Locator, str]], list[tuple[int, int]], list[VideoHeader]]:
+    """Place and extension of each image, then of each video; (height, width) of the images."""
+    media: list[tuple[Locator, str]] = []
+    sizes: list[tuple[int, int]] = []
+    videos: list[VideoHeader] = []
+    for name in sample.images:
+        locator, file = source.open_media(record, name)
+        with file:
+            header = read_image_header(file, max_image_pixels=max_image_pixels)
+        media.append((locator, image_extension(name, header.format)))
+        sizes.append((header.height, header.width))
+    for name in sample.videos:
+        locator, file = source.open_media(record, name)
+        with file:
+            video = read_video_header(
+                file, max_frame_pixels=max_image_pixels, max_frames=max_video_frames
+            )
+        media.append((locator, video_extension(name, video.extension)))
+        videos.append(video)
+    return media, sizes, videos

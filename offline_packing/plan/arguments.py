@@ -5,7 +5,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.config.packing import PackingConfig
+from offline_packing.config.packing import PackConfig, PackingConfig
 from offline_packing.index.table import Index
 
 #: Column of the index that each budget of a pack counts.
@@ -25,22 +25,16 @@ def plan_arguments(
         kept: (num_kept,) rows of the index that are planned, one that is used twice appears
             twice; the arrays returned are theirs.
     """
-    from offline_packing.planner.cost import sample_cost
-    from offline_packing.planner.order import RankLayout
-
     pack = config.pack
-
-    def column(name: str) -> npt.NDArray[Any]:
-        return samples.array(name)[kept]
-
-    arguments: dict[str, Any] = {
+    return {
         "strategy": pack.strategy,
         "seed": pack.seed,
         "pad_multiple": pack.pad_multiple,
         "strategy_options": pack.strategy_options,
         "assignment": pack.assignment,
         "budgets": {
-            name: (column(BUDGET_COLUMNS[name]), limit) for name, limit in pack.budgets.items()
+            name: (samples.array(BUDGET_COLUMNS[name])[kept], limit)
+            for name, limit in pack.budgets.items()
         },
         "homogeneous": pack.homogeneous,
         "max_samples": pack.max_samples,
@@ -48,7 +42,21 @@ def plan_arguments(
         "min_fill": pack.min_fill,
         "window_packs": config.output.packs_per_shard,
         "sample_order": pack.sample_order,
+        **_composition_arguments(pack, samples, kept),
     }
+
+
+def _composition_arguments(
+    pack: PackConfig, samples: Index, kept: npt.NDArray[np.int64]
+) -> dict[str, Any]:
+    """What decides which sample of a length goes where, and in which order packs are written."""
+    from offline_packing.planner.cost import sample_cost
+    from offline_packing.planner.order import RankLayout
+
+    def column(name: str) -> npt.NDArray[Any]:
+        return samples.array(name)[kept]
+
+    arguments: dict[str, Any] = {}
     if pack.homogeneous:
         arguments["groups"] = (column("num_images") + column("num_videos") > 0).astype(np.int32)
     if "mix" in pack.assignment:

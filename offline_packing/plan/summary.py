@@ -80,17 +80,14 @@ def summarize(
     set_aside: Mapping[str, int],
     sources: Sequence[SourceUse] = (),
 ) -> PlanSummary:
-    """Figures of a plan.
-
-    Args:
-        lengths: (num_packed,) tokens of the packed samples.
-        set_aside: samples left out while measuring and planning, by reason.
-        sources: what each source contributes, where that is to be shown.
+    """Figures of a plan. `lengths` (num_packed,) are the tokens of the packed samples, `set_aside`
+    counts those left out while measuring and planning, by reason; `sources` is what each source
+    contributes, where that is to be shown.
     """
-    seq_length = packs.info.seq_length
+    seq_length, num_packed = packs.info.seq_length, len(lengths)
     num_tokens = int(lengths.sum(dtype=np.int64))
-    batch = config.report.global_batch_size
-    edges = np.linspace(0, seq_length, min(_HISTOGRAM_ROWS, seq_length) + 1)
+    batch, padded_batch = config.report.global_batch_size, config.report.padded_batch_size
+    padded = padded_tokens(np.bincount(lengths), padded_batch)
     return PlanSummary(
         task=config.task,
         strategy=packs.info.strategy,
@@ -98,24 +95,28 @@ def summarize(
         num_samples=info.num_samples + info.num_set_aside,
         set_aside=dict(set_aside),
         num_unused_images=info.num_unused_images,
-        num_packed=len(lengths),
+        num_packed=num_packed,
         num_tokens=num_tokens,
         num_packs=packs.num_packs,
         lower_bound=packs.info.lower_bound,
         gap=packs.gap,
         fill=num_tokens / (packs.num_packs * seq_length),
         packing_factor=packs.packing_factor,
-        padded_batch_size=config.report.padded_batch_size,
-        padding_before=1
-        - num_tokens / padded_tokens(np.bincount(lengths), config.report.padded_batch_size),
+        padded_batch_size=padded_batch,
+        padding_before=1 - num_tokens / padded,
         padding_after=1 - num_tokens / max(packs.info.num_tokens, 1),
         global_batch_size=batch,
-        iterations_before=math.ceil(len(lengths) / batch),
+        iterations_before=math.ceil(num_packed / batch),
         iterations_after=math.ceil(packs.num_packs / batch),
         equal_batch_size=max(1, round(batch / packs.packing_factor)),
-        histogram=tuple(np.histogram(lengths, edges)[0].tolist()),
+        histogram=_histogram(lengths, seq_length),
         sources=tuple(sources),
     )
+
+
+def _histogram(lengths: npt.NDArray[np.integer], seq_length: int) -> tuple[int, ...]:
+    edges = np.linspace(0, seq_length, min(_HISTOGRAM_ROWS, seq_length) + 1)
+    return tuple(np.histogram(lengths, edges)[0].tolist())
 
 
 def render_summary(summary: PlanSummary) -> str:

@@ -35,21 +35,18 @@ def draw_packs(
     from matplotlib import pyplot
 
     seq_length = plan.info.seq_length
-    packed_ids = np.asarray(plan.sample_ids)
-    drawn = padded_rows(lengths[packed_ids], padded_batch_size, num_rows, seed)
+    drawn = padded_rows(lengths[plan.sample_ids], padded_batch_size, num_rows, seed)
     padded = [(np.array([length]), width) for length, width in drawn]
-    packed = [
-        (lengths[plan.pack(i)], seq_length) for i in choose_packs(plan.num_packs, num_rows).tolist()
-    ]
+    chosen = choose_packs(plan.num_packs, num_rows).tolist()
+    packed = [(lengths[plan.pack(number)], seq_length) for number in chosen]
     figure, axes = pyplot.subplots(1, 2, figsize=(13, 6), sharex=True)
     titles = (f"padded to the longest of {padded_batch_size}", f"packed to {seq_length:,} tokens")
     for axis, rows, title in zip(axes, (padded, packed), titles, strict=True):
         real = sum(int(np.sum(row)) for row, _ in rows)
-        total = sum(int(width) for _, width in rows)
+        total = sum(width for _, width in rows)
         _draw_rows(axis, rows)
         axis.set_title(f"{title}\n{1 - real / total:.1%} padding (grey)")
-        axis.set_xlabel("tokens")
-    axes[0].set_ylabel("row")
+        axis.set(xlabel="tokens", ylabel="row" if axis is axes[0] else "")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

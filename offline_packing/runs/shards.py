@@ -47,12 +47,9 @@ def iterate_tasks(
     """
     if not shards:
         return
-    workspace = run.workspace
-    sources = tuple(open_sources(run.config)) if with_sources else ()
-    bounds = [
-        plan.pack_offsets[shard.first_pack : shard.first_pack + shard.num_packs + 1]
-        for shard in shards
-    ]
+    workspace, config = run.workspace, run.config
+    sources = tuple(open_sources(config)) if with_sources else ()
+    bounds = [plan.pack_offsets[s.first_pack : s.first_pack + s.num_packs + 1] for s in shards]
     ids = [plan.sample_ids[offsets[0] : offsets[-1]] for offsets in bounds]
     tables = rows_of_shards(samples, COLUMNS, ids, scratch or workspace.write)
     copies = plan.copy_numbers()
@@ -67,9 +64,9 @@ def iterate_tasks(
             rows=rows,
             pack_sizes=np.diff(offsets),
             sources=sources,
-            task=run.config.task,
-            key_prefix=run.config.output.key_prefix,
-            seq_length=run.config.pack.seq_length,
-            layout=run.config.output.layout,
+            task=config.task,
+            key_prefix=config.output.key_prefix,
+            seq_length=config.pack.seq_length,
+            layout=config.output.layout,
             check_times=MODIFICATION_TIME not in run.accept_mismatch,
         )

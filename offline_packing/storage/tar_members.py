@@ -77,14 +77,11 @@ class TarReader:
                 self._extension(stored)
                 continue
             content = stored if size is None else size
-            found = name if name is not None else _name(header)
-            text = found.decode("utf-8", "backslashreplace")
-            begin = self._position
+            found = (_name(header) if name is None else name).decode("utf-8", "backslashreplace")
+            member = TarMember(found, header_offset, self._position, content, kind in _REGULAR)
             self.member_complete = False
-            yield TarMember(text, header_offset, begin, content, kind in _REGULAR)
-            self._skip_to(begin + content, "a member")
-            self.member_complete = True
-            self._skip_to(begin + content + -content % _BLOCK, "padding")
+            yield member
+            self._skip_over(member)
             name = size = None
 
     def read(self, member: TarMember) -> bytes:
@@ -94,6 +91,12 @@ class TarReader:
             DamagedStreamError: the tar ends before it does.
         """
         return self._take(member.size, f"member {member.name!r}")
+
+    def _skip_over(self, member: TarMember) -> None:
+        end = member.offset + member.size
+        self._skip_to(end, "a member")
+        self.member_complete = True
+        self._skip_to(end + -member.size % _BLOCK, "padding")
 
     def _behind_end_marker(self) -> bytes:
         """The first header of a tar that was joined to this one (`cat a.tar b.tar`); empty where

@@ -80,6 +80,14 @@ def read_video_header(
         header = _ask_pyav(file, head, max_frame_pixels, max_frames)
     else:
         header = VideoHeader(plain.num_frames, plain.fps, plain.height, plain.width, plain.rotation)
+    _check_limits(header, max_frame_pixels, max_frames)
+    if header.rotation in (90, 270):
+        return dataclasses.replace(header, height=header.width, width=header.height)
+    return header
+
+
+def _check_limits(header: VideoHeader, max_frame_pixels: int, max_frames: int) -> None:
+    """Raise SampleError where frames are too large, too many, or none."""
     if header.height * header.width > max_frame_pixels:
         raise SampleError(
             "video_too_large",
@@ -92,9 +100,6 @@ def read_video_header(
         )
     if header.num_frames == 0:
         raise SampleError("bad_video", "the video has no frames")
-    if header.rotation in (90, 270):
-        return dataclasses.replace(header, height=header.width, width=header.height)
-    return header
 
 
 def decode_frames(

@@ -174,7 +174,7 @@ def test_unexpected_errors_are_one_line(
     def explode(config: object) -> None:
         raise ZeroDivisionError("first line\nsecond line")
 
-    monkeypatch.setattr(cli_module, "build_engine", explode)
+    monkeypatch.setattr("offline_packing.runs.run.build_engine", explode)
     code, error = main(monkeypatch, capsys, "run", config)
     assert code == 1
     assert error == "error: ZeroDivisionError: first line second line (--debug shows where)\n"
