@@ -20,7 +20,7 @@ MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 40
 MAX_MODULES_OF_FOLDER = 12
 #: Of offline_packing: modules and lines, to be lowered to 120 and 17,000.
-MAX_MODULES = 162
+MAX_MODULES = 159
 MAX_LINES = 20064
 #: Modules in circles, longer files, fuller folders and other long functions: to be lowered to 0.
 MAX_IN_CIRCLES = 0
@@ -30,7 +30,6 @@ MAX_LONG_FUNCTIONS = 0
 
 #: Longer functions: kernels that numba compiles as one piece, and one that is mostly its contract.
 LONG_FUNCTIONS = {
-    "offline_packing.planner.copies._exchange",
     "offline_packing.planner.plan_packs.plan_packs",
     "offline_packing.planner.strategies.coarse._refine",
     "offline_packing.planner.strategies.exact_fill._complete",

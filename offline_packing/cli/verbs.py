@@ -56,7 +56,7 @@ _SET_ASIDE: Final = (
 @verb("measure", is_shared=True)
 def measure_verb(run: Run, dry_run: bool) -> None:
     """Measure the tokens of every sample; no image or video is decoded."""
-    from offline_packing.index.set_aside_table import group_set_aside
+    from offline_packing.index.set_aside import group_set_aside
     from offline_packing.measure.measure import measure, preview_measure
     from offline_packing.runs.losses import aside_while_measuring, render_examples
 
@@ -86,7 +86,7 @@ def _strategy_options() -> tuple[str, list[tuple[str, str]]]:
 @verb("plan", more_help=_strategy_options)
 def plan_verb(run: Run, dry_run: bool) -> None:
     """Decide which samples form which pack, and print the figures."""
-    from offline_packing.index.set_aside_table import group_set_aside
+    from offline_packing.index.set_aside import group_set_aside
     from offline_packing.plan.plan import plan, preview_plan, summary_text
     from offline_packing.runs.artifacts import open_index
     from offline_packing.runs.losses import aside_while_planning, render_examples

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from offline_packing.errors import StageError
-from offline_packing.index.set_aside_table import read_set_aside
+from offline_packing.index.set_aside import read_set_aside
 from offline_packing.index.table import Index, IndexInfo, part_name
 from offline_packing.measure.repeated_ids import hash_content, repeated_key
 from offline_packing.runs.run import Run

@@ -12,7 +12,7 @@ import numpy as np
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
-from offline_packing.index.set_aside_table import AsideGroup, group_set_aside
+from offline_packing.index.set_aside import AsideGroup, group_set_aside
 from offline_packing.index.table import Index, IndexInfo, part_name
 from offline_packing.runs.run import Run
 from offline_packing.runs.workspace import Workspace

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 import pyarrow.csv
 
 from offline_packing.errors import StageError
-from offline_packing.index.set_aside_table import read_set_aside
+from offline_packing.index.set_aside import read_set_aside
 from offline_packing.index.table import IndexInfo
 from offline_packing.runs.losses import aside_while_measuring, aside_while_planning
 from offline_packing.runs.run import Run

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from offline_packing.errors import DiskFullError, StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
@@ -25,14 +28,19 @@ from offline_packing.runs.manifest import Manifest, read_manifest, write_manifes
 from offline_packing.runs.run import Run
 from offline_packing.runs.shards import iterate_tasks, plan_shards
 from offline_packing.runs.tasks import check_all_done, unfinished
+from offline_packing.sources.formats.tables import ParquetSource
+from offline_packing.sources.reading.row_reader import WANTED_SHARE
 from offline_packing.storage.files import read_json, to_json, write_atomically
 from offline_packing.storage.fingerprint import changed_fields
-from offline_packing.write.unpacking import estimate_unpacked_bytes
 
 logger = logging.getLogger(__name__)
 
 #: After this many failed shards the rest would most likely fail, too.
 _MAX_FAILURES: Final = 20
+#: Where the last sample of each compressed file ends.
+_ENDS: Final = pa.schema(
+    [("source_id", pa.int32()), ("container", pa.large_string()), ("end", pa.int64())]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +80,7 @@ def preview_write(run: Run, samples: Index, plan: PackPlan) -> str:
     """What `write` would write; nothing is written."""
     shards = plan_shards(run, samples, plan)
     num_bytes = int(estimate_pack_bytes(samples, plan).sum())
-    unpacked = estimate_unpacked_bytes(samples, len(shards))
+    unpacked = _estimate_unpacked_bytes(samples, len(shards))
     meanwhile = (
         f"; meanwhile up to {unpacked:,} bytes of unpacked files in {run.workspace.unpacked}"
         if unpacked
@@ -82,6 +90,34 @@ def preview_write(run: Run, samples: Index, plan: PackPlan) -> str:
         f"would write {len(plan.sample_ids):,} samples in {plan.num_packs:,} packs, "
         f"{len(shards):,} shards, about {num_bytes:,} bytes to {run.workspace.root}{meanwhile}"
     )
+
+
+def _estimate_unpacked_bytes(samples: Index, num_shards: int) -> int:
+    """Upper limit of the bytes of all copies while this many shards are written.
+
+    A compressed file is unpacked as far as its last sample. Row groups are only copied where each
+    shard uses little of them, as in a plan of many shards without locality.
+    """
+    ends = _ENDS.empty_table()
+    in_rows = 0
+    for table in samples.parts("source_id", "json", "media"):
+        media = table["media"].combine_chunks()
+        owners = table["source_id"].take(pc.list_parent_indices(media))
+        for ids, places in (
+            (table["source_id"], table["json"].combine_chunks()),
+            (owners, media.flatten()),
+        ):
+            kinds, sizes = places.field("kind"), places.field("size")
+            of_row = pc.equal(kinds, ParquetSource.KIND)
+            in_rows += pc.sum(sizes.filter(of_row)).as_py() or 0
+            packed = pc.starts_with(kinds, "stream")
+            columns = [ids, places.field("container"), pc.add(places.field("offset"), sizes)]
+            found = pa.table([column.filter(packed) for column in columns], schema=_ENDS)
+            ends = pa.concat_tables([ends, found])
+        ends = ends.group_by(["source_id", "container"]).aggregate([("end", "max")])
+        ends = ends.select(["source_id", "container", "end_max"]).rename_columns(_ENDS.names)
+    in_files = pc.sum(ends["end"]).as_py() or 0
+    return in_files + (in_rows if num_shards * WANTED_SHARE > 1 else 0)
 
 
 def _start(run: Run, plan: StoredPlan) -> None:
