@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 import orjson
 
 from offline_packing.errors import StageError
-from offline_packing.sources import Locator, Source, SourceRecord, source_class
+from offline_packing.sources import Locator, Source, SourceRecord, open_source
 from offline_packing.sources.records import has_dialogue, to_sample
 from offline_packing.storage.files import write_atomically
 from task_encoders.media.image import read_image_header
@@ -181,13 +181,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"{given.output} exists; choose another folder")
     skipped: list[str] = []
     try:
-        source = source_class(given.format)(
-            given.path,
-            "bmr",
-            image_root=given.image_root,
-            fields=fields,
-            unpack_folder=given.output / ".unpacked",
-        )
+        options = {"format": given.format, "path": given.path, "task": "bmr", "fields": fields}
+        if given.image_root is not None:
+            options["image_root"] = given.image_root
+        source = open_source(options, unpack_folder=given.output / ".unpacked")
         found = read_samples(source, skipped, split_lists=given.form == "copies")
         if given.form == "dialogue":
             found = group_by_image(found, given.max_turns)

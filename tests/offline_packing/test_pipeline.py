@@ -316,9 +316,9 @@ def test_verify_finds_a_wrong_length(
     run = make_run(captions, tmp_path / "out")
     true_measure = measure_part_module.measure_record
 
-    def off_by_one(record: Any, key: str, *args: Any) -> Any:
-        measured = true_measure(record, key, *args)
-        if key == "part0/000004":
+    def off_by_one(record: Any, *args: Any) -> Any:
+        measured = true_measure(record, *args)
+        if record.key == "part0/000004":
             length = measured.length
             wrong = type(length)(length.num_tokens + 1, 1, length.num_vision_patches, ())
             measured = replace(measured, length=wrong)

@@ -89,7 +89,8 @@ def test_damaged_raw_pack(raw: Run) -> None:
     folder = raw.workspace.root / "raw_packing_data"
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     flip_byte(folder / "ps_00000000.json", 30)
-    assert "are not what was written: their hash differs" in verify(raw).problems[0]
+    named = "ps_00000000.json is not what was written: its hash differs"
+    assert named in verify(raw).problems[0]
     image = next(iter(sorted(folder.glob("*.jpg"))))
     image.unlink()
     assert f"raw_packing_data/{image.name} is missing" in verify(raw).problems[0]
@@ -181,7 +182,7 @@ UNFIT = {
         "messages": [{"role": "system", "content": "Be brief."}, *dialogue("What?", "That.")],
         "images": ["000.png"],
     },
-    "tag": {"question": "Tag?", "answer": "Write <image>.", "images": ["000.png"]},
+    "tag": {"question": "<image>Tag?", "answer": "Write <image>.", "images": ["000.png"]},
     "pad": {"question": "What is <|image_pad|>?", "answer": "A token.", "images": ["000.png"]},
     "thin": {"question": "A line?", "answer": "Yes.", "images": ["thin.png"]},
 }

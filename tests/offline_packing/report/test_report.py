@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -197,13 +198,14 @@ def test_examples_and_drawn_packs(run: Run) -> None:
 
 
 def test_several_sources(tmp_path: Path) -> None:
-    """Also two of one path, told apart by their names, and repeats."""
+    """Also two of the same keys, told apart by their names, and repeats."""
     one, two = captioning_pairs(tmp_path / "one", 20), captioning_pairs(tmp_path / "two", 30, 1)
     (one / "broken.json").write_text("{")
+    three = Path(shutil.copytree(one, tmp_path / "three"))
     sources = [
         {"format": "pairs", "path": str(one), "name": "x", "task": "captioning", "repeat": 2},
         {"format": "pairs", "path": str(two), "name": "x/y", "task": "captioning"},
-        {"format": "pairs", "path": str(one), "name": "x/z", "task": "captioning", "repeat": 0.5},
+        {"format": "pairs", "path": str(three), "name": "x/z", "task": "captioning", "repeat": 0.5},
     ]
     run = make_run(sources, tmp_path / "out")
     pack_all(run)
