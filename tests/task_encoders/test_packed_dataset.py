@@ -59,10 +59,12 @@ def loading(
     config = WorkerConfig(rank=rank, world_size=world_size, num_workers=num_workers)
     loader = make(get_packed_train_dataset(folder, encoder, worker_config=config, **options))
     loader.restore_state_rank(state)
+    gc.freeze()  # workers of Energon's own loader otherwise copy this process when they start
     try:
         yield loader
     finally:
         PackedLoader.close(loader)
+        gc.unfreeze()
 
 
 def keys_of(batches: Any, count: int | None = None) -> list[str]:
@@ -78,39 +80,57 @@ def states_of(loader: Any, count: int) -> tuple[list[str], list[Any]]:
     return keys, states
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quick_workers() -> Iterator[None]:
-    """Workers of Energon's own loader otherwise copy all of this process when they start."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.parametrize(
-    ("make", "num_workers", "repeat"),
-    [
-        *((get_packed_loader, n, False) for n in (0, 1, 2, 4, 8)),
-        *((get_savable_loader, n, False) for n in (0, 1, 2, 4, 8)),
-        *((get_packed_loader, n, True) for n in (0, 1, 4)),
-        (get_savable_loader, 2, True),
-    ],
-)
+@pytest.mark.parametrize("repeat", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("make", [get_packed_loader, get_savable_loader])
 def test_a_restored_loader_gives_the_rest_and_nothing_else(
     make: Any, num_workers: int, repeat: bool, text_packs: Path, encoder: Any
 ) -> None:
     with loading(make, text_packs, encoder, num_workers, repeat=repeat) as loader:
-        keys, states = states_of(loader, NUM_PACKS + (2 if repeat else 0))
-        keys += keys_of(iter(loader), 4) if repeat else []
+        keys, states = states_of(loader, NUM_PACKS + (1 if repeat else 0))
+        keys += keys_of(iter(loader), 3) if repeat else []
+    assert len(states) == NUM_PACKS + (2 if repeat else 1)
     assert sorted(keys[:NUM_PACKS]) == [f"{i:02d}" for i in range(NUM_PACKS)]
-    # Starting many workers takes time: then only the steps around the end.
-    first = 0 if num_workers <= 1 else NUM_PACKS - 2
-    for step in range(first, len(states)):
+    for step, state in enumerate(states):
         with loading(
-            make, text_packs, encoder, num_workers, state=states[step], repeat=repeat
+            make, text_packs, encoder, num_workers, state=state, repeat=repeat
         ) as restored:
-            rest = keys[step:][: 4 if repeat else None]
-            assert keys_of(iter(restored), 4 if repeat else None) == rest, step
+            rest = keys[step:][: 3 if repeat else None]
+            assert keys_of(iter(restored), 3 if repeat else None) == rest, step
+
+
+@pytest.mark.parametrize(("num_workers", "saved_after"), [(2, 11), (8, 8)])
+def test_the_end_of_twelve_packs(
+    num_workers: int, saved_after: int, tmp_path: Path, encoder: Any
+) -> None:
+    """Packs came a second time, and others never."""
+    folder = text_folder(tmp_path / "packs", 12)
+    with loading(get_packed_loader, folder, encoder, num_workers, repeat=False) as loader:
+        seen = keys_of(iter(loader), saved_after)
+        state = loader.save_state_rank()
+    with loading(
+        get_packed_loader, folder, encoder, num_workers, state=state, repeat=False
+    ) as restored:
+        rest = keys_of(restored)
+    assert len(rest) == 12 - saved_after
+    assert sorted(seen + rest) == [f"{i:02d}" for i in range(12)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("repeat", [False, True])
+def test_each_rank_goes_on_from_any_step(
+    rank: int, repeat: bool, text_packs: Path, encoder: Any
+) -> None:
+    """9 packs, 2 ranks of 2 workers: one rank has a pack more."""
+    layout: dict[str, Any] = {"rank": rank, "world_size": 2, "repeat": repeat}
+    with loading(get_packed_loader, text_packs, encoder, 2, **layout) as loader:
+        keys, states = states_of(loader, 10 if repeat else NUM_PACKS)
+        keys += keys_of(iter(loader), 3) if repeat else []
+    assert repeat or len(keys) == 5 - rank
+    for step, state in enumerate(states):
+        with loading(get_packed_loader, text_packs, encoder, 2, state=state, **layout) as restored:
+            rest = keys[step:][: 3 if repeat else None]
+            assert keys_of(iter(restored), 3 if repeat else None) == rest, step
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
