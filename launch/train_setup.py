@@ -91,7 +91,10 @@ def check_alike(config: LaunchConfig) -> None:
     """
     own = {name: os.environ.get(name) for name in (PACKED, VQA, BMR)}
     for section, content in config.model_dump(mode="json").items():
-        own |= {f"{section}.{field}": str(value) for field, value in content.items()}
+        for field, value in content.items():  # a set's order differs between processes
+            own[f"{section}.{field}"] = str(
+                sorted(value, key=str) if isinstance(value, list) else value
+            )
     for path in ("data.path", "output.path", "model.checkpoint"):  # nodes may mount them elsewhere
         del own[path]
     everyone: list[dict[str, str | None]] = [own] * distributed.get_world_size()

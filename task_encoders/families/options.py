@@ -47,11 +47,11 @@ class ModelOptions(BaseModel):
     min_pixels: NonNegative = 0
     max_pixels: NonNegative = 0
     #: an image longer than this in one direction is set aside
-    max_aspect_ratio: Number = 0
+    max_aspect_ratio: Number = 0.0
     #: an image with more pixels in its file is set aside (default: Pillow's bomb threshold)
     max_image_pixels: Count | None = None
     #: frames taken of a second of video, and of a whole one, as far as it has them
-    video_fps: Number = 0
+    video_fps: Number = 0.0
     video_min_frames: NonNegative = 0
     video_max_frames: NonNegative = 0
     #: limits of a frame (qwen3_vl: of a whole video) after resizing
