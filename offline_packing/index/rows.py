@@ -14,6 +14,7 @@ from typing import IO, Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash
 
@@ -170,3 +171,16 @@ def _concat(tables: Sequence[pa.Table], columns: Sequence[str]) -> pa.Table:
 
 def _schema(columns: Sequence[str]) -> pa.Schema:
     return pa.schema([INDEX_SCHEMA.field(name) for name in columns])
+
+
+#: Sizes of records and media, without their other columns.
+_SIZES: Final = ("json.size", "media.list.element.size")
+
+
+def sample_bytes(path: Path) -> npt.NDArray[np.int64]:
+    """(num_rows,) bytes of the record and the media of each sample in a part of the index."""
+    table = pq.ParquetFile(path).read(columns=list(_SIZES))
+    media = table["media"].combine_chunks()
+    ends = np.concatenate([[0], np.cumsum(media.flatten().field("size").to_numpy())])
+    in_media = np.diff(ends[np.cumsum(media.value_lengths().to_numpy())], prepend=0)
+    return in_media + table["json"].combine_chunks().field("size").to_numpy()

@@ -3,21 +3,18 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow.parquet as pq
 
 from offline_packing.config.packing import PackingConfig
+from offline_packing.index.rows import sample_bytes
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.planner.cost import padded_tokens
 from offline_packing.planner.pack_plan import PackPlan
 
 _HISTOGRAM_ROWS = 16
 _BAR_WIDTH = 40
-#: Sizes of records and media, without their other columns.
-_SIZES = ("json.size", "media.list.element.size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +169,7 @@ def source_uses(config: PackingConfig, samples: Index, packs: PackPlan) -> list[
         own = uses[first : first + len(part)].astype(np.int64)
         first += len(part)
         source_ids = part["source_id"].to_numpy()
-        num_bytes = own * _sample_bytes(samples.path(number))
+        num_bytes = own * sample_bytes(samples.path(number))
         values = (own > 0, own, own * part["num_tokens"].to_numpy(), num_bytes)
         for total, value in zip(sums, values, strict=True):
             np.add.at(total, source_ids, value)
@@ -183,15 +180,6 @@ def source_uses(config: PackingConfig, samples: Index, packs: PackPlan) -> list[
             config.source_names(), sums.T.tolist(), strict=True
         )
     ]
-
-
-def _sample_bytes(path: Path) -> npt.NDArray[np.int64]:
-    """(num_rows,) bytes of the record and the media of each sample in a part of the index."""
-    table = pq.ParquetFile(path).read(columns=list(_SIZES))
-    media = table["media"].combine_chunks()
-    ends = np.concatenate([[0], np.cumsum(media.flatten().field("size").to_numpy())])
-    in_media = np.diff(ends[np.cumsum(media.value_lengths().to_numpy())], prepend=0)
-    return in_media + table["json"].combine_chunks().field("size").to_numpy()
 
 
 def _render_sources(sources: Sequence[SourceUse]) -> list[str]:

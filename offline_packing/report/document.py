@@ -115,6 +115,7 @@ def _sources(stages: CompleteStages, set_aside: SetAside) -> list[dict[str, Any]
                 "set_aside": measured + planned,
                 "packed": own["packed"],
                 "times_used": own["packed"] / (own["used"] or 1),
+                "bytes": own["bytes"],
                 **{column: own[column] for column in SOURCE_SUMS},
                 "share_of_tokens": own["tokens"] / total,
             }

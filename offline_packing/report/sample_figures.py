@@ -4,6 +4,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from offline_packing.index.rows import sample_bytes
 from offline_packing.planner.admission import OVER_SEQ_LENGTH
 from offline_packing.report.complete_stages import CompleteStages
 from offline_packing.report.distributions import log_histogram, spread
@@ -33,20 +34,23 @@ def source_sums(stages: CompleteStages) -> dict[str, list[int]]:
     uses hold (without a plan: what all rows hold)."""
     num_sources = len(stages.run.config.source)
     sums = {
-        name: np.zeros(num_sources, np.int64) for name in ("rows", "used", "packed", *SOURCE_SUMS)
+        name: np.zeros(num_sources, np.int64)
+        for name in ("rows", "used", "packed", "bytes", *SOURCE_SUMS)
     }
     first = 0
-    for part in stages.samples.parts("source_id", *SOURCE_SUMS.values()):
-        uses = stages.num_uses[first : first + len(part)]
+    parts = stages.samples.parts("source_id", *SOURCE_SUMS.values())
+    for number, part in enumerate(parts):
+        uses = stages.num_uses[first : first + len(part)].astype(np.int64)
         first += len(part)
         source_ids = part["source_id"].to_numpy()
         sums["rows"] += np.bincount(source_ids, minlength=num_sources)
         sums["used"] += np.bincount(source_ids[uses > 0], minlength=num_sources)
         sums["packed"] += np.bincount(source_ids, uses, num_sources).astype(np.int64)
-        for name, column in SOURCE_SUMS.items():
-            values = part[column].to_numpy() * uses.astype(np.int64)
+        columns = {name: part[column].to_numpy() for name, column in SOURCE_SUMS.items()}
+        columns["bytes"] = sample_bytes(stages.samples.path(number))
+        for name, values in columns.items():
             # Sums of a part are far below 2**53, where doubles are exact.
-            sums[name] += np.bincount(source_ids, values, num_sources).astype(np.int64)
+            sums[name] += np.bincount(source_ids, values * uses, num_sources).astype(np.int64)
     return {name: array.tolist() for name, array in sums.items()}
 
 

@@ -227,6 +227,8 @@ def test_several_sources(tmp_path: Path) -> None:
         assert source["packed"] == len(own)
         assert source["tokens"] == sum(row["num_tokens"] for row in own)
         assert source["images"] == sum(row["num_images"] for row in own)
+        places = [place for row in own for place in (row["json"], *row["media"])]
+        assert source["bytes"] == sum(place["size"] for place in places)
         assert source["set_aside"] == aside[source["name"]]
         assert source["samples"] == different + aside[source["name"]]
         assert source["times_used"] == len(own) / different
