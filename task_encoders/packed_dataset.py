@@ -11,7 +11,7 @@ from megatron.energon import (
     get_train_dataset,
     get_val_dataset,
 )
-from megatron.energon.savable_loader import SavableDataLoaderState
+from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint
 
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.pack_dealing import OnePass
@@ -114,18 +114,32 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
 
     def save_state_rank(self) -> SavableDataLoaderState | None:
         """As Energon's; a worker that delivered nothing in this pass yet is at its beginning, not
-        at the end of the one before."""
+        at the end of the one before; a worker that has not begun yet is where it will begin."""
         # Between iter() and the first batch no worker runs yet; Energon would wait for an answer.
         if _running(self) is None:
             self._has_workers = False
         state = super().save_state_rank()
+        if state is None:
+            return None
+        if self._has_workers:
+            state.worker_states = self._where_workers_begin(state.worker_states)
         before, now = self._last_of_pass_before, self._worker_sample_counters
-        if state is None or before is None or self._epoch_iterator is None or before == now:
+        if before is None or self._epoch_iterator is None or before == now:
             return state
         for worker, (old, new) in enumerate(zip(before, now, strict=True)):
             if old == new:
                 _begin_pass(state.worker_states[worker].state.dataset_state)
         return state
+
+    def _where_workers_begin(self, states: list[Any]) -> list[Any]:
+        """States with those of workers that have not begun corrected.
+
+        A worker that is asked before it reads anything answers with the state None and one sample
+        to skip, which would be lost.
+        """
+        begin = self.dataset.get_initial_checkpoint()
+        begin = begin or [SavableDatasetCheckpoint(state=None, offset=0)] * len(states)
+        return [old if old.state else new for old, new in zip(states, begin, strict=True)]
 
     def close(self) -> None:
         """End the workers. Left to the garbage collector, each of them takes 5 s."""
