@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from launch.model_config import ModelConfig
-from offline_packing.config.yaml_file import read_config
+from offline_packing.storage.yaml_file import read_config
 
 
 def _not_bool(value: Any) -> Any:

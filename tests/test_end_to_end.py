@@ -19,7 +19,8 @@ from offline_packing.index.table import Index
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
 from offline_packing.runs.run import Run
-from offline_packing.verify.verify import VerifyResult, verify
+from offline_packing.verify.shard import VerifyResult
+from offline_packing.verify.verify import verify
 from offline_packing.write.write import write
 from task_encoders.packed_dataset import get_packed_val_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder

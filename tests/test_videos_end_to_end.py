@@ -20,7 +20,7 @@ from offline_packing.report.pages import render_packs
 from offline_packing.report.preview import preview
 from offline_packing.report.preview_text import render_pack
 from offline_packing.runs.artifacts import open_index
-from offline_packing.storage.tar_shards import scan_tar
+from offline_packing.storage.tars import scan_tar
 from offline_packing.verify.verify import verify
 from task_encoders.media.video import VideoSettings
 from task_encoders.model_inputs import to_transformers_kwargs

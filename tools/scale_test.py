@@ -21,10 +21,14 @@ from offline_packing.index import table as index
 from offline_packing.index.table import INDEX_SCHEMA, IndexInfo
 from offline_packing.plan.plan import plan
 from offline_packing.report.report import report
-from offline_packing.runs.artifacts import open_index, open_plan
-from offline_packing.runs.run import Run, config_fingerprint
-from offline_packing.runs.shards import iterate_tasks, plan_shards
-from offline_packing.storage.fingerprint import library_versions
+from offline_packing.runs.artifacts import (
+    config_fingerprint,
+    library_versions,
+    open_index,
+    open_plan,
+)
+from offline_packing.runs.run import Run
+from offline_packing.runs.tasks import iterate_tasks, plan_shards
 
 
 def make_part(first: int, count: int, rng: np.random.Generator) -> pa.Table:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from offline_packing.layouts.energon_metadata import index_pack_folder
 from offline_packing.storage.files import read_json
-from offline_packing.storage.tar_shards import TarShardWriter, scan_tar
+from offline_packing.storage.tars import TarShardWriter, scan_tar
 from task_encoders.concatenate import PackedRow, merge_rows
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.families import ModelSettings

@@ -20,12 +20,12 @@ from pydantic import (
     model_validator,
 )
 
-from offline_packing.config.yaml_file import explain_value_error, read_config, validate
 from offline_packing.engines import ENGINES
 from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.rules import check_combination
 from offline_packing.sources import SourceOptions, parse_options
 from offline_packing.sources.options import listed
+from offline_packing.storage.yaml_file import explain_value_error, read_config, validate
 from task_encoders.families import ModelSettings
 from task_encoders.field_types import Count, LocalOrRemotePath, NonNegative, not_bool, one_of
 

@@ -29,7 +29,8 @@ from offline_packing.plan.summary import PlanSummary, summarize
 from offline_packing.report.pack_picture import draw_packs
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run, build_engine, listed
-from offline_packing.verify.verify import VerifyResult, verify
+from offline_packing.verify.shard import VerifyResult
+from offline_packing.verify.verify import verify
 from offline_packing.write.write import write
 from task_encoders.families import ModelSettings
 

@@ -1,7 +1,6 @@
 """Engines: what runs a stage's tasks. A new one is a file here and a line in ENGINES."""
 
-from offline_packing.engines.base import Engine
-from offline_packing.engines.local import LocalEngine
+from offline_packing.engines.local import Engine, LocalEngine
 from offline_packing.engines.ray_cluster import RayEngine
 from offline_packing.engines.slurm_array import SlurmEngine
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Final
 
-from offline_packing.engines.base import (
+from offline_packing.engines.local import (
     SECONDS_BETWEEN_REPORTS,
     Advance,
     Engine,

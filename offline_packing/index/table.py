@@ -42,7 +42,7 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("key_hash", pa.uint64()),  # xxh3_64 of "source_id/key"
         pa.field(
             "content_hash", pa.uint64()
-        ),  # 0 where the key is an identity, see repeated_ids.py
+        ),  # 0 where the key is an identity, see measure/identity.py
         pa.field("source_id", pa.int32()),
         pa.field("task", pa.string()),
         pa.field("num_tokens", pa.int32()),

@@ -11,7 +11,7 @@ from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index
 from offline_packing.layouts.fragments import ShardFragment, ShardFragments
 from offline_packing.layouts.shard_tasks import Row, ShardTask
-from offline_packing.storage.tar_shards import PackEntry
+from offline_packing.storage.tars import PackEntry
 from task_encoders.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
 from task_encoders.samples import TASKS, SourceSample
 

@@ -1,6 +1,6 @@
 """WebDataset shards with Energon's metadata: the layout that the task encoder here reads.
 
-train-000000.tar, train-000000.tar.idx    see tar_shards.py
+train-000000.tar, train-000000.tar.idx    see tars.py
 .nv-meta/                                 see energon_metadata.py
 """
 
@@ -20,7 +20,7 @@ from offline_packing.layouts.energon_metadata import (
 from offline_packing.layouts.fragments import ShardFragment, ShardFragments
 from offline_packing.layouts.shard_tasks import ShardTask
 from offline_packing.storage.files import atomic_file, hash_file, write_atomically
-from offline_packing.storage.tar_shards import PackEntry, TarShardWriter, index_bytes, scan_tar
+from offline_packing.storage.tars import PackEntry, TarShardWriter, index_bytes, scan_tar
 
 _SHARD: Final = re.compile(r"[A-Za-z0-9_]+-\d{6}\.tar(\.idx)?")
 

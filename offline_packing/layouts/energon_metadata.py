@@ -33,7 +33,7 @@ from offline_packing.storage.files import (
     translate_disk_full,
     write_atomically,
 )
-from offline_packing.storage.tar_shards import PackEntry, index_bytes, scan_tar
+from offline_packing.storage.tars import PackEntry, index_bytes, scan_tar
 from task_encoders.pack_format import JSON_PART, PackFormatError, parse_json, restore_pack
 from task_encoders.samples import TASKS
 

@@ -9,7 +9,7 @@ import orjson
 
 from offline_packing.errors import StageError
 from offline_packing.storage.files import hash_bytes, read_json, write_atomically
-from offline_packing.storage.tar_shards import FilePart, PackEntry, Part
+from offline_packing.storage.tars import FilePart, PackEntry, Part
 
 
 @dataclass(frozen=True)

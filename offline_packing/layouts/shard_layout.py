@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.storage.tar_shards import member_size, tar_size
+from offline_packing.storage.tars import member_size, tar_size
 
 #: Upper limit of what a member's name and a sample's part of the pack's JSON add to the text.
 _EXTRA_BYTES = 96

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from offline_packing.engines.base import advance
+from offline_packing.engines.local import advance
 from offline_packing.errors import StageError
 from offline_packing.index.stamps import MODIFICATION_TIME, sample_stamp
 from offline_packing.layouts.shard_layout import Shard

@@ -13,41 +13,45 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-import pyarrow.compute as pc
-
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
 from offline_packing.index.table import Index, IndexInfo
-from offline_packing.measure.estimate import estimate_records
+from offline_packing.measure.identity import (
+    NewRecords,
+    rename_repeated,
+    set_known_keys,
+    skip_fingerprint,
+)
 from offline_packing.measure.measure_part import (
     MeasureTask,
     PartResult,
     finished_part,
     measure_part,
 )
-from offline_packing.measure.measured_files import explain_listing, save_files
-from offline_packing.measure.repeated_ids import rename_repeated
-from offline_packing.measure.skip import count_new, set_known_keys, skip_fingerprint
-from offline_packing.runs.run import Run, config_fingerprint, open_sources
+from offline_packing.measure.source_files import (
+    count_unused_media,
+    explain_listing,
+    save_files,
+)
+from offline_packing.runs.artifacts import (
+    Fingerprint,
+    changed_fields,
+    check_fingerprint,
+    config_fingerprint,
+    library_versions,
+    warn_of_versions,
+)
+from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import check_all_done, unfinished
 from offline_packing.runs.workspace import Workspace
 from offline_packing.sources import Scan, Source
 from offline_packing.sources.roots.contents import nothing_found
-from offline_packing.sources.roots.listing import container_hash
 from offline_packing.storage.files import (
     hash_file,
     read_json,
     remove_temporaries,
     to_json,
     write_atomically,
-)
-from offline_packing.storage.fingerprint import (
-    Fingerprint,
-    changed_fields,
-    check_fingerprint,
-    library_versions,
-    warn_of_versions,
 )
 
 logger = logging.getLogger(__name__)
@@ -111,8 +115,8 @@ def _complete(
         fingerprint=dict(fingerprint),
         versions=library_versions(),
         part_rows=[result.num_rows for result in results],
-        set_aside=dict(sum((Counter(result.set_aside) for result in results), Counter())),
-        lost_fields=dict(sum((Counter(result.lost_fields) for result in results), Counter())),
+        set_aside=dict(sum((result.set_aside for result in results), Counter())),
+        lost_fields=dict(sum((result.lost_fields for result in results), Counter())),
         num_tokens=sum(result.num_tokens for result in results),
         num_skipped=sum(result.num_skipped for result in results),
     )
@@ -121,8 +125,8 @@ def _complete(
         logger.info(
             "measure: %s samples share their id with another one: ID@CONTENT", f"{num_renamed:,}"
         )
-    info = replace(info, hashes=_hashes(workspace))
-    info = _with_unused_images(workspace.index, info, scans)
+    num_unused = count_unused_media(Index(workspace.index, info), scans)
+    info = replace(info, hashes=_hashes(workspace), num_unused_images=num_unused)
     if info.num_unused_images:
         logger.warning(
             "measure: %s image and video files are used by no sample", f"{info.num_unused_images:,}"
@@ -133,18 +137,22 @@ def _complete(
 
 
 def preview_measure(run: Run) -> str:
-    """What `measure` would read. Writes nothing, and reads only the beginning of large files."""
+    """What `measure` would read. Writes nothing, and reads no record without source.skip."""
     lines = []
     sources = open_sources(run.config)
     with tempfile.TemporaryDirectory() as scratch:
         set_known_keys(run, sources, Path(scratch))
         for source in sources:
             if source.known is not None:
-                new, known = count_new(source, run.config.engine.samples_per_part)
-                text = f"{new:,} new records of {source.path}, and skip {known:,}"
+                scan = source.scan(run.config.engine.samples_per_part)
+                parts = [NewRecords(source, part) for part in scan.parts]
+                text = f"{sum(1 for part in parts for _ in part):,} new records of {source.path}"
+                text += f", and skip {sum(part.num_skipped for part in parts):,}"
             else:
-                count, is_exact = estimate_records(source, source.unread_parts())
-                text = f"{'' if is_exact else 'about '}{count:,} records of {source.path}"
+                counts = [part.num_records for part in source.unread_parts()]
+                text = f"{sum(filter(None, counts)):,} records of {source.path}"
+                if None in counts:  # parts of unknown size are one file each
+                    text = f"{counts.count(None):,} files of {source.path}"
             lines.append(f"would measure {text}\n")
     return "".join(lines)
 
@@ -257,20 +265,3 @@ def _hashes(workspace: Workspace) -> dict[str, dict[str, str]]:
         folder.name: {path.name: hash_file(path) for path in sorted(folder.glob("*.parquet"))}
         for folder in (workspace.index, workspace.set_aside, workspace.files)
     }
-
-
-def _with_unused_images(folder: Path, info: IndexInfo, scans: Sequence[Scan]) -> IndexInfo:
-    """Count the image files that neither belong to a record nor are named by a row."""
-    unpaired = {i: np.sort(scan.unpaired_media) for i, scan in enumerate(scans)}
-    unused = {i: np.ones(len(hashes), bool) for i, hashes in unpaired.items() if len(hashes)}
-    if not unused or info.num_skipped:  # samples that are left out use images, too
-        return info
-    for table in Index(folder, info).parts("source_id", "media"):
-        for i in unused:
-            rows = table.filter(pc.equal(table["source_id"], i))
-            names = rows["media"].combine_chunks().flatten().field("container").unique()
-            used = [container_hash(name.encode()) for name in names.to_pylist()]
-            places = np.searchsorted(unpaired[i], np.array(used, np.uint64))
-            places = np.minimum(places, len(unpaired[i]) - 1)
-            unused[i][places[unpaired[i][places] == np.array(used, np.uint64)]] = False
-    return replace(info, num_unused_images=sum(int(flags.sum()) for flags in unused.values()))

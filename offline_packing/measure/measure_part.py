@@ -6,7 +6,7 @@ Media are not decoded: their size is read from the header.
 import itertools
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -14,33 +14,27 @@ import orjson
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from offline_packing.engines.base import advance
+from offline_packing.engines.local import advance
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
 from offline_packing.index.stamps import sample_stamp
 from offline_packing.index.table import MeasuredSample, SetAsideSample
 from offline_packing.index.traits import sample_traits
-from offline_packing.measure.repeated_ids import hash_content
-from offline_packing.measure.skip import NewRecords
+from offline_packing.measure.identity import NewRecords, hash_content
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
 from offline_packing.sources.lost_fields import lost_fields
 from offline_packing.sources.records import check_prompts_are_shown, to_sample
 from task_encoders.families import ModelSettings
 from task_encoders.media.image import MAX_IMAGE_PIXELS, read_image_header
-from task_encoders.media.video_file import (
-    MAX_VIDEO_FRAMES,
-    MissingPyAVError,
-    VideoHeader,
-    read_video_header,
-)
+from task_encoders.media.video_file import MissingPyAVError, VideoHeader, read_video_header
 from task_encoders.pack_format import image_extension, video_extension
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SampleError, SourceSample
 
 #: Rows that a worker holds at a time: a part of a compressed source may have any number.
 _ROWS_AT_ONCE: Final = 1024
-#: Metadata of a part of the set-aside table: how many samples were left out.
+#: Metadata of a part of the set-aside table: how many samples were left out, and what others lack.
 _SKIPPED: Final = "num_skipped"
 _LOST_FIELDS: Final = "lost_fields"
 
@@ -58,75 +52,74 @@ class MeasureTask:
     set_aside_path: Path
 
 
-@dataclass(frozen=True)
+@dataclass
 class PartResult:
     """What a finished part holds."""
 
     number: int
-    num_rows: int
-    num_tokens: int
-    set_aside: dict[str, int]
+    num_rows: int = 0
+    num_tokens: int = 0
+    set_aside: Counter[str] = field(default_factory=Counter)
     #: left out by source.skip
     num_skipped: int = 0
     #: what samples lack -> how many; see sources/lost_fields.py
-    lost_fields: dict[str, int] = field(default_factory=dict)
+    lost_fields: Counter[str] = field(default_factory=Counter)
 
     @property
     def num_records(self) -> int:
         """Samples of both tables, and those that were left out."""
-        return self.num_rows + sum(self.set_aside.values()) + self.num_skipped
+        return self.num_rows + self.set_aside.total() + self.num_skipped
 
 
 def finished_part(task: MeasureTask) -> PartResult:
     """What a part that was measured before holds."""
     num_tokens = pq.read_table(task.index_path, columns=["num_tokens"])["num_tokens"]
-    tokens = pc.sum(num_tokens).as_py() or 0
     with pq.ParquetFile(task.set_aside_path) as aside:
         reasons = Counter(aside.read(["reason"])["reason"].to_pylist())
         notes = aside.metadata.metadata or {}
-    skipped = int(notes.get(_SKIPPED.encode(), 0))
-    lost = orjson.loads(notes.get(_LOST_FIELDS.encode(), b"{}"))
-    return PartResult(task.number, len(num_tokens), tokens, dict(reasons), skipped, lost)
+    return PartResult(
+        task.number,
+        len(num_tokens),
+        pc.sum(num_tokens).as_py() or 0,
+        reasons,
+        int(notes.get(_SKIPPED.encode(), 0)),
+        Counter(orjson.loads(notes.get(_LOST_FIELDS.encode(), b"{}"))),
+    )
 
 
 def measure_part(task: MeasureTask) -> PartResult:
     """Measure one part and write its two tables. The index part comes last and marks completion."""
     encoder = open_encoder(task.model)
     notes: dict[str, str] = {}
-    lost: Counter[str] = Counter()
+    result = PartResult(task.number)
     with (
         index.table_writer(task.index_path, index.INDEX_SCHEMA) as write_measured,
         index.table_writer(task.set_aside_path, index.SET_ASIDE_SCHEMA, notes) as write_aside,
     ):
-        total = PartResult(task.number, 0, 0, {})
         new = NewRecords(task.source, task.part)
         records = iter(new)
         while True:  # one record at a time, as it may hold its media
             some = itertools.islice(records, _ROWS_AT_ONCE)
-            measured, aside = _measure_some(task, some, encoder, lost)
+            measured, aside = _measure_some(task, some, encoder, result.lost_fields)
             if not measured and not aside:
                 break
             write_measured(index.index_table(measured))
             write_aside(index.set_aside_table(aside))
-            total = PartResult(
-                task.number,
-                total.num_rows + len(measured),
-                total.num_tokens + sum(sample.length.num_tokens for sample in measured),
-                dict(Counter(total.set_aside) + Counter(sample.reason for sample in aside)),
-            )
+            result.num_rows += len(measured)
+            result.num_tokens += sum(sample.length.num_tokens for sample in measured)
+            result.set_aside.update(sample.reason for sample in aside)
+        result.num_skipped = new.num_skipped
         if new.num_skipped:
             notes[_SKIPPED] = str(new.num_skipped)
-        if lost:
-            notes[_LOST_FIELDS] = orjson.dumps(lost).decode()
-    return replace(total, num_skipped=new.num_skipped, lost_fields=dict(lost))
+        if result.lost_fields:
+            notes[_LOST_FIELDS] = orjson.dumps(result.lost_fields).decode()
+    return result
 
 
 def _measure_some(
     task: MeasureTask, records: Iterable[SourceRecord], encoder: SampleEncoder, lost: Counter[str]
 ) -> tuple[list[MeasuredSample], list[SetAsideSample]]:
-    """Rows of both tables. What samples lack is counted
-    in `lost`."""
-    limits = (task.model.max_image_pixels or MAX_IMAGE_PIXELS, task.model.max_video_frames)
+    """Rows of both tables. What samples lack is counted in `lost`."""
     source = task.source
     measured: list[MeasuredSample] = []
     aside: list[SetAsideSample] = []
@@ -135,17 +128,14 @@ def _measure_some(
         key = source.key_prefix + record.key
         try:
             sample = read_record(record, key, source)
-            row = measure_record(record, sample, source, task.source_id, encoder, *limits)
+            row = measure_record(record, sample, source, task.source_id, encoder, task.model)
             lost.update(set(lost_fields(record, sample, source.fields)))
         except SampleError as error:
             aside.append(SetAsideSample(key, source.path, error.reason, error.detail))
             continue
-        except MissingPyAVError as error:
-            raise StageError(f"sample {key!r} in {source.path}: {error}") from error
         except Exception as error:
-            raise StageError(
-                f"sample {key!r} in {source.path}: {type(error).__name__}: {error}"
-            ) from error
+            kind = "" if isinstance(error, MissingPyAVError) else f"{type(error).__name__}: "
+            raise StageError(f"sample {key!r} in {source.path}: {kind}{error}") from error
         measured.append(row)
     return measured, aside
 
@@ -166,54 +156,37 @@ def measure_record(
     source: Source,
     source_id: int,
     encoder: SampleEncoder,
-    max_image_pixels: int,
-    max_video_frames: int = MAX_VIDEO_FRAMES,
+    model: ModelSettings,
 ) -> MeasuredSample:
     """One row of the index. Raises SampleError if the record must be set aside."""
-    limits = (max_image_pixels, max_video_frames)
-    media, sizes, videos = _read_headers(record, sample, source, *limits)
+    max_pixels = model.max_image_pixels or MAX_IMAGE_PIXELS
+    media: list[tuple[Locator, str]] = []  # of each image, then of each video; and its extension
+    sizes: list[tuple[int, int]] = []  # (height, width)
+    videos: list[VideoHeader] = []
+    for name in sample.images:
+        locator, file = source.open_media(record, name)
+        with file:
+            header = read_image_header(file, max_image_pixels=max_pixels)
+        media.append((locator, image_extension(name, header.format)))
+        sizes.append((header.height, header.width))
+    for name in sample.videos:
+        locator, file = source.open_media(record, name)
+        limits = {"max_frame_pixels": max_pixels, "max_frames": model.max_video_frames}
+        with file:
+            video = read_video_header(file, **limits)
+        media.append((locator, video_extension(name, video.extension)))
+        videos.append(video)
     names = (*sample.images, *sample.videos)
-    content_hash = hash_content(sample, map(record.embedded.get, names)) if record.own_id else 0
-    length = encoder.measure(sample, sizes, videos)
-    stamp = sample_stamp(source, record.locator, (locator for locator, _ in media))
     return MeasuredSample(
         sample.key,
         source_id,
         source.task,
         len(sample.turns),
-        length,
+        encoder.measure(sample, sizes, videos),
         record.locator,
         tuple(media),
-        stamp,
+        sample_stamp(source, record.locator, (locator for locator, _ in media)),
         sample_traits(sample, sizes),
         len(videos),
-        content_hash,
+        hash_content(sample, map(record.embedded.get, names)) if record.own_id else 0,
     )
-
-
-def _read_headers(
-    record: SourceRecord,
-    sample: SourceSample,
-    source: Source,
-    max_image_pixels: int,
-    max_video_frames: int,
-) -> tuple[list[tuple[Locator, str]], list[tuple[int, int]], list[VideoHeader]]:
-    """Place and extension of each image, then of each video; (height, width) of the images."""
-    media: list[tuple[Locator, str]] = []
-    sizes: list[tuple[int, int]] = []
-    videos: list[VideoHeader] = []
-    for name in sample.images:
-        locator, file = source.open_media(record, name)
-        with file:
-            header = read_image_header(file, max_image_pixels=max_image_pixels)
-        media.append((locator, image_extension(name, header.format)))
-        sizes.append((header.height, header.width))
-    for name in sample.videos:
-        locator, file = source.open_media(record, name)
-        with file:
-            video = read_video_header(
-                file, max_frame_pixels=max_image_pixels, max_frames=max_video_frames
-            )
-        media.append((locator, video_extension(name, video.extension)))
-        videos.append(video)
-    return media, sizes, videos

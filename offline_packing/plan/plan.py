@@ -10,7 +10,6 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from offline_packing.config.packing import PackingConfig
@@ -19,11 +18,14 @@ from offline_packing.index import table as index
 from offline_packing.index.table import Index
 from offline_packing.layouts.shard_layout import splits_of_plan
 from offline_packing.plan.make_plan import Planned, make_plan
-from offline_packing.plan.summary import render_summary, source_uses, summarize
+from offline_packing.plan.summary import render_sources, render_summary, summarize
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import (
     PLAN_FILES,
+    Fingerprint,
     StoredPlan,
+    changed_fields,
+    check_fingerprint,
     load_plan,
     plan_fingerprint,
     plan_identity,
@@ -37,7 +39,6 @@ from offline_packing.storage.files import (
     to_json,
     write_atomically,
 )
-from offline_packing.storage.fingerprint import Fingerprint, changed_fields, check_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -114,11 +115,8 @@ def restore_plan(run: Run, samples: Index, expected: str) -> None:
     shutil.rmtree(scratch, ignore_errors=True)  # left by a killed run
     try:
         info = scratch / run.workspace.plan_info.name
-        for made in (run, _as_before_sample_order(run)):
-            _save(made, samples, make_plan(made, samples), scratch)
-            if hash_plan(read_json(info)) == expected:
-                break
-        else:
+        _save(run, samples, make_plan(run, samples), scratch)
+        if hash_plan(read_json(info)) != expected:
             raise StageError(
                 f"{folder} cannot be rebuilt: the plan comes out differently; restore it from "
                 "a copy, or pack all data again with another output.path"
@@ -131,12 +129,6 @@ def restore_plan(run: Run, samples: Index, expected: str) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _as_before_sample_order(run: Run) -> Run:
-    """A run that plans as versions without `pack.sample_order` did."""
-    pack = run.config.pack.model_copy(update={"sample_order": "composed"})
-    return replace(run, config=run.config.model_copy(update={"pack": pack}))
-
-
 def preview_plan(run: Run, samples: Index) -> str:
     """The summary of the plan that `plan` would make; nothing is written."""
     planned = make_plan(run, samples)
@@ -147,8 +139,8 @@ def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mappin
     """The figures of a plan, to be shared. `plan_reasons`: samples set aside while planning."""
     reasons = Counter(samples.info.set_aside) + Counter(plan_reasons)
     lengths = samples.array("num_tokens")[packs.sample_ids]
-    sources = source_uses(run.config, samples, packs)
-    return render_summary(summarize(run.config, samples.info, lengths, packs, reasons, sources))
+    summary = summarize(run.config, samples.info, lengths, packs, reasons)
+    return render_summary(summary, render_sources(run.config, samples, packs))
 
 
 def _discard_previous(run: Run, found: Fingerprint, wanted: Fingerprint) -> None:

@@ -17,22 +17,6 @@ _HISTOGRAM_ROWS = 16
 _BAR_WIDTH = 40
 
 
-@dataclass(frozen=True, slots=True)
-class SourceUse:
-    """What the packs hold of one source."""
-
-    name: str
-    #: different samples
-    samples: int
-    #: uses per sample, in the mean
-    times_used: float
-    #: of all uses, and their share of those of all sources
-    tokens: int
-    share: float
-    #: of the records and media of all uses
-    num_bytes: int
-
-
 @dataclass(frozen=True)
 class PlanSummary:
     """What a plan amounts to. Lengths are in tokens."""
@@ -65,8 +49,6 @@ class PlanSummary:
     equal_batch_size: int
     #: samples per bin of equal width from 1 to seq_length
     histogram: tuple[int, ...]
-    #: what each source contributes
-    sources: tuple[SourceUse, ...] = ()
 
 
 def summarize(
@@ -75,12 +57,9 @@ def summarize(
     lengths: npt.NDArray[np.integer],
     packs: PackPlan,
     set_aside: Mapping[str, int],
-    sources: Sequence[SourceUse] = (),
 ) -> PlanSummary:
     """Figures of a plan. `lengths` (num_packed,) are the tokens of the packed samples, `set_aside`
-    counts those left out while measuring and planning, by reason; `sources` is what each source
-    contributes, where that is to be shown.
-    """
+    counts those left out while measuring and planning, by reason."""
     seq_length, num_packed = packs.info.seq_length, len(lengths)
     num_tokens = int(lengths.sum(dtype=np.int64))
     batch, padded_batch = config.report.global_batch_size, config.report.padded_batch_size
@@ -107,7 +86,6 @@ def summarize(
         iterations_after=math.ceil(packs.num_packs / batch),
         equal_batch_size=max(1, round(batch / packs.packing_factor)),
         histogram=_histogram(lengths, seq_length),
-        sources=tuple(sources),
     )
 
 
@@ -116,8 +94,8 @@ def _histogram(lengths: npt.NDArray[np.integer], seq_length: int) -> tuple[int, 
     return tuple(np.histogram(lengths, edges)[0].tolist())
 
 
-def render_summary(summary: PlanSummary) -> str:
-    """The figures as text, one per line."""
+def render_summary(summary: PlanSummary, sources: Sequence[str] = ()) -> str:
+    """The figures as text, one per line; `sources`: the lines of their table."""
     s = summary
     before, after = s.iterations_before, s.iterations_after
     lines = [
@@ -143,9 +121,9 @@ def render_summary(summary: PlanSummary) -> str:
             f"(global batch size {s.equal_batch_size:,} keeps the samples per step)",
         ),
     ]
-    sources = ["", *_render_sources(s.sources)] if s.sources else []
     figures = [f"{name:<24}{value}" for name, value in lines]
-    return "\n".join([*figures, *sources, "", "samples by tokens", *_bars(s), ""])
+    table = ["", *sources] if sources else []
+    return "\n".join([*figures, *table, "", "samples by tokens", *_bars(s), ""])
 
 
 def _bars(summary: PlanSummary) -> list[str]:
@@ -158,39 +136,30 @@ def _bars(summary: PlanSummary) -> list[str]:
     ]
 
 
-def source_uses(config: PackingConfig, samples: Index, packs: PackPlan) -> list[SourceUse]:
-    """One entry per source; reads the index part by part."""
+def render_sources(config: PackingConfig, samples: Index, packs: PackPlan) -> list[str]:
+    """A table of what the packs hold of each source, one line per source: different samples, uses
+    per sample in the mean, and of all uses the tokens, their share of those of all sources, and the
+    bytes of records and media. Reads the index part by part."""
     uses = np.zeros(samples.info.num_samples, np.int32)
     np.add.at(uses, packs.sample_ids, 1)
-    num_sources = len(config.source)
-    sums = np.zeros((4, num_sources), np.int64)  # samples, uses, tokens, bytes
+    sums = np.zeros((4, len(config.source)), np.int64)  # samples, uses, tokens, bytes
     first = 0
     for number, part in enumerate(samples.parts("source_id", "num_tokens")):
         own = uses[first : first + len(part)].astype(np.int64)
         first += len(part)
-        source_ids = part["source_id"].to_numpy()
         num_bytes = own * sample_bytes(samples.path(number))
         values = (own > 0, own, own * part["num_tokens"].to_numpy(), num_bytes)
         for total, value in zip(sums, values, strict=True):
-            np.add.at(total, source_ids, value)
+            np.add.at(total, part["source_id"].to_numpy(), value)
+    names = config.source_names()
+    width = max(24, *(len(name) + 2 for name in names))
     all_tokens = max(int(sums[2].sum()), 1)
-    return [
-        SourceUse(name, used, count / max(used, 1), tokens, tokens / all_tokens, num_bytes)
-        for name, (used, count, tokens, num_bytes) in zip(
-            config.source_names(), sums.T.tolist(), strict=True
-        )
-    ]
-
-
-def _render_sources(sources: Sequence[SourceUse]) -> list[str]:
-    """A table, one line per source."""
-    width = max(24, *(len(source.name) + 2 for source in sources))
     head = f"{'samples':>12} {'times used':>11} {'tokens':>16} {'share':>7} {'bytes':>18}"
     return [
         f"{'source':<{width}}{head}",
         *(
-            f"{s.name:<{width}}{s.samples:>12,} {s.times_used:>11.2f} {s.tokens:>16,} "
-            f"{s.share:>7.1%} {s.num_bytes:>18,}"
-            for s in sources
+            f"{name:<{width}}{used:>12,} {count / max(used, 1):>11.2f} {tokens:>16,} "
+            f"{tokens / all_tokens:>7.1%} {num_bytes:>18,}"
+            for name, (used, count, tokens, num_bytes) in zip(names, sums.T.tolist(), strict=True)
         ),
     ]

@@ -1,18 +1,20 @@
-"""Samples that are lost: shown with an example per reason; too many of them stop a run.
+"""Samples that are set aside: listed, shown with an example per reason; too many stop a run.
 
 A folder of pictures that has moved, or a wrong format, must not look like success.
 """
 
+import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+import pyarrow.csv
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
-from offline_packing.index.set_aside import AsideGroup, group_set_aside
+from offline_packing.index.set_aside import AsideGroup, group_set_aside, read_set_aside
 from offline_packing.index.table import Index, IndexInfo, part_name
 from offline_packing.runs.run import Run
 from offline_packing.runs.workspace import Workspace
@@ -121,3 +123,34 @@ def _hint(config: PackingConfig, group: AsideGroup) -> str | None:
     if source is None:
         return None
     return hint_for(group.reason, group.detail, source)
+
+
+def list_set_aside(
+    run: Run, *, reasons: Collection[str] = (), as_csv: bool = False
+) -> Iterator[str]:
+    """Lines of key, source, reason and detail, many at a time: what `measure` set aside, then what
+    `plan` did.
+
+    Args:
+        reasons: list these only.
+        as_csv: comma-separated with a header, quoted as RFC 4180 has it; otherwise tabs.
+
+    Raises:
+        StageError: nothing is measured yet, or a table is damaged.
+    """
+    workspace = run.workspace
+    info = IndexInfo.load(workspace.index_info)
+    if info is None:
+        raise StageError(f"no complete index in {workspace.root}; run measure first")
+    paths = [*aside_while_measuring(workspace, info), *aside_while_planning(workspace)]
+    if as_csv:
+        yield "key,source,reason,detail\n"
+    for table in read_set_aside(paths, reasons):
+        if as_csv:
+            buffer = io.BytesIO()
+            options = pyarrow.csv.WriteOptions(include_header=False)
+            pyarrow.csv.write_csv(table, buffer, options)
+            yield buffer.getvalue().decode()
+        else:
+            rows = zip(*(column.to_pylist() for column in table.columns), strict=True)
+            yield "".join("\t".join(" ".join(text.split()) for text in row) + "\n" for row in rows)

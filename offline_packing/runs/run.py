@@ -2,10 +2,12 @@
 
 import functools
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, TextIO
 
 from tqdm import tqdm
 
@@ -14,12 +16,31 @@ from offline_packing.engines import ENGINES, Engine
 from offline_packing.errors import ConfigError
 from offline_packing.index.stamps import MODIFICATION_TIME
 from offline_packing.layouts import LAYOUTS
-from offline_packing.runs.bar import progress_bar
 from offline_packing.runs.workspace import Workspace
 from offline_packing.sources import Source, open_source
-from offline_packing.storage.fingerprint import Fingerprint
 from task_encoders.families import ModelSettings, build_sample_encoder
 from task_encoders.sample_encoder import SampleEncoder
+
+_SECONDS_BETWEEN_LINES: Final = 60
+#: measure: 120,000 of 600,000 samples, 20%, 03:10 left
+_LINE: Final = "{desc}: {n:,} of {total:,} {unit}s, {percentage:.0f}%, {remaining} left"
+#: if the total is unknown
+_OPEN_LINE: Final = "{desc}: {n:,} {unit}s in {elapsed}"
+
+
+class _Lines:
+    """A stream that gives every state of a bar its own line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        line = text.strip()
+        if line:
+            self._stream.write(f"{line}\n")
+
+    def flush(self) -> None:
+        self._stream.flush()
 
 
 @dataclass(frozen=True)
@@ -33,7 +54,7 @@ class Run:
     #: whether to show progress
     progress: bool = False
 
-    @property
+    @functools.cached_property
     def workspace(self) -> Workspace:
         """Where the artifacts lie."""
         return Workspace(Path(self.config.output.path))
@@ -75,9 +96,30 @@ class Run:
                 layout.remove(self.workspace.root)
             shutil.rmtree(self.workspace.write)
 
-    def bar(self, name: str, total: int | None, unit: str) -> "AbstractContextManager[tqdm[None]]":
-        """Progress of a stage, in `total` units; None: their number is unknown."""
-        return progress_bar(name, total, unit, shown=self.progress)
+    @contextmanager
+    def bar(self, name: str, total: int | None, unit: str) -> Iterator["tqdm[None]"]:
+        """Progress of a stage in `total` units (None: unknown): a bar in a terminal, with log lines
+        above it; a line a minute in a log."""
+        is_terminal = sys.stderr.isatty()
+        lines = {
+            "file": _Lines(sys.stderr),
+            "bar_format": _LINE if total else _OPEN_LINE,
+            "mininterval": _SECONDS_BETWEEN_LINES,
+            "maxinterval": _SECONDS_BETWEEN_LINES,
+            "delay": _SECONDS_BETWEEN_LINES,
+        }
+        above = nullcontext()
+        if self.progress and is_terminal:
+            from tqdm.contrib.logging import logging_redirect_tqdm  # imports asyncio: 30 ms
+
+            above = logging_redirect_tqdm()
+        options = {} if is_terminal else lines
+        hidden = not self.progress
+        with (
+            tqdm(total=total or None, desc=name, unit=unit, disable=hidden, **options) as bar,
+            above,
+        ):
+            yield bar
 
 
 def build_engine(config: PackingConfig) -> Engine:
@@ -105,28 +147,6 @@ def open_encoder(model: ModelSettings) -> SampleEncoder:
         return build_sample_encoder(model)
     except (ValueError, OSError) as error:
         raise ConfigError(f"model: {' '.join(str(error).split())}") from error
-
-
-def config_fingerprint(config: PackingConfig) -> Fingerprint:
-    """The part of what the index depends on that the configuration alone determines."""
-    fields: dict[str, str | int] = {
-        f"model.{name}": value for name, value in open_encoder(config.model).fingerprint.items()
-    }
-    for i, (source, prefix) in enumerate(zip(config.source, config.key_prefixes(), strict=True)):
-        fields[f"source.{i}.format"] = source.format
-        fields[f"source.{i}.task"] = source.task
-        fields[f"source.{i}.key_prefix"] = prefix
-        for name, value in source.format_options().items():
-            if isinstance(value, dict):  # a manifest holds them sorted
-                value = dict(sorted(value.items()))
-            text = ", ".join(value) if isinstance(value, tuple) else str(value)
-            fields[f"source.{i}.{name}"] = text
-    return fields
-
-
-def without_listings(fingerprint: Fingerprint) -> dict[str, str | int]:
-    """The part of an index's fingerprint that `config_fingerprint` gives."""
-    return {name: value for name, value in fingerprint.items() if not name.endswith(".listing")}
 
 
 def listed(reasons: Iterable[tuple[str, int]]) -> str:

@@ -1,4 +1,5 @@
-"""Which tasks of a stage are done, and which of the others this process is to run.
+"""The tasks of a stage: which are done, which of the others this process is to run, and those of
+the shards of a plan.
 
 A task is done when its marker exists: the file that it writes last. An engine that shares tasks
 with other ranks runs its share of the remaining ones and ends; a run that has the output to itself
@@ -6,12 +7,25 @@ completes the stage.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from offline_packing.errors import ShareDoneError
-from offline_packing.runs.run import Run
+from offline_packing.index.rows import name_copies, rows_of_shards
+from offline_packing.index.stamps import MODIFICATION_TIME
+from offline_packing.index.table import Index
+from offline_packing.layouts.shard_layout import (
+    Shard,
+    estimate_pack_bytes,
+    lay_out_shards,
+    splits_of_plan,
+)
+from offline_packing.layouts.shard_tasks import COLUMNS, ShardTask
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.run import Run, open_sources
 
 logger = logging.getLogger(__name__)
 
@@ -45,3 +59,56 @@ def check_all_done(
 
 def _left(tasks: Sequence[Task], marker: Callable[[Task], Path]) -> list[Task]:
     return [task for task in tasks if not marker(task).exists()]
+
+
+def plan_shards(run: Run, samples: Index, plan: PackPlan) -> list[Shard]:
+    """Which packs go in which shard."""
+    output = run.config.output
+    if output.max_shard_bytes is None:
+        pack_bytes = np.zeros(plan.num_packs, dtype=np.int64)
+    else:
+        pack_bytes = estimate_pack_bytes(samples, plan)
+    splits = splits_of_plan(plan, output.split)
+    return lay_out_shards(pack_bytes, splits, output.packs_per_shard, output.max_shard_bytes)
+
+
+def iterate_tasks(
+    run: Run,
+    samples: Index,
+    plan: PackPlan,
+    shards: Sequence[Shard],
+    *,
+    scratch: Path | None = None,
+    with_sources: bool = True,
+) -> Iterator[ShardTask]:
+    """The task of each shard, made when it is asked for.
+
+    Args:
+        scratch: folder for rows that do not fit in memory; default: the fragments' folder.
+        with_sources: whether the tasks read samples and media; without it, no source is needed.
+    """
+    if not shards:
+        return
+    workspace, config = run.workspace, run.config
+    sources = tuple(open_sources(config)) if with_sources else ()
+    bounds = [plan.pack_offsets[s.first_pack : s.first_pack + s.num_packs + 1] for s in shards]
+    ids = [plan.sample_ids[offsets[0] : offsets[-1]] for offsets in bounds]
+    tables = rows_of_shards(samples, COLUMNS, ids, scratch or workspace.write)
+    copies = plan.copy_numbers()
+    for shard, offsets, rows in zip(shards, bounds, tables, strict=True):
+        if copies is not None:
+            rows = name_copies(rows, copies[offsets[0] : offsets[-1]])
+        yield ShardTask(
+            shard=shard,
+            folder=workspace.root,
+            fragment_path=workspace.fragment(shard.name),
+            unpack_folder=workspace.unpacked,
+            rows=rows,
+            pack_sizes=np.diff(offsets),
+            sources=sources,
+            task=config.task,
+            key_prefix=config.output.key_prefix,
+            seq_length=config.pack.seq_length,
+            layout=config.output.layout,
+            check_times=MODIFICATION_TIME not in run.accept_mismatch,
+        )

@@ -11,109 +11,55 @@ OUT/_packing/unpacked/                                      while packs are writ
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from offline_packing.errors import StageError
 from offline_packing.storage.files import hold_lock, remove_temporaries
 
 
-@dataclass(frozen=True)
 class Workspace:
     """Paths below one output folder."""
 
-    root: Path
-
-    @property
-    def packing(self) -> Path:
-        """Everything that training does not read."""
-        return self.root / "_packing"
-
-    @property
-    def index(self) -> Path:
-        """Folder of the index parts."""
-        return self.packing / "index"
-
-    @property
-    def index_started(self) -> Path:
-        """What the parts of an unfinished index were made with. Readers of Parquet folders skip
-        names that begin with an underscore."""
-        return self.index / "_started.json"
-
-    @property
-    def measure_total(self) -> Path:
-        """How much there is to measure; present while measuring."""
-        return self.index / "_total.json"
-
-    @property
-    def set_aside(self) -> Path:
-        """Folder of the parts of the set-aside table."""
-        return self.packing / "set_aside"
-
-    @property
-    def files(self) -> Path:
-        """Folder of the tables of the source files that were measured."""
-        return self.packing / "files"
-
-    @property
-    def index_info(self) -> Path:
-        """Present when the index is complete."""
-        return self.packing / "index.json"
-
-    @property
-    def skip(self) -> Path:
-        """Folder of the keys that source.skip leaves out, while samples are measured."""
-        return self.packing / "skip"
-
-    @property
-    def damaged(self) -> Path:
-        """Folder of what `retry` is rebuilding."""
-        return self.packing / "damaged"
-
-    @property
-    def plan(self) -> Path:
-        """Folder of the plan."""
-        return self.packing / "plan"
-
-    @property
-    def plan_info(self) -> Path:
-        """Present when the plan is complete."""
-        return self.plan / "stage.json"
-
-    @property
-    def write(self) -> Path:
-        """Folder of one fragment per finished shard."""
-        return self.packing / "write"
-
-    @property
-    def started(self) -> Path:
-        """What the shards depend on beside index and source; there when the first is written."""
-        return self.write / "started.json"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        #: present when the packed dataset is complete
+        self.manifest = root / "manifest.json"
+        #: Energon's metadata
+        self.nv_meta = root / ".nv-meta"
+        #: everything that training does not read
+        self.packing = root / "_packing"
+        #: folder of the index parts
+        self.index = self.packing / "index"
+        #: what the parts of an unfinished index were made with. Readers of Parquet folders skip
+        #: names that begin with an underscore
+        self.index_started = self.index / "_started.json"
+        #: how much there is to measure; present while measuring
+        self.measure_total = self.index / "_total.json"
+        #: folder of the parts of the set-aside table
+        self.set_aside = self.packing / "set_aside"
+        #: folder of the tables of the source files that were measured
+        self.files = self.packing / "files"
+        #: present when the index is complete
+        self.index_info = self.packing / "index.json"
+        #: folder of the keys that source.skip leaves out, while samples are measured
+        self.skip = self.packing / "skip"
+        #: folder of what `retry` is rebuilding
+        self.damaged = self.packing / "damaged"
+        self.plan = self.packing / "plan"
+        #: present when the plan is complete
+        self.plan_info = self.plan / "stage.json"
+        #: folder of one fragment per finished shard
+        self.write = self.packing / "write"
+        #: what the shards depend on beside index and source; there when the first is written
+        self.started = self.write / "started.json"
+        self.report = self.packing / "report"
+        #: folder of copies of what has no random access: compressed files, and large row groups.
+        #: Present while packs are written or compared with their source
+        self.unpacked = self.packing / "unpacked"
 
     def fragment(self, shard_name: str) -> Path:
         """The fragment of a shard, by its name with or without `.tar`."""
         return self.write / f"{shard_name.removesuffix('.tar')}.json"
-
-    @property
-    def report(self) -> Path:
-        """Folder of the report."""
-        return self.packing / "report"
-
-    @property
-    def nv_meta(self) -> Path:
-        """Energon's metadata."""
-        return self.root / ".nv-meta"
-
-    @property
-    def manifest(self) -> Path:
-        """Present when the packed dataset is complete."""
-        return self.root / "manifest.json"
-
-    @property
-    def unpacked(self) -> Path:
-        """Folder of copies of what has no random access: compressed files, and large row
-        groups. Present while packs are written or compared with their source."""
-        return self.packing / "unpacked"
 
     @contextmanager
     def lock(self, *, shared: bool = False) -> Iterator[None]:

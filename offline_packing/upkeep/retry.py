@@ -5,23 +5,21 @@ damaged file may still be useful.
 """
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.table import IndexInfo
 from offline_packing.layouts import LAYOUTS
-from offline_packing.layouts.shard_layout import Shard
-from offline_packing.layouts.shard_tasks import ShardTask
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan, restore_plan
 from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.manifest import Manifest, finish_layout, read_manifest
 from offline_packing.runs.run import Run
-from offline_packing.runs.shards import iterate_tasks, plan_shards
+from offline_packing.runs.tasks import plan_shards
 from offline_packing.runs.workspace import Workspace
 from offline_packing.storage.files import hash_file, read_json, to_json, write_atomically
 from offline_packing.verify.damage import (
@@ -30,21 +28,11 @@ from offline_packing.verify.damage import (
     find_metadata_damage,
     find_stage_damage,
 )
-from offline_packing.verify.shard import find_damage
+from offline_packing.verify.shard import VerifyTask, find_damage, verify_tasks
 from offline_packing.write.write import write
 
-
-@dataclass(frozen=True)
-class RepairTask:
-    """One shard and its line in the manifest."""
-
-    shard: ShardTask
-    expected: Mapping[str, Any]
-
-    @property
-    def number(self) -> int:
-        """What distinguishes the task from the others."""
-        return self.shard.number
+#: Names of the index's files, below the output, begin with one of these.
+_OF_INDEX: Final = ("_packing/index", "_packing/set_aside", "_packing/files")
 
 
 def retry(run: Run) -> str:
@@ -78,8 +66,8 @@ def retry(run: Run) -> str:
 
 def _go_on(run: Run) -> Manifest:
     """The stages that are not complete, and parts of the index that are damaged."""
-    damage = find_stage_damage(run, None)
-    if _of_index(run, damage) or not run.workspace.index_info.exists():
+    damage = _of_index(find_stage_damage(run, None))
+    if damage:
         with _set_apart(run.workspace, _index_files(run.workspace, damage)):
             measure(run)
     samples = open_index(run)
@@ -92,7 +80,7 @@ def _repair(run: Run, manifest: Manifest) -> str:
     shards: list[str] = []
     with run.unpacked_files():
         damage = find_stage_damage(run, manifest)
-        of_index = _of_index(run, damage)
+        of_index = _of_index(damage)
         try:
             _repair_stages(run, manifest, damage)
         except StageError as error:
@@ -114,42 +102,43 @@ def _repair(run: Run, manifest: Manifest) -> str:
     )
 
 
-def _of_index(run: Run, damage: Iterable[Damage]) -> list[Damage]:
-    workspace = run.workspace
-    folders = (workspace.index, workspace.set_aside, workspace.files)
-    places = [(one, workspace.root / one.name) for one in damage]
-    return [one for one, path in places if path == workspace.index_info or path.parent in folders]
+def _of_index(damage: Iterable[Damage]) -> list[Damage]:
+    return [one for one in damage if one.name.startswith(_OF_INDEX)]
 
 
-def _index_files(workspace: Workspace, damage: Iterable[Damage]) -> set[Path]:
+def _index_files(workspace: Workspace, damage: Iterable[Damage]) -> list[Path]:
     """What is measured again after damage to the index: always index.json and the tables of
     files, and both tables of a damaged part."""
-    files = {workspace.index_info, *workspace.files.glob("*")}
-    for path in (workspace.root / one.name for one in damage):
-        if path.parent in (workspace.index, workspace.set_aside):
-            files |= {workspace.index / path.name, workspace.set_aside / path.name}
-    return files
+    names = {Path(one.name).name for one in damage}
+    parts = [folder / name for folder in (workspace.index, workspace.set_aside) for name in names]
+    return [workspace.index_info, *workspace.files.glob("*"), *parts]
 
 
 def _repair_stages(run: Run, manifest: Manifest, damage: Sequence[Damage]) -> None:
     """Measure and plan again what is damaged. The plan shows whether the index is the same."""
     workspace = run.workspace
-    of_index = _of_index(run, damage)
-    others = [one for one in damage if one not in of_index]
+    of_index = _of_index(damage)
+    others = [workspace.root / one.name for one in damage if one not in of_index]
     with _set_apart(workspace, _index_files(workspace, of_index) if of_index else ()):
         samples = measure(run) if of_index else open_index(run)
-        plan_is_whole = all(workspace.root / one.name == workspace.started for one in others)
-        if not plan_is_whole or _planned_index(workspace) != hash_file(workspace.index_info):
-            restore_plan(run, samples, manifest["plan"])
+        is_same = all(path == workspace.started for path in others) and (
+            read_json(workspace.plan_info)["fingerprint"]["index"]
+            == hash_file(workspace.index_info)
+        )
+        if not is_same:
+            restore_plan(_as_planned(run, manifest), samples, manifest["plan"])
     if others:
         content = expected_started(run, manifest, read_json(workspace.plan_info)["hash"])
         workspace.write.mkdir(exist_ok=True)
         write_atomically(workspace.started, content)
 
 
-def _planned_index(workspace: Workspace) -> str:
-    """Hash of the index.json that the plan was made of."""
-    return str(read_json(workspace.plan_info)["fingerprint"]["index"])
+def _as_planned(run: Run, manifest: Manifest) -> Run:
+    """A run with the `pack.sample_order` of the manifest; versions that did not have it wrote
+    samples as they were composed."""
+    order = {"sample_order": manifest["config"]["pack"].get("sample_order", "composed")}
+    config = run.config.model_copy(update={"pack": run.config.pack.model_copy(update=order)})
+    return replace(run, config=config)
 
 
 def _repair_metadata(run: Run, manifest: Manifest) -> list[str]:
@@ -176,25 +165,19 @@ def _repair_shards(run: Run, manifest: Manifest) -> list[str]:
     for left_by_kill in run.workspace.write.glob("*.repair"):
         shutil.rmtree(left_by_kill)
     shards = plan_shards(run, samples, packs)
-    layout = LAYOUTS[run.config.output.layout]
-    lines = {line["name"]: line for line in manifest["shards"]}
-
-    def tasks(some: Sequence[Shard], *, with_sources: bool) -> Iterator[RepairTask]:
-        for task in iterate_tasks(run, samples, packs, some, with_sources=with_sources):
-            yield RepairTask(task, lines[layout.shard_file(task.shard.name)])
-
-    checked = run.engine.run(is_damaged, tasks(shards, with_sources=False))
-    numbers = {number for number, damaged in checked if damaged}
+    tasks = verify_tasks(run, samples, packs, manifest, shards, deep=False)
+    numbers = {number for number, damaged in run.engine.run(is_damaged, tasks) if damaged}
     damaged = [shard for shard in shards if shard.number in numbers]
-    return list(run.engine.run(repair_shard, tasks(damaged, with_sources=True)))
+    tasks = verify_tasks(run, samples, packs, manifest, damaged, deep=True)
+    return list(run.engine.run(repair_shard, tasks))
 
 
-def is_damaged(task: RepairTask) -> tuple[int, bool]:
+def is_damaged(task: VerifyTask) -> tuple[int, bool]:
     """Number of a shard, and whether it or its fragment is missing or damaged."""
-    return task.number, bool(find_damage(task.shard, task.expected))
+    return task.number, bool(find_damage(task))
 
 
-def repair_shard(task: RepairTask) -> str:
+def repair_shard(task: VerifyTask) -> str:
     """Write a shard again; returns its name.
 
     It is first written elsewhere, and its hash, not the times of the source's files, decides

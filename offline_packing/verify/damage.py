@@ -8,7 +8,7 @@
 A bit that flips in a recorded hash shows as well: a problem names the file and what records it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -44,56 +44,58 @@ class Damage:
 class FileCheck:
     """The task of comparing one file with its hash."""
 
-    number: int
     root: Path
     path: Path
     expected: str
     #: the file that records the hash
     recorded_in: Path
     is_aside: bool = False
+    number: int = 0
 
 
 def check_file(task: FileCheck) -> Damage | None:
     """What is wrong with a file, if anything is."""
-    name, recorded_in = (str(p.relative_to(task.root)) for p in (task.path, task.recorded_in))
     try:
-        found = hash_metadata(task.path)
-    except FileNotFoundError:
-        return Damage(name, "is missing", task.is_aside)
-    except (OSError, StageError) as error:
-        return Damage(name, f"cannot be read: {error}", task.is_aside)
-    if found != task.expected:
+        if hash_metadata(task.path) == task.expected:
+            return None
+        recorded_in = task.recorded_in.relative_to(task.root)
         text = f"differs from what was written: {recorded_in} records another hash"
-        return Damage(name, text, task.is_aside)
-    return None
+    except FileNotFoundError:
+        text = "is missing"
+    except (OSError, StageError) as error:
+        text = f"cannot be read: {error}"
+    return Damage(str(task.path.relative_to(task.root)), text, task.is_aside)
 
 
 def find_metadata_damage(run: Run, manifest: Manifest) -> list[Damage]:
     """Damage to the layout's metadata on all shards; somebody may have edited it."""
-    root = run.workspace.root
-    checks = (
-        FileCheck(i, root, root / name, expected, run.workspace.manifest, is_aside=True)
-        for i, (name, expected) in enumerate(manifest["metadata"].items())
-    )
-    return _run(run, list(checks))
+    root, recorded_in = run.workspace.root, run.workspace.manifest
+    hashes = manifest["metadata"].items()
+    return _run(run, [FileCheck(root, root / name, one, recorded_in, True) for name, one in hashes])
 
 
 def find_stage_damage(run: Run, manifest: Manifest | None) -> list[Damage]:
     """Damage to index and plan, and to what says which layout the shards were written in; the
     shards' fragments are checked with the shards. Without a manifest, only to the index,
     if it is complete."""
-    plan_info, damage = (None, []) if manifest is None else _read_plan_info(run, manifest)
-    index_info, index_damage = _read_index_info(run, plan_info)
-    damage += index_damage
-    if manifest is not None and plan_info is not None:
-        damage += _started_damage(run, manifest, plan_info)
+    at = run.workspace
+    plan, plan_damage = (None, "") if manifest is None else _read_plan_info(run, manifest)
+    index, index_damage = _read_index_info(run, plan)
     checks: list[FileCheck] = []
-    if index_info is not None:
-        checks += _index_checks(run, index_info)
-    if plan_info is not None:
-        checks += _plan_checks(run, plan_info)
-    numbered = [replace(check, number=i) for i, check in enumerate(checks)]
-    return damage + _run(run, numbered)
+    if index is not None:
+        for folder, hashes in index.hashes.items():
+            for name, expected in hashes.items():
+                path, is_aside = at.packing / folder / name, folder != at.index.name
+                checks.append(FileCheck(at.root, path, expected, at.index_info, is_aside))
+    if manifest is not None and plan is not None:
+        started = hash_bytes(expected_started(run, manifest, plan["hash"]))
+        checks.append(FileCheck(at.root, at.started, started, at.manifest))
+        for name, expected in plan["files"].items():
+            is_aside = name in _FOR_PEOPLE
+            checks.append(FileCheck(at.root, at.plan / name, expected, at.plan_info, is_aside))
+    infos = ((at.plan_info, plan_damage), (at.index_info, index_damage))
+    found = [Damage(str(path.relative_to(at.root)), text) for path, text in infos if text]
+    return found + _run(run, checks)
 
 
 def expected_started(run: Run, manifest: Manifest, plan_hash: str) -> bytes:
@@ -103,80 +105,37 @@ def expected_started(run: Run, manifest: Manifest, plan_hash: str) -> bytes:
 
 
 def _run(run: Run, checks: Sequence[FileCheck]) -> list[Damage]:
-    own = run.engine.share(checks)
+    own = run.engine.share(replace(check, number=i) for i, check in enumerate(checks))
     found = [damage for damage in run.engine.run(check_file, own) if damage is not None]
     return sorted(found, key=lambda damage: damage.name)
 
 
-def _read_plan_info(run: Run, manifest: Manifest) -> tuple[Mapping[str, Any] | None, list[Damage]]:
-    """The plan's stage.json; None if it cannot be relied on."""
+def _read_plan_info(run: Run, manifest: Manifest) -> tuple[Mapping[str, Any] | None, str]:
+    """The plan's stage.json, or what is wrong with it."""
     path = run.workspace.plan_info
-    name = str(path.relative_to(run.workspace.root))
     try:
         info = read_json(path)
         if info is None:
-            return None, [Damage(name, "is missing")]
-        is_whole = sorted(info["files"]) == sorted(PLAN_FILES) and path.read_bytes() == to_json(
-            info
-        )
+            return None, "is missing"
+        is_whole = sorted(info["files"]) == sorted(PLAN_FILES)
+        is_whole = is_whole and path.read_bytes() == to_json(info)
         if is_whole and hash_plan(info) == manifest["plan"]:
-            return info, []
+            return info, ""
     except (StageError, LookupError, TypeError):
         pass  # a damaged file can have any form
-    return None, [Damage(name, "is not what was written")]
+    return None, "is not what was written"
 
 
-def _read_index_info(
-    run: Run, plan_info: Mapping[str, Any] | None
-) -> tuple[IndexInfo | None, list[Damage]]:
-    """index.json; None if it cannot be relied on."""
-    workspace = run.workspace
-    name = str(workspace.index_info.relative_to(workspace.root))
+def _read_index_info(run: Run, plan: Mapping[str, Any] | None) -> tuple[IndexInfo | None, str]:
+    """index.json, or what is wrong with it: by the plan's stage.json, where that is whole."""
+    path = run.workspace.index_info
     try:
-        info = IndexInfo.load(workspace.index_info)
+        info = IndexInfo.load(path)
     except StageError as error:
-        return None, [Damage(name, f"cannot be used: {error}")]
+        return None, f"cannot be used: {error}"
     if info is None:
-        return None, [Damage(name, "is missing")]
-    if plan_info is not None:
-        found = hash_file(workspace.index_info)
-        if found != plan_info["fingerprint"]["index"]:
-            recorded_in = workspace.plan_info.relative_to(workspace.root)
-            text = f"differs from what was written: {recorded_in} records another hash"
-            return None, [Damage(name, text)]
-    return info, []
-
-
-def _started_damage(run: Run, manifest: Manifest, plan_info: Mapping[str, Any]) -> list[Damage]:
-    root, path = run.workspace.root, run.workspace.started
-    expected = hash_bytes(expected_started(run, manifest, plan_info["hash"]))
-    check = FileCheck(0, root, path, expected, run.workspace.manifest)
-    damage = check_file(check)
-    return [] if damage is None else [damage]
-
-
-def _index_checks(run: Run, info: IndexInfo) -> Iterator[FileCheck]:
-    workspace = run.workspace
-    for folder, hashes in info.hashes.items():
-        for name, expected in hashes.items():
-            yield FileCheck(
-                0,
-                workspace.root,
-                workspace.packing / folder / name,
-                expected,
-                workspace.index_info,
-                is_aside=folder != workspace.index.name,
-            )
-
-
-def _plan_checks(run: Run, info: Mapping[str, Any]) -> Iterator[FileCheck]:
-    workspace = run.workspace
-    for name, expected in info["files"].items():
-        yield FileCheck(
-            0,
-            workspace.root,
-            workspace.plan / name,
-            expected,
-            workspace.plan_info,
-            is_aside=name in _FOR_PEOPLE,
-        )
+        return None, "is missing"
+    if plan is not None and hash_file(path) != plan["fingerprint"]["index"]:
+        recorded_in = run.workspace.plan_info.relative_to(run.workspace.root)
+        return None, f"differs from what was written: {recorded_in} records another hash"
+    return info, ""

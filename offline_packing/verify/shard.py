@@ -1,6 +1,6 @@
 """The task of `verify`: re-read one shard."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -9,35 +9,48 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing.errors import StageError
-from offline_packing.index.table import key_hash
+from offline_packing.index.table import Index, key_hash
 from offline_packing.layouts import LAYOUTS
+from offline_packing.layouts.shard_layout import Shard
 from offline_packing.layouts.shard_tasks import Row, ShardTask
-from offline_packing.runs.run import open_encoder
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.manifest import Manifest
+from offline_packing.runs.run import Run, open_encoder
+from offline_packing.runs.tasks import iterate_tasks
 from offline_packing.storage.files import hash_file
 from task_encoders.families import ModelSettings
 from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.pack_format import JSON_PART, PackFormatError, parse_json, restore_pack
 from task_encoders.samples import SampleError, SourceSample
 
-#: Problems kept per shard; all are counted.
+#: Problems kept; all are counted.
 _KEPT: Final = 20
 
 
 @dataclass
-class ShardReport:
-    """What re-reading one shard, or all of them, found."""
+class VerifyResult:
+    """What re-reading one shard, or all of them, found. `ok` is the answer."""
 
+    num_shards: int = 0
     num_packs: int = 0
     num_samples: int = 0
-    num_tokens: int = 0
+    num_set_aside: int = 0
+    #: compared with the source and encoded again; 0 unless deep
     num_images: int = 0
     num_videos: int = 0
+    num_tokens: int = 0
     num_problems: int = 0
     #: those that retry repairs
     num_repairable: int = 0
+    #: the first of them
     problems: list[str] = field(default_factory=list)
     #: key_hash of every sample found: one array per pack
-    key_hashes: list[npt.NDArray[np.uint64]] = field(default_factory=list)
+    key_hashes: list[npt.NDArray[np.uint64]] = field(default_factory=list, compare=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no problem was found."""
+        return self.num_problems == 0
 
     def problem(self, text: str, *, repairable: bool = False) -> None:
         """Count a problem; the first ones are kept."""
@@ -46,21 +59,17 @@ class ShardReport:
         if len(self.problems) < _KEPT:
             self.problems.append(text)
 
-    def add(self, other: "ShardReport") -> None:
-        """Add what was found elsewhere, except the hashes."""
-        self.num_packs += other.num_packs
-        self.num_samples += other.num_samples
-        self.num_tokens += other.num_tokens
-        self.num_images += other.num_images
-        self.num_videos += other.num_videos
-        self.num_problems += other.num_problems
-        self.num_repairable += other.num_repairable
-        self.problems = (self.problems + other.problems)[:_KEPT]
+    def add(self, other: "VerifyResult") -> None:
+        """Add what was found elsewhere."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+        del self.problems[_KEPT:]
 
 
 @dataclass(frozen=True)
 class VerifyTask:
-    """One shard: what it should hold, its line in the manifest, and the padding of samples."""
+    """One shard: what it should hold, its line in the manifest, and the padding of samples.
+    A deep one also compares it with the source."""
 
     shard: ShardTask
     expected: Mapping[str, Any]
@@ -74,10 +83,29 @@ class VerifyTask:
         return self.shard.number
 
 
-def verify_shard(task: VerifyTask) -> ShardReport:
+def verify_tasks(
+    run: Run,
+    samples: Index,
+    plan: PackPlan,
+    manifest: Manifest,
+    shards: Sequence[Shard],
+    *,
+    deep: bool,
+) -> Iterator[VerifyTask]:
+    """The tasks of the shards that the manifest lists; only deep ones need the source."""
+    config = run.config
+    layout = LAYOUTS[config.output.layout]
+    lines = {line["name"]: line for line in manifest["shards"]}
+    listed = [shard for shard in shards if layout.shard_file(shard.name) in lines]
+    for task in iterate_tasks(run, samples, plan, listed, with_sources=deep):
+        line = lines[layout.shard_file(task.shard.name)]
+        yield VerifyTask(task, line, config.pack.pad_multiple, config.model, deep)
+
+
+def verify_shard(task: VerifyTask) -> VerifyResult:
     """Re-read one shard."""
-    report = ShardReport()
-    for problem in find_damage(task.shard, task.expected):
+    report = VerifyResult()
+    for problem in find_damage(task):
         report.problem(problem)
     is_damaged = report.num_problems > 0
     _verify_packs(task, report)
@@ -86,27 +114,23 @@ def verify_shard(task: VerifyTask) -> ShardReport:
     return report
 
 
-def find_damage(shard: ShardTask, expected: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a shard as a whole, or with its fragment; retry repairs it.
-
-    Args:
-        expected: its line in the manifest.
-    """
-    path = shard.fragment_path
+def find_damage(task: VerifyTask) -> list[str]:
+    """What is wrong with a shard as a whole, or with its fragment; retry repairs it."""
+    shard, path, found = task.shard, task.shard.fragment_path, []
     name = path.relative_to(shard.folder)
     if not path.is_file():
         found = [f"{name} is missing"]
-    elif hash_file(path) != expected["fragment_xxh3_128"]:
+    elif hash_file(path) != task.expected["fragment_xxh3_128"]:
         found = [f"{name} is not what was written: its hash differs"]
-    else:
-        return LAYOUTS[shard.layout].find_damage(shard, expected["xxh3_128"])
     try:
-        return found + LAYOUTS[shard.layout].find_damage(shard, expected["xxh3_128"])
+        return found + LAYOUTS[shard.layout].find_damage(shard, task.expected["xxh3_128"])
     except StageError:  # a layout that finds its files by the fragment
-        return found
+        if found:
+            return found
+        raise
 
 
-def _verify_packs(task: VerifyTask, report: ShardReport) -> None:
+def _verify_packs(task: VerifyTask, report: VerifyResult) -> None:
     """Compare the packs of a shard with the plan."""
     layout = LAYOUTS[task.shard.layout]
     keys = task.shard.keys()
@@ -135,7 +159,7 @@ def _verify_pack(
     key: str,
     parts: Mapping[str, bytes],
     rows: Sequence[Row],
-    report: ShardReport,
+    report: VerifyResult,
 ) -> None:
     """Compare one pack with its rows of the index, and with their sources if the task is deep."""
     where = f"{task.expected['name']}: {key}"
@@ -176,7 +200,7 @@ def _verify_sub_sample(
     sub: SourceSample,
     parts: Mapping[str, bytes],
     where: str,
-    report: ShardReport,
+    report: VerifyResult,
 ) -> None:
     """Compare one sub-sample with its source, and encode it."""
     images = [parts[name] for name in sub.images]

@@ -8,12 +8,9 @@ deep        same turns and media bytes as the source; re-encoded from the pack's
             tokens as measured
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.rows import hash_keys
@@ -22,39 +19,11 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_layout import Shard
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
-from offline_packing.runs.manifest import (
-    Manifest,
-    read_manifest,
-    require_manifest,
-)
+from offline_packing.runs.manifest import Manifest, read_manifest, require_manifest
 from offline_packing.runs.run import Run, open_sources
-from offline_packing.runs.shards import iterate_tasks, plan_shards
-from offline_packing.verify.damage import Damage, find_metadata_damage, find_stage_damage
-from offline_packing.verify.shard import ShardReport, VerifyTask, verify_shard
-
-
-@dataclass(frozen=True)
-class VerifyResult:
-    """What `verify` found. `ok` is the answer."""
-
-    num_shards: int
-    num_packs: int
-    num_samples: int
-    num_set_aside: int
-    #: compared with the source and encoded again; 0 unless deep
-    num_images: int
-    num_videos: int
-    num_tokens: int
-    num_problems: int
-    #: those that `retry` repairs
-    num_repairable: int
-    #: the first of them
-    problems: tuple[str, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether no problem was found."""
-        return self.num_problems == 0
+from offline_packing.runs.tasks import plan_shards
+from offline_packing.verify.damage import find_metadata_damage, find_stage_damage
+from offline_packing.verify.shard import VerifyResult, verify_shard, verify_tasks
 
 
 def verify(run: Run, *, deep: bool = False) -> VerifyResult:
@@ -67,41 +36,48 @@ def verify(run: Run, *, deep: bool = False) -> VerifyResult:
         StageError: there is no complete dataset to check, or the source, which only `deep` needs,
             cannot be read.
     """
-    total = ShardReport()
+    total = VerifyResult()
     try:
         manifest = _require_complete(run)
     except DamagedError as error:
         total.problem(f"{error}", repairable=True)
-        return _result({"shards": ()}, total, None)
-    _report(find_metadata_damage(run, manifest), total)
-    with run.unpacked_files():
-        num_set_aside = _verify_stages(run, manifest, deep, total)
-    if num_set_aside is not None:
-        _check_manifest(run, manifest, num_set_aside, total)
-    return _result(manifest, total, num_set_aside)
-
-
-def _result(manifest: Manifest, total: ShardReport, num_set_aside: int | None) -> VerifyResult:
-    return VerifyResult(
-        num_shards=len(manifest["shards"]),
-        num_packs=total.num_packs,
-        num_samples=total.num_samples,
-        num_set_aside=num_set_aside or 0,
-        num_images=total.num_images,
-        num_videos=total.num_videos,
-        num_tokens=total.num_tokens,
-        num_problems=total.num_problems,
-        num_repairable=total.num_repairable,
-        problems=tuple(total.problems),
-    )
-
-
-def _report(damage: Sequence[Damage], total: ShardReport) -> None:
+        return total
+    total.num_shards = len(manifest["shards"])
+    if deep:
+        _require_sources(run)
+    damage = find_metadata_damage(run, manifest) + find_stage_damage(run, manifest)
     for one in damage:
         total.problem(str(one), repairable=True)
+    in_the_way = [one.name for one in damage if not one.is_aside]
+    if in_the_way:
+        text = f"the shards were not read, since {in_the_way[0]} is damaged"
+        total.problem(text, repairable=True)
+        return total
+    with run.unpacked_files():
+        _verify_shards(run, manifest, deep, total)
+    _check_manifest(run, manifest, total)
+    return total
 
 
-def _check_manifest(run: Run, manifest: Manifest, num_set_aside: int, total: ShardReport) -> None:
+def _verify_shards(run: Run, manifest: Manifest, deep: bool, total: VerifyResult) -> None:
+    """Compare the shards with index and plan, which are whole."""
+    samples, stored = open_index(run), open_plan(run)
+    check_layout(run, stored.hash)
+    shards = plan_shards(run, samples, stored.packs)
+    own = run.engine.share(shards)
+    layout = LAYOUTS[run.config.output.layout]
+    planned = {layout.shard_file(shard.name): shard.num_packs for shard in shards}
+    if planned != {line["name"]: line["packs"] for line in manifest["shards"]}:
+        total.problem("manifest.json does not list the planned shards with their packs")
+    with run.bar("verify", sum(shard.num_packs for shard in own), "pack") as bar:
+        tasks = verify_tasks(run, samples, stored.packs, manifest, own, deep=deep)
+        for report in run.engine.run(verify_shard, tasks, bar.update):
+            total.add(report)
+    _check_each_once(samples, stored.packs, own, total)
+    total.num_set_aside = samples.info.num_set_aside + sum(stored.set_aside.values())
+
+
+def _check_manifest(run: Run, manifest: Manifest, total: VerifyResult) -> None:
     """Check the manifest's counts, and what its own hash does not cover."""
     index = IndexInfo.load(run.workspace.index_info)
     versions = None if index is None else index.versions
@@ -112,10 +88,10 @@ def _check_manifest(run: Run, manifest: Manifest, num_set_aside: int, total: Sha
             repairable=True,
         )
     counts = manifest["counts"]
-    if counts["samples"] != counts["packed"] + num_set_aside:
+    if counts["samples"] != counts["packed"] + total.num_set_aside:
         total.problem(
             f"manifest.json: {counts['samples']} samples are not {counts['packed']} packed + "
-            f"{num_set_aside} set aside"
+            f"{total.num_set_aside} set aside"
         )
 
 
@@ -171,37 +147,6 @@ def render_verdict(result: VerifyResult) -> str:
     )
 
 
-def _verify_stages(run: Run, manifest: Manifest, deep: bool, total: ShardReport) -> int | None:
-    """Check the files of all stages; returns how many samples were set aside, or None where the
-    shards cannot be compared with the plan."""
-    if deep:
-        _require_sources(run)
-    damage = find_stage_damage(run, manifest)
-    _report(damage, total)
-    in_the_way = [one for one in damage if not one.is_aside]
-    if in_the_way:
-        total.problem(
-            f"the shards were not read, since {in_the_way[0].name} is damaged",
-            repairable=True,
-        )
-        return None
-    samples, stored = open_index(run), open_plan(run)
-    plan = stored.packs
-    check_layout(run, stored.hash)
-    shards = plan_shards(run, samples, plan)
-    own = run.engine.share(shards)
-    lines = manifest["shards"]
-    _check_shard_list(run, shards, manifest, total)
-    hashes: list[npt.NDArray[np.uint64]] = []
-    with run.bar("verify", sum(shard.num_packs for shard in own), "pack") as bar:
-        tasks = _tasks(run, samples, plan, own, lines, deep)
-        for report in run.engine.run(verify_shard, tasks, bar.update):
-            hashes += report.key_hashes
-            total.add(report)
-    _check_each_once(samples, plan, own, hashes, total)
-    return samples.info.num_set_aside + sum(stored.set_aside.values())
-
-
 def _require_sources(run: Run) -> None:
     try:
         open_sources(run.config)
@@ -211,40 +156,11 @@ def _require_sources(run: Run) -> None:
         ) from error
 
 
-def _tasks(
-    run: Run,
-    samples: Index,
-    plan: PackPlan,
-    shards: Sequence[Shard],
-    lines: Sequence[Mapping[str, Any]],
-    deep: bool,
-) -> Iterator[VerifyTask]:
-    config = run.config
-    layout = LAYOUTS[config.output.layout]
-    expected = {line["name"]: line for line in lines}
-    listed = [shard for shard in shards if layout.shard_file(shard.name) in expected]
-    for task in iterate_tasks(run, samples, plan, listed, with_sources=deep):
-        line = expected[layout.shard_file(task.shard.name)]
-        yield VerifyTask(task, line, config.pack.pad_multiple, config.model, deep)
-
-
-def _check_shard_list(
-    run: Run, shards: Sequence[Shard], manifest: Manifest, total: ShardReport
-) -> None:
-    """Plan and manifest name the same shards."""
-    layout = LAYOUTS[run.config.output.layout]
-    planned = {layout.shard_file(shard.name): shard.num_packs for shard in shards}
-    named = {line["name"]: line["packs"] for line in manifest["shards"]}
-    if named != planned:
-        total.problem("manifest.json does not list the planned shards with their packs")
-
-
 def _check_each_once(
     samples: Index,
     plan: PackPlan,
     shards: Sequence[Shard],
-    found_hashes: Sequence[npt.NDArray[np.uint64]],
-    total: ShardReport,
+    total: VerifyResult,
 ) -> None:
     """The samples found are those of the plan, and no row of the index is in two places."""
     first = [plan.pack_offsets[shard.first_pack] for shard in shards]
@@ -254,7 +170,7 @@ def _check_each_once(
     numbers = None if copies is None else np.concatenate([copies[some] for some in places])
     chosen = np.concatenate([plan.sample_ids[some] for some in places])
     expected = np.sort(hash_keys(samples, chosen, numbers))
-    found = np.sort(np.concatenate([*found_hashes, np.empty(0, np.uint64)]))
+    found = np.sort(np.concatenate([*total.key_hashes, np.empty(0, np.uint64)]))
     if len(plan.sample_ids) - len(np.unique(plan.sample_ids)) != plan.info.num_copies:
         total.problem("the plan holds a sample twice")
     lost = len(np.setdiff1d(expected, found))

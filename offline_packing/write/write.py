@@ -23,15 +23,18 @@ from offline_packing.layouts.fragments import ShardFragments
 from offline_packing.layouts.shard_layout import Shard, estimate_pack_bytes
 from offline_packing.layouts.shard_tasks import ShardTask
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.runs.artifacts import StoredPlan, check_layout, layout_fingerprint
+from offline_packing.runs.artifacts import (
+    StoredPlan,
+    changed_fields,
+    check_layout,
+    layout_fingerprint,
+)
 from offline_packing.runs.manifest import Manifest, read_manifest, write_manifest
 from offline_packing.runs.run import Run
-from offline_packing.runs.shards import iterate_tasks, plan_shards
-from offline_packing.runs.tasks import check_all_done, unfinished
+from offline_packing.runs.tasks import check_all_done, iterate_tasks, plan_shards, unfinished
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.reading.row_reader import WANTED_SHARE
 from offline_packing.storage.files import read_json, to_json, write_atomically
-from offline_packing.storage.fingerprint import changed_fields
 
 logger = logging.getLogger(__name__)
 

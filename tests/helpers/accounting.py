@@ -27,7 +27,7 @@ def account(source: Source) -> list[tuple[str, str, MeasuredSample | None]]:
         for record in source.records(part):
             try:
                 sample = read_record(record, record.key, source)
-                row = measure_record(record, sample, source, 0, encoder, 10**7)
+                row = measure_record(record, sample, source, 0, encoder, MODEL)
             except SampleError as error:
                 found.append((record.key, error.reason, None))
                 continue

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from offline_packing.errors import StageError
+from offline_packing.runs.artifacts import config_fingerprint
 from offline_packing.runs.manifest import read_manifest
-from offline_packing.runs.run import config_fingerprint, open_encoder
+from offline_packing.runs.run import open_encoder
 from offline_packing.storage.files import hash_bytes, read_json, to_json
 from offline_packing.verify.verify import verify
 from tests.helpers.datasets import make_run, pack_all

@@ -21,8 +21,9 @@ from offline_packing.measure import measure_part as measure_part_module
 from offline_packing.measure.measure import measure
 from offline_packing.measure.measure_part import MeasureTask, PartResult, measure_part
 from offline_packing.runs.run import Run
-from offline_packing.storage.tar_shards import scan_tar
-from offline_packing.verify.verify import VerifyResult, verify
+from offline_packing.storage.tars import scan_tar
+from offline_packing.verify.shard import VerifyResult
+from offline_packing.verify.verify import verify
 from offline_packing.write import write as write_module
 from offline_packing.write.write import write_shard
 from task_encoders.pack_format import parse_json, restore_pack
@@ -290,7 +291,7 @@ def change_text(root: Path) -> None:
     [
         (remove_shard, "train-000001.tar is missing"),
         (flip_bit, "image bytes differ from the source"),
-        (cut_at_pack, "is cut off after"),
+        (cut_at_pack, "the tar ends without its end marker"),
         (swap_shards, "does not hold the packs"),
         (damage_index, "train-000001.tar.idx does not match"),
         (change_length, "meta.num_tokens is not what was measured"),
@@ -344,9 +345,6 @@ def test_verify_counts(captions: Path, tmp_path: Path) -> None:
         num_images=40,
         num_videos=0,
         num_tokens=tokens,
-        num_problems=0,
-        num_repairable=0,
-        problems=(),
     )
 
 

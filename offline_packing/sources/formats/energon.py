@@ -34,7 +34,7 @@ from offline_packing.sources.protocol import SourceRecord as Record
 from offline_packing.sources.records import load_json
 from offline_packing.sources.roots.contents import file_names, holds_packs
 from offline_packing.sources.roots.listing import walk
-from offline_packing.storage.yaml_text import parse_yaml
+from offline_packing.storage.yaml_file import parse_yaml
 from task_encoders.samples import SampleError
 
 #: Fields of Energon's sample types, and what they are in a record.

@@ -35,7 +35,7 @@ from offline_packing.storage.streams import (
     find_unread,
     open_unpacked,
 )
-from offline_packing.storage.tar_members import TarMember, TarReader
+from offline_packing.storage.tars import TarMember, TarReader
 from task_encoders.pack_format import MEDIA_EXTENSIONS, is_video_name
 from task_encoders.samples import SampleError
 

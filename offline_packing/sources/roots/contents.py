@@ -12,7 +12,7 @@ from typing import Final
 from offline_packing.errors import StageError
 from offline_packing.sources.roots.remote import is_remote
 from offline_packing.storage.streams import DamagedStreamError, open_unpacked
-from offline_packing.storage.tar_members import TarReader
+from offline_packing.storage.tars import TarReader
 
 #: Suffix of a file, and the value of source.format that reads it.
 _FORMATS: Final = {

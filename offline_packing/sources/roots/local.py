@@ -11,7 +11,7 @@ from typing import BinaryIO, Final
 from urllib.parse import unquote, urlsplit
 
 from offline_packing.storage.files import read_range
-from offline_packing.storage.range_file import RangeFile
+from offline_packing.storage.streams import RangeFile
 from task_encoders.samples import SampleError
 
 #: Enough for most image headers, in one read.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, Final
 
 from offline_packing.errors import ConfigError, StageError
-from offline_packing.storage.range_file import RangeFile
+from offline_packing.storage.streams import RangeFile
 from task_encoders.samples import SampleError
 
 #: Bytes per request: image headers are in the first kilobytes, so more would be wasted.

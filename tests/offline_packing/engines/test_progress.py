@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from offline_packing.engines import ENGINES
-from offline_packing.engines.base import Advance, Engine, advance
-from offline_packing.engines.local import LocalEngine
+from offline_packing.engines.local import Advance, Engine, LocalEngine, advance
 from offline_packing.verify.verify import verify
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 

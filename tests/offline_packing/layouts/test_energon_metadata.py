@@ -12,7 +12,7 @@ from megatron.energon.task_encoder import DefaultTaskEncoder
 from offline_packing.errors import StageError
 from offline_packing.layouts.energon_metadata import index_pack_folder
 from offline_packing.runs.run import Run
-from offline_packing.storage.tar_shards import TarShardWriter
+from offline_packing.storage.tars import TarShardWriter
 from offline_packing.verify.verify import verify
 from tests.helpers.datasets import captioning_pairs, image_bytes, make_run, pack_all
 from tests.helpers.outputs import copy_tars, sqlite_rows

@@ -18,7 +18,7 @@ from offline_packing.errors import ConfigError, StageError
 from offline_packing.layouts import LAYOUTS
 from offline_packing.measure.measure import measure
 from offline_packing.runs.run import Run
-from offline_packing.storage.tar_shards import scan_tar
+from offline_packing.storage.tars import scan_tar
 from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import verify
 from tests.helpers.datasets import (

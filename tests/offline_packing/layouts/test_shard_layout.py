@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offline_packing.layouts.shard_layout import lay_out_shards, split_packs
-from offline_packing.storage.tar_shards import tar_size
+from offline_packing.storage.tars import tar_size
 
 
 @given(

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.index.table import key_hash
-from offline_packing.measure import repeated_ids
+from offline_packing.measure import identity
+from offline_packing.measure.identity import first_of_equal, rename_repeated
 from offline_packing.measure.measure import measure
-from offline_packing.measure.repeated_ids import first_of_equal, rename_repeated
 from offline_packing.plan.make_plan import make_plan
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
@@ -90,7 +90,7 @@ def test_keys_do_not_depend_on_parts_workers_or_runs(
         assert keys_of(other) == keys_of(run)
 
     replaced: list[Path] = []
-    rename_part = repeated_ids._rename_part
+    rename_part = identity._rename_part
 
     def killed(path: Path, *rest: Any) -> None:
         if replaced:
@@ -99,7 +99,7 @@ def test_keys_do_not_depend_on_parts_workers_or_runs(
         rename_part(path, *rest)
 
     again = llava_run(tmp_path, "killed", samples_per_part=5)
-    monkeypatch.setattr(repeated_ids, "_rename_part", killed)
+    monkeypatch.setattr(identity, "_rename_part", killed)
     with pytest.raises(KeyboardInterrupt):
         measure(again)
     monkeypatch.undo()
@@ -119,7 +119,7 @@ def test_another_run_renamed_the_part_meanwhile(tmp_path: Path) -> None:
     before = index_bytes(run)
     path = open_index(run).path(0)
     seen = np.array([key_hash(0, r["id"]) for r in llava_records()], np.uint64)  # before the other
-    repeated_ids._rename_part(path, np.ones(12, bool), np.where(np.arange(12) < 4, 0, seen))
+    identity._rename_part(path, np.ones(12, bool), np.where(np.arange(12) < 4, 0, seen))
     assert index_bytes(run) == before
 
 

@@ -10,7 +10,8 @@ import offline_packing.sources as sources_package
 from offline_packing.config.packing import load_config, parse_config
 from offline_packing.errors import ConfigError
 from offline_packing.measure.measure import measure
-from offline_packing.runs.run import config_fingerprint, open_sources
+from offline_packing.runs.artifacts import config_fingerprint
+from offline_packing.runs.run import open_sources
 from offline_packing.sources import SOURCES, Source
 from tests.helpers.datasets import image_bytes, make_run
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offline_packing.errors import StageError
-from offline_packing.storage.tar_shards import (
+from offline_packing.storage.tars import (
     PackEntry,
     TarShardWriter,
     index_bytes,

@@ -16,7 +16,8 @@ from offline_packing.measure.measure import measure
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run
 from offline_packing.upkeep.retry import retry
-from offline_packing.verify.verify import VerifyResult, render_verdict, verify
+from offline_packing.verify.shard import VerifyResult
+from offline_packing.verify.verify import render_verdict, verify
 from tests.helpers.datasets import (
     captioning_pairs,
     make_run,
@@ -339,7 +340,7 @@ def test_parts_of_a_killed_run_have_their_hash(tmp_path: Path) -> None:
 
 def test_verdict_says_what_retry_can_do() -> None:
     def verdict(problems: int, repairable: int) -> str:
-        return render_verdict(VerifyResult(1, 1, 1, 0, 0, 0, 0, problems, repairable, ()))
+        return render_verdict(VerifyResult(num_problems=problems, num_repairable=repairable))
 
     assert verdict(2, 2) == "2 problems; retry repairs what is damaged"
     assert verdict(3, 2).startswith("3 problems; retry repairs 2 of them; if a problem names")

@@ -1,4 +1,5 @@
-"""Which files of the sources were measured, so that a message can name those that changed since.
+"""The files of the sources: which were measured, so that a message can name those that changed
+since; and which pictures no sample uses.
 
 _packing/files/source-00000.parquet    container, size, modified: one row per file, as listed
 """
@@ -10,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from offline_packing.index.table import table_writer
+from offline_packing.index.table import Index, table_writer
 from offline_packing.sources import Scan, Source
-from offline_packing.sources.roots.listing import FILES_SCHEMA, unpack_batches
+from offline_packing.sources.roots.listing import FILES_SCHEMA, container_hash, unpack_batches
 
 _CHUNK: Final = 1 << 16
 #: How many file names a message lists per kind of change.
@@ -33,25 +35,22 @@ def save_files(folder: Path, sources: Sequence[Source], scans: Sequence[Scan]) -
                 write(pa.Table.from_batches([batch]))
 
 
-def explain_listing(folder: Path, sources: Sequence[Source], field: str) -> str | None:
+def explain_listing(folder: Path, sources: Sequence[Source], name: str) -> str | None:
     """What changed in the files of a source since they were measured.
 
     Args:
         folder: where `save_files` kept them.
-        field: of a fingerprint, such as source.0.listing.
+        name: of a fingerprint's field, such as source.0.listing.
 
     Returns:
         None if it is another field, nothing was kept, or the files are the same.
     """
-    match = re.fullmatch(r"source\.(\d+)\.listing", field)
+    match = re.fullmatch(r"source\.(\d+)\.listing", name)
     if match is None or int(match[1]) >= len(sources):
         return None
-    path = _files_path(folder, int(match[1]))
-    if not path.exists():
-        return None
-    source = sources[int(match[1])]
-    changes = describe_changes(path, source)
-    return f"{field}: the files of {source.path} changed: {changes}" if changes else None
+    source, path = sources[int(match[1])], _files_path(folder, int(match[1]))
+    changes = describe_changes(path, source) if path.exists() else ""
+    return f"{name}: the files of {source.path} changed: {changes}" if changes else None
 
 
 def describe_changes(known: Path, source: Source) -> str:
@@ -98,3 +97,21 @@ def _count_and_name(what: str, names: pa.LargeBinaryArray) -> str:
     first = ", ".join(repr(os.fsdecode(name.as_py())) for name in names[:_NUM_NAMED])
     more = ", …" if len(names) > _NUM_NAMED else ""
     return f"{len(names):,} {what} ({first}{more})"
+
+
+def count_unused_media(samples: Index, scans: Sequence[Scan]) -> int:
+    """The image and video files that neither belong to a record nor are named by a row."""
+    unpaired = {i: np.sort(scan.unpaired_media) for i, scan in enumerate(scans)}
+    unused = {i: np.ones(len(hashes), bool) for i, hashes in unpaired.items() if len(hashes)}
+    if not unused or samples.info.num_skipped:  # samples that are left out use images, too
+        return 0
+    for table in samples.parts("source_id", "media"):
+        for i in unused:
+            rows = table.filter(pc.equal(table["source_id"], i))
+            names = rows["media"].combine_chunks().flatten().field("container").unique()
+            used = np.array(
+                [container_hash(name.encode()) for name in names.to_pylist()], np.uint64
+            )
+            places = np.minimum(np.searchsorted(unpaired[i], used), len(unpaired[i]) - 1)
+            unused[i][places[unpaired[i][places] == used]] = False
+    return sum(int(flags.sum()) for flags in unused.values())

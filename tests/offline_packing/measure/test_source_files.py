@@ -1,4 +1,5 @@
-"""Tables of measured files: what changed since is counted by kind and named."""
+"""Files of sources: what changed since they were measured is counted by kind and named; what a
+dry run says of them."""
 
 import os
 from collections.abc import Iterator
@@ -8,11 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offline_packing.measure.measured_files import describe_changes, save_files
+from offline_packing.measure.measure import preview_measure
+from offline_packing.measure.source_files import describe_changes, save_files
 from offline_packing.sources import Scan
 from offline_packing.sources.formats.pairs import PairsSource
 from offline_packing.sources.roots import listing
 from offline_packing.sources.roots.local import MediaRoot
+from tests.helpers import formats
+from tests.helpers.datasets import make_run
 
 Entry = tuple[str, int, int]
 
@@ -86,3 +90,12 @@ def test_names_need_not_be_utf8(root: Path) -> None:
     save_files(root, [Listed(root, [("a.json", 1, 1)])], [Scan((), "")])
     now = Listed(root, [(os.fsdecode(b"\xff.json"), 2, 2), ("a.json", 1, 1)])
     assert describe_changes(root / "source-00000.parquet", now) == "1 added ('\\udcff.json')"
+
+
+def test_a_dry_run_counts_what_it_need_not_read(tmp_path: Path) -> None:
+    samples = formats.draw_samples(6)
+    for name, expected in (("jsonl", "1 files of"), ("parquet", "6 records of")):
+        source = formats.WRITERS[name](tmp_path / name, samples)
+        run = make_run({"task": "bmr", **source}, tmp_path / "out")
+        assert preview_measure(run).startswith(f"would measure {expected} {source['path']}")
+    assert not (tmp_path / "out").exists()

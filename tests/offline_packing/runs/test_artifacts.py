@@ -3,12 +3,12 @@
 import pytest
 
 from offline_packing.errors import StageError
+from offline_packing.runs.artifacts import check_fingerprint
 from offline_packing.storage.files import to_json
-from offline_packing.storage.fingerprint import check_fingerprint
 
 
 def test_values_are_shown_on_one_line_as_they_are_written() -> None:
-    def encoded(value: object) -> str:
+    def encoded(value: object) -> str | int:
         return to_json(value).decode()
 
     found = {"seed": 1, "order": encoded(None), "min_fill": encoded(0.0), "text": "a", "old": 3}

@@ -1,0 +1,275 @@
+"""Which sample a record is: records that share an id, and samples that other outputs already hold.
+
+A record's own `id` (JSON, JSONL, tables) says where it came from, not which sample it is:
+LLaVA-Instruct gives several conversations of an image one `id`. Of the samples that share one, the
+first keeps it, and every other one whose content differs gets a key that follows from its content
+alone, so that keys do not depend on how many share an id, on parts or on workers:
+
+    {"id": "33471", ...: "What is it?"}     33471
+    {"id": "33471", ...: "Which colour?"}   33471@5d0c0a1be0a6a2f7
+    {"id": "33471", ...: "What is it?"}     33471, and is set aside as a duplicate
+
+`source.skip` leaves out what other outputs hold, whatever model they were packed for, before it is
+read or tokenized. A sample is known by its key, and where records share an id by its content. A key
+as the source gives it has no prefix; a prefix depends on how many sources a configuration has:
+
+    out/packed, of one source          000017           the same sample: both are '000017' of
+    out/more, of data and others       data/000017      the folder 'data'
+
+No key is a Python object for longer than a batch: see storage/key_set.py.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import xxhash
+
+from offline_packing.errors import StageError
+from offline_packing.index.set_aside import read_set_aside
+from offline_packing.index.table import (
+    INDEX_SCHEMA,
+    Index,
+    IndexInfo,
+    key_hash,
+    part_name,
+    table_writer,
+)
+from offline_packing.runs.run import Run
+from offline_packing.runs.workspace import Workspace
+from offline_packing.sources import Embedded, Source, SourceOptions, SourcePart, SourceRecord
+from offline_packing.sources.records import to_sample
+from offline_packing.storage.files import hash_bytes, hash_file, read_json
+from offline_packing.storage.key_set import Hashes, KeySet, hash_keys, sort_hashes
+from task_encoders.samples import SampleError, SourceSample
+
+logger = logging.getLogger(__name__)
+
+_KEYS_AT_ONCE: Final = 1 << 17
+#: content_hash where a key is an identity.
+_NO_CONTENT: Final = pa.scalar(0, pa.uint64())
+#: Characters that repeated_key adds: '@' and 16 hexadecimal digits.
+_CONTENT_SUFFIX: Final = 17
+
+
+def hash_content(sample: SourceSample, media: Iterable[Embedded | None]) -> int:
+    """xxh3_64 of what a sample is trained on: its texts, and its media by their names, or by their
+    bytes where these are in the record itself."""
+    names = (sample.images, sample.videos)
+    digest = xxhash.xxh3_64(orjson.dumps([sample.turns, *names, sample.system]))
+    for medium in media:
+        if medium is not None and medium.data is not None:
+            digest.update(xxhash.xxh3_128_digest(medium.data))
+    return digest.intdigest()
+
+
+def repeated_key(key: str, content_hash: int) -> str:
+    """Key of a sample that shares its id: '33471@5d0c0a1be0a6a2f7'."""
+    return f"{key}@{content_hash:016x}"
+
+
+def rename_repeated(samples: Index) -> int:
+    """Give samples of a measured index that share an id keys of their own; returns their number.
+
+    Parts are replaced whole. Killed and run again, or run twice at once, it does the same: the
+    first sample of an id is never renamed, and what was renamed shares no id any more.
+    """
+    contents = samples.array("content_hash")
+    if not contents.any():
+        return 0
+    hashes = samples.array("key_hash")
+    renamed = contents != contents[first_of_equal(hashes)]
+    begin = 0
+    for number, num_rows in enumerate(samples.info.part_rows):
+        some = slice(begin, begin + num_rows)
+        if renamed[some].any():
+            _rename_part(samples.path(number), renamed[some], hashes[some])
+        begin += num_rows
+    return int(np.count_nonzero(renamed))
+
+
+def first_of_equal(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """(num_rows,): the first row that has the same hash, [7, 9, 7, 9] -> [0, 1, 0, 1]."""
+    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+    return np.asarray(first[inverse])
+
+
+def _rename_part(
+    path: Path, renamed: npt.NDArray[np.bool_], hashes: npt.NDArray[np.uint64]
+) -> None:
+    """Replace a part of the index by one with other keys in some rows.
+
+    Args:
+        hashes: (num_rows,) the rows' key_hash; a row with another one is already renamed.
+    """
+    with pq.ParquetFile(path) as part, table_writer(path, INDEX_SCHEMA) as write:
+        begin = 0
+        for number in range(part.num_row_groups):
+            rows = part.read_row_group(number)
+            some = slice(begin, begin + len(rows))
+            pending = renamed[some] & (rows["key_hash"].to_numpy() == hashes[some])
+            write(_rename_rows(rows, pending) if pending.any() else rows)
+            begin += len(rows)
+
+
+def _rename_rows(rows: pa.Table, renamed: npt.NDArray[np.bool_]) -> pa.Table:
+    keys, key_hashes = rows["key"].to_pylist(), rows["key_hash"].to_numpy().copy()
+    contents, source_ids = rows["content_hash"].to_numpy(), rows["source_id"].to_numpy()
+    for row in np.flatnonzero(renamed).tolist():
+        keys[row] = repeated_key(keys[row], int(contents[row]))
+        key_hashes[row] = key_hash(int(source_ids[row]), keys[row])
+    columns: dict[str, Any] = {"key": keys, "key_hash": key_hashes}
+    for name, values in columns.items():
+        field = INDEX_SCHEMA.field(name)
+        place = INDEX_SCHEMA.get_field_index(name)
+        rows = rows.set_column(place, field, pa.array(values, field.type))
+    return rows
+
+
+def skip_fingerprint(config: SourceOptions) -> str:
+    """Changes when the samples of a skipped output change.
+
+    Raises:
+        StageError: one of them is not there, or is not complete.
+    """
+    indices = (index for path in config.skip for index in _indices(path))
+    return hash_bytes("".join(hash_file(folder / "index.json") for folder, _ in indices).encode())
+
+
+def set_known_keys(run: Run, sources: Sequence[Source], folder: Path) -> None:
+    """Tell each source which keys to leave out, by a file in a folder; one that is there already
+    is used. Raises StageError as `skip_fingerprint`."""
+    for i, (config, source) in enumerate(zip(run.config.source, sources, strict=True)):
+        if config.skip:
+            path = folder / f"source-{i:05d}-{skip_fingerprint(config)}.npy"
+            source.known = KeySet(path)
+            if not path.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                source.known.save(_collect(config, source.key_prefix))
+
+
+@dataclass
+class NewRecords:
+    """The records of a part that no output of source.skip holds. After iteration it knows how
+    many others there were."""
+
+    source: Source
+    part: SourcePart
+    num_skipped: int = 0
+
+    def __iter__(self) -> Iterator[SourceRecord]:
+        for record in self.source.records(self.part):
+            num_known = record.known or int(is_known(self.source, record))
+            self.num_skipped += num_known
+            if not num_known:
+                yield record
+
+
+def is_known(source: Source, record: SourceRecord) -> bool:
+    """Whether an output of source.skip packed a record, or set it aside."""
+    if source.is_known(record.key):
+        return True
+    if source.known is None or not record.own_id or isinstance(record.content, SampleError):
+        return False
+    try:
+        sample = to_sample(record.content, record.key, source.task, record.paired_media)
+    except SampleError:
+        return False
+    media = map(record.embedded.get, (*sample.images, *sample.videos))
+    return source.is_known(repeated_key(record.key, hash_content(sample, media)))
+
+
+def _indices(path: str) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
+    """(folder of an index, the sources of its configuration); several where an earlier version
+    appended data."""
+    workspace = Workspace(Path(path))
+    manifest = read_json(workspace.manifest)
+    if manifest is None:
+        raise StageError(
+            f"source.skip: {path} is not a complete output, it has no manifest.json; finish it "
+            "first, or take it out"
+        )
+    yield workspace.packing, manifest["config"]["source"]
+    for i, appended in enumerate(manifest["appended"], start=1):
+        yield workspace.packing / f"append-{i:04d}", appended["config"]["source"]
+
+
+def _collect(config: SourceOptions, prefix: str) -> Hashes:
+    """Hashes of the keys, without prefix, of a source's samples in the outputs that it skips."""
+    packed: list[Hashes] = []
+    shared: list[Hashes] = []
+    aside: list[Hashes] = []
+    for folder, sources in (index for path in config.skip for index in _indices(path)):
+        info = IndexInfo.load(folder / "index.json")
+        if info is None:
+            raise StageError(f"source.skip: {folder / 'index.json'} is missing; restore it")
+        prefixes = _prefixes(config, prefix, folder, sources, info)
+        for part in Index(folder / "index", info).parts("key", "content_hash", "source_id"):
+            for keys, rows in _own_keys(part, "source_id", prefixes.items()):
+                is_own = pc.not_equal(rows["content_hash"], _NO_CONTENT)
+                contents = rows["content_hash"].filter(is_own).to_pylist()
+                bases = list(map(_base, keys.filter(is_own).to_pylist(), contents))
+                packed.append(hash_keys(keys.filter(pc.invert(is_own)).to_pylist()))
+                packed.append(hash_keys(map(repeated_key, bases, contents)))
+                shared.append(hash_keys(bases))
+        tables = (folder / "set_aside" / part_name(i) for i in range(len(info.part_rows)))
+        paths = [(sources[i]["path"], own) for i, own in prefixes.items()]
+        for table in read_set_aside(tables):
+            aside += [hash_keys(keys.to_pylist()) for keys, _ in _own_keys(table, "source", paths)]
+    # If records share an id, one that was set aside says nothing about the others.
+    lost, known = sort_hashes(aside), sort_hashes(shared)
+    return sort_hashes([*packed, lost[~np.isin(lost, known, assume_unique=True)]])
+
+
+def _prefixes(
+    config: SourceOptions,
+    prefix: str,
+    folder: Path,
+    sources: Sequence[Mapping[str, Any]],
+    info: IndexInfo,
+) -> dict[int, str]:
+    """Sources of an output whose samples may be this source's -> the prefix of their keys."""
+    theirs = {i: str(info.fingerprint[f"source.{i}.key_prefix"]) for i in range(len(sources))}
+    place = _place(config.model_dump())
+    same = {i: own for i, own in theirs.items() if _place(sources[i]) == place}
+    if not same:
+        logger.warning(
+            "source.skip: %s was packed from other folders than %s; samples with the same key are "
+            "taken to be the same",
+            folder.parent,
+            config.path,
+        )
+        return dict.fromkeys(theirs, prefix)
+    return {i: own for i, own in same.items() if own == prefix} or same
+
+
+def _place(source: Mapping[str, Any]) -> tuple[object, ...]:
+    path = str(source["path"])
+    path = path if "://" in path else str(Path(path).resolve())
+    split = source.get("split") or "train"
+    return (source["format"], path.rstrip("/"), split, source.get("dataset"))
+
+
+def _own_keys(
+    rows: pa.Table, column: str, prefixes: Iterable[tuple[object, str]]
+) -> Iterator[tuple[Any, pa.RecordBatch]]:
+    """(keys without prefix, rows) of some sources, which a column names, some at a time."""
+    for batch in rows.to_batches(max_chunksize=_KEYS_AT_ONCE):
+        for source, prefix in prefixes:
+            is_source = pc.equal(batch[column], source)
+            own = batch.filter(pc.and_(is_source, pc.starts_with(batch["key"], pattern=prefix)))
+            yield pc.utf8_slice_codeunits(own["key"], len(prefix)), own
+
+
+def _base(key: str, content: int) -> str:
+    """The id of a record, from a key that may also name its content."""
+    base = key[:-_CONTENT_SUFFIX]
+    return base if key == repeated_key(base, content) else key
