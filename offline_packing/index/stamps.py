@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from offline_packing.sources import Locator, Source
-from offline_packing.sources.roots.local import MediaRoot
+from offline_packing.sources.reading.local import MediaRoot
 
 #: What --accept-mismatch calls the times; no field of a fingerprint.
 MODIFICATION_TIME: Final = "modification_time"

@@ -45,7 +45,7 @@ from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import check_all_done, unfinished
 from offline_packing.runs.workspace import Workspace
 from offline_packing.sources import Scan, Source
-from offline_packing.sources.roots.contents import nothing_found
+from offline_packing.sources.reading.contents import nothing_found
 from offline_packing.storage.files import (
     hash_file,
     read_json,

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from offline_packing.index.table import Index, table_writer
 from offline_packing.sources import Scan, Source
-from offline_packing.sources.roots.listing import FILES_SCHEMA, container_hash, unpack_batches
+from offline_packing.sources.reading.listing import FILES_SCHEMA, container_hash
 
 _CHUNK: Final = 1 << 16
 #: How many file names a message lists per kind of change.
@@ -29,7 +29,7 @@ def save_files(folder: Path, sources: Sequence[Source], scans: Sequence[Scan]) -
     """Keep which files are measured."""
     folder.mkdir(parents=True, exist_ok=True)
     for i, (source, scan) in enumerate(zip(sources, scans, strict=True)):
-        batches = _list_batches(source) if scan.files is None else unpack_batches(scan.files)
+        batches = pa.ipc.open_stream(scan.files) if scan.files else _list_batches(source)
         with table_writer(_files_path(folder, i), FILES_SCHEMA) as write:
             for batch in batches:
                 write(pa.Table.from_batches([batch]))

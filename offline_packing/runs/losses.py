@@ -18,7 +18,7 @@ from offline_packing.index.set_aside import AsideGroup, group_set_aside, read_se
 from offline_packing.index.table import Index, IndexInfo, part_name
 from offline_packing.runs.run import Run
 from offline_packing.runs.workspace import Workspace
-from offline_packing.sources.hints import hint_for
+from offline_packing.sources.reading.contents import hint_for
 
 #: Left out because the configuration says so: not a loss.
 _DELIBERATE: Final = frozenset({"not_drawn"})

@@ -1,20 +1,36 @@
 """Source formats: how samples are found on disk, and read again from where they lie.
 
 Takes the options of a source, gives records and the places of their media. May import storage.
+A new format is a file in formats/ and a line in SOURCES.
 """
 
-from offline_packing.sources.base import Source
-from offline_packing.sources.options import SourceOptions
-from offline_packing.sources.protocol import (
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, LiteralString
+
+from pydantic import ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from offline_packing.errors import ConfigError
+from offline_packing.sources.base import (
     Embedded,
     Growth,
     Scan,
+    Source,
     SourcePart,
     SourceRecord,
     Stretch,
 )
+from offline_packing.sources.formats.energon import EnergonSource
+from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextSource
+from offline_packing.sources.formats.llama_factory import LlamaFactorySource
+from offline_packing.sources.formats.packs import PacksSource
+from offline_packing.sources.formats.pairs import PairsSource
+from offline_packing.sources.formats.tables import HuggingFaceSource, ParquetSource
+from offline_packing.sources.formats.webdataset import WebDatasetSource
+from offline_packing.sources.options import SourceOptions
 from offline_packing.sources.reading.locators import Locator
-from offline_packing.sources.registry import SOURCES, open_source, parse_options, source_class
 
 __all__ = [
     "SOURCES",
@@ -31,3 +47,88 @@ __all__ = [
     "parse_options",
     "source_class",
 ]
+
+SOURCES: dict[str, type[Source]] = {
+    "pairs": PairsSource,
+    "json": JsonSource,
+    "jsonl": JsonlSource,
+    "webdataset": WebDatasetSource,
+    "energon": EnergonSource,
+    "llama_factory": LlamaFactorySource,
+    "parquet": ParquetSource,
+    "huggingface": HuggingFaceSource,
+    "text": TextSource,
+    "packs": PacksSource,
+}
+
+
+def source_class(name: str) -> type[Source]:
+    """The class of a format: a name in SOURCES, or "module:Class" of one that is installed.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name in SOURCES:
+        return SOURCES[name]
+    module, separator, class_name = name.partition(":")
+    if not separator:
+        raise ConfigError(
+            f"not a known name; choose one of: {', '.join(SOURCES)}, or module:Class of your own"
+        )
+    try:
+        found = getattr(importlib.import_module(module), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{name!r} cannot be imported: {error}; install it") from error
+    if not (isinstance(found, type) and issubclass(found, Source)):
+        raise ConfigError(f"{name!r} is not a subclass of offline_packing.sources.Source")
+    return found
+
+
+def parse_options(content: Any) -> Any:
+    """A source's section of the configuration, as the options of its format.
+
+    Raises:
+        ValidationError: of pydantic; a field is unknown, or has a bad value.
+    """
+    if not isinstance(content, Mapping) or not isinstance(content.get("format"), str):
+        return content  # the configuration says what is wrong
+    try:
+        options = source_class(content["format"]).Options
+    except ConfigError as error:
+        raise _invalid("format", content["format"], str(error)) from error
+    known = options.model_fields
+    for name in [name for name in content if name not in known]:
+        fitting = [key for key, one in SOURCES.items() if name in one.Options.model_fields]
+        if not fitting:
+            raise _invalid(name, None, "", kind="extra_forbidden", valid=", ".join(known))
+        if content[name]:
+            text = f"{name} applies to format {', '.join(fitting)} only; remove it"
+            raise _invalid(name, content[name], text)
+    return options.model_validate({name: content[name] for name in content if name in known})
+
+
+def open_source(
+    content: SourceOptions | Mapping[str, Any],
+    *,
+    key_prefix: str = "",
+    unpack_folder: Path | None = None,
+) -> Source:
+    """The source that options, or a mapping of them, describe.
+
+    Raises:
+        StageError: it cannot be opened.
+        ValidationError: of pydantic, where a mapping has a wrong value.
+    """
+    options = content if isinstance(content, SourceOptions) else parse_options(content)
+    if not isinstance(options, SourceOptions):
+        options = SourceOptions.model_validate(options)
+    source = source_class(options.format)
+    return source(options, key_prefix=key_prefix, unpack_folder=unpack_folder)
+
+
+def _invalid(
+    name: str, value: Any, message: str, *, kind: LiteralString = "value_error", valid: str = ""
+) -> ValidationError:
+    problem = PydanticCustomError(kind, "{message}", {"message": message, "valid": valid})
+    details = InitErrorDetails(type=problem, loc=(name,), input=value)
+    return ValidationError.from_exception_data("source", [details])

@@ -1,31 +1,95 @@
-"""What the project derives from a source's protocol: reading again from nothing but locators.
+"""What a source is: a format lists parts and reads their records, and all else follows from these.
 
-read_sample, read_media   -> a sample, and the bytes of its media, where they were measured
+scan()                    -> parts of bounded size, and a hash of everything that was listed
+records(part)             -> each record as found: key, where its JSON lies, the JSON
+open_media(record, name)  -> where a medium that a record names lies, open for reading its header
+read_sample, read_media   -> a sample, and the bytes of its media, again from nothing but locators
 """
 
 import io
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Final
+from typing import Any, BinaryIO, ClassVar, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from offline_packing.errors import StageError
-from offline_packing.sources.fields import FieldMap
-from offline_packing.sources.options import FieldOptions, MediaOptions, SourceOptions
-from offline_packing.sources.protocol import SourcePart, SourceProtocol, SourceRecord
-from offline_packing.sources.reading.locators import Locator
-from offline_packing.sources.reading.read import read_locator
+from offline_packing.sources.options import FieldMap, FieldOptions, MediaOptions, SourceOptions
+from offline_packing.sources.reading.contents import nothing_found
+from offline_packing.sources.reading.listing import walk
+from offline_packing.sources.reading.locators import Locator, read_locator
+from offline_packing.sources.reading.remote import is_remote, open_root
 from offline_packing.sources.records import load_json, to_sample
-from offline_packing.sources.roots.listing import walk
-from offline_packing.sources.roots.local import MediaRoot
-from offline_packing.sources.roots.remote import RemoteRoot, is_remote
 from offline_packing.storage.key_set import KeySet
+from offline_packing.storage.streams import find_unread
 from task_encoders.samples import SampleError, SourceSample
+
+#: A record with a larger JSON is refused before it is read into memory.
+MAX_JSON_BYTES: Final = 32 << 20
 
 _DRY_RUN_SAMPLES: Final = 4096
 _CHANGED: Final = "restore it, or measure again with output.overwrite=true"
 
 
-class Source(SourceProtocol):
+@dataclass(frozen=True, slots=True)
+class SourcePart:
+    """A task's share of a source. `items` is the format's own; `num_records` an upper bound, None
+    if only reading the part would tell."""
+
+    items: Any
+    num_records: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """A source's listing.
+
+    `fingerprint` changes with the names and sizes of its files. `unpaired_media` are the
+    `container_hash`es of image and video files that stand beside no record of their name, as uint64
+    (num_files,); a record may still name them.
+    """
+
+    parts: tuple[SourcePart, ...]
+    fingerprint: str
+    unpaired_media: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    #: a table of listing.FILES_SCHEMA, packed, if it was made while listing
+    files: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """A medium inside the record's own container; `data` if it had to be read on the way."""
+
+    locator: Locator
+    data: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRecord:
+    """A record as found. `content` is its JSON object, or why there is none.
+
+    `paired_media` are the images and videos that belong to it by their name, where the format pairs
+    by name (None where it does not); they count only if the content names none itself. `embedded`
+    holds, by the name that the content or `paired_media` use, the media in the record's container.
+    `own_id` tells that the key is an id of the record's own, which others may repeat. `known` is
+    the number of records that it stands for, which the source leaves out and did not read. `unread`
+    are fields that seem to hold media and were not read.
+    """
+
+    key: str
+    locator: Locator
+    content: Mapping[str, Any] | SampleError
+    paired_media: tuple[str, ...] | None = None
+    embedded: Mapping[str, Embedded] = field(default_factory=dict)
+    own_id: bool = False
+    known: int = 0
+    unread: tuple[str, ...] = ()
+
+
+class Source(ABC):
     """One source: a format implements `scan` and `records`, and `parse` if its records are not
     JSON. Cheap to build and to send to another process."""
 
@@ -50,39 +114,35 @@ class Source(SourceProtocol):
         self.unpack_folder = unpack_folder
         #: keys of the records that are left out, see source.skip
         self.known: KeySet | None = None
-        #: container of the source's file, where `path` is a file and not a folder
-        self.file_name: str | None = None
-        self.root = self._open_root()
+        #: `file_name` is the container of the source's file, where `path` is a file, or None
+        self.root, self.file_name = open_root(self.path)
         self.media = self.root
         if self.image_root is not None:
             if not is_remote(self.image_root) and not Path(self.image_root).is_dir():
                 raise StageError(
                     f"image_root {self.image_root!r} is not a folder; set source.image_root"
                 )
-            self.media = _root_at(self.image_root)
+            self.media, _ = open_root(self.image_root)
 
-    def _open_root(self) -> MediaRoot | RemoteRoot:
-        if is_remote(self.path):
-            root, self.file_name = RemoteRoot.at(self.path)
-            return root
-        given = Path(self.path)
-        if not given.exists():
-            raise StageError(f"source path {self.path!r} does not exist; set source.path")
-        if given.is_dir():
-            return MediaRoot(given)
-        self.file_name = given.name
-        return MediaRoot(given.parent)
+    @abstractmethod
+    def scan(self, samples_per_part: int) -> Scan:
+        """List the source. Parts, and records in them, come in an order that depends only
+        on the files."""
 
-    def is_known(self, key: str) -> bool:
-        """Whether the record of a key is left out; a format that knows the key before it reads the
-        record yields it with `known`, unread."""
-        return self.known is not None and key in self.known
+    @abstractmethod
+    def records(self, part: SourcePart) -> Iterator[SourceRecord]:
+        """The records of a part, in order. A record that cannot be read is yielded as its error."""
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
         """The options besides the path for reading a local file or folder; None if it has
         another format."""
         return None
+
+    def is_known(self, key: str) -> bool:
+        """Whether the record of a key is left out; a format that knows the key before it reads the
+        record yields it with `known`, unread."""
+        return self.known is not None and key in self.known
 
     def is_read(self, container: str) -> bool:
         """Whether `scan` reads a file of this name, where the path is a folder."""
@@ -93,6 +153,23 @@ class Source(SourceProtocol):
         if self.file_name is not None:
             return iter([self.root.entry(self.file_name)])
         return (entry for entry in walk(self.root) if self.is_read(entry[0]))
+
+    def files(self, wanted: str, unread: tuple[str, ...] = ()) -> list[tuple[str, int]]:
+        """(container, size) of every file that `scan` reads, by name.
+
+        Args:
+            wanted: what the format reads, for messages: '*.jsonl'.
+            unread: endings of files that are compressed in a way that is not read.
+
+        Raises:
+            StageError: there is no file, or one with such an ending.
+        """
+        found = sorted((name, size) for name, size, _ in self.entries())
+        if not found:
+            raise nothing_found(self.path, wanted)
+        if problem := find_unread((name for name, _ in found), unread):
+            raise StageError(f"source path {self.path!r} {problem}")
+        return found
 
     def unread_parts(self) -> Sequence[SourcePart]:
         """The parts that can be known without reading whole files, for a dry run. A part
@@ -127,6 +204,11 @@ class Source(SourceProtocol):
         return self.fields.apply(load_json(data))
 
     def open_media(self, record: SourceRecord, name: str) -> tuple[Locator, BinaryIO]:
+        """Where an image or a video of a record lies, and a file of its bytes.
+
+        Raises:
+            SampleError: missing_image or path_outside_root.
+        """
         found = record.embedded.get(name)
         if found is None:
             container = self.media.locate(self.image_folder(record.locator.container), name)
@@ -183,5 +265,27 @@ class Source(SourceProtocol):
         return read_locator(root, locator, self.unpack_folder)
 
 
-def _root_at(folder: str) -> MediaRoot | RemoteRoot:
-    return RemoteRoot.at(folder)[0] if is_remote(folder) else MediaRoot(Path(folder))
+def own_key(content: Mapping[str, Any]) -> str:
+    """The key that a record has itself: "id", text or a whole number; else empty."""
+    identity = content.get("id")
+    is_key = isinstance(identity, str | int) and not isinstance(identity, bool)
+    return str(identity) if is_key else ""
+
+
+# Names from earlier versions, which custom sources may import; nothing here uses them.
+
+
+class Stretch(NamedTuple):
+    """Bytes `begin` to `end` of a file, and their xxh3_128."""
+
+    begin: int
+    end: int
+    content_hash: str
+
+
+class Growth(NamedTuple):
+    """What a source had beyond what was measured before, when outputs could be appended to."""
+
+    added: bytes
+    num_added: int
+    grown: Mapping[str, tuple[int, int]] = {}

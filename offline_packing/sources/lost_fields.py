@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from offline_packing.sources.fields import FieldMap
+from offline_packing.sources.base import SourceRecord
 from offline_packing.sources.messages import media_name
-from offline_packing.sources.protocol import SourceRecord
+from offline_packing.sources.options import FieldMap
 from offline_packing.sources.records import MEDIA_FIELDS, PROMPT_FIELDS, RECORD_FIELDS
 from task_encoders.pack_format import MEDIA_EXTENSIONS
 from task_encoders.samples import (

@@ -1,20 +1,111 @@
 """The options of a source: the `source` section of the configuration.
 
 A format declares its own options, besides the common ones, in a subclass, `Source.Options`; the
-configuration takes it whole.
+configuration takes it whole. One of them says where records with other field names keep what a
+sample needs:
+
+    fields: {id: image_id, images: image, caption: "captions[0].content"}
+
+A field on the left is one that `records.to_sample` reads; on the right is its place in the record.
+Fields that are not listed keep their default names.
 """
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from offline_packing.errors import ConfigError
-from offline_packing.sources.fields import FieldMap
+from offline_packing.sources.records import (
+    ANSWER_FIELDS,
+    DIALOGUE_FIELDS,
+    MEDIA_FIELDS,
+    PROMPT_FIELDS,
+    RECORD_FIELDS,
+)
 from task_encoders.field_types import LocalOrRemotePath, not_bool
 
 #: More copies of a sample than this are taken for a typing error.
 MAX_REPEAT: Final = 1000
+
+#: What may stand on the left of `fields`, and the default names that do not count beside it.
+_REPLACED: Final[Mapping[str, tuple[str, ...]]] = {
+    "id": ("id",),
+    "images": ("images", "image"),
+    "videos": ("videos", "video"),
+    "messages": DIALOGUE_FIELDS,
+    "conversations": DIALOGUE_FIELDS,
+    "system": ("system",),
+    "question": (*DIALOGUE_FIELDS, *PROMPT_FIELDS),
+    "answer": (*DIALOGUE_FIELDS, *ANSWER_FIELDS),
+    "caption": (*DIALOGUE_FIELDS, *PROMPT_FIELDS, *ANSWER_FIELDS),
+}
+_PATH: Final = re.compile(r"[^.\[\]]+(\[\d+\]|\.[^.\[\]]+)*")
+_STEP: Final = re.compile(r"[^.\[\]]+")
+
+
+class FieldMap:
+    """Renames and picks out fields. Without any, a record is left as it is."""
+
+    def __init__(self, fields: Mapping[str, str]) -> None:
+        """Raises ConfigError for an unknown field or a place that is not a path."""
+        for name, place in fields.items():
+            if name not in _REPLACED:
+                raise ConfigError(
+                    f"source.fields.{name} is not a known field; valid: {', '.join(_REPLACED)}"
+                )
+            if not _PATH.fullmatch(place):
+                raise ConfigError(
+                    f"source.fields.{name}={place!r} is not a path such as captions[0].content"
+                )
+        self._steps = {name: tuple(_STEP.findall(place)) for name, place in fields.items()}
+        #: the record's own fields that a place was given for, by canonical field
+        self.named = {name: steps[0] for name, steps in self._steps.items()}
+        replaced = {old for name in fields for old in _REPLACED[name]}
+        #: default names that are still read
+        self._defaults = set(RECORD_FIELDS) - replaced
+        self._dropped = replaced | (set(self.named.values()) - self._defaults)
+
+    def __bool__(self) -> bool:
+        return bool(self._steps)
+
+    def columns(self) -> set[str]:
+        """All of the record's own fields that may go into a sample."""
+        return {*self.named.values(), *self._defaults}
+
+    def media_columns(self) -> set[str]:
+        """The record's own fields that images and videos are taken from."""
+        named = {self.named[name] for name in ("images", "videos") if name in self.named}
+        return named | (self._defaults & MEDIA_FIELDS)
+
+    def apply(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The record with the named fields under their canonical names; those that it lacks are
+        left out."""
+        if not self._steps:
+            return content
+        kept = {name: value for name, value in content.items() if name not in self._dropped}
+        found = {name: follow(content, steps) for name, steps in self._steps.items()}
+        return kept | {name: value for name, value in found.items() if value is not None}
+
+    def missing(self, content: Mapping[str, Any]) -> list[str]:
+        """'source.fields.images=picture' of each place that gave nothing to a record, of which
+        `content` is what `apply` made."""
+        absent = self._steps.keys() - content.keys()
+        return [f"source.fields.{name}={'.'.join(self._steps[name])}" for name in sorted(absent)]
+
+
+def follow(value: Any, steps: tuple[str, ...]) -> Any:
+    """('captions', '0', 'content') -> value['captions'][0]['content'], or None."""
+    for step in steps:
+        if isinstance(value, Mapping):
+            value = value.get(step)
+        elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return None
+    return value
 
 
 def listed(value: Any) -> Any:
@@ -55,11 +146,8 @@ class SourceOptions(BaseModel):
 
     def format_options(self) -> dict[str, Any]:
         """What samples depend on besides format, path and task, without defaults."""
-        values = {
-            name: getattr(self, name) for name in type(self).model_fields if name not in _APART
-        }
         fields = type(self).model_fields
-        return {name: value for name, value in values.items() if value != fields[name].default}
+        return {k: v for k, v in self if k not in _APART and v != fields[k].default}
 
     def reads_within(self, other: "SourceOptions") -> bool:
         """Whether another source reads all that this one reads, in the same way."""

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import Source
+from offline_packing.sources import SOURCES, open_source
+from offline_packing.sources.base import Source, SourceRecord
 from offline_packing.sources.options import MediaOptions
-from offline_packing.sources.protocol import SourceRecord
+from offline_packing.sources.reading.contents import find_image_root
 from offline_packing.sources.records import (
     PROMPT_FIELDS,
     RECORD_FIELDS,
@@ -17,8 +18,6 @@ from offline_packing.sources.records import (
     has_dialogue,
     to_sample,
 )
-from offline_packing.sources.registry import SOURCES, open_source
-from offline_packing.sources.roots.contents import find_image_root
 from task_encoders.samples import SampleError, SourceSample
 
 #: Number of records from which the task is guessed.

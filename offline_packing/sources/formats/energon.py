@@ -21,19 +21,18 @@ import xxhash
 from braceexpand import braceexpand
 
 from offline_packing.errors import StageError
-from offline_packing.sources.fields import follow
+from offline_packing.sources.base import MAX_JSON_BYTES, Scan
+from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.formats.webdataset import (
     TarSample,
     WebDatasetSource,
     decode_text,
     find_part,
 )
-from offline_packing.sources.options import SourceOptions
-from offline_packing.sources.protocol import MAX_JSON_BYTES, Scan
-from offline_packing.sources.protocol import SourceRecord as Record
+from offline_packing.sources.options import SourceOptions, follow
+from offline_packing.sources.reading.contents import file_names, holds_packs
+from offline_packing.sources.reading.listing import walk
 from offline_packing.sources.records import load_json
-from offline_packing.sources.roots.contents import file_names, holds_packs
-from offline_packing.sources.roots.listing import walk
 from offline_packing.storage.yaml_file import parse_yaml
 from task_encoders.samples import SampleError
 

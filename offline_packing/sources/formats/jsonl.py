@@ -10,78 +10,97 @@ Blank lines are not records.
 import io
 import itertools
 import os
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import Source
-from offline_packing.sources.formats.json_array import ArrayCutter, split_elements
+from offline_packing.sources.base import MAX_JSON_BYTES, Scan, Source, SourcePart, own_key
+from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.options import FileOptions
-from offline_packing.sources.protocol import MAX_JSON_BYTES, Scan, SourcePart, record_key
-from offline_packing.sources.protocol import SourceRecord as Record
+from offline_packing.sources.reading.contents import file_names, first_character
 from offline_packing.sources.reading.locators import Locator
-from offline_packing.sources.roots.contents import file_names, first_character, nothing_found
 from offline_packing.storage.streams import (
-    CODECS,
     UNREAD_SUFFIXES,
     DamagedStreamError,
     codec_of,
-    find_unread,
     open_unpacked,
 )
 from task_encoders.samples import SampleError
 
-_BLOCK: Final = 8 << 20
-_ARRAY_BLOCK: Final = 1 << 20
+#: Bytes at a time while listing, and while reading records.
+_BLOCK: Final = 2 << 20
 _BUFFER: Final = 1 << 16
+_BOM: Final = b"\xef\xbb\xbf"
 
-#: Offset of a record in its file, its bytes (None if there are too many), their number.
-_Found = tuple[int, bytes | None, int]
+#: Takes a file block by block; says behind which bytes of each block a record ends.
+_Cutter = Callable[[bytes], npt.NDArray[np.intp]]
 
 
-class RecordFilesSource(Source):
-    """Records by their byte range in a file. A part is (container, begin, end, first number); of a
+class JsonlSource(Source):
+    """One record per line. A part is (container, begin, end, first number): a byte range; of a
     compressed file, which can only be read from its beginning, the whole, with no end."""
 
     Options = FileOptions
     #: suffix of the files that are read in a folder
-    SUFFIX: ClassVar[str]
+    SUFFIX: ClassVar[str] = ".jsonl"
+    #: bytes at the end of a record that are not its own
+    SEPARATOR: ClassVar[int] = 0
 
-    @abstractmethod
-    def _cut(
-        self, container: str, records_per_part: int, content: "xxhash.xxh3_128"
-    ) -> tuple[list[int], int]:
-        """Offsets at which parts begin, and the end; number of records (blank ones included).
+    def _cutter(self, begin: int) -> _Cutter:
+        """For a file from its beginning, or from behind a record."""
+        return lambda block: np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
 
-        What is read is handed to `content`.
-        """
-
-    @abstractmethod
-    def _split(self, file: BinaryIO, begin: int, end: int | None) -> Iterator[_Found]:
-        """The content between two offsets of an open file, record by record. With no end, the file
-        may not be able to seek, and is read from its beginning."""
+    def _check_beginning(self, container: str, block: bytes) -> None:
+        """Raise StageError if a file has another format."""
 
     def scan(self, samples_per_part: int) -> Scan:
         digest = xxhash.xxh3_128()
         parts: list[SourcePart] = []
         for container in self._containers():
             content = xxhash.xxh3_128()
+            cuts, num_records = self._cut(container, samples_per_part, content)
             if codec_of(container):
-                self._read_through(container, content)
                 parts.append(SourcePart((container, 0, None, 1), None))
             else:
-                cuts, num_records = self._cut(container, samples_per_part, content)
                 for i, (start, end) in enumerate(itertools.pairwise(cuts)):
                     first = i * samples_per_part
                     count = min(samples_per_part, num_records - first)
                     parts.append(SourcePart((container, start, end, first + 1), count))
             digest.update(os.fsencode(container) + b"\0" + b"0\n" + content.digest())
         return Scan(tuple(parts), digest.hexdigest())
+
+    def _cut(
+        self, container: str, records_per_part: int, content: "xxhash.xxh3_128"
+    ) -> tuple[list[int], int]:
+        """Offsets at which parts begin, and the end; number of records (blank ones included). What
+        is read, of a compressed file nothing else, is handed to `content`."""
+        cuts, num_records, offset, is_open = [0], 0, 0, False
+        cutter = self._cutter(0)
+        with self.open_container(container) as file:
+            while block := file.read(_BLOCK):
+                content.update(block)
+                if codec_of(container):
+                    continue
+                if offset == 0:
+                    self._check_beginning(container, block)
+                ends = cutter(block)
+                # Record `num_records + j` ends at ends[j]; every records_per_part-th ends a part.
+                chosen = ends[(-num_records - 1) % records_per_part :: records_per_part]
+                cuts += (chosen + offset).tolist()
+                num_records += len(ends)
+                behind = block[ends[-1] :] if len(ends) else block
+                is_open = bool(behind.strip()) or (is_open and not len(ends))
+                offset += len(block)
+        if is_open:  # a last line without its end, or an array that was cut off
+            num_records += 1
+        elif num_records and num_records % records_per_part == 0:
+            offset = cuts[-1]  # nothing but white space is left
+        return (cuts if cuts[-1] == offset else [*cuts, offset]), num_records
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
@@ -100,24 +119,42 @@ class RecordFilesSource(Source):
         return [SourcePart((container, 0, None, 1), None) for container in self._containers()]
 
     def records(self, part: SourcePart) -> Iterator[Record]:
-        container, begin, end, number = part.items
-        packed = codec_of(container) is not None
-        stem = container[: container.lower().rfind(f".{self.SUFFIX}")] or container
-        kind = "stream" if packed else "bytes"
-        with self._open(container) as file:
-            found = self._split(file, begin, end)
-            for number in itertools.count(number):  # noqa: B020 - goes on from where it is
-                try:
-                    offset, data, size = next(found)
-                except StopIteration:
-                    return
-                except DamagedStreamError as error:
-                    at = Locator(kind, container, 0, 0)
-                    yield Record(container, at, SampleError("damaged_source", str(error)))
-                    return
+        container, begin, end, first = part.items
+        stem = container[: container.lower().rfind(self.SUFFIX)] or container
+        kind = "stream" if codec_of(container) else "bytes"
+        try:
+            found = self._split(container, begin, end)
+            for number, (offset, data, size) in enumerate(found, first):
                 if data is None or data.strip():
                     at = Locator(kind, container, offset, size)
                     yield self._record(f"{stem}:{number}", at, data)
+        except DamagedStreamError as error:
+            at = Locator(kind, container, 0, 0)
+            yield Record(container, at, SampleError("damaged_source", str(error)))
+
+    def _split(
+        self, container: str, begin: int, end: int | None
+    ) -> Iterator[tuple[int, bytes | None, int]]:
+        """Offset of each record between two offsets of a file (no end: of all of it), its bytes
+        (None if there are too many), their number. What is left at the end comes as a record."""
+        cutter = self._cutter(begin)
+        held, start, position = list[bytes](), begin, begin
+        with self._open(container) as file:
+            if begin:
+                file.seek(begin)
+            while block := file.read1(_BUFFER if end is None else min(_BUFFER, end - position)):
+                for stop in (cutter(block) + position).tolist():
+                    held.append(block[max(0, start - position) : stop - position - self.SEPARATOR])
+                    size = stop - start - self.SEPARATOR
+                    yield start, b"".join(held) if size <= MAX_JSON_BYTES else None, size
+                    held, start = [], stop
+                held.append(block[max(0, start - position) :])
+                position += len(block)
+                if position - start > MAX_JSON_BYTES + self.SEPARATOR:
+                    held.clear()
+        size = position - start
+        if size:
+            yield start, b"".join(held) if size <= MAX_JSON_BYTES else None, size
 
     def _record(self, key: str, locator: Locator, data: bytes | None) -> Record:
         try:
@@ -126,122 +163,108 @@ class RecordFilesSource(Source):
             content = self.parse(data)
         except SampleError as error:
             return Record(key, locator, error)
-        own = record_key(content, "")
+        own = own_key(content)
         return Record(own or key, locator, content, own_id=own != "")
 
-    def _open(self, container: str) -> BinaryIO:
+    def _open(self, container: str) -> io.BufferedIOBase:
         file = self.open_container(container, sequential=True)
         content = open_unpacked(file, container, self.root.size(file))
         if isinstance(content, io.BufferedIOBase):
             return content
         return io.BufferedReader(content, _BUFFER)  # type: ignore[type-var]  # of fsspec
 
-    def _read_through(self, container: str, content: "xxhash.xxh3_128") -> None:
-        with self.open_container(container) as file:
-            while block := file.read(_BLOCK):
-                content.update(block)
-
     def is_read(self, container: str) -> bool:
-        suffixes = tuple(f".{self.SUFFIX}{end}" for end in ("", *(f".{name}" for name in CODECS)))
-        return container.lower().endswith((*suffixes, *self._unread_endings()))
+        is_unread = container.lower().endswith(self._unread_endings())
+        return is_unread or _record_suffix(container) == self.SUFFIX
 
     def _unread_endings(self) -> tuple[str, ...]:
-        return tuple(f".{self.SUFFIX}{end}" for end in UNREAD_SUFFIXES)
+        return tuple(f"{self.SUFFIX}{end}" for end in UNREAD_SUFFIXES)
 
     def _containers(self) -> list[str]:
-        found = sorted(name for name, *_ in self.entries())
-        if not found:
-            raise nothing_found(self.path, f"*.{self.SUFFIX}")
-        if problem := find_unread(found, self._unread_endings()):
-            raise StageError(f"source path {self.path!r} {problem}")
-        return found
+        return [name for name, _ in self.files(f"*{self.SUFFIX}", self._unread_endings())]
 
 
 def _record_suffix(name: str) -> str:
-    """'a.jsonl.gz' -> 'jsonl'."""
-    name = name.lower()
-    return (name.rpartition(".")[0] if codec_of(name) else name).rpartition(".")[2]
+    """'a.jsonl.gz' -> '.jsonl'."""
+    stem, suffix = os.path.splitext(name.lower())
+    return os.path.splitext(stem)[1] if codec_of(name) else suffix
 
 
-class JsonlSource(RecordFilesSource):
-    """One record per line."""
-
-    SUFFIX = "jsonl"
-
-    def _cut(
-        self, container: str, records_per_part: int, content: "xxhash.xxh3_128"
-    ) -> tuple[list[int], int]:
-        cuts, num_lines, offset, last = [0], 0, 0, b"\n"
-        with self.open_container(container) as file:
-            while block := file.read(_BLOCK):
-                content.update(block)
-                ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + offset + 1
-                # Line `num_lines + j` ends at ends[j]; every records_per_part-th closes a part.
-                cuts += ends[(-num_lines - 1) % records_per_part :: records_per_part].tolist()
-                num_lines += len(ends)
-                offset += len(block)
-                last = block[-1:]
-        num_lines += last != b"\n"
-        return (cuts if cuts[-1] == offset else [*cuts, offset]), num_lines
-
-    def _split(self, file: BinaryIO, begin: int, end: int | None) -> Iterator[_Found]:
-        offset = begin
-        if begin:
-            file.seek(begin)
-        while (end is None or offset < end) and (line := file.readline(MAX_JSON_BYTES)):
-            size, rest = len(line), line
-            while len(rest) == MAX_JSON_BYTES and not rest.endswith(b"\n"):
-                rest = file.readline(MAX_JSON_BYTES)
-                size += len(rest)
-            yield offset, line if rest is line else None, size
-            offset += size
-
-
-class JsonSource(RecordFilesSource):
+class JsonSource(JsonlSource):
     """Each file is one JSON array of records."""
 
-    SUFFIX = "json"
+    SUFFIX = ".json"
+    SEPARATOR = 1
 
     @classmethod
     def _is_form_of(cls, path: Path, name: str) -> bool:
         return codec_of(name) is not None or first_character(path, name) == b"["
 
-    def _cut(
-        self, container: str, records_per_part: int, content: "xxhash.xxh3_128"
-    ) -> tuple[list[int], int]:
-        cutter = ArrayCutter()
-        cuts, num_records, offset, complete = [0], 0, 0, True
-        with self.open_container(container) as file:
-            while block := file.read(_ARRAY_BLOCK):
-                content.update(block)
-                if offset == 0 and block.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
-                    raise StageError(
-                        f"{self.root.path(container)} holds no JSON array; use format pairs for "
-                        "one record per file, jsonl for one per line"
-                    )
-                ends = cutter.feed(block)
-                cuts += (ends[(-num_records - 1) % records_per_part :: records_per_part]).tolist()
-                num_records += len(ends)
-                behind = block[int(ends[-1]) - offset :] if len(ends) else block
-                complete = (complete or len(ends) > 0) and not behind.strip()
-                offset += len(block)
-        if not complete:  # the array was cut off
-            num_records += 1
-        elif num_records and num_records % records_per_part == 0:
-            offset = cuts[-1]  # nothing but white space is left
-        return (cuts if cuts[-1] == offset else [*cuts, offset]), num_records
+    def _check_beginning(self, container: str, block: bytes) -> None:
+        if block.removeprefix(_BOM).lstrip().startswith(b"{"):
+            raise StageError(
+                f"{self.root.path(container)} holds no JSON array; use format pairs for one record "
+                "per file, jsonl for one per line"
+            )
 
-    def _split(self, file: BinaryIO, begin: int, end: int | None) -> Iterator[_Found]:
-        if begin:
-            file.seek(begin)
-        return split_elements(file, begin, end, _ARRAY_BLOCK, MAX_JSON_BYTES)
+    def _cutter(self, begin: int) -> _Cutter:
+        return _ArrayCutter(1 if begin else 0)
+
+    def _split(
+        self, container: str, begin: int, end: int | None
+    ) -> Iterator[tuple[int, bytes | None, int]]:
+        for start, data, size in super()._split(container, begin, end):
+            if start == 0 and data is not None:  # the bracket that opens the array is not its own
+                data = data.removeprefix(_BOM).lstrip().removeprefix(b"[")
+                start, size = size - len(data), len(data)
+            yield start, data, size
+
+
+#: What a byte does to the depth, and 2 for a comma; 0 is ignored.
+_CLASS: Final = np.zeros(256, np.int8)
+_CLASS[[ord(character) for character in "[{"]] = 1
+_CLASS[[ord(character) for character in "]}"]] = -1
+_CLASS[ord(",")] = 2
+
+
+class _ArrayCutter:
+    """Finds where the elements of a JSON array end, without parsing them: at the bytes outside
+    strings that are a comma at depth 1, or the bracket that closes the array. A byte with an odd
+    number of quotes before it is in a string. All of it is array arithmetic on blocks, as the first
+    pass of simdjson (https://arxiv.org/abs/1902.08318)."""
+
+    def __init__(self, depth: int) -> None:
+        """`depth`: 0 in front of the array, 1 behind an element."""
+        self._depth = depth
+        self._in_string = self._escaped = self._closed = False
+
+    def __call__(self, block: bytes) -> npt.NDArray[np.intp]:
+        """Behind which bytes of the next block an element ends, its separator included."""
+        if self._escaped:  # by the last byte of the last block
+            block = b" " + block[1:]
+        block = block.replace(rb"\\", b"  ").replace(rb"\"", b"  ")
+        self._escaped = block.endswith(b"\\")
+        data = np.frombuffer(block, np.uint8)
+        quotes = np.flatnonzero(data == ord('"'))
+        places = np.flatnonzero(_CLASS[data])
+        places = places[(np.searchsorted(quotes, places) + self._in_string) % 2 == 0]
+        self._in_string ^= bool(len(quotes) % 2)
+        kinds = _CLASS[data[places]]
+        depth = self._depth + np.cumsum(np.where(kinds == 2, 0, kinds))
+        self._depth = int(depth[-1]) if len(depth) else self._depth
+        ends = np.flatnonzero(((kinds == 2) & (depth == 1)) | ((kinds == -1) & (depth == 0)))
+        if self._closed:  # behind the array, nothing is an element's end any more
+            ends = ends[:0]
+        elif (closing := np.flatnonzero(kinds[ends] == -1)).size:
+            ends, self._closed = ends[: closing[0] + 1], True
+        return places[ends] + 1
 
 
 class TextSource(JsonlSource):
     """Plain text: each line of a `.txt` is a sample without an image. With task captioning all of
     it is trained, as in pretraining on text."""
 
-    SUFFIX = "txt"
+    SUFFIX = ".txt"
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:

@@ -18,13 +18,11 @@ from typing import Any, Final
 import orjson
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import Source
-from offline_packing.sources.fields import FieldMap
+from offline_packing.sources.base import MAX_JSON_BYTES, Scan, Source, SourcePart
+from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextSource
 from offline_packing.sources.formats.tables import ParquetSource
-from offline_packing.sources.options import FileOptions, MediaOptions
-from offline_packing.sources.protocol import MAX_JSON_BYTES, Scan, SourcePart
-from offline_packing.sources.protocol import SourceRecord as Record
+from offline_packing.sources.options import FieldMap, FileOptions, MediaOptions
 from task_encoders.samples import SampleError
 
 _INFO_NAME: Final = "dataset_info.json"

@@ -9,28 +9,24 @@ is files may also name images by their path, from its own folder or `image_root`
 """
 
 import functools
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-import xxhash
-
 from offline_packing.errors import StageError
+from offline_packing.sources.base import MAX_JSON_BYTES, Embedded, Scan, SourcePart
+from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.formats.webdataset import (
     TarSample,
     WebDatasetSource,
     read_part,
 )
 from offline_packing.sources.options import MediaOptions
-from offline_packing.sources.protocol import MAX_JSON_BYTES, Embedded, Scan, SourcePart
-from offline_packing.sources.protocol import SourceRecord as Record
-from offline_packing.sources.reading.locators import Locator
-from offline_packing.sources.reading.read import to_json
+from offline_packing.sources.reading.contents import file_names, holds_packs
+from offline_packing.sources.reading.listing import hash_files, walk
+from offline_packing.sources.reading.locators import Locator, to_json
 from offline_packing.sources.records import load_json
-from offline_packing.sources.roots.contents import file_names, holds_packs
-from offline_packing.sources.roots.listing import walk
 from task_encoders.pack_format import (
     JSON_PART,
     PackFormatError,
@@ -58,9 +54,12 @@ class PacksSource(WebDatasetSource):
         if self._is_tars:
             return super().scan(samples_per_part)
         files = sorted((name, size) for name, size, _ in self.entries())
-        if not any(_LOOSE_PACK.fullmatch(name) for name, _ in files):
+        packs = [name for name, _ in files if _LOOSE_PACK.fullmatch(name)]
+        if not packs:
             raise StageError(f"source path {self.path!r} holds neither *.tar nor ps_*.json")
-        return self._scan_loose(files, samples_per_part)
+        starts = range(0, len(packs), samples_per_part)
+        parts = (SourcePart(packs[start : start + samples_per_part], None) for start in starts)
+        return Scan(tuple(parts), hash_files(files))
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
@@ -77,17 +76,6 @@ class PacksSource(WebDatasetSource):
         return self.file_name is not None or any(
             name.lower().endswith(".tar") for name, *_ in walk(self.root)
         )
-
-    def _scan_loose(self, files: Sequence[tuple[str, int]], samples_per_part: int) -> Scan:
-        digest = xxhash.xxh3_128()
-        for name, size in files:
-            digest.update(os.fsencode(name) + b"\0%d\n" % size)
-        packs = [name for name, _ in files if _LOOSE_PACK.fullmatch(name)]
-        chunks = (
-            packs[start : start + samples_per_part]
-            for start in range(0, len(packs), samples_per_part)
-        )
-        return Scan(tuple(SourcePart(chunk, None) for chunk in chunks), digest.hexdigest())
 
     def records(self, part: SourcePart) -> Iterator[Record]:
         if isinstance(part.items, str):

@@ -8,33 +8,35 @@ Every JSON file is one sample; its key is its path without the suffix. Files and
 begins with a dot are not looked at.
 """
 
-import functools
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import Source
-from offline_packing.sources.protocol import MAX_JSON_BYTES, Scan, SourcePart
-from offline_packing.sources.protocol import SourceRecord as Record
+from offline_packing.sources.base import MAX_JSON_BYTES, Scan, Source, SourcePart
+from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.reading import listing
+from offline_packing.sources.reading.contents import file_names, first_character, is_pack_name
+from offline_packing.sources.reading.listing import DOT, PackedKeys
 from offline_packing.sources.reading.locators import Locator
-from offline_packing.sources.roots import listing
-from offline_packing.sources.roots.contents import file_names, first_character, is_pack_name
-from offline_packing.sources.roots.listing import PackedKeys
 from offline_packing.storage.key_set import KeySet
 from task_encoders.pack_format import MEDIA_EXTENSIONS
 from task_encoders.samples import SampleError
 
-#: What a suffix may mean besides 1, a medium, and 0, neither.
-_RECORD: Final = 2
+_RECORD, _MEDIUM = 2, 1
+#: What a suffix in lower case means; all others are not read.
+_KINDS: Final = {b"json": _RECORD} | {name.encode(): _MEDIUM for name in MEDIA_EXTENSIONS}
 _TEXT_ONLY_NAME: Final = re.compile(r"output_\d{8}")
+
+#: A folder, the files in it that share one stem (as keys), and how many of these are records.
+_Stem = tuple[bytes, list[bytes], int]
 
 
 class PairsSource(Source):
@@ -45,40 +47,39 @@ class PairsSource(Source):
         if self.file_name is not None:
             raise StageError(f"source path {self.path!r} is a file; pairs need a folder")
         digest = xxhash.xxh3_128()
-        parts = _Parts(samples_per_part)
+        table = listing.FileTable(lambda suffix: suffix.lower() in _KINDS)
         unpaired = [np.empty(0, np.uint64)]
-        table = listing.FileTable(lambda suffix: _kind(suffix) > 0)
-        for files in listing.list_files(self.root):
-            listing.hash_files(digest, files)
-            table.add(files)
-            alone: list[bytes] = []
-            for keys, num_records in _by_stem(files.keys):
-                if num_records:
-                    parts.add(files.folder, keys, num_records)
-                else:
-                    alone += keys
-            unpaired.append(_hashes(files.folder, alone))
-        hashes = np.concatenate(unpaired)
-        return Scan(tuple(parts.finish()), digest.hexdigest(), hashes, files=table.finish())
+
+        def stems() -> Iterator[_Stem]:
+            for files in listing.list_files(self.root):
+                digest.update(files.folder + b"\0/" + b"/".join(files.keys) + b"\0/")
+                digest.update(files.sizes.tobytes())
+                table.add(files)
+                alone: list[int] = []
+                for keys, num_records in _by_stem(files.keys):
+                    if num_records:
+                        yield files.folder, keys, num_records
+                    else:
+                        names = (files.folder + key.replace(DOT, b".") for key in keys)
+                        alone += map(listing.container_hash, names)
+                unpaired.append(np.array(alone, np.uint64))
+
+        parts = tuple(_parts(stems(), samples_per_part))
+        return Scan(parts, digest.hexdigest(), np.concatenate(unpaired), files=table.finish())
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
         names = file_names(path)
         record = next((name for name in names if name.lower().endswith(".json")), None)
         described = {"dataset_info.json", "dataset_dict.json", "state.json"} & set(names)
-        if (
-            not path.is_dir()
-            or (path / ".nv-meta").is_dir()
-            or record is None
-            or described
-            or is_pack_name(record)
-        ):
+        is_prepared = (path / ".nv-meta").is_dir()
+        if not path.is_dir() or record is None or is_prepared or described or is_pack_name(record):
             return None
         return {} if first_character(path, record) == b"{" else None
 
     def is_read(self, container: str) -> bool:
         stem, _, suffix = container.rpartition(".")
-        return stem != "" and not stem.endswith("/") and _is_read(suffix)
+        return bool(stem) and stem[-1] != "/" and os.fsencode(suffix.lower()) in _KINDS
 
     def records(self, part: SourcePart) -> Iterator[Record]:
         for folder, keys in part.items.unpack():
@@ -88,8 +89,11 @@ class PairsSource(Source):
                 if num_known:
                     yield Record(where, Locator("file", where, 0, 0), {}, known=num_known)
             for _, stem_keys in itertools.groupby(keys, key=_stem):
-                for name, beside in _pair(map(listing.to_name, stem_keys)):
-                    yield self._record(where + name, beside)
+                names = list(map(listing.to_name, stem_keys))
+                beside = tuple(name for name in names if not name.lower().endswith(".json"))
+                for name in names:
+                    if name not in beside:
+                        yield self._record(where + name, beside)
 
     def _record(self, container: str, beside: tuple[str, ...]) -> Record:
         stem = container.rpartition(".")[0]
@@ -114,69 +118,35 @@ class PairsSource(Source):
             raise
 
 
-class _Parts:
-    """Parts of bounded size, made of the stems of one folder after the other."""
-
-    def __init__(self, samples_per_part: int) -> None:
-        self._samples_per_part = samples_per_part
-        self._folders: list[tuple[bytes, list[bytes]]] = []
-        self._num_records = 0
-        self._parts: list[SourcePart] = []
-
-    def add(self, folder: bytes, keys: Sequence[bytes], num_records: int) -> None:
-        """Add the files of one stem."""
-        if self._num_records + num_records > self._samples_per_part:
-            self._close()
-        if not self._folders or self._folders[-1][0] != folder:
-            self._folders.append((folder, []))
-        self._folders[-1][1].extend(keys)
-        self._num_records += num_records
-
-    def finish(self) -> list[SourcePart]:
-        """All parts."""
-        self._close()
-        return self._parts
-
-    def _close(self) -> None:
-        if self._folders:
-            self._parts.append(SourcePart(PackedKeys.of(self._folders), self._num_records))
-        self._folders, self._num_records = [], 0
+def _parts(stems: Iterable[_Stem], samples_per_part: int) -> Iterator[SourcePart]:
+    """Parts of bounded size; no stem is cut."""
+    folders: list[tuple[bytes, list[bytes]]] = []
+    held = 0
+    for folder, keys, num_records in stems:
+        if folders and held + num_records > samples_per_part:
+            yield SourcePart(PackedKeys.of(folders), held)
+            folders, held = [], 0
+        if not folders or folders[-1][0] != folder:
+            folders.append((folder, []))
+        folders[-1][1].extend(keys)
+        held += num_records
+    if folders:
+        yield SourcePart(PackedKeys.of(folders), held)
 
 
 def _by_stem(keys: Sequence[bytes]) -> Iterator[tuple[list[bytes], int]]:
     """Keys in order -> those of each stem that are records or media, and how many are records."""
-    kinds: dict[bytes, int] = {}
-    stem, found, num_records = b"", list[bytes](), 0
-    for key in keys:
-        own, _, suffix = key.partition(listing.DOT)
-        kind = kinds.get(suffix)
-        if kind is None:
-            kind = kinds[suffix] = _kind(suffix)
-        if not kind:
-            continue
-        if own != stem:
-            if found:
-                yield found, num_records
-            stem, found, num_records = own, [], 0
-        found.append(key)
-        num_records += kind == _RECORD
-    if found:
-        yield found, num_records
-
-
-def _kind(suffix: bytes) -> int:
-    name = os.fsdecode(suffix.lower())
-    return _RECORD if name == "json" else int(name in MEDIA_EXTENSIONS)
-
-
-@functools.cache
-def _is_read(suffix: str) -> bool:
-    return _kind(os.fsencode(suffix)) > 0
+    parted = (key.partition(DOT) for key in keys)
+    for _, group in itertools.groupby(parted, itemgetter(0)):
+        found = [(key, kind) for key in group if (kind := _KINDS.get(key[2].lower()))]
+        if found:
+            kinds = [kind for _, kind in found]
+            yield [b"".join(key) for key, _ in found], kinds.count(_RECORD)
 
 
 def _drop_known(known: KeySet, where: str, keys: list[bytes]) -> tuple[list[bytes], int]:
     """The keys of a folder's files except those of known records, and the number of the latter."""
-    records = [_stem(key) for key in keys if _is_record(key)]
+    records = [_stem(key) for key in keys if key.lower().endswith(DOT + b"json")]
     found = known.find([_record_key(where + os.fsdecode(stem)) for stem in records])
     dropped = set(itertools.compress(records, found))
     return [key for key in keys if _stem(key) not in dropped], int(found.sum())
@@ -186,28 +156,5 @@ def _record_key(stem: str) -> str:
     return os.fsencode(stem).decode("utf-8", "backslashreplace")
 
 
-def _is_record(key: bytes) -> bool:
-    return _kind(_suffix(key)) == _RECORD
-
-
-def _suffix(key: bytes) -> bytes:
-    return key.partition(listing.DOT)[2]
-
-
-def _hashes(folder: bytes, keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-    names = (folder + key.replace(listing.DOT, b".") for key in keys)
-    return np.array([listing.container_hash(name) for name in names], np.uint64)
-
-
 def _stem(key: bytes) -> bytes:
-    return key.partition(listing.DOT)[0]
-
-
-def _pair(names: Iterator[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Files of one stem -> each JSON file, with the names of the media beside it."""
-    records: list[str] = []
-    media: list[str] = []
-    for name in names:
-        (records if name.lower().endswith(".json") else media).append(name)
-    beside = tuple(media)
-    return ((record, beside) for record in records)
+    return key.partition(DOT)[0]

@@ -9,8 +9,6 @@ A record's key is its id, or else `FILE:ROW`, rows counted from 0.
 """
 
 import functools
-import os
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,17 +16,23 @@ from typing import Any, ClassVar, Final
 
 import orjson
 import pyarrow as pa
-import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import Source
+from offline_packing.sources.base import (
+    MAX_JSON_BYTES,
+    Embedded,
+    Scan,
+    Source,
+    SourcePart,
+    own_key,
+)
+from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.options import FileOptions
-from offline_packing.sources.protocol import MAX_JSON_BYTES, Embedded, Scan, SourcePart, record_key
-from offline_packing.sources.protocol import SourceRecord as Record
 from offline_packing.sources.reading import row_files
+from offline_packing.sources.reading.contents import file_names
+from offline_packing.sources.reading.listing import hash_files
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.reading.row_files import RowFile
-from offline_packing.sources.roots.contents import file_names, nothing_found
 from task_encoders.samples import SampleError
 
 _DICT_NAME: Final = "dataset_dict.json"
@@ -42,34 +46,40 @@ class TableSource(Source):
     Options = FileOptions
     #: kind of the locators
     KIND: ClassVar[str]
+    #: suffix of the files
+    SUFFIX: ClassVar[str]
 
-    @abstractmethod
+    def is_read(self, container: str) -> bool:
+        return container.lower().endswith(self.SUFFIX)
+
     def _containers(self) -> list[tuple[str, int]]:
         """Files to be read, and their sizes, in order."""
+        return self.files(f"*{self.SUFFIX}")
+
+    @classmethod
+    def recognise(cls, path: Path) -> Mapping[str, Any] | None:
+        is_here = any(name.lower().endswith(cls.SUFFIX) for name in file_names(path))
+        return {} if is_here else None
 
     def scan(self, samples_per_part: int) -> Scan:
-        digest = xxhash.xxh3_128()
-        parts: list[SourcePart] = []
-        for container, size in self._containers():
-            digest.update(os.fsencode(container) + b"\0%d\n" % size)
-            parts += self._scan_file(container, samples_per_part)
-        return Scan(tuple(parts), digest.hexdigest())
+        files = self._containers()
+        parts = [part for name, _ in files for part in self._scan_file(name, samples_per_part)]
+        return Scan(tuple(parts), hash_files(files))
 
     def _scan_file(self, container: str, samples_per_part: int) -> Iterator[SourcePart]:
         try:
             rows = self._open(container)
         except _DAMAGE as error:
-            yield SourcePart((container, " ".join(str(error).split())[:200], 0), 1)
+            yield SourcePart((container, _one_line(error), 0), 1)
             return
         self._columns(rows.schema, container)
         first = 0
-        for last in range(len(rows.group_rows)):
-            held = rows.group_starts[last + 1] - rows.group_starts[first]
-            following = rows.group_rows[last + 1] if last + 1 < len(rows.group_rows) else None
-            if following is None or held + following > samples_per_part:
-                items = (container, range(first, last + 1), rows.group_starts[first])
-                yield SourcePart(items, held)
-                first = last + 1
+        starts = rows.group_starts
+        for end in range(1, len(starts)):
+            if end == len(starts) - 1 or starts[end + 1] - starts[first] > samples_per_part:
+                items = (container, range(first, end), starts[first])
+                yield SourcePart(items, starts[end] - starts[first])
+                first = end
 
     def records(self, part: SourcePart) -> Iterator[Record]:
         container, groups, row = part.items
@@ -82,11 +92,8 @@ class TableSource(Source):
             rows = self._open(container)
             columns = self._columns(rows.schema, container)
             with_bytes = [field.name for field in rows.schema if row_files.holds_bytes(field.type)]
-            media_columns = [
-                name
-                for name in columns
-                if name in self.fields.media_columns() and name in with_bytes
-            ]
+            media = self.fields.media_columns() & set(with_bytes)
+            media_columns = [name for name in columns if name in media]
             unread = tuple(name for name in with_bytes if name not in columns)
             for batch in rows.batches(groups, columns):
                 column = row_files.record_column(batch.schema.names, media_columns)
@@ -96,9 +103,8 @@ class TableSource(Source):
                     yield replace(record, unread=unread) if unread else record
                     row += 1
         except _DAMAGE as error:
-            detail = " ".join(str(error).split())[:200]
             for lost in range(row, end):
-                yield self._lost(container, f"{stem}:{lost}", lost, detail)
+                yield self._lost(container, f"{stem}:{lost}", lost, _one_line(error))
 
     def _open(self, container: str) -> RowFile:
         try:
@@ -117,22 +123,21 @@ class TableSource(Source):
         values: Mapping[str, Any] | SampleError,
         media_columns: Sequence[str],
     ) -> Record:
-        if isinstance(values, SampleError):
-            return Record(default_key, at, values)
-        embedded: dict[str, Embedded] = {}
-        key = default_key
         try:
+            if isinstance(values, SampleError):
+                raise values
             data, media = row_files.record_json(values, media_columns)
             at = replace(at, size=len(data))
             content = self.parse(data)
-            own = record_key(content, "")
-            key = own or default_key
         except SampleError as error:
-            return Record(key, at, error)
-        for name, image in media.items():
-            embedded[name] = Embedded(replace(at, size=len(image), column=name), image)
+            return Record(default_key, at, error)
+        embedded = {
+            name: Embedded(replace(at, size=len(image), column=name), image)
+            for name, image in media.items()
+        }
+        own = own_key(content)
         paired = () if self.task == "captioning" else None
-        return Record(key, at, content, paired, embedded, own_id=own != "")
+        return Record(own or default_key, at, content, paired, embedded, own_id=own != "")
 
     def _columns(self, schema: pa.Schema, container: str) -> list[str]:
         """The columns that records are made of. Raises StageError where there are none."""
@@ -144,9 +149,9 @@ class TableSource(Source):
                 f"{self.root.path(container)} has {len(twice)} columns named {twice[0]!r}; write "
                 "it again with a name for each"
             )
-        named = self.fields.named_columns()
+        named = self.fields.named
         absent = [f"{name}={at}" for name, at in named.items() if at not in columns]
-        if absent or not set(columns) - {"id", self.fields.column("id")}:
+        if absent or not set(columns) - {"id", named.get("id")}:
             problem = f" (no {absent[0]})" if absent else ""
             example = "source.fields={images: jpg, caption: text}"
             raise StageError(
@@ -160,39 +165,21 @@ def _to_rows(batch: pa.RecordBatch) -> Sequence[Mapping[str, Any] | SampleError]
     """Rows of a batch; one whose text is not UTF-8 as its error."""
     try:
         return batch.to_pylist()
-    except UnicodeDecodeError:
-        return [_to_row(batch, i) for i in range(len(batch))]
-
-
-def _to_row(batch: pa.RecordBatch, i: int) -> Mapping[str, Any] | SampleError:
-    try:
-        row: Mapping[str, Any] = batch.slice(i, 1).to_pylist()[0]
     except UnicodeDecodeError as error:
-        return SampleError("bad_json", str(error))
-    return row
+        if len(batch) > 1:
+            return [row for i in range(len(batch)) for row in _to_rows(batch.slice(i, 1))]
+        return [SampleError("bad_json", str(error))]
 
 
-def _has_suffix(path: Path, suffix: str) -> bool:
-    return any(name.lower().endswith(suffix) for name in file_names(path))
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 class ParquetSource(TableSource):
     """Parquet files: one, or all below a folder."""
 
     KIND = "parquet_row"
-
-    @classmethod
-    def recognise(cls, path: Path) -> Mapping[str, Any] | None:
-        return {} if _has_suffix(path, ".parquet") else None
-
-    def is_read(self, container: str) -> bool:
-        return container.lower().endswith(".parquet")
-
-    def _containers(self) -> list[tuple[str, int]]:
-        found = sorted((name, size) for name, size, _ in self.entries())
-        if not found:
-            raise nothing_found(self.path, "*.parquet")
-        return found
+    SUFFIX = ".parquet"
 
 
 class HuggingFaceOptions(FileOptions):
@@ -208,26 +195,18 @@ class HuggingFaceSource(TableSource):
     Options = HuggingFaceOptions
     options: HuggingFaceOptions
     KIND = "arrow_row"
-
-    @classmethod
-    def recognise(cls, path: Path) -> Mapping[str, Any] | None:
-        return {} if _has_suffix(path, ".arrow") else None
+    SUFFIX = ".arrow"
 
     def is_read(self, container: str) -> bool:
-        name = container.rpartition("/")[2].lower()
         if self._data_files is not None:
             return container in self._data_files
-        # What `map` and `filter` leave behind holds samples a second time.
-        is_cache = name.startswith("cache-")
-        return container.startswith(self._split_folder) and name.endswith(".arrow") and not is_cache
+        # What `map` and `filter` leave behind, cache-*, holds samples a second time.
+        is_cache = container.rpartition("/")[2].lower().startswith("cache-")
+        in_split = container.startswith(self._split_folder)
+        return in_split and super().is_read(container) and not is_cache
 
     def _containers(self) -> list[tuple[str, int]]:
-        found = sorted((name, size) for name, size, _ in self.entries())
-        if not found:
-            raise StageError(
-                f"source path {self.path!r} holds no *.arrow; save the dataset with save_to_disk, "
-                "or use format parquet"
-            )
+        found = super()._containers()
         missing = (self._data_files or frozenset()) - {name for name, _ in found}
         if missing and self.file_name is None:
             raise StageError(
@@ -239,43 +218,33 @@ class HuggingFaceSource(TableSource):
     @functools.cached_property
     def _data_files(self) -> frozenset[str] | None:
         """The files of the dataset; None if nothing lists them."""
-        container = f"{self._split_folder}{_STATE_NAME}"
-        state = self._read_json(container)
-        if state is None:
-            return None
-        try:
-            names = [str(file["filename"]) for file in state["_data_files"]]
-        except (LookupError, TypeError) as error:
-            raise StageError(
-                f"{self.root.path(container)} names no _data_files; save the dataset again"
-            ) from error
-        return frozenset(f"{self._split_folder}{name}" for name in names)
+        names = self._read_names(f"{self._split_folder}{_STATE_NAME}", "_data_files")
+        return None if names is None else frozenset(f"{self._split_folder}{n}" for n in names)
 
     @functools.cached_property
     def _split_folder(self) -> str:
         """Folder of the split's files; '' in a dataset without splits."""
-        content = self._read_json(_DICT_NAME)
-        if content is None:
+        splits = self._read_names(_DICT_NAME, "splits")
+        if splits is None:
             return ""
-        try:
-            splits = list(content["splits"])
-        except (LookupError, TypeError) as error:
-            raise StageError(f"{self.root.path(_DICT_NAME)} names no splits") from error
         split = self.options.split or "train"
         if split not in splits:
             raise StageError(
-                f"{self.path} has the splits {', '.join(map(str, splits))}, not {split!r}; "
-                "set source.split"
+                f"{self.path} has the splits {', '.join(splits)}, not {split!r}; set source.split"
             )
         return f"{split}/"
 
-    def _read_json(self, container: str) -> Any:
-        """Content of a file that describes the dataset; None if there is none."""
+    def _read_names(self, container: str, field: str) -> list[str] | None:
+        """A list in a file that describes the dataset; None if there is no such file."""
+        path = self.root.path(container)
         try:
             self.root.entry(container)
         except FileNotFoundError:
             return None
         try:
-            return orjson.loads(self.root.read(container, MAX_JSON_BYTES))
+            found = orjson.loads(self.root.read(container, MAX_JSON_BYTES))[field]
+            return [str(one["filename"] if isinstance(one, dict) else one) for one in found]
+        except (LookupError, TypeError) as error:
+            raise StageError(f"{path} names no {field}; save the dataset again") from error
         except (SampleError, ValueError) as error:
-            raise StageError(f"{self.root.path(container)} cannot be read: {error}") from error
+            raise StageError(f"{path} cannot be read: {error}") from error

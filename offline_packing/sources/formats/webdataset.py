@@ -11,28 +11,23 @@ but JSON, text, images and videos is read: a `.pkl` is never loaded.
 """
 
 import io
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-import xxhash
-
-from offline_packing.errors import StageError
-from offline_packing.sources.base import Source
-from offline_packing.sources.protocol import MAX_JSON_BYTES, Embedded, Scan, SourcePart
-from offline_packing.sources.protocol import SourceRecord as Record
+from offline_packing.sources.base import MAX_JSON_BYTES, Embedded, Scan, Source, SourcePart
+from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.reading.contents import file_names, holds_packs
+from offline_packing.sources.reading.listing import hash_files
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.records import has_answer, image_names, video_names
-from offline_packing.sources.roots.contents import file_names, holds_packs, nothing_found
 from offline_packing.storage.streams import (
     CODECS,
     UNREAD_SUFFIXES,
     DamagedStreamError,
     codec_of,
-    find_unread,
     open_unpacked,
 )
 from offline_packing.storage.tars import TarMember, TarReader
@@ -76,12 +71,8 @@ class WebDatasetSource(Source):
     """Samples in tars. A part is one tar."""
 
     def scan(self, samples_per_part: int) -> Scan:
-        digest = xxhash.xxh3_128()
-        parts = []
-        for container, size in self._tars():
-            digest.update(os.fsencode(container) + b"\0%d\n" % size)
-            parts.append(SourcePart(container, None))
-        return Scan(tuple(parts), digest.hexdigest())
+        tars = self._tars()
+        return Scan(tuple(SourcePart(name, None) for name, _ in tars), hash_files(tars))
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
@@ -113,12 +104,7 @@ class WebDatasetSource(Source):
 
     def _tars(self) -> list[tuple[str, int]]:
         """Containers and their sizes, in order."""
-        tars = sorted((name, size) for name, size, _ in self.entries())
-        if not tars:
-            raise nothing_found(self.path, "*.tar")
-        if problem := find_unread((name for name, _ in tars), _UNREAD_TARS):
-            raise StageError(f"source path {self.path!r} {problem}")
-        return tars
+        return self.files("*.tar", _UNREAD_TARS)
 
     def _lost(self, container: str, key: str, error: DamagedStreamError) -> Record:
         at = Locator(self._kind(container), container, 0, 0)

@@ -1,1 +1,1 @@
-"""Where the bytes of a sample lie (locators), and how rows and streams are read from there."""
+"""Where bytes lie: folders here and elsewhere, listings, locators, rows of tables."""

@@ -1,4 +1,4 @@
-"""Where bytes are stored; read.py reads them there.
+"""Where bytes are stored, and reading them there.
 
 kind         container                     offset                           size
 file         a file                        0                                of the whole file
@@ -9,8 +9,19 @@ arrow_row    an Arrow file, `column`       row                              byte
 sub_sample   a tar, or a pack's JSON       first byte of the pack's JSON    bytes of the value
 """
 
+import os
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from pathlib import Path
+from typing import BinaryIO
+
+import orjson
+
+from offline_packing.errors import StageError
+from offline_packing.sources.reading.remote import Root
+from offline_packing.sources.reading.row_reader import read_value
+from offline_packing.storage.streams import unpack, unpacked_copy
+from task_encoders.pack_format import PackFormatError, restore_pack
+from task_encoders.samples import SourceSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +40,70 @@ class Locator:
     column: str = ""
 
 
-class Root(Protocol):
-    """What reading needs from a root: a folder here or elsewhere."""
+def read_locator(root: Root, at: Locator, unpack_folder: Path | None = None) -> bytes:
+    """The bytes at a locator.
 
-    def path(self, container: str) -> str:
-        """Path of a file for messages and, where it is local, for opening it."""
+    Args:
+        unpack_folder: where a compressed container is unpacked, once, for random access.
 
-    def read_range(self, container: str, offset: int, size: int, *, whole: bool) -> bytes:
-        """`size` bytes at `offset`; with `whole`, of a file that has exactly that size.
+    Raises:
+        StageError: they no longer exist, or not all of them.
+    """
+    if at.kind == "file":
+        return root.read_range(at.container, 0, at.size, whole=True)
+    if at.kind == "bytes":
+        return root.read_range(at.container, at.offset, at.size, whole=False)
+    if at.kind == "stream":
+        return _read_stream(root, at, unpack_folder)
+    if at.kind in ("parquet_row", "arrow_row"):
+        return read_value(root, at.kind, at.container, at.offset, at.column, at.size)
+    task, number, size = at.column.split(".")
+    kind = "stream" if at.kind == "stream_sub_sample" else "bytes"
+    pack = read_locator(root, Locator(kind, at.container, at.offset, int(size)), unpack_folder)
+    return _sub_sample_json(pack, task, int(number), at.size)
 
-        Raises:
-            StageError: they do not exist.
-        """
 
-    def open(self, container: str, *, sequential: bool = False) -> BinaryIO:
-        """Open a file for reading, perhaps sequentially. Raises SampleError if it may not be
-        read."""
+def _read_stream(root: Root, at: Locator, unpack_folder: Path | None) -> bytes:
+    path = root.path(at.container)
+    if unpack_folder is None:
+        raise StageError(f"{path} is compressed and no unpack_folder is set")
 
-    def size(self, file: BinaryIO) -> int:
-        """Bytes of an open file."""
+    def write(copy: BinaryIO) -> None:
+        with root.open(at.container, sequential=True) as file:
+            unpack(file, at.container, root.size(file), copy)
 
-    def stamp(self, container: str) -> str:
-        """Changes when a file is replaced or written to."""
+    name = f"{path}\0{root.stamp(at.container)}"
+    with open(unpacked_copy(name, path, unpack_folder, write), "rb", buffering=0) as file:
+        data = os.pread(file.fileno(), at.size, at.offset)
+    if len(data) != at.size:
+        raise StageError(
+            f"{path} changed since it was measured: it unpacks to less than "
+            f"{at.offset + at.size} bytes; measure again with output.overwrite=true"
+        )
+    return data
+
+
+def _sub_sample_json(pack: bytes, task: str, number: int, size: int) -> bytes:
+    """The record of one sub-sample, from the JSON of its pack. Raises StageError if it is not the
+    one that was measured."""
+    try:
+        sub = restore_pack(pack, "pack", task).sub_samples[number]
+        record = to_json(sub) if isinstance(sub, SourceSample) else b""
+    except (PackFormatError, IndexError):
+        record = b""
+    if len(record) != size:
+        raise StageError(
+            f"sub-sample {number} of a pack changed since it was measured; restore the pack, or "
+            "measure again with output.overwrite=true"
+        )
+    return record
+
+
+def to_json(sample: SourceSample) -> bytes:
+    """A restored sub-sample as a record."""
+    messages = [{"role": "system", "content": sample.system}] if sample.system is not None else []
+    for turn in sample.turns:
+        messages.append({"role": "user", "content": turn.prompt})
+        messages.append({"role": "assistant", "content": turn.answer})
+    record = {"messages": messages, "images": sample.images}
+    return orjson.dumps(record | {"videos": sample.videos} if sample.videos else record)

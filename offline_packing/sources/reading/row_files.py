@@ -7,15 +7,15 @@ list, "image.0" one that is no list.
 
 import itertools
 import mmap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, Final
 
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from offline_packing.sources.reading.locators import Root
-from offline_packing.sources.roots.local import MediaRoot
+from offline_packing.sources.reading.local import MediaRoot
+from offline_packing.sources.reading.remote import Root
 from task_encoders.samples import SampleError
 
 #: Rows and bytes taken at a time while reading in order.
@@ -131,24 +131,13 @@ def holds_bytes(kind: pa.DataType) -> bool:
     """Whether a column of this type can hold the bytes of images: binary of any kind,
     {bytes, path}, or lists of these."""
     types = pa.types
-    if types.is_dictionary(kind) or _is_any_list(kind):
-        return holds_bytes(kind.value_type)
     if types.is_struct(kind):
-        return "bytes" in {kind.field(i).name for i in range(kind.num_fields)}
-    is_kind = (
-        *(types.is_binary, types.is_large_binary, types.is_binary_view),
-        types.is_fixed_size_binary,
-    )
-    return any(one(kind) for one in is_kind)
-
-
-def _is_any_list(kind: pa.DataType) -> bool:
-    types = pa.types
-    is_kind = (
-        *(types.is_list, types.is_large_list, types.is_fixed_size_list),
-        *(types.is_list_view, types.is_large_list_view),
-    )
-    return any(one(kind) for one in is_kind)
+        return kind.get_field_index("bytes") >= 0
+    value_type = getattr(kind, "value_type", None)  # of dictionaries and of lists of any kind
+    if value_type is not None:
+        return holds_bytes(value_type)
+    is_bytes = (types.is_binary, types.is_large_binary, types.is_binary_view)
+    return any(one(kind) for one in (*is_bytes, types.is_fixed_size_binary))
 
 
 def as_plain(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -160,22 +149,20 @@ def as_plain(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
     """A type of the same values, without dictionaries and views in it."""
-    if pa.types.is_dictionary(kind):
+    types = pa.types
+    if types.is_dictionary(kind):
         return _plain_type(kind.value_type)
-    if pa.types.is_binary_view(kind):
+    if types.is_binary_view(kind):
         return pa.large_binary()
-    if pa.types.is_string_view(kind):
+    if types.is_string_view(kind):
         return pa.large_string()
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_plain_type(kind.value_type)))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(kind.value_field.with_type(_plain_type(kind.value_type)))
-    if pa.types.is_fixed_size_list(kind):
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         value = kind.value_field.with_type(_plain_type(kind.value_type))
-        return pa.list_(value, kind.list_size)
-    if pa.types.is_struct(kind):
-        fields = [kind.field(i) for i in range(kind.num_fields)]
-        return pa.struct([field.with_type(_plain_type(field.type)) for field in fields])
+        if types.is_large_list(kind):
+            return pa.large_list(value)
+        return pa.list_(value, kind.list_size if types.is_fixed_size_list(kind) else -1)
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_plain_type(field.type)) for field in kind])
     return kind
 
 
@@ -216,11 +203,6 @@ def record_columns(column: str) -> tuple[list[str], list[str]]:
     return [name if isinstance(name, str) else name[0] for name in named], media
 
 
-def media_column(column: str) -> str:
-    """The column that a medium with this `column` lies in."""
-    return column.rpartition(".")[0]
-
-
 def record_json(
     row: Mapping[str, Any], media_columns: Sequence[str]
 ) -> tuple[bytes, dict[str, bytes]]:
@@ -244,23 +226,12 @@ def _as_text(value: Any) -> str:
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)
 
 
-class ArrowWriter:
-    """Writes an Arrow file; its schema is that of the first batch."""
-
-    def __init__(self, target: BinaryIO) -> None:
-        self._target = target
-        self._writer: Any = None
-
-    def add(self, batch: pa.RecordBatch) -> None:
-        """Append a batch."""
-        if self._writer is None:
-            self._writer = pa.ipc.new_file(self._target, batch.schema)
-        self._writer.write_batch(batch)
-
-    def __enter__(self) -> "ArrowWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._target.flush()
+def write_arrow(target: BinaryIO, batches: Iterable[pa.RecordBatch]) -> None:
+    """Write an Arrow file; its schema is that of the first batch, and without one there is none."""
+    writer = None
+    for batch in batches:
+        writer = writer or pa.ipc.new_file(target, batch.schema)
+        writer.write_batch(batch)
+    if writer is not None:
+        writer.close()
+        target.flush()

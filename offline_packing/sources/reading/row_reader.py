@@ -13,6 +13,7 @@ A row that was not announced is read by decoding its group.
 """
 
 import bisect
+import itertools
 import mmap
 import tempfile
 from collections import OrderedDict
@@ -20,22 +21,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeVar
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from offline_packing.errors import StageError
-from offline_packing.sources.reading.locators import Root
+from offline_packing.sources.reading.remote import Root
 from offline_packing.sources.reading.row_files import (
-    ArrowWriter,
     RowFile,
     is_record,
-    media_column,
     name_media,
     record_columns,
     record_json,
+    write_arrow,
 )
 from offline_packing.storage.files import translate_disk_full
 from offline_packing.storage.streams import unpacked_copy
@@ -53,8 +53,6 @@ _RELEASE_BYTES: Final = 32 << 20
 
 _DAMAGE: Final = (OSError, LookupError, ValueError, pa.ArrowException)
 
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 Rows = npt.NDArray[np.int64]
 
 
@@ -115,19 +113,19 @@ class _RowReader:
 
     def __init__(self) -> None:
         self._files: OrderedDict[tuple[str, str], RowFile] = OrderedDict()
-        self._copies: OrderedDict[str, _Copy] = OrderedDict()
         self._groups: OrderedDict[tuple[str, str, int, str], pa.Table] = OrderedDict()
         self._bytes_read = 0
+        #: that are open, by what they are copies of
+        self.copies: OrderedDict[str, _Copy] = OrderedDict()
         #: by path; a file may belong to several sources
         self.at_hand: dict[str, list[_AtHand]] = {}
 
     def row(self, root: Root, kind: str, container: str, row: int, column: str) -> pa.Table:
         """One row of a column, or of a record's columns. Raises IndexError if there is none."""
         path = root.path(container)
-        columns = record_columns(column)[0] if is_record(column) else [media_column(column)]
-        at_hand = next(
-            (one for one in self.at_hand.get(path, ()) if set(columns) <= set(one.columns)), None
-        )
+        columns = record_columns(column)[0] if is_record(column) else [column.rpartition(".")[0]]
+        prepared = (one for one in self.at_hand.get(path, ()) if set(columns) <= set(one.columns))
+        at_hand = next(prepared, None)
         if at_hand is not None and (found := at_hand.row(row, columns)) is not None:
             return found
         file, stamp = self.file(root, kind, container)
@@ -139,7 +137,7 @@ class _RowReader:
             return self._copy(file, (path, stamp, number), at_hand).row(place, columns)
         key = (path, stamp, number, "\0".join(columns))
         group = self._groups[key] if key in self._groups else file.group(number, columns)
-        _keep(self._groups, key, group, _OPEN_FILES)
+        _keep(self._groups, key, group)
         while len(self._groups) > 1 and sum(t.nbytes for t in self._groups.values()) > _CACHE_BYTES:
             self._groups.popitem(last=False)
         return group.slice(place, 1)
@@ -148,7 +146,7 @@ class _RowReader:
         """A file and its stamp: a replaced file counts as another one."""
         key = (root.path(container), root.stamp(container))
         file = self._files.get(key) or RowFile.open(root, container, kind)
-        _keep(self._files, key, file, _OPEN_FILES)
+        _keep(self._files, key, file)
         return file, key[1]
 
     def count(self, num_bytes: int) -> None:
@@ -158,39 +156,32 @@ class _RowReader:
             return
         self._bytes_read = 0
         kept = [one.copy for found in self.at_hand.values() for one in found if one.copy]
-        for copy in (*self._copies.values(), *kept):
+        for copy in (*self.copies.values(), *kept):
             copy.release()
         for file in self._files.values():
             file.release()
-
-    def close_copies(self) -> None:
-        """Forget the copies that are open."""
-        self._copies.clear()
 
     def _copy(self, file: RowFile, group: tuple[str, str, int], at_hand: _AtHand) -> _Copy:
         """A whole group, as a file in the folder of unpacked files."""
         path, stamp, number = group
         name = "\0".join((path, stamp, str(number), *at_hand.columns))
-        copy = self._copies.get(name)
+        copy = self.copies.get(name)
         if copy is None:
 
             def write(target: BinaryIO) -> None:
-                batches = file.batches(range(number, number + 1), at_hand.columns)
-                with ArrowWriter(target) as writer:
-                    for batch in batches:
-                        writer.add(batch)
+                write_arrow(target, file.batches(range(number, number + 1), at_hand.columns))
 
             what = f"row group {number} of {path}"
             with open(unpacked_copy(name, what, at_hand.folder, write), "rb") as opened:
                 copy = _Copy(opened)
-        _keep(self._copies, name, copy, _OPEN_FILES)
+        _keep(self.copies, name, copy)
         return copy
 
 
-def _keep(cache: OrderedDict[Key, Value], key: Key, value: Value, limit: int) -> None:
+def _keep(cache: OrderedDict[Any, Any], key: Any, value: Any) -> None:
     cache[key] = value
     cache.move_to_end(key)
-    while len(cache) > limit:
+    if len(cache) > _OPEN_FILES:
         cache.popitem(last=False)
 
 
@@ -219,7 +210,7 @@ def rows_at_hand(
         yield
     finally:
         _reader.at_hand = before
-        _reader.close_copies()  # a removed one occupies its space until then
+        _reader.copies.clear()  # a removed one occupies its space until then
 
 
 def _prepare(wanted: WantedRows, scratch: Path, unpack_folder: Path) -> _AtHand:
@@ -254,19 +245,20 @@ def _write_rows(
 ) -> tuple[Rows, list[int]]:
     """Write the wanted rows of some groups; returns their numbers and where batches begin."""
     written: list[Rows] = []
-    starts = [0]
-    with ArrowWriter(target) as writer:
+
+    def chosen() -> Iterator[pa.RecordBatch]:
         for group in groups.tolist():
             first = file.group_starts[group]
             for batch in file.batches(range(group, group + 1), wanted.columns):
                 begin, end = np.searchsorted(wanted.rows, (first, first + len(batch)))
                 if end > begin:
-                    rows = wanted.rows[begin:end]
-                    writer.add(batch.take(pa.array(rows - first)))
-                    written.append(rows)
-                    starts.append(starts[-1] + len(rows))
+                    written.append(wanted.rows[begin:end])
+                    yield batch.take(pa.array(written[-1] - first))
                 first += len(batch)
-    return np.concatenate([*written, wanted.rows[:0]]), starts[:-1]
+
+    write_arrow(target, chosen())
+    starts = itertools.accumulate(map(len, written[:-1]), initial=0)
+    return np.concatenate([*written, wanted.rows[:0]]), list(starts)
 
 
 def read_value(root: Root, kind: str, container: str, row: int, column: str, size: int) -> bytes:
@@ -280,7 +272,7 @@ def read_value(root: Root, kind: str, container: str, row: int, column: str, siz
         if is_record(column):
             data: Any = record_json(values, record_columns(column)[1])[0]
         else:
-            top = media_column(column)
+            top = column.rpartition(".")[0]
             data = name_media(values[top], top)[1].get(column)
     except (*_DAMAGE, SampleError) as error:
         raise StageError(f"{root.path(container)}, row {row} cannot be read: {error}") from error

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offline_packing.cli import main as cli
-from offline_packing.sources.roots.contents import describe_others, find_image_root
+from offline_packing.sources.reading.contents import describe_others, find_image_root
 from tests.helpers.datasets import captioning_pairs, image_bytes, write_json
 
 
@@ -183,10 +183,10 @@ def test_another_format(
 
 
 def test_hints_look_near_only(tmp_path: Path) -> None:
-    images(tmp_path / "a/pictures", 1)
-    (tmp_path / "b").mkdir()
-    assert find_image_root(str(tmp_path / "b"), "x/pictures/0.jpg") == str(tmp_path / "a")
-    assert find_image_root(str(tmp_path / "b"), "1.jpg") is None
+    images(tmp_path / "in/a/pictures", 1)
+    (tmp_path / "in/b").mkdir()
+    assert find_image_root(str(tmp_path / "in/b"), "x/pictures/0.jpg") == str(tmp_path / "in/a")
+    assert find_image_root(str(tmp_path / "in/b"), "1.jpg") is None
     assert find_image_root("s3://bucket/b", "0.jpg") is None
     assert describe_others("s3://bucket/b", "*.json") == ""
-    assert describe_others(str(tmp_path / "a"), "*.json") == ""
+    assert describe_others(str(tmp_path / "in/a"), "*.json") == ""

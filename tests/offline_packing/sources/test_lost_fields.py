@@ -9,8 +9,8 @@ import pytest
 
 from offline_packing.measure.measure import measure
 from offline_packing.sources import SourceRecord
-from offline_packing.sources.fields import FieldMap
 from offline_packing.sources.lost_fields import lost_fields
+from offline_packing.sources.options import FieldMap
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.records import to_sample
 from tests.helpers.command import invoke

@@ -55,7 +55,7 @@ def test_elements(
     path = tmp_path / "a.json"
     path.write_text(around + json.dumps(content, indent=indent) + around, "utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jsonl, "_ARRAY_BLOCK", block)
+        patch.setattr(jsonl, "_BUFFER", block)
         found = read(path, samples_per_part)
     assert [record.content for record in found] == content
 
@@ -83,7 +83,7 @@ def test_damaged_arrays(tmp_path: Path, text: str, outcomes: list[str]) -> None:
 
 def test_element_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonl, "MAX_JSON_BYTES", 100)
-    monkeypatch.setattr(jsonl, "_ARRAY_BLOCK", 64)
+    monkeypatch.setattr(jsonl, "_BUFFER", 64)
     path = tmp_path / "a.json"
     path.write_text(json.dumps([{"a": "x" * 20}, {"a": "x" * 500}, {"a": 3}]))
     found = read(path)

@@ -39,8 +39,7 @@ class MediaRoot:
         Raises:
             SampleError: path_outside_root, or missing_image for what cannot be a file name.
         """
-        if not name or "\0" in name or name.startswith("data:"):
-            raise SampleError("missing_image", f"{name[:60]!r} is no file name")
+        check_name(name)
         if _PLAIN_NAME.fullmatch(name):  # as for most; the rest takes 5 µs
             return f"{folder}/{name}" if folder else name
         if name.startswith("file://"):
@@ -85,17 +84,10 @@ class MediaRoot:
         Raises:
             SampleError: as `open`; bad_record if it is larger than `limit` bytes.
         """
-        descriptor = self._open(container)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size > limit:
+        with io.FileIO(self._open(container)) as file:
+            if os.fstat(file.fileno()).st_size > limit:
                 raise SampleError("bad_record", f"the JSON is larger than {limit} bytes")
-            data = os.read(descriptor, size + 1)
-            while data and len(data) < size and (rest := os.read(descriptor, size - len(data))):
-                data += rest
-        finally:
-            os.close(descriptor)
-        return data
+            return file.readall()
 
     def read_range(self, container: str, offset: int, size: int, *, whole: bool) -> bytes:
         """`size` bytes at `offset`; with `whole`, the file must have exactly that size.
@@ -152,6 +144,12 @@ class MediaRoot:
 
     def _holds(self, path: str) -> bool:
         return path.startswith(self._inside) or path == self.folder
+
+
+def check_name(name: str) -> None:
+    """Raise SampleError (missing_image) for what cannot be a file name."""
+    if not name or "\0" in name or name.startswith("data:"):
+        raise SampleError("missing_image", f"{name[:60]!r} is no file name")
 
 
 def _stat(entry: os.DirEntry[bytes]) -> os.stat_result:

@@ -1,4 +1,4 @@
-"""What is in a folder, for messages about a source without records or without its pictures."""
+"""What is in a folder, to recognise its format, and for hints on what a source lacks."""
 
 import contextlib
 import itertools
@@ -10,7 +10,8 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from offline_packing.errors import StageError
-from offline_packing.sources.roots.remote import is_remote
+from offline_packing.sources.options import MediaOptions, SourceOptions
+from offline_packing.sources.reading.remote import is_remote
 from offline_packing.storage.streams import DamagedStreamError, open_unpacked
 from offline_packing.storage.tars import TarReader
 
@@ -26,11 +27,44 @@ _FORMATS: Final = {
     ".jsonl.gz": "jsonl",
     ".json": "json or pairs",
 }
+#: Files of formats whose folders may hold the wrong ones.
+_READ: Final = {"pairs": "*.json", "json": "*.json", "jsonl": "*.jsonl", "parquet": "*.parquet"}
 _PACK_NAME: Final = re.compile(r"[A-Za-z0-9_-]*ps_\d+\.")
 #: How many names are looked at: a source may hold millions.
 _MAX_NAMES: Final = 10_000
 #: Folders in which a missing picture is looked for.
 _MAX_FOLDERS: Final = 500
+
+
+def hint_for(reason: str, detail: str, source: SourceOptions) -> str | None:
+    """What to change in a source's configuration, if that is known.
+
+    Args:
+        reason: a name in REASONS, of samples that are set aside.
+        detail: of one of them.
+    """
+    if reason == "missing_image":
+        return _missing_image(detail, source)
+    if reason == "path_outside_root":
+        return "set source.image_root to a folder above the images"
+    if reason == "bad_record" and detail.startswith(("none of ", "no prompt")):
+        return "name the record's own fields in source.fields: {question: q, answer: a}"
+    if reason == "overlong":
+        return "raise pack.seq_length or lower model.max_pixels"
+    return None
+
+
+def _missing_image(detail: str, source: SourceOptions) -> str | None:
+    named = re.match(r"'(.+?)': ", detail)
+    if named is None:  # no image beside the record
+        return describe_others(source.path, _READ.get(source.format, "")) or None
+    root = source.image_root if isinstance(source, MediaOptions) else None
+    found = find_image_root(source.path, named[1])
+    if found is not None and found != root:
+        return f"it is under {found!r}: set source.image_root={found}"
+    if root is not None:
+        return f"is source.image_root={root} the folder that image names are relative to?"
+    return "set source.image_root to the folder that image names are relative to"
 
 
 def nothing_found(path: str, wanted: str) -> StageError:
@@ -51,7 +85,11 @@ def describe_others(path: str, wanted: str) -> str:
     if is_remote(path):
         return ""
     names = itertools.islice(_names(Path(path)), _MAX_NAMES)
-    counts = Counter(suffix for name in names if (suffix := _format_suffix(name)))
+    longest = (
+        max((end for end in _FORMATS if name.lower().endswith(end)), key=len, default=None)
+        for name in names
+    )
+    counts = Counter(suffix for suffix in longest if suffix)
     return ", ".join(
         f"{count:,} *{suffix} here: source.format={_FORMATS[suffix]}"
         for suffix, count in counts.most_common()
@@ -69,13 +107,10 @@ def find_image_root(path: str, name: str) -> str | None:
     if is_remote(path) or name.startswith("/"):
         return None
     parts = PurePosixPath(name).parts
-    tails = ["/".join(parts[i:]) for i in range(len(parts))]
     start = Path(path) if Path(path).is_dir() else Path(path).parent
-    for folder in itertools.islice(_folders_near(start), _MAX_FOLDERS):
-        for tail in tails:
-            if (folder / tail).is_file():
-                return str(folder)
-    return None
+    near = itertools.islice(_folders_near(start), _MAX_FOLDERS)
+    at = (f for f in near if any(f.joinpath(*parts[i:]).is_file() for i in range(len(parts))))
+    return next(map(str, at), None)
 
 
 def _names(path: Path) -> Iterator[str]:
@@ -85,12 +120,6 @@ def _names(path: Path) -> Iterator[str]:
     for folder in (path, *_subfolders(path)):
         with os.scandir(folder) as entries:
             yield from (entry.name for entry in entries if entry.is_file())
-
-
-def _format_suffix(name: str) -> str | None:
-    name = name.lower()
-    fitting = [suffix for suffix in _FORMATS if name.endswith(suffix)]
-    return max(fitting, key=len, default=None)
 
 
 def _folders_near(folder: Path) -> Iterator[Path]:
@@ -112,16 +141,14 @@ def _subfolders(folder: Path) -> list[Path]:
 def file_names(path: Path) -> list[str]:
     """Names of the files at a path and below it, relative to it, at most so many as are looked at;
     of a file its own. Hidden ones, and those that a run keeps for itself, are left out."""
-    if path.is_file():
-        return [path.name]
-    found = (
-        os.path.relpath(os.path.join(folder, name), path)
-        for folder, folders, names in os.walk(path)
-        if folders.sort() is None and not _is_hidden(folder, path)
-        for name in sorted(names)
-        if not name.startswith(".")
-    )
-    return list(itertools.islice(found, _MAX_NAMES))
+    return [path.name] if path.is_file() else list(itertools.islice(_walk(path), _MAX_NAMES))
+
+
+def _walk(path: Path) -> Iterator[str]:
+    for folder, folders, names in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "_packing")))
+        seen = sorted(name for name in names if not name.startswith("."))
+        yield from (os.path.relpath(os.path.join(folder, name), path) for name in seen)
 
 
 def first_character(path: Path, name: str) -> bytes:
@@ -143,7 +170,3 @@ def holds_packs(path: Path, tar: str) -> bool:
 def is_pack_name(name: str) -> bool:
     """Whether a file is named as those of packs are: 'ps_00000000.img000.jpg'."""
     return _PACK_NAME.match(name.rpartition("/")[2]) is not None
-
-
-def _is_hidden(folder: str, root: Path) -> bool:
-    return any(part.startswith((".", "_packing")) for part in Path(folder).relative_to(root).parts)

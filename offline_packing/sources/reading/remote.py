@@ -1,14 +1,17 @@
 """Files under a remote folder, through fsspec: s3://bucket/data, gs://..., memory://...
 
-The packages of the storage (s3fs, gcsfs, ...) and its credentials are left to fsspec.
+The packages of the storage (s3fs, gcsfs, ...) and its credentials are left to fsspec. A `Root` is
+a folder here or there: both offer the same.
 """
 
 import posixpath
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from offline_packing.errors import ConfigError, StageError
+from offline_packing.sources.reading.local import MediaRoot, check_name
 from offline_packing.storage.streams import RangeFile
 from task_encoders.samples import SampleError
 
@@ -73,25 +76,23 @@ class RemoteRoot:
 
     def path(self, container: str) -> str:
         """URL of a file."""
-        return str(self._filesystem.unstrip_protocol(f"{self.folder}/{container}"))
+        return str(self._filesystem.unstrip_protocol(self._path(container)))
 
     def locate(self, folder: str, name: str) -> str:
         """Container that `name` means in `folder`. Raises SampleError as MediaRoot.locate does."""
-        if not name or "\0" in name or name.startswith("data:"):
-            raise SampleError("missing_image", f"{name[:60]!r} is no file name")
+        check_name(name)
         if name.startswith(self.path("")):
             return name.removeprefix(self.path(""))
-        path = posixpath.normpath(posixpath.join("/", folder, name))
-        depth = posixpath.normpath(posixpath.join(folder, name))
-        if name.startswith("/") or depth.startswith(".."):
+        path = posixpath.normpath(posixpath.join(folder, name))
+        if path.startswith(("/", "..")):
             raise SampleError("path_outside_root", f"{name!r} leads outside {self.folder!r}")
-        return path.lstrip("/")
+        return path
 
     def open(self, container: str, *, sequential: bool = False) -> BinaryIO:
         """Open a file for reading. Raises SampleError (missing_image) if there is none."""
         block = _SEQUENTIAL_BLOCK if sequential else _BLOCK
         with _missing(container):
-            return self._filesystem.open(f"{self.folder}/{container}", "rb", block_size=block)
+            return self._filesystem.open(self._path(container), "rb", block_size=block)
 
     def open_range(self, container: str, offset: int, size: int) -> BinaryIO:
         """A file of `size` bytes at `offset` of a file, which is opened once for its ranges in
@@ -110,13 +111,13 @@ class RemoteRoot:
     def stamp(self, container: str) -> str:
         """Changes when a file is replaced or written to; asked for once per task."""
         if container not in self._stamps:
-            self._stamps[container] = str(self._filesystem.ukey(f"{self.folder}/{container}"))
+            self._stamps[container] = str(self._filesystem.ukey(self._path(container)))
         return self._stamps[container]
 
     def read(self, container: str, limit: int) -> bytes:
         """A whole file. Raises SampleError as MediaRoot.read does."""
         with _missing(container):
-            data = self._cat(container, 0, limit + 1)
+            data: bytes = self._filesystem.cat_file(self._path(container), start=0, end=limit + 1)
         if len(data) > limit:
             raise SampleError("bad_record", f"the JSON is larger than {limit} bytes")
         return data
@@ -126,7 +127,8 @@ class RemoteRoot:
         remedy = "restore it, or measure again with output.overwrite=true"
         try:
             # One byte more tells whether the file has grown, without asking for its size.
-            data = self._cat(container, offset, offset + size + whole)
+            end = offset + size + whole
+            data: bytes = self._filesystem.cat_file(self._path(container), start=offset, end=end)
         except OSError as error:
             raise StageError(f"{self.path(container)} cannot be read: {error}; {remedy}") from error
         if len(data) != size:
@@ -150,7 +152,7 @@ class RemoteRoot:
 
     def entry(self, container: str) -> tuple[str, int, int]:
         """(container, size, 0) of a file. Raises StageError as `list_folder`."""
-        return container, self._size(f"{self.folder}/{container}"), 0
+        return container, self._size(self._path(container)), 0
 
     def _size(self, path: str, listed: int | None = None) -> int:
         """Size of a file; a plain web server lists names only, and is asked once for each."""
@@ -167,10 +169,25 @@ class RemoteRoot:
             self._sizes[path] = int(size)
         return self._sizes[path]
 
-    def _cat(self, container: str, start: int, end: int) -> bytes:
-        """Bytes start to end, or to the end of the file, in one request."""
-        data: bytes = self._filesystem.cat_file(f"{self.folder}/{container}", start=start, end=end)
-        return data
+    def _path(self, container: str) -> str:
+        return f"{self.folder}/{container}"
+
+
+Root = MediaRoot | RemoteRoot
+
+
+def open_root(path: str) -> tuple[Root, str | None]:
+    """The root at a path or URL; of a file, its folder and its name.
+
+    Raises:
+        ConfigError, StageError: there is nothing, or as `RemoteRoot.at`.
+    """
+    if is_remote(path):
+        return RemoteRoot.at(path)
+    given = Path(path)
+    if not given.exists():
+        raise StageError(f"source path {path!r} does not exist; set source.path")
+    return (MediaRoot(given), None) if given.is_dir() else (MediaRoot(given.parent), given.name)
 
 
 @contextmanager

@@ -5,12 +5,12 @@ at a time. Files come in the order of their stem, then of their suffix; folders 
 their names, after the files next to them.
 """
 
-import functools
+import bisect
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
+from offline_packing.sources.reading.remote import Root
+
 _CHUNK: Final = 1 << 16
 
 #: Stands in a key for the last dot of a file's name. It sorts before all that can be in a name, so
 #: that keys in order are files in the order of stem and suffix.
 DOT: Final = b"\0"
-
 
 #: One row per file, in the order of a listing.
 FILES_SCHEMA: Final = pa.schema(
@@ -37,22 +38,14 @@ FILES_SCHEMA: Final = pa.schema(
 Numbers = npt.NDArray[np.int64]
 
 
-class Listable(Protocol):
-    """What a listing needs from a root."""
-
-    def list_folder(self, folder: bytes) -> Iterator[tuple[bytes, int | None, int]]:
-        """(name, size, modification time in ns) of what is in a folder; None is the size of a
-        folder."""
-
-
 @dataclass(frozen=True, slots=True)
 class Files:
     """Some files of one folder (b"" or b"a/b/"), in order: keys, sizes, modification times (ns)."""
 
     folder: bytes
     keys: list[bytes]
-    sizes: npt.NDArray[np.int64]
-    times: npt.NDArray[np.int64]
+    sizes: Numbers
+    times: Numbers
 
 
 class _Names:
@@ -85,14 +78,14 @@ class _Names:
         for start in range(0, len(keys), _CHUNK):
             held += keys.take(order[start : start + _CHUNK]).to_pylist()
             last = start + _CHUNK >= len(keys)
-            end = len(held) if last else _last_stem(held)
+            end = len(held) if last else bisect.bisect_left(held, held[-1].partition(DOT)[0])
             if end:
                 places = order[first : first + end].to_numpy()
                 yield held[:end], sizes[places], times[places]
                 held, first = held[end:], first + end
 
 
-def list_files(root: Listable, folder: bytes = b"") -> Iterator[Files]:
+def list_files(root: Root, folder: bytes = b"") -> Iterator[Files]:
     """All files; those of a large folder in several pieces."""
     folders: list[bytes] = []
     names = _Names()
@@ -107,22 +100,13 @@ def list_files(root: Listable, folder: bytes = b"") -> Iterator[Files]:
         yield from list_files(root, folder + name + b"/")
 
 
-def walk(root: Listable) -> Iterator[tuple[str, int, int]]:
+def walk(root: Root) -> Iterator[tuple[str, int, int]]:
     """(container, size, modification time in ns) of all files, in order."""
     for files in list_files(root):
         folder = os.fsdecode(files.folder)
         numbers = (files.sizes.tolist(), files.times.tolist())
         for name, size, time in zip(to_names(files.keys), *numbers, strict=True):
             yield folder + name, size, time
-
-
-def _last_stem(keys: list[bytes]) -> int:
-    """Where the keys of the last stem begin."""
-    stem = keys[-1].partition(DOT)[0]
-    begin = len(keys) - 1
-    while begin and keys[begin - 1].partition(DOT)[0] == stem:
-        begin -= 1
-    return begin
 
 
 def to_key(name: bytes) -> bytes:
@@ -141,10 +125,10 @@ def to_names(keys: list[bytes]) -> list[str]:
     return to_name(b"/".join(keys)).split("/") if keys else []
 
 
-def hash_files(digest: "xxhash.xxh3_128", files: Files) -> None:
-    """Put names and sizes into a digest."""
-    digest.update(files.folder + b"\0/" + b"/".join(files.keys) + b"\0/")
-    digest.update(files.sizes.tobytes())
+def hash_files(files: Iterable[tuple[str, int]]) -> str:
+    """What distinguishes some containers and their sizes from others."""
+    lines = (os.fsencode(container) + b"\0%d\n" % size for container, size in files)
+    return xxhash.xxh3_128_hexdigest(b"".join(lines))
 
 
 def container_hash(container: bytes) -> int:
@@ -157,7 +141,7 @@ class FileTable:
 
     def __init__(self, is_read: Callable[[bytes], bool]) -> None:
         """`is_read`: whether files of a suffix belong to it."""
-        self._is_read = functools.cache(is_read)
+        self._is_read = is_read
         self._sink = pa.BufferOutputStream()
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         self._writer = pa.ipc.new_stream(self._sink, FILES_SCHEMA, options=options)
@@ -173,15 +157,9 @@ class FileTable:
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=FILES_SCHEMA))
 
     def finish(self) -> bytes:
-        """The table, for `unpack_batches`."""
+        """The table, as an Arrow stream."""
         self._writer.close()
         return bytes(self._sink.getvalue())
-
-
-def unpack_batches(data: bytes) -> Iterator[pa.RecordBatch]:
-    """What a `FileTable` holds."""
-    with pa.ipc.open_stream(data) as reader:
-        yield from reader
 
 
 @dataclass(frozen=True, slots=True)
