@@ -31,9 +31,7 @@ MAX_LONG_FUNCTIONS = 0
 #: Longer functions: kernels that numba compiles as one piece, and one that is mostly its contract.
 LONG_FUNCTIONS = {
     "offline_packing.planner.plan_packs.plan_packs",
-    "offline_packing.planner.strategies.coarse._refine",
     "offline_packing.planner.strategies.exact_fill._complete",
-    "offline_packing.planner.strategies.exact_fill._exact_fill",
     "offline_packing.planner.strategies.histogram._best_fit_decreasing",
     "offline_packing.planner.strategies.tilted_sampling._tilted_fills",
     "offline_packing.planner.strategies.tilted_sampling._tilted_laws",

@@ -22,7 +22,7 @@ from pydantic import (
 
 from offline_packing.engines import ENGINES
 from offline_packing.layouts import LAYOUTS
-from offline_packing.planner.rules import check_combination
+from offline_packing.planner.request import check_combination
 from offline_packing.sources import SourceOptions, parse_options
 from offline_packing.sources.options import listed
 from offline_packing.storage.yaml_file import explain_value_error, read_config, validate

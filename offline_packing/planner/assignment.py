@@ -10,13 +10,10 @@ from collections.abc import Mapping
 import numpy as np
 from numba import njit
 
-from offline_packing.planner.order import reorder_packs, shuffled_order
-from offline_packing.planner.strategies.composition import fullest_first
-from offline_packing.planner.strategies.expand import expand_composition
-from offline_packing.planner.strategies.histogram import count_lengths
+from offline_packing.planner.order import reorder_packs
 from offline_packing.planner.strategies.kernels import random_below, random_state
-from offline_packing.planner.strategies.packs import Packs
-from offline_packing.planner.windows import join_packs, window_fill
+from offline_packing.planner.strategies.strategy import Packs, join_packs
+from offline_packing.planner.windows import pack_window
 
 _SPARE = 0.005  # packs' worth of samples that a window has beyond those it gives out
 _MIN_SPARE_PACKS = 4
@@ -76,12 +73,12 @@ def pack_in_order(
         end = min(len(order), int(np.searchsorted(ends, before + missing)) + 1)
         window_seed = seed + len(parts)
         pool = np.concatenate([carried, order[start:end]])
-        packs = _compose_pool(lengths[pool], seq_length, window_seed)
+        packs = pack_window(lengths[pool], seq_length, seed=window_seed)
         chosen = np.arange(packs.num_packs)
         if end < len(order):
             chosen = _ready_first(packs, lengths[pool], seq_length, len(carried))[:window_packs]
-        ready = reorder_packs(packs, chosen[shuffled_order(len(chosen), window_seed)])
-        parts.append(Packs(pool[ready.sample_ids], ready.pack_offsets))
+        ready = reorder_packs(packs, np.random.default_rng(window_seed).permutation(chosen))
+        parts.append(ready.of(pool))
         carried = np.delete(pool, ready.sample_ids)
         start = end
     return join_packs(parts)
@@ -96,18 +93,11 @@ def _ready_first(
     before few so that few have to be read again, and last the others from fullest to emptiest.
     """
     starts = packs.pack_offsets[:-1]
-    tokens = np.add.reduceat(lengths[packs.sample_ids].astype(np.int64), starts)
+    tokens = packs.sums(lengths)
     carries = np.minimum.reduceat(packs.sample_ids, starts) < num_carried
     full = tokens >= _FULL * seq_length
     rank = np.where(full, -np.diff(packs.pack_offsets), seq_length - tokens)
     return np.lexsort((rank, ~full, ~carries))
-
-
-def _compose_pool(lengths: np.ndarray, seq_length: int, seed: int) -> Packs:
-    """Packs of a window, the fullest and in them the oldest samples first."""
-    lengths = np.ascontiguousarray(lengths, np.int32)
-    counts = count_lengths(lengths, seq_length)
-    return expand_composition(fullest_first(window_fill(counts, seed=seed)), lengths, counts)
 
 
 @njit(cache=True)
@@ -168,7 +158,7 @@ def balance_packs(
     if packs.num_packs < 2:
         return packs
     sample_ids = packs.sample_ids.copy()
-    pack_of_slot = np.repeat(np.arange(packs.num_packs), np.diff(packs.pack_offsets))
+    pack_of_slot = packs.pack_of_slot()
     window = pack_of_slot // window_packs if window_packs else np.zeros_like(pack_of_slot)
     amounts = quantity.astype(np.float64)
     totals = np.bincount(pack_of_slot, amounts[sample_ids], minlength=packs.num_packs)

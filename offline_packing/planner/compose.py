@@ -5,20 +5,14 @@ from dataclasses import replace
 import numpy as np
 
 from offline_packing.planner.assignment import balance_packs, interleaved_order, pack_in_order
-from offline_packing.planner.copies import (
-    deal_out_copies,
-    most_copies,
-    rounds_of_copies,
-    separate_copies,
-)
+from offline_packing.planner.copies import deal_out_copies, rounds_of_copies, separate_copies
 from offline_packing.planner.order import reorder_packs
 from offline_packing.planner.request import PlanRequest
 from offline_packing.planner.strategies import COMPOSERS, STRATEGIES
 from offline_packing.planner.strategies.budgets import pack_budgets, size_lower_bound
-from offline_packing.planner.strategies.expand import expand_composition
+from offline_packing.planner.strategies.composition import expand_composition
 from offline_packing.planner.strategies.histogram import count_lengths, lower_bound
-from offline_packing.planner.strategies.packs import Packs
-from offline_packing.planner.windows import join_packs
+from offline_packing.planner.strategies.strategy import Packs, join_packs
 
 _PART_PACKS = 200  # packs that a part has at least when copies are dealt out
 _FULL = 0.995  # load of a pack, of its scarcest limit, that stays as its part composed it
@@ -34,7 +28,7 @@ def pack_request(request: PlanRequest) -> tuple[Packs, int]:
     for group in np.unique(request.groups):
         members = np.flatnonzero(request.groups == group)
         packs, part_bound = _pack(request.subset(members))
-        parts.append(Packs(members[packs.sample_ids], packs.pack_offsets))
+        parts.append(packs.of(members))
         bound += part_bound
     return join_packs(parts), bound
 
@@ -43,16 +37,15 @@ def _pack(request: PlanRequest) -> tuple[Packs, int]:
     """Packs of all samples and a lower bound of their number."""
     if request.copy_of is None:
         return _compose(request)
-    bound = max(packs_bound(request), most_copies(request.copy_of))
+    most_copies = int(np.bincount(request.copy_of).max(initial=0))  # of one sample
+    bound = max(packs_bound(request), most_copies)
     if request.windowed:
         packs, _ = _compose(request)
     else:
-        packs = _compose_apart(request, min(most_copies(request.copy_of), bound // _PART_PACKS))
+        packs = _compose_apart(request, min(most_copies, bound // _PART_PACKS))
     reach = request.window_packs if request.windowed else None
-    packs = separate_copies(
-        packs, *_limited(request), request.copy_of, reach=reach, seed=request.seed
-    )
-    return packs, bound
+    sizes, limits = _limited(request)
+    return separate_copies(packs, sizes, limits, request.copy_of, reach, request.seed), bound
 
 
 def _compose_apart(request: PlanRequest, num_parts: int) -> Packs:
@@ -68,8 +61,7 @@ def _compose_apart(request: PlanRequest, num_parts: int) -> Packs:
     part_of = deal_out_copies(request.copy_of, num_parts, request.seed)
     packs = join_packs([_compose_some(request, part_of == part) for part in range(num_parts)])
     sizes, limits = _limited(request)
-    loads = np.add.reduceat(sizes[packs.sample_ids], packs.pack_offsets[:-1], axis=0) / limits
-    poor = loads.max(axis=1) < _FULL
+    poor = (packs.sums(sizes) / limits).max(axis=1) < _FULL
     if not 0 < poor.sum() <= _MOST_POOR * packs.num_packs:
         return packs
     left = packs.sample_ids[np.repeat(poor, np.diff(packs.pack_offsets))]
@@ -80,7 +72,7 @@ def _compose_some(request: PlanRequest, chosen: np.ndarray) -> Packs:
     """Packs of some of the samples: bool or index array."""
     ids = np.flatnonzero(chosen) if chosen.dtype == bool else chosen
     packs, _ = _compose(request.subset(ids))
-    return Packs(ids[packs.sample_ids], packs.pack_offsets)
+    return packs.of(ids)
 
 
 def _limited(request: PlanRequest) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from offline_packing.planner.strategies.kernels import random_below, random_state
-from offline_packing.planner.strategies.packs import Packs
+from offline_packing.planner.strategies.strategy import Packs, group_into_packs
 
 _PARTNERS = 256  # packs that are tried for one copy
 _DRAWS = 512  # exchanges of two for two that are tried with each
@@ -30,11 +30,6 @@ def rounds_of_copies(copy_of: np.ndarray) -> np.ndarray:
     return rounds
 
 
-def most_copies(copy_of: np.ndarray) -> int:
-    """Uses of the sample that is used most: so many packs are needed at least."""
-    return int(rounds_of_copies(copy_of).max(initial=-1)) + 1
-
-
 def deal_out_copies(copy_of: np.ndarray, num_parts: int, seed: int = 0) -> np.ndarray:
     """The part of each sample, int32 (num_samples,): copies are spread evenly over the parts.
 
@@ -43,24 +38,8 @@ def deal_out_copies(copy_of: np.ndarray, num_parts: int, seed: int = 0) -> np.nd
     """
     counts = np.bincount(copy_of)
     offsets = np.random.default_rng(seed).random(len(counts))
-    rounds = rounds_of_copies(copy_of)
-    return _deal_out(copy_of, rounds, counts, offsets, num_parts)
-
-
-@njit(cache=True)
-def _deal_out(
-    copy_of: np.ndarray,
-    rounds: np.ndarray,
-    counts: np.ndarray,
-    offsets: np.ndarray,
-    num_parts: int,
-) -> np.ndarray:
-    part_of = np.empty(len(copy_of), np.int32)
-    for sample in range(len(copy_of)):
-        origin = copy_of[sample]
-        part = int((rounds[sample] + offsets[origin]) * num_parts / counts[origin])
-        part_of[sample] = min(part, num_parts - 1)
-    return part_of
+    parts = (rounds_of_copies(copy_of) + offsets[copy_of]) * num_parts / counts[copy_of]
+    return np.minimum(parts.astype(np.int32), num_parts - 1)
 
 
 def separate_copies(
@@ -68,7 +47,6 @@ def separate_copies(
     sizes: np.ndarray,
     limits: np.ndarray,
     copy_of: np.ndarray,
-    *,
     reach: int | None = None,
     seed: int = 0,
 ) -> Packs:
@@ -80,17 +58,14 @@ def separate_copies(
         copy_of: integers (num_samples,) from 0; samples with the same number are copies.
         reach: exchange only with packs at most this far away, as far as that is possible.
     """
-    doubled = _doubled_places(packs.sample_ids, packs.pack_offsets, copy_of)
+    doubled = _doubled_places(packs, copy_of)
     if len(doubled) == 0:
         return packs
-    sample_ids, offsets = packs.sample_ids.astype(np.int64), packs.pack_offsets
-    totals = np.add.reduceat(sizes[sample_ids], offsets[:-1], axis=0)
-    bins = _Bins(sample_ids, offsets, totals, sizes, limits, copy_of)
-    _exchange_all(bins, doubled, reach or len(totals), random_state(seed))
-    left = _doubled_places(sample_ids, offsets, copy_of)
-    if len(left) == 0:
-        return Packs(sample_ids, offsets)
-    return _move_out(Packs(sample_ids, offsets), sizes, limits, copy_of, left)
+    packs = Packs(packs.sample_ids.astype(np.int64), packs.pack_offsets)
+    bins = _Bins(*packs, packs.sums(sizes), sizes, limits, copy_of)
+    _exchange_all(bins, doubled, reach or packs.num_packs, random_state(seed))
+    left = _doubled_places(packs, copy_of)
+    return _move_out(packs, sizes, limits, copy_of, left) if len(left) else packs
 
 
 class _Bins(NamedTuple):
@@ -106,10 +81,9 @@ class _Bins(NamedTuple):
 
 
 @njit(cache=True)
-def _doubled_places(
-    sample_ids: np.ndarray, pack_offsets: np.ndarray, copy_of: np.ndarray
-) -> np.ndarray:
+def _doubled_places(packs: Packs, copy_of: np.ndarray) -> np.ndarray:
     """Places in ``sample_ids`` that hold a further copy of a sample of the same pack."""
+    sample_ids, pack_offsets = packs
     last_pack = np.full(copy_of.max() + 1 if len(copy_of) else 0, -1, np.int64)
     is_doubled = np.zeros(len(sample_ids), np.bool_)
     for pack in range(len(pack_offsets) - 1):
@@ -121,21 +95,19 @@ def _doubled_places(
 
 
 @njit(cache=True)
-def _holds(
-    sample_ids: np.ndarray, start: int, end: int, copy_of: np.ndarray, origin: int, but: int
-) -> bool:
-    """Whether places start..end hold a copy of a sample, place ``but`` left aside."""
+def _holds(packs: Packs, pack: int, copy_of: np.ndarray, origin: int, but: int) -> bool:
+    """Whether a pack holds a copy of ``origin``, place ``but`` left aside."""
     found = False
-    for place in range(start, end):
-        found |= place != but and copy_of[sample_ids[place]] == origin
+    for place in range(packs.pack_offsets[pack], packs.pack_offsets[pack + 1]):
+        found |= place != but and copy_of[packs.sample_ids[place]] == origin
     return found
 
 
 @njit(cache=True)
 def _pack_holds(bins: _Bins, pack: int, sample: int, but: int = -1) -> bool:
     """Whether a pack holds a copy of a sample, place ``but`` left aside."""
-    start, end = bins.pack_offsets[pack], bins.pack_offsets[pack + 1]
-    return _holds(bins.sample_ids, start, end, bins.copy_of, bins.copy_of[sample], but)
+    packs = Packs(bins.sample_ids, bins.pack_offsets)
+    return _holds(packs, pack, bins.copy_of, bins.copy_of[sample], but)
 
 
 @njit(cache=True)
@@ -216,20 +188,16 @@ def _move_out(
     moved = packs.sample_ids[places]
     moved = moved[np.argsort(-sizes[moved, 0], kind="stable")]
     kept = np.delete(packs.sample_ids, places)
-    pack_of = np.delete(np.repeat(np.arange(packs.num_packs), np.diff(packs.pack_offsets)), places)
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(pack_of, minlength=packs.num_packs))])
-    totals = np.add.reduceat(sizes[kept], offsets[:-1], axis=0)
-    pack_of = np.concatenate(
-        [pack_of, _find_room(kept, offsets, totals, sizes, limits, copy_of, moved)]
-    )
-    sample_ids = np.concatenate([kept, moved])[np.argsort(pack_of, kind="stable")]
-    return Packs(sample_ids, np.concatenate([[0], np.cumsum(np.bincount(pack_of))]))
+    pack_of = np.delete(packs.pack_of_slot(), places)
+    rest = group_into_packs(kept, pack_of, packs.num_packs)
+    found = _find_room(rest, rest.sums(sizes), sizes, limits, copy_of, moved)
+    pack_of = np.concatenate([pack_of, found])
+    return group_into_packs(np.concatenate([kept, moved]), pack_of, int(pack_of.max()) + 1)
 
 
 @njit(cache=True)
 def _find_room(
-    kept: np.ndarray,
-    offsets: np.ndarray,
+    kept: Packs,
     totals: np.ndarray,
     sizes: np.ndarray,
     limits: np.ndarray,
@@ -251,8 +219,7 @@ def _find_room(
         for choice in range(next_of[origin], len(packs)):
             pack = packs[choice]
             if (rooms[choice] + sizes[sample] <= limits).all() and not (
-                choice < len(old)
-                and _holds(kept, offsets[pack], offsets[pack + 1], copy_of, origin, -1)
+                choice < len(old) and _holds(kept, pack, copy_of, origin, -1)
             ):
                 break
         pack_of[i] = pack

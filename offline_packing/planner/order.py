@@ -5,11 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
-from offline_packing.planner.strategies.kernels import random_below, random_state
-from offline_packing.planner.strategies.packs import Packs
+from offline_packing.planner.strategies.kernels import random_state, shuffle_between
+from offline_packing.planner.strategies.strategy import Packs
 
-#: How samples stand inside a pack.
-SAMPLE_ORDERS = ("random", "longest_first", "composed")
 _SAMPLE_ORDER_STREAM = 1  # random numbers of its own: other choices stay as they are
 
 
@@ -59,11 +57,6 @@ def _bit_reversal(indices: np.ndarray) -> np.ndarray:
     return both
 
 
-def shuffled_order(num_packs: int, seed: int) -> np.ndarray:
-    """A seeded permutation of the packs: int64 (num_packs,)."""
-    return np.random.default_rng(seed).permutation(num_packs)
-
-
 def cost_grouped_order(cost: np.ndarray, layout: RankLayout, seed: int) -> np.ndarray:
     """An order in which all ranks read packs of similar cost at the same step.
 
@@ -96,29 +89,23 @@ def idle_share(cost: np.ndarray, layout: RankLayout) -> float:
 
 
 @njit(cache=True)
-def _gather_packs(
-    sample_ids: np.ndarray,
-    pack_offsets: np.ndarray,
-    order: np.ndarray,
-    out_ids: np.ndarray,
-    out_offsets: np.ndarray,
-) -> None:
+def _gather_packs(packs: Packs, order: np.ndarray, out: Packs) -> None:
     end = 0
     for place in range(order.shape[0]):
         pack = order[place]
-        for source in range(pack_offsets[pack], pack_offsets[pack + 1]):
-            out_ids[end] = sample_ids[source]
+        for source in range(packs.pack_offsets[pack], packs.pack_offsets[pack + 1]):
+            out.sample_ids[end] = packs.sample_ids[source]
             end += 1
-        out_offsets[place + 1] = end
+        out.pack_offsets[place + 1] = end
 
 
 def reorder_packs(packs: Packs, order: np.ndarray) -> Packs:
     """The chosen packs in the given order: place i gets pack ``order[i]``, each at most once."""
-    sizes = np.diff(packs.pack_offsets)
-    out_ids = np.empty(int(sizes[order].sum()), packs.sample_ids.dtype)
-    out_offsets = np.zeros(len(order) + 1, np.int64)
-    _gather_packs(packs.sample_ids, packs.pack_offsets, order, out_ids, out_offsets)
-    return Packs(out_ids, out_offsets)
+    size = int(np.diff(packs.pack_offsets)[order].sum())
+    offsets = np.zeros(len(order) + 1, np.int64)
+    reordered = Packs(np.empty(size, packs.sample_ids.dtype), offsets)
+    _gather_packs(packs, order, reordered)
+    return reordered
 
 
 def order_samples(packs: Packs, lengths: np.ndarray, how: str, seed: int) -> Packs:
@@ -130,19 +117,10 @@ def order_samples(packs: Packs, lengths: np.ndarray, how: str, seed: int) -> Pac
         return packs
     sample_ids = packs.sample_ids.copy()
     if how == "random":
-        _shuffle_packs(sample_ids, packs.pack_offsets, random_state([seed, _SAMPLE_ORDER_STREAM]))
+        shuffle_between(sample_ids, packs.pack_offsets, random_state([seed, _SAMPLE_ORDER_STREAM]))
     else:
         _sort_packs(sample_ids, packs.pack_offsets, lengths)
     return Packs(sample_ids, packs.pack_offsets)
-
-
-@njit(cache=True)
-def _shuffle_packs(sample_ids: np.ndarray, pack_offsets: np.ndarray, state: np.ndarray) -> None:
-    for pack in range(len(pack_offsets) - 1):
-        start = pack_offsets[pack]
-        for last in range(pack_offsets[pack + 1] - 1, start, -1):
-            other = start + random_below(state, last - start + 1)
-            sample_ids[last], sample_ids[other] = sample_ids[other], sample_ids[last]
 
 
 @njit(cache=True)

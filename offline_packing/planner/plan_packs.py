@@ -9,19 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from offline_packing.planner.admission import Admission, Budgets, admit_samples
 from offline_packing.planner.compose import pack_request, packs_bound
 from offline_packing.planner.order import (
     RankLayout,
     cost_grouped_order,
     order_samples,
     reorder_packs,
-    shuffled_order,
 )
 from offline_packing.planner.pack_plan import PackPlan, PlanInfo
-from offline_packing.planner.request import PlanRequest, check_request
-from offline_packing.planner.strategies import histogram
-from offline_packing.planner.strategies.packs import Packs
+from offline_packing.planner.request import Admission, Budgets, PlanRequest, admit_samples
+from offline_packing.planner.strategies import STRATEGIES, histogram
+from offline_packing.planner.strategies.strategy import Packs
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +115,10 @@ def plan_packs(
         order=order,
         options=strategy_options or {},
     ).admitted(admission)
-    check_request(request)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy {strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
+    STRATEGIES[strategy].options(**request.options)
+    request.check()
     packs, bound = pack_request(request)
     packs, dissolved, reasons = _dissolve_poor_packs(packs, request)
     if len(dissolved):
@@ -125,7 +126,7 @@ def plan_packs(
     if request.order is not None:
         packs = reorder_packs(packs, _cost_order(packs, request))
     elif "shuffle" in chosen and not request.windowed:
-        packs = reorder_packs(packs, shuffled_order(packs.num_packs, seed))
+        packs = reorder_packs(packs, np.random.default_rng(seed).permutation(packs.num_packs))
     packs = order_samples(packs, request.lengths, sample_order, seed)
     kept = request.lengths[packs.sample_ids] if len(dissolved) else request.lengths
     info = PlanInfo(
@@ -148,8 +149,7 @@ def _dissolve_poor_packs(
     none = np.zeros(0, packs.sample_ids.dtype)
     if (request.min_fill == 0 and request.min_samples <= 1) or packs.num_packs == 0:
         return packs, none, none.astype(np.uint8)
-    tokens = request.lengths[packs.sample_ids].astype(np.int64)
-    empty = np.add.reduceat(tokens, packs.pack_offsets[:-1]) < request.min_fill * request.seq_length
+    empty = packs.sums(request.lengths) < request.min_fill * request.seq_length
     sizes = np.diff(packs.pack_offsets)
     poor = empty | (sizes < request.min_samples)
     in_poor = np.repeat(poor, sizes)
@@ -163,8 +163,8 @@ def _cost_order(packs: Packs, request: PlanRequest) -> np.ndarray:
     cost = request.cost
     if cost is None:
         cost = request.lengths.astype(np.float64) ** 2
-    pack_of_slot = np.repeat(np.arange(packs.num_packs), np.diff(packs.pack_offsets))
-    totals = np.bincount(pack_of_slot, cost[packs.sample_ids], minlength=packs.num_packs)
+    slots = cost[packs.sample_ids]
+    totals = np.bincount(packs.pack_of_slot(), slots, minlength=packs.num_packs)
     return cost_grouped_order(totals, request.order, request.seed)
 
 

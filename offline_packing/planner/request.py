@@ -1,17 +1,41 @@
-"""What plan_packs was asked for, checked, and cut to some of the samples."""
+"""What plan_packs was asked for: checked, and cut to the samples that can be packed at all.
 
-from collections.abc import Mapping
+Configurations are checked with it as well, so it imports nothing that compiles.
+"""
+
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from offline_packing.planner.admission import Admission
-from offline_packing.planner.order import SAMPLE_ORDERS, RankLayout
-from offline_packing.planner.rules import check_combination
-from offline_packing.planner.strategies import STRATEGIES
+if TYPE_CHECKING:
+    from offline_packing.planner.order import RankLayout
+
+#: (size of each sample, limit per pack): vision patches, images, …
+Budgets = Mapping[str, tuple[np.ndarray, int]]
 
 ASSIGNMENTS = ("shuffle", "locality", "mix", "balance")
+#: How samples stand inside a pack.
+SAMPLE_ORDERS = ("random", "longest_first", "composed")
+EMPTY = "empty"
+OVER_SEQ_LENGTH = "over_seq_length"
+MAX_SEQ_LENGTH = 2**31 - 1
+_CHUNK = 1 << 20  # samples handled at a time: temporaries stay in cache and far below the input
+
+
+class Admission(NamedTuple):
+    """Samples to pack and samples set aside."""
+
+    #: int (num_admitted,) sample indices, or None if every sample is admitted
+    sample_ids: np.ndarray | None
+    #: int32 (num_admitted,): lengths in 1..seq_length, padded to the multiple
+    lengths: np.ndarray
+    #: int (num_set_aside,) ascending
+    set_aside_ids: np.ndarray
+    #: uint8 (num_set_aside,): index into reason_names
+    set_aside_reasons: np.ndarray
+    reason_names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -28,14 +52,14 @@ class PlanRequest:
     min_samples: int
     sample_order: str
     lengths: np.ndarray
-    sizes: Mapping[str, tuple[np.ndarray, int]] = field(default_factory=dict)
+    sizes: Budgets = field(default_factory=dict)
     groups: np.ndarray | None = None
     weights: Mapping[int, float] | None = None
     cost: np.ndarray | None = None
     source_order: np.ndarray | None = None
     balance_by: np.ndarray | None = None
     copy_of: np.ndarray | None = None
-    order: RankLayout | None = None
+    order: "RankLayout | None" = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def admitted(self, admission: Admission) -> "PlanRequest":
@@ -44,15 +68,14 @@ class PlanRequest:
         Raises:
             ValueError: an array has not one entry per sample.
         """
-        count = len(self.lengths)
-        arrays: dict[str, Any] = {name: np.asarray(a) for name, a in self._arrays().items()}
-        sizes = {name: (np.asarray(array), limit) for name, (array, limit) in self.sizes.items()}
-        named = {f"budgets[{name!r}]": array for name, (array, _) in sizes.items()} | arrays
-        for name, array in named.items():
-            if array.shape != (count,):
+        arrays = {name: np.asarray(array) for name, array in self._arrays().items()}
+        for name, array in arrays.items():
+            if array.shape != (len(self.lengths),):
                 raise ValueError(
-                    f"{name} has shape {array.shape} for {count} samples; pass one entry per sample"
+                    f"{name} has shape {array.shape} for {len(self.lengths)} samples; pass one "
+                    "entry per sample"
                 )
+        sizes = {name: (np.asarray(array), limit) for name, (array, limit) in self.sizes.items()}
         request = replace(self, sizes=sizes, **arrays)
         if admission.sample_ids is not None:
             request = request.subset(admission.sample_ids)
@@ -60,15 +83,13 @@ class PlanRequest:
 
     def subset(self, chosen: np.ndarray) -> "PlanRequest":
         """The same request for some of the samples: bool or index array."""
-        return replace(
-            self,
-            sizes={name: (array[chosen], limit) for name, (array, limit) in self.sizes.items()},
-            options={
-                name: value[chosen] if is_per_sample(value, len(self.lengths)) else value
-                for name, value in self.options.items()
-            },
-            **{name: array[chosen] for name, array in self._arrays().items()},
-        )
+        options = dict(self.options)
+        for name, value in options.items():
+            if isinstance(value, np.ndarray) and value.shape == (len(self.lengths),):
+                options[name] = value[chosen]
+        sizes = {name: (array[chosen], limit) for name, (array, limit) in self.sizes.items()}
+        arrays = {name: array[chosen] for name, array in self._arrays().items()}
+        return replace(self, sizes=sizes, options=options, **arrays)
 
     def _arrays(self) -> dict[str, Any]:
         """The arrays with one entry per sample."""
@@ -80,51 +101,167 @@ class PlanRequest:
         """Whether packs follow a given order of the samples."""
         return not self.assignment.isdisjoint(("locality", "mix"))
 
-
-def is_per_sample(value: object, num_samples: int) -> bool:
-    """Whether an option of a strategy is an array with one entry per sample."""
-    return isinstance(value, np.ndarray) and value.shape == (num_samples,)
-
-
-def check_request(request: PlanRequest) -> None:
-    """Raise ValueError for names that do not exist and arguments that do not go together."""
-    check_strategy(request.strategy)
-    STRATEGIES[request.strategy].options(**request.options)
-    unknown = request.assignment - set(ASSIGNMENTS)
-    if unknown:
-        raise ValueError(
-            f"assignment {min(unknown)!r} is unknown; choose among {', '.join(ASSIGNMENTS)}"
+    def check(self) -> None:
+        """Raise ValueError for names that do not exist and arguments that do not go together."""
+        asked = self.assignment
+        unknown = asked - set(ASSIGNMENTS)
+        if unknown:
+            raise ValueError(
+                f"assignment {min(unknown)!r} is unknown; choose among {', '.join(ASSIGNMENTS)}"
+            )
+        if self.sample_order not in SAMPLE_ORDERS:
+            raise ValueError(
+                f"sample_order {self.sample_order!r} is unknown; choose one of "
+                f"{', '.join(SAMPLE_ORDERS)}"
+            )
+        for what, needs, name in (
+            ("assignment locality", "locality" in asked, "source_order"),
+            ("assignment mix", "mix" in asked, "groups"),
+            ("assignment balance", "balance" in asked, "balance_by"),
+            ("homogeneous", self.homogeneous, "groups"),
+        ):
+            if needs and getattr(self, name) is None:
+                raise ValueError(f"{what} needs {name}, an array with one entry per sample")
+        if not 0 <= self.min_fill <= 1:
+            raise ValueError(f"min_fill is {self.min_fill}; it is a share of seq_length, 0 to 1")
+        check_combination(
+            strategy=self.strategy,
+            assignment=asked,
+            budgets=self.sizes,
+            has_order=self.order is not None,
+            homogeneous=False,  # what its groups are is the caller's choice
+            min_samples=self.min_samples,
+            max_samples=self.sizes["samples"][1] if "samples" in self.sizes else None,
         )
-    if request.sample_order not in SAMPLE_ORDERS:
+
+
+def check_combination(
+    *,
+    strategy: str,
+    assignment: Collection[str],
+    budgets: Collection[str],
+    has_order: bool,
+    homogeneous: bool,
+    min_samples: int,
+    max_samples: int | None,
+) -> None:
+    """Raise ValueError for settings that contradict each other.
+
+    Args:
+        budgets: names of the limits per pack beside seq_length, "samples" for max_samples.
+        has_order: whether packs are ordered for the ranks of a loader.
+    """
+    windowed = sorted({"locality", "mix"}.intersection(assignment))
+    if windowed and has_order:
         raise ValueError(
-            f"sample_order {request.sample_order!r} is unknown; choose one of "
-            f"{', '.join(SAMPLE_ORDERS)}"
+            f"order puts packs of similar cost side by side, assignment {windowed[0]} packs of the "
+            "same stretch of the source; choose one of them"
         )
-    wants = request.assignment
-    _check_given("assignment locality", "locality" in wants, source_order=request.source_order)
-    _check_given("assignment mix", "mix" in wants, groups=request.groups)
-    _check_given("assignment balance", "balance" in wants, balance_by=request.balance_by)
-    _check_given("homogeneous", request.homogeneous, groups=request.groups)
-    if not 0 <= request.min_fill <= 1:
-        raise ValueError(f"min_fill is {request.min_fill}; it is a share of seq_length, 0 to 1")
-    check_combination(
-        strategy=request.strategy,
-        assignment=wants,
-        budgets=request.sizes,
-        has_order=request.order is not None,
-        homogeneous=False,  # what its groups are is the caller's choice
-        min_samples=request.min_samples,
-        max_samples=request.sizes["samples"][1] if "samples" in request.sizes else None,
-    )
+    if (windowed or budgets) and strategy != "auto":
+        asked = f"assignment {windowed[0]}" if windowed else f"budget {min(budgets)!r}"
+        raise ValueError(f"{asked} needs strategy 'auto', not {strategy!r}")
+    exchanging = {"locality", "mix", "balance"}.intersection(assignment)
+    if budgets and exchanging:
+        raise ValueError(
+            f"assignment {min(exchanging)} exchanges samples of equal length, which may break a "
+            "budget; leave out one of the two"
+        )
+    if homogeneous and "mix" in assignment:
+        raise ValueError(
+            "homogeneous groups samples by their media, assignment mix by their source; leave out "
+            "one of the two"
+        )
+    if max_samples is not None and min_samples > max_samples:
+        raise ValueError(
+            f"min_samples is {min_samples} > max_samples {max_samples}; no pack can be both"
+        )
 
 
-def check_strategy(name: str) -> None:
-    """Raise ValueError with the valid names if there is no such strategy."""
-    if name not in STRATEGIES:
-        raise ValueError(f"strategy {name!r} is unknown; choose one of {', '.join(STRATEGIES)}")
+def admit_samples(
+    num_tokens: np.ndarray,
+    seq_length: int,
+    *,
+    pad_multiple: int = 1,
+    budgets: Budgets | None = None,
+) -> Admission:
+    """Check all inputs; set aside samples without tokens, too long, or over a budget on their own.
+
+    ``num_tokens`` is an integer array (num_samples,). A sample that fails several limits gets the
+    first reason of: empty, over_seq_length, over_budget:NAME in the order of ``budgets``.
+    Raises ValueError naming the argument, the value and the limit.
+    """
+    num_tokens = _checked_sizes("num_tokens", num_tokens)
+    budgets = budgets or {}
+    _check_limits(seq_length, pad_multiple, budgets)
+    sizes = {
+        name: _checked_sizes(f"budgets[{name!r}]", array, len(num_tokens))
+        for name, (array, _) in budgets.items()
+    }
+    names = (EMPTY, OVER_SEQ_LENGTH, *(f"over_budget:{name}" for name in budgets))
+    longest = seq_length // pad_multiple * pad_multiple
+    within = all(array.max(initial=0) <= budgets[name][1] for name, array in sizes.items())
+    if within and num_tokens.min(initial=1) >= 1 and num_tokens.max(initial=1) <= longest:
+        none = np.zeros(0, _id_type(len(num_tokens)))
+        lengths = _padded(num_tokens, pad_multiple)
+        return Admission(None, lengths, none, none.astype(np.uint8), names)
+    reasons = np.zeros(len(num_tokens), np.uint8)  # 0: admitted, else 1 + index of the reason
+    for number, (name, array) in reversed(list(enumerate(sizes.items()))):
+        reasons[array > budgets[name][1]] = number + 3
+    reasons[num_tokens > longest] = 2
+    reasons[num_tokens == 0] = 1
+    ids = np.flatnonzero(reasons == 0).astype(_id_type(len(num_tokens)))
+    aside = np.flatnonzero(reasons).astype(ids.dtype)
+    return Admission(ids, _padded(num_tokens[ids], pad_multiple), aside, reasons[aside] - 1, names)
 
 
-def _check_given(what: str, asked: bool, **arrays: np.ndarray | None) -> None:
-    for name, array in arrays.items():
-        if asked and array is None:
-            raise ValueError(f"{what} needs {name}, an array with one entry per sample")
+def _id_type(num_samples: int) -> type[np.signedinteger]:
+    return np.int32 if num_samples < 2**31 else np.int64
+
+
+def _padded(num_tokens: np.ndarray, multiple: int) -> np.ndarray:
+    """Lengths rounded up to the multiple: writable contiguous int32, as the kernels expect."""
+    if multiple == 1:
+        return np.require(num_tokens, np.int32, ["C", "W"])
+    padded = np.empty(len(num_tokens), np.int32)
+    for start in range(0, len(num_tokens), _CHUNK):
+        chunk = num_tokens[start : start + _CHUNK].astype(np.int64)
+        padded[start : start + _CHUNK] = -(-chunk // multiple) * multiple
+    return padded
+
+
+def _checked_sizes(name: str, sizes: np.ndarray, num_samples: int | None = None) -> np.ndarray:
+    """``sizes`` as a plain array, if it is one-dimensional, integer, aligned and not negative."""
+    array = np.asarray(sizes)
+    if array.size == 0 and array.ndim == 1:
+        array = array.astype(np.int32)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            f"{name} has shape {array.shape} and type {array.dtype}; "
+            "pass a one-dimensional integer array"
+        )
+    if num_samples is not None and len(array) != num_samples:
+        raise ValueError(
+            f"{name} has {len(array)} entries for {num_samples} samples; pass one per sample"
+        )
+    if array.min(initial=0) < 0:
+        first = int(np.argmax(array < 0))
+        raise ValueError(
+            f"{name}[{first}] is {int(array[first])} < 0; sizes are counts: check for an "
+            "overflowed integer type in the index"
+        )
+    return array
+
+
+def _check_limits(seq_length: int, pad_multiple: int, budgets: Budgets) -> None:
+    if not 1 <= seq_length <= MAX_SEQ_LENGTH:
+        raise ValueError(f"seq_length is {seq_length}; it must be 1 to {MAX_SEQ_LENGTH}")
+    if not 1 <= pad_multiple <= seq_length:
+        raise ValueError(
+            f"pad_multiple is {pad_multiple}; it must be 1 to seq_length {seq_length}, "
+            "or no sample fits a pack"
+        )
+    for name, (_, limit) in budgets.items():
+        if limit < 1:
+            raise ValueError(
+                f"budgets[{name!r}] has limit {limit}; it must be at least 1, or leave it out"
+            )

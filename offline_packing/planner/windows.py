@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 
 from offline_packing.planner.order import reorder_packs
-from offline_packing.planner.strategies.by_sample import check_lengths
-from offline_packing.planner.strategies.composition import Composition, fullest_first
+from offline_packing.planner.strategies.composition import (
+    Composition,
+    expand_composition,
+    fullest_first,
+)
 from offline_packing.planner.strategies.exact_fill import exact_fill
-from offline_packing.planner.strategies.expand import expand_composition
 from offline_packing.planner.strategies.histogram import count_lengths
 from offline_packing.planner.strategies.narrow_fill import is_narrow, narrow_fill
-from offline_packing.planner.strategies.packs import Packs
+from offline_packing.planner.strategies.strategy import Packs, check_lengths, join_packs
 
 #: decides the packs on counts, int64 (seq_length + 1,), as the composers of the strategies do
 Composer = Callable[..., Composition]
@@ -43,6 +45,15 @@ def window_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
 def _full_tokens(composition: Composition, seq_length: int) -> int:
     full = composition.pattern_tokens() == seq_length
     return int(composition.multiplicity[full].sum()) * seq_length
+
+
+def pack_window(
+    lengths: np.ndarray, seq_length: int, *, seed: int, compose: Composer = window_fill
+) -> Packs:
+    """Packs of the samples of a window, the fullest first, and in them the oldest of a length."""
+    lengths = np.ascontiguousarray(lengths, np.int32)
+    counts = count_lengths(lengths, seq_length)
+    return expand_composition(fullest_first(compose(counts, seed=seed)), lengths, counts)
 
 
 @dataclass(frozen=True)
@@ -82,21 +93,19 @@ class WindowPlanner:
     def __init__(self, options: WindowOptions, compose: Composer = window_fill) -> None:
         self.options = options
         self._compose = compose
-        # The pool in order of arrival: lengths, ids, and the window in which each sample arrived.
-        self._lengths = np.zeros(0, np.int32)
-        self._sample_ids = np.zeros(0, np.int64)
-        self._windows = np.zeros(0, np.int64)
+        #: int64 (3, num_waiting), in order of arrival: lengths, ids, windows of arrival
+        self._pool = np.zeros((3, 0), np.int64)
         self._num_seen = 0
 
     @property
     def num_waiting(self) -> int:
         """Samples that are in no pack yet."""
-        return len(self._lengths)
+        return self._pool.shape[1]
 
     @property
     def waiting_tokens(self) -> int:
         """Tokens of the samples that are in no pack yet."""
-        return int(self._lengths.sum(dtype=np.int64))
+        return int(self._pool[0].sum())
 
     def push(self, num_tokens: np.ndarray, sample_ids: np.ndarray | None = None) -> Packs:
         """Take in samples, integers (n,) in 1..seq_length, and return the packs that are ready.
@@ -110,14 +119,14 @@ class WindowPlanner:
         ids = arrival if sample_ids is None else np.asarray(sample_ids, np.int64)
         if ids.shape != lengths.shape:
             raise ValueError(f"sample_ids has shape {ids.shape}, num_tokens {lengths.shape}")
+        arrived = np.stack([lengths, ids, arrival // options.window])
+        ends = np.flatnonzero((arrival + 1) % options.window == 0) + 1
         ready = []
-        start = 0
-        while start < len(lengths):
-            end = start + options.window - self._num_seen % options.window
-            self._take_in(lengths[start:end], ids[start:end])
-            if self._num_seen % options.window == 0:
+        for part in np.split(arrived, ends, axis=1):
+            self._pool = np.concatenate([self._pool, part], axis=1)
+            self._num_seen += part.shape[1]
+            if part.shape[1] and self._num_seen % options.window == 0:
                 ready.append(self._run_window())
-            start = end
         return join_packs(ready)
 
     def finish(self) -> Packs:
@@ -129,9 +138,7 @@ class WindowPlanner:
         return {
             "options": asdict(self.options),
             "num_seen": self._num_seen,
-            "lengths": self._lengths.copy(),
-            "sample_ids": self._sample_ids.copy(),
-            "windows": self._windows.copy(),
+            "pool": self._pool.copy(),
         }
 
     @classmethod
@@ -139,60 +146,28 @@ class WindowPlanner:
         """A planner that goes on exactly where :meth:`state` was taken."""
         planner = cls(WindowOptions(**state["options"]), compose)
         planner._num_seen = int(state["num_seen"])
-        planner._lengths = np.array(state["lengths"], np.int32)
-        planner._sample_ids = np.array(state["sample_ids"], np.int64)
-        planner._windows = np.array(state["windows"], np.int64)
+        planner._pool = np.array(state["pool"], np.int64)
         return planner
-
-    def _take_in(self, lengths: np.ndarray, sample_ids: np.ndarray) -> None:
-        """Add samples of one window to the pool."""
-        windows = np.full(len(lengths), self._num_seen // self.options.window)
-        self._lengths = np.concatenate([self._lengths, lengths])
-        self._sample_ids = np.concatenate([self._sample_ids, sample_ids])
-        self._windows = np.concatenate([self._windows, windows])
-        self._num_seen += len(lengths)
 
     def _run_window(self, *, last: bool = False) -> Packs:
         """Compose packs of the pool and give out those that are ready, all if it is the last."""
         options = self.options
-        if len(self._lengths) == 0:
-            return Packs(np.zeros(0, np.int64), np.zeros(1, np.int64))
+        if self.num_waiting == 0:
+            return join_packs([])
+        lengths, ids, arrival = self._pool
         window = (self._num_seen - 1) // options.window
-        counts = count_lengths(self._lengths, options.seq_length)
-        composition = fullest_first(self._compose(counts, seed=options.seed + window))
-        # Of equal lengths the oldest sample goes into the fullest pack.
-        packs = expand_composition(composition, self._lengths, counts)
-        due = self._windows[packs.sample_ids] <= window - options.max_age
-        carried = len(due) - packs.pack_offsets[:-1]  # samples in this pack and in emptier ones
-        tokens = np.repeat(composition.pattern_tokens(), composition.multiplicity)
+        seed = options.seed + window
+        packs = pack_window(lengths, options.seq_length, seed=seed, compose=self._compose)
+        starts = packs.pack_offsets[:-1]
+        due = arrival[packs.sample_ids] <= window - options.max_age
+        carried = len(due) - starts  # samples in this pack and in emptier ones
         ready = (
-            (tokens >= options.min_fill * options.seq_length)
-            | np.logical_or.reduceat(due, packs.pack_offsets[:-1])
+            (packs.sums(lengths) >= options.min_fill * options.seq_length)
+            | np.logical_or.reduceat(due, starts)
             | (carried > options.max_carried)
             | last
         )
         order = np.random.default_rng([options.seed, window]).permutation(np.flatnonzero(ready))
-        return self._give_out(packs, order)
-
-    def _give_out(self, packs: Packs, order: np.ndarray) -> Packs:
-        """Remove the packs ``order`` from the pool and return them under their sample ids."""
-        ready = reorder_packs(packs, order)
-        result = Packs(self._sample_ids[ready.sample_ids], ready.pack_offsets)
-        keep = np.ones(len(self._lengths), bool)
-        keep[ready.sample_ids] = False
-        self._lengths = self._lengths[keep]
-        self._sample_ids = self._sample_ids[keep]
-        self._windows = self._windows[keep]
-        return result
-
-
-def join_packs(parts: list[Packs]) -> Packs:
-    """The packs of all parts, in their order."""
-    offsets = np.cumsum([0, *(len(part.sample_ids) for part in parts)])
-    return Packs(
-        np.concatenate([np.zeros(0, np.int64), *(part.sample_ids for part in parts)]),
-        np.concatenate(
-            [np.zeros(1, np.int64)]
-            + [part.pack_offsets[1:] + offset for part, offset in zip(parts, offsets, strict=False)]
-        ),
-    )
+        given_out = reorder_packs(packs, order)
+        self._pool = np.delete(self._pool, given_out.sample_ids, axis=1)
+        return given_out.of(ids)

@@ -5,7 +5,7 @@ from typing import Any, Final
 import numpy as np
 
 from offline_packing.index.rows import sample_bytes
-from offline_packing.planner.admission import OVER_SEQ_LENGTH
+from offline_packing.planner.request import OVER_SEQ_LENGTH
 from offline_packing.report.complete_stages import CompleteStages
 from offline_packing.report.distributions import log_histogram, spread
 

@@ -13,27 +13,24 @@ from typing import Any
 import numpy as np
 
 from offline_packing.planner.strategies.auto import auto, mixed, tilted_sampling
-from offline_packing.planner.strategies.composition import Composition
+from offline_packing.planner.strategies.composition import Composition, expand_composition
 from offline_packing.planner.strategies.exact_fill import exact_fill
-from offline_packing.planner.strategies.expand import expand_composition
 from offline_packing.planner.strategies.histogram import (
     best_fit_decreasing,
     count_lengths,
     greedy_knapsack,
 )
 from offline_packing.planner.strategies.narrow_fill import narrow_fill
-from offline_packing.planner.strategies.packs import Packs
 from offline_packing.planner.strategies.pattern_lp import pattern_lp
 from offline_packing.planner.strategies.peers.first_fit import (
     first_fit_decreasing,
     first_fit_shuffle,
+    sequential,
     shuffle_and_pack,
 )
 from offline_packing.planner.strategies.peers.hash_bucket import hash_bucket
-from offline_packing.planner.strategies.peers.knapsack import knapsack
-from offline_packing.planner.strategies.peers.sequential import sequential
-from offline_packing.planner.strategies.peers.volume import to_constant_volume
-from offline_packing.planner.strategies.strategy import Strategy
+from offline_packing.planner.strategies.peers.knapsack import knapsack, to_constant_volume
+from offline_packing.planner.strategies.strategy import Packs, Strategy
 
 #: Decides the packs on ``counts``, int64 (seq_length + 1,): f(counts, *, seed=0).
 Composer = Callable[..., Composition]
@@ -51,10 +48,9 @@ COMPOSERS: dict[str, Composer] = {
 
 
 def pack_composed(
-    composer: Composer, num_tokens: np.ndarray, seq_length: int, *, seed: int = 0
+    composer: Composer, lengths: np.ndarray, seq_length: int, *, seed: int = 0
 ) -> Packs:
     """Packs of a composer, samples of equal length taken in their order."""
-    lengths = np.ascontiguousarray(num_tokens, np.int32)
     counts = count_lengths(lengths, seq_length)
     return expand_composition(composer(counts, seed=seed), lengths, counts)
 
@@ -62,10 +58,10 @@ def pack_composed(
 STRATEGIES: dict[str, Strategy] = {
     **{name: Strategy(partial(pack_composed, compose)) for name, compose in COMPOSERS.items()},
     "hash_bucket": hash_bucket,
-    "first_fit_decreasing": Strategy(first_fit_decreasing),
+    "first_fit_decreasing": first_fit_decreasing,
     "first_fit_shuffle": first_fit_shuffle,
-    "shuffle_and_pack": Strategy(shuffle_and_pack),
-    "to_constant_volume": Strategy(to_constant_volume),
+    "shuffle_and_pack": shuffle_and_pack,
+    "to_constant_volume": to_constant_volume,
     "sequential": sequential,
     "knapsack": knapsack,
 }

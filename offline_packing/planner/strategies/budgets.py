@@ -7,22 +7,17 @@ the two scarcest. Several such tries are made per pack and the best is kept. Ran
 the mix of what is left as it was, so that the last packs are nearly as full as the first.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
 from offline_packing.planner.strategies.histogram import lower_bound
 from offline_packing.planner.strategies.kernels import random_below, random_state
-from offline_packing.planner.strategies.packs import Packs
-from offline_packing.planner.strategies.sample_pool import (
-    SamplePool,
-    cell_index,
-    cell_step,
-    is_left,
-    make_pool,
-    take_out,
-)
+from offline_packing.planner.strategies.strategy import Packs
 
 _MAX_HISTOGRAM = 1 << 24  # limits up to which the sharper bound is worth its memory
+_GRID = 128  # cells in each of the two dimensions
 _TRIES = 24  # tries for one pack
 _PAIRS = 40  # first samples of a closing pair in one try
 _REACH = 6  # rings of cells searched around the ideal partner
@@ -31,6 +26,80 @@ _MISFITS = 6  # random samples in a row that do not fit before the pack is close
 _GOOD_ENOUGH = 3e-4  # share of a pack lost at which no further try is made
 _EVENNESS = 0.1  # weight of keeping the mix of what is left, against filling this pack
 _UNEVEN_ANYWAY = 0.2  # share by which a pack may differ from the mix at no cost
+
+
+class SamplePool(NamedTuple):
+    """Samples left to pack: two sets with removal in O(1), one list to draw from, and one list per
+    cell of a grid over the sizes in the first two limits."""
+
+    #: float64 (num_samples, num_limits): shares of the limits
+    sizes: np.ndarray
+    #: float64 (num_limits,): how many packs' worth of each is left
+    need: np.ndarray
+    #: bool (num_samples,): samples in the pack that is tried
+    chosen: np.ndarray
+    #: int64 (num_samples,): the first num_alive[0] entries are the samples left
+    alive: np.ndarray
+    #: int64 (num_samples,): where each sample stands in ``alive``
+    place: np.ndarray
+    #: int64 (1,)
+    num_alive: np.ndarray
+    #: int64 (num_samples,): cell of each sample
+    cell: np.ndarray
+    #: int64 (cells + 1,): the samples left in cell c are
+    #: members[cell_start[c]:cell_start[c] + cell_size[c]]
+    cell_start: np.ndarray
+    cell_size: np.ndarray
+    members: np.ndarray
+    member_place: np.ndarray
+
+
+def make_pool(sizes: np.ndarray) -> SamplePool:
+    """All samples; ``sizes`` float64 (num_samples, at least 2), each in 0..1."""
+    step = np.minimum((sizes[:, :2] * _GRID).astype(np.int64), _GRID - 1)
+    cell = step[:, 0] * _GRID + step[:, 1]
+    cell_size = np.bincount(cell, minlength=_GRID * _GRID)
+    members = np.argsort(cell, kind="stable")
+    return SamplePool(
+        sizes=np.ascontiguousarray(sizes),
+        need=np.empty(sizes.shape[1]),
+        chosen=np.zeros(len(sizes), bool),
+        alive=np.arange(len(sizes)),
+        place=np.arange(len(sizes)),
+        num_alive=np.array([len(sizes)]),
+        cell=cell,
+        cell_start=np.append(0, np.cumsum(cell_size)),
+        cell_size=cell_size,
+        members=members,
+        member_place=np.argsort(members),
+    )
+
+
+@njit(cache=True)
+def is_left(pool: SamplePool, sample: int) -> bool:
+    """Whether the sample is still in the pool."""
+    return pool.place[sample] < pool.num_alive[0]
+
+
+@njit(cache=True)
+def _exchange_last(samples: np.ndarray, place: np.ndarray, sample: int, end: int) -> None:
+    """Exchange a sample with the one at ``end``, the last of its list."""
+    last = samples[end]
+    samples[place[sample]] = last
+    samples[end] = sample
+    place[last] = place[sample]
+    place[sample] = end
+
+
+@njit(cache=True)
+def take_out(pool: SamplePool, sample: int) -> None:
+    """Remove a sample from the pool."""
+    pool.num_alive[0] -= 1
+    _exchange_last(pool.alive, pool.place, sample, pool.num_alive[0])
+    cell = pool.cell[sample]
+    pool.cell_size[cell] -= 1
+    end = pool.cell_start[cell] + pool.cell_size[cell]
+    _exchange_last(pool.members, pool.member_place, sample, end)
 
 
 @njit(cache=True)
@@ -63,73 +132,56 @@ def _loss(room: np.ndarray, sizes: np.ndarray, sample: int, need: np.ndarray) ->
 
 
 @njit(cache=True)
-def _join(
-    sizes: np.ndarray,
-    sample: int,
-    room: np.ndarray,
-    chosen: np.ndarray,
-    pack: np.ndarray,
-    size: int,
-) -> int:
+def _join(pool: SamplePool, sample: int, room: np.ndarray, pack: np.ndarray, size: int) -> int:
+    """Put a sample into the pack of ``size`` samples; new size."""
     pack[size] = sample
-    chosen[sample] = True
-    for limit in range(room.shape[0]):
-        room[limit] -= sizes[sample, limit]
+    pool.chosen[sample] = True
+    room -= pool.sizes[sample]
     return size + 1
 
 
 @njit(cache=True)
 def _draw_middle(
-    pool: SamplePool,
-    need: np.ndarray,
-    room: np.ndarray,
-    chosen: np.ndarray,
-    pack: np.ndarray,
-    size: int,
-    state: np.ndarray,
+    pool: SamplePool, room: np.ndarray, pack: np.ndarray, size: int, state: np.ndarray
 ) -> int:
     """Random samples while the room is worth more than about two and a half; new pack size."""
-    sizes = pool.sizes
-    alive = pool.alive
     num_alive = pool.num_alive[0]
     misfits = 0
     while misfits < _MISFITS:
         more = np.inf  # mean samples that the room still takes
         for limit in range(room.shape[0]):
-            if need[limit] > 0:
-                more = min(more, room[limit] * num_alive / need[limit])
+            if pool.need[limit] > 0:
+                more = min(more, room[limit] * num_alive / pool.need[limit])
         if more < 2.6:
             break
-        sample = alive[random_below(state, num_alive)]
-        if chosen[sample] or not _fits(sizes, sample, room):
+        sample = pool.alive[random_below(state, num_alive)]
+        if pool.chosen[sample] or not _fits(pool.sizes, sample, room):
             misfits += 1
             continue
-        size = _join(sizes, sample, room, chosen, pack, size)
+        size = _join(pool, sample, room, pack, size)
     return size
 
 
 @njit(cache=True)
-def _best_partner(
-    pool: SamplePool, need: np.ndarray, room: np.ndarray, chosen: np.ndarray, best: float
-) -> tuple[int, float]:
+def _best_partner(pool: SamplePool, room: np.ndarray, best: float) -> tuple[int, float]:
     """The sample that fills ``room`` with less loss than ``best``, or -1, and the loss then.
 
     Cells are searched from the one that would fill the room exactly towards smaller sizes.
     """
     # Taking arrays out of the tuple costs a reference count, so not in the loop.
-    sizes, members = pool.sizes, pool.members
+    sizes, members, chosen, need = pool.sizes, pool.members, pool.chosen, pool.need
     cell_start, cell_size = pool.cell_start, pool.cell_size
     partner = -1
     compared = 0
-    row = cell_step(room[0])
-    column = cell_step(room[1])
+    row = min(_GRID - 1, int(room[0] * _GRID))
+    column = min(_GRID - 1, int(room[1] * _GRID))
     for ring in range(_REACH):
         if ring > 2 and compared > 0:
             break
         for down in range(ring + 1):
             if row < down or column < ring - down:
                 continue
-            cell = cell_index(row - down, column - (ring - down))
+            cell = (row - down) * _GRID + column - (ring - down)
             start = cell_start[cell]
             for member in range(start, start + cell_size[cell]):
                 sample = members[member]
@@ -147,55 +199,43 @@ def _best_partner(
 
 @njit(cache=True)
 def _close(
-    pool: SamplePool,
-    need: np.ndarray,
-    room: np.ndarray,
-    chosen: np.ndarray,
-    pack: np.ndarray,
-    size: int,
-    state: np.ndarray,
+    pool: SamplePool, room: np.ndarray, pack: np.ndarray, size: int, state: np.ndarray
 ) -> tuple[int, float]:
     """Add none, one or two samples, whichever loses least; returns the pack size and the loss."""
-    sizes = pool.sizes
-    alive = pool.alive
-    best = _loss(room, sizes, -1, need)
+    sizes, chosen = pool.sizes, pool.chosen
+    best = _loss(room, sizes, -1, pool.need)
     first = -1
-    second, best = _best_partner(pool, need, room, chosen, best)
+    second, best = _best_partner(pool, room, best)
     after = np.empty_like(room)
-    num_alive = pool.num_alive[0]
     for _ in range(_PAIRS):
         if best < _GOOD_ENOUGH:
             break
-        sample = alive[random_below(state, num_alive)]
+        sample = pool.alive[random_below(state, pool.num_alive[0])]
         if chosen[sample] or not _fits(sizes, sample, room):
             continue
-        loss = _loss(room, sizes, sample, need)
+        loss = _loss(room, sizes, sample, pool.need)
         if loss < best:
             first, second, best = sample, -1, loss
-        for limit in range(room.shape[0]):
-            after[limit] = room[limit] - sizes[sample, limit]
+        np.subtract(room, sizes[sample], after)
         chosen[sample] = True
-        partner, loss = _best_partner(pool, need, after, chosen, best)
+        partner, loss = _best_partner(pool, after, best)
         chosen[sample] = False
         if partner >= 0:
             first, second, best = sample, partner, loss
     for sample in (first, second):
         if sample >= 0:
-            size = _join(sizes, sample, room, chosen, pack, size)
+            size = _join(pool, sample, room, pack, size)
     return size, best
 
 
 @njit(cache=True)
-def _pack_pool(
-    pool: SamplePool, seeds: np.ndarray, state: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Empty the pool pack by pack; returns sample_ids and pack_offsets."""
+def _pack_pool(pool: SamplePool, seeds: np.ndarray, state: np.ndarray) -> Packs:
+    """Empty the pool pack by pack, each from the first of the ``seeds`` that is left."""
     num_samples, num_limits = pool.sizes.shape
-    need = pool.sizes.sum(axis=0)
+    pool.need[:] = pool.sizes.sum(axis=0)
     sample_ids = np.empty(num_samples, np.int64)
     pack_offsets = np.zeros(num_samples + 1, np.int64)
     pack = np.empty(num_samples, np.int64)
-    chosen = np.zeros(num_samples, np.bool_)
     num_packs = 0
     end = 0
     for seed in seeds:
@@ -205,24 +245,23 @@ def _pack_pool(
         best_size = 0
         for _ in range(_TRIES):
             room = np.ones(num_limits)
-            size = _join(pool.sizes, seed, room, chosen, pack, 0)
-            size = _draw_middle(pool, need, room, chosen, pack, size, state)
-            size, loss = _close(pool, need, room, chosen, pack, size, state)
-            for place in range(size):
-                chosen[pack[place]] = False
+            size = _join(pool, seed, room, pack, 0)
+            size = _draw_middle(pool, room, pack, size, state)
+            size, loss = _close(pool, room, pack, size, state)
+            pool.chosen[pack[:size]] = False
             if loss < least:
                 least = loss
                 best_size = size
                 sample_ids[end : end + size] = pack[:size]
             if least < _GOOD_ENOUGH:
                 break
-        for place in range(end, end + best_size):
-            take_out(pool, sample_ids[place])
-            need -= pool.sizes[sample_ids[place]]
+        for sample in sample_ids[end : end + best_size]:
+            take_out(pool, sample)
+            pool.need[:] -= pool.sizes[sample]
         end += best_size
         num_packs += 1
         pack_offsets[num_packs] = end
-    return sample_ids, pack_offsets[: num_packs + 1]
+    return Packs(sample_ids, pack_offsets[: num_packs + 1])
 
 
 def size_lower_bound(sizes: np.ndarray, limit: int) -> int:
@@ -246,5 +285,4 @@ def pack_budgets(sizes: np.ndarray, limits: np.ndarray, *, seed: int = 0) -> Pac
     if shares.shape[1] == 1:
         shares = np.repeat(shares, 2, axis=1)
     seeds = np.argsort(-shares.max(axis=1), kind="stable")
-    sample_ids, pack_offsets = _pack_pool(make_pool(shares), seeds, random_state(seed))
-    return Packs(sample_ids, pack_offsets)
+    return _pack_pool(make_pool(shares), seeds, random_state(seed))

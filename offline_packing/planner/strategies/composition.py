@@ -11,6 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from offline_packing.planner.strategies.kernels import random_state, shuffle_between
+from offline_packing.planner.strategies.strategy import Packs
+
 
 class Composition(NamedTuple):
     """Patterns and how often each is used.
@@ -35,15 +38,10 @@ class Composition(NamedTuple):
         """Number of packs, counted with multiplicity."""
         return int(self.multiplicity.sum())
 
-    def pattern_sums(self, values: np.ndarray) -> np.ndarray:
-        """Sum of ``values`` (one per entry) over each pattern: (num_patterns,)."""
-        if len(self.multiplicity) == 0:
-            return np.zeros(0, values.dtype)
-        return np.add.reduceat(values, self.offsets[:-1])
-
     def pattern_tokens(self) -> np.ndarray:
         """Tokens in one pack of each pattern: int64 (num_patterns,)."""
-        return self.pattern_sums(self.lengths.astype(np.int64) * self.repeats)
+        tokens = np.cumsum(np.append(0, self.lengths.astype(np.int64) * self.repeats))
+        return np.diff(tokens[self.offsets])
 
     def used_counts(self, size: int) -> np.ndarray:
         """Histogram of the lengths that the packs use: int64 (size,)."""
@@ -52,38 +50,37 @@ class Composition(NamedTuple):
         return used.astype(np.int64)
 
 
-def empty_composition() -> Composition:
-    """The composition of no packs."""
-    return Composition(
-        np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(1, np.int64), np.zeros(0, np.int64)
-    )
+def from_entries(entries: np.ndarray, patterns: np.ndarray) -> Composition:
+    """Composition of int64 entries [length, repeat] and patterns [end of entries, multiplicity]."""
+    lengths, repeats = np.ascontiguousarray(entries.T, np.int32)
+    ends, multiplicity = np.ascontiguousarray(patterns.T)
+    return Composition(lengths, repeats, np.append(0, ends), multiplicity)
+
+
+_NO_PAIRS = np.zeros((0, 2), np.int64)
+#: no packs
+EMPTY = from_entries(_NO_PAIRS, _NO_PAIRS)
 
 
 def join_compositions(parts: Sequence[Composition]) -> Composition:
     """One composition with the packs of all parts, in their order."""
-    if not parts:
-        return empty_composition()
-    sizes = np.concatenate([np.diff(part.offsets) for part in parts])
+    parts = [EMPTY, *parts]
+    sizes = np.concatenate([[0], *(np.diff(part.offsets) for part in parts)])
     return Composition(
         np.concatenate([part.lengths for part in parts]),
         np.concatenate([part.repeats for part in parts]),
-        np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+        np.cumsum(sizes, dtype=np.int64),
         np.concatenate([part.multiplicity for part in parts]),
     )
 
 
 def select_patterns(composition: Composition, chosen: np.ndarray) -> Composition:
     """The patterns with these indices, in this order, with their multiplicity."""
-    sizes = np.diff(composition.offsets)[chosen]
-    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    starts = np.repeat(composition.offsets[:-1][chosen] - offsets[:-1], sizes)
-    entries = starts + np.arange(offsets[-1])
-    return Composition(
-        composition.lengths[entries],
-        composition.repeats[entries],
-        offsets,
-        composition.multiplicity[chosen],
-    )
+    lengths, repeats, starts, multiplicity, _ = composition
+    sizes = np.diff(starts)[chosen]
+    offsets = np.append(0, np.cumsum(sizes))
+    entries = np.repeat(starts[:-1][chosen] - offsets[:-1], sizes) + np.arange(offsets[-1])
+    return Composition(lengths[entries], repeats[entries], offsets, multiplicity[chosen])
 
 
 def fullest_first(composition: Composition) -> Composition:
@@ -92,26 +89,104 @@ def fullest_first(composition: Composition) -> Composition:
 
 
 @njit(cache=True)
-def flatten_chains(nodes: np.ndarray, leaves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Walk node chains from leaf to root into flat entries.
+def pair_list() -> list[tuple[int, int]]:
+    """An empty list: entries [length, repeat], or patterns [end of entries, multiplicity]."""
+    return [(np.int64(0), np.int64(0)) for _ in range(0)]
 
-    ``nodes`` int32 (num_nodes, 3) holds [parent or -1, length, repeat]; ``leaves`` int32
-    (num_patterns,). Returns entries int32 (num_entries, 2) [length, repeat], offsets int64.
+
+@njit(cache=True)
+def as_rows(pairs: list[tuple[int, int]]) -> np.ndarray:
+    """The pairs as int64 (n, 2)."""
+    rows = np.empty((len(pairs), 2), np.int64)
+    for row in range(len(pairs)):
+        rows[row, 0], rows[row, 1] = pairs[row]
+    return rows
+
+
+@njit(cache=True)
+def add_runs(entries: list[tuple[int, int]], lengths: np.ndarray) -> None:
+    """Append an entry for each run of equal lengths: [5, 2, 2] -> (5, 1), (2, 2)."""
+    start = 0
+    for place in range(1, lengths.shape[0] + 1):
+        if place == lengths.shape[0] or lengths[place] != lengths[start]:
+            entries.append((np.int64(lengths[start]), np.int64(place - start)))
+            start = place
+
+
+@njit(cache=True)
+def packs_within(entries: list[tuple[int, int]], start: int, counts: np.ndarray) -> int:
+    """How many packs of the pattern ``entries[start:]`` the counts allow."""
+    packs = np.int64(1) << 62
+    for entry in range(start, len(entries)):
+        length, repeat = entries[entry]
+        packs = min(packs, counts[length] // repeat)
+    return packs
+
+
+@njit(cache=True)
+def take_packs(entries: list[tuple[int, int]], start: int, counts: np.ndarray, packs: int) -> None:
+    """Take the lengths of some packs of the pattern ``entries[start:]`` from the counts."""
+    for entry in range(start, len(entries)):
+        length, repeat = entries[entry]
+        counts[length] -= packs * repeat
+
+
+@njit(cache=True)
+def _bucket_samples(num_tokens: np.ndarray, counts: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Counting sort of sample indices by length into ``ids``; returns the bucket starts.
+
+    Bucket of length l: ``ids[starts[l]:starts[l + 1]]``, indices ascending.
     """
-    offsets = np.zeros(leaves.shape[0] + 1, np.int64)
-    for pattern in range(leaves.shape[0]):
-        depth = 0
-        node = leaves[pattern]
-        while node >= 0:
-            depth += 1
-            node = nodes[node, 0]
-        offsets[pattern + 1] = offsets[pattern] + depth
-    entries = np.empty((offsets[-1], 2), np.int32)
-    for pattern in range(leaves.shape[0]):
-        node = leaves[pattern]
-        # Longest first: the chain runs from the last length placed to the first.
-        for slot in range(offsets[pattern + 1] - 1, offsets[pattern] - 1, -1):
-            entries[slot, 0] = nodes[node, 1]
-            entries[slot, 1] = nodes[node, 2]
-            node = nodes[node, 0]
-    return entries, offsets
+    starts = np.zeros(counts.shape[0] + 1, np.int64)
+    starts[1:] = np.cumsum(counts)
+    ends = starts[:-1].copy()
+    for sample in range(num_tokens.shape[0]):
+        length = num_tokens[sample]
+        ids[ends[length]] = sample
+        ends[length] += 1
+    return starts
+
+
+@njit(cache=True)
+def _fill_packs(
+    composition: Composition, ids: np.ndarray, next_id: np.ndarray, packs: Packs
+) -> None:
+    """Take samples from the buckets in order, pattern after pattern, pack after pack."""
+    lengths, repeats, offsets, multiplicity, _ = composition
+    pack = 0
+    end = 0
+    for pattern in range(multiplicity.shape[0]):
+        for _ in range(multiplicity[pattern]):
+            for entry in range(offsets[pattern], offsets[pattern + 1]):
+                source = next_id[lengths[entry]]
+                for _ in range(repeats[entry]):
+                    packs.sample_ids[end] = ids[source]
+                    source += 1
+                    end += 1
+                next_id[lengths[entry]] = source
+            pack += 1
+            packs.pack_offsets[pack] = end
+
+
+def expand_composition(
+    composition: Composition,
+    num_tokens: np.ndarray,
+    counts: np.ndarray,
+    *,
+    seed: int | None = None,
+) -> Packs:
+    """Give every place in the composition a sample of its length.
+
+    ``num_tokens`` int32 (num_samples,), ``counts`` its histogram, which the composition uses up
+    exactly. With a ``seed`` the choice among equal lengths is random, else in sample order.
+    Packs come out in the order of the composition. O(num_samples).
+    """
+    id_type = np.int32 if len(num_tokens) < 2**31 else np.int64
+    ids = np.empty(len(num_tokens), id_type)
+    starts = _bucket_samples(num_tokens, counts, ids)
+    if seed is not None:
+        shuffle_between(ids, starts, random_state(seed))
+    packs = Packs(np.empty_like(ids), np.zeros(composition.num_packs + 1, np.int64))
+    _fill_packs(composition, ids, starts[:-1].copy(), packs)
+    assert packs.pack_offsets[-1] == len(num_tokens), "the composition must use every sample once"
+    return packs

@@ -3,14 +3,21 @@
 import numpy as np
 from numba import njit
 
-from offline_packing.planner.strategies.composition import Composition
-from offline_packing.planner.strategies.histogram import from_entries
+from offline_packing.planner.strategies.composition import (
+    Composition,
+    add_runs,
+    as_rows,
+    from_entries,
+    packs_within,
+    pair_list,
+    take_packs,
+)
 from offline_packing.planner.strategies.kernels import (
     bitset_add,
     bitset_at_least,
     bitset_at_most,
+    bitset_of,
     bitset_remove,
-    with_pair,
 )
 
 _BRANCHES = 24  # lengths tried at each depth of the search
@@ -123,16 +130,9 @@ def _exact_fill(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Entries [length, repeat] and patterns [end of entries, multiplicity]."""
     counts = counts.copy()
     capacity = counts.shape[0] - 1
-    present = np.zeros((capacity >> 6) + 1, np.uint64)
-    left = np.int64(0)
-    for length in range(1, capacity + 1):
-        if counts[length] > 0:
-            bitset_add(present, length)
-            left += counts[length]
-    entries = np.empty((4096, 2), np.int32)
-    patterns = np.empty((4096, 2), np.int64)
-    num_entries = 0
-    num_patterns = 0
+    present = bitset_of(counts)
+    left = counts.sum()
+    entries, patterns = pair_list(), pair_list()
     frames = np.empty((capacity + 2, 4), np.int32)
     path = np.empty(capacity + 2, np.int32)
     best_path = np.empty(capacity + 2, np.int32)
@@ -141,26 +141,19 @@ def _exact_fill(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         branches = _BRANCHES if steps_left > 0 else 1
         size, exact, steps = _complete(counts, present, frames, path, best_path, branches)
         steps_left -= steps
-        start = num_entries
-        packs = np.int64(1) << 62
-        for place in range(size):
-            if place == 0 or best_path[place] != best_path[place - 1]:
-                entries = with_pair(entries, num_entries, best_path[place], 0)
-                num_entries += 1
-            entries[num_entries - 1, 1] += 1
-        for entry in range(start, num_entries):
-            packs = min(packs, counts[entries[entry, 0]] // entries[entry, 1])
+        start = len(entries)
+        add_runs(entries, best_path[:size])
+        packs = packs_within(entries, start, counts)
         if not exact and left > 4 * size:
             # Use an imperfect pattern sparingly: other counts may allow a better one.
             packs = max(np.int64(1), packs // 4)
-        for entry in range(start, num_entries):
-            counts[entries[entry, 0]] -= packs * entries[entry, 1]
-            left -= packs * entries[entry, 1]
-            if counts[entries[entry, 0]] == 0:
-                bitset_remove(present, entries[entry, 0])
-        patterns = with_pair(patterns, num_patterns, num_entries, packs)
-        num_patterns += 1
-    return entries[:num_entries], patterns[:num_patterns]
+        take_packs(entries, start, counts, packs)
+        left -= packs * size
+        for length, _ in entries[start:]:
+            if counts[length] == 0:
+                bitset_remove(present, length)
+        patterns.append((len(entries), packs))
+    return as_rows(entries), as_rows(patterns)
 
 
 def exact_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
@@ -169,5 +162,4 @@ def exact_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
     A pattern is used as often as the counts allow. Where the search (24 lengths at each depth,
     4,000 steps) finds no exact fill, the fullest one found is used. ``seed`` is unused.
     """
-    entries, patterns = _exact_fill(counts)
-    return from_entries(entries, patterns)
+    return from_entries(*_exact_fill(counts))

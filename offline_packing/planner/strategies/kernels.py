@@ -1,4 +1,4 @@
-"""Small compiled helpers of the planner: a bit set with neighbours, growth, random numbers."""
+"""Small compiled helpers of the planner: a bit set with neighbours, random numbers."""
 
 from collections.abc import Sequence
 
@@ -18,6 +18,16 @@ def _highest_bit(word: np.uint64) -> int:
             index += shift
             word >>= np.uint64(shift)
     return index
+
+
+@njit(cache=True)
+def bitset_of(counts: np.ndarray) -> np.ndarray:
+    """The set of the lengths >= 1 with samples: uint64 (len(counts) // 64 + 1,)."""
+    words = np.zeros((counts.shape[0] >> 6) + 1, np.uint64)
+    for length in range(1, counts.shape[0]):
+        if counts[length] > 0:
+            bitset_add(words, length)
+    return words
 
 
 @njit(cache=True)
@@ -63,24 +73,6 @@ def bitset_at_most(words: np.ndarray, value: int) -> int:
 
 
 @njit(cache=True)
-def doubled(rows: np.ndarray) -> np.ndarray:
-    """A copy of a 2-D array with room for twice as many rows."""
-    larger = np.empty((rows.shape[0] * 2, rows.shape[1]), rows.dtype)
-    larger[: rows.shape[0]] = rows
-    return larger
-
-
-@njit(cache=True)
-def with_pair(rows: np.ndarray, place: int, first: int, second: int) -> np.ndarray:
-    """``rows``, an array (n, 2), with [first, second] at a place up to n: grown where it is n."""
-    if place == rows.shape[0]:
-        rows = doubled(rows)
-    rows[place, 0] = first
-    rows[place, 1] = second
-    return rows
-
-
-@njit(cache=True)
 def next_random(state: np.ndarray) -> np.uint64:
     """Next 64 random bits; ``state`` is uint64 (1,), advanced in place.
 
@@ -109,3 +101,13 @@ def random_unit(state: np.ndarray) -> float:
 def random_state(seed: int | Sequence[int]) -> np.ndarray:
     """Start state for :func:`next_random`: uint64 (1,), well mixed for neighbouring seeds."""
     return np.random.default_rng(seed).integers(0, 2**64, size=1, dtype=np.uint64)
+
+
+@njit(cache=True)
+def shuffle_between(ids: np.ndarray, offsets: np.ndarray, state: np.ndarray) -> None:
+    """Fisher-Yates inside each ``ids[offsets[i]:offsets[i + 1]]``: a part at a time is in cache."""
+    for part in range(offsets.shape[0] - 1):
+        start = offsets[part]
+        for last in range(offsets[part + 1] - 1, start, -1):
+            other = start + random_below(state, last - start + 1)
+            ids[last], ids[other] = ids[other], ids[last]

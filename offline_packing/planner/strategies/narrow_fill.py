@@ -13,19 +13,17 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from offline_packing.planner.strategies.composition import (
-    Composition,
-    empty_composition,
-    join_compositions,
-)
+from offline_packing.planner.strategies.composition import Composition, join_compositions
 from offline_packing.planner.strategies.exact_fill import exact_fill
 from offline_packing.planner.strategies.kernels import (
     bitset_add,
     bitset_at_least,
     bitset_at_most,
+    bitset_of,
     bitset_remove,
     random_below,
     random_state,
+    shuffle_between,
 )
 
 _TRIES = 50  # random starts of one pack before a part counts as used up
@@ -48,18 +46,10 @@ class _Pool(NamedTuple):
 
 @njit(cache=True)
 def _make_pool(counts: np.ndarray, state: np.ndarray) -> _Pool:
-    present = np.zeros((counts.shape[0] >> 6) + 1, np.uint64)
-    queue = np.empty(counts.sum(), np.int32)
-    end = 0
-    for length in range(1, counts.shape[0]):
-        if counts[length] > 0:
-            bitset_add(present, length)
-            queue[end : end + counts[length]] = length
-            end += counts[length]
-    for last in range(end - 1, 0, -1):
-        other = random_below(state, last + 1)
-        queue[last], queue[other] = queue[other], queue[last]
-    return _Pool(counts.copy(), present, queue, np.array([0, end]), np.zeros_like(counts))
+    queue = np.repeat(np.arange(counts.shape[0], dtype=np.int32), counts)
+    ends = np.array([0, queue.shape[0]])
+    shuffle_between(queue, ends, state)
+    return _Pool(counts.copy(), bitset_of(counts), queue, ends, np.zeros_like(counts))
 
 
 @njit(cache=True)
@@ -226,7 +216,7 @@ def narrow_fills(
     """
     left = counts.copy()
     state = random_state(seed)
-    parts = [empty_composition()]
+    parts: list[Composition] = []
     num_packs = int(left @ np.arange(len(left))) // (len(left) - 1)
     copies = max(1, num_packs // max_patterns)
     while True:

@@ -8,16 +8,17 @@ samples that are left over are packed again.
 """
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
-from offline_packing.planner.strategies.coarse import coarsen, refine
 from offline_packing.planner.strategies.composition import (
+    EMPTY,
     Composition,
-    empty_composition,
+    as_rows,
+    from_entries,
     join_compositions,
+    pair_list,
     select_patterns,
 )
 from offline_packing.planner.strategies.exact_fill import exact_fill
@@ -31,12 +32,6 @@ _PRICING_WORK = 20_000  # rounds of pricing times different lengths: bounds the 
 _MAX_PRICED = 400  # patterns added in one round
 
 
-class _Solution(NamedTuple):
-    packs: np.ndarray  # float64 (num_patterns,): fractional packs of each pattern
-    prices: np.ndarray  # float64 (num_sizes,): >= 0, what one sample of a size is worth in packs
-    objective: float
-
-
 def pattern_lp(counts: np.ndarray, *, seed: int = 0) -> Composition:
     """Pack by a linear program over patterns; for narrow laws of lengths.
 
@@ -46,7 +41,7 @@ def pattern_lp(counts: np.ndarray, *, seed: int = 0) -> Composition:
     """
     sizes = np.flatnonzero(counts)
     if len(sizes) == 0:
-        return empty_composition()
+        return EMPTY
     granule = _granule(sizes)
     if granule > 1:
         coarse = coarsen(counts, granule)
@@ -55,17 +50,17 @@ def pattern_lp(counts: np.ndarray, *, seed: int = 0) -> Composition:
     bound = lower_bound(counts)
     history: list[float] = []
     while True:
-        solution = _solve(patterns, sizes, counts)
-        history.append(solution.objective)
-        if math.ceil(solution.objective - 1e-6) <= bound:
+        fractions, prices, objective = _solve(patterns, sizes, counts)
+        history.append(objective)
+        if math.ceil(objective - 1e-6) <= bound:
             break
-        found, best_value = _price(solution.prices, sizes, len(counts) - 1)
+        found, best_value = _price(prices, sizes, len(counts) - 1)
         # Farley (1990): scaled by the most valuable pattern, the prices are a dual solution.
-        bound = max(bound, math.ceil(solution.objective / max(1.0, best_value) - 1e-6))
+        bound = max(bound, math.ceil(objective / max(1.0, best_value) - 1e-6))
         if found.num_packs == 0 or _stalled(history, len(sizes)):
             break
         patterns = join_compositions([patterns, found])
-    return _rounded(patterns, solution, counts, seed)._replace(lower_bound=bound)
+    return _rounded(patterns, fractions, counts, seed)._replace(lower_bound=bound)
 
 
 def _granule(sizes: np.ndarray) -> int:
@@ -95,8 +90,14 @@ def _seed_patterns(counts: np.ndarray, sizes: np.ndarray, seed: int) -> Composit
     )
 
 
-def _solve(patterns: Composition, sizes: np.ndarray, counts: np.ndarray) -> _Solution:
-    """The linear program: minimise packs, cover every length."""
+def _solve(
+    patterns: Composition, sizes: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """The linear program: minimise packs, cover every length.
+
+    Returns fractional packs of each pattern, float64 (num_patterns,), what one sample of a size is
+    worth in packs, float64 (num_sizes,) >= 0, and the packs in all.
+    """
     from scipy.optimize import linprog
     from scipy.sparse import csc_matrix
 
@@ -107,7 +108,7 @@ def _solve(patterns: Composition, sizes: np.ndarray, counts: np.ndarray) -> _Sol
     )
     result = linprog(np.ones(matrix.shape[1]), A_ub=matrix, b_ub=-counts[sizes].astype(np.float64))
     assert result.status == 0, f"the start patterns cover every length: {result.message}"
-    return _Solution(result.x, np.maximum(0.0, -result.ineqlin.marginals), float(result.fun))
+    return result.x, np.maximum(0.0, -result.ineqlin.marginals), float(result.fun)
 
 
 @njit(cache=True)
@@ -136,20 +137,11 @@ def _price(prices: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple[Compos
     with_size = prices + value[capacity - sizes]
     order = np.argsort(-with_size, kind="stable")[:_MAX_PRICED]
     order = order[with_size[order] > 1.0 + 1e-7]
-    rows = {_trace(first, choice, sizes, capacity) for first in order.tolist()}
-    lengths, repeats, ends = [], [], [0]
-    for row in sorted(rows):
-        for length, repeat in row:
-            lengths.append(length)
-            repeats.append(repeat)
-        ends.append(len(lengths))
-    found = Composition(
-        np.array(lengths, np.int32),
-        np.array(repeats, np.int32),
-        np.array(ends, np.int64),
-        np.ones(len(rows), np.int64),
-    )
-    return found, float(value[capacity])
+    rows = sorted({_trace(first, choice, sizes, capacity) for first in order.tolist()})
+    entries = np.array([entry for row in rows for entry in row], np.int64).reshape(-1, 2)
+    ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+    patterns = np.stack([ends, np.ones_like(ends)], axis=1)
+    return from_entries(entries, patterns), float(value[capacity])
 
 
 def _trace(
@@ -169,30 +161,22 @@ def _trace(
 
 
 @njit(cache=True)
-def _take_patterns(
-    lengths: np.ndarray,
-    repeats: np.ndarray,
-    offsets: np.ndarray,
-    wanted: np.ndarray,
-    counts: np.ndarray,
-) -> None:
+def _take_patterns(patterns: Composition, wanted: np.ndarray, counts: np.ndarray) -> None:
     """Lower ``wanted`` packs of each pattern to what ``counts`` has, and take it from there."""
     for pattern in range(wanted.shape[0]):
-        packs = wanted[pattern]
-        for entry in range(offsets[pattern], offsets[pattern + 1]):
-            packs = min(packs, counts[lengths[entry]] // repeats[entry])
-        for entry in range(offsets[pattern], offsets[pattern + 1]):
-            counts[lengths[entry]] -= packs * repeats[entry]
-        wanted[pattern] = packs
+        entries = slice(patterns.offsets[pattern], patterns.offsets[pattern + 1])
+        lengths, repeats = patterns.lengths[entries], patterns.repeats[entries]
+        wanted[pattern] = min(wanted[pattern], (counts[lengths] // repeats).min())
+        counts[lengths] -= wanted[pattern] * repeats
 
 
 def _rounded(
-    patterns: Composition, solution: _Solution, counts: np.ndarray, seed: int
+    patterns: Composition, fractions: np.ndarray, counts: np.ndarray, seed: int
 ) -> Composition:
     """Whole packs of the solution, and the rest packed by whichever method needs fewest packs."""
-    packs = np.floor(solution.packs + 1e-9).astype(np.int64)
+    packs = np.floor(fractions + 1e-9).astype(np.int64)
     left = counts.copy()
-    _take_patterns(patterns.lengths, patterns.repeats, patterns.offsets, packs, left)
+    _take_patterns(patterns, packs, left)
     whole = select_patterns(patterns._replace(multiplicity=packs), np.flatnonzero(packs))
     return join_compositions([whole, pack_residue(left, seed)])
 
@@ -207,3 +191,58 @@ def pack_residue(counts: np.ndarray, seed: int) -> Composition:
         join_compositions([drawn, exact_fill(left)]),
     ]
     return min(candidates, key=lambda candidate: candidate.num_packs)
+
+
+def coarsen(counts: np.ndarray, granule: int) -> np.ndarray:
+    """Histogram in units of ``granule``: int64 (seq_length // granule + 1,).
+
+    A length counts as its size rounded up, and at most a whole pack: what fits rounded fits.
+    """
+    capacity = (len(counts) - 1) // granule
+    lengths = np.flatnonzero(counts)
+    coarse = np.zeros(capacity + 1, np.int64)
+    np.add.at(coarse, np.minimum(capacity, -(-lengths // granule)), counts[lengths])
+    return coarse
+
+
+@njit(cache=True)
+def _refine(coarse: Composition, counts: np.ndarray, granule: int) -> tuple[np.ndarray, np.ndarray]:
+    """Entries [length, repeat] and patterns [end of entries, multiplicity] in true lengths."""
+    top = (counts.shape[0] - 1) // granule
+    counts = counts.copy()
+    current = np.arange(top + 1) * granule  # longest true length left in each rounded one
+    current[top] = counts.shape[0] - 1
+    entries, patterns = pair_list(), pair_list()
+    for pattern in range(coarse.multiplicity.shape[0]):
+        rounded = range(coarse.offsets[pattern], coarse.offsets[pattern + 1])
+        left = coarse.multiplicity[pattern]
+        while left > 0:
+            packs = left
+            for entry in rounded:
+                unit = coarse.lengths[entry]
+                while counts[current[unit]] == 0:
+                    current[unit] -= 1
+                packs = min(packs, counts[current[unit]] // coarse.repeats[entry])
+            packs = max(packs, 1)  # 1: an entry takes the last of a length and some of the next
+            for entry in rounded:
+                unit = coarse.lengths[entry]
+                wanted = np.int64(coarse.repeats[entry])
+                while wanted > 0:
+                    while counts[current[unit]] == 0:
+                        current[unit] -= 1
+                    length = current[unit]
+                    repeat = min(wanted, counts[length] // packs)
+                    counts[length] -= packs * repeat
+                    wanted -= repeat
+                    entries.append((length, repeat))
+            left -= packs
+            patterns.append((len(entries), packs))
+    return as_rows(entries), as_rows(patterns)
+
+
+def refine(coarse: Composition, counts: np.ndarray, granule: int) -> Composition:
+    """The same packs in true lengths: each rounded length is given the true ones, longest first.
+
+    ``coarse`` uses up ``coarsen(counts, granule)``. Its lower bound does not carry over.
+    """
+    return from_entries(*_refine(coarse, counts, granule))

@@ -10,13 +10,21 @@ what the pack still needs per sample, and the last two lengths are chosen to end
 import numpy as np
 from numba import njit
 
-from offline_packing.planner.strategies.composition import Composition
-from offline_packing.planner.strategies.histogram import from_entries
-from offline_packing.planner.strategies.kernels import random_state, random_unit, with_pair
+from offline_packing.planner.strategies.composition import (
+    Composition,
+    add_runs,
+    as_rows,
+    from_entries,
+    packs_within,
+    pair_list,
+    take_packs,
+)
+from offline_packing.planner.strategies.kernels import random_state, random_unit
 
 _GRID = 65  # target means for which a tilted law is kept
 _REFRESH = 200  # patterns drawn before the tilted laws are computed again, at least
 _MAX_CELLS = 100_000_000  # entries of tilted laws computed in all: bounds the time to seconds
+_TRIES = 12  # draws of one pattern
 _MAX_FAILURES = 400  # draws in a row without a pattern before giving up
 
 
@@ -67,22 +75,12 @@ def _tilted_laws(
 @njit(cache=True)
 def _mean_range(sizes: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
     """Target means worth a tilted law: three standard deviations around the mean."""
-    samples = 0.0
-    tokens = 0.0
-    squares = 0.0
-    shortest = 0.0
-    longest = 0.0
-    for i in range(sizes.shape[0]):
-        if counts[i] > 0:
-            if samples == 0.0:
-                shortest = sizes[i]
-            longest = sizes[i]
-            samples += counts[i]
-            tokens += counts[i] * sizes[i]
-            squares += counts[i] * float(sizes[i]) * sizes[i]
-    mean = tokens / samples
-    deviation = np.sqrt(max(0.0, squares / samples - mean * mean)) + 1.0
-    return max(shortest + 1.0, mean - 3 * deviation), min(longest - 1.0, mean + 3 * deviation)
+    used = np.flatnonzero(counts)
+    samples, lengths = counts[used], sizes[used].astype(np.float64)
+    mean = (samples * lengths).sum() / samples.sum()
+    squares = (samples * lengths * lengths).sum() / samples.sum()
+    deviation = np.sqrt(max(0.0, squares - mean * mean)) + 1.0
+    return max(lengths[0] + 1.0, mean - 3 * deviation), min(lengths[-1] - 1.0, mean + 3 * deviation)
 
 
 @njit(cache=True)
@@ -111,47 +109,27 @@ def _draw_bridge(
     """
     capacity = index_of.shape[0] - 1
     samples = drawn.shape[0]
-    space = capacity
-    for place in range(samples - 2):
-        target = space / (samples - place)
-        choice = _draw(cdf, low, high, target, state)
-        for _ in range(6):
-            if counts[choice] >= packs:
-                break
+    for _ in range(_TRIES):
+        space = capacity
+        for place in range(samples - 2):
+            target = space / (samples - place)
             choice = _draw(cdf, low, high, target, state)
-        drawn[place] = choice
-        space -= sizes[choice]
-    for _ in range(24):
-        choice = _draw(cdf, low, high, space / 2, state)
-        last = space - sizes[choice]
-        if 1 <= last <= capacity and counts[choice] >= packs:
-            partner = index_of[last]
-            if partner >= 0 and counts[partner] >= packs:
-                drawn[samples - 2] = choice
-                drawn[samples - 1] = partner
-                return True
+            for _ in range(6):
+                if counts[choice] >= packs:
+                    break
+                choice = _draw(cdf, low, high, target, state)
+            drawn[place] = choice
+            space -= sizes[choice]
+        for _ in range(24):
+            choice = _draw(cdf, low, high, space / 2, state)
+            last = space - sizes[choice]
+            if 1 <= last <= capacity and counts[choice] >= packs:
+                partner = index_of[last]
+                if partner >= 0 and counts[partner] >= packs:
+                    drawn[samples - 2] = choice
+                    drawn[samples - 1] = partner
+                    return True
     return False
-
-
-@njit(cache=True)
-def _use_pattern(drawn: np.ndarray, counts: np.ndarray, packs: int, runs: np.ndarray) -> tuple:
-    """Sort the draw into runs [index, repeat]; take up to ``packs`` of it from the counts.
-
-    Returns the number of runs and the packs taken (0 if a count does not allow one).
-    """
-    drawn.sort()
-    num_runs = 0
-    for place in range(drawn.shape[0]):
-        if place == 0 or drawn[place] != drawn[place - 1]:
-            runs[num_runs, 0] = drawn[place]
-            runs[num_runs, 1] = 0
-            num_runs += 1
-        runs[num_runs - 1, 1] += 1
-    for run in range(num_runs):
-        packs = min(packs, counts[runs[run, 0]] // runs[run, 1])
-    for run in range(num_runs):
-        counts[runs[run, 0]] -= packs * runs[run, 1]
-    return num_runs, packs
 
 
 @njit(cache=True)
@@ -165,16 +143,12 @@ def _tilted_fills(
     max_refreshes: int,
     state: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Entries [length, repeat] and patterns [end, multiplicity]; takes them from ``counts``."""
+    """Entries [index of size, repeat] and patterns [end, multiplicity]; taken from ``counts``."""
     capacity = index_of.shape[0] - 1
-    entries = np.empty((4096, 2), np.int32)
-    patterns = np.empty((4096, 2), np.int64)
-    num_entries = 0
-    num_patterns = 0
+    entries, patterns = pair_list(), pair_list()
     theta = np.zeros(_GRID)
     cdf = np.zeros((_GRID, sizes.shape[0]))
-    drawn = np.empty(capacity, np.int64)
-    runs = np.empty((capacity, 2), np.int64)
+    buffer = np.empty(capacity, np.int64)
     samples_left = counts.sum()
     tokens_left = (counts * sizes).sum()
     packs_wanted = max(1, int(tokens_left / capacity / max_patterns))
@@ -199,30 +173,25 @@ def _tilted_fills(
         if samples < 2:
             break
         carried = per_pack - samples
-        found = False
-        for _ in range(12):
-            found = _draw_bridge(
-                sizes, counts, index_of, cdf, low, high, packs_wanted, drawn[:samples], state
-            )
-            if found:
-                break
-        packs = 0
-        if found:
-            num_runs, packs = _use_pattern(drawn[:samples], counts, packs_wanted, runs)
+        drawn = buffer[:samples]
+        runs = pair_list()
+        packs = np.int64(0)
+        if _draw_bridge(sizes, counts, index_of, cdf, low, high, packs_wanted, drawn, state):
+            drawn.sort()
+            add_runs(runs, drawn)
+            packs = min(packs_wanted, packs_within(runs, 0, counts))
         if packs == 0:
             failures += 1
             age += refresh // 10
             continue
         failures = 0
         age += 1
+        take_packs(runs, 0, counts, packs)
         samples_left -= packs * samples
         tokens_left -= packs * capacity
-        for run in range(num_runs):
-            entries = with_pair(entries, num_entries, sizes[runs[run, 0]], runs[run, 1])
-            num_entries += 1
-        patterns = with_pair(patterns, num_patterns, num_entries, packs)
-        num_patterns += 1
-    return entries[:num_entries], patterns[:num_patterns]
+        entries.extend(runs)
+        patterns.append((len(entries), packs))
+    return as_rows(entries), as_rows(patterns)
 
 
 def tilted_fills(
@@ -249,6 +218,7 @@ def tilted_fills(
         max_refreshes,
         random_state(seed),
     )
+    entries[:, 0] = sizes[entries[:, 0]]
     remaining = np.zeros_like(counts)
     remaining[sizes] = left
     return from_entries(entries, patterns), remaining

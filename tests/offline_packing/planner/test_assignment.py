@@ -5,7 +5,7 @@ import pytest
 
 from offline_packing import plan_packs
 from offline_packing.planner.assignment import balance_packs, interleaved_order
-from offline_packing.planner.strategies.packs import Packs
+from offline_packing.planner.strategies.strategy import Packs
 
 
 def caption_lengths(num_samples: int) -> tuple[np.ndarray, np.ndarray]:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing.planner.strategies.histogram import best_fit_decreasing
-from offline_packing.planner.strategies.packs import Packs
-from offline_packing.planner.windows import WindowOptions, WindowPlanner, join_packs
+from offline_packing.planner.strategies.strategy import Packs, join_packs
+from offline_packing.planner.windows import WindowOptions, WindowPlanner
 
 
 def clipped_lognormal(rng, number, median, sigma, low, high):

@@ -1,37 +1,40 @@
-"""First fit: sorted, shuffled in chunks, and the linear shuffle-and-pack.
+"""Packers that take the samples as they come: first fit and next fit, sorted or shuffled or not.
 
-The three algorithms of NeMo's sequence packing for NeVA. There first fit scans all open packs for
-every sample, O(n**2); here the first pack with room is found in a tree of residuals, O(n log n),
-and first-fit-decreasing is decided on the histogram of lengths. The packs are the same.
+First-fit-decreasing, first fit shuffled in chunks and shuffle-and-pack are the three algorithms of
+NeMo's sequence packing for NeVA. There first fit scans all open packs for every sample, O(n**2);
+here the first pack with room is found in a tree of residuals, O(n log n), and first-fit-decreasing
+is decided on the histogram of lengths. The packs are the same.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from functools import partial
 
 import numpy as np
 from numba import njit
 from pydantic import Field
 
-from offline_packing.planner.strategies.by_sample import check_lengths, group_into_packs
-from offline_packing.planner.strategies.expand import expand_composition
+from offline_packing.planner.strategies.composition import expand_composition
 from offline_packing.planner.strategies.histogram import count_lengths, greedy_knapsack
-from offline_packing.planner.strategies.packs import Packs
-from offline_packing.planner.strategies.peers.sequential import next_fit
-from offline_packing.planner.strategies.strategy import Strategy, StrategyOptions
+from offline_packing.planner.strategies.strategy import (
+    Packs,
+    Strategy,
+    StrategyOptions,
+    group_into_packs,
+)
 
 
-def first_fit_decreasing(num_tokens: np.ndarray, seq_length: int, *, seed: int = 0) -> Packs:
+def _first_fit_decreasing(lengths: np.ndarray, seq_length: int, *, seed: int = 0) -> Packs:
     """Longest sample first, each into the first pack with room for it.
 
     The first pack ends up with what a greedy knapsack would choose for it: the longest sample that
     still fits, again and again; then the second pack, and so on. So the packs, their order and
     their samples are those of :func:`greedy_knapsack`, found with multiplicity. ``seed`` is unused.
-
-    ``num_tokens`` integers (num_samples,) in 1..seq_length, else ValueError.
     """
-    lengths = check_lengths(num_tokens, seq_length)
     counts = count_lengths(lengths, seq_length)
     return expand_composition(greedy_knapsack(counts), lengths, counts)
+
+
+first_fit_decreasing = Strategy(_first_fit_decreasing)
 
 
 @njit(cache=True, nogil=True)
@@ -47,7 +50,6 @@ def _first_fit(lengths: np.ndarray, seq_length: int) -> tuple[np.ndarray, int]:
         num_leaves *= 2
     residual = np.full(2 * num_leaves, seq_length, np.int32)
     pack_of = np.empty(lengths.shape[0], np.int64)
-    num_packs = 0
     for sample in range(lengths.shape[0]):
         node = 1
         while node < num_leaves:
@@ -55,12 +57,11 @@ def _first_fit(lengths: np.ndarray, seq_length: int) -> tuple[np.ndarray, int]:
             if residual[node] < lengths[sample]:
                 node += 1
         pack_of[sample] = node - num_leaves
-        num_packs = max(num_packs, node - num_leaves + 1)
         residual[node] -= lengths[sample]
         while node > 1:
             node //= 2
             residual[node] = max(residual[2 * node], residual[2 * node + 1])
-    return pack_of, num_packs
+    return pack_of, pack_of.max() + 1
 
 
 class FirstFitShuffleOptions(StrategyOptions):
@@ -71,39 +72,69 @@ class FirstFitShuffleOptions(StrategyOptions):
 
 
 def _first_fit_shuffle(
-    num_tokens: np.ndarray, seq_length: int, *, options: FirstFitShuffleOptions, seed: int = 0
+    lengths: np.ndarray, seq_length: int, *, options: FirstFitShuffleOptions, seed: int = 0
 ) -> Packs:
     """Samples in a seeded random order, each into the first pack of its chunk with room.
 
     Chunks of ``chunk_size`` samples are packed independently, on ``num_threads`` threads; the packs
     follow in the order of the chunks, so that the plan does not depend on the number of threads.
-
-    ``num_tokens`` integers (num_samples,) in 1..seq_length, else ValueError.
     """
-    lengths = check_lengths(num_tokens, seq_length)
-    chunk_size = options.chunk_size
     order = np.random.default_rng(seed).permutation(len(lengths))
-    shuffled = lengths[order]
-    bounds = [*range(0, len(lengths), chunk_size), len(lengths)]
-    chunks = [shuffled[start:end] for start, end in pairwise(bounds)]
+    starts = range(0, len(lengths), options.chunk_size)
+    chunks = [lengths[order[start : start + options.chunk_size]] for start in starts]
     with ThreadPoolExecutor(options.num_threads) as pool:
-        results = list(pool.map(_first_fit, chunks, [seq_length] * len(chunks)))
-    pack_of = np.empty(len(lengths), np.int64)
-    num_packs = 0
-    for start, (chunk_pack_of, chunk_packs) in zip(bounds, results, strict=False):
-        pack_of[start : start + len(chunk_pack_of)] = chunk_pack_of + num_packs
-        num_packs += chunk_packs
-    return group_into_packs(order, pack_of, num_packs)
+        results = list(pool.map(partial(_first_fit, seq_length=seq_length), chunks))
+    before = np.cumsum([0, *(num_packs for _, num_packs in results)])
+    parts = [pack_of + first for (pack_of, _), first in zip(results, before, strict=False)]
+    return group_into_packs(order, np.concatenate([order[:0], *parts]), int(before[-1]))
 
 
 first_fit_shuffle = Strategy(_first_fit_shuffle, FirstFitShuffleOptions)
 
 
-def shuffle_and_pack(num_tokens: np.ndarray, seq_length: int, *, seed: int = 0) -> Packs:
-    """Samples in a seeded random order, a new pack whenever the next one does not fit. O(n).
+@njit(cache=True)
+def _next_fit(lengths: np.ndarray, seq_length: int, max_samples: int) -> np.ndarray:
+    """Offsets int64 (num_packs + 1,) of packs that are closed when the next sample does not fit."""
+    offsets = np.zeros(lengths.shape[0] + 1, np.int64)
+    num_packs = 0
+    tokens = seq_length  # of the open pack: none yet
+    for sample in range(lengths.shape[0]):
+        full = tokens + lengths[sample] > seq_length
+        if full or sample - offsets[num_packs - 1] == max_samples:
+            offsets[num_packs] = sample
+            num_packs += 1
+            tokens = 0
+        tokens += lengths[sample]
+    offsets[num_packs] = lengths.shape[0]
+    return offsets[: num_packs + 1].copy()
 
-    ``num_tokens`` integers (num_samples,) in 1..seq_length, else ValueError.
-    """
-    lengths = check_lengths(num_tokens, seq_length)
+
+def _shuffle_and_pack(lengths: np.ndarray, seq_length: int, *, seed: int = 0) -> Packs:
+    """Samples in a seeded random order, a new pack whenever the next one does not fit. O(n)."""
     order = np.random.default_rng(seed).permutation(len(lengths))
-    return Packs(order, next_fit(lengths[order], seq_length, max_samples=None))
+    return Packs(order, _next_fit(lengths[order], seq_length, len(lengths)))
+
+
+shuffle_and_pack = Strategy(_shuffle_and_pack)
+
+
+class SequentialOptions(StrategyOptions):
+    """Limits beside tokens."""
+
+    max_samples: int | None = Field(None, ge=1, description="samples that a pack holds at most")
+
+
+def _sequential(
+    lengths: np.ndarray, seq_length: int, *, options: SequentialOptions, seed: int = 0
+) -> Packs:
+    """Add samples in their order until the next one does not fit, then start a new pack. O(n).
+
+    The greedy packing of nanoVLM's data pipeline, and with ``max_samples`` the two batch modes of
+    VeOmni: a token budget (``dyn_bsz``) or a fixed number of samples. ``seed`` is unused: this is
+    the strategy that keeps the order of the samples.
+    """
+    limit = options.max_samples or len(lengths)
+    return Packs(np.arange(len(lengths)), _next_fit(lengths, seq_length, limit))
+
+
+sequential = Strategy(_sequential, SequentialOptions)

@@ -12,17 +12,15 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from offline_packing.planner.strategies.by_sample import check_lengths
-from offline_packing.planner.strategies.composition import Composition, join_compositions
-from offline_packing.planner.strategies.expand import expand_composition
-from offline_packing.planner.strategies.histogram import (
-    count_lengths,
+from offline_packing.planner.strategies.composition import (
+    Composition,
+    expand_composition,
     from_entries,
-    greedy_knapsack,
+    join_compositions,
 )
-from offline_packing.planner.strategies.packs import Packs
+from offline_packing.planner.strategies.histogram import count_lengths, greedy_knapsack
 from offline_packing.planner.strategies.peers.seed_packing import pack_divisors, pack_seeds
-from offline_packing.planner.strategies.strategy import Strategy, StrategyOptions
+from offline_packing.planner.strategies.strategy import Packs, Strategy, StrategyOptions
 
 
 class _Model(BaseModel):
@@ -34,10 +32,6 @@ class AutoSeeds(_Model):
 
     rule: Literal["auto"] = "auto"
 
-    def select(self, lengths: np.ndarray, seq_length: int) -> np.ndarray:
-        """Mask (bool, (k,)) of the seeds among ``lengths``, int64 (k,) ascending."""
-        return lengths > seq_length // 2
-
 
 class CustomHalfSeeds(_Model):
     """Every length from ``half`` on; without ``half``, from a third of ``seq_length``."""
@@ -45,20 +39,12 @@ class CustomHalfSeeds(_Model):
     rule: Literal["custom_half"]
     half: int | None = Field(default=None, ge=1)
 
-    def select(self, lengths: np.ndarray, seq_length: int) -> np.ndarray:
-        """See :meth:`AutoSeeds.select`."""
-        return lengths >= (seq_length // 3 if self.half is None else self.half)
-
 
 class GivenLengthSeeds(_Model):
     """The listed lengths, where there are samples of them."""
 
     rule: Literal["lengths"]
     lengths: tuple[int, ...] = Field(min_length=1)
-
-    def select(self, lengths: np.ndarray, seq_length: int) -> np.ndarray:
-        """See :meth:`AutoSeeds.select`."""
-        return np.isin(lengths, self.lengths)
 
 
 class SizeRangeSeeds(_Model):
@@ -68,22 +54,12 @@ class SizeRangeSeeds(_Model):
     min_length: int | None = Field(default=None, ge=1)
     max_length: int | None = Field(default=None, ge=1)
 
-    def select(self, lengths: np.ndarray, seq_length: int) -> np.ndarray:
-        """See :meth:`AutoSeeds.select`."""
-        low = seq_length // 3 if self.min_length is None else self.min_length
-        high = seq_length if self.max_length is None else self.max_length
-        return (lengths >= low) & (lengths <= high)
-
 
 class TopNSeeds(_Model):
     """The ``n`` longest lengths that still have samples."""
 
     rule: Literal["top_n"]
     n: int = Field(default=5, ge=1)
-
-    def select(self, lengths: np.ndarray, seq_length: int) -> np.ndarray:
-        """See :meth:`AutoSeeds.select`."""
-        return np.arange(len(lengths)) >= len(lengths) - self.n
 
 
 class CapacityRatioSeeds(_Model):
@@ -92,11 +68,6 @@ class CapacityRatioSeeds(_Model):
     rule: Literal["capacity_ratio"]
     min_ratio: float = Field(default=0.3, ge=0, le=1)
     max_ratio: float = Field(default=1.0, ge=0, le=1)
-
-    def select(self, lengths: np.ndarray, seq_length: int) -> np.ndarray:
-        """See :meth:`AutoSeeds.select`."""
-        low, high = int(seq_length * self.min_ratio), int(seq_length * self.max_ratio)
-        return (lengths >= low) & (lengths <= high)
 
 
 SeedRule = Annotated[
@@ -110,6 +81,26 @@ SeedRule = Annotated[
 ]
 
 
+def select_seeds(rule: SeedRule, lengths: np.ndarray, seq_length: int) -> np.ndarray:
+    """Mask (bool, (k,)) of the seeds among ``lengths``, int64 (k,) ascending."""
+    third, low, high = seq_length // 3, 0, seq_length
+    match rule:
+        case GivenLengthSeeds():
+            return np.isin(lengths, rule.lengths)
+        case TopNSeeds():
+            return np.arange(len(lengths)) >= len(lengths) - rule.n
+        case AutoSeeds():
+            low = seq_length // 2 + 1
+        case CustomHalfSeeds():
+            low = third if rule.half is None else rule.half
+        case SizeRangeSeeds():
+            low = third if rule.min_length is None else rule.min_length
+            high = seq_length if rule.max_length is None else rule.max_length
+        case CapacityRatioSeeds():
+            low, high = int(seq_length * rule.min_ratio), int(seq_length * rule.max_ratio)
+    return (lengths >= low) & (lengths <= high)
+
+
 class PowersOfTwoPhase(_Model):
     """Packs filled exactly by the lengths seq_length, seq_length / 2, … as far as it halves."""
 
@@ -120,8 +111,7 @@ class PowersOfTwoPhase(_Model):
         lengths = [len(counts) - 1]
         while lengths[-1] % 2 == 0:
             lengths.append(lengths[-1] // 2)
-        ascending = np.array(lengths[::-1], np.int64)
-        return from_entries(*pack_divisors(ascending, counts[ascending], len(counts) - 1))
+        return from_entries(*pack_divisors(np.array(lengths[::-1], np.int64), counts))
 
 
 class SeedPhase(_Model):
@@ -147,20 +137,13 @@ class SeedPhase(_Model):
         """Packs out of ``counts``, int64 (seq_length + 1,)."""
         capacity = len(counts) - 1
         lengths = np.flatnonzero(counts)
-        is_seed = self.seeds.select(lengths, capacity)
+        chosen = lengths[select_seeds(self.seeds, lengths, capacity)]
         fillers = counts.copy()
-        fillers[lengths[is_seed]] = 0
-        seeds = _by_potential(lengths[is_seed], fillers, self.min_samples)
-        return _single_packs(
-            *pack_seeds(
-                np.stack([seeds, counts[seeds]], axis=1),
-                fillers,
-                self.min_samples,
-                capacity if self.max_samples is None else self.max_samples,
-                int(np.ceil(self.min_fill * capacity)),
-                False,
-            )
-        )
+        fillers[chosen] = 0
+        chosen = _by_potential(chosen, fillers, self.min_samples)
+        seeds = np.stack([chosen, counts[chosen]], axis=1)
+        limits = (self.min_samples, self.max_samples or capacity, _tokens(self.min_fill, capacity))
+        return from_entries(*pack_seeds(seeds, fillers, *limits, False))
 
 
 class FinalPhase(_Model):
@@ -175,14 +158,13 @@ class FinalPhase(_Model):
         """Packs that use up ``counts``, int64 (seq_length + 1,)."""
         capacity = len(counts) - 1
         lengths = np.flatnonzero(counts)
-        seeds = lengths[self.seeds.select(lengths, capacity)][::-1]
-        number = np.minimum(counts[seeds], self.seeds_per_length)
+        chosen = lengths[select_seeds(self.seeds, lengths, capacity)][::-1]
+        number = np.minimum(counts[chosen], self.seeds_per_length)
         fillers = counts.copy()
-        fillers[seeds] -= number
-        min_tokens = int(np.ceil(self.min_fill * capacity))
-        packed = _single_packs(
-            *pack_seeds(np.stack([seeds, number], axis=1), fillers, 1, capacity, min_tokens, True)
-        )
+        fillers[chosen] -= number
+        seeds = np.stack([chosen, number], axis=1)
+        min_tokens = _tokens(self.min_fill, capacity)
+        packed = from_entries(*pack_seeds(seeds, fillers, 1, capacity, min_tokens, True))
         rest = greedy_knapsack(counts - packed.used_counts(len(counts)))
         return join_compositions([packed, rest])
 
@@ -205,10 +187,9 @@ DEFAULT_PHASES: tuple[Phase, ...] = (
 )
 
 
-def _single_packs(lengths: np.ndarray, ends: np.ndarray) -> Composition:
-    """One pattern per pack: its lengths end at ``ends``, int64 (num_packs,)."""
-    offsets = np.concatenate([[0], ends]).astype(np.int64)
-    return Composition(lengths, np.ones_like(lengths), offsets, np.ones_like(ends))
+def _tokens(min_fill: float, capacity: int) -> int:
+    """Tokens that a pack holds at least."""
+    return int(np.ceil(min_fill * capacity))
 
 
 def _by_potential(seeds: np.ndarray, fillers: np.ndarray, min_samples: int) -> np.ndarray:
@@ -250,7 +231,7 @@ class HashBucketOptions(StrategyOptions):
 
 
 def _hash_bucket(
-    num_tokens: np.ndarray, seq_length: int, *, options: HashBucketOptions, seed: int = 0
+    lengths: np.ndarray, seq_length: int, *, options: HashBucketOptions, seed: int = 0
 ) -> Packs:
     """Pack in phases, each of which takes full packs out of the buckets of equal length.
 
@@ -264,9 +245,8 @@ def _hash_bucket(
         - {kind: final}
 
     ``seed`` decides which of the samples of equal length is used. Packs come out phase by phase.
-    O(n log seq_length). ``num_tokens`` integers (num_samples,) in 1..seq_length, else ValueError.
+    O(n log seq_length).
     """
-    lengths = check_lengths(num_tokens, seq_length)
     counts = count_lengths(lengths, seq_length)
     left = counts.copy()
     parts = []

@@ -1,82 +1,100 @@
-"""Balanced greedy knapsack: tokens spread evenly over k packs, images within a budget."""
+"""Packers that choose among all open packs: the fullest with room, or the lightest."""
 
+from heapq import heappop, heappush
 from typing import ClassVar
 
 import numpy as np
 from numba import njit
 from pydantic import Field
 
-from offline_packing.planner.strategies.by_sample import (
-    check_lengths,
+from offline_packing.planner.strategies.kernels import bitset_add, bitset_at_least, bitset_remove
+from offline_packing.planner.strategies.strategy import (
+    Packs,
+    Strategy,
+    StrategyOptions,
     decreasing_order,
     group_into_packs,
 )
-from offline_packing.planner.strategies.packs import Packs
-from offline_packing.planner.strategies.peers.heaps import heap_pop, heap_push, lighter
-from offline_packing.planner.strategies.strategy import Strategy, StrategyOptions
 
 
 @njit(cache=True)
-def _update_lightest(lightest: np.ndarray, load: np.ndarray, leaf: int, pack: int) -> None:
-    """Put ``pack`` (or -1) on a leaf of the tournament tree and replay the games above it."""
-    lightest[leaf] = pack
-    while leaf > 1:
-        leaf //= 2
-        a, b = lightest[2 * leaf], lightest[2 * leaf + 1]
-        lightest[leaf] = a if b < 0 or (a >= 0 and lighter(load, a, b)) else b
+def _make_queues(number: int) -> list[list[int]]:
+    """Empty queues of int64, each to be used as a heap."""
+    return [[np.int64(0) for _ in range(0)] for _ in range(number)]
 
 
 @njit(cache=True)
-def _lightest_up_to(lightest: np.ndarray, load: np.ndarray, last_leaf: int) -> int:
-    """The lightest pack on the leaves up to ``last_leaf``, or -1."""
-    best = lightest[last_leaf]
-    node = last_leaf
-    while node > 1:
-        if node % 2 == 1 and lightest[node - 1] >= 0:
-            other = lightest[node - 1]
-            best = other if best < 0 or lighter(load, other, best) else best
-        node //= 2
-    return best
+def _fullest_fit(lengths: np.ndarray, seq_length: int) -> np.ndarray:
+    """Pack of every sample, int64 (num_samples,).
+
+    ``packs[r]`` is the queue of packs with residual r by age; ``residuals`` the set of r in use.
+    """
+    packs = _make_queues(seq_length + 1)
+    residuals = np.zeros((seq_length >> 6) + 1, np.uint64)
+    pack_of = np.empty(lengths.shape[0], np.int64)
+    num_packs = 0
+    for sample in range(lengths.shape[0]):
+        residual = bitset_at_least(residuals, lengths[sample])
+        if residual < 0:
+            residual = seq_length
+            pack = np.int64(num_packs)
+            num_packs += 1
+        else:
+            pack = heappop(packs[residual])
+            if len(packs[residual]) == 0:
+                bitset_remove(residuals, residual)
+        pack_of[sample] = pack
+        residual -= lengths[sample]
+        if residual > 0:
+            heappush(packs[residual], pack)
+            bitset_add(residuals, residual)
+    return pack_of
+
+
+def _to_constant_volume(lengths: np.ndarray, seq_length: int, *, seed: int = 0) -> Packs:
+    """Longest sample first, each into the fullest pack with room, the oldest of equally full ones.
+
+    Packs, their order and the order of their samples equal ``binpacking.to_constant_volume(lengths,
+    seq_length)`` of binpacking 1.5 (PyPI), which ms-swift packs with, and which scans all packs for
+    every sample. Version 2 of that package fills the emptiest pack instead, and needs more packs.
+    O(n log n); ``seed`` is unused.
+    """
+    order = decreasing_order(lengths, seq_length)
+    pack_of = _fullest_fit(lengths[order], seq_length)
+    return group_into_packs(order, pack_of, int(pack_of.max(initial=-1)) + 1)
+
+
+to_constant_volume = Strategy(_to_constant_volume)
 
 
 @njit(cache=True)
 def _balance(
     lengths: np.ndarray, num_images: np.ndarray, seq_length: int, max_images: int, num_packs: int
-) -> tuple[np.ndarray, int]:
-    """Pack of every sample, int64 (num_samples,), and the number of packs, empty ones included.
+) -> np.ndarray:
+    """Pack of every sample, int64 (num_samples,); some of the first ``num_packs`` may have none.
 
-    Packs with the same number of images wait in one queue, the lightest at its head; a tournament
-    tree over the queues finds the lightest pack among those with room for a sample's images.
+    Packs with the same number of images wait in one queue, the lightest (of equal ones the oldest)
+    at its head: load << 32 | pack.
     """
-    load = np.zeros(num_packs + lengths.shape[0], np.int64)
-    images = np.zeros(load.shape[0], np.int64)
-    children = np.full((load.shape[0], 2), -1, np.int32)
-    heads = np.full(max_images + 1, -1, np.int64)
-    num_leaves = 1
-    while num_leaves <= max_images:
-        num_leaves *= 2
-    lightest = np.full(2 * num_leaves, -1, np.int64)
+    packs = _make_queues(max_images + 1)
     for pack in range(num_packs):
-        heads[0] = heap_push(load, children, heads[0], pack)
-    _update_lightest(lightest, load, num_leaves, heads[0])
+        packs[0].append(np.int64(pack))
     pack_of = np.empty(lengths.shape[0], np.int64)
     for sample in range(lengths.shape[0]):
-        room = num_leaves + max_images - num_images[sample]
-        pack = _lightest_up_to(lightest, load, room)
-        if pack < 0 or load[pack] + lengths[sample] > seq_length:
-            pack = num_packs
+        images = -1
+        for queue in range(max_images - num_images[sample] + 1):
+            if len(packs[queue]) and (images < 0 or packs[queue][0] < packs[images][0]):
+                images = queue
+        lightest = packs[images][0] if images >= 0 else np.int64(seq_length) << 32
+        if (lightest >> 32) + lengths[sample] > seq_length:
+            images = 0
+            lightest = np.int64(num_packs)
             num_packs += 1
         else:
-            queue = images[pack]
-            heads[queue] = heap_pop(load, children, pack)
-            _update_lightest(lightest, load, num_leaves + queue, heads[queue])
-        pack_of[sample] = pack
-        load[pack] += lengths[sample]
-        images[pack] += num_images[sample]
-        queue = images[pack]
-        heads[queue] = heap_push(load, children, heads[queue], pack)
-        _update_lightest(lightest, load, num_leaves + queue, heads[queue])
-    return pack_of, num_packs
+            heappop(packs[images])
+        pack_of[sample] = lightest & 0xFFFFFFFF
+        heappush(packs[images + num_images[sample]], lightest + (np.int64(lengths[sample]) << 32))
+    return pack_of
 
 
 def _check_images(
@@ -114,7 +132,7 @@ class KnapsackOptions(StrategyOptions):
 
 
 def _knapsack(
-    num_tokens: np.ndarray, seq_length: int, *, options: KnapsackOptions, seed: int = 0
+    lengths: np.ndarray, seq_length: int, *, options: KnapsackOptions, seed: int = 0
 ) -> Packs:
     """Longest sample first, each into the lightest pack with room for its tokens and images.
 
@@ -123,18 +141,16 @@ def _knapsack(
     one where no pack has room, drops those that stay empty, and returns the packs in a seeded
     random order. nanoVLM's loader sets ``extra_packs=5``: more packs, less full, and more even.
 
-    ``num_tokens`` integers (num_samples,) in 1..seq_length and ``num_images`` in 0..max_images,
-    else ValueError. O(n log n) instead of a sort of all packs per sample.
+    ``num_images`` are in 0..max_images, else ValueError. O(n (log n + max_images)) instead of a
+    sort of all packs per sample.
     """
-    lengths = check_lengths(num_tokens, seq_length)
     images, budget = _check_images(options.num_images, options.max_images, len(lengths))
     num_packs = options.num_packs
     if num_packs is None:
         num_packs = -(-int(lengths.sum(dtype=np.int64)) // seq_length)
     order = decreasing_order(lengths, seq_length)
-    pack_of, _ = _balance(
-        lengths[order], images[order], seq_length, budget, num_packs + options.extra_packs
-    )
+    num_packs += options.extra_packs
+    pack_of = _balance(lengths[order], images[order], seq_length, budget, num_packs)
     used, pack_of = np.unique(pack_of, return_inverse=True)  # packs that stayed empty drop out
     shuffled = np.random.default_rng(seed).permutation(len(used))
     return group_into_packs(order, shuffled[pack_of], len(used))

@@ -1,20 +1,24 @@
 """Compiled phases of the hash-bucket strategy, on the histogram of lengths.
 
-A length and its samples are one bucket; the kernels work on the number of samples in each.
+A length and its samples are one bucket; the kernels work on the number of samples in each. They
+return entries int64 [length, repeat] and patterns int64 [end of entries, multiplicity].
 """
-
-from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
+from offline_packing.planner.strategies.composition import (
+    as_rows,
+    packs_within,
+    pair_list,
+    take_packs,
+)
 from offline_packing.planner.strategies.kernels import (
     bitset_add,
     bitset_at_least,
     bitset_at_most,
+    bitset_of,
     bitset_remove,
-    doubled,
-    with_pair,
 )
 
 
@@ -54,142 +58,66 @@ def _greedy_pack(
 
 
 @njit(cache=True)
-def pack_divisors(
-    lengths: np.ndarray, counts: np.ndarray, capacity: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Exactly full packs of lengths that each divide the next and ``capacity``.
+def pack_divisors(lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Exactly full packs of lengths that each divide the next and the capacity.
 
     Packs are as diverse as possible; where that cannot fill one more pack (a deadlock), one pack is
     filled greedily, and then diversity has its turn again. What stays is less than one pack.
-    ``lengths`` int64 (k,) ascending, ``counts`` int64 (k,): samples of each length. Returns entries
-    int32 [length, repeat] and patterns int64 [end of entries, multiplicity].
+    ``lengths`` int64 (k,) ascending, ``counts`` int64 (capacity + 1,): samples of each length.
     """
     counts = counts.copy()
-    entries = np.empty((64, 2), np.int32)
-    patterns = np.empty((64, 2), np.int64)
+    capacity = counts.shape[0] - 1
+    entries, patterns = pair_list(), pair_list()
     repeats = np.zeros(lengths.shape[0], np.int64)
-    num_entries = 0
-    num_patterns = 0
     while True:
-        packs = np.int64(1)
-        if _diverse_pack(lengths, counts, capacity, repeats):
-            # The same choice repeats for as long as no length runs out.
-            packs = min([counts[i] // repeats[i] for i in range(len(repeats)) if repeats[i] > 0])
-        elif not _greedy_pack(lengths, counts, capacity, repeats):
-            return entries[:num_entries], patterns[:num_patterns]
-        if num_entries + lengths.shape[0] > entries.shape[0]:
-            entries = doubled(entries)
-        for index in range(lengths.shape[0]):
-            if repeats[index] > 0:
-                entries[num_entries, 0] = lengths[index]
-                entries[num_entries, 1] = repeats[index]
-                num_entries += 1
-                counts[index] -= packs * repeats[index]
-        patterns = with_pair(patterns, num_patterns, num_entries, packs)
-        num_patterns += 1
-
-
-class _Buckets(NamedTuple):
-    """Samples by length, and two ways to find a length."""
-
-    #: int64 (capacity + 1,): samples of each length
-    counts: np.ndarray
-    #: bit set of the lengths with samples
-    present: np.ndarray
-    #: int64 (2 * leaves,): tournament tree over the lengths for most samples per token; empty if
-    #: never asked
-    densest: np.ndarray
+        diverse = _diverse_pack(lengths, counts[lengths], capacity, repeats)
+        if not diverse and not _greedy_pack(lengths, counts[lengths], capacity, repeats):
+            return as_rows(entries), as_rows(patterns)
+        start = len(entries)
+        for index in np.flatnonzero(repeats):
+            entries.append((lengths[index], repeats[index]))
+        # A diverse choice repeats for as long as no length runs out.
+        packs = packs_within(entries, start, counts) if diverse else np.int64(1)
+        take_packs(entries, start, counts, packs)
+        patterns.append((len(entries), packs))
 
 
 @njit(cache=True)
-def _make_buckets(counts: np.ndarray, with_densest: bool) -> _Buckets:
-    num_leaves = 0
-    if with_densest:
-        num_leaves = 1
-        while num_leaves < counts.shape[0]:
-            num_leaves *= 2
-    present = np.zeros((counts.shape[0] >> 6) + 1, np.uint64)
-    buckets = _Buckets(counts.copy(), present, np.zeros(2 * num_leaves, np.int64))
-    for length in range(1, counts.shape[0]):
-        if counts[length] > 0:
-            _add_samples(buckets, length, 0)
-    return buckets
-
-
-@njit(cache=True)
-def _denser(counts: np.ndarray, a: int, b: int) -> int:
-    """The length of more samples per token, the shorter if equal; 0 is no length."""
-    if a == 0 or b == 0:
-        return max(a, b)
-    by_a = counts[a] * b
-    by_b = counts[b] * a
-    if by_a == by_b:
-        return min(a, b)
-    return a if by_a > by_b else b
-
-
-@njit(cache=True)
-def _densest_up_to(buckets: _Buckets, last: int) -> int:
-    """The densest length in 1..last with samples, or 0. Walks up the tournament tree."""
-    node = buckets.densest.shape[0] // 2 + last
-    best = buckets.densest[node]
-    while node > 1:
-        if node % 2 == 1:
-            best = _denser(buckets.counts, buckets.densest[node - 1], best)
-        node //= 2
+def _densest_up_to(counts: np.ndarray, last: int) -> int:
+    """The length in 1..last with most samples per token, the shorter if equal, or 0."""
+    best = 0
+    for length in range(1, last + 1):
+        if counts[length] > 0 and (best == 0 or counts[length] * best > counts[best] * length):
+            best = length
     return best
 
 
 @njit(cache=True)
-def _add_samples(buckets: _Buckets, length: int, number: int) -> None:
-    """Put ``number`` samples (negative: take them) into a bucket, and update its indices."""
-    counts, present, densest = buckets
+def _add_samples(counts: np.ndarray, present: np.ndarray, length: int, number: int) -> None:
+    """Put ``number`` samples (negative: take them) into a bucket."""
     counts[length] += number
     if counts[length] > 0:
         bitset_add(present, length)
     else:
         bitset_remove(present, length)
-    if densest.shape[0] == 0:
-        return
-    node = densest.shape[0] // 2 + length
-    densest[node] = length if counts[length] > 0 else 0
-    while node > 1:
-        node //= 2
-        densest[node] = _denser(counts, densest[2 * node], densest[2 * node + 1])
 
 
 @njit(cache=True)
-def _choose_filler(buckets: _Buckets, room: int, num_samples: int, min_samples: int) -> int:
+def _choose_filler(
+    counts: np.ndarray, present: np.ndarray, room: int, num_samples: int, min_samples: int
+) -> int:
     """Next length for a pack of ``num_samples`` so far, or -1 if nothing fits.
 
     Far from the required number of samples the shortest, close to it the length with most samples
     per token, beyond it the longest that fits.
     """
     if num_samples >= min_samples:
-        length = bitset_at_most(buckets.present, room)
+        length = bitset_at_most(present, room)
     elif 5 * num_samples < 4 * min_samples:
-        length = bitset_at_least(buckets.present, 1)
+        length = bitset_at_least(present, 1)
     else:
-        length = _densest_up_to(buckets, room)
+        length = _densest_up_to(counts, room)
     return length if 0 < length <= room else -1
-
-
-@njit(cache=True)
-def _fill_pack(
-    buckets: _Buckets, pack: np.ndarray, min_samples: int, max_samples: int
-) -> tuple[int, int]:
-    """Fill up a pack that holds the seed ``pack[0]``; returns its samples and the room left."""
-    num_samples = 1
-    room = buckets.counts.shape[0] - 1 - pack[0]
-    while room > 0 and num_samples < max_samples:
-        length = _choose_filler(buckets, room, num_samples, min_samples)
-        if length < 0:
-            break
-        _add_samples(buckets, length, -1)
-        pack[num_samples] = length
-        num_samples += 1
-        room -= length
-    return num_samples, room
 
 
 @njit(cache=True)
@@ -206,27 +134,30 @@ def pack_seeds(
     ``seeds`` int64 (k, 2) rows [length, number], in the order they are tried; ``fillers`` int64
     (capacity + 1,) samples of each length. A pack with fewer than ``min_samples`` samples or
     ``min_tokens`` tokens is undone; its seed becomes a filler if ``reuse_failed``.
-    Returns the lengths in all packs, int32, and the end of each pack in them, int64 (num_packs,).
     """
-    # The densest length is only asked for between 80% of min_samples and min_samples.
-    buckets = _make_buckets(fillers, 5 * (min_samples - 1) >= 4 * min_samples)
-    lengths = np.empty(seeds[:, 1].sum() + fillers.sum(), np.int32)
-    ends = np.empty(seeds[:, 1].sum(), np.int64)
-    end = 0
-    num_packs = 0
-    for kind in range(seeds.shape[0]):
-        for _ in range(seeds[kind, 1]):
-            pack = lengths[end:]
-            pack[0] = seeds[kind, 0]
-            num_samples, room = _fill_pack(buckets, pack, min_samples, max_samples)
-            if num_samples >= min_samples and fillers.shape[0] - 1 - room >= min_tokens:
-                end += num_samples
-                ends[num_packs] = end
-                num_packs += 1
+    counts, present = fillers.copy(), bitset_of(fillers)
+    capacity = counts.shape[0] - 1
+    entries, patterns = pair_list(), pair_list()
+    for seed, number in seeds:
+        for _ in range(number):
+            start = len(entries)
+            entries.append((seed, np.int64(1)))
+            room = capacity - seed
+            while room > 0 and len(entries) - start < max_samples:
+                size = len(entries) - start
+                length = _choose_filler(counts, present, room, size, min_samples)
+                if length < 0:
+                    break
+                _add_samples(counts, present, length, -1)
+                entries.append((np.int64(length), np.int64(1)))
+                room -= length
+            if len(entries) - start >= min_samples and capacity - room >= min_tokens:
+                patterns.append((len(entries), np.int64(1)))
                 continue
-            for place in range(1, num_samples):
-                _add_samples(buckets, pack[place], 1)
+            for length, _ in entries[start + 1 :]:
+                _add_samples(counts, present, length, 1)
+            del entries[start:]
             if not reuse_failed:
                 break  # another seed of this length would fail on the same fillers
-            _add_samples(buckets, seeds[kind, 0], 1)
-    return lengths[:end].copy(), ends[:num_packs].copy()
+            _add_samples(counts, present, seed, 1)
+    return as_rows(entries), as_rows(patterns)

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing.planner.strategies.auto import TOLERANCE, auto, tilted_sampling
-from offline_packing.planner.strategies.coarse import coarsen, refine
 from offline_packing.planner.strategies.composition import Composition
 from offline_packing.planner.strategies.exact_fill import exact_fill
 from offline_packing.planner.strategies.histogram import (
@@ -16,7 +15,7 @@ from offline_packing.planner.strategies.histogram import (
     count_lengths,
     lower_bound,
 )
-from offline_packing.planner.strategies.pattern_lp import pattern_lp
+from offline_packing.planner.strategies.pattern_lp import coarsen, pattern_lp, refine
 from offline_packing.planner.strategies.tilted_sampling import tilted_fills
 
 

@@ -3,8 +3,13 @@
 import numpy as np
 import pytest
 
-from offline_packing.planner.strategies.budgets import pack_budgets, size_lower_bound
-from offline_packing.planner.strategies.sample_pool import is_left, make_pool, take_out
+from offline_packing.planner.strategies.budgets import (
+    is_left,
+    make_pool,
+    pack_budgets,
+    size_lower_bound,
+    take_out,
+)
 
 
 def sft_sizes(num_samples: int) -> np.ndarray:

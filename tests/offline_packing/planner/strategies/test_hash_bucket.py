@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing.planner.strategies.composition import Composition
-from offline_packing.planner.strategies.packs import Packs
 from offline_packing.planner.strategies.peers.hash_bucket import (
     FinalPhase,
     PowersOfTwoPhase,
     SeedPhase,
     hash_bucket,
+    select_seeds,
 )
+from offline_packing.planner.strategies.strategy import Packs
 
 POWERS = PowersOfTwoPhase(kind="powers_of_two")
 
@@ -229,7 +230,7 @@ def test_the_final_phase_reuses_failed_seeds_and_leaves_nothing(case, per_length
 def test_seed_rules_select_lengths(rule, selected):
     lengths = np.array([10, 20, 33, 50, 60, 90, 100])
     phase = SeedPhase(kind="seeds", seeds=rule)
-    assert lengths[phase.seeds.select(lengths, 100)].tolist() == selected
+    assert lengths[select_seeds(phase.seeds, lengths, 100)].tolist() == selected
 
 
 PHASES_YAML = """

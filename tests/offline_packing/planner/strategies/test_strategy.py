@@ -12,8 +12,7 @@ from offline_packing.cli.main import cli
 from offline_packing.config.packing import parse_config
 from offline_packing.errors import ConfigError
 from offline_packing.planner.strategies import STRATEGIES, describe_options
-from offline_packing.planner.strategies.packs import Packs
-from offline_packing.planner.strategies.strategy import Strategy, StrategyOptions
+from offline_packing.planner.strategies.strategy import Packs, Strategy, StrategyOptions
 
 GUIDE = Path(__file__).parents[4] / "docs" / "user_guide.md"
 

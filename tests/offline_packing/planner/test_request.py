@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from offline_packing.planner.admission import admit_samples
+from offline_packing.planner.request import admit_samples
 
 
 def test_reasons_are_aligned_and_ordered() -> None:
