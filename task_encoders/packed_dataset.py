@@ -103,6 +103,8 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
         return super().__iter__()
 
     def _get_iterator(self) -> Any:
+        if not self._has_workers:
+            return super()._get_iterator()
         # A worker that collects garbage writes to, and so copies, every page that it shares with
         # its parent, unless that froze them: eight workers then start in a sixth of the time.
         gc.collect()

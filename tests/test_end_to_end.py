@@ -1,8 +1,6 @@
 """The whole road on drawn data: measure, plan, write, verify, and what reads the result."""
 
 import itertools
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import webdataset
+from click.testing import CliRunner
 from megatron.energon import WorkerConfig, get_loader, get_savable_loader
+from megatron.energon.cli.main import main as energon
 
 from offline_packing.config.packing import PackingConfig, parse_config
 from offline_packing.demo import generate_demo_dataset, training
@@ -112,14 +112,8 @@ def test_the_loader_gives_every_sample_once(task: str, written: dict[str, Writte
 def test_energons_own_commands_accept_the_folder(
     task: str, command: list[str], written: dict[str, Written]
 ) -> None:
-    done = subprocess.run(
-        [Path(sys.executable).with_name("energon"), *command, written[task].path],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        input="n\n",
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = CliRunner().invoke(energon, [*command, str(written[task].path)], input="n\n")
+    assert done.exit_code == 0, (done.output, done.exception)
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -154,10 +154,9 @@ def test_raw_bytes_arrive_through_energon(run: Any, monkeypatch: pytest.MonkeyPa
     assert sorted(arrived) == sorted(written)
 
 
-@pytest.mark.parametrize("command", [["info"], ["lint"], ["preview", "--split-parts", "train"]])
-def test_energons_own_commands_accept_the_folder(run: Any, command: list[str]) -> None:
+def test_energons_installed_command_accepts_the_folder(run: Any) -> None:
     done = subprocess.run(
-        [Path(sys.executable).with_name("energon"), *command, run.config.output.path],
+        [Path(sys.executable).with_name("energon"), "lint", run.config.output.path],
         capture_output=True,
         text=True,
         timeout=120,

@@ -83,16 +83,21 @@ def rank_of(torchrun: subprocess.Popen[str]) -> int:
 
 @pytest.fixture(scope="module")
 def sft_run(dialogues: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was stopped by SIGTERM, killed, and then left to finish."""
-    output = tmp_path_factory.mktemp("sft")
-    arguments = (
-        f"data.path={dialogues}",
-        f"output.path={output}",
-        f"train.iterations={STEPS}",
-        "checkpoint.every=2",
-        *SMALL,
-    )
-    stopped = start("sft_qwen2_vl.sh", *arguments)
+    """A run that was stopped by SIGTERM and SIGINT, killed, and then left to finish; all its paths
+    are relative to a folder in which another package has this one's name."""
+    cwd = tmp_path_factory.mktemp("sft")
+    output = cwd / "out"
+    (cwd / "packs").symlink_to(dialogues)
+    (cwd / "my.yaml").write_text((ROOT / "launch" / "sft.yaml").read_text())
+    (cwd / "launch").mkdir()
+    (cwd / "launch" / "__init__.py").write_text("raise SystemExit('not this one')\n")
+    paths = ("data.path=packs", "output.path=out")
+    steps = (f"train.iterations={STEPS}", "checkpoint.every=2")
+
+    def start_again() -> subprocess.Popen[str]:
+        return start("sft_qwen2_vl.sh", *paths, *steps, *SMALL, cwd=cwd, CONFIG="my.yaml")
+
+    stopped = start_again()
     wait_for_steps(stopped, output, 1)
     stopped.send_signal(signal.SIGTERM)  # to torchrun, as slurm does
     text = finish(stopped)
@@ -103,7 +108,7 @@ def sft_run(dialogues: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert 1 <= done < STEPS
     assert (output / "checkpoints" / f"iter_{done:08d}" / "state.json").is_file()
 
-    interrupted = start("sft_qwen2_vl.sh", *arguments)
+    interrupted = start_again()
     wait_for_steps(interrupted, output, done + 1)
     os.killpg(interrupted.pid, signal.SIGINT)  # to all, as a terminal does
     text = finish(interrupted)
@@ -114,7 +119,7 @@ def sft_run(dialogues: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done < STEPS
     assert (output / "checkpoints" / f"iter_{done:08d}" / "state.json").is_file()
 
-    killed = start("sft_qwen2_vl.sh", *arguments)
+    killed = start_again()
     wait_for_steps(killed, output, done + 1)
     victim = rank_of(killed)
     os.kill(victim, signal.SIGKILL)
@@ -123,7 +128,7 @@ def sft_run(dialogues: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     assert killed.returncode == 128 + signal.SIGKILL
 
-    finished = start("sft_qwen2_vl.sh", *arguments)
+    finished = start_again()
     text = finish(finished)
     assert finished.returncode == 0, text
     assert "resumed from" in text
@@ -198,18 +203,6 @@ def test_a_mistake_is_one_line(override: str, names: str, status: int, tmp_path:
     (line,) = text.splitlines()
     assert line.startswith("error: ")
     assert names in line
-
-
-def test_paths_are_those_of_the_caller(dialogues: Path, tmp_path: Path) -> None:
-    (tmp_path / "packs").symlink_to(dialogues)
-    (tmp_path / "my.yaml").write_text((ROOT / "launch" / "sft.yaml").read_text())
-    (tmp_path / "launch").mkdir()
-    (tmp_path / "launch" / "__init__.py").write_text("raise SystemExit('not this one')\n")
-    arguments = ("data.path=packs", "output.path=out", "train.iterations=1", *SMALL)
-    process = start("sft_qwen2_vl.sh", *arguments, cwd=tmp_path, CONFIG="my.yaml")
-    text = finish(process)
-    assert process.returncode == 0, text
-    assert len(losses(tmp_path / "out")) == 1
 
 
 def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from task_encoders.packed_dataset import get_packed_train_dataset
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder, losses, make_config, make_trainer
 from tests.helpers.rank_processes import run_ranks
 
-STEPS = 20
+STEPS = 12
 DATA_PARALLEL = 2
 PACKS_PER_STEP = 4
 

@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import gc
 import itertools
 import threading
 import time
@@ -62,12 +61,10 @@ def loading(
     config = WorkerConfig(rank=rank, world_size=world_size, num_workers=num_workers)
     loader = make(get_packed_train_dataset(folder, encoder, worker_config=config, **options))
     loader.restore_state_rank(state)
-    gc.freeze()  # workers of Energon's own loader otherwise copy this process when they start
     try:
         yield loader
     finally:
         PackedLoader.close(loader)
-        gc.unfreeze()
 
 
 def keys_of(batches: Any, count: int | None = None) -> list[str]:
@@ -83,9 +80,14 @@ def states_of(loader: Any, count: int) -> tuple[list[str], list[Any]]:
     return keys, states
 
 
-@pytest.mark.parametrize("repeat", [False, True])
-@pytest.mark.parametrize("num_workers", [0, 1, 2, 4, 8])
-@pytest.mark.parametrize("make", [get_packed_loader, get_savable_loader])
+@pytest.mark.parametrize(
+    ("make", "num_workers", "repeat"),
+    [
+        *itertools.product([get_packed_loader], [0, 1, 2, 4, 8], [False, True]),
+        *[(get_savable_loader, 0, True), (get_savable_loader, 2, False)],
+        *[(get_savable_loader, 2, True), (get_savable_loader, 4, False)],
+    ],
+)
 def test_a_restored_loader_gives_the_rest_and_nothing_else(
     make: Any, num_workers: int, repeat: bool, text_packs: Path, encoder: Any
 ) -> None:

@@ -246,21 +246,33 @@ def test_shells_complete_verbs_and_options(shell: str) -> None:
     assert "--dry-run" in options
 
 
+@pytest.fixture(scope="module")
+def many_samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return captioning_pairs(tmp_path_factory.mktemp("many"), 400)
+
+
 @pytest.mark.parametrize(
-    ("number", "to_workers", "message"),
+    ("when", "number", "to_workers", "message"),
     [
-        (signal.SIGINT, True, "interrupted; run the same command again to continue\n"),
-        (signal.SIGTERM, False, "ended by SIGTERM; run the same command again to continue\n"),
-        (signal.SIGHUP, True, "ended by SIGHUP; run the same command again to continue\n"),
-        (signal.SIGKILL, False, ""),
+        ("workers start", signal.SIGINT, True, "interrupted; "),
+        ("workers start", signal.SIGTERM, False, "ended by SIGTERM; "),
+        ("workers are at work", signal.SIGINT, True, "interrupted; "),
+        ("workers are at work", signal.SIGTERM, False, "ended by SIGTERM; "),
+        ("workers are at work", signal.SIGHUP, True, "ended by SIGHUP; "),
+        ("workers are at work", signal.SIGKILL, False, ""),
     ],
 )
-@pytest.mark.parametrize("when", ["workers start", "workers are at work"])
 def test_signals_end_a_run_in_one_line(
-    config: Path, tmp_path: Path, number: signal.Signals, to_workers: bool, message: str, when: str
+    config: Path,
+    tmp_path: Path,
+    many_samples: Path,
+    when: str,
+    number: signal.Signals,
+    to_workers: bool,
+    message: str,
 ) -> None:
-    captioning_pairs(tmp_path / "data", 400)
     index = tmp_path / "out/_packing/index"
+    config.write_text(config.read_text().replace(f"{tmp_path}/data", str(many_samples)))
     command = ["measure", str(config), "--quiet", "engine.workers=2", "engine.samples_per_part=2"]
     run = subprocess.Popen(
         [sys.executable, "-m", "offline_packing", *command],
@@ -277,6 +289,6 @@ def test_signals_end_a_run_in_one_line(
         time.sleep(0.1)  # in the middle of their imports
     (os.killpg if to_workers else os.kill)(run.pid, number)
     _, stderr = run.communicate(timeout=60)  # until the workers are gone, too
-    assert stderr == message
+    assert stderr == (message and f"{message}run the same command again to continue\n")
     assert run.returncode == (-number if number == signal.SIGKILL else 128 + number)
     assert "measured 400 samples" in invoke("measure", config, "engine.samples_per_part=2").stdout

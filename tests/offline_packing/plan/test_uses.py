@@ -173,11 +173,12 @@ def test_the_summary_shows_what_weights_make_of_sources(tmp_path: Path) -> None:
         "share",
         "bytes",
     ]
+    measured = index_rows(run)
+    ids = PackPlan.load(run.workspace.plan).sample_ids.tolist()
     for name, line in zip(("a", "b"), lines[start + 1 :], strict=False):
         shown, samples, times_used, tokens, share, num_bytes = line.split()
-        rows = [row for row in index_rows(run) if row["key"].startswith(f"{name}/")]
-        ids = PackPlan.load(run.workspace.plan).sample_ids
-        used = [row for row in (index_rows(run)[i] for i in ids.tolist()) if row in rows]
+        rows = [row for row in measured if row["key"].startswith(f"{name}/")]
+        used = [measured[i] for i in ids if measured[i]["key"].startswith(f"{name}/")]
         assert (shown, int(samples)) == (name, len(rows))
         assert float(times_used) == pytest.approx(len(used) / len(rows), abs=0.005)
         assert int(tokens.replace(",", "")) == sum(row["num_tokens"] for row in used)

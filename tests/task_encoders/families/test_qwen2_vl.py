@@ -22,7 +22,7 @@ from task_encoders.text.chat_templates import (
 from tests.helpers.texts_and_images import KINDS, random_image, random_samples
 
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 96
-SAMPLES_PER_KIND = 300
+SAMPLES_PER_KIND = 100
 
 CONTENT = (
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
