@@ -8,9 +8,8 @@ from megatron.core import parallel_state
 from torch import distributed
 
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
+from task_encoders.model_inputs import normalise_pixels
 
-#: Wide types come first, so that every tensor is aligned when all lie in one buffer.
-_WIDE_FIRST: Final = dict(sorted(BATCH_TENSORS.items(), key=lambda item: -item[1].dtype.itemsize))
 #: What goes along; Energon's own notes on where a batch came from do not.
 _OTHERS: Final = [
     f.name
@@ -20,9 +19,10 @@ _OTHERS: Final = [
 
 
 def broadcast_batch(batch: PackedBatch | None, device: torch.device) -> PackedBatch | None:
-    """The batch of the first tensor parallel rank, on this rank's device.
+    """The batch of the first tensor parallel rank, on this rank's device, pixels as values.
 
-    Two messages: shapes with what is no tensor, and one buffer that holds all tensors.
+    Two messages: shapes with what is no tensor, and one buffer that holds all tensors. Pixels that
+    travel as bytes are still bytes then.
     (Megatron-LM's own `broadcast_data` sends one dtype at a time, and only on CUDA devices.)
 
     Args:
@@ -32,33 +32,38 @@ def broadcast_batch(batch: PackedBatch | None, device: torch.device) -> PackedBa
         None on all ranks when the first gave none.
     """
     if batch is not None:
-        tensors = {name: getattr(batch, name) for name in _WIDE_FIRST}
+        tensors = {name: getattr(batch, name) for name in BATCH_TENSORS}
         batch = replace(batch, **{n: t.to(device, non_blocking=True) for n, t in tensors.items()})
     if parallel_state.get_tensor_model_parallel_world_size() == 1:
-        return batch
+        return None if batch is None else normalise_pixels(batch)
     group = parallel_state.get_tensor_model_parallel_group()
     source = parallel_state.get_tensor_model_parallel_src_rank()
     header: list[Any] = [None if batch is None else _header(batch)]
     distributed.broadcast_object_list(header, source, group=group, device=device)
     if header[0] is None:
         return None
-    shapes, others = header[0]
-    sizes = [shape.numel() * _WIDE_FIRST[name].dtype.itemsize for name, shape in shapes.items()]
+    layout, others = header[0]
+    sizes = [shape.numel() * dtype.itemsize for dtype, shape in layout.values()]
     if batch is None:
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     else:
-        parts = [getattr(batch, name).flatten().view(torch.uint8) for name in _WIDE_FIRST]
-        buffer = torch.cat(parts)
+        buffer = torch.cat([getattr(batch, name).flatten().view(torch.uint8) for name in layout])
     distributed.broadcast(buffer, source, group=group)
     if batch is not None:
-        return batch
+        return normalise_pixels(batch)
     received = {
-        name: part.view(_WIDE_FIRST[name].dtype).view(shape)
-        for part, (name, shape) in zip(buffer.split(sizes), shapes.items(), strict=True)
+        name: part.view(dtype).view(shape)
+        for part, (name, (dtype, shape)) in zip(buffer.split(sizes), layout.items(), strict=True)
     }
-    return PackedBatch(__restore_key__=(), **received, **others)
+    return normalise_pixels(PackedBatch(__restore_key__=(), **received, **others))
 
 
-def _header(batch: PackedBatch) -> tuple[dict[str, torch.Size], dict[str, Any]]:
-    shapes = {name: getattr(batch, name).shape for name in _WIDE_FIRST}
-    return shapes, {name: getattr(batch, name) for name in _OTHERS}
+def _header(
+    batch: PackedBatch,
+) -> tuple[dict[str, tuple[torch.dtype, torch.Size]], dict[str, Any]]:
+    """Types and shapes of the tensors, and the rest. Wide types come first, so that every tensor
+    is aligned when all lie in one buffer."""
+    tensors = [(name, getattr(batch, name)) for name in BATCH_TENSORS]
+    tensors.sort(key=lambda item: -item[1].dtype.itemsize)
+    layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors}
+    return layout, {name: getattr(batch, name) for name in _OTHERS}

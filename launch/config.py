@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from launch.model_config import ModelConfig
 from offline_packing.storage.yaml_file import read_config
+from task_encoders.media.pixel_values import PixelTransport
 
 
 def _not_bool(value: Any) -> Any:
@@ -44,6 +45,10 @@ class DataConfig(_Config):
     processor: str | None = None
     #: pad every pack to seq_length, for kernels compiled per shape
     pad_to_seq_length: bool = False
+    #: pixels leave the loader as bytes, an eighth of their values, which are made on the device
+    pixel_transport: PixelTransport = "uint8"
+    #: sub-samples of a pack that a loader process encodes at the same time
+    encode_threads: Count = 1
     #: let the samples of a pack attend to each other (not what unpacked training does)
     cross_sample_attention: bool = False
 

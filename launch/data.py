@@ -68,6 +68,8 @@ def build_task_encoder(
         seq_length=data.seq_length,
         pad_to_seq_length=config.pad_to_seq_length,
         cross_sample_attention=config.cross_sample_attention,
+        pixel_transport=config.pixel_transport,
+        encode_threads=config.encode_threads,
         model=model,
     )
 

@@ -7,37 +7,45 @@
 
 A row is never padded unless asked to. `pad_multiple` pads every sub-sample inside its own segment;
 `pad_to_length` adds a last segment of padding, so that `cu_lengths[-1]` is always the row's length.
+
+Pixels become values here, in one pass from the bytes of all samples to the row's own memory; or,
+with `pixel_transport="uint8"`, on the device (`model_inputs.normalise_pixels`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from task_encoders.media.pixel_values import Bytes, Normalisation, PixelTransport, Values
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
     """One row of S tokens in P segments, with N images of L patches and M videos of K patches in
-    all, of D values each."""
+    all, of D values each; or of bytes, an image's of one frame, where `normalisation` is given."""
 
     tokens: torch.Tensor  #: (S,) int64
     labels: torch.Tensor  #: (S,) int64, not shifted, IGNORE_INDEX at each sub-sample's first token
     position_ids: torch.Tensor  #: (3, S) or (1, S) int64
     attn_mask: torch.Tensor  #: (S,) bool, True = padding
     cu_lengths: torch.Tensor  #: (P + 1,) int32
-    pixel_values: torch.Tensor  #: (L, D) float32
+    pixel_values: torch.Tensor  #: (L, D) float32, or (L, C·p·p) uint8
     image_grid_thw: torch.Tensor  #: (N, 3) int32
-    pixel_values_videos: torch.Tensor  #: (K, D) float32
+    pixel_values_videos: torch.Tensor  #: (K, D) float32 or uint8
     video_grid_thw: torch.Tensor  #: (M, 3) int32
     is_padded: bool  #: whether padding was asked for, needed or not
+    normalisation: Normalisation | None = None  #: None: pixels are values already
 
 
-#: Fields of samples and rows that are put one after another as they are.
+#: `map`, or that of a thread pool.
+Map = Callable[[Callable[..., Any], Iterable[Any]], Iterable[Any]]
+
+#: Fields of rows that are put one after another as they are.
 _VISION: Final = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
@@ -48,6 +56,8 @@ def concatenate(
     pad_multiple: int = 1,
     pad_to_length: int | None = None,
     cross_sample_attention: bool = False,
+    pixel_transport: PixelTransport = "float32",
+    map_: Map = map,
 ) -> PackedRow:
     """Concatenate a pack's samples into one row.
 
@@ -57,6 +67,8 @@ def concatenate(
         pad_to_length: the row is padded to this length.
         cross_sample_attention: one segment of all sub-samples, with running positions; tokens
             attend across samples, which is not what unpacked training does.
+        pixel_transport: "uint8" leaves it to the device to make values of pixels.
+        map_: how to go over the samples' pixels, here or in threads.
 
     Raises:
         ValueError: no samples, or a row longer than `pad_to_length`.
@@ -76,11 +88,42 @@ def concatenate(
         **_fill(samples, starts, total, pad_token_id, running=cross_sample_attention),
         cu_lengths=torch.tensor(cu_lengths, dtype=torch.int32),
         is_padded=pad_multiple > 1 or pad_to_length is not None,
-        **{
-            name: torch.from_numpy(np.concatenate([getattr(s, name) for s in samples]))
-            for name in _VISION
-        },
+        image_grid_thw=torch.from_numpy(np.concatenate([s.image_grid_thw for s in samples])),
+        video_grid_thw=torch.from_numpy(np.concatenate([s.video_grid_thw for s in samples])),
+        **_pixels(samples, pixel_transport, map_),
     )
+
+
+def _pixels(
+    samples: Sequence[EncodedSample], pixel_transport: PixelTransport, map_: Map
+) -> dict[str, Any]:
+    """Those of images and videos, and what is left to do to them."""
+    normalisation = samples[0].normalisation
+    images = [sample.image_pixels for sample in samples]
+    videos = [sample.video_pixels for sample in samples]
+    if pixel_transport == "uint8":
+        return {
+            "pixel_values": torch.from_numpy(np.concatenate(images)),
+            "pixel_values_videos": torch.from_numpy(np.concatenate(videos)),
+            "normalisation": normalisation,
+        }
+    image_values, image_parts = _room(images, normalisation.repeats)
+    video_values, video_parts = _room(videos, 1)
+
+    def normalise(number: int) -> None:
+        normalisation.image_values(images[number], image_parts[number])
+        normalisation.video_values(videos[number], video_parts[number])
+
+    for _ in map_(normalise, range(len(samples))):
+        pass
+    return {"pixel_values": image_values, "pixel_values_videos": video_values}
+
+
+def _room(rows: Sequence[Bytes], repeats: int) -> tuple[torch.Tensor, list[Values]]:
+    """A tensor for the values of all rows, and its parts."""
+    ends = np.cumsum([len(part) for part in rows])
+    values = np.empty((ends[-1], rows[0].shape[1] * repeats), dtype=np.float32)
+    return torch.from_numpy(values), np.split(values, ends[:-1])
 
 
 def _fill(
@@ -90,7 +133,7 @@ def _fill(
     pad_token_id: int,
     *,
     running: bool,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """Tokens, labels, positions and padding of a row; `starts` of the segments and their end."""
     used = int(starts[-1])
     tokens = np.full(total, pad_token_id, dtype=np.int64)
@@ -124,6 +167,8 @@ def merge_rows(rows: Sequence[PackedRow]) -> PackedRow:
 
     Segments stay as they are: cu_lengths [0, 3, 5] and [0, 4] give [0, 3, 5, 9].
     """
+    if len(rows) == 1:
+        return rows[0]
     ends = [rows[0].cu_lengths[:1]]
     length = 0
     for row in rows:
@@ -136,5 +181,6 @@ def merge_rows(rows: Sequence[PackedRow]) -> PackedRow:
         attn_mask=torch.cat([row.attn_mask for row in rows]),
         cu_lengths=torch.cat(ends),
         is_padded=any(row.is_padded for row in rows),
+        normalisation=rows[0].normalisation,
         **{name: torch.cat([getattr(row, name) for row in rows]) for name in _VISION},
     )

@@ -103,7 +103,8 @@ def _tensor(dtype: torch.dtype, *shape: str) -> Any:
 class PackedBatch(Batch):
     """k packs in one row of S tokens and P segments, under the names Megatron trainers read.
 
-    N images of L patches and M videos of K patches in all, of D = C·T·p·p values each.
+    N images of L patches and M videos of K patches in all, of D = C·T·p·p values each. Where pixels
+    travel as bytes, `model_inputs.normalise_pixels` makes those values of them on any device.
     """
 
     tokens: torch.Tensor = _tensor(torch.int64, "1", "S")
@@ -119,7 +120,7 @@ class PackedBatch(Batch):
     cu_lengths: torch.Tensor = _tensor(torch.int32, "1", "P+1")
     #: the longest segment
     max_lengths: torch.Tensor = _tensor(torch.int32, "1")
-    #: [[0.]] without images
+    #: [[0.]] without images; as bytes (L, C·p·p): one frame
     imgs: torch.Tensor = _tensor(torch.float32, "L", "D")
     #: in patches
     image_grid_thw: torch.Tensor = _tensor(torch.int32, "N", "3")
@@ -129,6 +130,10 @@ class PackedBatch(Batch):
     video_grid_thw: torch.Tensor = _tensor(torch.int32, "M", "3")
     #: one tile per image
     num_tiles: torch.Tensor = _tensor(torch.int32, "N")
+    #: the value of each byte per channel; (0, 256): pixels are values already
+    byte_values: torch.Tensor = _tensor(torch.float32, "C", "256")
+    #: T, how often an image's frame is repeated in its values
+    frame_repeats: int
     #: tokens that are no padding
     num_tokens: int
     #: whether padding was asked for, needed or not
@@ -148,7 +153,7 @@ BATCH_TENSORS: Final[Mapping[str, TensorSpec]] = {
 def batch_rows(samples: Sequence[PackedRowSample], ignore_index: int) -> PackedBatch:
     """k encoded packs as one batch."""
     row = merge_rows([sample.row for sample in samples])
-    num_images = len(row.image_grid_thw)
+    num_images, normalisation = len(row.image_grid_thw), row.normalisation
     return PackedBatch(
         __key__=[sample.__key__ for sample in samples],
         __restore_key__=tuple(sample.__restore_key__ for sample in samples),
@@ -161,12 +166,16 @@ def batch_rows(samples: Sequence[PackedRowSample], ignore_index: int) -> PackedB
         position_ids=row.position_ids[:, None],
         cu_lengths=row.cu_lengths[None],
         max_lengths=row.cu_lengths.diff().max()[None],
-        imgs=row.pixel_values if num_images else torch.zeros(1, 1),
+        imgs=row.pixel_values if num_images else row.pixel_values.new_zeros(1, 1),
         image_grid_thw=row.image_grid_thw,
         pixel_values_videos=row.pixel_values_videos
         if len(row.video_grid_thw)
-        else torch.zeros(1, 1),
+        else row.pixel_values_videos.new_zeros(1, 1),
         video_grid_thw=row.video_grid_thw,
+        byte_values=torch.empty(0, 256)
+        if normalisation is None
+        else torch.from_numpy(normalisation.table),
+        frame_repeats=1 if normalisation is None else normalisation.repeats,
         num_tokens=int((~row.attn_mask).sum()),
         is_padded=row.is_padded,
         num_tiles=torch.ones(num_images, dtype=torch.int32),

@@ -1,6 +1,8 @@
-"""From a batch to what a model takes: megatron-core's PackedSeqParams, transformers' arguments."""
+"""From a batch to what a model takes: pixel values, megatron-core's PackedSeqParams, transformers'
+arguments."""
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,33 @@ def required_pad_multiple(
     """
     multiple = 2 * context_parallel if context_parallel > 1 else 1
     return multiple * (tensor_parallel if sequence_parallel else 1)
+
+
+def normalise_pixels(batch: "PackedBatch") -> "PackedBatch":
+    """The batch with its pixels as float32 values, made where the batch lies.
+
+    They are those of `pixel_transport: float32`, bit for bit, as each byte's is looked up. A batch
+    that holds values already is returned as it is.
+    """
+    table = getattr(batch, "byte_values", None)  # a trainer's own batch may lack it
+    if table is None or not len(table):
+        return batch
+    imgs, videos = batch.imgs, batch.pixel_values_videos
+    if len(batch.image_grid_thw):
+        frames = _look_up(imgs, table)[:, :, None]
+        imgs = frames.expand(-1, -1, batch.frame_repeats, -1).reshape(len(imgs), -1)
+    if len(batch.video_grid_thw):
+        videos = _look_up(videos, table).reshape(videos.shape)
+    return replace(
+        batch, imgs=imgs.float(), pixel_values_videos=videos.float(), byte_values=table[:0]
+    )
+
+
+def _look_up(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """(P, C · size) bytes to (P, C, size) values."""
+    channels = torch.arange(len(table), dtype=torch.int32, device=rows.device)
+    index = rows.reshape(len(rows), len(table), -1).int() + 256 * channels[:, None]
+    return table.flatten().index_select(0, index.flatten()).reshape(index.shape)
 
 
 def logical_cu_seqlens(cu_lengths: torch.Tensor, attn_mask: torch.Tensor) -> torch.Tensor:
@@ -79,6 +108,7 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
         (N, 3), or of families with one size of images pixel_values (N, 3, H, W) alone, and likewise
         of videos. Labels are shifted inside the model.
     """
+    batch = normalise_pixels(batch)
     boundaries = batch.cu_lengths.flatten().long()
     starts = torch.repeat_interleave(boundaries[:-1], boundaries.diff())
     text_positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device) - starts

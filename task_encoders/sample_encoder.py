@@ -12,6 +12,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from task_encoders.media.pixel_values import Normalisation
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SourceSample
@@ -34,8 +35,8 @@ class SampleLength:
 
 @dataclass(frozen=True, slots=True)
 class EncodedSample:
-    """One sample as arrays. S tokens, N images of P patches and M videos of Q patches in all, of
-    D = C·T·p·p values each.
+    """One sample as arrays. S tokens, N images of P patches and M videos of Q patches in all, whose
+    pixels are bytes; `normalisation` makes D = C·T·p·p values of each patch.
 
     `labels` are not shifted: labels[i] is the token at i, or IGNORE_INDEX. The first is always
     IGNORE_INDEX, so that in a packed row a shift over the whole row stays inside every sub-sample.
@@ -45,10 +46,21 @@ class EncodedSample:
     tokens: npt.NDArray[np.int64]  #: (S,)
     labels: npt.NDArray[np.int64]  #: (S,)
     position_ids: npt.NDArray[np.int64]  #: (3, S) temporal, height, width; or (1, S)
-    pixel_values: npt.NDArray[np.float32]  #: (P, D)
+    image_pixels: npt.NDArray[np.uint8]  #: (P, C·p·p)
     image_grid_thw: npt.NDArray[np.int32]  #: (N, 3) in patches
-    pixel_values_videos: npt.NDArray[np.float32]  #: (Q, D)
+    video_pixels: npt.NDArray[np.uint8]  #: (Q, C·T·p·p)
     video_grid_thw: npt.NDArray[np.int32]  #: (M, 3) in patches
+    normalisation: Normalisation
+
+    @property
+    def pixel_values(self) -> npt.NDArray[np.float32]:
+        """(P, D)"""
+        return self.normalisation.image_values(self.image_pixels)
+
+    @property
+    def pixel_values_videos(self) -> npt.NDArray[np.float32]:
+        """(Q, D)"""
+        return self.normalisation.video_values(self.video_pixels)
 
 
 class SampleEncoder(Protocol):

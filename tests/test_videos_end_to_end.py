@@ -23,7 +23,7 @@ from offline_packing.runs.artifacts import open_index
 from offline_packing.storage.tars import scan_tar
 from offline_packing.verify.verify import verify
 from task_encoders.media.video import VideoSettings
-from task_encoders.model_inputs import to_transformers_kwargs
+from task_encoders.model_inputs import normalise_pixels, to_transformers_kwargs
 from task_encoders.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
@@ -79,7 +79,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-def task_encoder(family: str = "qwen2_vl", processor: str = "builtin") -> Qwen2VLTaskEncoder:
+def task_encoder(
+    family: str = "qwen2_vl", processor: str = "builtin", **options: Any
+) -> Qwen2VLTaskEncoder:
     return Qwen2VLTaskEncoder(
         seq_length=SEQ_LENGTH,
         family=family,
@@ -87,6 +89,7 @@ def task_encoder(family: str = "qwen2_vl", processor: str = "builtin") -> Qwen2V
         max_pixels=MODEL["max_pixels"],
         video=VIDEO,
         settings=PackingSettings(packed=True, bmr=True),
+        **options,
     )
 
 
@@ -175,6 +178,17 @@ def test_a_batch_holds_images_and_videos(run: Any) -> None:
         assert batch.pixel_values_videos.shape == (int(batch.video_grid_thw.prod(1).sum()), 1176)
         assert int((batch.tokens == 151_656).sum()) == len(batch.pixel_values_videos) // 4
         assert batch.num_tiles.shape == (len(batch.image_grid_thw),)
+
+
+def test_pixels_of_videos_may_travel_as_bytes(run: Any) -> None:
+    path = Path(run.config.output.path)
+    for values, as_bytes in zip(
+        load(path, task_encoder()), load(path, task_encoder(pixel_transport="uint8")), strict=True
+    ):
+        assert as_bytes.pixel_values_videos.dtype == torch.uint8
+        same = normalise_pixels(as_bytes)
+        assert torch.equal(same.pixel_values_videos, values.pixel_values_videos)
+        assert torch.equal(same.imgs, values.imgs)
 
 
 def test_packed_equals_unpacked(run: Any) -> None:

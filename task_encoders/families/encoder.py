@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from task_encoders.families.options import ModelOptions, changes_lengths
 from task_encoders.media.image import MAX_IMAGE_PIXELS
+from task_encoders.media.pixel_values import Bytes, Normalisation
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample, SampleLength
@@ -20,7 +21,6 @@ from task_encoders.text.chat_templates import Answer, Control, Piece, Text, Vide
 from task_encoders.text.tokenizer import Tokenizer
 
 Grid = tuple[int, int, int]
-Pixels = npt.NDArray[np.float32]
 
 
 class Span(NamedTuple):
@@ -62,15 +62,17 @@ class FamilyEncoder(ABC):
         *,
         lengths_follow: Iterable[str],
         pad_token: str,
-        patch_dim: int,
+        patch_area: int,
+        normalisation: Normalisation,
     ) -> None:
-        """`lengths_follow`: names of the options that the family has; `patch_dim`: values in a row
-        of pixel_values."""
+        """`lengths_follow`: names of the options that the family has; `patch_area`: pixels of a
+        patch."""
         self.options = options
         self.tokenizer = tokenizer
         self.pad_token_id = tokenizer.special_id(pad_token)
         self.max_image_pixels = options.max_image_pixels or MAX_IMAGE_PIXELS
-        self._patch_dim = patch_dim
+        self._patch_area = patch_area
+        self.normalisation = normalisation
         self._lengths_follow = tuple(lengths_follow)
         self._controls: dict[Control, Span] = {}
         self._texts: dict[str, Span] = {}
@@ -86,16 +88,16 @@ class FamilyEncoder(ABC):
         """Of an image of this size. Raises SampleError where it cannot be used."""
 
     @abstractmethod
-    def encode_image(self, data: bytes) -> tuple[Pixels, Medium]:
-        """Rows of pixel_values of an image file. Raises SampleError."""
+    def encode_image(self, data: bytes) -> tuple[Bytes, Medium]:
+        """Patches (P, C·p·p) of an image file. Raises SampleError."""
 
     @abstractmethod
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         """Frames and grid of a video. Raises SampleError where it cannot be used."""
 
     @abstractmethod
-    def encode_video(self, data: bytes) -> tuple[Pixels, Medium]:
-        """Rows of pixel_values of a video file. Raises SampleError."""
+    def encode_video(self, data: bytes) -> tuple[Bytes, Medium]:
+        """Patches (Q, C·T·p·p) of a video file. Raises SampleError."""
 
     @abstractmethod
     def medium_spans(self, medium: Medium) -> Iterable[Span]:
@@ -158,15 +160,18 @@ class FamilyEncoder(ABC):
             tokens=tokens,
             labels=labels,
             position_ids=self._position_ids(spans, num_tokens),
-            pixel_values=self._concatenate([rows for rows, _ in image_rows]),
+            image_pixels=self._concatenate([rows for rows, _ in image_rows], 1),
             image_grid_thw=_grid_array(image_media),
-            pixel_values_videos=self._concatenate([rows for rows, _ in video_rows]),
+            video_pixels=self._concatenate(
+                [rows for rows, _ in video_rows], self.normalisation.repeats
+            ),
             video_grid_thw=_grid_array(video_media),
+            normalisation=self.normalisation,
         )
 
-    def _concatenate(self, rows: Sequence[Pixels]) -> Pixels:
+    def _concatenate(self, rows: Sequence[Bytes], depth: int) -> Bytes:
         if not rows:
-            return np.empty((0, self._patch_dim), dtype=np.float32)
+            return np.empty((0, 3 * depth * self._patch_area), dtype=np.uint8)
         return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
     def _layout(

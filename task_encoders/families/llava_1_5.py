@@ -10,11 +10,11 @@ from typing import Any, Final
 import numpy as np
 from PIL import Image as PillowImage
 
-from task_encoders.families.encoder import FamilyEncoder, Medium, Pixels, Span
+from task_encoders.families.encoder import FamilyEncoder, Medium, Span
 from task_encoders.families.family import Family
 from task_encoders.families.options import ModelOptions
 from task_encoders.media.image import decode_image
-from task_encoders.media.patches import byte_values
+from task_encoders.media.pixel_values import Bytes, Normalisation, rescale_then_normalise
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample
@@ -59,20 +59,20 @@ class Llava15Encoder(FamilyEncoder):
                 f"family {options.family} has no built-in vocabulary; name a checkpoint folder or "
                 "a hub name as processor"
             )
+        mean, std = TOWERS[options.tower]
         super().__init__(
             options,
             load_tokenizer(options.processor),
             lengths_follow=DEFAULTS,
             pad_token="<unk>",
-            patch_dim=3 * options.image_size**2,
+            patch_area=options.image_size**2,
+            normalisation=Normalisation(rescale_then_normalise(mean, std), repeats=1),
         )
         side = options.image_size // options.patch_size
         self._grid = (1, side, side)
         num_tokens = options.tokens_per_image or side**2
         ids = (self.tokenizer.special_id(IMAGE_PLACEHOLDER),)
         self._image_span = Span(ids, num_tokens, num_tokens)
-        mean, std = TOWERS[options.tower]
-        self._table = byte_values(mean, std)
         self._background = tuple(int(value * 255) for value in mean)
         self._check_tokenizer()
 
@@ -103,11 +103,10 @@ class Llava15Encoder(FamilyEncoder):
     def medium_spans(self, medium: Medium) -> Iterable[Span]:
         return [self._image_span]
 
-    def encode_image(self, data: bytes) -> tuple[Pixels, Medium]:
+    def encode_image(self, data: bytes) -> tuple[Bytes, Medium]:
         image = decode_image(data, max_image_pixels=self.max_image_pixels)
-        pixels = np.asarray(self._square(image))
-        values = np.stack([self._table[channel][pixels[:, :, channel]] for channel in range(3)])
-        return values.reshape(1, -1), Medium(self._grid)
+        pixels = np.asarray(self._square(image)).transpose(2, 0, 1)
+        return pixels.reshape(1, -1), Medium(self._grid)
 
     def _square(self, image: PillowImage.Image) -> PillowImage.Image:
         """(image_size, image_size): padded to a square and resized; or, where it is not to be
@@ -129,7 +128,7 @@ class Llava15Encoder(FamilyEncoder):
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         raise SampleError("bad_video", f"family {self.options.family} takes no videos")
 
-    def encode_video(self, data: bytes) -> tuple[Pixels, Medium]:
+    def encode_video(self, data: bytes) -> tuple[Bytes, Medium]:
         raise SampleError("bad_video", f"family {self.options.family} takes no videos")
 
     def _check_tokenizer(self) -> None:

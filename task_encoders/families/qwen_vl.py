@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from task_encoders.families.encoder import FamilyEncoder, Medium, Pixels, Span, patch_spans
+from task_encoders.families.encoder import FamilyEncoder, Medium, Span, patch_spans
 from task_encoders.families.options import ModelOptions
 from task_encoders.media import image, patches, video
 from task_encoders.media.image import VisionSettings
+from task_encoders.media.pixel_values import Bytes
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SourceSample
@@ -44,7 +45,8 @@ class QwenVLEncoder(FamilyEncoder):
             load_tokenizer(options.processor, self.TEXT_TOKENS),
             lengths_follow=(*defaults, "max_video_frames"),
             pad_token="<|endoftext|>",
-            patch_dim=self.vision.patch_dim,
+            patch_area=self.vision.patch_size**2,
+            normalisation=patches.normalisation(self.vision),
         )
         if options.processor != BUILTIN:
             chat_templates.check_checkpoint(options.processor, self.render, options.family)
@@ -59,14 +61,14 @@ class QwenVLEncoder(FamilyEncoder):
     def image_medium(self, height: int, width: int) -> Medium:
         return Medium(image.image_grid(height, width, self.vision))
 
-    def encode_image(self, data: bytes) -> tuple[Pixels, Medium]:
+    def encode_image(self, data: bytes) -> tuple[Bytes, Medium]:
         rows, grid = patches.image_patches(data, self.vision)
         return rows, Medium(grid)
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         return video.sample_video(header, self.video, self.vision)
 
-    def encode_video(self, data: bytes) -> tuple[Pixels, Medium]:
+    def encode_video(self, data: bytes) -> tuple[Bytes, Medium]:
         rows, sampled = video.video_patches(
             data, self.sample_video, self.vision, self.video.max_file_frames
         )

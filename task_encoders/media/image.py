@@ -54,7 +54,7 @@ class VisionSettings:
     merge_size: int = 2
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
-    #: a name in patches.RESIZERS
+    #: a name in patches.BACKENDS
     resize: str = "pil"
 
     def __post_init__(self) -> None:
@@ -69,11 +69,6 @@ class VisionSettings:
     def factor(self) -> int:
         """Side in pixels of one image token: a square of merge_size² patches."""
         return self.patch_size * self.merge_size
-
-    @property
-    def patch_dim(self) -> int:
-        """Values in one row of pixel_values: C·T·p·p."""
-        return 3 * self.temporal_patch_size * self.patch_size**2
 
 
 class ResizeLimits(Protocol):

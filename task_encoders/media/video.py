@@ -14,10 +14,10 @@ from io import BytesIO
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from task_encoders.media import image, patches
 from task_encoders.media.image import VisionSettings
+from task_encoders.media.pixel_values import Bytes
 from task_encoders.media.video_file import (
     MAX_VIDEO_FRAMES,
     VideoHeader,
@@ -163,15 +163,15 @@ def video_patches(
     sample: Callable[[VideoHeader], SampledVideo],
     vision_settings: VisionSettings,
     max_frames: int = MAX_VIDEO_FRAMES,
-) -> tuple[npt.NDArray[np.float32], SampledVideo]:
-    """A video file as normalised patches, the counterpart of `patches.image_patches`.
+) -> tuple[Bytes, SampledVideo]:
+    """A video file as patches, the counterpart of `patches.image_patches`.
 
     Args:
         sample: which frames are taken.
         max_frames: a video with more frames in its file is refused.
 
     Returns:
-        pixel_values (t·h·w, C·T·p·p), and the frames they are of.
+        bytes (t·h·w, C·T·p·p), and the frames they are of.
 
     Raises:
         SampleError: as read_video_header and `sample`; truncated_video where fewer frames can be
@@ -181,4 +181,5 @@ def video_patches(
     header = read_video_header(BytesIO(data), max_frame_pixels=limit, max_frames=max_frames)
     sampled = sample(header)
     frames = decode_frames(data, header, sampled.frames, limit)
-    return patches.frame_patches(frames, sampled.grid, vision_settings), sampled
+    depth = vision_settings.temporal_patch_size
+    return patches.frame_patches(frames, sampled.grid, depth, vision_settings), sampled

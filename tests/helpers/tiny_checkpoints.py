@@ -12,11 +12,14 @@ from safetensors.torch import load_file
 from launch.hf_checkpoint import weight_files
 from task_encoders.concatenate import concatenate
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
+from task_encoders.media.pixel_values import Normalisation
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
 
 VOCAB_SIZE = 1024
 #: ordinary tokens are below
 VISION_START, VISION_END, IMAGE, VIDEO = 1012, 1013, 1015, 1016
+#: Bytes as values around 0.
+NORMALISATION = Normalisation(np.tile(np.linspace(-2, 2, 256, dtype=np.float32), (3, 1)), repeats=2)
 SPECIAL = {
     "vision_start_token_id": VISION_START,
     "vision_end_token_id": VISION_END,
@@ -102,18 +105,19 @@ def random_sample(
         video_grid_thw=torch.from_numpy(videos).long(),
     )
 
-    def patches(grid_thw: np.ndarray) -> np.ndarray:
-        return rng.standard_normal((int(grid_thw.prod(1).sum()), 1176), dtype=np.float32)
+    def patches(grid_thw: np.ndarray, size: int) -> np.ndarray:
+        return rng.integers(0, 256, (int(grid_thw.prod(1).sum()), size), dtype=np.uint8)
 
     return EncodedSample(
         key=f"sample-{seed}",
         tokens=tokens,
         labels=labels,
         position_ids=positions[:, 0].numpy(),
-        pixel_values=patches(images),
+        image_pixels=patches(images, 588),
         image_grid_thw=images,
-        pixel_values_videos=patches(videos),
+        video_pixels=patches(videos, 1176),
         video_grid_thw=videos,
+        normalisation=NORMALISATION,
     )
 
 

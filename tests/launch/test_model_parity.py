@@ -173,7 +173,7 @@ def test_a_changed_sub_sample_changes_no_other(checkpoints: Path) -> None:
         for changed, sample in enumerate(samples):
             tokens = np.where(sample.tokens < 1000, sample.tokens % 900 + 5, sample.tokens)
             other = dataclasses.replace(
-                sample, tokens=tokens, pixel_values=sample.pixel_values[::-1].copy()
+                sample, tokens=tokens, image_pixels=sample.image_pixels[::-1].copy()
             )
             row = [*samples[:changed], other, *samples[changed + 1 :]]
             after = forward(model, packed_batch(row), None)[0]

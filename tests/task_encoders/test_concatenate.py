@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from task_encoders.concatenate import PackedRow, concatenate, merge_rows
+from task_encoders.media.pixel_values import Normalisation
 from task_encoders.model_inputs import (
     logical_cu_seqlens,
     required_pad_multiple,
@@ -17,6 +18,8 @@ from task_encoders.model_inputs import (
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
 
 PAD = 0
+#: A byte is its own value.
+NORMALISATION = Normalisation(np.tile(np.arange(256, dtype=np.float32), (3, 1)), repeats=2)
 
 
 def sample(key: str, length: int, images: int = 0, videos: int = 0) -> EncodedSample:
@@ -26,10 +29,11 @@ def sample(key: str, length: int, images: int = 0, videos: int = 0) -> EncodedSa
         tokens=tokens,
         labels=tokens.copy(),
         position_ids=np.tile(np.arange(length), (3, 1)),
-        pixel_values=np.ones((4 * images, 1176), dtype=np.float32),
+        image_pixels=np.ones((4 * images, 588), dtype=np.uint8),
         image_grid_thw=np.tile(np.array([1, 2, 2], dtype=np.int32), (images, 1)),
-        pixel_values_videos=np.full((12 * videos, 1176), len(key), dtype=np.float32),
+        video_pixels=np.full((12 * videos, 1176), len(key), dtype=np.uint8),
         video_grid_thw=np.tile(np.array([3, 2, 2], dtype=np.int32), (videos, 1)),
+        normalisation=NORMALISATION,
     )
 
 
@@ -123,7 +127,7 @@ def test_rows_merge_without_padding() -> None:
     assert merged.tokens.shape == (9,)
     one = merge_rows([row(3, 2)])
     other = row(3, 2)
-    tensors = [f for f in PackedRow.__slots__ if f != "is_padded"]
+    tensors = [f for f in PackedRow.__slots__ if f not in ("is_padded", "normalisation")]
     assert all(torch.equal(getattr(one, f), getattr(other, f)) for f in tensors)
 
 

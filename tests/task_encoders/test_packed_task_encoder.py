@@ -12,7 +12,8 @@ import torch
 from megatron.energon import WorkerConfig, get_loader, get_savable_loader, get_train_dataset
 from megatron.energon.errors import FatalSampleError
 
-from task_encoders.energon_samples import PackedBatch
+from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
+from task_encoders.model_inputs import normalise_pixels
 from task_encoders.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.sample_encoder import IGNORE_INDEX
@@ -270,6 +271,54 @@ def test_a_sample_that_is_no_pack_stops(folder: Path) -> None:
 def test_a_row_that_its_padding_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="seq_length 2048 is no multiple of pad_multiple 24; set"):
         task_encoder(pad_to_seq_length=True, pad_multiple=24)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_pixels_sent_as_bytes_become_the_same_values(folder: Path, micro_batch_size: int) -> None:
+    """They come through shared memory from a worker process, as a trainer's do."""
+    sent = {
+        transport: list(
+            batches(
+                folder,
+                task_encoder(pixel_transport=transport),
+                num_workers=1,
+                micro_batch_size=micro_batch_size,
+            )
+        )
+        for transport in ("float32", "uint8")
+    }
+    for values, as_bytes in zip(sent["float32"], sent["uint8"], strict=True):
+        assert as_bytes.imgs.dtype == torch.uint8
+        assert values.imgs.nbytes >= 7 * as_bytes.imgs.nbytes
+        same = normalise_pixels(as_bytes)
+        assert normalise_pixels(values) is values
+        assert normalise_pixels(same) is same
+        for name in BATCH_TENSORS:
+            assert torch.equal(getattr(same, name), getattr(values, name)), name
+
+
+@pytest.mark.parametrize("transport", ["float32", "uint8"])
+def test_threads_encode_the_same_rows(folder: Path, transport: str) -> None:
+    one, three = (
+        list(batches(folder, task_encoder(pixel_transport=transport, encode_threads=number)))
+        for number in (1, 3)
+    )
+    for alone, together in zip(one, three, strict=True):
+        assert alone.sub_sample_keys == together.sub_sample_keys
+        for name in BATCH_TENSORS:
+            assert torch.equal(getattr(alone, name), getattr(together, name)), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pixel_transport": "float16"}, "pixel_transport 'float16': float32 or uint8"),
+        ({"encode_threads": 0}, "encode_threads 0 must be at least 1"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        task_encoder(**options)
 
 
 def test_rows_can_be_padded_to_the_sequence_length(folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from task_encoders.families import build_sample_encoder
-from task_encoders.media.patches import RESIZERS, frame_patches, image_patches
+from task_encoders.media.patches import BACKENDS, frame_patches, image_patches, normalisation
 
 FAMILIES = ("qwen2_vl", "qwen3_vl")
 
@@ -43,7 +43,8 @@ def test_torch_resizes_as_transformers_torch_backend(family: str) -> None:
     for _ in range(20):
         width, height = (int(side) for side in rng.integers(20, 500, 2))
         data = png(rng, width, height)
-        values, grid = image_patches(data, vision)
+        rows, grid = image_patches(data, vision)
+        values = normalisation(vision).image_values(rows)
         np.testing.assert_array_equal(values, by_torch(data, grid, vision))
 
 
@@ -64,11 +65,11 @@ def test_torch_equals_transformers_itself(family: str) -> None:
         width, height = (int(side) for side in rng.integers(20, 500, 2))
         data = png(rng, width, height)
         expected = processor([Image.open(io.BytesIO(data))], return_tensors="np")
-        values, _ = image_patches(data, vision)
+        values = normalisation(vision).image_values(image_patches(data, vision)[0])
         np.testing.assert_array_equal(values, expected["pixel_values"])
 
 
-@pytest.mark.parametrize("resize", RESIZERS)
+@pytest.mark.parametrize("resize", BACKENDS)
 def test_lengths_do_not_depend_on_the_backend(resize: str) -> None:
     encoder: Any = build_sample_encoder("qwen2_vl", resize=resize)
     assert encoder.fingerprint == build_sample_encoder("qwen2_vl").fingerprint
@@ -81,9 +82,9 @@ def test_the_last_frame_fills_its_step(num_frames: int) -> None:
     rng = np.random.default_rng(2)
     frames = [Image.open(io.BytesIO(png(rng, 56, 56))) for _ in range(num_frames)]
     grid = (-(-num_frames // 2), 4, 4)
-    values = frame_patches(frames, grid, vision).reshape(grid[0], 16, 3, 2, 196)
+    values = frame_patches(frames, grid, 2, vision).reshape(grid[0], 16, 3, 2, 196)
     for step in range(grid[0]):
         for within in range(2):
             frame = frames[min(step * 2 + within, num_frames - 1)]
-            alone = frame_patches([frame], (1, 4, 4), vision).reshape(16, 3, 2, 196)
-            np.testing.assert_array_equal(values[step, :, :, within], alone[:, :, 0])
+            alone = frame_patches([frame], (1, 4, 4), 1, vision).reshape(16, 3, 196)
+            np.testing.assert_array_equal(values[step, :, :, within], alone)

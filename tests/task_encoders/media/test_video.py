@@ -28,6 +28,7 @@ from task_encoders.media.mp4_header import (
     _sample_sizes,
     read_mp4_header,
 )
+from task_encoders.media.patches import normalisation
 from task_encoders.media.video import (
     SampledVideo,
     VideoSettings,
@@ -105,9 +106,9 @@ def test_the_header_says_what_decoding_gives(name: str) -> None:
     turned = options.get("rotation", 0) in (90, 270)
     assert (header.height, header.width) == ((64, 48) if turned else (48, 64))
     assert header.rotation == options.get("rotation", 0)
-    pixel_values, (grid, *_) = video_patches(data, small_rule, VISION)
+    rows, (grid, *_) = video_patches(data, small_rule, VISION)
     assert grid == video_grid(header, SMALL, VISION)
-    assert len(pixel_values) == math.prod(grid)
+    assert len(rows) == math.prod(grid)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -277,7 +278,7 @@ def test_patches_are_those_of_transformers_given_the_same_frames() -> None:
     patchify = transformers_function("qwen2_vl", "patchify", "Qwen2VLVideoProcessor")
     data = make_video(num_frames=25, fps=10, width=150, height=100)
     header = header_of(data)
-    pixel_values, (grid, *_) = video_patches(data, small_rule, VISION)
+    rows, (grid, *_) = video_patches(data, small_rule, VISION)
     frames = decode_frames(data, header, sampled_frames(25, num_sampled_frames(header, SMALL)))
     size = (grid[2] * 14, grid[1] * 14)
     resized = [np.asarray(f.resize(size, Image.Resampling.BICUBIC)) for f in frames]
@@ -285,7 +286,8 @@ def test_patches_are_those_of_transformers_given_the_same_frames() -> None:
     mean, std = (torch.tensor(v)[:, None, None] for v in (VISION.mean, VISION.std))
     expected, *their_grid = patchify(None, ((table - mean) / std)[None], 14, 2, 2)
     assert tuple(their_grid) == grid
-    np.testing.assert_allclose(pixel_values, expected[0].numpy(), atol=1e-6)
+    values = normalisation(VISION).video_values(rows)
+    np.testing.assert_allclose(values, expected[0].numpy(), atol=1e-6)
 
 
 def test_torchs_resize_differs_from_pillows_by_rounding_only() -> None:
@@ -300,9 +302,9 @@ def test_torchs_resize_differs_from_pillows_by_rounding_only() -> None:
 
 def test_an_odd_number_of_frames_repeats_the_last() -> None:
     data = make_video(num_frames=1)
-    pixel_values, (grid, _, seconds, _) = video_patches(data, small_rule, VISION)
+    rows, (grid, _, seconds, _) = video_patches(data, small_rule, VISION)
     assert grid[0] == 1
-    halves = pixel_values.reshape(len(pixel_values), 3, 2, 196)
+    halves = rows.reshape(len(rows), 3, 2, 196)
     np.testing.assert_array_equal(halves[:, :, 0], halves[:, :, 1])
     assert seconds > 0
 
@@ -434,11 +436,11 @@ def survives(data: bytes) -> bool:
         return False
     vision_settings = dataclasses.replace(VISION, max_image_pixels=1 << 20)
     try:
-        pixel_values, (encoded, *_) = video_patches(data, small_rule, vision_settings, 2000)
+        rows, (encoded, *_) = video_patches(data, small_rule, vision_settings, 2000)
     except SampleError:
         return True
     assert encoded == grid
-    assert len(pixel_values) == math.prod(grid)
+    assert len(rows) == math.prod(grid)
     return True
 
 
