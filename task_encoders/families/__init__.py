@@ -8,7 +8,12 @@ sample_encoder, field_types.
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
-from pydantic import field_validator, model_validator
+from pydantic import (
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from task_encoders.families.family import Family
 from task_encoders.families.llava_1_5 import LLAVA_1_5
@@ -77,6 +82,16 @@ class ModelSettings(ModelOptions):
         if self.video_fps:
             _ = self.video
         return self
+
+    @model_serializer(mode="wrap")
+    def _store(self, store: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """An `added` option that has its default is not stored; it is where the family's default is
+        another."""
+        stored: dict[str, Any] = store(self)
+        for name, default in FAMILIES[self.family].defaults.items():
+            if default != type(self).model_fields[name].default:
+                stored.setdefault(name, getattr(self, name))
+        return stored
 
     @field_validator("max_aspect_ratio")
     @classmethod

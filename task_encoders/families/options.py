@@ -61,7 +61,7 @@ class ModelOptions(BaseModel):
     video_max_tokens: Count | None = None
     #: a video with more frames in its file is set aside
     max_video_frames: Count = MAX_VIDEO_FRAMES
-    #: how images and frames are resized: by Pillow, or by torch, several times as fast, with other
+    #: how images and frames are resized: by Pillow, or by torch, five times as fast, with other
     #: values; each as one of transformers' two backends. Lengths do not depend on it.
     resize: Literal["pil", "torch"] = beside_lengths("pil")
     #: where text goes on behind a video: behind the longer side of its grid, as in transformers

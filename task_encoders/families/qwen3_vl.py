@@ -27,7 +27,8 @@ _PATCH: Final = 16
 _TOKEN: Final = (2 * _PATCH) ** 2
 
 #: Options and their defaults, those of transformers' processor classes. Limits of videos are of all
-#: frames together; published checkpoints have 4 and 24,576 tokens' pixels there.
+#: frames together; published checkpoints have 4 and 24,576 tokens' pixels there. Their processors
+#: resize with torch, those of Qwen2-VL and Qwen2.5-VL with Pillow.
 DEFAULTS: Final[dict[str, Any]] = {
     "min_pixels": 64 * _TOKEN,
     "max_pixels": 16_384 * _TOKEN,
@@ -38,7 +39,7 @@ DEFAULTS: Final[dict[str, Any]] = {
     "video_min_pixels": 128 * _TOKEN,
     "video_max_pixels": 768 * _TOKEN,
     "video_max_tokens": None,
-    "resize": "pil",
+    "resize": "torch",
 }
 
 

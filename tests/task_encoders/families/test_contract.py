@@ -61,7 +61,9 @@ class Reference:
         tokenizer.save_pretrained(folder)
         limits = {"min_pixels": 4 * pixels, "max_pixels": 96 * pixels}
         videos = {"video_min_pixels": 4 * pixels, "video_max_pixels": 200 * pixels}
-        self.encoder: Any = build_sample_encoder(family, str(folder), **limits, **videos)
+        self.encoder: Any = build_sample_encoder(
+            family, str(folder), resize="pil", **limits, **videos
+        )
 
         class ImagesAndText(processor_class):  # type: ignore[misc]
             @classmethod

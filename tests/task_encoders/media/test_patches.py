@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from task_encoders.families import build_sample_encoder
+from task_encoders.families import ModelSettings, build_sample_encoder
 from task_encoders.media.patches import BACKENDS, frame_patches, image_patches, normalisation
 
 FAMILIES = ("qwen2_vl", "qwen3_vl")
@@ -74,6 +74,18 @@ def test_lengths_do_not_depend_on_the_backend(resize: str) -> None:
     encoder: Any = build_sample_encoder("qwen2_vl", resize=resize)
     assert encoder.fingerprint == build_sample_encoder("qwen2_vl").fingerprint
     assert ("resize" in encoder.options.model_dump()) == (resize != "pil")
+
+
+@pytest.mark.parametrize("options", [{}, {"resize": "pil"}, {"resize": "torch"}])
+@pytest.mark.parametrize(("family", "default"), [("qwen2_vl", "pil"), ("qwen3_vl", "torch")])
+def test_the_backend_is_known_from_what_is_stored(
+    family: str, default: str, options: dict[str, str]
+) -> None:
+    settings = ModelSettings(family=family, **options)
+    assert settings.resize == options.get("resize", default)
+    stored = settings.model_dump(mode="json")
+    assert ModelSettings.model_validate(stored) == settings
+    assert stored.get("resize", "pil") == settings.resize
 
 
 @pytest.mark.parametrize("num_frames", [1, 2, 3, 4])
