@@ -10,12 +10,11 @@ A crude dataset, whose meaning is in the trainer's own code, is read as plain We
 `sample_loader` is code as well, and is not run.
 """
 
-import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import xxhash
 from braceexpand import braceexpand
@@ -63,12 +62,18 @@ class EnergonSource(WebDatasetSource):
 
     def __init__(self, options: EnergonOptions, **places: Any) -> None:
         super().__init__(options, **places)
-        self._split = options.split or "train"
-        description = self._read_yaml("dataset.yaml")
         self._image_places: _Places | None = None
         self._text_places: dict[str, _Places] = {}
-        if description.get("__class__") == _CRUDE:
-            return
+        description = self._read_yaml("dataset.yaml")
+        if description.get("__class__") != _CRUDE:
+            self._set_places(description)
+        splits = self._read_yaml("split.yaml")
+        #: what is left out of all splits: tars, and samples as TAR/KEY
+        self._excluded = frozenset(self._expand("exclude", splits.get("exclude") or []))
+        self._split = options.split or "train"
+        self._names = self._split_names(splits.get("split_parts"))
+
+    def _set_places(self, description: Mapping[str, Any]) -> None:
         sample_type = str((description.get("sample_type") or {}).get("__class__"))
         field_map = description.get("field_map")
         if sample_type not in _SAMPLE_TYPES or not isinstance(field_map, dict):
@@ -99,25 +104,22 @@ class EnergonSource(WebDatasetSource):
         return None if tars and holds_packs(path, tars[0]) else {}
 
     def entries(self) -> Iterator[tuple[str, int, int]]:
-        names = set(self._split_names())
+        names = set(self._names)
         return (entry for entry in walk(self.root) if entry[0] in names)
 
     def _tars(self) -> list[tuple[str, int]]:
         sizes = {name: size for name, size, _ in self.entries()}
-        names = self._split_names()
-        missing = [name for name in names if name not in sizes]
-        if missing:
+        missing = next((name for name in self._names if name not in sizes), None)
+        if missing is not None:
             raise StageError(
-                f"{self.root.path(missing[0])}, which split {self._split!r} names, does not exist; "
+                f"{self.root.path(missing)}, which split {self._split!r} names, does not exist; "
                 "restore it or prepare the dataset again"
             )
-        return [(name, sizes[name]) for name in names]
+        return [(name, sizes[name]) for name in self._names]
 
-    def _split_names(self) -> list[str]:
+    def _split_names(self, splits: Any) -> list[str]:
         """The tars of the split, in order."""
-        found = self._splits.get("split_parts")
-        splits = found if isinstance(found, dict) else {}
-        split = self._split
+        splits, split = splits if isinstance(splits, dict) else {}, self._split
         if not splits.get(split):
             raise StageError(
                 f"{self.root.path('.nv-meta/split.yaml')} has no split {split!r}; set source.split "
@@ -125,15 +127,6 @@ class EnergonSource(WebDatasetSource):
             )
         names = self._expand(f"split_parts.{split}", splits[split])
         return [name for name in names if name not in self._excluded]
-
-    @functools.cached_property
-    def _splits(self) -> Mapping[str, Any]:
-        return self._read_yaml("split.yaml")
-
-    @functools.cached_property
-    def _excluded(self) -> frozenset[str]:
-        """What is left out of all splits: tars, and samples as TAR/KEY."""
-        return frozenset(self._expand("exclude", self._splits.get("exclude") or []))
 
     def _expand(self, field: str, patterns: Any) -> list[str]:
         """Names that a field of split.yaml lists, with braces expanded as Energon does."""
@@ -147,13 +140,11 @@ class EnergonSource(WebDatasetSource):
                 "TAR/KEY under exclude"
             ) from error
 
-    def _records(
-        self, container: str, key: str, sample: TarSample, file: BinaryIO
-    ) -> Iterator[Record]:
+    def _records(self, key: str, sample: TarSample) -> Iterator[Record]:
         first = next(iter(sample.members.values())).name
         name = f"./{sample.key}" if first.startswith("./") else sample.key  # as Energon has it
-        if f"{container}/{name}" not in self._excluded:
-            yield from super()._records(container, key, sample, file)
+        if f"{sample.container}/{name}" not in self._excluded:
+            yield from super()._records(key, sample)
 
     def _read_yaml(self, name: str) -> Mapping[str, Any]:
         container = f".nv-meta/{name}"
@@ -168,20 +159,19 @@ class EnergonSource(WebDatasetSource):
             raise StageError(f"{self.root.path(container)} holds no mapping")
         return content
 
-    def _media(self, sample: TarSample) -> list[str]:
+    def _media_parts(self, sample: TarSample) -> list[str]:
         if self._image_places is None:
-            return super()._media(sample)
+            return super()._media_parts(sample)
         part = _first_part(self._image_places, sample)
-        chosen = {} if part is None else {part: sample.members[part]}
-        return super()._media(TarSample(sample.key, chosen, sample.data, sample.damage))
+        return [one for one in super()._media_parts(sample) if one == part]
 
-    def _record_parts(self, sample: TarSample, file: BinaryIO) -> list[str]:
+    def _record_parts(self, sample: TarSample) -> list[str]:
         if not self._text_places:
-            return super()._record_parts(sample, file)
+            return super()._record_parts(sample)
         found = [_first_part(places, sample) for places in self._text_places.values()]
         parts = list(dict.fromkeys(part for part in found if part is not None))
         if not parts:
-            raise SampleError("bad_record", f"none of the members that {sorted(self._text_places)}")
+            raise SampleError("bad_record", f"no member for any of {', '.join(self._text_places)}")
         return parts
 
     def parse_parts(self, parts: Mapping[str, bytes]) -> Mapping[str, Any]:
@@ -204,22 +194,19 @@ def _first_part(places: _Places, sample: TarSample) -> str | None:
 
 
 def _value(places: _Places, parts: Mapping[str, bytes]) -> Any:
-    found = ((find_part(parts, part), steps) for part, *steps in places)
-    part, steps = next((one for one in found if one[0] is not None), (None, []))
-    if part is None:
-        return None
-    if part.rpartition(".")[2].lower() != "json":
-        return decode_text(parts[part])
-    return follow({part: load_json(parts[part])}, (part, *steps))
+    for name, *steps in places:
+        part = find_part(parts, name)
+        if part is not None:
+            is_json = part.rpartition(".")[2].lower() == "json"
+            data = parts[part]
+            return follow(load_json(data), tuple(steps)) if is_json else decode_text(data)
+    return None
 
 
 def _best_answer(answers: Any, weights: Any) -> Any:
     if not isinstance(answers, list) or not answers:
         return answers
-    if (
-        isinstance(weights, list)
-        and len(weights) == len(answers)
-        and all(isinstance(weight, int | float) for weight in weights)
-    ):
-        return answers[max(range(len(answers)), key=lambda i: weights[i])]
-    return answers[0]
+    is_weighed = isinstance(weights, list) and all(isinstance(one, int | float) for one in weights)
+    if not is_weighed or len(weights) != len(answers):
+        return answers[0]
+    return answers[weights.index(max(weights))]

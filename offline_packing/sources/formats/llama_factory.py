@@ -23,6 +23,7 @@ from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextSource
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.options import FieldMap, FileOptions, MediaOptions
+from offline_packing.sources.records import load_json
 from task_encoders.samples import SampleError
 
 _INFO_NAME: Final = "dataset_info.json"
@@ -44,29 +45,17 @@ _COLUMN_FIELDS: Final = frozenset(
 )
 #: Columns whose content would be lost.
 _UNPACKED_COLUMNS: Final = ("tools", "audios")
-_TAG_FIELDS: Final = frozenset(
-    "role_tag content_tag user_tag assistant_tag system_tag observation_tag function_tag".split()
-)
+_TAG_NAMES: Final = ("role_tag", "content_tag", "user_tag", "assistant_tag", "system_tag")
+_TAG_FIELDS: Final = frozenset((*_TAG_NAMES, "observation_tag", "function_tag"))
+#: Defaults of columns and tags, by formatting.
 _COLUMNS: Final = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
     "sharegpt": {"messages": "conversations"},
     "openai": {"messages": "messages"},
 }
 _TAGS: Final = {
-    "sharegpt": {
-        "role_tag": "from",
-        "content_tag": "value",
-        "user_tag": "human",
-        "assistant_tag": "gpt",
-        "system_tag": "system",
-    },
-    "openai": {
-        "role_tag": "role",
-        "content_tag": "content",
-        "user_tag": "user",
-        "assistant_tag": "assistant",
-        "system_tag": "system",
-    },
+    "sharegpt": ("from", "value", "human", "gpt", "system"),
+    "openai": ("role", "content", "user", "assistant", "system"),
 }
 
 
@@ -132,26 +121,25 @@ class LlamaFactorySource(Source):
     def records(self, part: SourcePart) -> Iterator[Record]:
         return self._file.records(part)
 
+    def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
+        return self._file.parse(data, column)
+
     def _entry(self) -> Mapping[str, Any]:
         container = self.file_name or _INFO_NAME
+        path = self.root.path(container)
         try:
-            info = orjson.loads(self.root.read(container, MAX_JSON_BYTES))
-        except (SampleError, orjson.JSONDecodeError) as error:
-            raise StageError(f"{self.root.path(container)} cannot be read: {error}") from error
-        if not isinstance(info, dict):
-            raise StageError(
-                f"{self.root.path(container)} holds a {type(info).__name__}, not an object with an "
-                "entry for each dataset"
-            )
+            info = load_json(self.root.read(container, MAX_JSON_BYTES))
+        except SampleError as error:
+            raise StageError(f"{path} cannot be read: {error}") from error
         if self.dataset is None or self.dataset not in info:
             raise StageError(
-                f"{self.root.path(container)} has no dataset {self.dataset!r}; set source.dataset "
-                f"to one of: {', '.join(info)}"[:1000]
+                f"{path} has no dataset {self.dataset!r}; set source.dataset to one of: "
+                f"{', '.join(info)}"[:1000]
             )
-        problem = _find_problem(info[self.dataset])
-        if problem is not None:
-            raise StageError(f"dataset {self.dataset!r} in {self.root.path(container)} {problem}")
         entry: Mapping[str, Any] = info[self.dataset]
+        problem = _find_problem(entry)
+        if problem is not None:
+            raise StageError(f"dataset {self.dataset!r} in {path} {problem}")
         return entry
 
 
@@ -160,13 +148,11 @@ def _find_problem(entry: Any) -> str | None:
     if not isinstance(entry, dict):
         return f"is {entry!r:.100}, not an object"
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
-    for name, known, fields in (
-        ("columns", _COLUMN_FIELDS, columns),
-        ("tags", _TAG_FIELDS, tags),
-    ):
-        if not isinstance(fields, dict) or not all(
+    for name, known, fields in (("columns", _COLUMN_FIELDS, columns), ("tags", _TAG_FIELDS, tags)):
+        are_names = isinstance(fields, dict) and all(
             value is None or isinstance(value, str) for value in fields.values()
-        ):
+        )
+        if not are_names:
             return f"has {name} {fields!r:.100}, not an object of names"
         if unknown := sorted(fields.keys() - known):
             return f"has {name}.{unknown[0]}, which is not known; known: {', '.join(sorted(known))}"
@@ -200,19 +186,15 @@ class _EntryFields(FieldMap):
         super().__init__({})
         formatting = entry.get("formatting", "alpaca")
         columns = {name: at for name, at in (entry.get("columns") or {}).items() if at}
-        self._names = {
-            **_COLUMNS[formatting],
-            "images": "images",
-            "videos": "videos",
-            "system": "system",
-            "history": "history",
-            **columns,
-        }
+        own = {name: name for name in ("images", "videos", "system", "history")}
+        self._names = _COLUMNS[formatting] | own | columns
         for name in ("query", "response") if columns and formatting == "alpaca" else ():
             if name not in columns:  # if columns are named, these have no default
                 self._names.pop(name)
         tags = {name: tag for name, tag in (entry.get("tags") or {}).items() if tag}
-        self._tags = {**_TAGS[formatting], **tags} if formatting in _TAGS else {}
+        defaults = dict(zip(_TAG_NAMES, _TAGS.get(formatting, ()), strict=False))
+        #: empty where records hold no messages
+        self._tags = defaults | tags if defaults else {}
 
     def columns(self) -> set[str]:
         return {"id", *self._names.values()}
@@ -241,27 +223,17 @@ class _EntryFields(FieldMap):
         if not isinstance(messages, list):
             return messages
         tags = self._tags
-        roles = {
-            tags["user_tag"]: "user",
-            tags["assistant_tag"]: "assistant",
-            tags["system_tag"]: "system",
-        }
-        return [
-            {
-                "role": _role(message.get(tags["role_tag"]), roles),
-                "content": message.get(tags["content_tag"]),
-            }
-            if isinstance(message, dict)
-            else message
-            for message in messages
-        ]
+        roles = {tags[f"{role}_tag"]: role for role in ("user", "assistant", "system")}
 
+        def said(message: Any) -> Any:
+            if not isinstance(message, dict):
+                return message
+            role = message.get(tags["role_tag"])
+            # 'function_call' and others that are not packed keep their names
+            named = roles.get(role, f"unknown ({role})") if isinstance(role, str) else role
+            return {"role": named, "content": message.get(tags["content_tag"])}
 
-def _role(tag: Any, roles: Mapping[str, str]) -> Any:
-    """Our name of a role; 'function_call' and others that are not packed keep theirs."""
-    if not isinstance(tag, str):
-        return tag
-    return roles.get(tag, f"unknown ({tag})")
+        return list(map(said, messages))
 
 
 def _alpaca(named: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -278,8 +250,6 @@ def _alpaca(named: Mapping[str, Any]) -> list[dict[str, Any]]:
     for turn in [*history, (question, named["response"])]:
         if not isinstance(turn, list | tuple) or len(turn) != 2:
             raise SampleError("bad_record", "'history' is no list of pairs")
-        messages += [
-            {"role": "user", "content": turn[0]},
-            {"role": "assistant", "content": turn[1]},
-        ]
+        for role, text in zip(("user", "assistant"), turn, strict=True):
+            messages.append({"role": role, "content": text})
     return messages

@@ -12,16 +12,13 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, Final
 
 from offline_packing.errors import StageError
 from offline_packing.sources.base import MAX_JSON_BYTES, Embedded, Scan, SourcePart
 from offline_packing.sources.base import SourceRecord as Record
-from offline_packing.sources.formats.webdataset import (
-    TarSample,
-    WebDatasetSource,
-    read_part,
-)
+from offline_packing.sources.formats.webdataset import TarSample, WebDatasetSource, embedded_media
 from offline_packing.sources.options import MediaOptions
 from offline_packing.sources.reading.contents import file_names, holds_packs
 from offline_packing.sources.reading.listing import hash_files, walk
@@ -83,46 +80,33 @@ class PacksSource(WebDatasetSource):
             return
         for container in part.items:
             stem = container.removesuffix(".json")
-            at = Locator("file", container, 0, 0)
             try:
                 data = self.root.read(container, MAX_JSON_BYTES)
             except SampleError as error:
+                at = Locator("file", container, 0, 0)
                 yield Record(stem, at, SampleError("bad_json", error.detail))
-                continue
-            at = Locator("bytes", container, 0, len(data))
-            for record in self._sub_samples(stem, at, data, {}):
-                if not isinstance(record.content, SampleError):
-                    names = {
-                        field: [_file_name(stem, name) for name in record.content[field]]
-                        for field in ("images", "videos")
-                        if field in record.content
-                    }
-                    record = Record(record.key, record.locator, {**record.content, **names})
-                yield record
+            else:
+                yield from self._sub_samples(stem, Locator("bytes", container, 0, len(data)), data)
 
-    def _records(
-        self, container: str, key: str, sample: TarSample, file: BinaryIO
-    ) -> Iterator[Record]:
-        at = Locator(self._kind(container), container, 0, 0)
+    def _records(self, key: str, sample: TarSample) -> Iterator[Record]:
         try:
             if JSON_PART not in sample.members:
                 raise SampleError("bad_json", f"pack {key!r} has no .json member")
-            data = read_part(sample, JSON_PART, file)
+            data = sample.read(JSON_PART)
             media = self._media(sample)
-            embedded = self._embedded(container, sample, media)
         except SampleError as error:
-            yield Record(key, at, error)
+            yield Record(key, sample.at(), error)
             return
         member = sample.members[JSON_PART]
-        at = Locator(at.kind, container, member.offset, member.size)
-        yield from self._sub_samples(key, at, data, embedded, media)
+        at = sample.at(member.offset, member.size)
+        yield from self._sub_samples(key, at, data, embedded_media(sample, media), media)
 
     def _sub_samples(
         self,
         key: str,
         at: Locator,
         data: bytes,
-        embedded: Mapping[str, Embedded],
+        embedded: Mapping[str, Embedded] = MappingProxyType({}),
         members: Sequence[str] = (),
     ) -> Iterator[Record]:
         """The records of a pack whose JSON lies at a locator. `members` are its images in a tar."""
@@ -131,22 +115,26 @@ class PacksSource(WebDatasetSource):
             content = parse_json(data, key)
             _check_task(content.get("meta"), self.task)
             pack = restore_pack(content, key, self.task)
-        except SampleError as error:
-            yield Record(key, at, error)
-            return
         except PackFormatError as error:
             yield Record(key, at, SampleError("bad_json", str(error)))
+            return
+        except SampleError as error:
+            yield Record(key, at, error)
             return
         matched = match_images(content.get("images"), key.rpartition("/")[2], members)
         embedded = {**embedded, **{name: embedded[part] for name, part in matched.items()}}
         for i, (sub_key, sub) in enumerate(zip(pack.keys, pack.sub_samples, strict=True)):
+            record = b"" if isinstance(sub, SampleError) else to_json(sub)
             column = f"{self.task}.{i}.{at.size}"
-            if isinstance(sub, SampleError):
-                yield Record(sub_key, Locator(kind, at.container, at.offset, 0, column), sub)
-                continue
-            record = to_json(sub)
             place = Locator(kind, at.container, at.offset, len(record), column)
-            yield Record(sub_key, place, load_json(record), None, embedded)
+            if isinstance(sub, SampleError):
+                yield Record(sub_key, place, sub)
+            else:
+                yield Record(sub_key, place, load_json(record), None, embedded)
+
+    def open_media(self, record: Record, name: str) -> tuple[Locator, BinaryIO]:
+        stem, _, suffix = record.locator.container.rpartition(".")
+        return super().open_media(record, _file_name(stem, name) if suffix == "json" else name)
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
         return load_json(data)

@@ -52,19 +52,42 @@ _SPAN: Final = "*"
 class TarSample:
     """Members of one sample by their part ('json', 'img0.jpg'), and content read on the way."""
 
-    key: str
+    container: str
+    file: BinaryIO
+    key: str = ""
     members: dict[str, TarMember] = field(default_factory=dict)
     data: dict[str, bytes] = field(default_factory=dict)
-    #: why nothing follows in the tar, on its last sample
+    #: why this sample is not whole, or, without members, why nothing follows in the tar
     damage: DamagedStreamError | None = None
+
+    def at(self, offset: int = 0, size: int = 0, column: str = "") -> Locator:
+        """A place in the tar."""
+        kind = "stream" if codec_of(self.container) else "bytes"
+        return Locator(kind, self.container, offset, size, column)
+
+    def locator(self, parts: list[str]) -> Locator:
+        """Where a record lies that some parts make."""
+        members = [self.members[part] for part in parts]
+        if len(parts) == 1:
+            return self.at(members[0].offset, members[0].size, parts[0])
+        begin = min(member.header_offset for member in members)
+        return self.at(begin, max(one.offset + one.size for one in members) - begin, _SPAN)
+
+    def read(self, part: str) -> bytes:
+        """Content of a text member. Raises SampleError where it is a link or too large."""
+        member = self.members[part]
+        if not member.is_file:
+            raise SampleError("bad_json", f"{member.name!r} is a link or no file")
+        if member.size > MAX_JSON_BYTES:
+            raise SampleError("bad_record", f"{member.name!r} has {member.size} bytes")
+        if part in self.data:
+            return self.data[part]
+        self.file.seek(member.offset)
+        return self.file.read(member.size)
 
     def has_record(self) -> bool:
         """Whether there is anything but media."""
         return any(_extension(part) in _RECORD_EXTENSIONS for part in self.members)
-
-    def media(self) -> list[str]:
-        """Parts that are images or videos by their name."""
-        return [part for part in self.members if _extension(part) in MEDIA_EXTENSIONS]
 
 
 class WebDatasetSource(Source):
@@ -90,44 +113,33 @@ class WebDatasetSource(Source):
         sequential = codec_of(container) is not None
         with self.open_container(container, sequential=sequential) as packed:
             file = open_unpacked(packed, container, self.root.size(packed))
-            reader = TarReader(file)
-            for sample in group_members(reader, keep_data=not file.seekable()):
-                key = f"{stem}/{sample.key}"
-                cut = not reader.member_complete or not sample.has_record()
-                if sample.damage is not None and sample.members and cut:
-                    yield self._lost(container, key, sample.damage)
-                    continue
-                if sample.members:
-                    yield from self._records(container, key, sample, file)
-                if sample.damage is not None:
-                    yield self._lost(container, container, sample.damage)
+            for sample in group_members(container, file, keep_data=not file.seekable()):
+                key = f"{stem}/{sample.key}" if sample.members else container
+                if sample.damage is None:
+                    yield from self._records(key, sample)
+                else:
+                    error = SampleError("damaged_source", f"{container}: {sample.damage}")
+                    yield Record(key, sample.at(), error)
 
     def _tars(self) -> list[tuple[str, int]]:
         """Containers and their sizes, in order."""
         return self.files("*.tar", _UNREAD_TARS)
 
-    def _lost(self, container: str, key: str, error: DamagedStreamError) -> Record:
-        at = Locator(self._kind(container), container, 0, 0)
-        return Record(key, at, SampleError("damaged_source", f"{container}: {error}"))
-
-    def _records(
-        self, container: str, key: str, sample: TarSample, file: BinaryIO
-    ) -> Iterator[Record]:
+    def _records(self, key: str, sample: TarSample) -> Iterator[Record]:
         """The records that a sample of the tar makes: one, except in a tar of packs."""
         if self.is_known(key):
-            yield Record(key, Locator(self._kind(container), container, 0, 0), {}, known=1)
+            yield Record(key, sample.at(), {}, known=1)
         else:
-            yield self._record(container, key, sample, file)
+            yield self._record(key, sample)
 
-    def _record(self, container: str, key: str, sample: TarSample, file: BinaryIO) -> Record:
-        kind = self._kind(container)
-        at = Locator(kind, container, 0, 0)
+    def _record(self, key: str, sample: TarSample) -> Record:
+        at = sample.at()
         try:
             media = self._media(sample)
-            embedded = self._embedded(container, sample, media)
-            chosen = self._record_parts(sample, file)
-            at = _locator(kind, container, sample, chosen)
-            content = self.parse_parts({part: read_part(sample, part, file) for part in chosen})
+            embedded = embedded_media(sample, media)
+            chosen = self._record_parts(sample)
+            at = sample.locator(chosen)
+            content = self.parse_parts({part: sample.read(part) for part in chosen})
         except SampleError as error:
             return Record(key, at, error)
         videos = [part for part in media if is_video_name(part)]
@@ -138,31 +150,23 @@ class WebDatasetSource(Source):
         paired = tuple(media) if media or self.task == "captioning" else None
         return Record(key, at, content, paired, embedded)
 
-    def _embedded(self, container: str, sample: TarSample, media: list[str]) -> dict[str, Embedded]:
-        """The media by every name that a record may use."""
-        embedded: dict[str, Embedded] = {}
-        for part in media:
-            member = sample.members[part]
-            at = Locator(self._kind(container), container, member.offset, member.size)
-            found = Embedded(at, sample.data.get(part))
-            embedded |= dict.fromkeys((part, member.name, f"{sample.key}.{part}"), found)
-        for part in media:  # WebDataset's own reader gives parts in lower case
-            embedded.setdefault(part.lower(), embedded[part])
-        return embedded
+    def _media_parts(self, sample: TarSample) -> list[str]:
+        """Parts that are the sample's images and videos."""
+        return [part for part in sample.members if _extension(part) in MEDIA_EXTENSIONS]
 
     def _media(self, sample: TarSample) -> list[str]:
         """The parts with media. Raises SampleError where one is a link or too large to be held."""
-        media = sample.media()
+        media = self._media_parts(sample)
         for part in media:
             member = sample.members[part]
             if not member.is_file:
                 raise SampleError("missing_image", f"{member.name!r} is a link or no file")
-            if sample.damage is None and sample.data and part not in sample.data:
+            if sample.data and part not in sample.data:
                 reason = "video_too_large" if is_video_name(part) else "image_too_large"
                 raise SampleError(reason, f"{member.name!r} has {member.size} bytes")
         return media
 
-    def _record_parts(self, sample: TarSample, file: BinaryIO) -> list[str]:
+    def _record_parts(self, sample: TarSample) -> list[str]:
         """The parts that make the record: the JSON; the text where there is none, or where the
         JSON only describes the image."""
         records = [part for part in sample.members if _extension(part) == "json"]
@@ -176,7 +180,7 @@ class WebDatasetSource(Source):
             return texts[:1]
         record = find_part(sample.members, "json") or records[0]
         if texts and not self.fields:
-            content = self.parse_parts({record: read_part(sample, record, file)})
+            content = self.parse_parts({record: sample.read(record)})
             return [record] if has_answer(content) else texts[:1]
         return [record]
 
@@ -184,8 +188,8 @@ class WebDatasetSource(Source):
         if column != _SPAN:
             return self.parse_parts({column: data})
         # The span ends where its last member does, without an end marker.
-        samples = list(group_members(TarReader(io.BytesIO(data)), keep_data=True))
-        return self.parse_parts(samples[0].data if samples else {})
+        sample = next(group_members("", io.BytesIO(data), keep_data=True), None)
+        return self.parse_parts(sample.data if sample else {})
 
     def parse_parts(self, parts: Mapping[str, bytes]) -> Mapping[str, Any]:
         """The record that some members make. Raises SampleError."""
@@ -194,34 +198,35 @@ class WebDatasetSource(Source):
             return super().parse(data)
         return {"caption": decode_text(data)}
 
-    def _kind(self, container: str) -> str:
-        return "stream" if codec_of(container) else "bytes"
 
-
-def group_members(reader: TarReader, *, keep_data: bool) -> Iterator[TarSample]:
-    """The samples of a tar. A part that comes twice begins another sample of the same key.
+def group_members(container: str, file: BinaryIO, *, keep_data: bool) -> Iterator[TarSample]:
+    """The samples of an open tar; last, if it is damaged, a sample that says so. A part that comes
+    twice begins another sample of the same key.
 
     Args:
         keep_data: read texts and media on the way; the tar cannot be read at any place.
     """
-    sample: TarSample | None = None
+    reader = TarReader(file)
+    sample = TarSample(container, file)
     try:
         for member in reader:
             match = _MEMBER.fullmatch(member.name)
             if match is None:
                 continue
             key, part = match.groups()
-            if sample is None or key != sample.key or part in sample.members:
-                if sample is not None:
+            if key != sample.key or part in sample.members:
+                if sample.members:
                     yield sample
-                sample = TarSample(key)
+                sample = TarSample(container, file, key)
             sample.members[part] = member
             if keep_data and member.is_file and member.size <= _limit(part):
                 sample.data[part] = reader.read(member)
     except DamagedStreamError as error:
-        sample = sample or TarSample("")
+        if reader.member_complete and sample.has_record():
+            yield sample
+            sample = TarSample(container, file)
         sample.damage = error
-    if sample is not None:
+    if sample.members or sample.damage:
         yield sample
 
 
@@ -257,23 +262,13 @@ def _limit(part: str) -> int:
     return MAX_JSON_BYTES if extension in _RECORD_EXTENSIONS else -1
 
 
-def _locator(kind: str, container: str, sample: TarSample, parts: list[str]) -> Locator:
-    members = [sample.members[part] for part in parts]
-    if len(parts) == 1:
-        return Locator(kind, container, members[0].offset, members[0].size, parts[0])
-    begin = min(member.header_offset for member in members)
-    end = max(member.offset + member.size for member in members)
-    return Locator(kind, container, begin, end - begin, _SPAN)
-
-
-def read_part(sample: TarSample, part: str, file: BinaryIO) -> bytes:
-    """Content of a text member. Raises SampleError where it is a link or too large."""
-    member = sample.members[part]
-    if not member.is_file:
-        raise SampleError("bad_json", f"{member.name!r} is a link or no file")
-    if member.size > MAX_JSON_BYTES:
-        raise SampleError("bad_record", f"{member.name!r} has {member.size} bytes")
-    if part in sample.data:
-        return sample.data[part]
-    file.seek(member.offset)
-    return file.read(member.size)
+def embedded_media(sample: TarSample, media: list[str]) -> dict[str, Embedded]:
+    """The media by every name that a record may use."""
+    embedded: dict[str, Embedded] = {}
+    for part in media:
+        member = sample.members[part]
+        found = Embedded(sample.at(member.offset, member.size), sample.data.get(part))
+        embedded |= dict.fromkeys((part, member.name, f"{sample.key}.{part}"), found)
+    for part in media:  # WebDataset's own reader gives parts in lower case
+        embedded.setdefault(part.lower(), embedded[part])
+    return embedded

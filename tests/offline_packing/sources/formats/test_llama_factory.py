@@ -148,7 +148,7 @@ def test_entries_that_are_refused_by_name(tmp_path: Path, entry: Any, message: s
 def test_info_that_is_no_object(tmp_path: Path, content: str) -> None:
     write_file(tmp_path / "dataset_info.json", content.encode())
     config = {"format": "llama_factory", "path": str(tmp_path), "dataset": "a"}
-    with pytest.raises(StageError, match=r"dataset_info\.json holds .*not an object with an entry"):
+    with pytest.raises(StageError, match=r"dataset_info\.json cannot be read: .*not an object"):
         open_one(config, tmp_path)
 
 
@@ -157,3 +157,11 @@ def test_ids_of_a_table(tmp_path: Path) -> None:
     table = pa.table({"id": ["x"], "conversations": pa.array([TALK])})
     pq.write_table(table, tmp_path / "a.parquet")
     assert outcomes(config, tmp_path) == {"x": "ok"}
+
+
+def test_plain_text_is_packed(tmp_path: Path) -> None:
+    """Lines of a .txt are read again when packs are written."""
+    config = write_entry(tmp_path / "data", {"file_name": "a.txt", "columns": {"prompt": "text"}})
+    write_file(tmp_path / "data" / "a.txt", b"One line.\nAnother one.\n")
+    run = make_run({**config, "task": "captioning"}, tmp_path / "out")
+    assert pack_all(run)["counts"]["packed"] == 2
