@@ -29,13 +29,13 @@ TRAIN = [
 LOGGING = ["tensorboard>=2.16", "wandb>=0.19"]
 TRAINER = ["accelerate>=1.1"]  # transformers' Trainer needs it
 VIDEO = ["av>=18"]  # PyAV, whose wheels hold FFmpeg
-DEMO = [*TRAIN, "matplotlib>=3.8"]
 TEST = [
-    *DEMO,
+    *TRAIN,
     *TRAINER,
     *VIDEO,
     "binpacking==1.5",  # to_constant_volume must give the packs of this version
     "hypothesis>=6.100",
+    "matplotlib>=3.8",  # the plots of tools/
     "mypy>=1.13",
     "pytest>=8.3",
     "pytest-timeout>=2.3",
@@ -60,7 +60,7 @@ setup(
     install_requires=CORE,
     extras_require={
         "train": TRAIN,
-        "demo": DEMO,
+        "demo": TRAIN,
         "test": TEST,
         "video": VIDEO,
         "logging": LOGGING,  # metrics.tensorboard, and others' trackers

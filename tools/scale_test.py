@@ -87,7 +87,9 @@ def make_index(config: PackingConfig, run: Run, num_rows: int) -> None:
     rows = [min(size, num_rows - first) for first in range(0, num_rows, size)]
     for number, count in enumerate(rows):
         table = make_part(number * size, count, rng)
-        index.write_table(run.workspace.index / index.part_name(number), table)
+        path = run.workspace.index / index.part_name(number)
+        with index.table_writer(path, INDEX_SCHEMA) as write:
+            write(table)
     fingerprint = {**config_fingerprint(config), "source.0.listing": "synthetic"}
     info = IndexInfo(fingerprint, library_versions(), rows, {})
     info.save(run.workspace.index_info)

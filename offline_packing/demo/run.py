@@ -3,7 +3,7 @@
 FOLDER/data/                        the drawn dataset in its pre-packing forms, truth.json
 FOLDER/{captioning,vqa,bmr}.yaml    configurations, to be run again with `offline-packing run`
 FOLDER/{captioning,vqa,bmr}/        packed datasets, with _packing/report/report.html
-FOLDER/contact_sheet.png, *_packs.png, table.txt
+FOLDER/contact_sheet.png, table.txt
 """
 
 import itertools
@@ -26,7 +26,6 @@ from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
 from offline_packing.plan.summary import PlanSummary, summarize
-from offline_packing.report.pack_picture import draw_packs
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run, build_engine, listed
 from offline_packing.verify.shard import VerifyResult
@@ -137,7 +136,6 @@ def _run_task(folder: Path, task: str, seed: int, progress: bool) -> TaskResult:
     packs, lengths = planned.packs, index.array("num_tokens")
     reasons = Counter(index.info.set_aside) + Counter(planned.set_aside)
     summary = summarize(config, index.info, lengths[packs.sample_ids], packs, reasons)
-    draw_packs(lengths, packs, folder / f"{task}_packs.png")
     difference, losses = _train(Path(config.output.path), task)
     return TaskResult(summary, verified, *difference, losses)
 

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -41,22 +41,18 @@ def rows_of_shards(
         ids_of_shards: row numbers per shard.
         scratch: existing folder; the files in it have no name and vanish with this process.
     """
+    none = INDEX_SCHEMA.empty_table().select(list(columns))
     groups = _group(ids_of_shards, rows_in_memory)
+    sorted_ids = [np.sort(np.concatenate(group)) for group in groups]
+    picked = _pick(samples, none, sorted_ids, rows_in_memory)
     if len(groups) == 1:
-        ids = np.sort(np.concatenate(groups[0]))
-        chosen = [table for _, table in _pick(samples, columns, [ids], rows_in_memory)]
-        yield from _in_order(_concat(chosen, columns), ids, groups[0])
-        return
-    with ExitStack() as stack:
-        files = [stack.enter_context(tempfile.TemporaryFile(dir=scratch)) for _ in groups]
-        sorted_ids = [np.sort(np.concatenate(group)) for group in groups]
-        _deal_out(samples, columns, sorted_ids, files, rows_in_memory)
-        for group, ids, file in zip(groups, sorted_ids, files, strict=True):
-            file.seek(0)
-            with pa.ipc.open_stream(file) as reader:
-                table = reader.read_all()
-            file.truncate(0)
-            yield from _in_order(table, ids, group)
+        tables = iter([pa.concat_tables([none, *(table for _, table in picked)])])
+    else:
+        tables = _through_files(picked, none.schema, len(groups), scratch)
+    for table, ids, group in zip(tables, sorted_ids, groups, strict=True):
+        table = table.combine_chunks()
+        for shard in group:
+            yield table.take(pa.array(np.searchsorted(ids, shard)))
 
 
 def name_rows(samples: Index, rows: SampleIds) -> pa.Table:
@@ -64,16 +60,13 @@ def name_rows(samples: Index, rows: SampleIds) -> pa.Table:
     return next(rows_of_shards(samples, ("source_id", "key"), [rows], Path()))
 
 
-def copy_key(key: str, copy: int) -> str:
-    """Key of a copy, the first use being 0: 'a/17', 'a/17#2', 'a/17#3'."""
-    return f"{key}#{copy + 1}" if copy else key
-
-
 def name_copies(rows: pa.Table, copies: SampleIds) -> pa.Table:
-    """Rows with the keys of copies: `copies` (num_rows,) are their numbers, 0 for the first use."""
-    keys = map(copy_key, rows["key"].to_pylist(), copies.tolist())
+    """Rows with the keys of copies, 'a/17', 'a/17#2', 'a/17#3': `copies` (num_rows,) are their
+    numbers, 0 for the first use."""
+    numbered = zip(rows["key"].to_pylist(), copies.tolist(), strict=True)
+    keys = [f"{key}#{copy + 1}" if copy else key for key, copy in numbered]
     place = rows.schema.get_field_index("key")
-    return rows.set_column(place, rows.schema.field(place), pa.array(list(keys), pa.large_string()))
+    return rows.set_column(place, rows.schema.field(place), pa.array(keys, pa.large_string()))
 
 
 def hash_keys(samples: Index, rows: SampleIds, copies: SampleIds | None) -> npt.NDArray[np.uint64]:
@@ -90,96 +83,85 @@ def hash_keys(samples: Index, rows: SampleIds, copies: SampleIds | None) -> npt.
 
 def _group(ids_of_shards: Sequence[SampleIds], rows_in_memory: int) -> list[list[SampleIds]]:
     """Shards in a row that fit in memory together; a larger one stands alone."""
-    total = sum(map(len, ids_of_shards))
-    limit = max(rows_in_memory, -(-2 * total // _MAX_GROUPS))
+    limit = max(rows_in_memory, -(-2 * sum(map(len, ids_of_shards)) // _MAX_GROUPS))
     groups: list[list[SampleIds]] = []
     held = 0
     for ids in ids_of_shards:
-        if not groups or held + len(ids) > limit:
-            groups.append([])
-            held = 0
-        groups[-1].append(ids)
         held += len(ids)
+        if not groups or held > limit:
+            groups.append([])
+            held = len(ids)
+        groups[-1].append(ids)
     return groups
 
 
-def _deal_out(
-    samples: Index,
-    columns: Sequence[str],
-    sorted_ids: Sequence[SampleIds],
-    files: Sequence[IO[bytes]],
-    rows_in_memory: int,
-) -> None:
-    """Write the rows of each group, ascending, as an Arrow stream to its file."""
-    schema = _schema(columns)
-    options = pa.ipc.IpcWriteOptions(compression="lz4")
-    with ExitStack() as stack:
-        writers = [
-            stack.enter_context(pa.ipc.new_stream(file, schema, options=options)) for file in files
-        ]
-        for group, table in _pick(samples, columns, sorted_ids, rows_in_memory):
-            writers[group].write_table(table)
-
-
 def _pick(
-    samples: Index, columns: Sequence[str], sorted_ids: Sequence[SampleIds], rows_in_memory: int
+    samples: Index, none: pa.Table, sorted_ids: Sequence[SampleIds], rows_in_memory: int
 ) -> Iterator[tuple[int, pa.Table]]:
-    """(group, its rows) for each stretch of the index that fits in memory."""
-    for first, table in _stretches(samples, columns, sorted_ids, rows_in_memory):
-        for group, ids in enumerate(sorted_ids):
-            start, end = np.searchsorted(ids, (first, first + len(table)))
-            if end > start:
-                yield group, table.take(pa.array(ids[start:end] - first))
-
-
-def _stretches(
-    samples: Index, columns: Sequence[str], sorted_ids: Sequence[SampleIds], rows_in_memory: int
-) -> Iterator[tuple[int, pa.Table]]:
-    """(number of its first row, rows) of neighboring parts that fit in memory together; parts
-    without any of the ids are left out."""
-    ends = np.cumsum(samples.info.part_rows)
+    """(group, some of its rows), ascending: of neighboring parts that fit in memory together; parts
+    without any of the ids are not read. `none` is such a table without rows."""
+    ends = np.cumsum([*samples.info.part_rows, 0])
     wanted = np.zeros(len(ends), dtype=bool)
     for ids in sorted_ids:
         wanted[np.searchsorted(ends, ids, side="right")] = True
     first, held = 0, list[pa.Table]()
     for number, (end, is_wanted) in enumerate(zip(ends.tolist(), wanted, strict=True)):
         if is_wanted:
-            held.append(samples.part(number, *columns))
+            held.append(samples.part(number, *none.column_names))
         if held and (not is_wanted or sum(map(len, held)) >= rows_in_memory):
-            yield first, _concat(held, columns)
+            table = pa.concat_tables([none, *held]).combine_chunks()
+            for group, ids in enumerate(sorted_ids):
+                start, stop = np.searchsorted(ids, (first, first + len(table)))
+                if stop > start:
+                    yield group, table.take(pa.array(ids[start:stop] - first))
             held = []
         if not held:
             first = end
-    if held:
-        yield first, _concat(held, columns)
 
 
-def _in_order(
-    table: pa.Table, sorted_ids: SampleIds, ids_of_shards: Sequence[SampleIds]
+def _through_files(
+    picked: Iterator[tuple[int, pa.Table]], schema: pa.Schema, num_groups: int, scratch: Path
 ) -> Iterator[pa.Table]:
-    """The rows of each shard, of a table that holds them ascending."""
-    table = table.combine_chunks()
-    for ids in ids_of_shards:
-        yield table.take(pa.array(np.searchsorted(sorted_ids, ids)))
+    """The rows of each group, by way of an Arrow stream in a scratch file each."""
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    with ExitStack() as stack:
+        files = [
+            stack.enter_context(tempfile.TemporaryFile(dir=scratch)) for _ in range(num_groups)
+        ]
+        writers = [pa.ipc.new_stream(file, schema, options=options) for file in files]
+        for group, table in picked:
+            writers[group].write_table(table)
+        for writer in writers:
+            writer.close()
+        for file in files:
+            file.seek(0)
+            yield pa.ipc.open_stream(file).read_all()
+            file.truncate(0)
 
 
-def _concat(tables: Sequence[pa.Table], columns: Sequence[str]) -> pa.Table:
-    if not tables:
-        return _schema(columns).empty_table()
-    return pa.concat_tables(tables).combine_chunks()
+def sums_by_source(
+    samples: Index, uses: npt.NDArray[np.integer], num_sources: int, columns: Sequence[str]
+) -> dict[str, list[int]]:
+    """Per source: `rows` of the index, those `used`, all `uses` of them, and the sums over these of
+    `bytes` (of record and media) and of columns of integers. `uses` is (num_samples,)."""
+    names = ("rows", "used", "uses", "bytes", *columns)
+    sums = {name: np.zeros(num_sources, np.int64) for name in names}
+    first = 0
+    for number, part in enumerate(samples.parts("source_id", *columns)):
+        own = uses[first : first + len(part)].astype(np.int64)
+        first += len(part)
+        values = {"rows": np.ones_like(own), "used": own > 0, "uses": own}
+        values["bytes"] = own * _sample_bytes(samples.path(number))
+        values |= {name: own * part[name].to_numpy() for name in columns}
+        for name, column in values.items():
+            np.add.at(sums[name], part["source_id"].to_numpy(), column)
+    return {name: array.tolist() for name, array in sums.items()}
 
 
-def _schema(columns: Sequence[str]) -> pa.Schema:
-    return pa.schema([INDEX_SCHEMA.field(name) for name in columns])
-
-
-#: Sizes of records and media, without their other columns.
-_SIZES: Final = ("json.size", "media.list.element.size")
-
-
-def sample_bytes(path: Path) -> npt.NDArray[np.int64]:
+def _sample_bytes(path: Path) -> npt.NDArray[np.int64]:
     """(num_rows,) bytes of the record and the media of each sample in a part of the index."""
-    table = pq.ParquetFile(path).read(columns=list(_SIZES))
+    # Sizes without the other columns of record and media.
+    table = pq.ParquetFile(path).read(columns=["json.size", "media.list.element.size"])
     media = table["media"].combine_chunks()
     ends = np.concatenate([[0], np.cumsum(media.flatten().field("size").to_numpy())])
     in_media = np.diff(ends[np.cumsum(media.value_lengths().to_numpy())], prepend=0)

@@ -2,7 +2,7 @@
 as many as rows; and the tables of an output, read again."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from offline_packing.errors import StageError
+from offline_packing.index.measured import escape
 from offline_packing.index.rows import SampleIds, name_rows
 from offline_packing.index.table import SET_ASIDE_SCHEMA, Index
 
@@ -70,9 +71,9 @@ class AsideRows:
         Args:
             sources: the path of each source.
         """
-        paths = pa.array([_utf8(path) for path in sources], pa.string())
+        paths = pa.array([escape(path) for path in sources], pa.string())
         reasons = pa.array([reason for reason, _ in self.texts], pa.string())
-        details = pa.array([_utf8(detail) for _, detail in self.texts], pa.large_string())
+        details = pa.array([escape(detail) for _, detail in self.texts], pa.large_string())
         for start in range(0, len(self.rows), _ROWS_AT_ONCE):
             some = slice(start, start + _ROWS_AT_ONCE)
             named = name_rows(samples, self.rows[some])
@@ -86,8 +87,28 @@ class AsideRows:
             yield pa.table([columns[field.name] for field in SET_ASIDE_SCHEMA], SET_ASIDE_SCHEMA)
 
 
-def _utf8(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
+def find_duplicates(
+    hashes: npt.NDArray[np.uint64], name: Callable[[SampleIds], pa.Table]
+) -> SampleIds:
+    """Rows whose key an earlier row of the same source has, ascending.
+
+    Equal hashes are found by sorting; the few rows that have one are compared by their keys.
+
+    Args:
+        hashes: (num_samples,) key_hash of the index.
+        name: gives source_id and key of some rows, see `name_rows`.
+    """
+    order = np.argsort(hashes, kind="stable")
+    equal = hashes[order[1:]] == hashes[order[:-1]]
+    suspects = np.union1d(order[1:][equal], order[:-1][equal])
+    seen: set[tuple[int, str]] = set()
+    repeated: list[int] = []
+    for row, named in zip(suspects.tolist(), name(suspects).to_pylist(), strict=True):
+        identity = (named["source_id"], named["key"])
+        if identity in seen:
+            repeated.append(row)
+        seen.add(identity)
+    return np.array(repeated, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +148,8 @@ def group_set_aside(paths: Iterable[Path]) -> list[AsideGroup]:
         grouped = table.group_by(["source", "reason"], use_threads=False).aggregate(
             [([], "count_all"), ("key", "first"), ("detail", "first")]
         )
-        for source, reason, count, key, detail in zip(
-            *(grouped[name].to_pylist() for name in ("source", "reason", "count_all")),
-            *(grouped[name].to_pylist() for name in ("key_first", "detail_first")),
-            strict=True,
-        ):
-            group = found.setdefault((source, reason), AsideGroup(source, reason, 0, key, detail))
-            found[source, reason] = replace(group, count=group.count + count)
+        for row in grouped.to_pylist():
+            of = row["source"], row["reason"]
+            group = found.setdefault(of, AsideGroup(*of, 0, row["key_first"], row["detail_first"]))
+            found[of] = replace(group, count=group.count + row["count_all"])
     return list(found.values())

@@ -8,41 +8,37 @@ A sample's id is its row number over all parts. Containers are paths relative to
 so that data and index can move.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
 from offline_packing.errors import DamagedError, StageError
-from offline_packing.sources import Locator
 from offline_packing.storage.files import atomic_file, read_json, to_json, write_atomically
-from task_encoders.sample_encoder import SampleLength
 
 INDEX_VERSION: Final = 4
 
-_LOCATOR_FIELDS: Final = [
+LOCATOR_FIELDS: Final = [
     pa.field("kind", pa.string()),
     pa.field("container", pa.large_string()),
     pa.field("offset", pa.int64()),
     pa.field("size", pa.int64()),
     pa.field("column", pa.string()),
 ]
-_MEDIA_FIELDS: Final = [*_LOCATOR_FIELDS, pa.field("extension", pa.string())]
+_MEDIA_FIELDS: Final = [*LOCATOR_FIELDS, pa.field("extension", pa.string())]
 INDEX_SCHEMA: Final = pa.schema(
     [
         pa.field("key", pa.large_string()),
         pa.field("key_hash", pa.uint64()),  # xxh3_64 of "source_id/key"
-        pa.field(
-            "content_hash", pa.uint64()
-        ),  # 0 where the key is an identity, see measure/identity.py
+        # 0 where the key is an identity, see measure/identity.py
+        pa.field("content_hash", pa.uint64()),
         pa.field("source_id", pa.int32()),
         pa.field("task", pa.string()),
         pa.field("num_tokens", pa.int32()),
@@ -51,10 +47,10 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("num_images", pa.int32()),
         pa.field("num_videos", pa.int32()),
         pa.field("num_turns", pa.int32()),
-        pa.field("traits", pa.uint8()),  # flags, see traits.py
+        pa.field("traits", pa.uint8()),  # flags, see measured.py
         pa.field("grid_thw", pa.list_(pa.int32())),  # (t, h, w) of each medium, one after another
-        pa.field("stamp", pa.uint64()),  # of the files' modification times, see stamps.py
-        pa.field("json", pa.struct(_LOCATOR_FIELDS)),
+        pa.field("stamp", pa.uint64()),  # of the files' modification times, see measured.py
+        pa.field("json", pa.struct(LOCATOR_FIELDS)),
         pa.field("media", pa.large_list(pa.struct(_MEDIA_FIELDS))),
     ]
 )
@@ -68,105 +64,9 @@ SET_ASIDE_SCHEMA: Final = pa.schema(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredSample:
-    """One row of the index. `media` holds locator and extension of each image, then of each video;
-    `stamp` changes when a file of the sample is written to."""
-
-    key: str
-    source_id: int
-    task: str
-    num_turns: int
-    length: SampleLength
-    json: Locator
-    media: tuple[tuple[Locator, str], ...]
-    stamp: int
-    traits: int
-    num_videos: int = 0
-    content_hash: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SetAsideSample:
-    """One row of the set-aside table."""
-
-    key: str
-    source: str
-    reason: str
-    detail: str
-
-
 def key_hash(source_id: int, key: str) -> int:
     """What identifies a sample in 8 bytes."""
     return xxhash.xxh3_64_intdigest(f"{source_id}/{key}".encode())
-
-
-def index_table(samples: Sequence[MeasuredSample]) -> pa.Table:
-    """Samples as rows of INDEX_SCHEMA."""
-    lengths = [sample.length for sample in samples]
-    grids = [[n for grid in length.grid_thw for n in grid] for length in lengths]
-    columns: dict[str, Iterable[Any]] = {
-        "key": [sample.key for sample in samples],
-        "key_hash": np.array([key_hash(s.source_id, s.key) for s in samples], dtype=np.uint64),
-        "content_hash": np.array([sample.content_hash for sample in samples], dtype=np.uint64),
-        "source_id": [sample.source_id for sample in samples],
-        "task": [sample.task for sample in samples],
-        "num_tokens": [length.num_tokens for length in lengths],
-        "num_loss_tokens": [length.num_loss_tokens for length in lengths],
-        "num_vision_patches": [length.num_vision_patches for length in lengths],
-        "num_images": [len(sample.media) - sample.num_videos for sample in samples],
-        "num_videos": [sample.num_videos for sample in samples],
-        "num_turns": [sample.num_turns for sample in samples],
-        "traits": np.array([sample.traits for sample in samples], dtype=np.uint8),
-        "grid_thw": grids,
-        "stamp": np.array([sample.stamp for sample in samples], dtype=np.uint64),
-    }
-    nested = {"json": _locators([sample.json for sample in samples]), "media": _media(samples)}
-    arrays = [
-        nested[f.name] if f.name in nested else pa.array(columns[f.name], f.type)
-        for f in INDEX_SCHEMA
-    ]
-    return pa.Table.from_arrays(arrays, schema=INDEX_SCHEMA)
-
-
-def _locators(locators: Sequence[Locator]) -> pa.StructArray:
-    return pa.StructArray.from_arrays(_locator_columns(locators), fields=_LOCATOR_FIELDS)
-
-
-def _locator_columns(locators: Sequence[Locator]) -> list[pa.Array]:
-    return [
-        pa.array([getattr(locator, name) for locator in locators], kind)
-        for name, kind in ((field.name, field.type) for field in _LOCATOR_FIELDS)
-    ]
-
-
-def _media(samples: Sequence[MeasuredSample]) -> pa.LargeListArray:
-    """The lists of media, of one array of all of them."""
-    offsets = np.cumsum([0, *(len(sample.media) for sample in samples)], dtype=np.int64)
-    flat = [medium for sample in samples for medium in sample.media]
-    extensions = pa.array([extension for _, extension in flat], pa.string())
-    structs = pa.StructArray.from_arrays(
-        [*_locator_columns([locator for locator, _ in flat]), extensions], fields=_MEDIA_FIELDS
-    )
-    return pa.LargeListArray.from_arrays(offsets, structs)
-
-
-def set_aside_table(samples: Sequence[SetAsideSample]) -> pa.Table:
-    """Samples as rows of SET_ASIDE_SCHEMA; text that is not UTF-8 is escaped."""
-    rows = [
-        {
-            name: value.encode("utf-8", "backslashreplace").decode()
-            for name, value in asdict(sample).items()
-        }
-        for sample in samples
-    ]
-    return pa.Table.from_pylist(rows, SET_ASIDE_SCHEMA)
-
-
-def write_table(path: Path, table: pa.Table) -> None:
-    """Write a Parquet file that is complete or absent."""
-    with atomic_file(path) as file:
-        pq.write_table(table, file, compression="zstd")
 
 
 @contextmanager
@@ -174,8 +74,7 @@ def table_writer(
     path: Path, schema: pa.Schema, notes: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[Callable[[pa.Table], None]]:
     """Write a Parquet file table by table; it is complete if the block succeeds, and absent
-    otherwise.
-    `notes` go into the file's metadata as they are at the end."""
+    otherwise. `notes` go into the file's metadata as they are at the end."""
     with atomic_file(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
         yield writer.write_table
         if notes:
@@ -263,11 +162,8 @@ class Index:
 
     def table(self, *columns: str) -> pa.Table:
         """Columns of all rows; every column where none is named. Raises StageError as `part`."""
-        columns = columns or tuple(INDEX_SCHEMA.names)
-        tables = list(self.parts(*columns))
-        if not tables:
-            return INDEX_SCHEMA.empty_table().select(list(columns))
-        return pa.concat_tables(tables)
+        none = INDEX_SCHEMA.empty_table().select(list(columns or INDEX_SCHEMA.names))
+        return pa.concat_tables([none, *self.parts(*none.column_names)])
 
     def parts(self, *columns: str) -> Iterator[pa.Table]:
         """Columns of the rows, part by part. Raises StageError as `part`."""

@@ -20,9 +20,9 @@ import orjson
 import yaml
 
 from offline_packing.errors import StageError
+from offline_packing.index.measured import Trait
 from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index
-from offline_packing.index.traits import Trait
 from offline_packing.layouts.base import Member
 from offline_packing.layouts.energon import EnergonLayout
 from offline_packing.layouts.fragments import ShardFragments

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from offline_packing.engines.local import advance
 from offline_packing.errors import StageError
-from offline_packing.index.stamps import MODIFICATION_TIME, sample_stamp
+from offline_packing.index.measured import MODIFICATION_TIME, sample_stamp
 from offline_packing.layouts.shard_layout import Shard
 from offline_packing.sources import Locator, Source
 from offline_packing.sources.formats.tables import ParquetSource

@@ -17,9 +17,14 @@ import pyarrow.parquet as pq
 from offline_packing.engines.local import advance
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
-from offline_packing.index.stamps import sample_stamp
-from offline_packing.index.table import MeasuredSample, SetAsideSample
-from offline_packing.index.traits import sample_traits
+from offline_packing.index.measured import (
+    MeasuredSample,
+    SetAsideSample,
+    index_table,
+    sample_stamp,
+    sample_traits,
+    set_aside_table,
+)
 from offline_packing.measure.identity import NewRecords, hash_content
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
@@ -103,8 +108,8 @@ def measure_part(task: MeasureTask) -> PartResult:
             measured, aside = _measure_some(task, some, encoder, result.lost_fields)
             if not measured and not aside:
                 break
-            write_measured(index.index_table(measured))
-            write_aside(index.set_aside_table(aside))
+            write_measured(index_table(measured))
+            write_aside(set_aside_table(aside))
             result.num_rows += len(measured)
             result.num_tokens += sum(sample.length.num_tokens for sample in measured)
             result.set_aside.update(sample.reason for sample in aside)

@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from offline_packing.config.packing import PackConfig, PackingConfig
 from offline_packing.errors import StageError
-from offline_packing.index.duplicates import find_duplicates
 from offline_packing.index.rows import name_rows
-from offline_packing.index.set_aside import AsideRows, group_set_aside
+from offline_packing.index.set_aside import AsideRows, find_duplicates, group_set_aside
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.plan.uses import Uses, choose_uses

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing.config.packing import PackingConfig
-from offline_packing.index.rows import sample_bytes
+from offline_packing.index.rows import sums_by_source
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.planner.cost import padded_tokens
 from offline_packing.planner.pack_plan import PackPlan
@@ -142,24 +142,17 @@ def render_sources(config: PackingConfig, samples: Index, packs: PackPlan) -> li
     bytes of records and media. Reads the index part by part."""
     uses = np.zeros(samples.info.num_samples, np.int32)
     np.add.at(uses, packs.sample_ids, 1)
-    sums = np.zeros((4, len(config.source)), np.int64)  # samples, uses, tokens, bytes
-    first = 0
-    for number, part in enumerate(samples.parts("source_id", "num_tokens")):
-        own = uses[first : first + len(part)].astype(np.int64)
-        first += len(part)
-        num_bytes = own * sample_bytes(samples.path(number))
-        values = (own > 0, own, own * part["num_tokens"].to_numpy(), num_bytes)
-        for total, value in zip(sums, values, strict=True):
-            np.add.at(total, part["source_id"].to_numpy(), value)
+    sums = sums_by_source(samples, uses, len(config.source), ["num_tokens"])
     names = config.source_names()
+    columns = (sums[column] for column in ("used", "uses", "num_tokens", "bytes"))
     width = max(24, *(len(name) + 2 for name in names))
-    all_tokens = max(int(sums[2].sum()), 1)
+    all_tokens = max(sum(sums["num_tokens"]), 1)
     head = f"{'samples':>12} {'times used':>11} {'tokens':>16} {'share':>7} {'bytes':>18}"
     return [
         f"{'source':<{width}}{head}",
         *(
             f"{name:<{width}}{used:>12,} {count / max(used, 1):>11.2f} {tokens:>16,} "
             f"{tokens / all_tokens:>7.1%} {num_bytes:>18,}"
-            for name, (used, count, tokens, num_bytes) in zip(names, sums.T.tolist(), strict=True)
+            for name, used, count, tokens, num_bytes in zip(names, *columns, strict=True)
         ),
     ]

@@ -1,21 +1,30 @@
-"""What there is to report on: the complete stages of an output."""
+"""What there is to report on: the complete stages of an output, and what they set aside."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from offline_packing.config.packing import PackingConfig
+from offline_packing.index.set_aside import read_set_aside
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
+from offline_packing.runs.losses import aside_while_measuring, aside_while_planning
 from offline_packing.runs.manifest import Manifest, read_manifest
 from offline_packing.runs.run import Run
+from task_encoders.samples import REASONS
 
-#: Samples that are looked up at a time, to keep temporaries small.
-_CHUNK = 1 << 21
+#: Packs whose samples are looked up at a time, to keep temporaries small.
+_PACKS_AT_ONCE: Final = 1 << 17
+#: Examples kept of each reason, and the text that is kept of an example's detail.
+_NUM_EXAMPLES: Final = 5
+_DETAIL_LENGTH: Final = 200
 
 
 @dataclass(frozen=True)
@@ -26,20 +35,14 @@ class CompleteStages:
     samples: Index
     #: None: not planned yet
     plan: PackPlan | None
-    #: content of the plan's stage.json; empty without a plan
-    plan_info: Mapping[str, Any]
+    #: None: not written yet
+    manifest: Manifest | None
 
     @cached_property
     def columns(self) -> dict[str, npt.NDArray[np.int32]]:
         """Sizes of every sample, (num_samples,) each: what packs are summed up from."""
         names = ("num_tokens", "num_vision_patches", "num_images")
-        arrays = {name: np.empty(self.samples.info.num_samples, np.int32) for name in names}
-        first = 0
-        for part in self.samples.parts(*names):
-            for name, array in arrays.items():
-                array[first : first + len(part)] = part[name].to_numpy()
-            first += len(part)
-        return arrays
+        return {name: self.samples.array(name) for name in names}
 
     @cached_property
     def num_uses(self) -> npt.NDArray[np.int32]:
@@ -47,8 +50,7 @@ class CompleteStages:
         if self.plan is None:
             return np.ones(self.samples.info.num_samples, np.int32)
         uses = np.zeros(self.samples.info.num_samples, np.int32)
-        for start in range(0, len(self.plan.sample_ids), _CHUNK):
-            np.add.at(uses, self.plan.sample_ids[start : start + _CHUNK], 1)
+        np.add.at(uses, self.plan.sample_ids, 1)
         return uses
 
     def packed(self, per_sample: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -59,21 +61,18 @@ class CompleteStages:
         """(num_packs,) int64 or float64: a quantity of the samples (num_samples,) per pack."""
         assert self.plan is not None
         kind = np.float64 if np.issubdtype(per_sample.dtype, np.floating) else np.int64
-        offsets = self.plan.pack_offsets
         sums = np.empty(self.plan.num_packs, kind)
-        first = 0
-        while first < len(sums):
-            last = int(np.searchsorted(offsets, offsets[first] + _CHUNK, side="right")) - 1
-            last = max(last, first + 1)
-            ids = self.plan.sample_ids[offsets[first] : offsets[last]]
-            starts = offsets[first:last] - offsets[first]
-            sums[first:last] = np.add.reduceat(per_sample[ids].astype(kind), starts)
-            first = last
+        for first in range(0, len(sums), _PACKS_AT_ONCE):
+            offsets = self.plan.pack_offsets[first : first + _PACKS_AT_ONCE + 1]
+            values = per_sample[self.plan.sample_ids[offsets[0] : offsets[-1]]].astype(kind)
+            sums[first : first + _PACKS_AT_ONCE] = np.add.reduceat(
+                values, offsets[:-1] - offsets[0]
+            )
         return sums
 
 
-def open_complete_stages(run: Run) -> tuple[CompleteStages, Manifest | None]:
-    """All complete stages of an output, and its manifest if the packs are written.
+def open_complete_stages(run: Run) -> CompleteStages:
+    """All complete stages of an output.
 
     Raises:
         StageError: not even the index is complete, or a stage was made with other settings.
@@ -81,8 +80,70 @@ def open_complete_stages(run: Run) -> tuple[CompleteStages, Manifest | None]:
     manifest = read_manifest(run)
     samples = open_index(run)
     if not run.workspace.plan_info.exists():
-        return CompleteStages(run, samples, None, {}), manifest
+        return CompleteStages(run, samples, None, manifest)
     plan = open_plan(run)
     if manifest is not None:
         check_layout(run, plan.hash)
-    return CompleteStages(run, samples, plan.packs, plan.info), manifest
+    return CompleteStages(run, samples, plan.packs, manifest)
+
+
+@dataclass
+class SetAside:
+    """Counts and examples of the samples that were set aside."""
+
+    by_reason: Counter[str] = field(default_factory=Counter)
+    #: (number of the source, whether set aside while planning) -> samples
+    by_source: Counter[tuple[int, bool]] = field(default_factory=Counter)
+    examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+
+    def add(self, table: pa.Table, sources: npt.NDArray[np.int32], *, while_planning: bool) -> None:
+        """Count rows of the set-aside table; `sources` (num_rows,) are the numbers of theirs."""
+        names = ["reason", "source"]
+        counts = pa.table([table["reason"], sources], names).group_by(names)
+        for row in counts.aggregate([([], "count_all")]).to_pylist():
+            self.by_reason[row["reason"]] += row["count_all"]
+            self.by_source[row["source"], while_planning] += row["count_all"]
+        for reason in pc.unique(table["reason"]).to_pylist():
+            kept = self.examples.setdefault(reason, [])
+            if len(kept) < _NUM_EXAMPLES:
+                rows = table.filter(pc.equal(table["reason"], reason)).drop(["reason"])
+                for row in rows.slice(0, _NUM_EXAMPLES - len(kept)).to_pylist():
+                    kept.append({**row, "detail": row["detail"][:_DETAIL_LENGTH]})
+
+    def document(self) -> list[dict[str, Any]]:
+        """One entry per reason, the most frequent first."""
+        total = self.by_reason.total()
+        return [
+            {
+                "reason": reason,
+                "explanation": REASONS[reason],
+                "samples": count,
+                "share": count / total,
+                "examples": self.examples[reason],
+            }
+            for reason, count in sorted(self.by_reason.items(), key=lambda item: (-item[1], item))
+        ]
+
+
+def count_set_aside(stages: CompleteStages) -> SetAside:
+    """Read the set-aside tables, one batch of rows at a time."""
+    found, info, workspace = SetAside(), stages.samples.info, stages.run.workspace
+    measured = aside_while_measuring(workspace, info) if info.num_set_aside else []
+    planned = aside_while_planning(workspace) if stages.plan is not None else []
+    for while_planning, paths in ((False, measured), (True, planned)):
+        for table in read_set_aside(paths):
+            found.add(table, _sources(table, stages.run.config), while_planning=while_planning)
+    return found
+
+
+def _sources(table: pa.Table, config: PackingConfig) -> npt.NDArray[np.int32]:
+    """(num_rows,) the number of each row's source."""
+    numbers = np.zeros(len(table), np.int32)
+    prefixes = list(enumerate(zip(config.source, config.key_prefixes(), strict=True)))
+    # Of several sources with one path the longest prefix that fits decides: it comes last.
+    for number, (source, prefix) in sorted(prefixes, key=lambda item: len(item[1][1])):
+        own = pc.and_(
+            pc.equal(table["source"], source.path), pc.starts_with(table["key"], pattern=prefix)
+        )
+        numbers[own.to_numpy()] = number
+    return numbers

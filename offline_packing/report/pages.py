@@ -13,7 +13,6 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 
-from offline_packing.report.document import Document
 from offline_packing.report.preview import MediumPreview, PackPreview
 from offline_packing.report.preview_text import first_words
 from task_encoders.media.image import decode_image
@@ -28,7 +27,7 @@ _MAX_LABELS: Final = 9
 Row = list[tuple[int, str, str]]
 
 
-def render_report(document: Document, verdict: str) -> bytes:
+def render_report(document: dict[str, Any], verdict: str) -> bytes:
     """report.html; sections that need a stage which is not complete are left out."""
     names = ", ".join(dict.fromkeys(source["name"] for source in document["sources"]))
     values: dict[str, Any] = {"names": names, "verdict": verdict, "report": document}
@@ -100,7 +99,7 @@ def _used_bands(bands: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
     return list(zip(names, counts, strict=True))[: last + 2]
 
 
-def _drawn(document: Document) -> dict[str, Any]:
+def _drawn(document: dict[str, Any]) -> dict[str, Any]:
     """Rows of packs and of padded batches, and the colours of what is in the packs: its source, or
     where there is one, or too many to tell apart, its kind."""
     names = [source["name"] for source in document["sources"]]
@@ -108,17 +107,12 @@ def _drawn(document: Document) -> dict[str, Any]:
     kinds = names if by_source else ["one image", "text only", "several images"]
     packed: list[Row] = []
     for pack in document["drawn"]["packs"]:
-        sub_samples = zip(*(pack[k] for k in ("keys", "sources", "tokens", "images")), strict=True)
-        packed.append(
-            [
-                (
-                    tokens,
-                    f"c{source if by_source else (1, 0, 2)[min(images, 2)]}",
-                    f"{pack['key']}: {key}, {tokens:,} tokens, {images} images",
-                )
-                for key, source, tokens, images in sub_samples
-            ]
-        )
+        packed.append([])
+        columns = (pack[name] for name in ("keys", "sources", "tokens", "images"))
+        for key, source, tokens, images in zip(*columns, strict=True):
+            kind = source if by_source else (1, 0, 2)[min(images, 2)]
+            title = f"{pack['key']}: {key}, {tokens:,} tokens, {images} images"
+            packed[-1].append((tokens, f"c{kind}", title))
     padded: list[Row] = [
         [(tokens, "c4", f"{tokens:,} tokens"), (width - tokens, "none", "padding")]
         for tokens, width in document["drawn"]["padded"]
@@ -129,14 +123,10 @@ def _drawn(document: Document) -> dict[str, Any]:
 
 
 def _segments(pack: PackPreview) -> Row:
-    row = [
-        (
-            sub.num_tokens,
-            f"c{i % _NUM_COLOURS}",
-            f"#{i} {sub.sample.key}: {sub.num_tokens:,} tokens",
-        )
-        for i, sub in enumerate(pack.sub_samples)
-    ]
+    row = []
+    for i, sub in enumerate(pack.sub_samples):
+        title = f"#{i} {sub.sample.key}: {sub.num_tokens:,} tokens"
+        row.append((sub.num_tokens, f"c{i % _NUM_COLOURS}", title))
     return [*row, (pack.seq_length - pack.cu_lengths[-1], "none", "empty")]
 
 

@@ -4,9 +4,9 @@ encoder, and their tokens spelled out with what is trained and what is not."""
 import io
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from offline_packing.runs.run import Run
 from task_encoders.families import ModelSettings
 from task_encoders.media.image import MAX_IMAGE_PIXELS, decode_image
 from task_encoders.media.video_file import decode_frames, read_video_header
-from task_encoders.pack_format import JSON_PART, pack_key, parse_json, restore_pack
+from task_encoders.pack_format import JSON_PART, is_video_name, pack_key, parse_json, restore_pack
 from task_encoders.sample_encoder import IGNORE_INDEX, SampleEncoder
 from task_encoders.samples import SourceSample
 from task_encoders.settings import PackingSettings
@@ -28,9 +28,6 @@ from task_encoders.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedRowSample
     from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
-
-#: Control tokens that stand for pixels: shown as one, with everything between their tags.
-_PADS: Final = {"<|image_pad|>": "image", "<|video_pad|>": "video"}
 
 
 @dataclass(frozen=True)
@@ -64,9 +61,10 @@ class MediumPreview:
     #: that are trained on; None: an image
     num_frames: int | None = None
 
-    def __str__(self) -> str:
-        frames = "" if self.num_frames is None else f"{self.num_frames} frames "
-        return f"{frames}{self.width}x{self.height} -> {self.grid[1]}x{self.grid[2]}"
+    @property
+    def patches(self) -> str:
+        """Rows and columns of patches: '34x46'."""
+        return f"{self.grid[1]}x{self.grid[2]}"
 
 
 @dataclass(frozen=True)
@@ -167,7 +165,7 @@ def _preview_pack(
     shard = shards[int(np.searchsorted(ends, number, side="right"))]
     key = pack_key(number, manifest["config"]["output"]["key_prefix"])
     members = LAYOUTS[manifest["layout"]].read_pack(run.workspace.root, shard["name"], key)
-    row = encode_pack(task_encoder, key, members)
+    row = _encode_pack(task_encoder, key, members)
     return PackPreview(
         key=key,
         shard=shard["name"],
@@ -179,7 +177,7 @@ def _preview_pack(
     )
 
 
-def encode_pack(
+def _encode_pack(
     task_encoder: "Qwen2VLTaskEncoder", key: str, members: Mapping[str, bytes]
 ) -> "PackedRowSample":
     """A pack's members as the row that the loader's task encoder makes of them.
@@ -207,46 +205,34 @@ def _sub_samples(
     members: Mapping[str, bytes],
 ) -> Iterator[SubSamplePreview]:
     """What the row's segments were made from, next to the result."""
-    key = row.__key__
-    max_image_pixels = run.config.model.max_image_pixels or MAX_IMAGE_PIXELS
+    key, encoder = row.__key__, task_encoder.encoder
     restored = restore_pack(parse_json(members[JSON_PART], key), key)
     samples = (sub for sub in restored.sub_samples if isinstance(sub, SourceSample))
-    image_grids, video_grids = (
-        iter(grids.tolist()) for grids in (row.row.image_grid_thw, row.row.video_grid_thw)
-    )
+    grids = [iter(grids.tolist()) for grids in (row.row.image_grid_thw, row.row.video_grid_thw)]
     bounds = itertools.pairwise(row.row.cu_lengths.tolist())
     for sub_key, (start, end) in zip(row.sub_sample_keys, bounds, strict=True):
         sample = next(sample for sample in samples if sample.key == sub_key)
-        images = tuple(
-            _image(name, members[name], next(image_grids), max_image_pixels)
-            for name in sample.images
+        images, videos = (
+            tuple(
+                _medium(n, members[n], tuple(next(own)), encoder, run.config.model) for n in names
+            )
+            for names, own in zip((sample.images, sample.videos), grids, strict=True)
         )
-        videos = tuple(
-            _video(name, members[name], next(video_grids), task_encoder.encoder, run.config.model)
-            for name in sample.videos
+        tokens, labels, is_padding = (
+            column[start:end].numpy()
+            for column in (row.row.tokens, row.row.labels, row.row.attn_mask)
         )
-        labels = row.row.labels[start:end].numpy()
-        spans = spell_row(
-            row.row.tokens[start:end].numpy(),
-            labels,
-            row.row.attn_mask[start:end].numpy(),
-            task_encoder.encoder.tokenizer,
-            [f"{image.grid[1]}x{image.grid[2]}" for image in images],
-            [f"{v.num_frames} frames {v.grid[1]}x{v.grid[2]}" for v in videos],
-        )
+        spans = tuple(_spell(tokens, labels, is_padding, encoder.tokenizer, images, videos))
         num_loss_tokens = int((labels != IGNORE_INDEX).sum())
-        yield SubSamplePreview(sample, end - start, num_loss_tokens, images, videos, tuple(spans))
+        yield SubSamplePreview(sample, end - start, num_loss_tokens, images, videos, spans)
 
 
-def _image(name: str, data: bytes, grid: Sequence[int], max_image_pixels: int) -> MediumPreview:
-    image = decode_image(data, max_image_pixels=max_image_pixels)
-    return MediumPreview(name, image.width, image.height, tuple(grid), data)
-
-
-def _video(
-    name: str, data: bytes, grid: Sequence[int], encoder: SampleEncoder, model: ModelSettings
+def _medium(
+    name: str, data: bytes, grid: tuple[int, ...], encoder: SampleEncoder, model: ModelSettings
 ) -> MediumPreview:
     limit = model.max_image_pixels or MAX_IMAGE_PIXELS
+    if not is_video_name(name):
+        return MediumPreview(name, *decode_image(data, max_image_pixels=limit).size, grid, data)
     header = read_video_header(
         io.BytesIO(data), max_frame_pixels=limit, max_frames=model.max_video_frames
     )
@@ -254,46 +240,39 @@ def _video(
     first = next(decode_frames(data, header, frames[:1], limit))
     buffer = io.BytesIO()
     first.save(buffer, "PNG")
-    picture = buffer.getvalue()
-    return MediumPreview(name, first.width, first.height, tuple(grid), picture, len(frames))
+    return MediumPreview(name, *first.size, grid, buffer.getvalue(), len(frames))
 
 
-def spell_row(
+def _spell(
     tokens: npt.NDArray[np.int64],
     labels: npt.NDArray[np.int64],
     is_padding: npt.NDArray[np.bool_],
     tokenizer: Tokenizer,
-    images: Sequence[str],
-    videos: Sequence[str],
+    images: Iterable[MediumPreview],
+    videos: Iterable[MediumPreview],
 ) -> Iterator[Span]:
-    """A segment as text, in spans with loss and without.
-
-    Args:
-        tokens, labels, is_padding: (num_tokens,) of one segment.
-        images, videos: the size of each, in order, as it is to be shown.
-    """
+    """A segment as text, in spans with loss and without. Arrays are (num_tokens,)."""
     trained = labels != IGNORE_INDEX
-    remaining = {"image": iter(images), "video": iter(videos)}
+    # what control tokens for pixels stand for
+    media = {"<|image_pad|>": map("image {0.patches}".format, images)}
+    media["<|video_pad|>"] = map("video {0.num_frames} frames {0.patches}".format, videos)
     # A pair changes where a span ends: [0 0 0 1 1 0] -> 3, 5
-    kinds = 2 * trained + is_padding
-    cuts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(tokens)]
+    cuts = [0, *(np.flatnonzero(np.diff(2 * trained + is_padding)) + 1).tolist(), len(tokens)]
     for start, end in itertools.pairwise(cuts):
         if is_padding[start]:
             pieces = [Piece("padding", f"[padding: {end - start:,} tokens]")]
         else:
-            spelled = tokenizer.spell(tokens[start:end].tolist())
-            pieces = list(_pieces(spelled, remaining))
+            pieces = list(_pieces(tokenizer.spell(tokens[start:end].tolist()), media))
         yield Span(bool(trained[start]), end - start, tuple(pieces))
 
 
 def _pieces(
-    spelled: Iterator[tuple[str, bool]], sizes: Mapping[str, Iterator[str]]
+    spelled: Iterator[tuple[str, bool]], media: Mapping[str, Iterator[str]]
 ) -> Iterator[Piece]:
     """Text and control tokens, with those for pixels merged into one per image or video."""
     for (text, is_control), some in itertools.groupby(spelled):
         count = len(list(some))
-        if is_control and text in _PADS:
-            size = next(sizes[_PADS[text]])
-            yield Piece("vision", f"[{_PADS[text]} {size}: {count:,} tokens]")
+        if is_control and text in media:
+            yield Piece("vision", f"[{next(media[text])}: {count:,} tokens]")
         else:
             yield from [Piece("control" if is_control else "text", text)] * count

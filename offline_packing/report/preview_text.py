@@ -7,7 +7,7 @@ from typing import Final
 
 import click
 
-from offline_packing.report.preview import PackPreview, Span, SubSamplePreview
+from offline_packing.report.preview import PackPreview, Span
 
 #: Everything that could move the cursor or change colours, but tab and newline.
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
@@ -77,17 +77,15 @@ def _table(pack: PackPreview) -> Iterator[str]:
     )
     for number, sub in enumerate(pack.sub_samples):
         first = sub.sample.turns[0]
+        sizes = [f"{image.width}x{image.height} -> {image.patches}" for image in sub.images]
+        for video in sub.videos:
+            size = f"{video.width}x{video.height} -> {video.patches}"
+            sizes.append(f"{video.num_frames} frames {size}")
         yield (
             f"{number:>3} {sub.num_tokens:>7,} {sub.num_loss_tokens:>7,} "
             f"{len(sub.sample.turns):>5}  {_column(first.prompt)}  {_column(first.answer)}  "
-            f"{_sizes(sub)}"
+            f"{', '.join(sizes)}"
         )
-
-
-def _sizes(sub: SubSamplePreview) -> str:
-    """'640x480 -> 34x46' of each image: width and height in pixels, rows and columns of patches;
-    of a video '8 frames 640x480 -> 34x46'."""
-    return ", ".join(map(str, sub.images + sub.videos))
 
 
 def _span(span: Span, full: bool, max_characters: int) -> Iterator[str]:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from offline_packing.config.packing import PackingConfig
 from offline_packing.engines import ENGINES, Engine
 from offline_packing.errors import ConfigError
-from offline_packing.index.stamps import MODIFICATION_TIME
+from offline_packing.index.measured import MODIFICATION_TIME
 from offline_packing.layouts import LAYOUTS
 from offline_packing.runs.workspace import Workspace
 from offline_packing.sources import Source, open_source

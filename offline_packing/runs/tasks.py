@@ -14,8 +14,8 @@ from typing import TypeVar
 import numpy as np
 
 from offline_packing.errors import ShareDoneError
+from offline_packing.index.measured import MODIFICATION_TIME
 from offline_packing.index.rows import name_copies, rows_of_shards
-from offline_packing.index.stamps import MODIFICATION_TIME
 from offline_packing.index.table import Index
 from offline_packing.layouts.shard_layout import (
     Shard,

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from offline_packing.index.table import MeasuredSample
+from offline_packing.index.measured import MeasuredSample
 from offline_packing.measure.measure_part import measure_record, read_record
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Source, open_source

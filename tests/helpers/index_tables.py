@@ -14,7 +14,8 @@ def make_index(folder: Path, part_rows: list[int]) -> Index:
     for number, count in enumerate(part_rows):
         rows = [row_of(i) for i in range(first, first + count)]
         table = pa.Table.from_pylist(rows, schema=INDEX_SCHEMA)
-        index.write_table(folder / index.part_name(number), table)
+        with index.table_writer(folder / index.part_name(number), INDEX_SCHEMA) as write:
+            write(table)
         first += count
     return Index(folder, IndexInfo({}, {}, part_rows, {}))
 

@@ -1,13 +1,16 @@
-"""Every row set aside once, with its first reason, in any number of tables."""
+"""Every row set aside once, with its first reason, in any number of tables; duplicate keys are
+found by their text, whatever the hashes say."""
 
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from offline_packing.index import set_aside
-from offline_packing.index.set_aside import AsideRows
+from offline_packing.index.set_aside import AsideRows, find_duplicates
 from offline_packing.index.table import SET_ASIDE_SCHEMA
 from tests.helpers.index_tables import make_index
 
@@ -67,3 +70,26 @@ def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -
     assert table["reason"].to_pylist()[3:] == ["overlong", "duplicate_key"]
     assert table["detail"].to_pylist()[:2] == ["no image", "few"]
     assert set(table["source"].to_pylist()) == {"data/\\udcff"}
+
+
+def duplicates(rows: list[tuple[int, str, int]]) -> list[int]:
+    """Of rows (source, key, hash)."""
+    sources, keys, hashes = zip(*rows, strict=True) if rows else ((), (), ())
+    names = pa.table(
+        {"source_id": pa.array(sources, pa.int32()), "key": pa.array(keys, pa.large_string())}
+    )
+    array = np.array(hashes, dtype=np.uint64)
+    return find_duplicates(array, lambda ids: names.take(pa.array(ids))).tolist()
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.sampled_from("abcd")), max_size=30))
+def test_all_but_the_first(rows: list[tuple[int, str]]) -> None:
+    # A poor hash: 'a' and 'c' collide, and so do the two sources.
+    expected = [i for i, row in enumerate(rows) if row in rows[:i]]
+    assert duplicates([(source, key, ord(key) % 2) for source, key in rows]) == expected
+
+
+def test_equal_hashes_of_different_keys() -> None:
+    assert duplicates([(0, "a", 7), (0, "b", 7)]) == []
+    assert duplicates([(0, "a", 7), (1, "a", 7)]) == []
+    assert duplicates([(0, "a", 7), (0, "b", 7), (0, "a", 7)]) == [2]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from offline_packing.index.traits import Trait, sample_traits
+from offline_packing.index.measured import Trait, sample_traits
 from task_encoders.samples import SourceSample, Turn
 from task_encoders.text.qwen_vocabulary import QWEN_SPECIAL_TOKENS
 

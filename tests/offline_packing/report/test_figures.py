@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from offline_packing.report.distributions import linear_histogram, log_histogram, spread
+from offline_packing.report.figures import linear_histogram, log_histogram, spread
 
 
 def test_bins_end_at_powers_of_two_and_at_the_limit() -> None:

@@ -1,0 +1,146 @@
+"""What measuring records of a sample: a row of the index, or of the table of samples set aside."""
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from enum import IntFlag
+from operator import attrgetter
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from offline_packing.index.table import INDEX_SCHEMA, LOCATOR_FIELDS, SET_ASIDE_SCHEMA, key_hash
+from offline_packing.sources import Locator, Source
+from offline_packing.sources.reading.local import MediaRoot
+from task_encoders.sample_encoder import SampleLength
+from task_encoders.samples import IMAGE_PLACEHOLDER, SourceSample
+from task_encoders.text.chat_templates import DEFAULT_SYSTEM
+from task_encoders.text.qwen_vocabulary import QWEN_SPECIAL_TOKENS
+
+#: What --accept-mismatch calls the times; no field of a fingerprint.
+MODIFICATION_TIME: Final = "modification_time"
+
+_SPECIAL: Final = re.compile("|".join(map(re.escape, QWEN_SPECIAL_TOKENS)))
+#: Image sides that array code takes for a number of channels.
+_LIKE_CHANNELS: Final = (1, 3)
+_locator_values = attrgetter(*(field.name for field in LOCATOR_FIELDS))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSample:
+    """One row of the index. `media` holds locator and extension of each image, then of each video;
+    `stamp` changes when a file of the sample is written to."""
+
+    key: str
+    source_id: int
+    task: str
+    num_turns: int
+    length: SampleLength
+    json: Locator
+    media: tuple[tuple[Locator, str], ...]
+    stamp: int
+    traits: int
+    num_videos: int = 0
+    content_hash: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SetAsideSample:
+    """One row of the set-aside table."""
+
+    key: str
+    source: str
+    reason: str
+    detail: str
+
+
+def index_table(samples: Sequence[MeasuredSample]) -> pa.Table:
+    """Samples as rows of INDEX_SCHEMA."""
+    columns: dict[str, list[Any]] = {
+        name: [getattr(sample, name) for sample in samples]
+        for name in ("key", "source_id", "task", "num_turns", "traits", "stamp", "num_videos")
+    }
+    for name in ("num_tokens", "num_loss_tokens", "num_vision_patches"):
+        columns[name] = [getattr(sample.length, name) for sample in samples]
+    columns |= {
+        "key_hash": [key_hash(sample.source_id, sample.key) for sample in samples],
+        "content_hash": [sample.content_hash for sample in samples],
+        "num_images": [len(sample.media) - sample.num_videos for sample in samples],
+        "grid_thw": [[n for grid in sample.length.grid_thw for n in grid] for sample in samples],
+        "json": [_locator_values(sample.json) for sample in samples],
+        "media": [[(*_locator_values(at), ext) for at, ext in s.media] for s in samples],
+    }
+    return pa.Table.from_pydict(columns, INDEX_SCHEMA)
+
+
+def set_aside_table(samples: Sequence[SetAsideSample]) -> pa.Table:
+    """Samples as rows of SET_ASIDE_SCHEMA; text that is not UTF-8 is escaped."""
+    rows = [{name: escape(value) for name, value in asdict(sample).items()} for sample in samples]
+    return pa.Table.from_pylist(rows, SET_ASIDE_SCHEMA)
+
+
+def escape(text: str) -> str:
+    """Text that can be stored: lone surrogates, as in names that are not UTF-8, as \\udcff."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+class Trait(IntFlag):
+    """What a sample has that some layout cannot hold, in the index column `traits`. Measuring
+    records it, since only then is the sample's text at hand; a layout names what it cannot hold in
+    `Layout.find_unfit`, and planning sets such samples aside. Stored: a flag's value never changes
+    its meaning."""
+
+    #: a conversation's system message is not the chat template's default one
+    OWN_SYSTEM = 1
+    #: rendered to one string, its text would be read as control tokens or as a further image
+    CONTROL_TEXT = 2
+    #: an image is 1 or 3 pixels high or wide
+    THIN_IMAGE = 4
+
+
+def sample_traits(sample: SourceSample, image_sizes: Sequence[tuple[int, int]]) -> Trait:
+    """The traits of a checked sample whose images have these (height, width)."""
+    traits = Trait(0)
+    if sample.task == "captioning":  # nothing but the caption is encoded
+        texts, misread = [sample.turns[0].answer], ""
+    else:
+        misread = "".join(turn.answer for turn in sample.turns)
+        texts = [misread, *(turn.prompt for turn in sample.turns)]
+        if sample.system not in (None, DEFAULT_SYSTEM):
+            traits |= Trait.OWN_SYSTEM
+    if IMAGE_PLACEHOLDER in misread or any("<|" in t and _SPECIAL.search(t) for t in texts):
+        traits |= Trait.CONTROL_TEXT
+    if any(side in _LIKE_CHANNELS for size in image_sizes for side in size):
+        traits |= Trait.THIN_IMAGE
+    return traits
+
+
+def sample_stamp(source: Source, json: Locator, media: Iterable[Locator]) -> int:
+    """64 bits that change when a file of the sample is written to, or is gone, though its size may
+    be the same.
+
+    They cover the modification times of the files that the sample lies in. Hashing their content
+    would mean reading all media twice; a time costs one call per file. Remote objects have no
+    stamp: they are replaced as a whole, and their size is checked when they are read. Data that
+    were copied without their times look edited: `--accept-mismatch modification_time` takes their
+    word for it.
+    """
+    times = [_modified(source.root, json.container)]
+    for locator in media:
+        # As in Source.read_media: a medium that is a file of its own may lie under image_root.
+        root = source.media if locator.kind == "file" else source.root
+        times.append(_modified(root, locator.container))
+    return xxhash.xxh3_64_intdigest(np.array(times, dtype="<i8").tobytes())
+
+
+def _modified(root: object, container: str) -> int:
+    """Modification time in ns; 0 of what is remote or gone."""
+    if not isinstance(root, MediaRoot):
+        return 0
+    try:
+        return os.stat(root.path(container)).st_mtime_ns
+    except OSError:
+        return 0
