@@ -82,7 +82,7 @@ def packing_imports() -> Iterator[tuple[str, str, str, str]]:
 
 def test_imports_are_found() -> None:
     assert len(MODULES) > 100
-    assert "offline_packing.runs.workspace" in IMPORTS["offline_packing.runs.run"]
+    assert "offline_packing.runs.run" in IMPORTS["offline_packing.runs.tasks"]
     assert "offline_packing.planner.plan_packs" in IMPORTS["offline_packing"]  # in a function
 
 

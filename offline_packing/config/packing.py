@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -29,9 +29,6 @@ from offline_packing.storage.yaml_file import explain_value_error, read_config, 
 from task_encoders.families import ModelSettings
 from task_encoders.field_types import Count, LocalOrRemotePath, NonNegative, not_bool, one_of
 
-#: Lengths are 32-bit numbers in plans, everything else is a 64-bit one in artifacts.
-MAX_SEQ_LENGTH: Final = 2**31 - 1
-
 
 class _Config(BaseModel):
     model_config = ConfigDict(
@@ -50,7 +47,8 @@ class OrderConfig(_Config):
 class PackConfig(_Config):
     """How samples are put together."""
 
-    seq_length: Annotated[Count, Field(le=MAX_SEQ_LENGTH)] = 8192
+    #: tokens of a pack; lengths are 32-bit numbers in plans
+    seq_length: Annotated[Count, Field(le=2**31 - 1)] = 8192
     strategy: str = "auto"
     seed: NonNegative = 0
     #: what happens to a sample with more tokens than seq_length
@@ -125,7 +123,7 @@ class OutputConfig(_Config):
     #: the folder a trainer is given
     path: LocalOrRemotePath
     #: how packs lie on disk: a name in LAYOUTS
-    layout: str = "energon"
+    layout: Annotated[str, one_of(LAYOUTS)] = "energon"
     packs_per_shard: Count = 1000
     #: a shard is closed before it would grow beyond this
     max_shard_bytes: Count | None = None
@@ -135,11 +133,6 @@ class OutputConfig(_Config):
     key_prefix: str = ""
     #: replace artifacts of another configuration instead of refusing to go on
     overwrite: bool = False
-
-    @field_validator("layout")
-    @classmethod
-    def _check_layout(cls, layout: str) -> str:
-        return str(one_of(LAYOUTS).func(layout))  # type: ignore[call-arg]
 
     @field_validator("split")
     @classmethod
@@ -280,11 +273,8 @@ def _source_name(source: SourceOptions) -> str:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PackingConfig:
-    """Read a YAML file, apply the overrides `a.b=value` (values are YAML), validate.
-
-    Raises:
-        ConfigError: the file cannot be read or parsed, or a field is unknown or has a bad value.
-    """
+    """Read a YAML file, apply the overrides `a.b=value` (values are YAML), validate. Raises
+    ConfigError: the file cannot be read or parsed, or a field is unknown or has a bad value."""
     return read_config(PackingConfig, path, overrides)
 
 

@@ -20,7 +20,7 @@ import click
 import yaml
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from offline_packing.config.packing import PackingConfig, load_config
+from offline_packing.config.packing import PackingConfig, ReportConfig, load_config
 from offline_packing.demo.generate import generate_demo_dataset
 from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
@@ -64,7 +64,7 @@ class TaskResult:
 
     def failures(self, task: str) -> list[str]:
         """Promises that were not kept."""
-        bound, packs = self.summary.lower_bound, self.summary.num_packs
+        bound, packs = self.summary.packs.info.lower_bound, self.summary.packs.num_packs
         packed, control = self.packed_difference, self.control_difference
         checks = {
             f"{self.verified.num_problems} problems found by verify": self.verified.ok,
@@ -181,27 +181,27 @@ def _train(path: Path, task: str) -> tuple[tuple[float, float], list[float]]:
     return (difference.packed, difference.without_boundaries), losses
 
 
-def _rows(summary: PlanSummary) -> list[tuple[str, Callable[[TaskResult], str]]]:
-    """Name and figure of each line of the table; batch sizes are those of any task's summary."""
+def _rows(report: ReportConfig) -> list[tuple[str, Callable[[TaskResult], str]]]:
+    """Name and figure of each line of the table."""
     return [
         ("samples", lambda r: f"{r.summary.num_samples:,}"),
         ("set aside", lambda r: f"{sum(r.summary.set_aside.values()):,}"),
         ("packed", lambda r: f"{r.verified.num_samples:,}"),
-        ("packs", lambda r: f"{r.summary.num_packs:,}"),
-        ("lower bound of packs", lambda r: f"{r.summary.lower_bound:,}"),
+        ("packs", lambda r: f"{r.summary.packs.num_packs:,}"),
+        ("lower bound of packs", lambda r: f"{r.summary.packs.info.lower_bound:,}"),
         ("fill", lambda r: f"{r.summary.fill:.2%}"),
-        ("samples per pack (packing factor)", lambda r: f"{r.summary.packing_factor:.2f}"),
+        ("samples per pack (packing factor)", lambda r: f"{r.summary.packs.packing_factor:.2f}"),
         (
-            f"padding, batches of {summary.padded_batch_size} padded to longest",
+            f"padding, batches of {report.padded_batch_size} padded to longest",
             lambda r: f"{r.summary.padding_before:.1%}",
         ),
         ("padding, packed", lambda r: f"{r.summary.padding_after:.2%}"),
         (
-            f"iterations per epoch, {summary.global_batch_size} samples a step",
+            f"iterations per epoch, {report.global_batch_size} samples a step",
             lambda r: f"{r.summary.iterations_before:,}",
         ),
         (
-            f"iterations per epoch, {summary.global_batch_size} packs a step",
+            f"iterations per epoch, {report.global_batch_size} packs a step",
             lambda r: f"{r.summary.iterations_after:,}",
         ),
         ("tokens, measured from headers and text", lambda r: f"{r.summary.num_tokens:,}"),
@@ -221,7 +221,7 @@ def render_table(results: Mapping[str, TaskResult]) -> str:
         return f"{name:<44}" + "".join(f"{cell:>14}" for cell in cells)
 
     values = list(results.values())
-    rows = _rows(values[0].summary)
+    rows = _rows(values[0].summary.config.report)
     lines = [line("", list(results))]
     lines += [line(name, [figure(result) for result in values]) for name, figure in rows]
     for task, result in results.items():

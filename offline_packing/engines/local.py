@@ -12,16 +12,15 @@ import os
 import signal
 import threading
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
 from offline_packing.errors import StageError
@@ -62,12 +61,7 @@ def told_to(listener: Advance | None) -> Iterator[None]:
         _LISTENER.reset(token)
 
 
-def tell(listener: Advance) -> None:
-    """All tasks of this worker process tell this listener how they advance."""
-    _LISTENER.set(listener)
-
-
-class Engine(ABC):
+class Engine(AbstractContextManager["Engine"]):
     """Runs tasks that depend on nothing but their arguments. Used as a context manager."""
 
     #: whether several engines work on one output at the same time, each on its share of the tasks
@@ -95,18 +89,10 @@ class Engine(ABC):
         """The tasks that are this engine's to run, by their `number`; all, but where IS_SHARED."""
         return list(tasks)
 
-    def close(self) -> None:  # noqa: B027 - an engine without resources has nothing to close
+    def close(self) -> None:
         """Release what the engine holds."""
 
-    def __enter__(self) -> "Engine":
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -161,13 +147,8 @@ class LocalEngine(Engine):
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._pool is not None and exc is not None and not isinstance(exc, Exception):
+    def __exit__(self, *error: object) -> None:
+        if self._pool is not None and not isinstance(error[1], Exception | None):
             # A signal: tasks at work are not waited for, they leave nothing half-written.
             for worker in set(multiprocessing.active_children()) - self._others:
                 worker.kill()
@@ -236,7 +217,7 @@ def _start_worker(advanced: "Synchronized[int]") -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     warnings.filterwarnings("ignore", module=r"PIL\.")  # as the command line does
-    tell(functools.partial(_add, advanced))
+    _LISTENER.set(functools.partial(_add, advanced))
 
 
 def _add(advanced: "Synchronized[int]", count: int) -> None:

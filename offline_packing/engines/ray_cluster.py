@@ -43,36 +43,24 @@ class _Counter:
         return count
 
 
-class _Sender:
-    """Tells the counter about twice a second how far a task advanced."""
-
-    def __init__(self, counter: Any) -> None:
-        self._counter = counter
-        self._count = 0
-        self._sent = -math.inf
-
-    def __call__(self, count: int) -> None:
-        self._count += count
-        if time.monotonic() - self._sent > SECONDS_BETWEEN_REPORTS / 2:
-            self.send()
-
-    def send(self) -> Any:
-        """What has not been sent yet; returns a reference to wait for."""
-        count, self._count = self._count, 0
-        self._sent = time.monotonic()
-        return self._counter.add.remote(count)
-
-
 def _run_task(function: Callable[[Task], Result], task: Task, counter: Any) -> Result:
-    """In a worker of Ray."""
+    """In a worker of Ray; tells the counter about twice a second how far the task advanced."""
     if counter is None:
         return function(task)
     import ray
 
-    sender = _Sender(counter)
-    with told_to(sender):
+    count, sent = 0, -math.inf
+
+    def listener(more: int) -> None:
+        nonlocal count, sent
+        count += more
+        if time.monotonic() - sent > SECONDS_BETWEEN_REPORTS / 2:
+            counter.add.remote(count)
+            count, sent = 0, time.monotonic()
+
+    with told_to(listener):
         result = function(task)
-    ray.get(sender.send())  # counted before the result is seen
+    ray.get(counter.add.remote(count))  # counted before the result is seen
     return result
 
 
@@ -99,7 +87,8 @@ class RayEngine(Engine):
         pending: list[Any] = []
         try:
             while True:
-                room = _TASKS_PER_CPU * self._num_cpus() - len(pending)
+                num_cpus = max(1, int(ray.cluster_resources().get("CPU", 1)))
+                room = _TASKS_PER_CPU * num_cpus - len(pending)
                 pending += [
                     remote.remote(function, task, counter) for task in islice(remaining, room)
                 ]
@@ -131,9 +120,6 @@ class RayEngine(Engine):
                 f"a task's worker died {_MAX_RETRIES + 1} times, perhaps for lack of memory; "
                 "see Ray's logs, and run again"
             ) from error
-
-    def _num_cpus(self) -> int:
-        return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
 
     def _connected(self) -> Any:
         """The module, with a cluster behind it. Raises StageError if Ray is not installed."""

@@ -43,8 +43,7 @@ from offline_packing.index.table import (
     part_name,
     table_writer,
 )
-from offline_packing.runs.run import Run
-from offline_packing.runs.workspace import Workspace
+from offline_packing.runs.run import Run, Workspace
 from offline_packing.sources import Embedded, Source, SourceOptions, SourcePart, SourceRecord
 from offline_packing.sources.records import to_sample
 from offline_packing.storage.files import hash_bytes, hash_file, read_json
@@ -105,11 +104,8 @@ def first_of_equal(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
 def _rename_part(
     path: Path, renamed: npt.NDArray[np.bool_], hashes: npt.NDArray[np.uint64]
 ) -> None:
-    """Replace a part of the index by one with other keys in some rows.
-
-    Args:
-        hashes: (num_rows,) the rows' key_hash; a row with another one is already renamed.
-    """
+    """Replace a part of the index by one with other keys in some rows. `hashes` (num_rows,) are the
+    rows' key_hash; a row with another one is already renamed."""
     with pq.ParquetFile(path) as part, table_writer(path, INDEX_SCHEMA) as write:
         begin = 0
         for number in range(part.num_row_groups):
@@ -135,11 +131,8 @@ def _rename_rows(rows: pa.Table, renamed: npt.NDArray[np.bool_]) -> pa.Table:
 
 
 def skip_fingerprint(config: SourceOptions) -> str:
-    """Changes when the samples of a skipped output change.
-
-    Raises:
-        StageError: one of them is not there, or is not complete.
-    """
+    """Changes when the samples of a skipped output change. Raises StageError: one of them is not
+    there, or is not complete."""
     indices = (index for path in config.skip for index in _indices(path))
     return hash_bytes("".join(hash_file(folder / "index.json") for folder, _ in indices).encode())
 

@@ -22,17 +22,8 @@ from offline_packing.measure.identity import (
     set_known_keys,
     skip_fingerprint,
 )
-from offline_packing.measure.measure_part import (
-    MeasureTask,
-    PartResult,
-    finished_part,
-    measure_part,
-)
-from offline_packing.measure.source_files import (
-    count_unused_media,
-    explain_listing,
-    save_files,
-)
+from offline_packing.measure.measure_part import MeasureTask, PartResult, measure_part, read_result
+from offline_packing.measure.source_files import count_unused_media, explain_listing, save_files
 from offline_packing.runs.artifacts import (
     Fingerprint,
     changed_fields,
@@ -41,9 +32,8 @@ from offline_packing.runs.artifacts import (
     library_versions,
     warn_of_versions,
 )
-from offline_packing.runs.run import Run, open_sources
+from offline_packing.runs.run import Run, Workspace, open_sources
 from offline_packing.runs.tasks import check_all_done, unfinished
-from offline_packing.runs.workspace import Workspace
 from offline_packing.sources import Scan, Source
 from offline_packing.sources.reading.contents import nothing_found
 from offline_packing.storage.files import (
@@ -56,22 +46,10 @@ from offline_packing.storage.files import (
 
 logger = logging.getLogger(__name__)
 
-_REMEDY = (
-    "set output.overwrite=true to rebuild it, choose another output.path, or pass "
-    "--accept-mismatch FIELD"
-)
-_NEW_DATA = (
-    "pack the new data into a separate output with source.skip={root}, another output.path and "
-    "another output.key_prefix, and blend both; or "
-)
-
 
 def measure(run: Run) -> Index:
-    """Make the index, or return it if it is complete.
-
-    Raises:
-        StageError: there is an index with another fingerprint, or a source cannot be read.
-    """
+    """Make the index, or return it if it is complete. Raises StageError: there is an index with
+    another fingerprint, or a source cannot be read."""
     workspace = run.workspace
     sources = open_sources(run.config)
     scans = [source.scan(run.config.engine.samples_per_part) for source in sources]
@@ -84,24 +62,17 @@ def measure(run: Run) -> Index:
         logger.info("measure: complete (%s samples), nothing to do", f"{info.num_samples:,}")
         return Index(workspace.index, info)
     set_known_keys(run, sources, workspace.skip)
-    _start(run, sources, scans, fingerprint)
-    results = _run_tasks(run, _tasks(run, sources, scans))
-    info = _complete(workspace, fingerprint, results, scans)
+    for folder in (workspace.index, workspace.set_aside, workspace.files):
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_temporaries(folder)
+    save_files(workspace.files, sources, scans)
+    write_atomically(workspace.index_started, to_json(_started(run, fingerprint)))
+    tasks = _tasks(run, sources, scans)
+    _run_tasks(run, tasks)
+    info = _complete(workspace, fingerprint, list(map(read_result, tasks)), scans)
     info.save(workspace.index_info)
     shutil.rmtree(workspace.skip, ignore_errors=True)
     return Index(workspace.index, info)
-
-
-def _start(
-    run: Run, sources: Sequence[Source], scans: Sequence[Scan], fingerprint: Fingerprint
-) -> None:
-    workspace = run.workspace
-    workspace.index.mkdir(parents=True, exist_ok=True)
-    workspace.set_aside.mkdir(parents=True, exist_ok=True)
-    save_files(workspace.files, sources, scans)
-    write_atomically(workspace.index_started, to_json(_started(run, fingerprint)))
-    for folder in (workspace.index, workspace.set_aside, workspace.files):
-        remove_temporaries(folder)
 
 
 def _complete(
@@ -126,14 +97,15 @@ def _complete(
             "measure: %s samples share their id with another one: ID@CONTENT", f"{num_renamed:,}"
         )
     num_unused = count_unused_media(Index(workspace.index, info), scans)
-    info = replace(info, hashes=_hashes(workspace), num_unused_images=num_unused)
-    if info.num_unused_images:
-        logger.warning(
-            "measure: %s image and video files are used by no sample", f"{info.num_unused_images:,}"
-        )
+    if num_unused:
+        logger.warning("measure: %s image and video files are used by no sample", f"{num_unused:,}")
     for what, count in sorted(info.lost_fields.items()):
         logger.warning("measure: %s (%s samples)", what, f"{count:,}")
-    return info
+    hashes = {
+        folder.name: {path.name: hash_file(path) for path in sorted(folder.glob("*.parquet"))}
+        for folder in (workspace.index, workspace.set_aside, workspace.files)
+    }
+    return replace(info, hashes=hashes, num_unused_images=num_unused)
 
 
 def preview_measure(run: Run) -> str:
@@ -195,9 +167,8 @@ def _existing_index(
             )
             warn_of_versions(info.versions, "the index")
             return info
-        found = read_json(workspace.index_started)
-        if found is None:  # begun by an earlier version
-            found = read_json(workspace.index_started.with_name("started.json"))
+        earlier = workspace.index / "started.json"  # as an earlier version has it
+        found = read_json(workspace.index_started) or read_json(earlier)
         if found is not None:
             # Parts made with different settings must not be mixed: nothing can be accepted here.
             check_fingerprint(
@@ -218,50 +189,48 @@ def _existing_index(
 def _remedy(workspace: Workspace, found: Fingerprint, wanted: Fingerprint) -> str:
     changed = changed_fields(found, wanted)
     is_grown = all(name.endswith(".listing") for name in changed) and workspace.manifest.exists()
-    return f"{_NEW_DATA.format(root=workspace.root) if is_grown else ''}{_REMEDY}"
+    new_data = (
+        f"pack the new data into a separate output with source.skip={workspace.root}, another "
+        "output.path and another output.key_prefix, and blend both; or "
+    )
+    return (
+        f"{new_data if is_grown else ''}set output.overwrite=true to rebuild it, choose another "
+        "output.path, or pass --accept-mismatch FIELD"
+    )
 
 
 def _tasks(run: Run, sources: Sequence[Source], scans: Sequence[Scan]) -> list[MeasureTask]:
-    parts = [(i, part) for i, scan in enumerate(scans) for part in scan.parts]
+    folders = (run.workspace.index, run.workspace.set_aside)
+    parts = [(i, source, part) for i, source in enumerate(sources) for part in scans[i].parts]
     return [
         MeasureTask(
             number,
-            sources[source_id],
+            source,
             source_id,
             part,
             run.config.model,
-            run.workspace.index / index.part_name(number),
-            run.workspace.set_aside / index.part_name(number),
+            *(folder / index.part_name(number) for folder in folders),
         )
-        for number, (source_id, part) in enumerate(parts)
+        for number, (source_id, source, part) in enumerate(parts)
     ]
 
 
-def _run_tasks(run: Run, tasks: Sequence[MeasureTask]) -> list[PartResult]:
-    """Results in the order of the tasks; those of finished parts are read back."""
+def _run_tasks(run: Run, tasks: Sequence[MeasureTask]) -> None:
+    """Measure the parts that are not measured yet."""
 
     def marker(task: MeasureTask) -> Path:
         return task.index_path
 
     left = unfinished("measure", tasks, marker)
-    done = {task.number for task in tasks} - {task.number for task in left}
-    results = {task.number: finished_part(task) for task in tasks if task.number in done}
+    numbers = {task.number for task in left}
     known = [task.part.num_records for task in tasks]
     total = None if None in known else sum(filter(None, known))
     whole = run.workspace.measure_total
     write_atomically(whole, to_json({"parts": len(tasks), "records": total}))
     with run.bar("measure", total, "record") as bar:
-        bar.update(sum(result.num_records for result in results.values()))
-        for result in run.engine.run(measure_part, run.engine.share(left), bar.update):
-            results[result.number] = result
+        done = (read_result(task) for task in tasks if task.number not in numbers)
+        bar.update(sum(result.num_records for result in done))
+        for _ in run.engine.run(measure_part, run.engine.share(left), bar.update):
+            pass
     check_all_done(run, "measure", tasks, marker)
     whole.unlink(missing_ok=True)
-    return [results[task.number] for task in tasks]
-
-
-def _hashes(workspace: Workspace) -> dict[str, dict[str, str]]:
-    """What index.json records of the files beside it, which are complete now."""
-    return {
-        folder.name: {path.name: hash_file(path) for path in sorted(folder.glob("*.parquet"))}
-        for folder in (workspace.index, workspace.set_aside, workspace.files)
-    }

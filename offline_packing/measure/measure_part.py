@@ -6,7 +6,7 @@ Media are not decoded: their size is read from the header.
 import itertools
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -57,18 +57,17 @@ class MeasureTask:
     set_aside_path: Path
 
 
-@dataclass
+@dataclass(frozen=True)
 class PartResult:
-    """What a finished part holds."""
+    """What a measured part holds."""
 
-    number: int
-    num_rows: int = 0
-    num_tokens: int = 0
-    set_aside: Counter[str] = field(default_factory=Counter)
+    num_rows: int
+    num_tokens: int
+    set_aside: Counter[str]
     #: left out by source.skip
-    num_skipped: int = 0
+    num_skipped: int
     #: what samples lack -> how many; see sources/lost_fields.py
-    lost_fields: Counter[str] = field(default_factory=Counter)
+    lost_fields: Counter[str]
 
     @property
     def num_records(self) -> int:
@@ -76,27 +75,22 @@ class PartResult:
         return self.num_rows + self.set_aside.total() + self.num_skipped
 
 
-def finished_part(task: MeasureTask) -> PartResult:
-    """What a part that was measured before holds."""
+def read_result(task: MeasureTask) -> PartResult:
+    """What a measured part holds, by its two tables."""
     num_tokens = pq.read_table(task.index_path, columns=["num_tokens"])["num_tokens"]
     with pq.ParquetFile(task.set_aside_path) as aside:
         reasons = Counter(aside.read(["reason"])["reason"].to_pylist())
         notes = aside.metadata.metadata or {}
-    return PartResult(
-        task.number,
-        len(num_tokens),
-        pc.sum(num_tokens).as_py() or 0,
-        reasons,
-        int(notes.get(_SKIPPED.encode(), 0)),
-        Counter(orjson.loads(notes.get(_LOST_FIELDS.encode(), b"{}"))),
-    )
+    skipped = int(notes.get(_SKIPPED.encode(), 0))
+    lost = Counter(orjson.loads(notes.get(_LOST_FIELDS.encode(), b"{}")))
+    return PartResult(len(num_tokens), pc.sum(num_tokens).as_py() or 0, reasons, skipped, lost)
 
 
-def measure_part(task: MeasureTask) -> PartResult:
+def measure_part(task: MeasureTask) -> None:
     """Measure one part and write its two tables. The index part comes last and marks completion."""
     encoder = open_encoder(task.model)
     notes: dict[str, str] = {}
-    result = PartResult(task.number)
+    lost: Counter[str] = Counter()
     with (
         index.table_writer(task.index_path, index.INDEX_SCHEMA) as write_measured,
         index.table_writer(task.set_aside_path, index.SET_ASIDE_SCHEMA, notes) as write_aside,
@@ -105,20 +99,15 @@ def measure_part(task: MeasureTask) -> PartResult:
         records = iter(new)
         while True:  # one record at a time, as it may hold its media
             some = itertools.islice(records, _ROWS_AT_ONCE)
-            measured, aside = _measure_some(task, some, encoder, result.lost_fields)
+            measured, aside = _measure_some(task, some, encoder, lost)
             if not measured and not aside:
                 break
             write_measured(index_table(measured))
             write_aside(set_aside_table(aside))
-            result.num_rows += len(measured)
-            result.num_tokens += sum(sample.length.num_tokens for sample in measured)
-            result.set_aside.update(sample.reason for sample in aside)
-        result.num_skipped = new.num_skipped
         if new.num_skipped:
             notes[_SKIPPED] = str(new.num_skipped)
-        if result.lost_fields:
-            notes[_LOST_FIELDS] = orjson.dumps(result.lost_fields).decode()
-    return result
+        if lost:
+            notes[_LOST_FIELDS] = orjson.dumps(lost).decode()
 
 
 def _measure_some(

@@ -36,15 +36,9 @@ def save_files(folder: Path, sources: Sequence[Source], scans: Sequence[Scan]) -
 
 
 def explain_listing(folder: Path, sources: Sequence[Source], name: str) -> str | None:
-    """What changed in the files of a source since they were measured.
-
-    Args:
-        folder: where `save_files` kept them.
-        name: of a fingerprint's field, such as source.0.listing.
-
-    Returns:
-        None if it is another field, nothing was kept, or the files are the same.
-    """
+    """What changed in the files of a source since `save_files` kept them, by the name of a
+    fingerprint's field: source.0.listing. None if it is another field, nothing was kept, or the
+    files are the same."""
     match = re.fullmatch(r"source\.(\d+)\.listing", name)
     if match is None or int(match[1]) >= len(sources):
         return None
@@ -54,11 +48,7 @@ def explain_listing(folder: Path, sources: Sequence[Source], name: str) -> str |
 
 
 def describe_changes(known: Path, source: Source) -> str:
-    """ "2 added ('a.json', 'b.json'), 1 removed ('c.json')"; empty if nothing changed.
-
-    Args:
-        known: table of what was measured.
-    """
+    """ "2 added ('a.json', 'b.json'), 1 removed ('c.json')" since a table was saved; or empty."""
     was = pq.read_table(known, columns=FILES_SCHEMA.names)
     now = pa.Table.from_batches(_list_batches(source), FILES_SCHEMA)
     names, was_names = (table["container"].combine_chunks() for table in (now, was))

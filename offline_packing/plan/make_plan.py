@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.config.packing import PackConfig, PackingConfig
+from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
 from offline_packing.index.rows import name_rows
 from offline_packing.index.set_aside import AsideRows, find_duplicates, group_set_aside
@@ -28,6 +28,13 @@ BUDGET_COLUMNS: Final = {
 }
 
 
+#: Fields of PackConfig that are arguments of `plan_packs` as they are.
+_PASSED_ON: Final = (
+    *("strategy", "seed", "pad_multiple", "strategy_options", "assignment", "homogeneous"),
+    *("max_samples", "min_samples", "min_fill", "sample_order"),
+)
+
+
 @dataclass(frozen=True)
 class Planned:
     """A plan whose ids are rows of the index, and what it leaves out."""
@@ -35,19 +42,10 @@ class Planned:
     packs: PackPlan
     set_aside: AsideRows
 
-    @property
-    def reasons(self) -> Counter[str]:
-        """Samples set aside while planning, by reason."""
-        return self.set_aside.reasons
-
 
 def make_plan(run: Run, samples: Index) -> Planned:
-    """Plan without writing.
-
-    Raises:
-        StageError: nothing to pack, an over-long sample under on_overlong: error, or options
-            unknown to the strategy.
-    """
+    """Plan without writing. Raises StageError: nothing to pack, an over-long sample under
+    on_overlong: error, or options unknown to the strategy."""
     num_tokens = samples.array("num_tokens")
     aside = _find_set_aside(run, samples)
     kept = np.delete(np.arange(len(num_tokens)), aside.rows)
@@ -63,9 +61,8 @@ def _pack_uses(
     run: Run, samples: Index, num_tokens: npt.NDArray[np.integer], uses: Uses
 ) -> PackPlan:
     """The plan of all uses, split after split; its ids are rows of the index."""
-    from offline_packing.planner.plan_packs import (
-        plan_packs,  # its compiled parts take time to import
-    )
+    # Its compiled parts take time to import.
+    from offline_packing.planner.plan_packs import plan_packs
 
     seq_length = run.config.pack.seq_length
     plans = []
@@ -143,11 +140,11 @@ def _check_planned(run: Run, samples: Index, planned: Planned) -> None:
         row, detail = overlong
         key = name_rows(samples, np.array([row]))["key"][0].as_py()
         raise StageError(
-            f"sample {key!r} has {detail} ({planned.reasons['overlong']:,} such samples);"
+            f"sample {key!r} has {detail} ({planned.set_aside.reasons['overlong']:,} such samples);"
             " set pack.on_overlong: set_aside, or a longer pack.seq_length"
         )
     if planned.packs.num_packs == 0:
-        reasons = Counter(samples.info.set_aside) + planned.reasons
+        reasons = Counter(samples.info.set_aside) + planned.set_aside.reasons
         groups = group_set_aside(aside_while_measuring(run.workspace, samples.info))
         example = max(groups, key=lambda group: group.count, default=None)
         if samples.info.num_skipped and not reasons:
@@ -171,38 +168,19 @@ def plan_arguments(
         kept: (num_kept,) rows of the index that are planned, one that is used twice appears
             twice; the arrays returned are theirs.
     """
-    pack = config.pack
-    return {
-        "strategy": pack.strategy,
-        "seed": pack.seed,
-        "pad_multiple": pack.pad_multiple,
-        "strategy_options": pack.strategy_options,
-        "assignment": pack.assignment,
-        "budgets": {
-            name: (samples.array(BUDGET_COLUMNS[name])[kept], limit)
-            for name, limit in pack.budgets.items()
-        },
-        "homogeneous": pack.homogeneous,
-        "max_samples": pack.max_samples,
-        "min_samples": pack.min_samples,
-        "min_fill": pack.min_fill,
-        "window_packs": config.output.packs_per_shard,
-        "sample_order": pack.sample_order,
-        **_composition_arguments(pack, samples, kept),
-    }
-
-
-def _composition_arguments(
-    pack: PackConfig, samples: Index, kept: npt.NDArray[np.int64]
-) -> dict[str, Any]:
-    """What decides which sample of a length goes where, and in which order packs are written."""
     from offline_packing.planner.cost import sample_cost
     from offline_packing.planner.order import RankLayout
 
     def column(name: str) -> npt.NDArray[Any]:
         return samples.array(name)[kept]
 
-    arguments: dict[str, Any] = {}
+    pack = config.pack
+    arguments = {name: getattr(pack, name) for name in _PASSED_ON}
+    arguments["window_packs"] = config.output.packs_per_shard
+    arguments["budgets"] = {
+        name: (column(BUDGET_COLUMNS[name]), limit) for name, limit in pack.budgets.items()
+    }
+    # Which sample of a length goes where, and in which order packs are written:
     if pack.homogeneous:
         arguments["groups"] = (column("num_images") + column("num_videos") > 0).astype(np.int32)
     if "mix" in pack.assignment:
@@ -230,12 +208,8 @@ def _num_pictures(samples: Index) -> npt.NDArray[np.int64]:
 
 
 def set_aside_reason(name: str, num_tokens: int, config: PackingConfig) -> tuple[str, str]:
-    """Reason and detail in the set-aside table of a sample that the planner left out.
-
-    Args:
-        name: the planner's own name of the reason.
-        num_tokens: of the sample.
-    """
+    """Reason and detail in the set-aside table of a sample of so many tokens that the planner left
+    out; `name` is the planner's own name of the reason."""
     pack = config.pack
     if name.startswith("over_budget:"):
         budget = name.partition(":")[2]

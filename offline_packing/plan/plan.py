@@ -44,12 +44,8 @@ logger = logging.getLogger(__name__)
 
 
 def plan(run: Run, samples: Index) -> StoredPlan:
-    """Make the plan, or find it complete.
-
-    Raises:
-        StageError: nothing to pack, over-long samples under on_overlong: error, or
-            shards were already written with another plan.
-    """
+    """Make the plan, or find it complete. Raises StageError: nothing to pack, over-long samples
+    under on_overlong: error, or shards were already written with another plan."""
     workspace = run.workspace
     found = read_json(workspace.plan_info)
     fingerprint = plan_fingerprint(run, found and found["fingerprint"])
@@ -87,13 +83,13 @@ def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> StoredPla
     with index.table_writer(folder / "set_aside.parquet", index.SET_ASIDE_SCHEMA) as write_aside:
         for table in planned.set_aside.tables(samples, [s.path for s in run.config.source]):
             write_aside(table)
-    text = summary_text(run, samples, planned.packs, planned.reasons)
+    text = summary_text(run, samples, planned.packs, planned.set_aside.reasons)
     write_atomically(folder / "summary.txt", text.encode())
     files = {name: hash_file(folder / name) for name in PLAN_FILES}
     document = {
         "fingerprint": plan_fingerprint(run),
         "hash": plan_identity(files),
-        "set_aside": dict(planned.reasons),
+        "set_aside": dict(planned.set_aside.reasons),
         "copies": planned.packs.info.num_copies,
         "files": files,
     }
@@ -102,14 +98,8 @@ def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> StoredPla
 
 
 def restore_plan(run: Run, samples: Index, expected: str) -> None:
-    """Rebuild a damaged plan from which shards are already written.
-
-    Args:
-        expected: `hash_plan` of the plan as it was.
-
-    Raises:
-        StageError: it would not be the same plan.
-    """
+    """Rebuild a damaged plan from which shards are already written. Raises StageError: it would
+    have another `hash_plan` than is expected."""
     folder = run.workspace.plan
     scratch = folder.with_suffix(".repair")
     shutil.rmtree(scratch, ignore_errors=True)  # left by a killed run
@@ -132,7 +122,7 @@ def restore_plan(run: Run, samples: Index, expected: str) -> None:
 def preview_plan(run: Run, samples: Index) -> str:
     """The summary of the plan that `plan` would make; nothing is written."""
     planned = make_plan(run, samples)
-    return summary_text(run, samples, planned.packs, planned.reasons)
+    return summary_text(run, samples, planned.packs, planned.set_aside.reasons)
 
 
 def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mapping[str, int]) -> str:

@@ -13,7 +13,7 @@ from offline_packing.index.table import Index, IndexInfo
 from offline_packing.planner.cost import padded_tokens
 from offline_packing.planner.pack_plan import PackPlan
 
-_HISTOGRAM_ROWS = 16
+_BINS = 16
 _BAR_WIDTH = 40
 
 
@@ -21,28 +21,18 @@ _BAR_WIDTH = 40
 class PlanSummary:
     """What a plan amounts to. Lengths are in tokens."""
 
-    task: str
-    strategy: str
-    seq_length: int
+    config: PackingConfig
+    packs: PackPlan
     num_samples: int
     set_aside: Mapping[str, int]
     num_unused_images: int
     num_packed: int
     num_tokens: int
-    num_packs: int
-    lower_bound: int
-    #: packs above the lower bound, as a share of it
-    gap: float
     #: tokens over the room in all packs
     fill: float
-    #: mean samples per pack
-    packing_factor: float
-    #: samples that are padded to the longest of them, without packing
-    padded_batch_size: int
     #: share of padding without packing, and with it
     padding_before: float
     padding_after: float
-    global_batch_size: int
     iterations_before: int
     iterations_after: int
     #: sequences per step that keep the number of samples per step
@@ -60,64 +50,53 @@ def summarize(
 ) -> PlanSummary:
     """Figures of a plan. `lengths` (num_packed,) are the tokens of the packed samples, `set_aside`
     counts those left out while measuring and planning, by reason."""
-    seq_length, num_packed = packs.info.seq_length, len(lengths)
-    num_tokens = int(lengths.sum(dtype=np.int64))
-    batch, padded_batch = config.report.global_batch_size, config.report.padded_batch_size
-    padded = padded_tokens(np.bincount(lengths), padded_batch)
+    num_packed, num_tokens = len(lengths), int(lengths.sum(dtype=np.int64))
+    batch = config.report.global_batch_size
+    padded = padded_tokens(np.bincount(lengths), config.report.padded_batch_size)
+    edges = np.linspace(0, config.pack.seq_length, min(_BINS, config.pack.seq_length) + 1)
     return PlanSummary(
-        task=config.task,
-        strategy=packs.info.strategy,
-        seq_length=seq_length,
+        config,
+        packs,
         num_samples=info.num_samples + info.num_set_aside,
         set_aside=dict(set_aside),
         num_unused_images=info.num_unused_images,
         num_packed=num_packed,
         num_tokens=num_tokens,
-        num_packs=packs.num_packs,
-        lower_bound=packs.info.lower_bound,
-        gap=packs.gap,
-        fill=num_tokens / (packs.num_packs * seq_length),
-        packing_factor=packs.packing_factor,
-        padded_batch_size=padded_batch,
+        fill=num_tokens / (packs.num_packs * config.pack.seq_length),
         padding_before=1 - num_tokens / padded,
         padding_after=1 - num_tokens / max(packs.info.num_tokens, 1),
-        global_batch_size=batch,
         iterations_before=math.ceil(num_packed / batch),
         iterations_after=math.ceil(packs.num_packs / batch),
         equal_batch_size=max(1, round(batch / packs.packing_factor)),
-        histogram=_histogram(lengths, seq_length),
+        histogram=tuple(np.histogram(lengths, edges)[0].tolist()),
     )
-
-
-def _histogram(lengths: npt.NDArray[np.integer], seq_length: int) -> tuple[int, ...]:
-    edges = np.linspace(0, seq_length, min(_HISTOGRAM_ROWS, seq_length) + 1)
-    return tuple(np.histogram(lengths, edges)[0].tolist())
 
 
 def render_summary(summary: PlanSummary, sources: Sequence[str] = ()) -> str:
     """The figures as text, one per line; `sources`: the lines of their table."""
-    s = summary
+    s, packs, report = summary, summary.packs, summary.config.report
+    info = packs.info
     before, after = s.iterations_before, s.iterations_after
     lines = [
-        ("task", s.task),
+        ("task", s.config.task),
         ("samples", f"{s.num_samples:,}"),
         ("set aside", f"{sum(s.set_aside.values()):,}"),
         *((f"  {reason}", f"{count:,}") for reason, count in sorted(s.set_aside.items())),
         *([("unused images", f"{s.num_unused_images:,}")] if s.num_unused_images else []),
         ("packed samples", f"{s.num_packed:,}"),
         ("tokens", f"{s.num_tokens:,} (mean {s.num_tokens / s.num_packed:,.1f} per sample)"),
-        ("packs", f"{s.num_packs:,} of {s.seq_length:,} tokens, strategy {s.strategy}"),
-        ("lower bound", f"{s.lower_bound:,} (gap {s.gap:.3%})"),
+        ("packs", f"{packs.num_packs:,} of {info.seq_length:,} tokens, strategy {info.strategy}"),
+        ("lower bound", f"{info.lower_bound:,} (gap {packs.gap:.3%})"),
         ("fill", f"{s.fill:.2%}"),
-        ("packing factor", f"{s.packing_factor:.2f} samples per pack"),
+        ("packing factor", f"{packs.packing_factor:.2f} samples per pack"),
         (
             "padding",
             f"{s.padding_before:.1%} -> {s.padding_after:.1%} of tokens in a batch "
-            f"(before: {s.padded_batch_size} samples padded to the longest)",
+            f"(before: {report.padded_batch_size} samples padded to the longest)",
         ),
         (
             "iterations",
-            f"{before:,} -> {after:,} per epoch at global batch size {s.global_batch_size:,} "
+            f"{before:,} -> {after:,} per epoch at global batch size {report.global_batch_size:,} "
             f"(global batch size {s.equal_batch_size:,} keeps the samples per step)",
         ),
     ]
@@ -128,7 +107,7 @@ def render_summary(summary: PlanSummary, sources: Sequence[str] = ()) -> str:
 
 def _bars(summary: PlanSummary) -> list[str]:
     highest = max(summary.histogram)
-    width = summary.seq_length / len(summary.histogram)
+    width = summary.config.pack.seq_length / len(summary.histogram)
     return [
         f"{math.floor(i * width) + 1:>9,} – {math.floor((i + 1) * width):<9,}"
         f"{'█' * math.ceil(_BAR_WIDTH * count / highest):<{_BAR_WIDTH}} {count:,}"

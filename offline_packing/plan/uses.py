@@ -37,17 +37,12 @@ class Uses:
 
 
 def choose_uses(config: PackingConfig, samples: Index, kept: Rows) -> Uses:
-    """Rows and splits of all uses of the rows that can be packed.
-
-    A split holds whole samples: where one is used several times, all its uses are in one split.
-
-    Raises:
-        StageError: the weights ask for too many copies of a sample.
-    """
-    nobody = AsideRows.merge([])
+    """Rows and splits of all uses of the rows that can be packed. A split holds whole samples:
+    where one is used several times, all its uses are in one split. Raises StageError: the weights
+    ask for too many copies of a sample."""
     repeats = [source.repeat for source in config.source]
     if not any(source.weight for source in config.source) and set(repeats) == {1}:
-        return Uses({"": kept}, False, nobody)
+        return Uses({"": kept}, False, AsideRows.merge([]))
     source_ids = samples.array("source_id")[kept]
     hashes = samples.array("key_hash")[kept]
     if config.source[0].weight:

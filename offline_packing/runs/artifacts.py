@@ -64,11 +64,8 @@ class StoredPlan:
 
 
 def open_index(run: Run) -> Index:
-    """The complete index of an output, made with this configuration.
-
-    Raises:
-        StageError: there is none, or it was made with other settings.
-    """
+    """The complete index of an output, made with this configuration. Raises StageError: there is
+    none, or it was made with other settings."""
     workspace = run.workspace
     info = IndexInfo.load(workspace.index_info)
     if info is None:
@@ -79,8 +76,9 @@ def open_index(run: Run) -> Index:
 
 def check_index(run: Run, info: IndexInfo) -> None:
     """Raise StageError if an index does not match the configuration."""
+    found = info.fingerprint.items()
     check_fingerprint(
-        without_listings(info.fingerprint),
+        {name: value for name, value in found if not name.endswith(".listing")},
         config_fingerprint(run.config),
         artifact=f"the index in {run.workspace.root}",
         remedy="run measure again with output.overwrite=true, choose another output.path, "
@@ -90,11 +88,8 @@ def check_index(run: Run, info: IndexInfo) -> None:
 
 
 def open_plan(run: Run) -> StoredPlan:
-    """The complete plan of an output, made with these settings of its index.
-
-    Raises:
-        StageError: there is none, it is damaged, or it was made with other settings.
-    """
+    """The complete plan of an output, made with these settings of its index. Raises StageError:
+    there is none, it is damaged, or it was made with other settings."""
     info = read_json(run.workspace.plan_info)
     if info is None:
         raise StageError(f"no complete plan in {run.workspace.root}; run plan first")
@@ -117,11 +112,8 @@ def check_plan(run: Run, info: Mapping[str, Any]) -> None:
 
 
 def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:
-    """The plan that a stage.json describes.
-
-    Raises:
-        StageError: a file of it cannot be read, or does not hold the planned packs.
-    """
+    """The plan that a stage.json describes. Raises StageError: a file of it cannot be read, or does
+    not hold the planned packs."""
     folder = run.workspace.plan
     try:
         packs = PackPlan.load(folder)
@@ -139,12 +131,8 @@ def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:
 
 
 def plan_fingerprint(run: Run, found: Fingerprint | None = None) -> Fingerprint:
-    """What a plan depends on.
-
-    Args:
-        found: what an existing plan was made with. One from before `pack.sample_order` remains
-            valid under the default.
-    """
+    """What a plan depends on. An existing plan, by what it was made with, remains valid under the
+    default of `pack.sample_order` if it is from before that."""
     config = run.config
     pack = config.pack.model_dump(mode="json", exclude={"max_set_aside", "weight_by"})
     is_older = found is not None and "pack.sample_order" not in found
@@ -223,11 +211,6 @@ def config_fingerprint(config: PackingConfig) -> Fingerprint:
     return fields
 
 
-def without_listings(fingerprint: Fingerprint) -> dict[str, str | int]:
-    """The part of an index's fingerprint that `config_fingerprint` gives."""
-    return {name: value for name, value in fingerprint.items() if not name.endswith(".listing")}
-
-
 def changed_fields(found: Fingerprint, wanted: Fingerprint) -> list[str]:
     """Names of the fields that differ, those present on one side only included."""
     return sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
@@ -242,16 +225,9 @@ def check_fingerprint(
     accept: Collection[str] = (),
     explain: Callable[[str], str | None] = lambda name: None,
 ) -> None:
-    """Raise StageError if any field but the accepted ones differs.
-
-    Args:
-        found: what the artifact was made with.
-        wanted: what the configuration says now.
-        artifact: what to call it in the message.
-        remedy: what the user can do.
-        accept: names of fields that may differ.
-        explain: what changed, of a field whose values say nothing to people; None of others.
-    """
+    """Raise StageError if any field but the accepted ones differs between what the artifact was
+    made with and what the configuration says now. `explain` says what changed, of a field whose
+    values say nothing to people; None of others."""
     unknown = set(accept) - {*found, *wanted}
     if unknown:
         raise ConfigError(

@@ -5,6 +5,7 @@ A folder of pictures that has moved, or a wrong format, must not look like succe
 
 import io
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -16,8 +17,7 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
 from offline_packing.index.set_aside import AsideGroup, group_set_aside, read_set_aside
 from offline_packing.index.table import Index, IndexInfo, part_name
-from offline_packing.runs.run import Run
-from offline_packing.runs.workspace import Workspace
+from offline_packing.runs.run import Run, Workspace
 from offline_packing.sources.reading.contents import hint_for
 
 #: Left out because the configuration says so: not a loss.
@@ -54,12 +54,8 @@ def explain(config: PackingConfig, group: AsideGroup) -> str:
 
 
 def check_losses(run: Run) -> None:
-    """Stop a run that is about to write less than its user thinks.
-
-    Raises:
-        StageError: a source gives no sample at all, or more samples are set aside than
-            pack.max_set_aside allows.
-    """
+    """Stop a run that is about to write less than its user thinks. Raises StageError: a source
+    gives no sample at all, or more samples are set aside than pack.max_set_aside allows."""
     workspace, config = run.workspace, run.config
     info = IndexInfo.load(workspace.index_info)
     limit = config.pack.max_set_aside
@@ -68,9 +64,9 @@ def check_losses(run: Run) -> None:
     tables = [*aside_while_measuring(workspace, info), *aside_while_planning(workspace)]
     groups = group_set_aside(tables)
     lost = [group for group in groups if group.reason not in _DELIBERATE]
+    lost.sort(key=lambda group: -group.count)
     if not lost:
         return
-    lost.sort(key=lambda group: -group.count)
     empty = next(_empty_sources(config, Index(workspace.index, info), lost), None)
     if empty is not None:
         raise StageError(empty)
@@ -105,39 +101,29 @@ def _empty_sources(
 
 
 def _counts(groups: Iterable[AsideGroup]) -> str:
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for group in groups:
-        counts[group.reason] = counts.get(group.reason, 0) + group.count
+        counts[group.reason] += group.count
     return ", ".join(f"{reason} {count:,}" for reason, count in counts.items())
 
 
 def _example(group: AsideGroup) -> str:
     detail = " ".join(group.detail.split())
-    if len(detail) > _DETAIL_LENGTH:
-        detail = f"{detail[: _DETAIL_LENGTH - 1]}…"
-    return f"{group.key!r} in {group.source}: {detail}"
+    cut = f"{detail[: _DETAIL_LENGTH - 1]}…" if len(detail) > _DETAIL_LENGTH else detail
+    return f"{group.key!r} in {group.source}: {cut}"
 
 
 def _hint(config: PackingConfig, group: AsideGroup) -> str | None:
-    source = next((one for one in config.source if one.path == group.source), None)
-    if source is None:
-        return None
-    return hint_for(group.reason, group.detail, source)
+    sources = [one for one in config.source if one.path == group.source]
+    return hint_for(group.reason, group.detail, sources[0]) if sources else None
 
 
 def list_set_aside(
     run: Run, *, reasons: Collection[str] = (), as_csv: bool = False
 ) -> Iterator[str]:
     """Lines of key, source, reason and detail, many at a time: what `measure` set aside, then what
-    `plan` did.
-
-    Args:
-        reasons: list these only.
-        as_csv: comma-separated with a header, quoted as RFC 4180 has it; otherwise tabs.
-
-    Raises:
-        StageError: nothing is measured yet, or a table is damaged.
-    """
+    `plan` did, for all reasons or these only. CSV has a header and is quoted as RFC 4180 has it;
+    otherwise there are tabs. Raises StageError: nothing is measured yet, or a table is damaged."""
     workspace = run.workspace
     info = IndexInfo.load(workspace.index_info)
     if info is None:

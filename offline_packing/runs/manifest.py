@@ -15,10 +15,7 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.layouts.fragments import ShardFragment, ShardFragments
 from offline_packing.runs.run import Run
-from offline_packing.sources.options import SourceOptions
 from offline_packing.storage.files import hash_bytes, read_json, to_json, write_atomically
-
-MANIFEST_VERSION: Final = 1
 
 #: What `content_hash` does not cover.
 _APART: Final = ("content_hash", "library_versions", "metadata")
@@ -34,12 +31,8 @@ Manifest = Mapping[str, Any]
 
 
 def read_manifest(run: Run) -> Manifest | None:
-    """The manifest of a dataset that is complete; or None.
-
-    Raises:
-        DamagedError: it is not what was written.
-        StageError: it is of an earlier version's dataset that data were appended to.
-    """
+    """The manifest of a dataset that is complete; or None. Raises DamagedError: it is not what was
+    written. StageError: it is of an earlier version's dataset that data were appended to."""
     path = run.workspace.manifest
     manifest = read_json(path)
     if manifest is None:
@@ -58,12 +51,8 @@ def read_manifest(run: Run) -> Manifest | None:
 def write_manifest(
     run: Run, index: IndexInfo, plan: Mapping[str, Any], fragments: ShardFragments
 ) -> Manifest:
-    """Write the layout's metadata and then the manifest, which makes the dataset complete.
-
-    Args:
-        plan: content of the plan's stage.json.
-        fragments: the shards, in order.
-    """
+    """Write the layout's metadata and then the manifest, which makes the dataset complete. `plan`
+    is the content of the plan's stage.json; the fragments are in order."""
     manifest = finish_layout(run, build_manifest(run, index, plan, fragments))
     write_atomically(run.workspace.manifest, to_json(manifest))
     return manifest
@@ -96,7 +85,7 @@ def build_manifest(
     shards = list(map(_describe, fragments))
     set_aside = Counter(index.set_aside) + Counter(plan["set_aside"])
     content = {
-        "version": MANIFEST_VERSION,
+        "version": 1,
         "task": run.config.task,
         "layout": run.config.output.layout,
         "seq_length": run.config.pack.seq_length,
@@ -161,26 +150,21 @@ def stored_config(config: PackingConfig) -> dict[str, Any]:
         "pack": {"max_set_aside"},
     }
     content = config.model_dump(mode="json", exclude=excluded)
-    content["source"] = [
-        {**_SOURCE_FIELDS, **_stored_source(dumped, source)}
-        for dumped, source in zip(content["source"], config.source, strict=True)
-    ]
+    for i, source in enumerate(config.source):
+        # Without the options that came later and are not used: packs that do not need them are
+        # what they were without.
+        used = {
+            name: value
+            for name, value in content["source"][i].items()
+            if name in _SOURCE_FIELDS
+            or getattr(source, name) != type(source).model_fields[name].default
+        }
+        content["source"][i] = {**_SOURCE_FIELDS, **used}
     if not config.source[0].weight:  # decides nothing then, and older manifests do not have it
         del content["pack"]["weight_by"]
     if config.pack.sample_order == "composed":  # the same: it is what older versions did
         del content["pack"]["sample_order"]
     return content
-
-
-def _stored_source(dumped: Mapping[str, Any], source: SourceOptions) -> dict[str, Any]:
-    """A source without the options that came later and are not used: packs that do not need them
-    are what they were without."""
-    fields = type(source).model_fields
-    return {
-        name: value
-        for name, value in dumped.items()
-        if name in _SOURCE_FIELDS or getattr(source, name) != fields[name].default
-    }
 
 
 def require_manifest(run: Run) -> Manifest:

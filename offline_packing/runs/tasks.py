@@ -34,7 +34,7 @@ Task = TypeVar("Task")
 
 def unfinished(stage: str, tasks: Sequence[Task], marker: Callable[[Task], Path]) -> list[Task]:
     """The tasks that are not done, in order; `Engine.share` assigns them to ranks."""
-    left = _left(tasks, marker)
+    left = [task for task in tasks if not marker(task).exists()]
     if left and len(left) < len(tasks):
         num_done = len(tasks) - len(left)
         logger.info("%s: %d of %d tasks are done already", stage, num_done, len(tasks))
@@ -44,21 +44,14 @@ def unfinished(stage: str, tasks: Sequence[Task], marker: Callable[[Task], Path]
 def check_all_done(
     run: Run, stage: str, tasks: Sequence[Task], marker: Callable[[Task], Path]
 ) -> None:
-    """Leave completing the stage to a separate run if ranks share it.
-
-    Raises:
-        ShareDoneError: this rank's tasks are done.
-    """
+    """Leave completing the stage to a separate run if ranks share it. Raises ShareDoneError: this
+    rank's tasks are done."""
     if run.engine.IS_SHARED:
-        left = len(_left(tasks, marker))
+        left = sum(not marker(task).exists() for task in tasks)
         raise ShareDoneError(
             f"this rank's share of {stage} is done, {left} of {len(tasks)} tasks are left to other "
             f"ranks; after them, run {stage} with engine.name=local to complete it"
         )
-
-
-def _left(tasks: Sequence[Task], marker: Callable[[Task], Path]) -> list[Task]:
-    return [task for task in tasks if not marker(task).exists()]
 
 
 def plan_shards(run: Run, samples: Index, plan: PackPlan) -> list[Shard]:
@@ -73,27 +66,17 @@ def plan_shards(run: Run, samples: Index, plan: PackPlan) -> list[Shard]:
 
 
 def iterate_tasks(
-    run: Run,
-    samples: Index,
-    plan: PackPlan,
-    shards: Sequence[Shard],
-    *,
-    scratch: Path | None = None,
-    with_sources: bool = True,
+    run: Run, samples: Index, plan: PackPlan, shards: Sequence[Shard], *, with_sources: bool = True
 ) -> Iterator[ShardTask]:
-    """The task of each shard, made when it is asked for.
-
-    Args:
-        scratch: folder for rows that do not fit in memory; default: the fragments' folder.
-        with_sources: whether the tasks read samples and media; without it, no source is needed.
-    """
+    """The task of each shard, made when it is asked for; without sources, which need not exist
+    then, a task reads neither samples nor media."""
     if not shards:
         return
     workspace, config = run.workspace, run.config
     sources = tuple(open_sources(config)) if with_sources else ()
     bounds = [plan.pack_offsets[s.first_pack : s.first_pack + s.num_packs + 1] for s in shards]
     ids = [plan.sample_ids[offsets[0] : offsets[-1]] for offsets in bounds]
-    tables = rows_of_shards(samples, COLUMNS, ids, scratch or workspace.write)
+    tables = rows_of_shards(samples, COLUMNS, ids, workspace.write)
     copies = plan.copy_numbers()
     for shard, offsets, rows in zip(shards, bounds, tables, strict=True):
         if copies is not None:

@@ -25,10 +25,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file that gets its name only if the block succeeds: written beside it, synced, renamed.
-
-    Raises:
-        StageError: the disk is full.
-    """
+    Raises StageError: the disk is full."""
     with translate_disk_full(path):
         temporary, file = _open_temporary(path)
         try:
@@ -91,31 +88,22 @@ def to_json(content: Any) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """The content of one of our JSON files, or None where there is none.
-
-    Raises:
-        DamagedError: it holds no JSON object.
-    """
+    """The content of one of our JSON files, or None where there is none. Raises DamagedError: it
+    holds no JSON object."""
     try:
         content = orjson.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}, no object")
     except FileNotFoundError:
         return None
-    except orjson.JSONDecodeError as error:
+    except ValueError as error:
         raise DamagedError(f"{path} is damaged: {error}; retry rewrites it") from error
-    if not isinstance(content, dict):
-        raise DamagedError(
-            f"{path} is damaged: it holds a {type(content).__name__}, no object; retry writes it "
-            "again"
-        )
     return content
 
 
 def read_range(path: str | Path, offset: int, size: int, *, whole: bool) -> bytes:
-    """`size` bytes at `offset`; with `whole`, the file must have exactly that size.
-
-    Raises:
-        StageError: the file is gone, shorter, or has another size than when it was measured.
-    """
+    """`size` bytes at `offset`; with `whole`, the file must have exactly that size. Raises
+    StageError: the file is gone, shorter, or has another size than when it was measured."""
     remedy = "restore it, or measure again with output.overwrite=true"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -160,11 +148,8 @@ def remove_temporaries(folder: Path) -> None:
 
 @contextmanager
 def hold_lock(path: Path, what: str, *, shared: bool = False) -> Iterator[None]:
-    """Hold a lock file while the block runs; shared locks only keep exclusive ones away.
-
-    Raises:
-        StageError: another process holds it.
-    """
+    """Hold a lock file while the block runs; shared locks only keep exclusive ones away. Raises
+    StageError: another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
         try:

@@ -152,8 +152,7 @@ def unpack(file: BinaryIO, name: str, packed_size: int, target: BinaryIO) -> Non
         open_unpacked(file, name, packed_size) as content,
         contextlib.suppress(DamagedStreamError),
     ):
-        while block := content.read(_BLOCK):
-            target.write(block)
+        shutil.copyfileobj(content, target, _BLOCK)
 
 
 def unpacked_copy(name: str, what: str, folder: Path, write: Callable[[BinaryIO], None]) -> Path:
@@ -163,13 +162,8 @@ def unpacked_copy(name: str, what: str, folder: Path, write: Callable[[BinaryIO]
     locks, several processes may write it at once, each to a file of its own, and all rename the
     same content to the same name.
 
-    Args:
-        name: tells it from all others: what it is made of, and the state that is in.
-        what: what to call that in messages.
-        write: writes the content.
-
-    Raises:
-        DiskFullError: there is no room for it.
+    Its name tells it from all others: what it is made of, and the state that is in; `what` is what
+    to call that in messages. Raises DiskFullError: there is no room for it.
     """
     path = folder / f"{xxhash.xxh3_128_hexdigest(name.encode(errors='surrogateescape'))}.unpacked"
     if path.exists():

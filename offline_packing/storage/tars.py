@@ -139,11 +139,8 @@ def index_bytes(entries: Sequence[PackEntry]) -> bytes:
 
 
 def scan_tar(path: Path) -> Iterator[PackEntry]:
-    """The packs of an uncompressed tar, in order; only headers are read.
-
-    Raises:
-        StageError: the tar is damaged, or ends without its end marker.
-    """
+    """The packs of an uncompressed tar, in order; only headers are read. Raises StageError: the tar
+    is damaged, or ends without its end marker."""
     key, start, end, parts = "", 0, 0, list[Part]()
     try:
         with open(path, "rb") as file:
@@ -189,12 +186,9 @@ class TarReader:
         self.member_complete = True
 
     def __iter__(self) -> Iterator[TarMember]:
-        """The members in order.
-
-        Raises:
-            DamagedStreamError: a header is damaged, or the tar ends without its end marker, within
-                a header or within the content of the member that was given last.
-        """
+        """The members in order. Raises DamagedStreamError: a header is damaged, or the tar ends
+        without its end marker, within a header or within the content of the member that was given
+        last."""
         while True:
             header = self._take(_BLOCK, _HEADER)
             if header == bytes(_BLOCK) and not (header := self._behind_end_marker()):

@@ -50,49 +50,40 @@ def parse_yaml(text: str, name: str) -> Any:
 
 
 def apply_override(content: dict[str, Any], override: str) -> None:
-    """Set one value in a document: `pack.seed=1`, or in a list `source.0.path=x`.
-
-    Raises:
-        ConfigError: the override is not of the form a.b=value, or leads through a plain value.
-    """
+    """Set one value in a document: `pack.seed=1`, or in a list `source.0.path=x`. Raises
+    ConfigError: the override is not of the form a.b=value, or leads through a plain value."""
     name, separator, text = override.partition("=")
     if not separator or not all(name.split(".")):
         raise ConfigError(f"override {override!r} is not of the form a.b=value")
     value = parse_yaml(text, f"override {override!r}")
     *parents, last = name.split(".")
     target: Any = content
-    for depth, key in enumerate(parents):
-        if isinstance(target, list):
-            target = _item(target, key, override)
-        else:
-            if target.get(key) is None:
-                target[key] = {}
-            target = target[key]
+    for depth, part in enumerate(parents):
+        key = _key(target, part, override)
+        if isinstance(target, dict) and target.get(key) is None:
+            target[key] = {}
+        target = target[key]
         if not isinstance(target, dict | list):
             where = ".".join(parents[: depth + 1])
             raise ConfigError(f"override {override!r}: {where} is {target!r}, not a mapping")
-    if isinstance(target, list):
-        _item(target, last, override)
-        target[int(last)] = value
-    else:
-        target[last] = value
+    target[_key(target, last, override)] = value
 
 
-def _item(items: list[Any], key: str, override: str) -> Any:
-    if not key.isdecimal() or int(key) >= len(items):
+def _key(target: dict[str, Any] | list[Any], part: str, override: str) -> Any:
+    """What a part of a dotted name is in a mapping or, as a number, in a list."""
+    if isinstance(target, dict):
+        return part
+    if not part.isdecimal() or int(part) >= len(target):
         raise ConfigError(
-            f"override {override!r}: {key!r} is no item of a list of {len(items)}; "
+            f"override {override!r}: {part!r} is no item of a list of {len(target)}; "
             "number the items from 0"
         )
-    return items[int(key)]
+    return int(part)
 
 
 def read_config(model: type[ModelT], path: str | Path, overrides: Sequence[str] = ()) -> ModelT:
-    """Read a YAML file, apply the overrides (their values are YAML), validate.
-
-    Raises:
-        ConfigError: the file cannot be read or parsed, or a field is unknown or has a bad value.
-    """
+    """Read a YAML file, apply the overrides (their values are YAML), validate. Raises ConfigError:
+    the file cannot be read or parsed, or a field is unknown or has a bad value."""
     name = f"config {str(path)!r}"
     try:
         text = Path(path).read_text("utf-8")

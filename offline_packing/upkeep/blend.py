@@ -25,76 +25,62 @@ _COMMON: Final = ("layout", "seq_length", "pad_multiple")
 
 
 def blend(folders: Sequence[Path]) -> str:
-    """The YAML of a metadataset of these outputs; its paths are absolute.
-
-    Raises:
-        StageError: an output is not complete, two have the same pack keys, or they were packed for
-            another model or another length of sequences.
-    """
+    """The YAML of a metadataset of these outputs; its paths are absolute. Raises StageError: an
+    output is not complete, two have the same pack keys, or they were packed for another model or
+    another length of sequences."""
     roots = [folder.resolve() for folder in folders]
-    if len(set(roots)) < len(roots):
-        raise StageError(f"{_repeated(roots)} is named twice; name each output once")
-    manifests = [_read_manifest(root) for root in roots]
-    _check_layout(roots[0], manifests[0])
-    _check_same(roots, manifests)
-    _check_keys_apart(roots, manifests)
-    names = dict.fromkeys(split for one in manifests for split in one["counts"]["packs"])
-    packs = {split: [one["counts"]["packs"].get(split, 0) for one in manifests] for split in names}
-    splits = {
-        split: {
-            "blend": [
-                {"path": str(root), "weight": count}
-                for root, count in zip(roots, counts, strict=True)
-                if count
-            ]
-        }
-        for split, counts in packs.items()
-        if any(counts)
-    }
+    repeated = next((root for root in roots if roots.count(root) > 1), None)
+    if repeated is not None:
+        raise StageError(f"{repeated} is named twice; name each output once")
+    outputs = {root: _read_manifest(root) for root in roots}
+    if outputs[roots[0]]["layout"] != "energon":
+        raise StageError(
+            f"{roots[0]} has output.layout={outputs[roots[0]]['layout']}, which Energon does not "
+            "blend; pack it with output.layout=energon"
+        )
+    _check_same(outputs)
+    _check_keys_apart(outputs)
+    packs = {root: manifest["counts"]["packs"] for root, manifest in outputs.items()}
+    splits = {}
+    for split in dict.fromkeys(split for counts in packs.values() for split in counts):
+        weights = {root: counts.get(split, 0) for root, counts in packs.items()}
+        blended = [{"path": str(root), "weight": n} for root, n in weights.items() if n]
+        if blended:
+            splits[split] = {"blend": blended}
     head = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}
     about = "# Weights are numbers of packs: each pack comes once per epoch, on average.\n"
     return about + yaml.safe_dump(head, sort_keys=False)
 
 
 def _read_manifest(root: Path) -> Mapping[str, Any]:
-    manifest = read_json(root / "manifest.json")
-    if not isinstance(manifest, dict) or not {"counts", "config", "fingerprint"} <= set(manifest):
+    manifest: Mapping[str, Any] | None = read_json(root / "manifest.json")
+    if manifest is None or not {"counts", "config", "fingerprint"} <= set(manifest):
         raise StageError(
             f"{root} is not a complete output: it has no manifest.json; run write first"
         )
     return manifest
 
 
-def _check_layout(root: Path, manifest: Mapping[str, Any]) -> None:
-    if manifest["layout"] != "energon":
-        raise StageError(
-            f"{root} has output.layout={manifest['layout']}, which Energon does not blend; pack it "
-            "with output.layout=energon"
-        )
-
-
-def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    fingerprint = manifest["fingerprint"].items()
-    model = {name: value for name, value in fingerprint if name.startswith("model.")}
-    return {**{name: manifest[name] for name in _COMMON}, **model}
-
-
-def _check_same(roots: Sequence[Path], manifests: Sequence[Mapping[str, Any]]) -> None:
-    first = _settings(manifests[0])
-    for root, manifest in zip(roots, manifests, strict=True):
-        own = _settings(manifest)
+def _check_same(outputs: Mapping[Path, Mapping[str, Any]]) -> None:
+    settings = {}
+    for root, manifest in outputs.items():
+        fields = manifest["fingerprint"].items()
+        model = {name: value for name, value in fields if name.startswith("model.")}
+        settings[root] = {name: manifest[name] for name in _COMMON} | model
+    root, first = next(iter(settings.items()))
+    for other, own in settings.items():
         for name in sorted({*first, *own}):
             if first.get(name) != own.get(name):
                 raise StageError(
-                    f"{roots[0]} has {name}={first.get(name)!r}, {root} {own.get(name)!r}; a batch "
+                    f"{root} has {name}={first.get(name)!r}, {other} {own.get(name)!r}; a batch "
                     "holds packs of both: pack one of them again with the settings of the other"
                 )
 
 
-def _check_keys_apart(roots: Sequence[Path], manifests: Sequence[Mapping[str, Any]]) -> None:
+def _check_keys_apart(outputs: Mapping[Path, Mapping[str, Any]]) -> None:
     """Keys are output.key_prefix and a number from 0 on."""
     found: dict[str, Path] = {}
-    for root, manifest in zip(roots, manifests, strict=True):
+    for root, manifest in outputs.items():
         prefix = manifest["config"]["output"]["key_prefix"]
         other = found.setdefault(prefix, root)
         if other != root:
@@ -102,7 +88,3 @@ def _check_keys_apart(roots: Sequence[Path], manifests: Sequence[Mapping[str, An
                 f"{other} and {root} share pack keys ({prefix}ps_00000000, …); write one of "
                 "them again with another output.key_prefix, such as b"
             )
-
-
-def _repeated(roots: Sequence[Path]) -> Path:
-    return next(root for i, root in enumerate(roots) if root in roots[:i])

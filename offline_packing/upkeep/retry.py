@@ -18,9 +18,8 @@ from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan, restore_plan
 from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.manifest import Manifest, finish_layout, read_manifest
-from offline_packing.runs.run import Run
+from offline_packing.runs.run import Run, Workspace
 from offline_packing.runs.tasks import plan_shards
-from offline_packing.runs.workspace import Workspace
 from offline_packing.storage.files import hash_file, read_json, to_json, write_atomically
 from offline_packing.verify.damage import (
     Damage,
@@ -36,18 +35,10 @@ _OF_INDEX: Final = ("_packing/index", "_packing/set_aside", "_packing/files")
 
 
 def retry(run: Run) -> str:
-    """Complete an output, or restore it to the bytes that were written. Everything else
-    stays as it is.
-
-    The source is needed for the index and for shards only.
-
-    Returns:
-        What was done, as text.
-
-    Raises:
-        StageError: something cannot be rebuilt, most likely because the source has changed; it is
-            left as it was, and everything else is repaired.
-    """
+    """Complete an output, or restore it to the bytes that were written, and say what was done. The
+    source is needed for the index and for shards only. Raises StageError: something cannot be
+    rebuilt, most likely because the source has changed; it is left as it was, and everything else
+    is repaired."""
     output = run.config.output.model_copy(update={"overwrite": False})
     run = replace(run, config=run.config.model_copy(update={"output": output}))
     workspace = run.workspace
@@ -174,18 +165,13 @@ def _repair_shards(run: Run, manifest: Manifest) -> list[str]:
 
 def is_damaged(task: VerifyTask) -> tuple[int, bool]:
     """Number of a shard, and whether it or its fragment is missing or damaged."""
-    return task.number, bool(find_damage(task))
+    return task.shard.number, bool(find_damage(task))
 
 
 def repair_shard(task: VerifyTask) -> str:
-    """Write a shard again; returns its name.
-
-    It is first written elsewhere, and its hash, not the times of the source's files, decides
-    whether it is the same: a JSONL file may have grown since, or the source may have moved.
-
-    Raises:
-        StageError: the source no longer gives the same bytes.
-    """
+    """Write a shard again; returns its name. It is first written elsewhere, and its hash, not the
+    times of the source's files, decides whether it is the same: a JSONL file may have grown since,
+    or the source may have moved. Raises StageError: the source no longer gives the same bytes."""
     shard = task.shard
     scratch = shard.fragment_path.with_suffix(".repair")
     scratch.mkdir()

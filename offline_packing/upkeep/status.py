@@ -1,7 +1,7 @@
 """status: the progress of an output's stages."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -10,8 +10,7 @@ from offline_packing.index.table import IndexInfo
 from offline_packing.layouts.fragments import ShardFragments
 from offline_packing.report.report import report_status
 from offline_packing.runs.artifacts import check_index, check_layout, check_plan
-from offline_packing.runs.run import Run, listed
-from offline_packing.runs.workspace import Workspace
+from offline_packing.runs.run import Run, Workspace, listed
 from offline_packing.storage.files import read_json
 
 
@@ -40,17 +39,17 @@ def _made_otherwise(run: Run) -> Iterator[str]:
     """What a stage would refuse because it was made with other settings."""
     workspace = run.workspace
     info = IndexInfo.load(workspace.index_info)
-    planned = read_json(workspace.plan_info)
-    checks: list[Callable[[], None]] = []
-    if info is not None:
-        checks.append(partial(check_index, run, info))
-    if info is not None and planned is not None:
-        checks.append(partial(check_plan, run, planned))
-        if workspace.started.exists():
-            checks.append(partial(check_layout, run, planned["hash"]))
-    for check in checks:
+    planned = info and read_json(workspace.plan_info)
+    written = planned and workspace.started.exists() and planned["hash"]
+    checks: tuple[tuple[Callable[[Run, Any], None], Any], ...] = (
+        (check_index, info),
+        (check_plan, planned),
+        (check_layout, written),
+    )
+    for check, made in checks:
         try:
-            check()
+            if made:
+                check(run, made)
         except StageError as error:
             yield str(error)
 

@@ -77,11 +77,6 @@ class VerifyTask:
     model: ModelSettings
     deep: bool
 
-    @property
-    def number(self) -> int:
-        """What distinguishes the task from the others."""
-        return self.shard.number
-
 
 def verify_tasks(
     run: Run,
@@ -104,12 +99,11 @@ def verify_tasks(
 
 def verify_shard(task: VerifyTask) -> VerifyResult:
     """Re-read one shard."""
-    report = VerifyResult()
-    for problem in find_damage(task):
+    report, damage = VerifyResult(), find_damage(task)
+    for problem in damage:
         report.problem(problem)
-    is_damaged = report.num_problems > 0
     _verify_packs(task, report)
-    if is_damaged:  # once rewritten, it has none of the others either
+    if damage:  # once rewritten, it has none of the others either
         report.num_repairable = report.num_problems
     return report
 
@@ -132,7 +126,7 @@ def find_damage(task: VerifyTask) -> list[str]:
 
 def _verify_packs(task: VerifyTask, report: VerifyResult) -> None:
     """Compare the packs of a shard with the plan."""
-    layout = LAYOUTS[task.shard.layout]
+    layout, name = LAYOUTS[task.shard.layout], task.expected["name"]
     keys = task.shard.keys()
     planned = task.shard.packs()
     try:
@@ -140,87 +134,84 @@ def _verify_packs(task: VerifyTask, report: VerifyResult) -> None:
             for key, parts in layout.read_packs(task.shard):
                 planned_key, rows = next(planned, ("", []))
                 if key != planned_key:
-                    report.problem(
-                        f"{task.expected['name']} does not hold the packs {keys[0]} to {keys[-1]}"
-                    )
+                    report.problem(f"{name} does not hold the packs {keys[0]} to {keys[-1]}")
                     return
                 report.num_packs += 1
-                _verify_pack(task, key, parts, rows, report)
+                for text in _pack_problems(task, key, parts, rows, report):
+                    report.problem(f"{name}: {key}: {text}")
     except StageError as error:
         if not report.num_problems:
             report.problem(str(error))
         return
     if next(planned, None) is not None:
-        report.problem(f"{task.expected['name']} does not hold all packs up to {keys[-1]}")
+        report.problem(f"{name} does not hold all packs up to {keys[-1]}")
 
 
-def _verify_pack(
+def _pack_problems(
     task: VerifyTask,
     key: str,
     parts: Mapping[str, bytes],
     rows: Sequence[Row],
     report: VerifyResult,
-) -> None:
+) -> Iterator[str]:
     """Compare one pack with its rows of the index, and with their sources if the task is deep."""
-    where = f"{task.expected['name']}: {key}"
     try:
         pack = restore_pack(parse_json(parts[JSON_PART], key), key, None)
     except (KeyError, PackFormatError) as error:
-        report.problem(f"{where}: no usable JSON: {error}")
+        yield f"no usable JSON: {error}"
         return
     if pack.task != task.shard.task:
-        report.problem(f"{where}: task is {pack.task}, not {task.shard.task}")
+        yield f"task is {pack.task}, not {task.shard.task}"
     if list(pack.keys) != [row.key for row in rows]:
-        report.problem(f"{where}: does not hold the planned samples")
+        yield "does not hold the planned samples"
         return
     lengths = [row.num_tokens for row in rows]
     if list(pack.num_tokens or ()) != lengths:
-        report.problem(f"{where}: meta.num_tokens is not what was measured")
+        yield "meta.num_tokens is not what was measured"
     padded = sum(-(-length // task.pad_multiple) * task.pad_multiple for length in lengths)
     if padded > task.shard.seq_length:
-        report.problem(f"{where}: {padded} tokens > seq_length {task.shard.seq_length}")
+        yield f"{padded} tokens > seq_length {task.shard.seq_length}"
     hashes = [key_hash(row.source_id, row.key) for row in rows]
     report.key_hashes.append(np.array(hashes, dtype=np.uint64))
     report.num_samples += len(rows)
     for row, sub in zip(rows, pack.sub_samples, strict=True):
-        sub_where = f"{where}: {row.key!r}"
-        if isinstance(sub, SampleError):
-            report.problem(f"{sub_where}: {sub}")
-        elif any(name not in parts for name in sub.media) or (
-            (len(sub.media), len(sub.videos)) != (len(row.media), row.num_videos)
-        ):
-            report.problem(f"{sub_where}: its media are not those that were measured")
-        elif task.deep:
-            _verify_sub_sample(task, row, sub, parts, sub_where, report)
+        problem = _sub_sample_problem(task, row, sub, parts, report)
+        if problem is not None:
+            yield f"{row.key!r}: {problem}"
 
 
-def _verify_sub_sample(
+def _sub_sample_problem(
     task: VerifyTask,
     row: Row,
-    sub: SourceSample,
+    sub: SourceSample | SampleError,
     parts: Mapping[str, bytes],
-    where: str,
     report: VerifyResult,
-) -> None:
-    """Compare one sub-sample with its source, and encode it."""
+) -> str | None:
+    """Compare one sub-sample with its row, and if the task is deep with its source, and encode
+    it."""
+    if isinstance(sub, SampleError):
+        return str(sub)
+    counts = (len(sub.media), len(sub.videos))
+    if any(name not in parts for name in sub.media) or counts != (len(row.media), row.num_videos):
+        return "its media are not those that were measured"
+    if not task.deep:
+        return None
     images = [parts[name] for name in sub.images]
     videos = [parts[name] for name in sub.videos]
     try:
         source = LAYOUTS[task.shard.layout].stored_form(task.shard.read_sample(row))
         if (sub.turns, sub.system) != (source.turns, source.system):
-            report.problem(f"{where}: text differs from the source")
-            return
+            return "text differs from the source"
         media = task.shard.read_media(row)
         if images + videos != media:
             kind = "image" if images != media[: len(images)] else "video"
-            report.problem(f"{where}: {kind} bytes differ from the source")
-            return
+            return f"{kind} bytes differ from the source"
         num_tokens = len(open_encoder(task.model).encode(sub, images, videos).tokens)
     except (SampleError, StageError, MissingPyAVError) as error:
-        report.problem(f"{where}: {error}")
-        return
+        return str(error)
     report.num_images += len(images)
     report.num_videos += len(videos)
     report.num_tokens += num_tokens
     if num_tokens != row.num_tokens:
-        report.problem(f"{where}: encodes to {num_tokens} tokens, measured {row.num_tokens}")
+        return f"encodes to {num_tokens} tokens, measured {row.num_tokens}"
+    return None

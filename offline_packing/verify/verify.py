@@ -27,14 +27,9 @@ from offline_packing.verify.shard import VerifyResult, verify_shard, verify_task
 
 
 def verify(run: Run, *, deep: bool = False) -> VerifyResult:
-    """Check the packed dataset. It opens its artifacts itself, since it must not open damaged ones.
-
-    Args:
-        deep: also compare with the source, and encode every sample again.
-
-    Raises:
-        StageError: there is no complete dataset to check, or the source, which only `deep` needs,
-            cannot be read.
+    """Check the packed dataset; `deep`: also compare it with the source, and encode every sample
+    again. It opens its artifacts itself, since it must not open damaged ones. Raises StageError:
+    there is no complete dataset to check, or the source, which only `deep` needs, cannot be read.
     """
     total = VerifyResult()
     try:
@@ -80,8 +75,7 @@ def _verify_shards(run: Run, manifest: Manifest, deep: bool, total: VerifyResult
 def _check_manifest(run: Run, manifest: Manifest, total: VerifyResult) -> None:
     """Check the manifest's counts, and what its own hash does not cover."""
     index = IndexInfo.load(run.workspace.index_info)
-    versions = None if index is None else index.versions
-    if manifest.get("library_versions") != versions:
+    if index is None or manifest.get("library_versions") != index.versions:
         total.problem(
             "manifest.json is not what was written: its library_versions are not those of the "
             "index; retry makes it again",
@@ -113,8 +107,7 @@ def _require_complete(run: Run) -> Manifest:
     if manifest is None:
         open_index(run)
         open_plan(run)  # where an earlier stage is missing, this says which
-        return require_manifest(run)
-    return manifest
+    return manifest or require_manifest(run)
 
 
 def render_result(result: VerifyResult, *, deep: bool) -> str:
@@ -157,10 +150,7 @@ def _require_sources(run: Run) -> None:
 
 
 def _check_each_once(
-    samples: Index,
-    plan: PackPlan,
-    shards: Sequence[Shard],
-    total: VerifyResult,
+    samples: Index, plan: PackPlan, shards: Sequence[Shard], total: VerifyResult
 ) -> None:
     """The samples found are those of the plan, and no row of the index is in two places."""
     first = [plan.pack_offsets[shard.first_pack] for shard in shards]
@@ -175,7 +165,7 @@ def _check_each_once(
         total.problem("the plan holds a sample twice")
     lost = len(np.setdiff1d(expected, found))
     repeated = len(found) - len(np.unique(found))
-    if lost or repeated or not np.array_equal(expected, found):
+    if repeated or not np.array_equal(expected, found):
         total.problem(
             f"{lost:,} samples are in no pack, {repeated:,} in more than one",
             repairable=total.num_repairable > 0,  # of damaged shards

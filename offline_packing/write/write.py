@@ -9,10 +9,10 @@ and the stage fails when the others are done.
 """
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -40,30 +40,12 @@ logger = logging.getLogger(__name__)
 
 #: After this many failed shards the rest would most likely fail, too.
 _MAX_FAILURES: Final = 20
-#: Where the last sample of each compressed file ends.
-_ENDS: Final = pa.schema(
-    [("source_id", pa.int32()), ("container", pa.large_string()), ("end", pa.int64())]
-)
-
-
-@dataclass(frozen=True, slots=True)
-class WriteResult:
-    """What became of one shard."""
-
-    name: str
-    num_packs: int
-    #: why it could not be written
-    failure: str | None = None
 
 
 def write(run: Run, samples: Index, plan: StoredPlan) -> Manifest:
-    """Write the packed dataset, or find it complete; returns the manifest.
-
-    Raises:
-        StageError: shards of another plan or layout, a full disk, or shards that could
-            not be written, perhaps because the source changed.
-        ShareDoneError: this rank's shards are written, those of others are not.
-    """
+    """Write the packed dataset, or find it complete; returns the manifest. Raises StageError:
+    shards of another plan or layout, a full disk, or shards that could not be written, perhaps
+    because the source changed. ShareDoneError: this rank's are written, those of others are not."""
     workspace = run.workspace
     _start(run, plan)
     with run.unpacked_files():
@@ -101,25 +83,23 @@ def _estimate_unpacked_bytes(samples: Index, num_shards: int) -> int:
     A compressed file is unpacked as far as its last sample. Row groups are only copied where each
     shard uses little of them, as in a plan of many shards without locality.
     """
-    ends = _ENDS.empty_table()
     in_rows = 0
+    ends = []  # of the last sample of each compressed file, in each part
+    file = ["source_id", "container"]
     for table in samples.parts("source_id", "json", "media"):
-        media = table["media"].combine_chunks()
-        owners = table["source_id"].take(pc.list_parent_indices(media))
-        for ids, places in (
-            (table["source_id"], table["json"].combine_chunks()),
-            (owners, media.flatten()),
-        ):
-            kinds, sizes = places.field("kind"), places.field("size")
-            of_row = pc.equal(kinds, ParquetSource.KIND)
-            in_rows += pc.sum(sizes.filter(of_row)).as_py() or 0
-            packed = pc.starts_with(kinds, "stream")
-            columns = [ids, places.field("container"), pc.add(places.field("offset"), sizes)]
-            found = pa.table([column.filter(packed) for column in columns], schema=_ENDS)
-            ends = pa.concat_tables([ends, found])
-        ends = ends.group_by(["source_id", "container"]).aggregate([("end", "max")])
-        ends = ends.select(["source_id", "container", "end_max"]).rename_columns(_ENDS.names)
-    in_files = pc.sum(ends["end"]).as_py() or 0
+        records, media = table["json"].combine_chunks(), table["media"].combine_chunks()
+        names = ("kind", "container", "offset", "size")
+        kinds, containers, offsets, sizes = (
+            pa.concat_arrays([records.field(name), media.flatten().field(name)]) for name in names
+        )
+        rows = np.concatenate([np.arange(len(table)), pc.list_parent_indices(media).to_numpy()])
+        owners = table["source_id"].take(pa.array(rows)).combine_chunks()
+        in_rows += pc.sum(sizes.filter(pc.equal(kinds, ParquetSource.KIND))).as_py() or 0
+        found = pa.table([owners, containers, pc.add(offsets, sizes)], [*file, "end"])
+        found = found.filter(pc.starts_with(kinds, "stream"))
+        ends.append(found.group_by(file).aggregate([("end", "max")]))
+    last = pa.concat_tables(ends).group_by(file).aggregate([("end_max", "max")])
+    in_files = pc.sum(last["end_max_max"]).as_py() or 0
     return in_files + (in_rows if num_shards * WANTED_SHARE > 1 else 0)
 
 
@@ -150,10 +130,10 @@ def _run_tasks(run: Run, samples: Index, plan: PackPlan, shards: list[Shard]) ->
     with run.bar("write", plan.num_packs, "pack") as bar:
         bar.update(plan.num_packs - sum(shard.num_packs for shard in left))
         tasks = iterate_tasks(run, samples, plan, own)
-        for result in run.engine.run(write_shard, tasks, bar.update):
-            if result.failure is not None:
-                logger.error("write: %s failed: %s", result.name, result.failure)
-                failures[result.name] = result.failure
+        for name, failure in run.engine.run(write_shard, tasks, bar.update):
+            if failure is not None:
+                logger.error("write: %s failed: %s", name, failure)
+                failures[name] = failure
             if len(failures) == _MAX_FAILURES:
                 break
     if failures:
@@ -166,18 +146,10 @@ def _run_tasks(run: Run, samples: Index, plan: PackPlan, shards: list[Shard]) ->
     check_all_done(run, "write", shards, marker)
 
 
-def failure_path(fragment_path: Path) -> Path:
-    """File with the reason why a shard could not be written."""
-    return fragment_path.with_suffix(".failed")
-
-
-def write_shard(task: ShardTask) -> WriteResult:
-    """Write one shard, and last its fragment.
-
-    Raises:
-        DiskFullError: no other shard could be written either.
-    """
-    failed = failure_path(task.fragment_path)
+def write_shard(task: ShardTask) -> tuple[str, str | None]:
+    """Write one shard, and last its fragment; returns its name, and why it could not be written.
+    Raises DiskFullError: no other shard could be written either."""
+    failed = task.fragment_path.with_suffix(".failed")
     try:
         with task.rows_at_hand():
             fragment = LAYOUTS[task.layout].write(task)
@@ -185,7 +157,7 @@ def write_shard(task: ShardTask) -> WriteResult:
         raise
     except (StageError, OSError) as error:
         write_atomically(failed, str(error).encode())
-        return WriteResult(task.shard.name, task.shard.num_packs, str(error))
+        return task.shard.name, str(error)
     fragment.save(task.fragment_path)
     failed.unlink(missing_ok=True)
-    return WriteResult(task.shard.name, task.shard.num_packs)
+    return task.shard.name, None

@@ -201,7 +201,7 @@ def running(data: Path, tmp_path: Path) -> Iterator[Path]:
     )
     program = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from offline_packing.runs.workspace import Workspace\n"
+        "from offline_packing.runs.run import Workspace\n"
         "with Workspace(Path(sys.argv[1])).lock():\n"
         "    print('held', flush=True)\n"
         "    time.sleep(600)\n"
@@ -229,7 +229,7 @@ def test_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     workspace = make_run(tmp_path / "data", tmp_path / "out").workspace
     program = (
         "import os, signal, sys\nfrom pathlib import Path\n"
-        "from offline_packing.runs.workspace import Workspace\n"
+        "from offline_packing.runs.run import Workspace\n"
         "with Workspace(Path(sys.argv[1])).lock():\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )

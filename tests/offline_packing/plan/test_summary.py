@@ -48,10 +48,10 @@ def test_figures() -> None:
     packs = plan_packs(lengths, 100)
     info = IndexInfo({}, {}, [6], {"bad_json": 2}, num_unused_images=1)
     summary = summarize(config, info, lengths, packs, {"bad_json": 2})
-    assert (summary.num_samples, summary.num_packed, summary.num_packs) == (8, 6, 4)
-    assert (summary.lower_bound, summary.gap) == (4, 0)
+    assert (summary.num_samples, summary.num_packed, summary.packs.num_packs) == (8, 6, 4)
+    assert (summary.packs.info.lower_bound, summary.packs.gap) == (4, 0)
     assert summary.fill == pytest.approx(350 / 400)
-    assert summary.packing_factor == 1.5
+    assert summary.packs.packing_factor == 1.5
     assert summary.padding_before == pytest.approx(250 / 600)  # six padded to 100
     assert summary.padding_after == 0
     assert (summary.iterations_before, summary.iterations_after) == (3, 2)
