@@ -1,5 +1,6 @@
 """The task of `verify`: re-read one shard."""
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ class VerifyResult:
     def add(self, other: "VerifyResult") -> None:
         """Add what was found elsewhere."""
         for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+            setattr(self, name, operator.iadd(getattr(self, name), value))
         del self.problems[_KEPT:]
 
 
