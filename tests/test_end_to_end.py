@@ -26,7 +26,7 @@ from task_encoders.packed_dataset import get_packed_val_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
 
-SEQ_LENGTH = 2048
+SEQ_LENGTH = 1024
 MODEL = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 64}
 TASKS = {
     "captioning": [("pairs", "captioning")],
@@ -173,5 +173,5 @@ def test_a_task_encoder_with_other_settings_is_refused(written: dict[str, Writte
     other = MODEL | {"max_pixels": 28 * 28 * 32}
     with pytest.raises(ValueError, match="max_pixels"):
         training.packed_train_dataset(written["vqa"].path, "vqa", SEQ_LENGTH, **other)
-    with pytest.raises(ValueError, match="seq_length 1024"):
-        training.packed_train_dataset(written["vqa"].path, "vqa", 1024, **MODEL)
+    with pytest.raises(ValueError, match="seq_length 512"):
+        training.packed_train_dataset(written["vqa"].path, "vqa", 512, **MODEL)

@@ -32,7 +32,7 @@ from tests.helpers.transformers_sources import transformers_function
 from tests.helpers.videos import make_video
 
 #: FUZZED_SAMPLES=2000 takes some minutes.
-SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "140"))
+SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "105"))
 IMAGE_PAD, VIDEO_PAD, END = 151_655, 151_656, 151_645
 
 #: The reference of each family: text tokens, template, processor, model, pixels of a token.
