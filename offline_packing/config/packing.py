@@ -274,7 +274,7 @@ def _source_name(source: SourceOptions) -> str:
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PackingConfig:
     """Read a YAML file, apply the overrides `a.b=value` (values are YAML), validate. Raises
-    ConfigError: the file cannot be read or parsed, or a field is unknown or has a bad value."""
+    ConfigError if the file cannot be read or parsed, or a field is unknown or has a bad value."""
     return read_config(PackingConfig, path, overrides)
 
 

@@ -131,7 +131,7 @@ def _rename_rows(rows: pa.Table, renamed: npt.NDArray[np.bool_]) -> pa.Table:
 
 
 def skip_fingerprint(config: SourceOptions) -> str:
-    """Changes when the samples of a skipped output change. Raises StageError: one of them is not
+    """Changes when the samples of a skipped output change. Raises StageError if one of them is not
     there, or is not complete."""
     indices = (index for path in config.skip for index in _indices(path))
     return hash_bytes("".join(hash_file(folder / "index.json") for folder, _ in indices).encode())

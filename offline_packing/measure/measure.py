@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def measure(run: Run) -> Index:
-    """Make the index, or return it if it is complete. Raises StageError: there is an index with
+    """Make the index, or return it if it is complete. Raises StageError if there is an index with
     another fingerprint, or a source cannot be read."""
     workspace = run.workspace
     sources = open_sources(run.config)

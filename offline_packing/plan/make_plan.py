@@ -44,8 +44,8 @@ class Planned:
 
 
 def make_plan(run: Run, samples: Index) -> Planned:
-    """Plan without writing. Raises StageError: nothing to pack, an over-long sample under
-    on_overlong: error, or options unknown to the strategy."""
+    """Plan without writing. Raises StageError where there is nothing to pack, an over-long sample
+    under on_overlong: error, or an option that the strategy does not have."""
     num_tokens = samples.array("num_tokens")
     aside = _find_set_aside(run, samples)
     kept = np.delete(np.arange(len(num_tokens)), aside.rows)

@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 
 def plan(run: Run, samples: Index) -> StoredPlan:
-    """Make the plan, or find it complete. Raises StageError: nothing to pack, over-long samples
-    under on_overlong: error, or shards were already written with another plan."""
+    """Make the plan, or find it complete. Raises StageError where there is nothing to pack, an
+    over-long sample under on_overlong: error, or shards that were written with another plan."""
     workspace = run.workspace
     found = read_json(workspace.plan_info)
     fingerprint = plan_fingerprint(run, found and found["fingerprint"])
@@ -98,7 +98,7 @@ def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> StoredPla
 
 
 def restore_plan(run: Run, samples: Index, expected: str) -> None:
-    """Rebuild a damaged plan from which shards are already written. Raises StageError: it would
+    """Rebuild a damaged plan from which shards are already written. Raises StageError if it would
     have another `hash_plan` than is expected."""
     folder = run.workspace.plan
     scratch = folder.with_suffix(".repair")

@@ -38,7 +38,7 @@ class Uses:
 
 def choose_uses(config: PackingConfig, samples: Index, kept: Rows) -> Uses:
     """Rows and splits of all uses of the rows that can be packed. A split holds whole samples:
-    where one is used several times, all its uses are in one split. Raises StageError: the weights
+    where one is used several times, all its uses are in one split. Raises StageError if the weights
     ask for too many copies of a sample."""
     repeats = [source.repeat for source in config.source]
     if not any(source.weight for source in config.source) and set(repeats) == {1}:

@@ -64,7 +64,7 @@ class StoredPlan:
 
 
 def open_index(run: Run) -> Index:
-    """The complete index of an output, made with this configuration. Raises StageError: there is
+    """The complete index of an output, made with this configuration. Raises StageError if there is
     none, or it was made with other settings."""
     workspace = run.workspace
     info = IndexInfo.load(workspace.index_info)
@@ -88,7 +88,7 @@ def check_index(run: Run, info: IndexInfo) -> None:
 
 
 def open_plan(run: Run) -> StoredPlan:
-    """The complete plan of an output, made with these settings of its index. Raises StageError:
+    """The complete plan of an output, made with these settings of its index. Raises StageError if
     there is none, it is damaged, or it was made with other settings."""
     info = read_json(run.workspace.plan_info)
     if info is None:
@@ -112,8 +112,8 @@ def check_plan(run: Run, info: Mapping[str, Any]) -> None:
 
 
 def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:
-    """The plan that a stage.json describes. Raises StageError: a file of it cannot be read, or does
-    not hold the planned packs."""
+    """The plan that a stage.json describes. Raises StageError if a file of it cannot be read, or
+    does not hold the planned packs."""
     folder = run.workspace.plan
     try:
         packs = PackPlan.load(folder)

@@ -31,8 +31,8 @@ Manifest = Mapping[str, Any]
 
 
 def read_manifest(run: Run) -> Manifest | None:
-    """The manifest of a dataset that is complete; or None. Raises DamagedError: it is not what was
-    written. StageError: it is of an earlier version's dataset that data were appended to."""
+    """The manifest of a dataset that is complete; or None. Raises DamagedError if it is not what
+    was written, StageError if it is of an earlier version's dataset that data were appended to."""
     path = run.workspace.manifest
     manifest = read_json(path)
     if manifest is None:

@@ -99,7 +99,7 @@ class Workspace:
     @contextmanager
     def lock(self, *, shared: bool = False) -> Iterator[None]:
         """Keep other runs away from this output; with `shared`, only those that do not share it.
-        Raises StageError: another run holds it, or the folder holds something that is not ours."""
+        Raises StageError if another run holds it, or something in the folder is not ours."""
         if self.root.exists() and not self.packing.exists() and any(self.root.iterdir()):
             raise StageError(
                 f"output.path {str(self.root)!r} is not empty and does not hold an earlier run; "
@@ -212,7 +212,7 @@ def open_sources(config: PackingConfig) -> list[Source]:
 
 @functools.lru_cache(maxsize=4)
 def open_encoder(model: ModelSettings) -> SampleEncoder:
-    """The sample encoder of a model, built once per process. Raises ConfigError: there is no such
+    """The sample encoder of a model, built once per process. Raises ConfigError if there is no such
     model, or its limits contradict each other."""
     try:
         return build_sample_encoder(model)

@@ -25,7 +25,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file that gets its name only if the block succeeds: written beside it, synced, renamed.
-    Raises StageError: the disk is full."""
+    Raises StageError if the disk is full."""
     with translate_disk_full(path):
         temporary, file = _open_temporary(path)
         try:
@@ -88,7 +88,7 @@ def to_json(content: Any) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """The content of one of our JSON files, or None where there is none. Raises DamagedError: it
+    """The content of one of our JSON files, or None where there is none. Raises DamagedError if it
     holds no JSON object."""
     try:
         content = orjson.loads(path.read_bytes())
@@ -103,7 +103,7 @@ def read_json(path: Path) -> Any:
 
 def read_range(path: str | Path, offset: int, size: int, *, whole: bool) -> bytes:
     """`size` bytes at `offset`; with `whole`, the file must have exactly that size. Raises
-    StageError: the file is gone, shorter, or has another size than when it was measured."""
+    StageError if the file is gone, shorter, or has another size than when it was measured."""
     remedy = "restore it, or measure again with output.overwrite=true"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -149,7 +149,7 @@ def remove_temporaries(folder: Path) -> None:
 @contextmanager
 def hold_lock(path: Path, what: str, *, shared: bool = False) -> Iterator[None]:
     """Hold a lock file while the block runs; shared locks only keep exclusive ones away. Raises
-    StageError: another process holds it."""
+    StageError if another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
         try:

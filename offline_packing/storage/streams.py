@@ -163,7 +163,7 @@ def unpacked_copy(name: str, what: str, folder: Path, write: Callable[[BinaryIO]
     same content to the same name.
 
     Its name tells it from all others: what it is made of, and the state that is in; `what` is what
-    to call that in messages. Raises DiskFullError: there is no room for it.
+    to call that in messages. Raises DiskFullError if there is no room for it.
     """
     path = folder / f"{xxhash.xxh3_128_hexdigest(name.encode(errors='surrogateescape'))}.unpacked"
     if path.exists():

@@ -139,8 +139,8 @@ def index_bytes(entries: Sequence[PackEntry]) -> bytes:
 
 
 def scan_tar(path: Path) -> Iterator[PackEntry]:
-    """The packs of an uncompressed tar, in order; only headers are read. Raises StageError: the tar
-    is damaged, or ends without its end marker."""
+    """The packs of an uncompressed tar, in order; only headers are read. Raises StageError if the
+    tar is damaged, or ends without its end marker."""
     key, start, end, parts = "", 0, 0, list[Part]()
     try:
         with open(path, "rb") as file:
@@ -186,7 +186,7 @@ class TarReader:
         self.member_complete = True
 
     def __iter__(self) -> Iterator[TarMember]:
-        """The members in order. Raises DamagedStreamError: a header is damaged, or the tar ends
+        """The members in order. Raises DamagedStreamError if a header is damaged, or the tar ends
         without its end marker, within a header or within the content of the member that was given
         last."""
         while True:
@@ -217,7 +217,7 @@ class TarReader:
             self._skip_to(end + -size % _BLOCK, "padding")
 
     def read(self, member: TarMember) -> bytes:
-        """Content of the member given last. Raises DamagedStreamError: the tar ends before."""
+        """Content of the member given last. Raises DamagedStreamError if the tar ends before."""
         return self._take(member.size, f"member {member.name!r}")
 
     def _behind_end_marker(self) -> bytes:

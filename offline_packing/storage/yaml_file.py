@@ -51,7 +51,7 @@ def parse_yaml(text: str, name: str) -> Any:
 
 def apply_override(content: dict[str, Any], override: str) -> None:
     """Set one value in a document: `pack.seed=1`, or in a list `source.0.path=x`. Raises
-    ConfigError: the override is not of the form a.b=value, or leads through a plain value."""
+    ConfigError if the override is not of the form a.b=value, or leads through a plain value."""
     name, separator, text = override.partition("=")
     if not separator or not all(name.split(".")):
         raise ConfigError(f"override {override!r} is not of the form a.b=value")
@@ -82,8 +82,8 @@ def _key(target: dict[str, Any] | list[Any], part: str, override: str) -> Any:
 
 
 def read_config(model: type[ModelT], path: str | Path, overrides: Sequence[str] = ()) -> ModelT:
-    """Read a YAML file, apply the overrides (their values are YAML), validate. Raises ConfigError:
-    the file cannot be read or parsed, or a field is unknown or has a bad value."""
+    """Read a YAML file, apply the overrides (their values are YAML), validate. Raises ConfigError
+    if the file cannot be read or parsed, or a field is unknown or has a bad value."""
     name = f"config {str(path)!r}"
     try:
         text = Path(path).read_text("utf-8")

@@ -25,7 +25,7 @@ _COMMON: Final = ("layout", "seq_length", "pad_multiple")
 
 
 def blend(folders: Sequence[Path]) -> str:
-    """The YAML of a metadataset of these outputs; its paths are absolute. Raises StageError: an
+    """The YAML of a metadataset of these outputs; its paths are absolute. Raises StageError if an
     output is not complete, two have the same pack keys, or they were packed for another model or
     another length of sequences."""
     roots = [folder.resolve() for folder in folders]

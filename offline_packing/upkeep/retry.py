@@ -36,7 +36,7 @@ _OF_INDEX: Final = ("_packing/index", "_packing/set_aside", "_packing/files")
 
 def retry(run: Run) -> str:
     """Complete an output, or restore it to the bytes that were written, and say what was done. The
-    source is needed for the index and for shards only. Raises StageError: something cannot be
+    source is needed for the index and for shards only. Raises StageError if something cannot be
     rebuilt, most likely because the source has changed; it is left as it was, and everything else
     is repaired."""
     output = run.config.output.model_copy(update={"overwrite": False})
@@ -171,7 +171,7 @@ def is_damaged(task: VerifyTask) -> tuple[int, bool]:
 def repair_shard(task: VerifyTask) -> str:
     """Write a shard again; returns its name. It is first written elsewhere, and its hash, not the
     times of the source's files, decides whether it is the same: a JSONL file may have grown since,
-    or the source may have moved. Raises StageError: the source no longer gives the same bytes."""
+    or the source may have moved. Raises StageError if the source no longer gives the same bytes."""
     shard = task.shard
     scratch = shard.fragment_path.with_suffix(".repair")
     scratch.mkdir()

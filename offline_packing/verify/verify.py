@@ -28,7 +28,7 @@ from offline_packing.verify.shard import VerifyResult, verify_shard, verify_task
 
 def verify(run: Run, *, deep: bool = False) -> VerifyResult:
     """Check the packed dataset; `deep`: also compare it with the source, and encode every sample
-    again. It opens its artifacts itself, since it must not open damaged ones. Raises StageError:
+    again. It opens its artifacts itself, since it must not open damaged ones. Raises StageError if
     there is no complete dataset to check, or the source, which only `deep` needs, cannot be read.
     """
     total = VerifyResult()

@@ -43,9 +43,9 @@ _MAX_FAILURES: Final = 20
 
 
 def write(run: Run, samples: Index, plan: StoredPlan) -> Manifest:
-    """Write the packed dataset, or find it complete; returns the manifest. Raises StageError:
-    shards of another plan or layout, a full disk, or shards that could not be written, perhaps
-    because the source changed. ShareDoneError: this rank's are written, those of others are not."""
+    """Write the packed dataset, or find it complete; returns the manifest. Raises StageError where
+    there are shards of another plan or layout, or some could not be written, perhaps because the
+    disk is full or the source changed; ShareDoneError if only those of other ranks are left."""
     workspace = run.workspace
     _start(run, plan)
     with run.unpacked_files():
@@ -148,7 +148,7 @@ def _run_tasks(run: Run, samples: Index, plan: PackPlan, shards: list[Shard]) ->
 
 def write_shard(task: ShardTask) -> tuple[str, str | None]:
     """Write one shard, and last its fragment; returns its name, and why it could not be written.
-    Raises DiskFullError: no other shard could be written either."""
+    Raises DiskFullError if no other shard could be written either."""
     failed = task.fragment_path.with_suffix(".failed")
     try:
         with task.rows_at_hand():
