@@ -3,14 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pyarrow.compute as pc
 
 from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index
-from offline_packing.layouts.fragments import ShardFragment, ShardFragments
 from offline_packing.layouts.shard_tasks import Row, ShardTask
+from offline_packing.layouts.shards import ShardFragment
 from offline_packing.storage.tars import PackEntry
 from task_encoders.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
 from task_encoders.samples import TASKS, SourceSample
@@ -43,23 +43,15 @@ class Layout(ABC):
     def write(self, task: ShardTask) -> ShardFragment:
         """Write a shard; no file has its final name before it is complete."""
 
-    @abstractmethod
-    def finish(
-        self,
-        folder: Path,
-        task: str,
-        splits: Mapping[str, Sequence[str]],
-        fragments: ShardFragments,
-        content_hash: str,
+    def finish(  # noqa: B027 - where each pack says everything, nothing is needed
+        self, folder: Path, manifest: Mapping[str, Any], fragments: Sequence[Path]
     ) -> None:
-        """Write what describes all shards.
+        """Write what describes all shards: METADATA.
 
         Args:
             folder: the output.
-            task: what the packs are trained as.
-            splits: names of the shards of each split, as `shard_file` gives them.
-            fragments: all shards, in order.
-            content_hash: changes when any shard does.
+            manifest: all but the hashes of METADATA.
+            fragments: those of all shards, in order.
         """
 
     @abstractmethod

@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, ClassVar, Final
+from typing import Any, BinaryIO, ClassVar, Final
 
 from offline_packing.errors import StageError
 from offline_packing.layouts.base import Layout
@@ -17,8 +17,8 @@ from offline_packing.layouts.energon_metadata import (
     check_energon,
     write_energon_metadata,
 )
-from offline_packing.layouts.fragments import ShardFragment, ShardFragments
 from offline_packing.layouts.shard_tasks import ShardTask
+from offline_packing.layouts.shards import ShardFragment
 from offline_packing.storage.files import atomic_file, hash_file, write_atomically
 from offline_packing.storage.tars import PackEntry, TarShardWriter, index_bytes, scan_tar
 
@@ -46,16 +46,13 @@ class EnergonLayout(Layout):
         write_atomically(path.with_suffix(".tar.idx"), index_bytes(writer.entries))
         return self.fragment(task, path.name, writer.size, digest, writer.entries)
 
-    def finish(
-        self,
-        folder: Path,
-        task: str,
-        splits: Mapping[str, Sequence[str]],
-        fragments: ShardFragments,
-        content_hash: str,
-    ) -> None:
-        packs = ((fragment.name, fragment.packs) for fragment in fragments)
-        write_energon_metadata(folder, task, splits, packs, content_hash=content_hash)
+    def finish(self, folder: Path, manifest: Mapping[str, Any], fragments: Sequence[Path]) -> None:
+        splits: dict[str, list[str]] = {split: [] for split in manifest["counts"]["packs"]}
+        for shard in manifest["shards"]:
+            splits[shard["split"]].append(shard["name"])
+        packs = ((shard.name, shard.packs) for shard in map(ShardFragment.load, fragments))
+        content_hash = manifest["content_hash"]
+        write_energon_metadata(folder, manifest["task"], splits, packs, content_hash=content_hash)
 
     def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
         path = task.folder / self.shard_file(task.shard.name)

@@ -196,11 +196,11 @@ def _write_sqlite(path: Path, packs: Iterable[tuple[str, Sequence[PackEntry]]]) 
     return counts
 
 
-def index_pack_folder(path: Path, task: str | None = None, split: str = "train") -> int:
+def index_pack_folder(path: Path, task: str | None = None) -> int:
     """Give a folder of pack tars, written by others, the metadata it needs; returns the packs.
 
-    All tars become one split. The folder's own `meta.task` decides the task; `task` is needed for
-    packs without it, and must agree.
+    All tars become the split train. The packs' own `meta.task` decides the task; `task` is needed
+    for packs without it, and must agree.
 
     Raises:
         StageError: no tars, a damaged one, a pack without JSON, a repeated key, or no task.
@@ -226,7 +226,7 @@ def index_pack_folder(path: Path, task: str | None = None, split: str = "train")
     for tar in tars:
         write_atomically(tar.with_suffix(".tar.idx"), index_bytes(packs[tar.name]))
     hashes = hash_bytes(to_json({tar.name: hash_file(tar) for tar in tars}))
-    write_energon_metadata(path, task, {split: list(packs)}, packs.items(), content_hash=hashes)
+    write_energon_metadata(path, task, {"train": list(packs)}, packs.items(), content_hash=hashes)
     return len(seen)
 
 

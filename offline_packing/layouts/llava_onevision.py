@@ -13,7 +13,7 @@ orientation; the number of tokens is the same.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import orjson
@@ -25,7 +25,6 @@ from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index
 from offline_packing.layouts.base import Member
 from offline_packing.layouts.energon import EnergonLayout
-from offline_packing.layouts.fragments import ShardFragments
 from offline_packing.layouts.shard_tasks import Row, ShardTask
 from offline_packing.storage.files import write_atomically
 from task_encoders.pack_format import JSON_PART
@@ -106,15 +105,8 @@ class LlavaOneVisionLayout(EnergonLayout):
             prompt = IMAGE_PLACEHOLDER + prompt
         return replace(sample, turns=(Turn(prompt, answer),), system=None)
 
-    def finish(
-        self,
-        folder: Path,
-        task: str,
-        splits: Mapping[str, Sequence[str]],
-        fragments: ShardFragments,
-        content_hash: str,
-    ) -> None:
-        super().finish(folder, task, splits, fragments, content_hash)
+    def finish(self, folder: Path, manifest: Mapping[str, Any], fragments: Sequence[Path]) -> None:
+        super().finish(folder, manifest, fragments)
         meta = folder / ".nv-meta"
         dataset = {
             "sample_type": {
@@ -124,7 +116,7 @@ class LlavaOneVisionLayout(EnergonLayout):
             "part_filter": "sample_loader.py:part_filter",
             "sample_loader": "sample_loader.py:sample_loader",
         }
-        counts = {fragment.name: fragment.num_packs for fragment in fragments}
+        counts = {shard["name"]: shard["packs"] for shard in manifest["shards"]}
         write_atomically(meta / "sample_loader.py", _SAMPLE_LOADER.encode())
         write_atomically(meta / "dataset.yaml", yaml.safe_dump(dataset, sort_keys=False).encode())
         info = yaml.safe_dump({"shard_counts": counts}, sort_keys=False)

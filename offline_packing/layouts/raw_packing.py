@@ -9,7 +9,7 @@ A shard is then only the task that writes its packs; the manifest records the sp
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -17,8 +17,8 @@ import xxhash
 
 from offline_packing.errors import StageError
 from offline_packing.layouts.base import Layout
-from offline_packing.layouts.fragments import ShardFragment, ShardFragments
 from offline_packing.layouts.shard_tasks import ShardTask
+from offline_packing.layouts.shards import ShardFragment
 from offline_packing.storage.files import hash_bytes, sync_folder, translate_disk_full
 from offline_packing.storage.tars import FilePart, PackEntry
 from task_encoders.pack_format import JSON_PART
@@ -58,16 +58,6 @@ class RawPackingLayout(Layout):
         partial.rmdir()
         name = self.shard_file(task.shard.name)
         return self.fragment(task, name, offset, digest.hexdigest(), entries)
-
-    def finish(
-        self,
-        folder: Path,
-        task: str,
-        splits: Mapping[str, Sequence[str]],
-        fragments: ShardFragments,
-        content_hash: str,
-    ) -> None:
-        """Nothing: each pack's JSON says everything."""
 
     def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
         digest = xxhash.xxh3_128()

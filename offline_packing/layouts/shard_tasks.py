@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +15,7 @@ import pyarrow.compute as pc
 from offline_packing.engines.local import advance
 from offline_packing.errors import StageError
 from offline_packing.index.measured import MODIFICATION_TIME, sample_stamp
-from offline_packing.layouts.shard_layout import Shard
+from offline_packing.layouts.shards import Shard
 from offline_packing.sources import Locator, Source
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.reading.row_files import record_columns
@@ -80,17 +81,15 @@ class ShardTask:
 
     def packs(self) -> Iterator[tuple[str, list[Row]]]:
         """Key and rows of each pack; the task advances by one when it asks for the next."""
-        ends = np.cumsum(self.pack_sizes).tolist()
-        keys = self.keys()
-        start = 0
+        keys, start = self.keys(), 0
         for first in range(0, len(keys), _PACKS_AT_ONCE):
             some = slice(first, first + _PACKS_AT_ONCE)
-            rows = read_rows(self.rows.slice(start, ends[some][-1] - start))
-            done = start
-            for key, end in zip(keys[some], ends[some], strict=True):
-                yield key, rows[start - done : end - done]
+            sizes = self.pack_sizes[some].tolist()
+            rows = iter(read_rows(self.rows.slice(start, sum(sizes))))
+            start += sum(sizes)
+            for key, size in zip(keys[some], sizes, strict=True):
+                yield key, list(islice(rows, size))
                 advance()
-                start = end
 
     @contextmanager
     def rows_at_hand(self) -> Iterator[None]:
@@ -105,12 +104,8 @@ class ShardTask:
         """The rows of Parquet files that the samples are made of."""
         json = self.rows["json"].combine_chunks()
         is_row = pc.equal(json.field("kind"), ParquetSource.KIND)
-        table = pa.table(
-            {
-                "source_id": self.rows["source_id"].filter(is_row),
-                **{name: json.field(name).filter(is_row) for name in _ROW_PLACE},
-            }
-        )
+        columns = [self.rows["source_id"], *(json.field(name) for name in _ROW_PLACE)]
+        table = pa.table(columns, ["source_id", *_ROW_PLACE]).filter(is_row)
         files = table.group_by(["source_id", "container", "column"]).aggregate([("offset", "list")])
         return [
             WantedRows(
@@ -154,29 +149,11 @@ class ShardTask:
 
 def read_rows(table: pa.Table) -> list[Row]:
     """Rows of a table with COLUMNS."""
-    media = table["media"].combine_chunks()
-    flat = media.flatten()
-    files = list(zip(_locators(flat), flat.field("extension").to_pylist(), strict=True))
-    ends = np.cumsum(media.value_lengths().to_numpy()).tolist()
-    columns = (
-        table["key"].to_pylist(),
-        table["source_id"].to_pylist(),
-        table["num_tokens"].to_pylist(),
-        table["stamp"].to_pylist(),
-        _locators(table["json"].combine_chunks()),
-    )
     rows = []
-    start = 0
-    for key, source_id, num_tokens, stamp, json, end in zip(*columns, ends, strict=True):
-        media_at = tuple(at for at, _ in files[start:end])
-        extensions = tuple(name for _, name in files[start:end])
-        rows.append(Row(key, source_id, num_tokens, stamp, json, media_at, extensions))
-        start = end
+    for row in table.to_pylist():
+        extensions = tuple(medium.pop("extension") for medium in row["media"])
+        media = tuple(Locator(**medium) for medium in row["media"])
+        rows.append(
+            Row(**{**row, "json": Locator(**row["json"]), "media": media}, extensions=extensions)
+        )
     return rows
-
-
-def _locators(structs: pa.StructArray) -> list[Locator]:
-    names = [structs.type.field(i).name for i in range(structs.type.num_fields)]
-    fields = [name for name in Locator.__dataclass_fields__ if name in names]
-    columns = [structs.field(name).to_pylist() for name in fields]
-    return [Locator(*values) for values in zip(*columns, strict=True)]

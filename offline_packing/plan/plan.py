@@ -16,7 +16,7 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
 from offline_packing.index.table import Index
-from offline_packing.layouts.shard_layout import splits_of_plan
+from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.plan.make_plan import Planned, make_plan
 from offline_packing.plan.summary import render_sources, render_summary, summarize
 from offline_packing.planner.pack_plan import PackPlan

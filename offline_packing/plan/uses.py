@@ -16,7 +16,7 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
 from offline_packing.index.set_aside import AsideRows
 from offline_packing.index.table import Index
-from offline_packing.layouts.shard_layout import split_packs
+from offline_packing.layouts.shards import split_packs
 from offline_packing.sources.options import MAX_REPEAT
 
 Rows = npt.NDArray[np.int64]

@@ -6,7 +6,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.layouts.shard_layout import splits_of_plan
+from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.planner.cost import padded_tokens, sample_cost
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.request import OVER_SEQ_LENGTH

@@ -5,7 +5,8 @@ together from one fragment per shard, kept in _packing/write/.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from offline_packing.config.packing import PackingConfig
@@ -13,7 +14,7 @@ from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.table import IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
-from offline_packing.layouts.fragments import ShardFragment, ShardFragments
+from offline_packing.layouts.shards import ShardFragment
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import hash_bytes, read_json, to_json, write_atomically
 
@@ -49,7 +50,7 @@ def read_manifest(run: Run) -> Manifest | None:
 
 
 def write_manifest(
-    run: Run, index: IndexInfo, plan: Mapping[str, Any], fragments: ShardFragments
+    run: Run, index: IndexInfo, plan: Mapping[str, Any], fragments: Sequence[Path]
 ) -> Manifest:
     """Write the layout's metadata and then the manifest, which makes the dataset complete. `plan`
     is the content of the plan's stage.json; the fragments are in order."""
@@ -62,27 +63,18 @@ def finish_layout(run: Run, manifest: Manifest) -> Manifest:
     """Write the layout's metadata on all shards of a manifest; returns the manifest with the hashes
     of these files."""
     workspace = run.workspace
-    splits: dict[str, list[str]] = {split: [] for split in manifest["counts"]["packs"]}
-    for shard in manifest["shards"]:
-        splits[shard["split"]].append(shard["name"])
     fragments = [workspace.fragment(shard["name"]) for shard in manifest["shards"]]
     layout = LAYOUTS[manifest["layout"]]
-    layout.finish(
-        workspace.root,
-        manifest["task"],
-        splits,
-        ShardFragments(fragments),
-        manifest["content_hash"],
-    )
+    layout.finish(workspace.root, manifest, fragments)
     hashes = {name: hash_metadata(workspace.root / name) for name in layout.METADATA}
     return {**manifest, "metadata": hashes}
 
 
 def build_manifest(
-    run: Run, index: IndexInfo, plan: Mapping[str, Any], fragments: ShardFragments
+    run: Run, index: IndexInfo, plan: Mapping[str, Any], fragments: Sequence[Path]
 ) -> dict[str, Any]:
     """The manifest's content except `metadata`, which `finish_layout` adds."""
-    shards = list(map(_describe, fragments))
+    shards = [_describe(ShardFragment.load(path)) for path in fragments]
     set_aside = Counter(index.set_aside) + Counter(plan["set_aside"])
     content = {
         "version": 1,

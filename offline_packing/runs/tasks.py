@@ -17,13 +17,13 @@ from offline_packing.errors import ShareDoneError
 from offline_packing.index.measured import MODIFICATION_TIME
 from offline_packing.index.rows import name_copies, rows_of_shards
 from offline_packing.index.table import Index
-from offline_packing.layouts.shard_layout import (
+from offline_packing.layouts.shard_tasks import COLUMNS, ShardTask
+from offline_packing.layouts.shards import (
     Shard,
     estimate_pack_bytes,
     lay_out_shards,
     splits_of_plan,
 )
-from offline_packing.layouts.shard_tasks import COLUMNS, ShardTask
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_sources
 

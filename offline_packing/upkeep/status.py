@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 
 from offline_packing.errors import StageError
 from offline_packing.index.table import IndexInfo
-from offline_packing.layouts.fragments import ShardFragments
+from offline_packing.layouts.shards import ShardFragment
 from offline_packing.report.report import report_status
 from offline_packing.runs.artifacts import check_index, check_layout, check_plan
 from offline_packing.runs.run import Run, Workspace, listed
@@ -69,7 +69,7 @@ def _status_of(workspace: Workspace) -> list[str]:
 
 
 def _write_status(workspace: Workspace, num_packs: int) -> str:
-    fragments = ShardFragments(sorted(workspace.write.glob("*-??????.json")))
+    fragments = map(ShardFragment.load, sorted(workspace.write.glob("*-??????.json")))
     written = [(fragment.num_packs, fragment.num_tokens) for fragment in fragments]
     packs, tokens = map(sum, zip(*written, strict=True)) if written else (0, 0)
     return f"{_of(packs, num_packs)} packs, {tokens:,} tokens in {len(written):,} shards"

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from offline_packing.errors import StageError
 from offline_packing.index.table import Index, key_hash
 from offline_packing.layouts import LAYOUTS
-from offline_packing.layouts.shard_layout import Shard
 from offline_packing.layouts.shard_tasks import Row, ShardTask
+from offline_packing.layouts.shards import Shard
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.manifest import Manifest
 from offline_packing.runs.run import Run, open_encoder

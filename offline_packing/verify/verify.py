@@ -16,7 +16,7 @@ from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.rows import hash_keys
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
-from offline_packing.layouts.shard_layout import Shard
+from offline_packing.layouts.shards import Shard
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
 from offline_packing.runs.manifest import Manifest, read_manifest, require_manifest

@@ -19,9 +19,8 @@ import pyarrow.compute as pc
 from offline_packing.errors import DiskFullError, StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
-from offline_packing.layouts.fragments import ShardFragments
-from offline_packing.layouts.shard_layout import Shard, estimate_pack_bytes
 from offline_packing.layouts.shard_tasks import ShardTask
+from offline_packing.layouts.shards import Shard, estimate_pack_bytes
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import (
     StoredPlan,
@@ -57,7 +56,7 @@ def write(run: Run, samples: Index, plan: StoredPlan) -> Manifest:
         shards = plan_shards(run, samples, plan.packs)
         _run_tasks(run, samples, plan.packs, shards)
         workspace.remove_temporaries()  # of this and earlier runs, and of workers that died
-        fragments = ShardFragments([workspace.fragment(shard.name) for shard in shards])
+        fragments = [workspace.fragment(shard.name) for shard in shards]
         return write_manifest(run, samples.info, plan.info, fragments)
 
 

@@ -1,16 +1,24 @@
-"""Which packs go in which shard."""
+"""Shards: which packs go in which one, and what a finished one holds.
+
+_packing/write/train-000000.json    a shard's fragment, which marks it as finished
+"""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import pyarrow.compute as pc
 
+from offline_packing.errors import StageError
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.storage.tars import member_size, tar_size
+from offline_packing.storage.files import hash_bytes, read_json, write_atomically
+from offline_packing.storage.tars import FilePart, PackEntry, Part, member_size, tar_size
 
 #: Upper limit of what a member's name and a sample's part of the pack's JSON add to the text.
 _EXTRA_BYTES = 96
@@ -90,17 +98,70 @@ def estimate_pack_bytes(samples: Index, plan: PackPlan) -> npt.NDArray[np.int64]
     per_sample = np.zeros(samples.info.num_samples, dtype=np.int64)
     first = 0
     for part in samples.parts("key", "json", "media"):
-        media = part["media"].combine_chunks()
-        counts = np.diff(media.offsets.to_numpy())
+        media, own = part["media"].combine_chunks(), per_sample[first : first + len(part)]
+        first += len(part)
+        own += part["json"].combine_chunks().field("size").to_numpy() + _EXTRA_BYTES
+        own += pc.binary_length(part["key"]).to_numpy()
         sizes = media.flatten().field("size").to_numpy()
         in_tar = member_size(0) + -(-sizes // 512) * 512 + _EXTRA_BYTES
-        ends = np.concatenate([[0], np.cumsum(in_tar)])
-        last = np.cumsum(counts)
-        record = part["json"].combine_chunks().field("size").to_numpy()
-        keys = pc.binary_length(part["key"]).to_numpy()
-        per_sample[first : first + len(part)] = (
-            ends[last] - ends[last - counts] + record + keys + _EXTRA_BYTES
-        )
-        first += len(part)
+        np.add.at(own, pc.list_parent_indices(media).to_numpy(), in_tar)
     chosen = per_sample[plan.sample_ids]
     return np.add.reduceat(chosen, plan.pack_offsets[:-1]) + member_size(0) + 512
+
+
+@dataclass(frozen=True)
+class ShardFragment:
+    """One finished shard."""
+
+    #: as in the manifest
+    name: str
+    split: str
+    num_samples: int
+    num_tokens: int
+    num_bytes: int
+    xxh3_128: str
+    packs: Sequence[PackEntry]
+
+    @property
+    def num_packs(self) -> int:
+        """Packs in the shard."""
+        return len(self.packs)
+
+    @property
+    def content_hash(self) -> str:
+        """xxh3_128 of the file that `save` writes."""
+        return hash_bytes(orjson.dumps(self))
+
+    def save(self, path: Path) -> None:
+        """Write the fragment: from now on the shard is finished."""
+        write_atomically(path, orjson.dumps(self))
+
+    def as_recorded(self, content_hash: str) -> "ShardFragment":
+        """The fragment in the form that a manifest recorded: earlier versions kept no hashes of
+        single files."""
+        if self.content_hash == content_hash:
+            return self
+        packs = [
+            replace(pack, parts=tuple(Part(p.name, p.offset, p.size) for p in pack.parts))
+            for pack in self.packs
+        ]
+        return replace(self, packs=packs)
+
+    @classmethod
+    def load(cls, path: Path) -> "ShardFragment":
+        """Read a fragment. Raises StageError where there is none, or it is damaged."""
+        content = read_json(path)
+        if content is None:
+            raise StageError(f"{path} is missing; run write again")
+        try:
+            packs = [
+                PackEntry(**{**pack, "parts": tuple(map(_part, pack["parts"]))})
+                for pack in content["packs"]
+            ]
+            return cls(**{**content, "packs": packs})
+        except (KeyError, TypeError) as error:
+            raise StageError(f"{path} is damaged: {error}; retry rewrites it") from error
+
+
+def _part(content: Mapping[str, Any]) -> Part:
+    return FilePart(**content) if "xxh3_128" in content else Part(**content)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offline_packing.layouts.shard_layout import lay_out_shards, split_packs
+from offline_packing.layouts.shards import lay_out_shards, split_packs
 from offline_packing.storage.tars import tar_size
 
 
