@@ -119,9 +119,7 @@ def open_source(
         StageError: it cannot be opened.
         ValidationError: of pydantic, where a mapping has a wrong value.
     """
-    options = content if isinstance(content, SourceOptions) else parse_options(content)
-    if not isinstance(options, SourceOptions):
-        options = SourceOptions.model_validate(options)
+    options = SourceOptions.model_validate(parse_options(content))
     source = source_class(options.format)
     return source(options, key_prefix=key_prefix, unpack_folder=unpack_folder)
 

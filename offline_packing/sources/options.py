@@ -17,7 +17,6 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from offline_packing.errors import ConfigError
 from offline_packing.sources.records import (
     ANSWER_FIELDS,
     DIALOGUE_FIELDS,
@@ -50,14 +49,14 @@ class FieldMap:
     """Renames and picks out fields. Without any, a record is left as it is."""
 
     def __init__(self, fields: Mapping[str, str]) -> None:
-        """Raises ConfigError for an unknown field or a place that is not a path."""
+        """Raises ValueError for an unknown field or a place that is not a path."""
         for name, place in fields.items():
             if name not in _REPLACED:
-                raise ConfigError(
+                raise ValueError(
                     f"source.fields.{name} is not a known field; valid: {', '.join(_REPLACED)}"
                 )
             if not _PATH.fullmatch(place):
-                raise ConfigError(
+                raise ValueError(
                     f"source.fields.{name}={place!r} is not a path such as captions[0].content"
                 )
         self._steps = {name: tuple(_STEP.findall(place)) for name, place in fields.items()}
@@ -114,10 +113,7 @@ def listed(value: Any) -> Any:
 
 
 def _check_fields(fields: dict[str, str]) -> dict[str, str]:
-    try:
-        FieldMap(fields)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
+    FieldMap(fields)
     return fields
 
 

@@ -1,7 +1,6 @@
 """What is at a path: its format, its task, and some of its records as they would be packed."""
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -66,27 +65,21 @@ def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> R
         )
     name, *others = fitting
     options = {"format": name, "path": path, "task": task or "bmr", **fitting[name]}
-    records = _read(open_source(options))
     if task is None:
-        options["task"] = _guess_task(records)
+        options["task"] = _guess_task(_records(open_source(options), _NUM_RECORDS))
     source = open_source(options)
     examples = _examples(source, num_examples)
     missing = next((name for example in examples for name in example.missing), None)
-    if missing is not None and isinstance(source.options, MediaOptions):
-        root = find_image_root(path, missing)
-        if root is not None:
-            options["image_root"] = root
-            examples = _examples(open_source(options), num_examples)
+    root = find_image_root(path, missing) if missing else None
+    if root is not None and isinstance(source.options, MediaOptions):
+        options["image_root"] = root
+        examples = _examples(open_source(options), num_examples)
     return Recognised(options, tuple(others), examples)
 
 
-def _read(source: Source) -> list[SourceRecord]:
-    return list(itertools.islice(_records(source), _NUM_RECORDS))
-
-
-def _records(source: Source) -> Iterator[SourceRecord]:
-    for part in source.unread_parts():
-        yield from source.records(part)
+def _records(source: Source, count: int) -> list[SourceRecord]:
+    records = (record for part in source.unread_parts() for record in source.records(part))
+    return list(itertools.islice(records, count))
 
 
 def _guess_task(records: list[SourceRecord]) -> str:
@@ -98,7 +91,7 @@ def _guess_task(records: list[SourceRecord]) -> str:
 
 
 def _examples(source: Source, count: int) -> tuple[Example, ...]:
-    return tuple(_example(source, r) for r in itertools.islice(_records(source), count))
+    return tuple(_example(source, record) for record in _records(source, count))
 
 
 def _example(source: Source, record: SourceRecord) -> Example:

@@ -78,18 +78,14 @@ def to_sample(
     lost = next((name for name in _UNPACKED if content.get(name) not in _NO_VALUES), None)
     if lost is not None:
         raise SampleError("bad_record", f"the record has {lost!r}, which are not packed")
-    name = next((name for name in DIALOGUE_FIELDS if content.get(name) is not None), None)
-    if name is not None:
-        found = read_dialogue(content[name], name)
-        found.system = _one_system(found.system, content)
-    else:
-        found = Dialogue(turns=_turns(content, task))
-        found.system = _system(content) if task != "captioning" else None
+    name = _first(content, DIALOGUE_FIELDS)
+    found = read_dialogue(content[name], name) if name else Dialogue(turns=_turns(content, task))
+    system = _system(content, found.system) if name or task != "captioning" else None
     images, videos = _media(content, found, paired_media)
     turns = found.turns
     if videos and not images:
         turns = _mark_videos(turns, len(videos))
-    sample = SourceSample(key, task, tuple(turns), tuple(images), found.system, tuple(videos))
+    sample = SourceSample(key, task, tuple(turns), tuple(images), system, tuple(videos))
     check_sample(sample)
     _check_places(sample)
     return sample
@@ -113,59 +109,47 @@ def check_prompts_are_shown(sample: SourceSample) -> None:
 
 def has_dialogue(content: Mapping[str, Any]) -> bool:
     """Whether a record holds a list of messages, and not questions and answers."""
-    return any(content.get(name) is not None for name in DIALOGUE_FIELDS)
+    return _first(content, DIALOGUE_FIELDS) is not None
 
 
 def has_answer(content: Mapping[str, Any]) -> bool:
     """Whether a record holds what is to be learned, in any of the forms."""
-    return any(content.get(name) is not None for name in (*DIALOGUE_FIELDS, *_ANSWERS, *_CAPTIONS))
+    return _first(content, (*DIALOGUE_FIELDS, *_ANSWERS, *_CAPTIONS)) is not None
 
 
-def image_names(content: Mapping[str, Any]) -> list[Any] | None:
-    """What a record names as its images, unchecked; None where it names none, and [] where it says
-    that there are none."""
-    return _named(content, "images", "image")
-
-
-def video_names(content: Mapping[str, Any]) -> list[Any] | None:
-    """What a record names as its videos, unchecked; None where it names none."""
-    return _named(content, "videos", "video") or None
-
-
-def _named(content: Mapping[str, Any], many: str, one: str) -> list[Any] | None:
-    named = content.get(many) or content.get(one)
-    if named is None:
-        named = content.get(many)
-    if named is None:
+def named_media(content: Mapping[str, Any], kind: str) -> list[Any] | None:
+    """What a record names as media of a kind, "image" or "video", unchecked; None where it names
+    none, and [] where it says that there are no images."""
+    many = content.get(f"{kind}s")
+    named = many or content.get(kind)
+    named = many if named is None else named
+    if named is None or (kind == "video" and not named):
         return None
     return [media_name(name) for name in (named if isinstance(named, list) else [named])]
 
 
+def _first(content: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """The first of some fields that a record has."""
+    return next((name for name in names if content.get(name) is not None), None)
+
+
 def _mark_videos(turns: list[Turn], num_videos: int) -> list[Turn]:
     """LLaVA-Video's records mark the places of videos by `<image>`: those marks as our own."""
-    if count_placeholders(turns, IMAGE_PLACEHOLDER) != num_videos or count_placeholders(
-        turns, VIDEO_PLACEHOLDER
-    ):
+    marks = [count_placeholders(turns, mark) for mark in (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER)]
+    if marks != [num_videos, 0]:
         return turns
-    return [
-        Turn(turn.prompt.replace(IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER), turn.answer)
-        for turn in turns
-    ]
+    prompts = (turn.prompt.replace(IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER) for turn in turns)
+    return [Turn(prompt, turn.answer) for prompt, turn in zip(prompts, turns, strict=True)]
 
 
-def _system(content: Mapping[str, Any]) -> str | None:
-    system = content.get("system")
-    if system is not None and not isinstance(system, str):
-        raise SampleError("bad_record", f"'system' is {kind_of(system)}, not text")
-    return system or None
-
-
-def _one_system(system: str | None, content: Mapping[str, Any]) -> str | None:
-    """The system message, which may stand among the messages or beside them."""
-    beside = _system(content)
-    if system and beside and system != beside:
+def _system(content: Mapping[str, Any], said: str | None) -> str | None:
+    """The system message, which may stand among the messages, as `said`, or beside them."""
+    beside = content.get("system")
+    if beside is not None and not isinstance(beside, str):
+        raise SampleError("bad_record", f"'system' is {kind_of(beside)}, not text")
+    if said and beside and said != beside:
         raise SampleError("bad_record", "'system' is not the system message among the messages")
-    return beside if system is None else system
+    return (beside or None) if said is None else said
 
 
 def _turns(content: Mapping[str, Any], task: str) -> list[Turn]:
@@ -188,7 +172,7 @@ def _turns(content: Mapping[str, Any], task: str) -> list[Turn]:
 
 def _texts(content: Mapping[str, Any], names: Sequence[str]) -> list[str] | None:
     """The first of the fields that exists, as a list: 'x', ['x'] and [{"content": 'x'}]."""
-    name = next((name for name in names if content.get(name) is not None), None)
+    name = _first(content, names)
     if name is None:
         return None
     values = content[name] if isinstance(content[name], list) else [content[name]]
@@ -202,8 +186,8 @@ def _media(
     content: Mapping[str, Any], found: Dialogue, paired_media: Sequence[str] | None
 ) -> tuple[Sequence[str], Sequence[str]]:
     """Names of the images and of the videos."""
-    images = _one_list("images", image_names(content), found.images)
-    videos = _one_list("videos", video_names(content), found.videos)
+    images = _one_list("images", named_media(content, "image"), found.images)
+    videos = _one_list("videos", named_media(content, "video"), found.videos)
     if images is not None or videos is not None:
         return images or (), videos or ()
     if paired_media is None:

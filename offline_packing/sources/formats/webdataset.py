@@ -22,7 +22,7 @@ from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.reading.contents import file_names, holds_packs
 from offline_packing.sources.reading.listing import hash_files
 from offline_packing.sources.reading.locators import Locator
-from offline_packing.sources.records import has_answer, image_names, video_names
+from offline_packing.sources.records import has_answer, named_media
 from offline_packing.storage.streams import (
     CODECS,
     UNREAD_SUFFIXES,
@@ -142,9 +142,9 @@ class WebDatasetSource(Source):
             content = self.parse_parts({part: sample.read(part) for part in chosen})
         except SampleError as error:
             return Record(key, at, error)
-        videos = [part for part in media if is_video_name(part)]
-        images = [part for part in media if not is_video_name(part)]
-        for names, parts in ((image_names(content), images), (video_names(content), videos)):
+        for kind in ("image", "video"):
+            names = named_media(content, kind)
+            parts = [part for part in media if is_video_name(part) == (kind == "video")]
             if names is not None and len(names) == len(parts) == 1:
                 embedded.setdefault(str(names[0]), embedded[parts[0]])
         paired = tuple(media) if media or self.task == "captioning" else None

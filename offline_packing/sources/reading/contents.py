@@ -84,12 +84,11 @@ def describe_others(path: str, wanted: str) -> str:
     """
     if is_remote(path):
         return ""
-    names = itertools.islice(_names(Path(path)), _MAX_NAMES)
     longest = (
-        max((end for end in _FORMATS if name.lower().endswith(end)), key=len, default=None)
-        for name in names
+        max((end for end in _FORMATS if name.lower().endswith(end)), key=len, default="")
+        for name in file_names(Path(path))
     )
-    counts = Counter(suffix for suffix in longest if suffix)
+    counts = Counter(filter(None, longest))
     return ", ".join(
         f"{count:,} *{suffix} here: source.format={_FORMATS[suffix]}"
         for suffix, count in counts.most_common()
@@ -113,42 +112,36 @@ def find_image_root(path: str, name: str) -> str | None:
     return next(map(str, at), None)
 
 
-def _names(path: Path) -> Iterator[str]:
-    if path.is_file():
-        yield path.name
-        return
-    for folder in (path, *_subfolders(path)):
-        with os.scandir(folder) as entries:
-            yield from (entry.name for entry in entries if entry.is_file())
-
-
-def _folders_near(folder: Path) -> Iterator[Path]:
-    """The folder, the two above it, and the contents of each."""
-    for near in (folder, folder / "..", folder / "../.."):
-        yield Path(os.path.normpath(near))
-        yield from map(Path, map(os.path.normpath, _subfolders(near)))
-
-
-def _subfolders(folder: Path) -> list[Path]:
-    try:
-        with os.scandir(folder) as entries:
-            some = itertools.islice(entries, _MAX_NAMES)
-            return sorted(folder / entry.name for entry in some if entry.is_dir())
-    except OSError:  # not readable: no hint then
-        return []
-
-
 def file_names(path: Path) -> list[str]:
     """Names of the files at a path and below it, relative to it, at most so many as are looked at;
     of a file its own. Hidden ones, and those that a run keeps for itself, are left out."""
     return [path.name] if path.is_file() else list(itertools.islice(_walk(path), _MAX_NAMES))
 
 
-def _walk(path: Path) -> Iterator[str]:
-    for folder, folders, names in os.walk(path):
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "_packing")))
-        seen = sorted(name for name in names if not name.startswith("."))
-        yield from (os.path.relpath(os.path.join(folder, name), path) for name in seen)
+def _walk(folder: Path, inside: str = "") -> Iterator[str]:
+    entries = _entries(folder)
+    yield from (inside + entry.name for entry in entries if not entry.is_dir())
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(folder / entry.name, f"{inside}{entry.name}/")
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Some of what is in a folder, by name; nothing of one that cannot be read."""
+    try:
+        with os.scandir(folder) as found:
+            some = list(itertools.islice(found, _MAX_NAMES))
+    except OSError:
+        return []
+    seen = (entry for entry in some if not entry.name.startswith((".", "_packing")))
+    return sorted(seen, key=lambda entry: entry.name)
+
+
+def _folders_near(folder: Path) -> Iterator[Path]:
+    """The folder, the two above it, and the contents of each."""
+    for near in (folder, folder / "..", folder / "../.."):
+        inside = (near / entry.name for entry in _entries(near) if entry.is_dir())
+        yield from map(Path, map(os.path.normpath, (near, *inside)))
 
 
 def first_character(path: Path, name: str) -> bytes:
