@@ -63,11 +63,8 @@ SOURCES: dict[str, type[Source]] = {
 
 
 def source_class(name: str) -> type[Source]:
-    """The class of a format: a name in SOURCES, or "module:Class" of one that is installed.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The class of a format: a name in SOURCES, or "module:Class" of one that is installed. Raises
+    ConfigError if there is none."""
     if name in SOURCES:
         return SOURCES[name]
     module, separator, class_name = name.partition(":")
@@ -85,11 +82,8 @@ def source_class(name: str) -> type[Source]:
 
 
 def parse_options(content: Any) -> Any:
-    """A source's section of the configuration, as the options of its format.
-
-    Raises:
-        ValidationError: of pydantic; a field is unknown, or has a bad value.
-    """
+    """A source's section of the configuration, as the options of its format. Raises
+    ValidationError (pydantic's) if a field is unknown or has a bad value."""
     if not isinstance(content, Mapping) or not isinstance(content.get("format"), str):
         return content  # the configuration says what is wrong
     try:
@@ -113,12 +107,8 @@ def open_source(
     key_prefix: str = "",
     unpack_folder: Path | None = None,
 ) -> Source:
-    """The source that options, or a mapping of them, describe.
-
-    Raises:
-        StageError: it cannot be opened.
-        ValidationError: of pydantic, where a mapping has a wrong value.
-    """
+    """The source that options, or a mapping of them, describe. Raises StageError if it cannot be
+    opened, ValidationError (pydantic's) if a mapping has a wrong value."""
     options = SourceOptions.model_validate(parse_options(content))
     source = source_class(options.format)
     return source(options, key_prefix=key_prefix, unpack_folder=unpack_folder)

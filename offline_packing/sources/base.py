@@ -31,7 +31,6 @@ from task_encoders.samples import SampleError, SourceSample
 MAX_JSON_BYTES: Final = 32 << 20
 
 _DRY_RUN_SAMPLES: Final = 4096
-_CHANGED: Final = "restore it, or measure again with output.overwrite=true"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +99,7 @@ class Source(ABC):
         self, options: SourceOptions, *, key_prefix: str = "", unpack_folder: Path | None = None
     ) -> None:
         """`options` are of the class's own Options; `unpack_folder` is where a compressed container
-        may be unpacked when it is read out of order.
-
-        Raises:
-            StageError: the path does not exist.
-        """
+        may be unpacked to be read out of order. Raises StageError if the path does not exist."""
         self.options = options
         self.path = options.path
         self.task = options.task
@@ -155,15 +150,9 @@ class Source(ABC):
         return (entry for entry in walk(self.root) if self.is_read(entry[0]))
 
     def files(self, wanted: str, unread: tuple[str, ...] = ()) -> list[tuple[str, int]]:
-        """(container, size) of every file that `scan` reads, by name.
-
-        Args:
-            wanted: what the format reads, for messages: '*.jsonl'.
-            unread: endings of files that are compressed in a way that is not read.
-
-        Raises:
-            StageError: there is no file, or one with such an ending.
-        """
+        """(container, size) of every file that `scan` reads, by name. Raises StageError if there is
+        none of what is `wanted` ('*.jsonl'), or one that ends as `unread` ones, whose compression
+        is not read."""
         found = sorted((name, size) for name, size, _ in self.entries())
         if not found:
             raise nothing_found(self.path, wanted)
@@ -197,18 +186,12 @@ class Source(ABC):
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
         """A record's bytes, at a locator with this `column`, as the object that `to_sample` reads.
-
-        Raises:
-            SampleError: they are not such an object.
-        """
+        Raises SampleError if they are not such an object."""
         return self.fields.apply(load_json(data))
 
     def open_media(self, record: SourceRecord, name: str) -> tuple[Locator, BinaryIO]:
-        """Where an image or a video of a record lies, and a file of its bytes.
-
-        Raises:
-            SampleError: missing_image or path_outside_root.
-        """
+        """Where an image or a video of a record lies, and a file of its bytes. Raises SampleError:
+        missing_image or path_outside_root."""
         found = record.embedded.get(name)
         if found is None:
             container = self.media.locate(self.image_folder(record.locator.container), name)
@@ -220,42 +203,28 @@ class Source(ABC):
         return at, self.root.open_range(at.container, at.offset, at.size)
 
     def read(self, locator: Locator) -> Mapping[str, Any]:
-        """The JSON object at a locator.
-
-        Raises:
-            StageError: the bytes no longer exist, or are no longer the record.
-        """
+        """The JSON object at a locator. Raises StageError if the bytes no longer exist, or are no
+        longer the record."""
         try:
             data = read_locator(self.root, locator, self.unpack_folder)
             return self.parse(data, locator.column)
         except SampleError as error:
-            raise StageError(
-                f"{self.root.path(locator.container)} changed since it was measured: {error}; "
-                f"{_CHANGED}"
-            ) from error
+            raise _changed(self.root.path(locator.container), error) from error
 
     def read_sample(
         self, key: str, locator: Locator, num_images: int, num_videos: int = 0
     ) -> SourceSample:
-        """The sample whose record lies at a locator and had this many images and videos.
-
-        Raises:
-            StageError: it no longer exists, or is no longer what was measured.
-        """
+        """The sample whose record lies at a locator and had this many images and videos. Raises
+        StageError if it no longer exists, or is no longer what was measured."""
         # A record that names no media was paired with one; its name no longer matters.
         paired = ("paired.mp4",) if num_videos else ("paired",) if num_images else None
         try:
             sample = to_sample(self.read(locator), key, self.task, paired)
         except SampleError as error:
-            raise StageError(
-                f"sample {key!r} changed since it was measured: {error}; {_CHANGED}"
-            ) from error
+            raise _changed(f"sample {key!r}", error) from error
         if (len(sample.images), len(sample.videos)) != (num_images, num_videos):
-            raise StageError(
-                f"sample {key!r} changed since it was measured: it names {len(sample.images)} "
-                f"images and {len(sample.videos)} videos, was {num_images} and {num_videos}; "
-                f"{_CHANGED}"
-            )
+            names = f"it names {len(sample.images)} images and {len(sample.videos)} videos"
+            raise _changed(f"sample {key!r}", f"{names}, was {num_images} and {num_videos}")
         return sample
 
     def read_media(self, locator: Locator) -> bytes:
@@ -263,6 +232,13 @@ class Source(ABC):
         # A medium that is a separate file may be under image_root; all others are in the source.
         root = self.media if locator.kind == "file" else self.root
         return read_locator(root, locator, self.unpack_folder)
+
+
+def _changed(what: str, why: object) -> StageError:
+    return StageError(
+        f"{what} changed since it was measured: {why}; restore it, or measure again with "
+        "output.overwrite=true"
+    )
 
 
 def own_key(content: Mapping[str, Any]) -> str:

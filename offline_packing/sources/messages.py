@@ -46,11 +46,8 @@ class Dialogue:
 
 
 def read_dialogue(messages: Any, name: str) -> Dialogue:
-    """[system,] user, assistant, user, assistant, ...
-
-    Raises:
-        SampleError: bad_roles, or bad_record where a message cannot be packed as it is.
-    """
+    """[system,] user, assistant, user, assistant, ... Raises SampleError: bad_roles, or bad_record
+    where a message cannot be packed as it is."""
     if not isinstance(messages, list) or not messages:
         raise SampleError("bad_record", f"{name!r} is {kind_of(messages)}, not a list of messages")
     found = Dialogue()

@@ -47,11 +47,7 @@ _NO_VALUES: Final[tuple[Any, ...]] = (None, False, "", "[]", [], {})
 
 
 def load_json(data: bytes) -> Mapping[str, Any]:
-    """Parse a record.
-
-    Raises:
-        SampleError: bad_json, or bad_record if it is not an object.
-    """
+    """Parse a record. Raises SampleError: bad_json, or bad_record if it is not an object."""
     try:
         content = orjson.loads(data.removeprefix(_UTF8_BOM))
     except orjson.JSONDecodeError as error:
@@ -92,11 +88,8 @@ def to_sample(
 
 
 def check_prompts_are_shown(sample: SourceSample) -> None:
-    """Refuse a caption with a prompt, which captioning does not show to the model.
-
-    Raises:
-        SampleError: lost_prompt.
-    """
+    """Refuse a caption with a prompt, which captioning does not show to the model. Raises
+    SampleError: lost_prompt."""
     for turn in sample.turns if sample.task == "captioning" else ():
         text = turn.prompt.replace(IMAGE_PLACEHOLDER, "").replace(VIDEO_PLACEHOLDER, "").strip()
         if text:

@@ -34,11 +34,8 @@ class MediaRoot:
         return self._inside + container
 
     def locate(self, folder: str, name: str) -> str:
-        """Container (path relative to the root) of the file that `name` means in `folder`.
-
-        Raises:
-            SampleError: path_outside_root, or missing_image for what cannot be a file name.
-        """
+        """Container (path relative to the root) of the file that `name` means in `folder`. Raises
+        SampleError: path_outside_root, or missing_image for what cannot be a file name."""
         check_name(name)
         if _PLAIN_NAME.fullmatch(name):  # as for most; the rest takes 5 µs
             return f"{folder}/{name}" if folder else name
@@ -57,12 +54,9 @@ class MediaRoot:
         return path[len(self.folder) :].lstrip("/")
 
     def open(self, container: str, *, sequential: bool = False) -> BinaryIO:
-        """Open a file for reading; the system itself detects sequential reading.
-
-        Raises:
-            SampleError: path_outside_root if a symlink leads outside; missing_image if there is no
-                such file, or it is a folder, a pipe or a device, or may not be read.
-        """
+        """Open a file for reading; the system itself detects sequential reading. Raises
+        SampleError: path_outside_root if a symlink leads outside; missing_image if there is no such
+        file, or it is a folder, a pipe or a device, or may not be read."""
         return io.BufferedReader(io.FileIO(self._open(container)), _BUFFER_BYTES)
 
     def open_range(self, container: str, offset: int, size: int) -> BinaryIO:
@@ -79,22 +73,16 @@ class MediaRoot:
         return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
 
     def read(self, container: str, limit: int) -> bytes:
-        """A whole file.
-
-        Raises:
-            SampleError: as `open`; bad_record if it is larger than `limit` bytes.
-        """
+        """A whole file. Raises SampleError: as `open`; bad_record if it is larger than `limit`
+        bytes."""
         with io.FileIO(self._open(container)) as file:
             if os.fstat(file.fileno()).st_size > limit:
                 raise SampleError("bad_record", f"the JSON is larger than {limit} bytes")
             return file.readall()
 
     def read_range(self, container: str, offset: int, size: int, *, whole: bool) -> bytes:
-        """`size` bytes at `offset`; with `whole`, the file must have exactly that size.
-
-        Raises:
-            StageError: the file is gone, shorter, or has another size than when it was measured.
-        """
+        """`size` bytes at `offset`; with `whole`, the file must have exactly that size. Raises
+        StageError if the file is gone, shorter, or has another size than when it was measured."""
         return read_range(self.path(container), offset, size, whole=whole)
 
     def list_folder(self, folder: bytes) -> Iterator[tuple[bytes, int | None, int]]:

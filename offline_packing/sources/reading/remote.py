@@ -42,12 +42,8 @@ class RemoteRoot:
 
     @classmethod
     def at(cls, url: str) -> tuple["RemoteRoot", str | None]:
-        """The root of a URL; of a file, its folder and its name.
-
-        Raises:
-            ConfigError: no such storage, or its package is missing.
-            StageError: there is nothing at the URL.
-        """
+        """The root of a URL; of a file, its folder and its name. Raises ConfigError if there is
+        no such storage or its package is missing, StageError if there is nothing at the URL."""
         try:
             from fsspec.core import url_to_fs
 
@@ -137,11 +133,8 @@ class RemoteRoot:
 
     def list_folder(self, folder: bytes) -> Iterator[tuple[bytes, int | None, int]]:
         """(name, size, 0) of what is in a folder (b"" or b"a/b/"); None is the size of a folder,
-        and storages do not agree on a modification time. What begins with a dot is left out.
-
-        Raises:
-            StageError: the storage does not report the size of a file.
-        """
+        and storages do not agree on a modification time. What begins with a dot is left out. Raises
+        StageError if the storage does not report the size of a file."""
         path = f"{self.folder}/{folder.decode()}".rstrip("/")
         for info in self._filesystem.ls(path, detail=True):
             name = info["name"].rstrip("/").rpartition("/")[2]
@@ -177,11 +170,8 @@ Root = MediaRoot | RemoteRoot
 
 
 def open_root(path: str) -> tuple[Root, str | None]:
-    """The root at a path or URL; of a file, its folder and its name.
-
-    Raises:
-        ConfigError, StageError: there is nothing, or as `RemoteRoot.at`.
-    """
+    """The root at a path or URL; of a file, its folder and its name. Raises ConfigError,
+    StageError: there is nothing, or as `RemoteRoot.at`."""
     if is_remote(path):
         return RemoteRoot.at(path)
     given = Path(path)

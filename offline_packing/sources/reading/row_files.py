@@ -53,11 +53,8 @@ class RowFile:
 
     @classmethod
     def open(cls, root: Root, container: str, kind: str) -> "RowFile":
-        """Open a file. One that is here is mapped: nothing is read before it is used.
-
-        Raises:
-            SampleError: it may not be read.
-        """
+        """Open a file. One that is here is mapped: nothing is read before it is used. Raises
+        SampleError if it may not be read."""
         file = root.open(container)
         if not isinstance(root, MediaRoot):
             return cls(file, kind)
@@ -187,8 +184,7 @@ def _name_one(value: Any, column: str) -> tuple[str, bytes | None]:
 
 def record_column(columns: Sequence[str], media_columns: Collection[str]) -> str:
     """The `column` of a record made of these columns, some of which hold images or videos."""
-    named = [[name] if name in media_columns else name for name in columns]
-    return orjson.dumps(named).decode()
+    return orjson.dumps([[c] if c in media_columns else c for c in columns]).decode()
 
 
 def is_record(column: str) -> bool:
@@ -197,20 +193,18 @@ def is_record(column: str) -> bool:
 
 
 def record_columns(column: str) -> tuple[list[str], list[str]]:
-    """The columns of a record with this `column`: all, and those that hold images or videos."""
-    named = orjson.loads(column)
-    media = [name[0] for name in named if isinstance(name, list)]
-    return [name if isinstance(name, str) else name[0] for name in named], media
+    """The columns that a record or a medium with this `column` lies in; those with media."""
+    if not is_record(column):
+        return [column.rpartition(".")[0]], []
+    named = [(c, False) if isinstance(c, str) else (c[0], True) for c in orjson.loads(column)]
+    return [name for name, _ in named], [name for name, is_media in named if is_media]
 
 
 def record_json(
     row: Mapping[str, Any], media_columns: Sequence[str]
 ) -> tuple[bytes, dict[str, bytes]]:
-    """A row as JSON with names in the place of images, and the bytes by name.
-
-    Raises:
-        SampleError: bad_json, where a text is not UTF-8 or JSON has no form for a value.
-    """
+    """A row as JSON with names in the place of images, and the bytes by name. Raises SampleError:
+    bad_json, where a text is not UTF-8 or JSON has no form for a value."""
     content, media = dict(row), {}
     for column in media_columns:
         content[column], found = name_media(row[column], column)

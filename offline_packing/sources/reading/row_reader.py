@@ -16,12 +16,11 @@ import bisect
 import itertools
 import mmap
 import tempfile
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +52,7 @@ _RELEASE_BYTES: Final = 32 << 20
 
 _DAMAGE: Final = (OSError, LookupError, ValueError, pa.ArrowException)
 
+Value = TypeVar("Value")
 Rows = npt.NDArray[np.int64]
 
 
@@ -68,17 +68,15 @@ class WantedRows:
 
 
 class _Copy:
-    """Rows in an Arrow file of our own, mapped; batch i begins with row starts[i]."""
+    """Rows in an Arrow file of our own, mapped."""
 
-    def __init__(self, file: BinaryIO, starts: Sequence[int] | None = None) -> None:
-        """`file` may be closed afterwards. Without `starts`, all batches but the last have as many
-        rows as the first."""
+    def __init__(self, file: BinaryIO) -> None:
+        """`file` may be closed afterwards."""
         self._mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         self._batches = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self._mapped)))
-        if starts is None:
-            size = self._batches.get_batch(0).num_rows
-            starts = range(0, size * self._batches.num_record_batches, size)
-        self._starts = starts
+        numbers = range(self._batches.num_record_batches)
+        sizes = (self._batches.get_batch(i).num_rows for i in numbers)
+        self._starts = list(itertools.accumulate(sizes, initial=0))
 
     def row(self, number: int, columns: Sequence[str]) -> pa.Table:
         """One row."""
@@ -112,18 +110,19 @@ class _RowReader:
     """What a process keeps between reads."""
 
     def __init__(self) -> None:
-        self._files: OrderedDict[tuple[str, str], RowFile] = OrderedDict()
-        self._groups: OrderedDict[tuple[str, str, int, str], pa.Table] = OrderedDict()
+        self._files: dict[tuple[str, str], RowFile] = {}
+        self._groups: dict[tuple[str, str, int, str], pa.Table] = {}
         self._bytes_read = 0
         #: that are open, by what they are copies of
-        self.copies: OrderedDict[str, _Copy] = OrderedDict()
+        self.copies: dict[str, _Copy] = {}
         #: by path; a file may belong to several sources
         self.at_hand: dict[str, list[_AtHand]] = {}
 
-    def row(self, root: Root, kind: str, container: str, row: int, column: str) -> pa.Table:
-        """One row of a column, or of a record's columns. Raises IndexError if there is none."""
+    def row(
+        self, root: Root, kind: str, container: str, row: int, columns: Sequence[str]
+    ) -> pa.Table:
+        """Some columns of one row. Raises IndexError if there is none."""
         path = root.path(container)
-        columns = record_columns(column)[0] if is_record(column) else [column.rpartition(".")[0]]
         prepared = (one for one in self.at_hand.get(path, ()) if set(columns) <= set(one.columns))
         at_hand = next(prepared, None)
         if at_hand is not None and (found := at_hand.row(row, columns)) is not None:
@@ -136,18 +135,15 @@ class _RowReader:
         if at_hand is not None:
             return self._copy(file, (path, stamp, number), at_hand).row(place, columns)
         key = (path, stamp, number, "\0".join(columns))
-        group = self._groups[key] if key in self._groups else file.group(number, columns)
-        _keep(self._groups, key, group)
+        group = _cached(self._groups, key, lambda: file.group(number, columns))
         while len(self._groups) > 1 and sum(t.nbytes for t in self._groups.values()) > _CACHE_BYTES:
-            self._groups.popitem(last=False)
+            self._groups.pop(next(iter(self._groups)))
         return group.slice(place, 1)
 
     def file(self, root: Root, kind: str, container: str) -> tuple[RowFile, str]:
         """A file and its stamp: a replaced file counts as another one."""
         key = (root.path(container), root.stamp(container))
-        file = self._files.get(key) or RowFile.open(root, container, kind)
-        _keep(self._files, key, file)
-        return file, key[1]
+        return _cached(self._files, key, lambda: RowFile.open(root, container, kind)), key[1]
 
     def count(self, num_bytes: int) -> None:
         """Note what was read: from time to time the memory of mapped files is released."""
@@ -165,24 +161,24 @@ class _RowReader:
         """A whole group, as a file in the folder of unpacked files."""
         path, stamp, number = group
         name = "\0".join((path, stamp, str(number), *at_hand.columns))
-        copy = self.copies.get(name)
-        if copy is None:
 
-            def write(target: BinaryIO) -> None:
-                write_arrow(target, file.batches(range(number, number + 1), at_hand.columns))
+        def write(target: BinaryIO) -> None:
+            write_arrow(target, file.batches(range(number, number + 1), at_hand.columns))
 
+        def make() -> _Copy:
             what = f"row group {number} of {path}"
             with open(unpacked_copy(name, what, at_hand.folder, write), "rb") as opened:
-                copy = _Copy(opened)
-        _keep(self.copies, name, copy)
-        return copy
+                return _Copy(opened)
+
+        return _cached(self.copies, name, make)
 
 
-def _keep(cache: OrderedDict[Any, Any], key: Any, value: Any) -> None:
-    cache[key] = value
-    cache.move_to_end(key)
+def _cached(cache: dict[Any, Value], key: Any, make: Callable[[], Value]) -> Value:
+    """A value, made if it is not there; the one that was not used for longest is forgotten."""
+    cache[key] = cache.pop(key) if key in cache else make()
     if len(cache) > _OPEN_FILES:
-        cache.popitem(last=False)
+        cache.pop(next(iter(cache)))
+    return cache[key]
 
 
 _reader = _RowReader()
@@ -218,8 +214,8 @@ def _prepare(wanted: WantedRows, scratch: Path, unpack_folder: Path) -> _AtHand:
         file, _ = _reader.file(wanted.root, wanted.kind, wanted.container)
         chosen = decoded_at_once(file.group_starts, file.group_bytes, wanted.rows)
         with translate_disk_full(scratch), tempfile.TemporaryFile(dir=scratch) as kept:
-            rows, starts = _write_rows(kept, file, np.flatnonzero(chosen), wanted)
-            copy = _Copy(kept, starts) if len(rows) else None
+            rows = _write_rows(kept, file, np.flatnonzero(chosen), wanted)
+            copy = _Copy(kept) if len(rows) else None
             return _AtHand(wanted.columns, unpack_folder, rows, copy)
     except (*_DAMAGE, SampleError) as error:
         path = wanted.root.path(wanted.container)
@@ -242,8 +238,8 @@ def decoded_at_once(
 
 def _write_rows(
     target: BinaryIO, file: RowFile, groups: npt.NDArray[np.intp], wanted: WantedRows
-) -> tuple[Rows, list[int]]:
-    """Write the wanted rows of some groups; returns their numbers and where batches begin."""
+) -> Rows:
+    """Write the wanted rows of some groups; returns their numbers."""
     written: list[Rows] = []
 
     def chosen() -> Iterator[pa.RecordBatch]:
@@ -257,23 +253,20 @@ def _write_rows(
                 first += len(batch)
 
     write_arrow(target, chosen())
-    starts = itertools.accumulate(map(len, written[:-1]), initial=0)
-    return np.concatenate([*written, wanted.rows[:0]]), list(starts)
+    return np.concatenate([*written, wanted.rows[:0]])
 
 
 def read_value(root: Root, kind: str, container: str, row: int, column: str, size: int) -> bytes:
-    """A record's JSON or a medium's bytes.
-
-    Raises:
-        StageError: the row or column no longer exists, or has another size.
-    """
+    """A record's JSON or a medium's bytes. Raises StageError if the row or column no longer exists,
+    or has another size."""
     try:
-        values = _reader.row(root, kind, container, row, column).to_pylist()[0]
+        columns, media = record_columns(column)
+        values = _reader.row(root, kind, container, row, columns).to_pylist()[0]
+        data: Any = None
         if is_record(column):
-            data: Any = record_json(values, record_columns(column)[1])[0]
+            data, _ = record_json(values, media)
         else:
-            top = column.rpartition(".")[0]
-            data = name_media(values[top], top)[1].get(column)
+            data = name_media(values[columns[0]], columns[0])[1].get(column)
     except (*_DAMAGE, SampleError) as error:
         raise StageError(f"{root.path(container)}, row {row} cannot be read: {error}") from error
     _reader.count(size)
