@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from offline_packing.errors import StageError
 from offline_packing.sources.options import FieldMap, FieldOptions, MediaOptions, SourceOptions
-from offline_packing.sources.reading.contents import nothing_found
+from offline_packing.sources.reading.contents import file_names, nothing_found
 from offline_packing.sources.reading.listing import walk
 from offline_packing.sources.reading.locators import Locator, read_locator
 from offline_packing.sources.reading.remote import is_remote, open_root
@@ -94,6 +94,10 @@ class Source(ABC):
 
     #: the options of the format
     Options: ClassVar[type[SourceOptions]] = FieldOptions
+    #: endings of the files that are read in a folder (none: all), in lower case; and of those that
+    #: would be, were they not compressed in a way that is not read
+    ENDINGS: ClassVar[tuple[str, ...]] = ()
+    UNREAD: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, options: SourceOptions, *, key_prefix: str = "", unpack_folder: Path | None = None
@@ -132,7 +136,8 @@ class Source(ABC):
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
         """The options besides the path for reading a local file or folder; None if it has
         another format."""
-        return None
+        is_here = any(name.lower().endswith(cls.ENDINGS) for name in file_names(path))
+        return {} if is_here else None
 
     def is_known(self, key: str) -> bool:
         """Whether the record of a key is left out; a format that knows the key before it reads the
@@ -141,7 +146,7 @@ class Source(ABC):
 
     def is_read(self, container: str) -> bool:
         """Whether `scan` reads a file of this name, where the path is a folder."""
-        return True
+        return not self.ENDINGS or container.lower().endswith((*self.ENDINGS, *self.UNREAD))
 
     def entries(self) -> Iterator[tuple[str, int, int]]:
         """(container, size, modification time in ns) of every file that `scan` reads, in order."""
@@ -149,14 +154,13 @@ class Source(ABC):
             return iter([self.root.entry(self.file_name)])
         return (entry for entry in walk(self.root) if self.is_read(entry[0]))
 
-    def files(self, wanted: str, unread: tuple[str, ...] = ()) -> list[tuple[str, int]]:
+    def files(self) -> list[tuple[str, int]]:
         """(container, size) of every file that `scan` reads, by name. Raises StageError if there is
-        none of what is `wanted` ('*.jsonl'), or one that ends as `unread` ones, whose compression
-        is not read."""
+        none, or one whose compression is not read."""
         found = sorted((name, size) for name, size, _ in self.entries())
         if not found:
-            raise nothing_found(self.path, wanted)
-        if problem := find_unread((name for name, _ in found), unread):
+            raise nothing_found(self.path, f"*{self.ENDINGS[0]}")
+        if problem := find_unread((name for name, _ in found), self.UNREAD):
             raise StageError(f"source path {self.path!r} {problem}")
         return found
 

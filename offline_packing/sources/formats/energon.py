@@ -107,7 +107,7 @@ class EnergonSource(WebDatasetSource):
         names = set(self._names)
         return (entry for entry in walk(self.root) if entry[0] in names)
 
-    def _tars(self) -> list[tuple[str, int]]:
+    def files(self) -> list[tuple[str, int]]:
         sizes = {name: size for name, size, _ in self.entries()}
         missing = next((name for name in self._names if name not in sizes), None)
         if missing is not None:

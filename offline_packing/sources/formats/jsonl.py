@@ -10,7 +10,7 @@ Blank lines are not records.
 import io
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -25,6 +25,7 @@ from offline_packing.sources.options import FileOptions
 from offline_packing.sources.reading.contents import file_names, first_character
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.storage.streams import (
+    CODECS,
     UNREAD_SUFFIXES,
     DamagedStreamError,
     codec_of,
@@ -35,10 +36,16 @@ from task_encoders.samples import SampleError
 #: Bytes at a time while listing, and while reading records.
 _BLOCK: Final = 2 << 20
 _BUFFER: Final = 1 << 16
+_CODECS: Final = ("", *(f".{name}" for name in CODECS))
 _BOM: Final = b"\xef\xbb\xbf"
 
 #: Takes a file block by block; says behind which bytes of each block a record ends.
 _Cutter = Callable[[bytes], npt.NDArray[np.intp]]
+
+
+def endings(suffix: str, codecs: Iterable[str] = _CODECS) -> tuple[str, ...]:
+    """Endings of plain and compressed files."""
+    return tuple(suffix + codec for codec in codecs)
 
 
 class JsonlSource(Source):
@@ -46,8 +53,8 @@ class JsonlSource(Source):
     compressed file, which can only be read from its beginning, the whole, with no end."""
 
     Options = FileOptions
-    #: suffix of the files that are read in a folder
-    SUFFIX: ClassVar[str] = ".jsonl"
+    ENDINGS = endings(".jsonl")
+    UNREAD = endings(".jsonl", UNREAD_SUFFIXES)
     #: bytes at the end of a record that are not its own
     SEPARATOR: ClassVar[int] = 0
 
@@ -61,7 +68,7 @@ class JsonlSource(Source):
     def scan(self, samples_per_part: int) -> Scan:
         digest = xxhash.xxh3_128()
         parts: list[SourcePart] = []
-        for container in self._containers():
+        for container, _ in self.files():
             content = xxhash.xxh3_128()
             cuts, num_records = self._cut(container, samples_per_part, content)
             if codec_of(container):
@@ -105,7 +112,7 @@ class JsonlSource(Source):
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
         names = file_names(path)
-        found = [name for name in names if _record_suffix(name) == cls.SUFFIX]
+        found = [name for name in names if name.lower().endswith(cls.ENDINGS)]
         if "dataset_info.json" in names:  # it says what the files are
             return None
         return {} if found and cls._is_form_of(path, found[0]) else None
@@ -116,11 +123,11 @@ class JsonlSource(Source):
         return True
 
     def unread_parts(self) -> list[SourcePart]:
-        return [SourcePart((container, 0, None, 1), None) for container in self._containers()]
+        return [SourcePart((container, 0, None, 1), None) for container, _ in self.files()]
 
     def records(self, part: SourcePart) -> Iterator[Record]:
         container, begin, end, first = part.items
-        stem = container[: container.lower().rfind(self.SUFFIX)] or container
+        stem = container[: container.lower().rfind(self.ENDINGS[0])] or container
         kind = "stream" if codec_of(container) else "bytes"
         try:
             found = self._split(container, begin, end)
@@ -173,27 +180,12 @@ class JsonlSource(Source):
             return content
         return io.BufferedReader(content, _BUFFER)  # type: ignore[type-var]  # of fsspec
 
-    def is_read(self, container: str) -> bool:
-        is_unread = container.lower().endswith(self._unread_endings())
-        return is_unread or _record_suffix(container) == self.SUFFIX
-
-    def _unread_endings(self) -> tuple[str, ...]:
-        return tuple(f"{self.SUFFIX}{end}" for end in UNREAD_SUFFIXES)
-
-    def _containers(self) -> list[str]:
-        return [name for name, _ in self.files(f"*{self.SUFFIX}", self._unread_endings())]
-
-
-def _record_suffix(name: str) -> str:
-    """'a.jsonl.gz' -> '.jsonl'."""
-    stem, suffix = os.path.splitext(name.lower())
-    return os.path.splitext(stem)[1] if codec_of(name) else suffix
-
 
 class JsonSource(JsonlSource):
     """Each file is one JSON array of records."""
 
-    SUFFIX = ".json"
+    ENDINGS = endings(".json")
+    UNREAD = endings(".json", UNREAD_SUFFIXES)
     SEPARATOR = 1
 
     @classmethod
@@ -264,7 +256,8 @@ class TextSource(JsonlSource):
     """Plain text: each line of a `.txt` is a sample without an image. With task captioning all of
     it is trained, as in pretraining on text."""
 
-    SUFFIX = ".txt"
+    ENDINGS = endings(".txt")
+    UNREAD = endings(".txt", UNREAD_SUFFIXES)
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:

@@ -11,7 +11,6 @@ A record's key is its id, or else `FILE:ROW`, rows counted from 0.
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import orjson
@@ -29,7 +28,6 @@ from offline_packing.sources.base import (
 from offline_packing.sources.base import SourceRecord as Record
 from offline_packing.sources.options import FileOptions
 from offline_packing.sources.reading import row_files
-from offline_packing.sources.reading.contents import file_names
 from offline_packing.sources.reading.listing import hash_files
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.reading.row_files import RowFile
@@ -46,23 +44,9 @@ class TableSource(Source):
     Options = FileOptions
     #: kind of the locators
     KIND: ClassVar[str]
-    #: suffix of the files
-    SUFFIX: ClassVar[str]
-
-    def is_read(self, container: str) -> bool:
-        return container.lower().endswith(self.SUFFIX)
-
-    def _containers(self) -> list[tuple[str, int]]:
-        """Files to be read, and their sizes, in order."""
-        return self.files(f"*{self.SUFFIX}")
-
-    @classmethod
-    def recognise(cls, path: Path) -> Mapping[str, Any] | None:
-        is_here = any(name.lower().endswith(cls.SUFFIX) for name in file_names(path))
-        return {} if is_here else None
 
     def scan(self, samples_per_part: int) -> Scan:
-        files = self._containers()
+        files = self.files()
         parts = [part for name, _ in files for part in self._scan_file(name, samples_per_part)]
         return Scan(tuple(parts), hash_files(files))
 
@@ -179,7 +163,7 @@ class ParquetSource(TableSource):
     """Parquet files: one, or all below a folder."""
 
     KIND = "parquet_row"
-    SUFFIX = ".parquet"
+    ENDINGS = (".parquet",)
 
 
 class HuggingFaceOptions(FileOptions):
@@ -195,7 +179,7 @@ class HuggingFaceSource(TableSource):
     Options = HuggingFaceOptions
     options: HuggingFaceOptions
     KIND = "arrow_row"
-    SUFFIX = ".arrow"
+    ENDINGS = (".arrow",)
 
     def is_read(self, container: str) -> bool:
         if self._data_files is not None:
@@ -205,8 +189,8 @@ class HuggingFaceSource(TableSource):
         in_split = container.startswith(self._split_folder)
         return in_split and super().is_read(container) and not is_cache
 
-    def _containers(self) -> list[tuple[str, int]]:
-        found = super()._containers()
+    def files(self) -> list[tuple[str, int]]:
+        found = super().files()
         missing = (self._data_files or frozenset()) - {name for name, _ in found}
         if missing and self.file_name is None:
             raise StageError(

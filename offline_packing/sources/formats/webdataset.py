@@ -36,8 +36,6 @@ from task_encoders.samples import SampleError
 
 #: Key and part of a member, parted at the first dot of the file name as by WebDataset readers.
 _MEMBER: Final = re.compile(r"(?:\./)?((?:.*/|)[^./]+)\.([^/]*)")
-_TAR_SUFFIXES: Final = (".tar", ".tgz", *(f".tar.{name}" for name in CODECS))
-_UNREAD_TARS: Final = (".txz", ".tbz", ".tbz2", *(f".tar{end}" for end in UNREAD_SUFFIXES))
 _TEXT_PARTS: Final = ("txt", "caption", "text")
 _RECORD_EXTENSIONS: Final = frozenset(("json", *_TEXT_PARTS))
 #: A larger medium in a compressed tar, which has to be read on the way, is set aside.
@@ -93,23 +91,24 @@ class TarSample:
 class WebDatasetSource(Source):
     """Samples in tars. A part is one tar."""
 
+    ENDINGS = (".tar", ".tgz", *(f".tar.{name}" for name in CODECS))
+    UNREAD = (".txz", ".tbz", ".tbz2", *(f".tar{end}" for end in UNREAD_SUFFIXES))
+
     def scan(self, samples_per_part: int) -> Scan:
-        tars = self._tars()
+        tars = self.files()
         return Scan(tuple(SourcePart(name, None) for name, _ in tars), hash_files(tars))
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
-        tars = [name for name in file_names(path) if name.lower().endswith(_TAR_SUFFIXES)]
+        tars = [name for name in file_names(path) if name.lower().endswith(cls.ENDINGS)]
         if not tars or (path / ".nv-meta").is_dir() or holds_packs(path, tars[0]):
             return None
         return {}
 
-    def is_read(self, container: str) -> bool:
-        return container.lower().endswith((*_TAR_SUFFIXES, *_UNREAD_TARS))
-
     def records(self, part: SourcePart) -> Iterator[Record]:
         container: str = part.items
-        stem = tar_stem(container)
+        ending = next((end for end in self.ENDINGS if container.lower().endswith(end)), "")
+        stem = container[: len(container) - len(ending)]
         sequential = codec_of(container) is not None
         with self.open_container(container, sequential=sequential) as packed:
             file = open_unpacked(packed, container, self.root.size(packed))
@@ -120,10 +119,6 @@ class WebDatasetSource(Source):
                 else:
                     error = SampleError("damaged_source", f"{container}: {sample.damage}")
                     yield Record(key, sample.at(), error)
-
-    def _tars(self) -> list[tuple[str, int]]:
-        """Containers and their sizes, in order."""
-        return self.files("*.tar", _UNREAD_TARS)
 
     def _records(self, key: str, sample: TarSample) -> Iterator[Record]:
         """The records that a sample of the tar makes: one, except in a tar of packs."""
@@ -228,12 +223,6 @@ def group_members(container: str, file: BinaryIO, *, keep_data: bool) -> Iterato
         sample.damage = error
     if sample.members or sample.damage:
         yield sample
-
-
-def tar_stem(container: str) -> str:
-    """'train/shard-0.tar.gz' -> 'train/shard-0'."""
-    suffix = next((end for end in _TAR_SUFFIXES if container.lower().endswith(end)), "")
-    return container[: len(container) - len(suffix)]
 
 
 def find_part(parts: Iterable[str], name: str) -> str | None:
