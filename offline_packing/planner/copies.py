@@ -62,17 +62,16 @@ def separate_copies(
     if len(doubled) == 0:
         return packs
     packs = Packs(packs.sample_ids.astype(np.int64), packs.pack_offsets)
-    bins = _Bins(*packs, packs.sums(sizes), sizes, limits, copy_of)
+    bins = _Bins(packs, packs.sums(sizes), sizes, limits, copy_of)
     _exchange_all(bins, doubled, reach or packs.num_packs, random_state(seed))
     left = _doubled_places(packs, copy_of)
-    return _move_out(packs, sizes, limits, copy_of, left) if len(left) else packs
+    return _move_out(bins, left) if len(left) else packs
 
 
 class _Bins(NamedTuple):
-    """Packs between which samples are exchanged: the first and third array are changed."""
+    """Packs between which samples are exchanged: their sample_ids and totals are changed."""
 
-    sample_ids: np.ndarray
-    pack_offsets: np.ndarray
+    packs: Packs
     #: int64 (num_packs, num_limits): what each pack holds
     totals: np.ndarray
     sizes: np.ndarray
@@ -95,19 +94,13 @@ def _doubled_places(packs: Packs, copy_of: np.ndarray) -> np.ndarray:
 
 
 @njit(cache=True)
-def _holds(packs: Packs, pack: int, copy_of: np.ndarray, origin: int, but: int) -> bool:
-    """Whether a pack holds a copy of ``origin``, place ``but`` left aside."""
-    found = False
-    for place in range(packs.pack_offsets[pack], packs.pack_offsets[pack + 1]):
-        found |= place != but and copy_of[packs.sample_ids[place]] == origin
-    return found
-
-
-@njit(cache=True)
-def _pack_holds(bins: _Bins, pack: int, sample: int, but: int = -1) -> bool:
+def _holds(bins: _Bins, pack: int, sample: int, but: int = -1) -> bool:
     """Whether a pack holds a copy of a sample, place ``but`` left aside."""
-    packs = Packs(bins.sample_ids, bins.pack_offsets)
-    return _holds(packs, pack, bins.copy_of, bins.copy_of[sample], but)
+    sample_ids, offsets = bins.packs
+    found = False
+    for place in range(offsets[pack], offsets[pack + 1]):
+        found |= place != but and bins.copy_of[sample_ids[place]] == bins.copy_of[sample]
+    return found
 
 
 @njit(cache=True)
@@ -126,25 +119,27 @@ def _fits(bins: _Bins, pack: int, other: int, out: tuple[int, int], into: tuple[
 
 @njit(cache=True)
 def _swap(bins: _Bins, pack: int, other: int, place: int, partner: int) -> None:
-    mine, theirs = bins.sample_ids[place], bins.sample_ids[partner]
+    sample_ids = bins.packs.sample_ids
+    mine, theirs = sample_ids[place], sample_ids[partner]
     bins.totals[pack] += bins.sizes[theirs] - bins.sizes[mine]
     bins.totals[other] += bins.sizes[mine] - bins.sizes[theirs]
-    bins.sample_ids[place], bins.sample_ids[partner] = theirs, mine
+    sample_ids[place], sample_ids[partner] = theirs, mine
 
 
 @njit(cache=True)
 def _exchange(bins: _Bins, pack: int, place: int, other: int, state: np.ndarray) -> bool:
     """Exchange the copy at ``place`` with ``other``: one for one, or two for two drawn ones."""
-    ids, copy_of = bins.sample_ids, bins.copy_of
-    start, end = bins.pack_offsets[pack], bins.pack_offsets[pack + 1]
-    first, last = bins.pack_offsets[other], bins.pack_offsets[other + 1]
+    copy_of = bins.copy_of
+    ids, offsets = bins.packs
+    start, end = offsets[pack], offsets[pack + 1]
+    first, last = offsets[other], offsets[other + 1]
     mine = ids[place]
-    if _pack_holds(bins, other, mine):
+    if _holds(bins, other, mine):
         return False
     for partner in range(first, last):
         theirs = ids[partner]
         fits = _fits(bins, pack, other, (mine, -1), (theirs, -1))
-        if fits and not _pack_holds(bins, pack, theirs):
+        if fits and not _holds(bins, pack, theirs):
             _swap(bins, pack, other, place, partner)
             return True
     for _ in range(_DRAWS if end - start > 1 and last - first > 1 else 0):
@@ -156,9 +151,9 @@ def _exchange(bins: _Bins, pack: int, place: int, other: int, state: np.ndarray)
             copy_of[out[0]] != copy_of[out[1]]
             and copy_of[into[0]] != copy_of[into[1]]
             and _fits(bins, pack, other, out, into)
-            and not _pack_holds(bins, other, out[1])
-            and not _pack_holds(bins, pack, into[0])
-            and not _pack_holds(bins, pack, into[1])
+            and not _holds(bins, other, out[1])
+            and not _holds(bins, pack, into[0])
+            and not _holds(bins, pack, into[1])
         ):
             _swap(bins, pack, other, place, partner)
             _swap(bins, pack, other, second, another)
@@ -170,8 +165,8 @@ def _exchange(bins: _Bins, pack: int, place: int, other: int, state: np.ndarray)
 def _exchange_all(bins: _Bins, places: np.ndarray, reach: int, state: np.ndarray) -> None:
     """Exchange the copies at ``places`` with random packs of at most ``reach`` away."""
     for place in places:
-        pack = np.searchsorted(bins.pack_offsets, place, side="right") - 1
-        if not _pack_holds(bins, pack, bins.sample_ids[place], place):
+        pack = np.searchsorted(bins.packs.pack_offsets, place, side="right") - 1
+        if not _holds(bins, pack, bins.packs.sample_ids[place], place):
             continue  # the other copy has gone
         lowest = max(0, pack - reach)
         width = min(len(bins.totals), pack + reach + 1) - lowest
@@ -181,33 +176,26 @@ def _exchange_all(bins: _Bins, places: np.ndarray, reach: int, state: np.ndarray
                 break
 
 
-def _move_out(
-    packs: Packs, sizes: np.ndarray, limits: np.ndarray, copy_of: np.ndarray, places: np.ndarray
-) -> Packs:
+def _move_out(bins: _Bins, places: np.ndarray) -> Packs:
     """Move the copies at ``places`` to packs with room for them, new ones at the end if need be."""
+    packs, _, sizes, _, _ = bins
     moved = packs.sample_ids[places]
     moved = moved[np.argsort(-sizes[moved, 0], kind="stable")]
     kept = np.delete(packs.sample_ids, places)
     pack_of = np.delete(packs.pack_of_slot(), places)
     rest = group_into_packs(kept, pack_of, packs.num_packs)
-    found = _find_room(rest, rest.sums(sizes), sizes, limits, copy_of, moved)
-    pack_of = np.concatenate([pack_of, found])
-    return group_into_packs(np.concatenate([kept, moved]), pack_of, int(pack_of.max()) + 1)
+    rest_bins = bins._replace(packs=rest, totals=rest.sums(sizes))
+    pack_of = np.append(pack_of, _find_room(rest_bins, moved))
+    return group_into_packs(np.append(kept, moved), pack_of, int(pack_of.max()) + 1)
 
 
 @njit(cache=True)
-def _find_room(
-    kept: Packs,
-    totals: np.ndarray,
-    sizes: np.ndarray,
-    limits: np.ndarray,
-    copy_of: np.ndarray,
-    moved: np.ndarray,
-) -> np.ndarray:
+def _find_room(bins: _Bins, moved: np.ndarray) -> np.ndarray:
     """The pack of each of the ``moved`` samples: int64 (num_moved,), new ones numbered on.
 
     Copies of one sample are given packs further and further down one list.
     """
+    _, totals, sizes, limits, copy_of = bins
     old = np.argsort(totals[:, 0])[:_ROOMS]
     packs = np.concatenate((old, np.arange(len(totals), len(totals) + len(moved))))
     rooms = np.zeros((len(packs), len(limits)), np.int64)
@@ -217,12 +205,10 @@ def _find_room(
     for i in range(len(moved)):
         sample, origin = moved[i], copy_of[moved[i]]
         for choice in range(next_of[origin], len(packs)):
-            pack = packs[choice]
-            if (rooms[choice] + sizes[sample] <= limits).all() and not (
-                choice < len(old) and _holds(kept, pack, copy_of, origin, -1)
-            ):
+            fits = (rooms[choice] + sizes[sample] <= limits).all()
+            if fits and not (choice < len(old) and _holds(bins, packs[choice], sample)):
                 break
-        pack_of[i] = pack
+        pack_of[i] = packs[choice]
         rooms[choice] += sizes[sample]
         next_of[origin] = choice + 1
     return pack_of

@@ -145,8 +145,8 @@ class PackPlan:
         write_atomically(folder / "plan.json", to_json(document))
 
     @classmethod
-    def load(cls, folder: str | Path, *, mmap: bool = True) -> "PackPlan":
-        """Read a plan; with ``mmap`` the arrays stay on disk and are paged in as needed.
+    def load(cls, folder: str | Path) -> "PackPlan":
+        """Read a plan; its arrays stay on disk and are paged in as needed.
 
         Raises FileNotFoundError if the plan is absent or incomplete, StageError if one of its files
         is damaged, ValueError if the plan is of another format version or an array does not have
@@ -163,7 +163,7 @@ class PackPlan:
                 f"plan {folder} has format_version {document.get('format_version')}, "
                 f"this version reads {FORMAT_VERSION}; plan again"
             )
-        arrays = {name: _load_array(folder / f"{name}.npy", mmap) for name in _ARRAYS}
+        arrays = {name: _load_array(folder / f"{name}.npy") for name in _ARRAYS}
         for name, array in arrays.items():
             if list(array.shape) != document["shapes"][name]:
                 raise ValueError(
@@ -172,17 +172,15 @@ class PackPlan:
                 )
         try:
             document["reason_names"] = tuple(document["reason_names"])
-            known = {"num_copies": 0, "splits": {}, **document}  # not in plans of older versions
-            info = PlanInfo(**{name: known[name] for name in PlanInfo.__dataclass_fields__})
-        except KeyError as error:
-            raise StageError(
-                f"{folder / 'plan.json'} is damaged: it has no {error}; plan again"
-            ) from error
+            known = document.keys() & PlanInfo.__dataclass_fields__  # some came with later versions
+            info = PlanInfo(**{name: document[name] for name in known})
+        except (KeyError, TypeError) as error:
+            raise StageError(f"{folder}/plan.json is damaged: {error}; plan again") from error
         return cls(**arrays, info=info)
 
 
-def _load_array(path: Path, mmap: bool) -> np.ndarray:
+def _load_array(path: Path) -> np.ndarray:
     try:
-        return np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
+        return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, EOFError, ValueError) as error:
         raise StageError(f"{path} cannot be read: {error}; plan again") from error

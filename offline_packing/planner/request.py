@@ -68,7 +68,7 @@ class PlanRequest:
         Raises:
             ValueError: an array has not one entry per sample.
         """
-        arrays = {name: np.asarray(array) for name, array in self._arrays().items()}
+        arrays: dict[str, Any] = {name: np.asarray(a) for name, a in self._arrays().items()}
         for name, array in arrays.items():
             if array.shape != (len(self.lengths),):
                 raise ValueError(

@@ -80,5 +80,9 @@ def check_options(strategy: str, options: Mapping[str, Any]) -> None:
 def describe_options() -> Iterator[tuple[str, str, str, str]]:
     """(strategy, option, default, meaning) of all options that a configuration may set."""
     for name, strategy in STRATEGIES.items():
-        for option in strategy.describe():
-            yield name, *option
+        for option in strategy.options.names():
+            field = strategy.options.model_fields[option]
+            default = "" if field.default is None else str(field.default)
+            if not isinstance(field.default, int | float | str | None):
+                default = "built in"
+            yield name, option, default, field.description or ""

@@ -6,13 +6,16 @@ of lengths and its size hardly depends on the number of samples.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
 from offline_packing.planner.strategies.kernels import random_state, shuffle_between
 from offline_packing.planner.strategies.strategy import Packs
+
+#: entries [length, repeat], or patterns [end of entries, multiplicity]
+Pairs = list[tuple[Any, Any]]
 
 
 class Composition(NamedTuple):
@@ -89,13 +92,7 @@ def fullest_first(composition: Composition) -> Composition:
 
 
 @njit(cache=True)
-def pair_list() -> list[tuple[int, int]]:
-    """An empty list: entries [length, repeat], or patterns [end of entries, multiplicity]."""
-    return [(np.int64(0), np.int64(0)) for _ in range(0)]
-
-
-@njit(cache=True)
-def as_rows(pairs: list[tuple[int, int]]) -> np.ndarray:
+def as_rows(pairs: Pairs) -> np.ndarray:
     """The pairs as int64 (n, 2)."""
     rows = np.empty((len(pairs), 2), np.int64)
     for row in range(len(pairs)):
@@ -104,31 +101,23 @@ def as_rows(pairs: list[tuple[int, int]]) -> np.ndarray:
 
 
 @njit(cache=True)
-def add_runs(entries: list[tuple[int, int]], lengths: np.ndarray) -> None:
+def add_runs(entries: Pairs, lengths: np.ndarray) -> None:
     """Append an entry for each run of equal lengths: [5, 2, 2] -> (5, 1), (2, 2)."""
     start = 0
     for place in range(1, lengths.shape[0] + 1):
         if place == lengths.shape[0] or lengths[place] != lengths[start]:
-            entries.append((np.int64(lengths[start]), np.int64(place - start)))
+            entries.append((lengths[start], place - start))
             start = place
 
 
 @njit(cache=True)
-def packs_within(entries: list[tuple[int, int]], start: int, counts: np.ndarray) -> int:
+def packs_within(entries: Pairs, start: int, counts: np.ndarray) -> int:
     """How many packs of the pattern ``entries[start:]`` the counts allow."""
-    packs = np.int64(1) << 62
+    packs = 1 << 62
     for entry in range(start, len(entries)):
         length, repeat = entries[entry]
         packs = min(packs, counts[length] // repeat)
     return packs
-
-
-@njit(cache=True)
-def take_packs(entries: list[tuple[int, int]], start: int, counts: np.ndarray, packs: int) -> None:
-    """Take the lengths of some packs of the pattern ``entries[start:]`` from the counts."""
-    for entry in range(start, len(entries)):
-        length, repeat = entries[entry]
-        counts[length] -= packs * repeat
 
 
 @njit(cache=True)

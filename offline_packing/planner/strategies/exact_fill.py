@@ -9,15 +9,13 @@ from offline_packing.planner.strategies.composition import (
     as_rows,
     from_entries,
     packs_within,
-    pair_list,
-    take_packs,
 )
 from offline_packing.planner.strategies.kernels import (
-    bitset_add,
+    add_samples,
     bitset_at_least,
     bitset_at_most,
     bitset_of,
-    bitset_remove,
+    list_of,
 )
 
 _BRANCHES = 24  # lengths tried at each depth of the search
@@ -27,20 +25,6 @@ _MAX_STEPS_IN_ALL = 20_000_000  # about a second; later patterns take the first 
 # Columns of a search frame: what is left to fill, the length chosen last, the longest length still
 # to try at this depth, and how many were tried (-1: just entered).
 _SPACE, _LAST, _LIMIT, _TRIED = 0, 1, 2, 3
-
-
-@njit(cache=True)
-def _take(counts: np.ndarray, present: np.ndarray, length: int) -> None:
-    counts[length] -= 1
-    if counts[length] == 0:
-        bitset_remove(present, length)
-
-
-@njit(cache=True)
-def _put_back(counts: np.ndarray, present: np.ndarray, length: int) -> None:
-    if counts[length] == 0:
-        bitset_add(present, length)
-    counts[length] += 1
 
 
 @njit(cache=True)
@@ -84,7 +68,7 @@ def _complete(
     longest = bitset_at_most(present, capacity)
     shortest = bitset_at_least(present, 1)
     path[0] = longest
-    _take(counts, present, longest)
+    add_samples(counts, present, longest, -1)
     frames[0, _SPACE] = capacity - longest
     frames[0, _LAST] = longest
     frames[0, _TRIED] = -1
@@ -108,20 +92,20 @@ def _complete(
             length = bitset_at_most(present, frame[_LIMIT])
         if length <= 0:
             if depth > 0:
-                _put_back(counts, present, path[depth])
+                add_samples(counts, present, path[depth], 1)
             depth -= 1
             continue
         steps += 1
         frame[_TRIED] += 1
         frame[_LIMIT] = length - 1
-        _take(counts, present, length)
+        add_samples(counts, present, length, -1)
         depth += 1
         path[depth] = length
         frames[depth, _SPACE] = frame[_SPACE] - length
         frames[depth, _LAST] = length
         frames[depth, _TRIED] = -1
     for entry in range(max(depth, 0) + 1):
-        _put_back(counts, present, path[entry])
+        add_samples(counts, present, path[entry], 1)
     return best_size, best_space == 0, steps
 
 
@@ -132,7 +116,7 @@ def _exact_fill(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     capacity = counts.shape[0] - 1
     present = bitset_of(counts)
     left = counts.sum()
-    entries, patterns = pair_list(), pair_list()
+    entries, patterns = list_of((0, 0)), list_of((0, 0))
     frames = np.empty((capacity + 2, 4), np.int32)
     path = np.empty(capacity + 2, np.int32)
     best_path = np.empty(capacity + 2, np.int32)
@@ -146,12 +130,10 @@ def _exact_fill(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         packs = packs_within(entries, start, counts)
         if not exact and left > 4 * size:
             # Use an imperfect pattern sparingly: other counts may allow a better one.
-            packs = max(np.int64(1), packs // 4)
-        take_packs(entries, start, counts, packs)
+            packs = max(1, packs // 4)
+        for length, repeat in entries[start:]:
+            add_samples(counts, present, length, -packs * repeat)
         left -= packs * size
-        for length, _ in entries[start:]:
-            if counts[length] == 0:
-                bitset_remove(present, length)
         patterns.append((len(entries), packs))
     return as_rows(entries), as_rows(patterns)
 

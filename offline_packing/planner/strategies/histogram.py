@@ -12,15 +12,15 @@ from offline_packing.planner.strategies.composition import (
     as_rows,
     from_entries,
     packs_within,
-    pair_list,
-    take_packs,
 )
 from offline_packing.planner.strategies.kernels import (
+    add_samples,
     bitset_add,
     bitset_at_least,
     bitset_at_most,
     bitset_of,
     bitset_remove,
+    list_of,
 )
 
 
@@ -67,9 +67,8 @@ def _best_fit_decreasing(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     unless all of its packs became parts of further groups.
     """
     capacity = counts.shape[0] - 1
-    placed = [(np.int64(-1), 0, 0) for _ in range(0)]  # parent or -1, length, repeat of each group
-    packs_of = [np.int64(0) for _ in range(0)]
-    next_group = [np.int64(0) for _ in range(0)]  # of equal residual, or -1
+    placed = list_of((0, 0, 0))  # parent or -1, length, repeat of each group
+    packs_of, next_group = list_of(0), list_of(0)  # the next one of equal residual, or -1
     first_group = np.full(capacity + 1, -1, np.int64)
     residuals = np.zeros((capacity >> 6) + 1, np.uint64)
     for length in range(capacity, 0, -1):
@@ -100,14 +99,14 @@ def _best_fit_decreasing(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             packs_of.append(packs)
             left -= packs * repeat
     # From the last group to the first, each from its last length to its first, and all reversed.
-    entries, patterns = pair_list(), pair_list()
+    entries, patterns = list_of((0, 0)), list_of((0, 0))
     for group in range(len(placed) - 1, -1, -1):
         if packs_of[group] > 0:
             patterns.append((len(entries), packs_of[group]))
-            node = group
+            node = np.int64(group)
             while node >= 0:
-                node, length, repeat = placed[node]
-                entries.append((length, repeat))
+                entries.append(placed[node][1:])
+                node = placed[node][0]
     rows = as_rows(patterns)[::-1]
     rows[:, 0] = len(entries) - rows[:, 0]
     return as_rows(entries)[::-1], rows
@@ -128,7 +127,7 @@ def _greedy_knapsack(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     counts = counts.copy()
     capacity = counts.shape[0] - 1
     present = bitset_of(counts)
-    entries, patterns = pair_list(), pair_list()
+    entries, patterns = list_of((0, 0)), list_of((0, 0))
     while bitset_at_most(present, capacity) > 0:
         start = len(entries)
         space = capacity
@@ -138,10 +137,8 @@ def _greedy_knapsack(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             space -= length * entries[-1][1]
             length = bitset_at_most(present, min(space, length - 1))
         packs = packs_within(entries, start, counts)
-        take_packs(entries, start, counts, packs)
-        for length, _ in entries[start:]:
-            if counts[length] == 0:
-                bitset_remove(present, length)
+        for length, repeat in entries[start:]:
+            add_samples(counts, present, length, -packs * repeat)
         patterns.append((len(entries), packs))
     return as_rows(entries), as_rows(patterns)
 

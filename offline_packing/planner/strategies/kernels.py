@@ -1,6 +1,7 @@
 """Small compiled helpers of the planner: a bit set with neighbours, random numbers."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -70,6 +71,22 @@ def bitset_at_most(words: np.ndarray, value: int) -> int:
             return -1
         word = words[index]
     return (index << 6) + _highest_bit(word)
+
+
+@njit(cache=True)
+def add_samples(counts: np.ndarray, present: np.ndarray, length: int, number: int) -> None:
+    """Add samples (a negative number: take them) to ``counts``, of which ``present`` is the set."""
+    counts[length] += number
+    if counts[length] > 0:
+        bitset_add(present, length)
+    else:
+        bitset_remove(present, length)
+
+
+@njit(cache=True)
+def list_of(example: Any) -> list[Any]:
+    """An empty list of such values; of [] numba could not tell the type."""
+    return [example for _ in range(0)]
 
 
 @njit(cache=True)

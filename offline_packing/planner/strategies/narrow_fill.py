@@ -8,19 +8,23 @@ seq_length / (k + 1) for the packs of k + 1, and the rest, whose mean is then se
 either part random samples nearly fill a pack, and the last two are looked up to end exactly.
 """
 
+from bisect import bisect_right
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
-from offline_packing.planner.strategies.composition import Composition, join_compositions
+from offline_packing.planner.strategies.composition import (
+    Composition,
+    from_entries,
+    join_compositions,
+)
 from offline_packing.planner.strategies.exact_fill import exact_fill
 from offline_packing.planner.strategies.kernels import (
-    bitset_add,
+    add_samples,
     bitset_at_least,
     bitset_at_most,
     bitset_of,
-    bitset_remove,
     random_below,
     random_state,
     shuffle_between,
@@ -53,16 +57,9 @@ def _make_pool(counts: np.ndarray, state: np.ndarray) -> _Pool:
 
 
 @njit(cache=True)
-def _remove(pool: _Pool, length: int) -> None:
-    pool.counts[length] -= 1
-    if pool.counts[length] == 0:
-        bitset_remove(pool.present, length)
-
-
-@njit(cache=True)
 def _take(pool: _Pool, length: int) -> None:
     """Take a sample by its length; its entry stays in the queue, to be skipped there."""
-    _remove(pool, length)
+    add_samples(pool.counts, pool.present, length, -1)
     pool.stale[length] += 1
 
 
@@ -73,7 +70,7 @@ def _draw(pool: _Pool) -> int:
         length = pool.queue[pool.ends[0] % pool.queue.shape[0]]
         pool.ends[0] += 1
         if pool.stale[length] == 0:
-            _remove(pool, length)
+            add_samples(pool.counts, pool.present, length, -1)
             return length
         pool.stale[length] -= 1
 
@@ -85,8 +82,7 @@ def _put_back(pool: _Pool, length: int) -> None:
     else:
         pool.queue[pool.ends[1] % pool.queue.shape[0]] = length
         pool.ends[1] += 1
-    pool.counts[length] += 1
-    bitset_add(pool.present, length)
+    add_samples(pool.counts, pool.present, length, 1)
 
 
 @njit(cache=True)
@@ -179,8 +175,8 @@ def _divide(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     that they sum to the capacity of these packs, or just below.
     """
     capacity = len(counts) - 1
-    samples_below = np.concatenate([[0], np.cumsum(counts)])  # samples shorter than l
-    tokens_below = np.concatenate([[0], np.cumsum(counts * np.arange(len(counts)))])
+    samples_below = np.append(0, np.cumsum(counts))  # samples shorter than l
+    tokens_below = np.append(0, np.cumsum(counts * np.arange(len(counts))))
     num_samples, num_tokens = int(samples_below[-1]), int(tokens_below[-1])
     num_packs = num_tokens // capacity
     if num_packs == 0:
@@ -190,15 +186,14 @@ def _divide(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     larger_packs = min(round((per_pack - k) * num_packs), num_samples // (k + 1))
     size = larger_packs * (k + 1)
 
-    def tokens_of_shortest(number: int) -> int:
-        length = int(np.searchsorted(samples_below, number, side="right")) - 1
-        return int(tokens_below[length]) + (number - int(samples_below[length])) * length
+    def tokens_from(start: int) -> int:
+        ends = np.array([start, start + size])
+        lengths = np.searchsorted(samples_below, ends, side="right") - 1
+        tokens = tokens_below[lengths] + (ends - samples_below[lengths]) * lengths
+        return int(tokens[1] - tokens[0])
 
-    low, high = 0, num_samples - size
-    while low < high:
-        middle = (low + high + 1) // 2
-        tokens = tokens_of_shortest(middle + size) - tokens_of_shortest(middle)
-        low, high = (middle, high) if tokens <= larger_packs * capacity else (low, middle - 1)
+    starts = range(num_samples - size + 1)
+    low = max(1, bisect_right(starts, larger_packs * capacity, key=tokens_from)) - 1
     end = np.clip(low + size - samples_below[:-1], 0, counts)
     start = np.clip(low - samples_below[:-1], 0, counts)
     return counts - (end - start), end - start, k
@@ -226,7 +221,10 @@ def narrow_fills(
         before = left.sum()
         for part, size in ((smaller, k), (larger, k + 1)):
             packs = np.sort(_fill_part(part, size, state), axis=1)
-            parts.append(_as_composition(packs, copies))
+            entries = np.stack([packs.ravel(), np.ones(packs.size, np.int64)], axis=1)
+            ends = np.arange(1, len(packs) + 1) * size
+            patterns = np.stack([ends, np.full(len(packs), copies)], axis=1)
+            parts.append(from_entries(entries, patterns))
             left -= parts[-1].used_counts(len(left))
         # Dividing again what two parts could not use takes the means to where they should be.
         if left.sum() == before:
@@ -234,17 +232,6 @@ def narrow_fills(
                 break
             copies //= 2
     return join_compositions(parts), left
-
-
-def _as_composition(packs: np.ndarray, copies: int) -> Composition:
-    """Every row of ``packs``, int32 (num_packs, k), as a pattern that serves ``copies`` packs."""
-    num_packs, size = packs.shape
-    return Composition(
-        packs.reshape(-1),
-        np.ones(packs.size, np.int32),
-        np.arange(num_packs + 1, dtype=np.int64) * size,
-        np.full(num_packs, copies, np.int64),
-    )
 
 
 def narrow_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:

@@ -18,11 +18,11 @@ from offline_packing.planner.strategies.composition import (
     as_rows,
     from_entries,
     join_compositions,
-    pair_list,
     select_patterns,
 )
 from offline_packing.planner.strategies.exact_fill import exact_fill
 from offline_packing.planner.strategies.histogram import best_fit_decreasing, lower_bound
+from offline_packing.planner.strategies.kernels import list_of
 from offline_packing.planner.strategies.tilted_sampling import tilted_fills
 
 _SEED_SAMPLES = 60_000  # the histogram is scaled down to about so many samples to draw patterns
@@ -212,7 +212,7 @@ def _refine(coarse: Composition, counts: np.ndarray, granule: int) -> tuple[np.n
     counts = counts.copy()
     current = np.arange(top + 1) * granule  # longest true length left in each rounded one
     current[top] = counts.shape[0] - 1
-    entries, patterns = pair_list(), pair_list()
+    entries, patterns = list_of((0, 0)), list_of((0, 0))
     for pattern in range(coarse.multiplicity.shape[0]):
         rounded = range(coarse.offsets[pattern], coarse.offsets[pattern + 1])
         left = coarse.multiplicity[pattern]

@@ -1,6 +1,6 @@
 """What a strategy is: a function from lengths to packs, and the options that it declares."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -76,20 +76,9 @@ class Strategy:
     ) -> Packs:
         """The packs. Raises ValueError for lengths that no pack can hold, and for options that it
         has not, or values out of range."""
-        parsed = {"options": self.options(**options)}
-        lengths = check_lengths(num_tokens, seq_length)
-        if not self.options.model_fields:
-            parsed = {}
-        return self.function(lengths, seq_length, seed=seed, **parsed)
-
-    def describe(self) -> Iterator[tuple[str, str, str]]:
-        """(name, default, meaning) of each option that a configuration may set."""
-        for name in self.options.names():
-            field = self.options.model_fields[name]
-            default = "" if field.default is None else str(field.default)
-            if not isinstance(field.default, int | float | str | None):
-                default = "built in"
-            yield name, default, field.description or ""
+        parsed = self.options(**options)
+        given = {"options": parsed} if self.options.model_fields else {}
+        return self.function(check_lengths(num_tokens, seq_length), seq_length, seed=seed, **given)
 
 
 def check_lengths(num_tokens: np.ndarray, seq_length: int, *, first_sample: int = 0) -> np.ndarray:

@@ -23,7 +23,8 @@ from offline_packing.planner.strategies.strategy import (
 )
 
 
-def _first_fit_decreasing(lengths: np.ndarray, seq_length: int, *, seed: int = 0) -> Packs:
+@Strategy
+def first_fit_decreasing(lengths: np.ndarray, seq_length: int, *, seed: int = 0) -> Packs:
     """Longest sample first, each into the first pack with room for it.
 
     The first pack ends up with what a greedy knapsack would choose for it: the longest sample that
@@ -32,9 +33,6 @@ def _first_fit_decreasing(lengths: np.ndarray, seq_length: int, *, seed: int = 0
     """
     counts = count_lengths(lengths, seq_length)
     return expand_composition(greedy_knapsack(counts), lengths, counts)
-
-
-first_fit_decreasing = Strategy(_first_fit_decreasing)
 
 
 @njit(cache=True, nogil=True)
@@ -71,7 +69,8 @@ class FirstFitShuffleOptions(StrategyOptions):
     num_threads: int = Field(1, ge=1, description="threads that pack them; changes no pack")
 
 
-def _first_fit_shuffle(
+@partial(Strategy, options=FirstFitShuffleOptions)
+def first_fit_shuffle(
     lengths: np.ndarray, seq_length: int, *, options: FirstFitShuffleOptions, seed: int = 0
 ) -> Packs:
     """Samples in a seeded random order, each into the first pack of its chunk with room.
@@ -87,9 +86,6 @@ def _first_fit_shuffle(
     before = np.cumsum([0, *(num_packs for _, num_packs in results)])
     parts = [pack_of + first for (pack_of, _), first in zip(results, before, strict=False)]
     return group_into_packs(order, np.concatenate([order[:0], *parts]), int(before[-1]))
-
-
-first_fit_shuffle = Strategy(_first_fit_shuffle, FirstFitShuffleOptions)
 
 
 @njit(cache=True)
@@ -109,13 +105,11 @@ def _next_fit(lengths: np.ndarray, seq_length: int, max_samples: int) -> np.ndar
     return offsets[: num_packs + 1].copy()
 
 
-def _shuffle_and_pack(lengths: np.ndarray, seq_length: int, *, seed: int = 0) -> Packs:
+@Strategy
+def shuffle_and_pack(lengths: np.ndarray, seq_length: int, *, seed: int = 0) -> Packs:
     """Samples in a seeded random order, a new pack whenever the next one does not fit. O(n)."""
     order = np.random.default_rng(seed).permutation(len(lengths))
     return Packs(order, _next_fit(lengths[order], seq_length, len(lengths)))
-
-
-shuffle_and_pack = Strategy(_shuffle_and_pack)
 
 
 class SequentialOptions(StrategyOptions):
@@ -124,7 +118,8 @@ class SequentialOptions(StrategyOptions):
     max_samples: int | None = Field(None, ge=1, description="samples that a pack holds at most")
 
 
-def _sequential(
+@partial(Strategy, options=SequentialOptions)
+def sequential(
     lengths: np.ndarray, seq_length: int, *, options: SequentialOptions, seed: int = 0
 ) -> Packs:
     """Add samples in their order until the next one does not fit, then start a new pack. O(n).
@@ -135,6 +130,3 @@ def _sequential(
     """
     limit = options.max_samples or len(lengths)
     return Packs(np.arange(len(lengths)), _next_fit(lengths, seq_length, limit))
-
-
-sequential = Strategy(_sequential, SequentialOptions)

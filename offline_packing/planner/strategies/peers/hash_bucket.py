@@ -7,6 +7,8 @@ an order that depends on its threads; here the phases run on the histogram of le
 order, and only the choice among samples of equal length is random.
 """
 
+from functools import partial
+from math import ceil
 from typing import Annotated, Literal
 
 import numpy as np
@@ -81,14 +83,15 @@ SeedRule = Annotated[
 ]
 
 
-def select_seeds(rule: SeedRule, lengths: np.ndarray, seq_length: int) -> np.ndarray:
-    """Mask (bool, (k,)) of the seeds among ``lengths``, int64 (k,) ascending."""
+def select_seeds(rule: SeedRule, counts: np.ndarray) -> np.ndarray:
+    """The lengths with samples that are seeds: int64 (k,) ascending."""
+    lengths, seq_length = np.flatnonzero(counts), len(counts) - 1
     third, low, high = seq_length // 3, 0, seq_length
     match rule:
         case GivenLengthSeeds():
-            return np.isin(lengths, rule.lengths)
+            return lengths[np.isin(lengths, rule.lengths)]
         case TopNSeeds():
-            return np.arange(len(lengths)) >= len(lengths) - rule.n
+            return lengths[-rule.n :]
         case AutoSeeds():
             low = seq_length // 2 + 1
         case CustomHalfSeeds():
@@ -98,7 +101,7 @@ def select_seeds(rule: SeedRule, lengths: np.ndarray, seq_length: int) -> np.nda
             high = seq_length if rule.max_length is None else rule.max_length
         case CapacityRatioSeeds():
             low, high = int(seq_length * rule.min_ratio), int(seq_length * rule.max_ratio)
-    return (lengths >= low) & (lengths <= high)
+    return lengths[(lengths >= low) & (lengths <= high)]
 
 
 class PowersOfTwoPhase(_Model):
@@ -136,18 +139,17 @@ class SeedPhase(_Model):
     def run(self, counts: np.ndarray) -> Composition:
         """Packs out of ``counts``, int64 (seq_length + 1,)."""
         capacity = len(counts) - 1
-        lengths = np.flatnonzero(counts)
-        chosen = lengths[select_seeds(self.seeds, lengths, capacity)]
+        chosen = select_seeds(self.seeds, counts)
         fillers = counts.copy()
         fillers[chosen] = 0
         chosen = _by_potential(chosen, fillers, self.min_samples)
         seeds = np.stack([chosen, counts[chosen]], axis=1)
-        limits = (self.min_samples, self.max_samples or capacity, _tokens(self.min_fill, capacity))
+        limits = (self.min_samples, self.max_samples or capacity, ceil(self.min_fill * capacity))
         return from_entries(*pack_seeds(seeds, fillers, *limits, False))
 
 
 class FinalPhase(_Model):
-    """Packs all that is left: around ``seeds_per_length`` seeds of each length, then greedily."""
+    """Packs around ``seeds_per_length`` seeds of each length; the rest is packed greedily."""
 
     kind: Literal["final"]
     seeds: SeedRule = TopNSeeds(rule="top_n", n=20)
@@ -155,18 +157,15 @@ class FinalPhase(_Model):
     min_fill: float = Field(default=0.95, ge=0, le=1)
 
     def run(self, counts: np.ndarray) -> Composition:
-        """Packs that use up ``counts``, int64 (seq_length + 1,)."""
+        """Packs out of ``counts``, int64 (seq_length + 1,)."""
         capacity = len(counts) - 1
-        lengths = np.flatnonzero(counts)
-        chosen = lengths[select_seeds(self.seeds, lengths, capacity)][::-1]
+        chosen = select_seeds(self.seeds, counts)[::-1]
         number = np.minimum(counts[chosen], self.seeds_per_length)
         fillers = counts.copy()
         fillers[chosen] -= number
         seeds = np.stack([chosen, number], axis=1)
-        min_tokens = _tokens(self.min_fill, capacity)
-        packed = from_entries(*pack_seeds(seeds, fillers, 1, capacity, min_tokens, True))
-        rest = greedy_knapsack(counts - packed.used_counts(len(counts)))
-        return join_compositions([packed, rest])
+        limits = (1, capacity, ceil(self.min_fill * capacity))
+        return from_entries(*pack_seeds(seeds, fillers, *limits, True))
 
 
 Phase = Annotated[PowersOfTwoPhase | SeedPhase | FinalPhase, Field(discriminator="kind")]
@@ -185,11 +184,6 @@ DEFAULT_PHASES: tuple[Phase, ...] = (
     SeedPhase(kind="seeds", seeds=TopNSeeds(rule="top_n", n=60), min_samples=4, min_fill=0.99),
     FinalPhase(kind="final"),
 )
-
-
-def _tokens(min_fill: float, capacity: int) -> int:
-    """Tokens that a pack holds at least."""
-    return int(np.ceil(min_fill * capacity))
 
 
 def _by_potential(seeds: np.ndarray, fillers: np.ndarray, min_samples: int) -> np.ndarray:
@@ -230,7 +224,8 @@ class HashBucketOptions(StrategyOptions):
         return phases
 
 
-def _hash_bucket(
+@partial(Strategy, options=HashBucketOptions)
+def hash_bucket(
     lengths: np.ndarray, seq_length: int, *, options: HashBucketOptions, seed: int = 0
 ) -> Packs:
     """Pack in phases, each of which takes full packs out of the buckets of equal length.
@@ -257,6 +252,3 @@ def _hash_bucket(
         left -= parts[-1].used_counts(len(left))
     parts.append(greedy_knapsack(left))
     return expand_composition(join_compositions(parts), lengths, counts, seed=seed)
-
-
-hash_bucket = Strategy(_hash_bucket, HashBucketOptions)

@@ -1,5 +1,6 @@
 """Packers that choose among all open packs: the fullest with room, or the lightest."""
 
+from functools import partial
 from heapq import heappop, heappush
 from typing import ClassVar
 
@@ -7,7 +8,12 @@ import numpy as np
 from numba import njit
 from pydantic import Field
 
-from offline_packing.planner.strategies.kernels import bitset_add, bitset_at_least, bitset_remove
+from offline_packing.planner.strategies.kernels import (
+    bitset_add,
+    bitset_at_least,
+    bitset_remove,
+    list_of,
+)
 from offline_packing.planner.strategies.strategy import (
     Packs,
     Strategy,
@@ -18,18 +24,12 @@ from offline_packing.planner.strategies.strategy import (
 
 
 @njit(cache=True)
-def _make_queues(number: int) -> list[list[int]]:
-    """Empty queues of int64, each to be used as a heap."""
-    return [[np.int64(0) for _ in range(0)] for _ in range(number)]
-
-
-@njit(cache=True)
 def _fullest_fit(lengths: np.ndarray, seq_length: int) -> np.ndarray:
     """Pack of every sample, int64 (num_samples,).
 
     ``packs[r]`` is the queue of packs with residual r by age; ``residuals`` the set of r in use.
     """
-    packs = _make_queues(seq_length + 1)
+    packs = [list_of(0) for _ in range(seq_length + 1)]  # heaps
     residuals = np.zeros((seq_length >> 6) + 1, np.uint64)
     pack_of = np.empty(lengths.shape[0], np.int64)
     num_packs = 0
@@ -37,7 +37,7 @@ def _fullest_fit(lengths: np.ndarray, seq_length: int) -> np.ndarray:
         residual = bitset_at_least(residuals, lengths[sample])
         if residual < 0:
             residual = seq_length
-            pack = np.int64(num_packs)
+            pack = num_packs
             num_packs += 1
         else:
             pack = heappop(packs[residual])
@@ -51,7 +51,8 @@ def _fullest_fit(lengths: np.ndarray, seq_length: int) -> np.ndarray:
     return pack_of
 
 
-def _to_constant_volume(lengths: np.ndarray, seq_length: int, *, seed: int = 0) -> Packs:
+@Strategy
+def to_constant_volume(lengths: np.ndarray, seq_length: int, *, seed: int = 0) -> Packs:
     """Longest sample first, each into the fullest pack with room, the oldest of equally full ones.
 
     Packs, their order and the order of their samples equal ``binpacking.to_constant_volume(lengths,
@@ -64,9 +65,6 @@ def _to_constant_volume(lengths: np.ndarray, seq_length: int, *, seed: int = 0) 
     return group_into_packs(order, pack_of, int(pack_of.max(initial=-1)) + 1)
 
 
-to_constant_volume = Strategy(_to_constant_volume)
-
-
 @njit(cache=True)
 def _balance(
     lengths: np.ndarray, num_images: np.ndarray, seq_length: int, max_images: int, num_packs: int
@@ -76,9 +74,9 @@ def _balance(
     Packs with the same number of images wait in one queue, the lightest (of equal ones the oldest)
     at its head: load << 32 | pack.
     """
-    packs = _make_queues(max_images + 1)
+    packs = [list_of(0) for _ in range(max_images + 1)]  # heaps
     for pack in range(num_packs):
-        packs[0].append(np.int64(pack))
+        packs[0].append(pack)
     pack_of = np.empty(lengths.shape[0], np.int64)
     for sample in range(lengths.shape[0]):
         images = -1
@@ -88,7 +86,7 @@ def _balance(
         lightest = packs[images][0] if images >= 0 else np.int64(seq_length) << 32
         if (lightest >> 32) + lengths[sample] > seq_length:
             images = 0
-            lightest = np.int64(num_packs)
+            lightest = num_packs
             num_packs += 1
         else:
             heappop(packs[images])
@@ -131,7 +129,8 @@ class KnapsackOptions(StrategyOptions):
     extra_packs: int = Field(0, ge=0, description="packs beyond these: less full, and more even")
 
 
-def _knapsack(
+@partial(Strategy, options=KnapsackOptions)
+def knapsack(
     lengths: np.ndarray, seq_length: int, *, options: KnapsackOptions, seed: int = 0
 ) -> Packs:
     """Longest sample first, each into the lightest pack with room for its tokens and images.
@@ -154,6 +153,3 @@ def _knapsack(
     used, pack_of = np.unique(pack_of, return_inverse=True)  # packs that stayed empty drop out
     shuffled = np.random.default_rng(seed).permutation(len(used))
     return group_into_packs(order, shuffled[pack_of], len(used))
-
-
-knapsack = Strategy(_knapsack, KnapsackOptions)

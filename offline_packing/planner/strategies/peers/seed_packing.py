@@ -7,18 +7,13 @@ return entries int64 [length, repeat] and patterns int64 [end of entries, multip
 import numpy as np
 from numba import njit
 
-from offline_packing.planner.strategies.composition import (
-    as_rows,
-    packs_within,
-    pair_list,
-    take_packs,
-)
+from offline_packing.planner.strategies.composition import as_rows, packs_within
 from offline_packing.planner.strategies.kernels import (
-    bitset_add,
+    add_samples,
     bitset_at_least,
     bitset_at_most,
     bitset_of,
-    bitset_remove,
+    list_of,
 )
 
 
@@ -67,7 +62,7 @@ def pack_divisors(lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, 
     """
     counts = counts.copy()
     capacity = counts.shape[0] - 1
-    entries, patterns = pair_list(), pair_list()
+    entries, patterns = list_of((0, 0)), list_of((0, 0))
     repeats = np.zeros(lengths.shape[0], np.int64)
     while True:
         diverse = _diverse_pack(lengths, counts[lengths], capacity, repeats)
@@ -77,8 +72,8 @@ def pack_divisors(lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, 
         for index in np.flatnonzero(repeats):
             entries.append((lengths[index], repeats[index]))
         # A diverse choice repeats for as long as no length runs out.
-        packs = packs_within(entries, start, counts) if diverse else np.int64(1)
-        take_packs(entries, start, counts, packs)
+        packs = packs_within(entries, start, counts) if diverse else 1
+        counts[lengths] -= packs * repeats
         patterns.append((len(entries), packs))
 
 
@@ -90,16 +85,6 @@ def _densest_up_to(counts: np.ndarray, last: int) -> int:
         if counts[length] > 0 and (best == 0 or counts[length] * best > counts[best] * length):
             best = length
     return best
-
-
-@njit(cache=True)
-def _add_samples(counts: np.ndarray, present: np.ndarray, length: int, number: int) -> None:
-    """Put ``number`` samples (negative: take them) into a bucket."""
-    counts[length] += number
-    if counts[length] > 0:
-        bitset_add(present, length)
-    else:
-        bitset_remove(present, length)
 
 
 @njit(cache=True)
@@ -137,27 +122,27 @@ def pack_seeds(
     """
     counts, present = fillers.copy(), bitset_of(fillers)
     capacity = counts.shape[0] - 1
-    entries, patterns = pair_list(), pair_list()
+    entries, patterns = list_of((0, 0)), list_of((0, 0))
     for seed, number in seeds:
         for _ in range(number):
             start = len(entries)
-            entries.append((seed, np.int64(1)))
+            entries.append((seed, 1))
             room = capacity - seed
             while room > 0 and len(entries) - start < max_samples:
                 size = len(entries) - start
                 length = _choose_filler(counts, present, room, size, min_samples)
                 if length < 0:
                     break
-                _add_samples(counts, present, length, -1)
-                entries.append((np.int64(length), np.int64(1)))
+                add_samples(counts, present, length, -1)
+                entries.append((length, 1))
                 room -= length
             if len(entries) - start >= min_samples and capacity - room >= min_tokens:
-                patterns.append((len(entries), np.int64(1)))
+                patterns.append((len(entries), 1))
                 continue
             for length, _ in entries[start + 1 :]:
-                _add_samples(counts, present, length, 1)
+                add_samples(counts, present, length, 1)
             del entries[start:]
             if not reuse_failed:
                 break  # another seed of this length would fail on the same fillers
-            _add_samples(counts, present, seed, 1)
+            add_samples(counts, present, seed, 1)
     return as_rows(entries), as_rows(patterns)
