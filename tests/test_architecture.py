@@ -34,7 +34,6 @@ LONG_FUNCTIONS = {
     "offline_packing.planner.strategies.exact_fill._complete",
     "offline_packing.planner.strategies.histogram._best_fit_decreasing",
     "offline_packing.planner.strategies.tilted_sampling._tilted_fills",
-    "offline_packing.planner.strategies.tilted_sampling._tilted_laws",
 }
 
 

@@ -35,21 +35,18 @@ def interleaved_order(
     """
     by_group = order[np.argsort(groups[order], kind="stable")]
     numbers, starts, sizes = np.unique(groups[by_group], return_index=True, return_counts=True)
-    rates = sizes.astype(float) if weights is None else _rates(numbers, weights)
-    rank = np.arange(len(groups)) - np.repeat(starts, sizes)
-    due = (rank + 0.5) / np.repeat(rates, sizes)
-    return by_group[np.argsort(due, kind="stable")]
-
-
-def _rates(numbers: np.ndarray, weights: Mapping[int, float]) -> np.ndarray:
-    """Weight of each group number; every group needs a positive one."""
-    for number in numbers.tolist():
-        if not weights.get(number, 0) > 0:
+    rates = sizes.astype(float)
+    if weights is not None:
+        rates = np.array([weights.get(number, 0) for number in numbers.tolist()], float)
+        if not (rates > 0).all():
+            number = int(numbers[np.argmin(rates > 0)])
             raise ValueError(
                 f"weights[{number}] is {weights.get(number)}; every group needs a weight above 0 "
                 "(a plan holds every sample: to leave a dataset out, leave out its samples)"
             )
-    return np.array([weights[number] for number in numbers.tolist()], float)
+    rank = np.arange(len(groups)) - np.repeat(starts, sizes)
+    due = (rank + 0.5) / np.repeat(rates, sizes)
+    return by_group[np.argsort(due, kind="stable")]
 
 
 def pack_in_order(
@@ -84,9 +81,7 @@ def pack_in_order(
     return join_packs(parts)
 
 
-def _ready_first(
-    packs: Packs, lengths: np.ndarray, seq_length: int, num_carried: int
-) -> np.ndarray:
+def _ready_first(packs: Packs, lengths: np.ndarray, seq_length: int, carried: int) -> np.ndarray:
     """Packs in the order in which a window gives them out: int64 (num_packs,).
 
     First those with carried samples (the first ones of the pool), then full ones, many samples
@@ -94,7 +89,7 @@ def _ready_first(
     """
     starts = packs.pack_offsets[:-1]
     tokens = packs.sums(lengths)
-    carries = np.minimum.reduceat(packs.sample_ids, starts) < num_carried
+    carries = np.minimum.reduceat(packs.sample_ids, starts) < carried
     full = tokens >= _FULL * seq_length
     rank = np.where(full, -np.diff(packs.pack_offsets), seq_length - tokens)
     return np.lexsort((rank, ~full, ~carries))
@@ -145,7 +140,6 @@ def balance_packs(
     packs: Packs,
     lengths: np.ndarray,
     quantity: np.ndarray,
-    *,
     window_packs: int | None = None,
     seed: int = 0,
 ) -> Packs:
@@ -175,21 +169,20 @@ def balance_packs(
     for _ in range(_GROUP_ROUNDS):
         before = totals.std()
         for size in (2, 3):
-            exchange(_random_groups(packs.pack_offsets, pack_of_slot, size, rng), _GROUP_SWEEPS)
+            exchange(_random_groups(packs, size, rng), _GROUP_SWEEPS)
         exchange(slots, _GROUP_SWEEPS)
         if totals.std() > _WORTH * before:
             break
     return Packs(sample_ids, packs.pack_offsets)
 
 
-def _random_groups(
-    pack_offsets: np.ndarray, pack_of_slot: np.ndarray, size: int, rng: np.random.Generator
-) -> np.ndarray:
+def _random_groups(packs: Packs, size: int, rng: np.random.Generator) -> np.ndarray:
     """Each slot with ``size - 1`` random other ones of its pack: int64 (num_groups, size)."""
-    slots = np.arange(len(pack_of_slot))[:, None]
-    pack_sizes = np.diff(pack_offsets)[pack_of_slot][:, None]
+    slots = np.arange(len(packs.sample_ids))[:, None]
+    pack_of_slot = packs.pack_of_slot()[:, None]
+    pack_sizes = np.diff(packs.pack_offsets)[pack_of_slot]
     drawn = (rng.random((len(slots), size - 1)) * pack_sizes).astype(np.int64)
-    groups = np.concatenate([slots, pack_offsets[pack_of_slot][:, None] + drawn], axis=1)
+    groups = np.concatenate([slots, packs.pack_offsets[pack_of_slot] + drawn], axis=1)
     different = (np.diff(np.sort(groups, axis=1), axis=1) > 0).all(axis=1)
     return groups[different]
 

@@ -83,18 +83,16 @@ def _limited(request: PlanRequest) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _compose(request: PlanRequest) -> tuple[Packs, int]:
-    """The same, as if copies were samples of their own."""
+    """The same as `_pack`, as if copies were samples of their own."""
     lengths, seq_length, seed = request.lengths, request.seq_length, request.seed
     if request.sizes:
         return pack_budgets(*_limited(request), seed=seed), packs_bound(request)
     counts = count_lengths(lengths, seq_length)
     bound = lower_bound(counts)
-    window_packs = None
-    if request.windowed:
-        window_packs = request.window_packs
-        packs = pack_in_order(
-            lengths, seq_length, _sample_order(request), window_packs=window_packs, seed=seed
-        )
+    window_packs = request.window_packs if request.windowed else None
+    if window_packs is not None:
+        order = _sample_order(request)
+        packs = pack_in_order(lengths, seq_length, order, window_packs=window_packs, seed=seed)
     elif request.strategy in COMPOSERS:
         even = request.strategy == "auto" and "balance" in request.assignment
         composer = COMPOSERS["mixed" if even else request.strategy]
@@ -106,9 +104,7 @@ def _compose(request: PlanRequest) -> tuple[Packs, int]:
         packs = STRATEGIES[request.strategy](lengths, seq_length, seed=seed, **request.options)
     if "balance" in request.assignment:
         assert request.balance_by is not None
-        packs = balance_packs(
-            packs, lengths, request.balance_by, window_packs=window_packs, seed=seed
-        )
+        packs = balance_packs(packs, lengths, request.balance_by, window_packs, seed)
     return packs, bound
 
 
@@ -118,8 +114,7 @@ def _sample_order(request: PlanRequest) -> np.ndarray:
         assert request.source_order is not None
         order = np.argsort(request.source_order, kind="stable")
     else:
-        shuffled = np.random.default_rng(request.seed).permutation(len(request.lengths))
-        order = np.argsort(shuffled)
+        order = np.argsort(np.random.default_rng(request.seed).permutation(len(request.lengths)))
     if request.copy_of is not None:
         order = order[np.argsort(rounds_of_copies(request.copy_of)[order], kind="stable")]
     if "mix" in request.assignment:

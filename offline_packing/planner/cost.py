@@ -40,9 +40,6 @@ def sample_cost(
     num_tokens: np.ndarray,
     num_vision_patches: np.ndarray | None = None,
     num_images: np.ndarray | None = None,
-    *,
-    language: TransformerShape = QWEN2_VL_7B,
-    vision: TransformerShape = QWEN2_VL_VISION,
 ) -> np.ndarray:
     """Forward operations of each sample, float64 (num_samples,): language model plus vision tower.
 
@@ -50,10 +47,10 @@ def sample_cost(
     (default: one), steps in time of videos included. The cost of a pack is the sum over its
     samples.
     """
-    cost = language.flops(num_tokens)
+    cost = QWEN2_VL_7B.flops(num_tokens)
     if num_vision_patches is not None:
         images = np.maximum(1, num_images) if num_images is not None else 1
-        cost = cost + images * vision.flops(np.asarray(num_vision_patches) / images)
+        cost = cost + images * QWEN2_VL_VISION.flops(np.asarray(num_vision_patches) / images)
     return cost
 
 

@@ -50,11 +50,8 @@ def _bit_reversal(indices: np.ndarray) -> np.ndarray:
         return indices
     middle = len(indices) // 2
     left, right = _bit_reversal(indices[:middle]), _bit_reversal(indices[middle:])
-    both = np.empty(len(indices), indices.dtype)
-    both[: 2 * middle : 2] = left
-    both[1 : 2 * middle : 2] = right[:middle]
-    both[2 * middle :] = right[middle:]  # an odd number leaves one
-    return both
+    interleaved = np.stack([left, right[:middle]], axis=1).ravel()
+    return np.append(interleaved, right[middle:])  # an odd number leaves one
 
 
 def cost_grouped_order(cost: np.ndarray, layout: RankLayout, seed: int) -> np.ndarray:
@@ -115,16 +112,9 @@ def order_samples(packs: Packs, lengths: np.ndarray, how: str, seed: int) -> Pac
     """
     if how == "composed":
         return packs
+    if how == "longest_first":
+        order = np.lexsort((-lengths[packs.sample_ids], packs.pack_of_slot()))
+        return Packs(packs.sample_ids[order], packs.pack_offsets)
     sample_ids = packs.sample_ids.copy()
-    if how == "random":
-        shuffle_between(sample_ids, packs.pack_offsets, random_state([seed, _SAMPLE_ORDER_STREAM]))
-    else:
-        _sort_packs(sample_ids, packs.pack_offsets, lengths)
+    shuffle_between(sample_ids, packs.pack_offsets, random_state([seed, _SAMPLE_ORDER_STREAM]))
     return Packs(sample_ids, packs.pack_offsets)
-
-
-@njit(cache=True)
-def _sort_packs(sample_ids: np.ndarray, pack_offsets: np.ndarray, lengths: np.ndarray) -> None:
-    for pack in range(len(pack_offsets) - 1):
-        members = sample_ids[pack_offsets[pack] : pack_offsets[pack + 1]]
-        members[:] = members[np.argsort(-lengths[members], kind="mergesort")]

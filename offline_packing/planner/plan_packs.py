@@ -17,7 +17,13 @@ from offline_packing.planner.order import (
     reorder_packs,
 )
 from offline_packing.planner.pack_plan import PackPlan, PlanInfo
-from offline_packing.planner.request import Admission, Budgets, PlanRequest, admit_samples
+from offline_packing.planner.request import (
+    Admission,
+    Budgets,
+    PlanRequest,
+    admit_samples,
+    check_known,
+)
 from offline_packing.planner.strategies import STRATEGIES, histogram
 from offline_packing.planner.strategies.strategy import Packs
 
@@ -115,12 +121,11 @@ def plan_packs(
         order=order,
         options=strategy_options or {},
     ).admitted(admission)
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy {strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
+    check_known("strategy", strategy, STRATEGIES)
     STRATEGIES[strategy].options(**request.options)
     request.check()
     packs, bound = pack_request(request)
-    packs, dissolved, reasons = _dissolve_poor_packs(packs, request)
+    packs, dissolved, reasons = _dissolve_poor(packs, request)
     if len(dissolved):
         bound = packs_bound(request.subset(packs.sample_ids))
     if request.order is not None:
@@ -142,9 +147,7 @@ def plan_packs(
     return _make_plan(packs, dissolved, reasons, admission, info)
 
 
-def _dissolve_poor_packs(
-    packs: Packs, request: PlanRequest
-) -> tuple[Packs, np.ndarray, np.ndarray]:
+def _dissolve_poor(packs: Packs, request: PlanRequest) -> tuple[Packs, np.ndarray, np.ndarray]:
     """Packs that meet min_fill and min_samples; samples of the others; 0 or 1 for the reason."""
     none = np.zeros(0, packs.sample_ids.dtype)
     if (request.min_fill == 0 and request.min_samples <= 1) or packs.num_packs == 0:
@@ -183,23 +186,17 @@ def _settings(request: PlanRequest) -> dict[str, Any]:
 
 
 def _make_plan(
-    packs: Packs,
-    dissolved: np.ndarray,
-    reasons: np.ndarray,
-    admission: Admission,
-    info: PlanInfo,
+    packs: Packs, dissolved: np.ndarray, reasons: np.ndarray, admission: Admission, info: PlanInfo
 ) -> PackPlan:
     """Packs of admitted samples, named by their index in the input."""
-    sample_ids = packs.sample_ids
-    if admission.sample_ids is not None:
-        sample_ids = admission.sample_ids[sample_ids]
-        dissolved = admission.sample_ids[dissolved]
-    aside = np.concatenate([admission.set_aside_ids, dissolved])
-    reasons = np.concatenate(
-        [admission.set_aside_reasons, (reasons + len(admission.reason_names)).astype(np.uint8)]
-    )
+    ids = admission.sample_ids
+    if ids is not None:
+        packs, dissolved = packs.of(ids), ids[dissolved]
+    aside = np.append(admission.set_aside_ids, dissolved)
+    later = (reasons + len(admission.reason_names)).astype(np.uint8)
+    reasons = np.append(admission.set_aside_reasons, later)
     order = np.argsort(aside, kind="stable")
-    return PackPlan(sample_ids, packs.pack_offsets, aside[order], reasons[order], info)
+    return PackPlan(*packs, aside[order], reasons[order], info)
 
 
 @cache

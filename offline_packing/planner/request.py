@@ -104,16 +104,9 @@ class PlanRequest:
     def check(self) -> None:
         """Raise ValueError for names that do not exist and arguments that do not go together."""
         asked = self.assignment
-        unknown = asked - set(ASSIGNMENTS)
-        if unknown:
-            raise ValueError(
-                f"assignment {min(unknown)!r} is unknown; choose among {', '.join(ASSIGNMENTS)}"
-            )
-        if self.sample_order not in SAMPLE_ORDERS:
-            raise ValueError(
-                f"sample_order {self.sample_order!r} is unknown; choose one of "
-                f"{', '.join(SAMPLE_ORDERS)}"
-            )
+        for name in sorted(asked):
+            check_known("assignment", name, ASSIGNMENTS)
+        check_known("sample_order", self.sample_order, SAMPLE_ORDERS)
         for what, needs, name in (
             ("assignment locality", "locality" in asked, "source_order"),
             ("assignment mix", "mix" in asked, "groups"),
@@ -133,6 +126,12 @@ class PlanRequest:
             min_samples=self.min_samples,
             max_samples=self.sizes["samples"][1] if "samples" in self.sizes else None,
         )
+
+
+def check_known(what: str, name: str, known: Collection[str]) -> None:
+    """Raise ValueError with the valid names for one that is not among them."""
+    if name not in known:
+        raise ValueError(f"{what} {name!r} is unknown; choose one of {', '.join(known)}")
 
 
 def check_combination(
@@ -198,10 +197,11 @@ def admit_samples(
         for name, (array, _) in budgets.items()
     }
     names = (EMPTY, OVER_SEQ_LENGTH, *(f"over_budget:{name}" for name in budgets))
+    id_type = np.int32 if len(num_tokens) < 2**31 else np.int64
     longest = seq_length // pad_multiple * pad_multiple
     within = all(array.max(initial=0) <= budgets[name][1] for name, array in sizes.items())
     if within and num_tokens.min(initial=1) >= 1 and num_tokens.max(initial=1) <= longest:
-        none = np.zeros(0, _id_type(len(num_tokens)))
+        none = np.zeros(0, id_type)
         lengths = _padded(num_tokens, pad_multiple)
         return Admission(None, lengths, none, none.astype(np.uint8), names)
     reasons = np.zeros(len(num_tokens), np.uint8)  # 0: admitted, else 1 + index of the reason
@@ -209,13 +209,9 @@ def admit_samples(
         reasons[array > budgets[name][1]] = number + 3
     reasons[num_tokens > longest] = 2
     reasons[num_tokens == 0] = 1
-    ids = np.flatnonzero(reasons == 0).astype(_id_type(len(num_tokens)))
-    aside = np.flatnonzero(reasons).astype(ids.dtype)
+    ids = np.flatnonzero(reasons == 0).astype(id_type)
+    aside = np.flatnonzero(reasons).astype(id_type)
     return Admission(ids, _padded(num_tokens[ids], pad_multiple), aside, reasons[aside] - 1, names)
-
-
-def _id_type(num_samples: int) -> type[np.signedinteger]:
-    return np.int32 if num_samples < 2**31 else np.int64
 
 
 def _padded(num_tokens: np.ndarray, multiple: int) -> np.ndarray:

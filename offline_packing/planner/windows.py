@@ -5,7 +5,6 @@ given out, the samples of the others stay for the next window. A sample stays at
 windows, and ``max_carried`` samples at most stay at all: beyond either limit packs go out unfilled.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,17 +12,14 @@ import numpy as np
 
 from offline_packing.planner.order import reorder_packs
 from offline_packing.planner.strategies.composition import (
+    Composer,
     Composition,
     expand_composition,
-    fullest_first,
+    select_patterns,
 )
-from offline_packing.planner.strategies.exact_fill import exact_fill
 from offline_packing.planner.strategies.histogram import count_lengths
-from offline_packing.planner.strategies.narrow_fill import is_narrow, narrow_fill
+from offline_packing.planner.strategies.narrow_fill import fills_by_fitness
 from offline_packing.planner.strategies.strategy import Packs, check_lengths, join_packs
-
-#: decides the packs on counts, int64 (seq_length + 1,), as the composers of the strategies do
-Composer = Callable[..., Composition]
 
 
 def window_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
@@ -32,19 +28,16 @@ def window_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
     Narrow laws of lengths and broad ones have a method each; where it leaves more than 2% of the
     tokens in unfilled packs, the other one is tried too.
     """
-    methods: list[Composer] = [exact_fill, narrow_fill]
-    if is_narrow(counts):
-        methods.reverse()
-    first = methods[0](counts, seed=seed)
-    if _full_tokens(first, len(counts) - 1) >= 0.98 * (counts @ np.arange(len(counts))):
+    seq_length = len(counts) - 1
+
+    def full_packs(composition: Composition) -> int:
+        return int(composition.multiplicity[composition.pattern_tokens() == seq_length].sum())
+
+    first_method, second_method = fills_by_fitness(counts)
+    first = first_method(counts, seed=seed)
+    if full_packs(first) * seq_length >= 0.98 * (counts @ np.arange(seq_length + 1)):
         return first
-    second = methods[1](counts, seed=seed)
-    return max(first, second, key=lambda packs: _full_tokens(packs, len(counts) - 1))
-
-
-def _full_tokens(composition: Composition, seq_length: int) -> int:
-    full = composition.pattern_tokens() == seq_length
-    return int(composition.multiplicity[full].sum()) * seq_length
+    return max(first, second_method(counts, seed=seed), key=full_packs)
 
 
 def pack_window(
@@ -53,7 +46,9 @@ def pack_window(
     """Packs of the samples of a window, the fullest first, and in them the oldest of a length."""
     lengths = np.ascontiguousarray(lengths, np.int32)
     counts = count_lengths(lengths, seq_length)
-    return expand_composition(fullest_first(compose(counts, seed=seed)), lengths, counts)
+    packs = compose(counts, seed=seed)
+    fullest_first = np.argsort(-packs.pattern_tokens(), kind="stable")
+    return expand_composition(select_patterns(packs, fullest_first), lengths, counts)
 
 
 @dataclass(frozen=True)
@@ -101,11 +96,6 @@ class WindowPlanner:
     def num_waiting(self) -> int:
         """Samples that are in no pack yet."""
         return self._pool.shape[1]
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Tokens of the samples that are in no pack yet."""
-        return int(self._pool[0].sum())
 
     def push(self, num_tokens: np.ndarray, sample_ids: np.ndarray | None = None) -> Packs:
         """Take in samples, integers (n,) in 1..seq_length, and return the packs that are ready.

@@ -6,14 +6,14 @@ themselves. To add a strategy, write its function, with the options that it unde
 line here.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from offline_packing.planner.strategies.auto import auto, mixed, tilted_sampling
-from offline_packing.planner.strategies.composition import Composition, expand_composition
+from offline_packing.planner.strategies.composition import Composer, expand_composition
 from offline_packing.planner.strategies.exact_fill import exact_fill
 from offline_packing.planner.strategies.histogram import (
     best_fit_decreasing,
@@ -32,9 +32,6 @@ from offline_packing.planner.strategies.peers.hash_bucket import hash_bucket
 from offline_packing.planner.strategies.peers.knapsack import knapsack, to_constant_volume
 from offline_packing.planner.strategies.strategy import Packs, Strategy
 
-#: Decides the packs on ``counts``, int64 (seq_length + 1,): f(counts, *, seed=0).
-Composer = Callable[..., Composition]
-
 COMPOSERS: dict[str, Composer] = {
     "auto": auto,
     "best_fit_decreasing": best_fit_decreasing,
@@ -47,16 +44,14 @@ COMPOSERS: dict[str, Composer] = {
 }
 
 
-def pack_composed(
-    composer: Composer, lengths: np.ndarray, seq_length: int, *, seed: int = 0
-) -> Packs:
+def pack_with(compose: Composer, lengths: np.ndarray, seq_length: int, *, seed: int = 0) -> Packs:
     """Packs of a composer, samples of equal length taken in their order."""
     counts = count_lengths(lengths, seq_length)
-    return expand_composition(composer(counts, seed=seed), lengths, counts)
+    return expand_composition(compose(counts, seed=seed), lengths, counts)
 
 
 STRATEGIES: dict[str, Strategy] = {
-    **{name: Strategy(partial(pack_composed, compose)) for name, compose in COMPOSERS.items()},
+    **{name: Strategy(partial(pack_with, compose)) for name, compose in COMPOSERS.items()},
     "hash_bucket": hash_bucket,
     "first_fit_decreasing": first_fit_decreasing,
     "first_fit_shuffle": first_fit_shuffle,

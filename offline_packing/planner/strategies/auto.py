@@ -1,14 +1,14 @@
 """The default strategy: as much effort as the distance from the bound calls for."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 
-from offline_packing.planner.strategies.composition import Composition, join_compositions
+from offline_packing.planner.strategies.composition import Composer, Composition, join_compositions
 from offline_packing.planner.strategies.exact_fill import exact_fill
 from offline_packing.planner.strategies.histogram import best_fit_decreasing, lower_bound
-from offline_packing.planner.strategies.narrow_fill import is_narrow, narrow_fill
+from offline_packing.planner.strategies.narrow_fill import fills_by_fitness, narrow_fill
 from offline_packing.planner.strategies.pattern_lp import MAX_SIZES, pattern_lp
 from offline_packing.planner.strategies.tilted_sampling import tilted_fills
 
@@ -68,17 +68,13 @@ def _drawn_then_auto(counts: np.ndarray, *, seed: int, rest: int) -> Composition
     return join_compositions([drawn, auto(left, seed=seed)])
 
 
-def _methods(counts: np.ndarray, bound: int) -> list[tuple[Callable[..., Composition], int]]:
+def _methods(counts: np.ndarray, bound: int) -> Iterator[tuple[Composer, int]]:
     """Methods in order of cost, each with the number of packs that makes it unnecessary."""
     tolerated = bound + max(2, int(TOLERANCE * bound))
-    fills = [exact_fill, narrow_fill]
-    if is_narrow(counts):
-        fills.reverse()  # where exact fills do worse, they also search long
-    methods: list[tuple[Callable[..., Composition], int]] = [
-        (best_fit_decreasing, bound),
-        (fills[0], bound),
-        (fills[1], tolerated),
-    ]
+    first, second = fills_by_fitness(counts)  # where exact fills do worse, they also search long
+    yield best_fit_decreasing, bound
+    yield first, bound
+    yield second, tolerated
     if np.count_nonzero(counts) > MAX_SIZES:  # where the linear program is not exact
-        methods.append((tilted_sampling, tolerated))
-    return [*methods, (pattern_lp, tolerated)]
+        yield tilted_sampling, tolerated
+    yield pattern_lp, tolerated

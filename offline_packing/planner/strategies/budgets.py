@@ -117,9 +117,7 @@ def _loss(room: np.ndarray, sizes: np.ndarray, sample: int, need: np.ndarray) ->
     ``need`` is how many packs' worth of each budget is left; the scarcest decides how many packs
     follow. The smaller term keeps the other budgets in proportion for the packs to come.
     """
-    scarcest = need[0]
-    for limit in range(1, need.shape[0]):
-        scarcest = max(scarcest, need[limit])
+    scarcest = need.max()
     follow = 0.0
     uneven = 0.0
     for limit in range(room.shape[0]):

@@ -5,13 +5,17 @@ each pattern. Lengths are integers up to ``seq_length``, so a composition is fou
 of lengths and its size hardly depends on the number of samples.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
-from offline_packing.planner.strategies.kernels import random_state, shuffle_between
+from offline_packing.planner.strategies.kernels import (
+    counting_sort,
+    random_state,
+    shuffle_between,
+)
 from offline_packing.planner.strategies.strategy import Packs
 
 #: entries [length, repeat], or patterns [end of entries, multiplicity]
@@ -53,6 +57,10 @@ class Composition(NamedTuple):
         return used.astype(np.int64)
 
 
+#: Decides the packs on ``counts``, int64 (seq_length + 1,): f(counts, *, seed=0).
+Composer = Callable[..., Composition]
+
+
 def from_entries(entries: np.ndarray, patterns: np.ndarray) -> Composition:
     """Composition of int64 entries [length, repeat] and patterns [end of entries, multiplicity]."""
     lengths, repeats = np.ascontiguousarray(entries.T, np.int32)
@@ -86,11 +94,6 @@ def select_patterns(composition: Composition, chosen: np.ndarray) -> Composition
     return Composition(lengths[entries], repeats[entries], offsets, multiplicity[chosen])
 
 
-def fullest_first(composition: Composition) -> Composition:
-    """The same packs, from the fullest pattern to the emptiest."""
-    return select_patterns(composition, np.argsort(-composition.pattern_tokens(), kind="stable"))
-
-
 @njit(cache=True)
 def as_rows(pairs: Pairs) -> np.ndarray:
     """The pairs as int64 (n, 2)."""
@@ -121,26 +124,11 @@ def packs_within(entries: Pairs, start: int, counts: np.ndarray) -> int:
 
 
 @njit(cache=True)
-def _bucket_samples(num_tokens: np.ndarray, counts: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Counting sort of sample indices by length into ``ids``; returns the bucket starts.
+def _fill_packs(composition: Composition, ids: np.ndarray, next_id: np.ndarray, out: Packs) -> None:
+    """Take the ``ids`` of each length in their order, pattern after pattern, pack after pack.
 
-    Bucket of length l: ``ids[starts[l]:starts[l + 1]]``, indices ascending.
+    ``next_id[l]``: where the ids of length l begin, and then the first that is not taken.
     """
-    starts = np.zeros(counts.shape[0] + 1, np.int64)
-    starts[1:] = np.cumsum(counts)
-    ends = starts[:-1].copy()
-    for sample in range(num_tokens.shape[0]):
-        length = num_tokens[sample]
-        ids[ends[length]] = sample
-        ends[length] += 1
-    return starts
-
-
-@njit(cache=True)
-def _fill_packs(
-    composition: Composition, ids: np.ndarray, next_id: np.ndarray, packs: Packs
-) -> None:
-    """Take samples from the buckets in order, pattern after pattern, pack after pack."""
     lengths, repeats, offsets, multiplicity, _ = composition
     pack = 0
     end = 0
@@ -149,12 +137,12 @@ def _fill_packs(
             for entry in range(offsets[pattern], offsets[pattern + 1]):
                 source = next_id[lengths[entry]]
                 for _ in range(repeats[entry]):
-                    packs.sample_ids[end] = ids[source]
+                    out.sample_ids[end] = ids[source]
                     source += 1
                     end += 1
                 next_id[lengths[entry]] = source
             pack += 1
-            packs.pack_offsets[pack] = end
+            out.pack_offsets[pack] = end
 
 
 def expand_composition(
@@ -172,7 +160,8 @@ def expand_composition(
     """
     id_type = np.int32 if len(num_tokens) < 2**31 else np.int64
     ids = np.empty(len(num_tokens), id_type)
-    starts = _bucket_samples(num_tokens, counts, ids)
+    starts = np.append(0, np.cumsum(counts))
+    counting_sort(num_tokens, starts, ids)
     if seed is not None:
         shuffle_between(ids, starts, random_state(seed))
     packs = Packs(np.empty_like(ids), np.zeros(composition.num_packs + 1, np.int64))

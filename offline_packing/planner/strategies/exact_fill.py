@@ -28,16 +28,15 @@ _SPACE, _LAST, _LIMIT, _TRIED = 0, 1, 2, 3
 
 
 @njit(cache=True)
-def _enter(
-    frame: np.ndarray, counts: np.ndarray, shortest: int, path: np.ndarray, depth: int
-) -> bool:
-    """First look at a depth: True if one more sample fills the space, which ends the search."""
+def _enter(frame: np.ndarray, counts: np.ndarray, shortest: int, rest: np.ndarray) -> bool:
+    """First look at a depth: True if one more sample (or none) fills the space, which ends the
+    search; it is put at the start of ``rest``, the path from here on."""
     space = frame[_SPACE]
     last = frame[_LAST]
     if space == 0:
         return True
     if space <= last and counts[space] > 0:
-        path[depth + 1] = space
+        rest[0] = space
         return True
     frame[_TRIED] = 0
     if space < shortest:
@@ -65,25 +64,21 @@ def _complete(
     the fill with the least room left, whether it is exact, and the steps taken.
     """
     capacity = counts.shape[0] - 1
-    longest = bitset_at_most(present, capacity)
     shortest = bitset_at_least(present, 1)
-    path[0] = longest
-    add_samples(counts, present, longest, -1)
-    frames[0, _SPACE] = capacity - longest
-    frames[0, _LAST] = longest
-    frames[0, _TRIED] = -1
-    depth = 0
-    steps = 0
+    frames[0] = capacity
+    frames[0, _TRIED] = branches - 1  # of the first sample only the longest
+    depth = 0  # samples placed
+    steps = -1  # without that of the first sample
     max_steps = _MAX_STEPS + capacity // shortest  # a pack of many short samples is one descent
     best_space = capacity
     best_size = 0
     while depth >= 0:
         frame = frames[depth]
         if frame[_TRIED] < 0:
-            exact = _enter(frame, counts, shortest, path, depth)
+            exact = _enter(frame, counts, shortest, path[depth:])
             if exact or frame[_SPACE] < best_space:
+                best_size = depth + (1 if exact and frame[_SPACE] > 0 else 0)
                 best_space = 0 if exact else frame[_SPACE]
-                best_size = depth + (2 if exact and frame[_SPACE] > 0 else 1)
                 best_path[:best_size] = path[:best_size]
                 if exact:
                     break
@@ -91,20 +86,20 @@ def _complete(
         if frame[_TRIED] < branches and steps < max_steps:
             length = bitset_at_most(present, frame[_LIMIT])
         if length <= 0:
-            if depth > 0:
-                add_samples(counts, present, path[depth], 1)
             depth -= 1
+            if depth >= 0:
+                add_samples(counts, present, path[depth], 1)
             continue
         steps += 1
         frame[_TRIED] += 1
         frame[_LIMIT] = length - 1
         add_samples(counts, present, length, -1)
-        depth += 1
         path[depth] = length
+        depth += 1
         frames[depth, _SPACE] = frame[_SPACE] - length
         frames[depth, _LAST] = length
         frames[depth, _TRIED] = -1
-    for entry in range(max(depth, 0) + 1):
+    for entry in range(depth):
         add_samples(counts, present, path[entry], 1)
     return best_size, best_space == 0, steps
 

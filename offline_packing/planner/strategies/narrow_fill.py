@@ -15,6 +15,7 @@ import numpy as np
 from numba import njit
 
 from offline_packing.planner.strategies.composition import (
+    Composer,
     Composition,
     from_entries,
     join_compositions,
@@ -246,3 +247,8 @@ def is_narrow(counts: np.ndarray) -> bool:
     samples, tokens, squares = counts.sum(), counts @ lengths, counts @ lengths**2
     # variance < (mean / 2) ** 2, times the squared number of samples
     return bool(samples * squares - tokens**2 < tokens**2 / 4)
+
+
+def fills_by_fitness(counts: np.ndarray) -> tuple[Composer, Composer]:
+    """The two methods of exact fills, first the one that is made for such lengths."""
+    return (narrow_fill, exact_fill) if is_narrow(counts) else (exact_fill, narrow_fill)

@@ -42,13 +42,16 @@ def pattern_lp(counts: np.ndarray, *, seed: int = 0) -> Composition:
     sizes = np.flatnonzero(counts)
     if len(sizes) == 0:
         return EMPTY
-    granule = _granule(sizes)
-    if granule > 1:
+    if len(sizes) > MAX_SIZES:
+        granule = 2
+        while len(np.unique(-(-sizes // granule))) > _COARSE_SIZES:
+            granule *= 2
         coarse = coarsen(counts, granule)
         return refine(pattern_lp(coarse, seed=seed), counts, granule)
     patterns = _seed_patterns(counts, sizes, seed)
     bound = lower_bound(counts)
     history: list[float] = []
+    max_rounds = min(20, _PRICING_WORK // len(sizes))
     while True:
         fractions, prices, objective = _solve(patterns, sizes, counts)
         history.append(objective)
@@ -57,26 +60,11 @@ def pattern_lp(counts: np.ndarray, *, seed: int = 0) -> Composition:
         found, best_value = _price(prices, sizes, len(counts) - 1)
         # Farley (1990): scaled by the most valuable pattern, the prices are a dual solution.
         bound = max(bound, math.ceil(objective / max(1.0, best_value) - 1e-6))
-        if found.num_packs == 0 or _stalled(history, len(sizes)):
+        stalled = len(history) > 5 and history[-6] - history[-1] < 1e-5 * history[-1]
+        if found.num_packs == 0 or stalled or len(history) >= max_rounds:
             break
         patterns = join_compositions([patterns, found])
     return _rounded(patterns, fractions, counts, seed)._replace(lower_bound=bound)
-
-
-def _granule(sizes: np.ndarray) -> int:
-    """1, or the smallest power of two that leaves at most _COARSE_SIZES rounded lengths."""
-    granule = 1
-    if len(sizes) > MAX_SIZES:
-        while len(np.unique(-(-sizes // granule))) > _COARSE_SIZES:
-            granule *= 2
-    return granule
-
-
-def _stalled(history: list[float], num_sizes: int) -> bool:
-    """Whether pricing is to stop: too many rounds, or the last few gained next to nothing."""
-    if len(history) >= min(20, _PRICING_WORK // num_sizes):
-        return True
-    return len(history) > 5 and history[-6] - history[-1] < 1e-5 * history[-1]
 
 
 def _seed_patterns(counts: np.ndarray, sizes: np.ndarray, seed: int) -> Composition:

@@ -32,25 +32,36 @@ _MAX_FAILURES = 400  # draws in a row without a pattern before giving up
 class _Laws(NamedTuple):
     """The histogram tilted to a grid of means from ``low`` to ``high``."""
 
-    #: int64 (num_sizes,): the lengths with samples when drawing began
+    #: int64 (num_sizes,): the lengths that have samples
     sizes: np.ndarray
-    #: float64 (grid, num_sizes): cumulative shares of the sizes
+    #: float64 (grid, num_sizes): cumulative shares of the sizes; (0, 0) if there is no such range
     cdf: np.ndarray
     low: float
     high: float
 
 
 @njit(cache=True)
-def _tilted_laws(
-    sizes: np.ndarray, counts: np.ndarray, low: float, high: float, theta: np.ndarray
-) -> _Laws:
-    """Newton's method for the tilt of each target mean in low..high.
+def _mean_range(sizes: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
+    """Target means worth a tilted law: three standard deviations around the mean."""
+    lengths = sizes.astype(np.float64)
+    mean = (counts * lengths).sum() / counts.sum()
+    squares = (counts * lengths * lengths).sum() / counts.sum()
+    deviation = np.sqrt(max(0.0, squares - mean * mean)) + 1.0
+    return max(lengths[0] + 1.0, mean - 3 * deviation), min(lengths[-1] - 1.0, mean + 3 * deviation)
+
+
+@njit(cache=True)
+def _tilted_laws(sizes: np.ndarray, counts: np.ndarray, theta: np.ndarray) -> _Laws:
+    """Newton's method for the tilt of each target mean.
 
     ``counts`` (num_sizes,) of the ``sizes``; ``theta`` float64 (grid,) holds start values and
     receives the tilts.
     """
+    low, high = _mean_range(sizes, counts)
+    if high <= low + 1:
+        return _Laws(sizes, np.zeros((0, 0)), low, high)
     grid = theta.shape[0]
-    cdf = np.zeros((grid, sizes.shape[0]))
+    cdf = np.empty((grid, sizes.shape[0]))
     precision = max(0.3, 0.1 * (high - low) / (grid - 1))
     for row in range(grid):
         target = low + (high - low) * row / (grid - 1)
@@ -59,12 +70,11 @@ def _tilted_laws(
             first = 0.0
             second = 0.0
             for i in range(sizes.shape[0]):
-                if counts[i] > 0:
-                    distance = sizes[i] - target
-                    share = counts[i] * np.exp(theta[row] * distance)
-                    weight += share
-                    first += share * distance
-                    second += share * distance * distance
+                distance = sizes[i] - target
+                share = counts[i] * np.exp(theta[row] * distance)
+                weight += share
+                first += share * distance
+                second += share * distance * distance
             mean = first / weight
             variance = second / weight - mean * mean
             if variance <= 1e-9:
@@ -74,22 +84,10 @@ def _tilted_laws(
                 break
         total = 0.0
         for i in range(sizes.shape[0]):
-            if counts[i] > 0:
-                total += counts[i] * np.exp(theta[row] * (sizes[i] - target))
+            total += counts[i] * np.exp(theta[row] * (sizes[i] - target))
             cdf[row, i] = total
         cdf[row] /= total
     return _Laws(sizes, cdf, low, high)
-
-
-@njit(cache=True)
-def _mean_range(sizes: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
-    """Target means worth a tilted law: three standard deviations around the mean."""
-    used = np.flatnonzero(counts)
-    samples, lengths = counts[used], sizes[used].astype(np.float64)
-    mean = (samples * lengths).sum() / samples.sum()
-    squares = (samples * lengths * lengths).sum() / samples.sum()
-    deviation = np.sqrt(max(0.0, squares - mean * mean)) + 1.0
-    return max(lengths[0] + 1.0, mean - 3 * deviation), min(lengths[-1] - 1.0, mean + 3 * deviation)
 
 
 @njit(cache=True)
@@ -136,13 +134,13 @@ def _tilted_fills(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Entries [length, repeat] and patterns [end, multiplicity]; takes them from ``counts``."""
     capacity = counts.shape[0] - 1
-    sizes = np.flatnonzero(counts)
-    max_refreshes = max(20, _MAX_CELLS // (_GRID * max(1, sizes.shape[0])))
+    num_sizes = np.count_nonzero(counts)
+    max_refreshes = max(20, _MAX_CELLS // (_GRID * max(1, num_sizes)))
     refresh = max(_REFRESH, 2 * _MAX_PATTERNS // max_refreshes)
     entries, patterns = list_of((0, 0)), list_of((0, 0))
     theta = np.zeros(_GRID)
     samples_left = counts.sum()
-    tokens_left = (counts[sizes] * sizes).sum()
+    tokens_left = (counts * np.arange(capacity + 1)).sum()
     packs_wanted = max(1, int(tokens_left / capacity / _MAX_PATTERNS))
     carried = 0.0  # fractional samples per pack, carried so that the mean is met
     failures = 0
@@ -151,10 +149,10 @@ def _tilted_fills(
     while tokens_left > capacity * stop_packs and failures < _MAX_FAILURES:
         if age >= refresh:
             refreshes += 1
-            low, high = _mean_range(sizes, counts[sizes])
-            if refreshes > max_refreshes or high <= low + 1:
+            sizes = np.flatnonzero(counts)
+            laws = _tilted_laws(sizes, counts[sizes], theta)
+            if refreshes > max_refreshes or laws.cdf.size == 0:
                 break
-            laws = _tilted_laws(sizes, counts[sizes], low, high, theta)
             age = 0
         per_pack = samples_left * capacity / tokens_left + carried
         samples = int(per_pack)

@@ -166,7 +166,7 @@ def test_no_budget_is_exceeded(rows, limit, max_samples, seed) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"assignment": "locallity"}, "'locallity' is unknown; choose among shuffle, locality"),
+        ({"assignment": "locallity"}, "'locallity' is unknown; choose one of shuffle, locality"),
         ({"assignment": "locality"}, "assignment locality needs source_order"),
         ({"assignment": ["mix"]}, "assignment mix needs groups"),
         ({"assignment": "balance"}, "assignment balance needs balance_by"),

@@ -2,7 +2,6 @@
 
 from functools import partial
 from heapq import heappop, heappush
-from typing import ClassVar
 
 import numpy as np
 from numba import njit
@@ -18,7 +17,6 @@ from offline_packing.planner.strategies.strategy import (
     Packs,
     Strategy,
     StrategyOptions,
-    decreasing_order,
     group_into_packs,
 )
 
@@ -60,7 +58,7 @@ def to_constant_volume(lengths: np.ndarray, seq_length: int, *, seed: int = 0) -
     every sample. Version 2 of that package fills the emptiest pack instead, and needs more packs.
     O(n log n); ``seed`` is unused.
     """
-    order = decreasing_order(lengths, seq_length)
+    order = np.argsort(-lengths, kind="stable")
     pack_of = _fullest_fit(lengths[order], seq_length)
     return group_into_packs(order, pack_of, int(pack_of.max(initial=-1)) + 1)
 
@@ -99,9 +97,9 @@ def _check_images(
     num_images: np.ndarray | None, max_images: int | None, num_samples: int
 ) -> tuple[np.ndarray, int]:
     """Images per sample, int64 (num_samples,), and the budget; all 0 where there is none."""
+    if (num_images is None) != (max_images is None):
+        raise ValueError("num_images and max_images make one budget; give both or neither")
     if num_images is None or max_images is None:
-        if num_images is not None or max_images is not None:
-            raise ValueError("num_images and max_images make one budget; give both or neither")
         return np.zeros(num_samples, np.int64), 0
     images = np.asarray(num_images, np.int64)
     if images.shape != (num_samples,):
@@ -119,10 +117,8 @@ def _check_images(
 class KnapsackOptions(StrategyOptions):
     """How many packs it starts with, and a budget of images."""
 
-    PER_SAMPLE: ClassVar[frozenset[str]] = frozenset({"num_images", "max_images"})
-
-    num_images: np.ndarray | None = Field(None, description="images of each sample")
-    max_images: int | None = Field(None, description="images that a pack holds at most")
+    num_images: np.ndarray | None = Field(None, exclude=True, description="images of each sample")
+    max_images: int | None = Field(None, exclude=True, description="images of a pack at most")
     num_packs: int | None = Field(
         None, ge=0, description="packs to begin with; by default as few as the tokens need"
     )
@@ -130,9 +126,7 @@ class KnapsackOptions(StrategyOptions):
 
 
 @partial(Strategy, options=KnapsackOptions)
-def knapsack(
-    lengths: np.ndarray, seq_length: int, *, options: KnapsackOptions, seed: int = 0
-) -> Packs:
+def knapsack(lengths: np.ndarray, seq_length: int, *, options: KnapsackOptions, seed: int) -> Packs:
     """Longest sample first, each into the lightest pack with room for its tokens and images.
 
     The balanced greedy knapsack of nanoVLM's loader: it starts with ``num_packs`` empty packs
@@ -147,7 +141,7 @@ def knapsack(
     num_packs = options.num_packs
     if num_packs is None:
         num_packs = -(-int(lengths.sum(dtype=np.int64)) // seq_length)
-    order = decreasing_order(lengths, seq_length)
+    order = np.argsort(-lengths, kind="stable")
     num_packs += options.extra_packs
     pack_of = _balance(lengths[order], images[order], seq_length, budget, num_packs)
     used, pack_of = np.unique(pack_of, return_inverse=True)  # packs that stayed empty drop out

@@ -18,38 +18,34 @@ from offline_packing.planner.strategies.kernels import (
 
 
 @njit(cache=True)
-def _diverse_pack(
-    lengths: np.ndarray, counts: np.ndarray, capacity: int, repeats: np.ndarray
-) -> bool:
+def _diverse_pack(lengths: np.ndarray, counts: np.ndarray, room: int, repeats: np.ndarray) -> bool:
     """One pack round robin over ``lengths`` (ascending); True if it is full.
 
     A length leaves the round when it is used up or does not fit any more.
     """
     repeats[:] = 0
     running = counts > 0
-    while capacity > 0 and running.any():
+    while room > 0 and running.any():
         for index in range(lengths.shape[0]):
-            if running[index] and lengths[index] <= capacity:
+            if running[index] and lengths[index] <= room:
                 repeats[index] += 1
-                capacity -= lengths[index]
+                room -= lengths[index]
                 running[index] = repeats[index] < counts[index]
             else:
                 running[index] = False
-    return capacity == 0
+    return room == 0
 
 
 @njit(cache=True)
-def _greedy_pack(
-    lengths: np.ndarray, counts: np.ndarray, capacity: int, repeats: np.ndarray
-) -> bool:
+def _greedy_pack(lengths: np.ndarray, counts: np.ndarray, room: int, repeats: np.ndarray) -> bool:
     """One pack longest first; True if it is full.
 
     Each length divides the next, so this fills the pack whenever any choice of samples does.
     """
     for index in range(lengths.shape[0] - 1, -1, -1):
-        repeats[index] = min(counts[index], capacity // lengths[index])
-        capacity -= repeats[index] * lengths[index]
-    return capacity == 0
+        repeats[index] = min(counts[index], room // lengths[index])
+        room -= repeats[index] * lengths[index]
+    return room == 0
 
 
 @njit(cache=True)
