@@ -177,11 +177,7 @@ def check_combination(
 
 
 def admit_samples(
-    num_tokens: np.ndarray,
-    seq_length: int,
-    *,
-    pad_multiple: int = 1,
-    budgets: Budgets | None = None,
+    num_tokens: np.ndarray, seq_length: int, pad_multiple: int = 1, budgets: Budgets | None = None
 ) -> Admission:
     """Check all inputs; set aside samples without tokens, too long, or over a budget on their own.
 

@@ -146,11 +146,7 @@ def _fill_packs(composition: Composition, ids: np.ndarray, next_id: np.ndarray, 
 
 
 def expand_composition(
-    composition: Composition,
-    num_tokens: np.ndarray,
-    counts: np.ndarray,
-    *,
-    seed: int | None = None,
+    composition: Composition, num_tokens: np.ndarray, counts: np.ndarray, *, seed: int | None = None
 ) -> Packs:
     """Give every place in the composition a sample of its length.
 

@@ -28,15 +28,12 @@ _SPACE, _LAST, _LIMIT, _TRIED = 0, 1, 2, 3
 
 
 @njit(cache=True)
-def _enter(frame: np.ndarray, counts: np.ndarray, shortest: int, rest: np.ndarray) -> bool:
-    """First look at a depth: True if one more sample (or none) fills the space, which ends the
-    search; it is put at the start of ``rest``, the path from here on."""
+def _enter(frame: np.ndarray, counts: np.ndarray, shortest: int) -> bool:
+    """First look at a depth: True if one more sample, or none, fills the space, which ends the
+    search."""
     space = frame[_SPACE]
     last = frame[_LAST]
-    if space == 0:
-        return True
-    if space <= last and counts[space] > 0:
-        rest[0] = space
+    if space == 0 or (space <= last and counts[space] > 0):
         return True
     frame[_TRIED] = 0
     if space < shortest:
@@ -51,17 +48,12 @@ def _enter(frame: np.ndarray, counts: np.ndarray, shortest: int, rest: np.ndarra
 
 @njit(cache=True)
 def _complete(
-    counts: np.ndarray,
-    present: np.ndarray,
-    frames: np.ndarray,
-    path: np.ndarray,
-    best_path: np.ndarray,
-    branches: int,
+    counts: np.ndarray, present: np.ndarray, frames: np.ndarray, best: np.ndarray, branches: int
 ) -> tuple[int, bool, int]:
     """Depth-first search for lengths (not increasing) that fill a pack with the longest sample.
 
-    Leaves ``counts`` and ``present`` as they were. Returns how many entries of ``best_path`` hold
-    the fill with the least room left, whether it is exact, and the steps taken.
+    Leaves ``counts`` and ``present`` as they were. Returns how many entries of ``best`` hold the
+    fill with the least room left, whether it is exact, and the steps taken.
     """
     capacity = counts.shape[0] - 1
     shortest = bitset_at_least(present, 1)
@@ -75,32 +67,33 @@ def _complete(
     while depth >= 0:
         frame = frames[depth]
         if frame[_TRIED] < 0:
-            exact = _enter(frame, counts, shortest, path[depth:])
+            exact = _enter(frame, counts, shortest)
             if exact or frame[_SPACE] < best_space:
-                best_size = depth + (1 if exact and frame[_SPACE] > 0 else 0)
-                best_space = 0 if exact else frame[_SPACE]
-                best_path[:best_size] = path[:best_size]
+                best_space = frame[_SPACE]
+                best[:depth] = frames[1 : depth + 1, _LAST]
+                best[depth] = best_space
+                best_size = depth + (1 if exact and best_space > 0 else 0)
                 if exact:
+                    best_space = 0
                     break
         length = -1
         if frame[_TRIED] < branches and steps < max_steps:
             length = bitset_at_most(present, frame[_LIMIT])
         if length <= 0:
+            if depth > 0:
+                add_samples(counts, present, frame[_LAST], 1)
             depth -= 1
-            if depth >= 0:
-                add_samples(counts, present, path[depth], 1)
             continue
         steps += 1
         frame[_TRIED] += 1
         frame[_LIMIT] = length - 1
         add_samples(counts, present, length, -1)
-        path[depth] = length
         depth += 1
         frames[depth, _SPACE] = frame[_SPACE] - length
         frames[depth, _LAST] = length
         frames[depth, _TRIED] = -1
-    for entry in range(depth):
-        add_samples(counts, present, path[entry], 1)
+    for placed in range(1, depth + 1):
+        add_samples(counts, present, frames[placed, _LAST], 1)
     return best_size, best_space == 0, steps
 
 
@@ -113,15 +106,14 @@ def _exact_fill(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     left = counts.sum()
     entries, patterns = list_of((0, 0)), list_of((0, 0))
     frames = np.empty((capacity + 2, 4), np.int32)
-    path = np.empty(capacity + 2, np.int32)
-    best_path = np.empty(capacity + 2, np.int32)
+    best = np.empty(capacity + 2, np.int32)
     steps_left = _MAX_STEPS_IN_ALL
     while left > 0:
         branches = _BRANCHES if steps_left > 0 else 1
-        size, exact, steps = _complete(counts, present, frames, path, best_path, branches)
+        size, exact, steps = _complete(counts, present, frames, best, branches)
         steps_left -= steps
         start = len(entries)
-        add_runs(entries, best_path[:size])
+        add_runs(entries, best[:size])
         packs = packs_within(entries, start, counts)
         if not exact and left > 4 * size:
             # Use an imperfect pattern sparingly: other counts may allow a better one.

@@ -166,19 +166,15 @@ def _rounded(
     left = counts.copy()
     _take_patterns(patterns, packs, left)
     whole = select_patterns(patterns._replace(multiplicity=packs), np.flatnonzero(packs))
-    return join_compositions([whole, pack_residue(left, seed)])
-
-
-def pack_residue(counts: np.ndarray, seed: int) -> Composition:
-    """A few thousand samples at most: the best of three methods."""
-    drawn, left = tilted_fills(counts, seed=seed + 1)
+    drawn, rest = tilted_fills(left, seed=seed + 1)
     candidates = [
-        best_fit_decreasing(counts),
-        exact_fill(counts),
-        join_compositions([drawn, best_fit_decreasing(left)]),
-        join_compositions([drawn, exact_fill(left)]),
+        best_fit_decreasing(left),
+        exact_fill(left),
+        join_compositions([drawn, best_fit_decreasing(rest)]),
+        join_compositions([drawn, exact_fill(rest)]),
     ]
-    return min(candidates, key=lambda candidate: candidate.num_packs)
+    residue = min(candidates, key=lambda candidate: candidate.num_packs)
+    return join_compositions([whole, residue])
 
 
 def coarsen(counts: np.ndarray, granule: int) -> np.ndarray:

@@ -134,7 +134,7 @@ def _tilted_fills(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Entries [length, repeat] and patterns [end, multiplicity]; takes them from ``counts``."""
     capacity = counts.shape[0] - 1
-    num_sizes = np.count_nonzero(counts)
+    num_sizes = int(np.count_nonzero(counts))
     max_refreshes = max(20, _MAX_CELLS // (_GRID * max(1, num_sizes)))
     refresh = max(_REFRESH, 2 * _MAX_PATTERNS // max_refreshes)
     entries, patterns = list_of((0, 0)), list_of((0, 0))

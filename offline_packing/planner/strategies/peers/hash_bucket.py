@@ -145,7 +145,7 @@ class SeedPhase(_Model):
         chosen = _by_potential(chosen, fillers, self.min_samples)
         seeds = np.stack([chosen, counts[chosen]], axis=1)
         limits = (self.min_samples, self.max_samples or capacity, ceil(self.min_fill * capacity))
-        return from_entries(*pack_seeds(seeds, fillers, *limits, False))
+        return from_entries(*pack_seeds(seeds, fillers, limits, False))
 
 
 class FinalPhase(_Model):
@@ -165,7 +165,7 @@ class FinalPhase(_Model):
         fillers[chosen] -= number
         seeds = np.stack([chosen, number], axis=1)
         limits = (1, capacity, ceil(self.min_fill * capacity))
-        return from_entries(*pack_seeds(seeds, fillers, *limits, True))
+        return from_entries(*pack_seeds(seeds, fillers, limits, True))
 
 
 Phase = Annotated[PowersOfTwoPhase | SeedPhase | FinalPhase, Field(discriminator="kind")]

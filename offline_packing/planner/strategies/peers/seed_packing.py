@@ -103,19 +103,15 @@ def _choose_filler(
 
 @njit(cache=True)
 def pack_seeds(
-    seeds: np.ndarray,
-    fillers: np.ndarray,
-    min_samples: int,
-    max_samples: int,
-    min_tokens: int,
-    reuse_failed: bool,
+    seeds: np.ndarray, fillers: np.ndarray, limits: tuple[int, int, int], reuse_failed: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Packs that start with one seed each and are filled up from ``fillers``.
 
     ``seeds`` int64 (k, 2) rows [length, number], in the order they are tried; ``fillers`` int64
-    (capacity + 1,) samples of each length. A pack with fewer than ``min_samples`` samples or
-    ``min_tokens`` tokens is undone; its seed becomes a filler if ``reuse_failed``.
+    (capacity + 1,) samples of each length; ``limits``: samples of a pack at least and at most, and
+    tokens at least. A pack below them is undone; its seed becomes a filler if ``reuse_failed``.
     """
+    min_samples, max_samples, min_tokens = limits
     counts, present = fillers.copy(), bitset_of(fillers)
     capacity = counts.shape[0] - 1
     entries, patterns = list_of((0, 0)), list_of((0, 0))
