@@ -5,6 +5,16 @@ class StageError(RuntimeError):
     """A stage cannot go on."""
 
 
+class ChangedError(StageError):
+    """What was measured is gone, or is another."""
+
+    def __init__(self, what: str, why: object = "") -> None:
+        super().__init__(
+            f"{what} changed since it was measured{f': {why}' if why else ''}; restore it, or "
+            "measure again with output.overwrite=true"
+        )
+
+
 class ConfigError(StageError):
     """The configuration, or the command line, cannot be used."""
 

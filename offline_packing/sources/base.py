@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, ClassVar, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.errors import StageError
+from offline_packing.errors import ChangedError, StageError
 from offline_packing.sources.options import FieldMap, FieldOptions, MediaOptions, SourceOptions
 from offline_packing.sources.reading.contents import file_names, nothing_found
 from offline_packing.sources.reading.listing import walk
@@ -26,9 +26,6 @@ from offline_packing.sources.records import load_json, to_sample
 from offline_packing.storage.key_set import KeySet
 from offline_packing.storage.streams import find_unread
 from task_encoders.samples import SampleError, SourceSample
-
-#: A record with a larger JSON is refused before it is read into memory.
-MAX_JSON_BYTES: Final = 32 << 20
 
 _DRY_RUN_SAMPLES: Final = 4096
 
@@ -175,14 +172,10 @@ class Source(ABC):
         try:
             return self.root.open(container, sequential=sequential)
         except SampleError as error:
-            raise self.unreadable(container, error) from error
-
-    def unreadable(self, container: str, error: SampleError) -> StageError:
-        """The error to raise if one of the source's own files may not be read."""
-        return StageError(
-            f"{self.root.path(container)} cannot be read: {error.detail}; restore it, or set "
-            "source.path to a folder that holds the files themselves"
-        )
+            raise StageError(
+                f"{self.root.path(container)} cannot be read: {error.detail}; restore it, or set "
+                "source.path to a folder that holds the files themselves"
+            ) from error
 
     def image_folder(self, container: str) -> str:
         """Folder that image names in the JSON file `container` are relative to, within `media`."""
@@ -213,7 +206,7 @@ class Source(ABC):
             data = read_locator(self.root, locator, self.unpack_folder)
             return self.parse(data, locator.column)
         except SampleError as error:
-            raise _changed(self.root.path(locator.container), error) from error
+            raise ChangedError(self.root.path(locator.container), error) from error
 
     def read_sample(
         self, key: str, locator: Locator, num_images: int, num_videos: int = 0
@@ -225,10 +218,10 @@ class Source(ABC):
         try:
             sample = to_sample(self.read(locator), key, self.task, paired)
         except SampleError as error:
-            raise _changed(f"sample {key!r}", error) from error
+            raise ChangedError(f"sample {key!r}", error) from error
         if (len(sample.images), len(sample.videos)) != (num_images, num_videos):
             names = f"it names {len(sample.images)} images and {len(sample.videos)} videos"
-            raise _changed(f"sample {key!r}", f"{names}, was {num_images} and {num_videos}")
+            raise ChangedError(f"sample {key!r}", f"{names}, was {num_images} and {num_videos}")
         return sample
 
     def read_media(self, locator: Locator) -> bytes:
@@ -236,20 +229,6 @@ class Source(ABC):
         # A medium that is a separate file may be under image_root; all others are in the source.
         root = self.media if locator.kind == "file" else self.root
         return read_locator(root, locator, self.unpack_folder)
-
-
-def _changed(what: str, why: object) -> StageError:
-    return StageError(
-        f"{what} changed since it was measured: {why}; restore it, or measure again with "
-        "output.overwrite=true"
-    )
-
-
-def own_key(content: Mapping[str, Any]) -> str:
-    """The key that a record has itself: "id", text or a whole number; else empty."""
-    identity = content.get("id")
-    is_key = isinstance(identity, str | int) and not isinstance(identity, bool)
-    return str(identity) if is_key else ""
 
 
 # Names from earlier versions, which custom sources may import; nothing here uses them.

@@ -38,16 +38,14 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
     content = record.content
     assert not isinstance(content, SampleError)
     used = {_base_name(name) for name in sample.media}
-    for name in record.unread:
-        yield f"field {name!r} holds media that no sample uses"
-    for name in content.keys() - _READ:
-        if _holds_media(name, content[name], used):
-            yield f"field {name!r} holds media that no sample uses"
+    unused = [*record.unread]
+    unused += (name for name in content.keys() - _READ if _holds_media(name, content[name], used))
     for name in MEDIA_FIELDS & content.keys():
         value = content[name] or []
         named = map(media_name, value if isinstance(value, list) else [value])
         if not used.issuperset(_base_name(str(one)) for one in named):
-            yield f"field {name!r} holds media that no sample uses"
+            unused.append(name)
+    yield from (f"field {name!r} holds media that no sample uses" for name in unused)
     for place in fields.missing(content):
         yield f"{place} is not in the record"
     if record.paired_media and not sample.media:

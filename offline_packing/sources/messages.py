@@ -99,7 +99,7 @@ def _messages(message: Any, found: Dialogue) -> Iterator[tuple[str, str]]:
 
 def _check_loss(role: str, message: Mapping[str, Any]) -> None:
     """Answers carry loss, and nothing else does: a message may say so, and nothing else."""
-    weight = next((message[name] for name in _LOSS_FIELDS if message.get(name) is not None), None)
+    weight = _first(message, _LOSS_FIELDS)
     if weight is not None and weight != (role == "assistant"):
         raise SampleError(
             "bad_record",

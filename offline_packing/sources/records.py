@@ -27,6 +27,8 @@ from task_encoders.samples import (
     count_placeholders,
 )
 
+#: A record with a larger JSON is refused before it is read into memory.
+MAX_JSON_BYTES: Final = 32 << 20
 _UTF8_BOM: Final = b"\xef\xbb\xbf"
 MEDIA_FIELDS: Final = frozenset(("image", "images", "video", "videos"))
 DIALOGUE_FIELDS: Final = ("messages", "conversations", "texts")
@@ -55,6 +57,13 @@ def load_json(data: bytes) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise SampleError("bad_record", f"the JSON is {kind_of(content)}, not an object")
     return content
+
+
+def own_key(content: Mapping[str, Any]) -> str:
+    """The key that a record has itself: "id", text or a whole number; else empty."""
+    identity = content.get("id")
+    is_key = isinstance(identity, str | int) and not isinstance(identity, bool)
+    return str(identity) if is_key else ""
 
 
 def to_sample(

@@ -20,8 +20,7 @@ import xxhash
 from braceexpand import braceexpand
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import MAX_JSON_BYTES, Scan
-from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.base import Scan, SourceRecord
 from offline_packing.sources.formats.webdataset import (
     TarSample,
     WebDatasetSource,
@@ -31,7 +30,7 @@ from offline_packing.sources.formats.webdataset import (
 from offline_packing.sources.options import SourceOptions, follow
 from offline_packing.sources.reading.contents import file_names, holds_packs
 from offline_packing.sources.reading.listing import walk
-from offline_packing.sources.records import load_json
+from offline_packing.sources.records import MAX_JSON_BYTES, load_json
 from offline_packing.storage.yaml_file import parse_yaml
 from task_encoders.samples import SampleError
 
@@ -140,7 +139,7 @@ class EnergonSource(WebDatasetSource):
                 "TAR/KEY under exclude"
             ) from error
 
-    def _records(self, key: str, sample: TarSample) -> Iterator[Record]:
+    def _records(self, key: str, sample: TarSample) -> Iterator[SourceRecord]:
         first = next(iter(sample.members.values())).name
         name = f"./{sample.key}" if first.startswith("./") else sample.key  # as Energon has it
         if f"{sample.container}/{name}" not in self._excluded:

@@ -19,11 +19,11 @@ import numpy.typing as npt
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import MAX_JSON_BYTES, Scan, Source, SourcePart, own_key
-from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.options import FileOptions
 from offline_packing.sources.reading.contents import file_names, first_character
 from offline_packing.sources.reading.locators import Locator
+from offline_packing.sources.records import MAX_JSON_BYTES, own_key
 from offline_packing.storage.streams import (
     CODECS,
     UNREAD_SUFFIXES,
@@ -125,7 +125,7 @@ class JsonlSource(Source):
     def unread_parts(self) -> list[SourcePart]:
         return [SourcePart((container, 0, None, 1), None) for container, _ in self.files()]
 
-    def records(self, part: SourcePart) -> Iterator[Record]:
+    def records(self, part: SourcePart) -> Iterator[SourceRecord]:
         container, begin, end, first = part.items
         stem = container[: container.lower().rfind(self.ENDINGS[0])] or container
         kind = "stream" if codec_of(container) else "bytes"
@@ -137,7 +137,7 @@ class JsonlSource(Source):
                     yield self._record(f"{stem}:{number}", at, data)
         except DamagedStreamError as error:
             at = Locator(kind, container, 0, 0)
-            yield Record(container, at, SampleError("damaged_source", str(error)))
+            yield SourceRecord(container, at, SampleError("damaged_source", str(error)))
 
     def _split(
         self, container: str, begin: int, end: int | None
@@ -163,15 +163,15 @@ class JsonlSource(Source):
         if size:
             yield start, b"".join(held) if size <= MAX_JSON_BYTES else None, size
 
-    def _record(self, key: str, locator: Locator, data: bytes | None) -> Record:
+    def _record(self, key: str, locator: Locator, data: bytes | None) -> SourceRecord:
         try:
             if data is None:
                 raise SampleError("bad_record", f"the JSON is longer than {MAX_JSON_BYTES} bytes")
             content = self.parse(data)
         except SampleError as error:
-            return Record(key, locator, error)
+            return SourceRecord(key, locator, error)
         own = own_key(content)
-        return Record(own or key, locator, content, own_id=own != "")
+        return SourceRecord(own or key, locator, content, own_id=own != "")
 
     def _open(self, container: str) -> io.BufferedIOBase:
         file = self.open_container(container, sequential=True)

@@ -18,20 +18,16 @@ from typing import Any, Final
 import orjson
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import MAX_JSON_BYTES, Scan, Source, SourcePart
-from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextSource
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.options import FieldMap, FileOptions, MediaOptions
-from offline_packing.sources.records import load_json
+from offline_packing.sources.records import MAX_JSON_BYTES, load_json
 from task_encoders.samples import SampleError
 
 _INFO_NAME: Final = "dataset_info.json"
 _FORMATS: Final[Mapping[str, type[Source]]] = {
-    ".json": JsonSource,
-    ".jsonl": JsonlSource,
-    ".parquet": ParquetSource,
-    ".txt": TextSource,
+    one.ENDINGS[0]: one for one in (JsonSource, JsonlSource, ParquetSource, TextSource)
 }
 #: Fields of an entry; `subset`, `folder` and `revision` mean nothing to a file here.
 _ENTRY_FIELDS: Final = frozenset(
@@ -118,7 +114,7 @@ class LlamaFactorySource(Source):
     def unread_parts(self) -> Sequence[SourcePart]:
         return self._file.unread_parts()
 
-    def records(self, part: SourcePart) -> Iterator[Record]:
+    def records(self, part: SourcePart) -> Iterator[SourceRecord]:
         return self._file.records(part)
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:

@@ -16,14 +16,13 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, Final
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import MAX_JSON_BYTES, Embedded, Scan, SourcePart
-from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.base import Embedded, Scan, SourcePart, SourceRecord
 from offline_packing.sources.formats.webdataset import TarSample, WebDatasetSource, embedded_media
 from offline_packing.sources.options import MediaOptions
 from offline_packing.sources.reading.contents import file_names, holds_packs
 from offline_packing.sources.reading.listing import hash_files, walk
 from offline_packing.sources.reading.locators import Locator, to_json
-from offline_packing.sources.records import load_json
+from offline_packing.sources.records import MAX_JSON_BYTES, load_json
 from task_encoders.pack_format import (
     JSON_PART,
     PackFormatError,
@@ -74,7 +73,7 @@ class PacksSource(WebDatasetSource):
             name.lower().endswith(".tar") for name, *_ in walk(self.root)
         )
 
-    def records(self, part: SourcePart) -> Iterator[Record]:
+    def records(self, part: SourcePart) -> Iterator[SourceRecord]:
         if isinstance(part.items, str):
             yield from super().records(part)
             return
@@ -83,19 +82,18 @@ class PacksSource(WebDatasetSource):
             try:
                 data = self.root.read(container, MAX_JSON_BYTES)
             except SampleError as error:
-                at = Locator("file", container, 0, 0)
-                yield Record(stem, at, SampleError("bad_json", error.detail))
+                yield SourceRecord(stem, Locator("file", container, 0, 0), error)
             else:
                 yield from self._sub_samples(stem, Locator("bytes", container, 0, len(data)), data)
 
-    def _records(self, key: str, sample: TarSample) -> Iterator[Record]:
+    def _records(self, key: str, sample: TarSample) -> Iterator[SourceRecord]:
         try:
             if JSON_PART not in sample.members:
                 raise SampleError("bad_json", f"pack {key!r} has no .json member")
             data = sample.read(JSON_PART)
             media = self._media(sample)
         except SampleError as error:
-            yield Record(key, sample.at(), error)
+            yield SourceRecord(key, sample.at(), error)
             return
         member = sample.members[JSON_PART]
         at = sample.at(member.offset, member.size)
@@ -108,7 +106,7 @@ class PacksSource(WebDatasetSource):
         data: bytes,
         embedded: Mapping[str, Embedded] = MappingProxyType({}),
         members: Sequence[str] = (),
-    ) -> Iterator[Record]:
+    ) -> Iterator[SourceRecord]:
         """The records of a pack whose JSON lies at a locator. `members` are its images in a tar."""
         kind = "stream_sub_sample" if at.kind == "stream" else "sub_sample"
         try:
@@ -116,10 +114,10 @@ class PacksSource(WebDatasetSource):
             _check_task(content.get("meta"), self.task)
             pack = restore_pack(content, key, self.task)
         except PackFormatError as error:
-            yield Record(key, at, SampleError("bad_json", str(error)))
+            yield SourceRecord(key, at, SampleError("bad_json", str(error)))
             return
         except SampleError as error:
-            yield Record(key, at, error)
+            yield SourceRecord(key, at, error)
             return
         matched = match_images(content.get("images"), key.rpartition("/")[2], members)
         embedded = {**embedded, **{name: embedded[part] for name, part in matched.items()}}
@@ -128,11 +126,11 @@ class PacksSource(WebDatasetSource):
             column = f"{self.task}.{i}.{at.size}"
             place = Locator(kind, at.container, at.offset, len(record), column)
             if isinstance(sub, SampleError):
-                yield Record(sub_key, place, sub)
+                yield SourceRecord(sub_key, place, sub)
             else:
-                yield Record(sub_key, place, load_json(record), None, embedded)
+                yield SourceRecord(sub_key, place, load_json(record), None, embedded)
 
-    def open_media(self, record: Record, name: str) -> tuple[Locator, BinaryIO]:
+    def open_media(self, record: SourceRecord, name: str) -> tuple[Locator, BinaryIO]:
         stem, _, suffix = record.locator.container.rpartition(".")
         return super().open_media(record, _file_name(stem, name) if suffix == "json" else name)
 

@@ -20,12 +20,12 @@ import numpy as np
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import MAX_JSON_BYTES, Scan, Source, SourcePart
-from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.reading import listing
 from offline_packing.sources.reading.contents import file_names, first_character, is_pack_name
 from offline_packing.sources.reading.listing import DOT, PackedKeys
 from offline_packing.sources.reading.locators import Locator
+from offline_packing.sources.records import MAX_JSON_BYTES
 from offline_packing.storage.key_set import KeySet
 from task_encoders.pack_format import MEDIA_EXTENSIONS
 from task_encoders.samples import SampleError
@@ -81,13 +81,13 @@ class PairsSource(Source):
         stem, _, suffix = container.rpartition(".")
         return bool(stem) and stem[-1] != "/" and os.fsencode(suffix.lower()) in _KINDS
 
-    def records(self, part: SourcePart) -> Iterator[Record]:
+    def records(self, part: SourcePart) -> Iterator[SourceRecord]:
         for folder, keys in part.items.unpack():
             where = os.fsdecode(folder)
             if self.known is not None:
                 keys, num_known = _drop_known(self.known, where, keys)
                 if num_known:
-                    yield Record(where, Locator("file", where, 0, 0), {}, known=num_known)
+                    yield SourceRecord(where, Locator("file", where, 0, 0), {}, known=num_known)
             for _, stem_keys in itertools.groupby(keys, key=_stem):
                 names = list(map(listing.to_name, stem_keys))
                 beside = tuple(name for name in names if not name.lower().endswith(".json"))
@@ -95,7 +95,7 @@ class PairsSource(Source):
                     if name not in beside:
                         yield self._record(where + name, beside)
 
-    def _record(self, container: str, beside: tuple[str, ...]) -> Record:
+    def _record(self, container: str, beside: tuple[str, ...]) -> SourceRecord:
         stem = container.rpartition(".")[0]
         text_only = not beside and _TEXT_ONLY_NAME.fullmatch(stem.rpartition("/")[2])
         paired = None if text_only else beside
@@ -103,19 +103,11 @@ class PairsSource(Source):
         try:
             if key != stem:
                 raise SampleError("bad_record", "the file name is not UTF-8")
-            data = self._read(container)
+            data = self.root.read(container, MAX_JSON_BYTES)
             content = self.parse(data)
         except SampleError as error:
-            return Record(key, Locator("file", container, 0, 0), error)
-        return Record(key, Locator("file", container, 0, len(data)), content, paired)
-
-    def _read(self, container: str) -> bytes:
-        try:
-            return self.root.read(container, MAX_JSON_BYTES)
-        except SampleError as error:
-            if error.reason == "missing_image":  # a link to nowhere, or no regular file
-                raise SampleError("bad_json", error.detail) from error
-            raise
+            return SourceRecord(key, Locator("file", container, 0, 0), error)
+        return SourceRecord(key, Locator("file", container, 0, len(data)), content, paired)
 
 
 def _parts(stems: Iterable[_Stem], samples_per_part: int) -> Iterator[SourcePart]:

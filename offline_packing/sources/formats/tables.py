@@ -17,20 +17,13 @@ import orjson
 import pyarrow as pa
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import (
-    MAX_JSON_BYTES,
-    Embedded,
-    Scan,
-    Source,
-    SourcePart,
-    own_key,
-)
-from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.options import FileOptions
 from offline_packing.sources.reading import row_files
 from offline_packing.sources.reading.listing import hash_files
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.reading.row_files import RowFile
+from offline_packing.sources.records import MAX_JSON_BYTES, own_key
 from task_encoders.samples import SampleError
 
 _DICT_NAME: Final = "dataset_dict.json"
@@ -52,7 +45,7 @@ class TableSource(Source):
 
     def _scan_file(self, container: str, samples_per_part: int) -> Iterator[SourcePart]:
         try:
-            rows = self._open(container)
+            rows = RowFile.open(self.open_container(container), self.KIND)
         except _DAMAGE as error:
             yield SourcePart((container, _one_line(error), 0), 1)
             return
@@ -65,7 +58,7 @@ class TableSource(Source):
                 yield SourcePart(items, starts[end] - starts[first])
                 first = end
 
-    def records(self, part: SourcePart) -> Iterator[Record]:
+    def records(self, part: SourcePart) -> Iterator[SourceRecord]:
         container, groups, row = part.items
         if isinstance(groups, str):
             yield self._lost(container, container, 0, groups)
@@ -73,7 +66,7 @@ class TableSource(Source):
         stem = container.rpartition(".")[0]
         end = row + (part.num_records or 0)
         try:
-            rows = self._open(container)
+            rows = RowFile.open(self.open_container(container), self.KIND)
             columns = self._columns(rows.schema, container)
             with_bytes = [field.name for field in rows.schema if row_files.holds_bytes(field.type)]
             media = self.fields.media_columns() & set(with_bytes)
@@ -90,15 +83,9 @@ class TableSource(Source):
             for lost in range(row, end):
                 yield self._lost(container, f"{stem}:{lost}", lost, _one_line(error))
 
-    def _open(self, container: str) -> RowFile:
-        try:
-            return RowFile.open(self.root, container, self.KIND)
-        except SampleError as error:
-            raise self.unreadable(container, error) from error
-
-    def _lost(self, container: str, key: str, row: int, detail: str) -> Record:
+    def _lost(self, container: str, key: str, row: int, detail: str) -> SourceRecord:
         at = Locator(self.KIND, container, row, 0)
-        return Record(key, at, SampleError("damaged_source", f"{container}: {detail}"))
+        return SourceRecord(key, at, SampleError("damaged_source", f"{container}: {detail}"))
 
     def _record(
         self,
@@ -106,7 +93,7 @@ class TableSource(Source):
         at: Locator,
         values: Mapping[str, Any] | SampleError,
         media_columns: Sequence[str],
-    ) -> Record:
+    ) -> SourceRecord:
         try:
             if isinstance(values, SampleError):
                 raise values
@@ -114,33 +101,30 @@ class TableSource(Source):
             at = replace(at, size=len(data))
             content = self.parse(data)
         except SampleError as error:
-            return Record(default_key, at, error)
+            return SourceRecord(default_key, at, error)
         embedded = {
             name: Embedded(replace(at, size=len(image), column=name), image)
             for name, image in media.items()
         }
         own = own_key(content)
         paired = () if self.task == "captioning" else None
-        return Record(own or default_key, at, content, paired, embedded, own_id=own != "")
+        return SourceRecord(own or default_key, at, content, paired, embedded, own_id=own != "")
 
     def _columns(self, schema: pa.Schema, container: str) -> list[str]:
         """The columns that records are made of. Raises StageError where there are none."""
-        wanted = self.fields.columns()
+        wanted, path = self.fields.columns(), self.root.path(container)
         columns = [name for name in schema.names if name in wanted]
         twice = [name for name in columns if columns.count(name) > 1]
         if twice:
-            raise StageError(
-                f"{self.root.path(container)} has {len(twice)} columns named {twice[0]!r}; write "
-                "it again with a name for each"
-            )
+            problem = f"has {len(twice)} columns named {twice[0]!r}"
+            raise StageError(f"{path} {problem}; write it again with a name for each")
         named = self.fields.named
         absent = [f"{name}={at}" for name, at in named.items() if at not in columns]
         if absent or not set(columns) - {"id", named.get("id")}:
             problem = f" (no {absent[0]})" if absent else ""
-            example = "source.fields={images: jpg, caption: text}"
             raise StageError(
-                f"{self.root.path(container)} has the columns {', '.join(schema.names)}; name "
-                f"those to be used{problem}, for example {example}"
+                f"{path} has the columns {', '.join(schema.names)}; name those to be used{problem}"
+                ", for example source.fields={images: jpg, caption: text}"
             )
         return columns
 

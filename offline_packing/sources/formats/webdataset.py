@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from offline_packing.sources.base import MAX_JSON_BYTES, Embedded, Scan, Source, SourcePart
-from offline_packing.sources.base import SourceRecord as Record
+from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.reading.contents import file_names, holds_packs
 from offline_packing.sources.reading.listing import hash_files
 from offline_packing.sources.reading.locators import Locator
-from offline_packing.sources.records import has_answer, named_media
+from offline_packing.sources.records import MAX_JSON_BYTES, has_answer, named_media
 from offline_packing.storage.streams import (
     CODECS,
     UNREAD_SUFFIXES,
@@ -105,7 +104,7 @@ class WebDatasetSource(Source):
             return None
         return {}
 
-    def records(self, part: SourcePart) -> Iterator[Record]:
+    def records(self, part: SourcePart) -> Iterator[SourceRecord]:
         container: str = part.items
         ending = next((end for end in self.ENDINGS if container.lower().endswith(end)), "")
         stem = container[: len(container) - len(ending)]
@@ -118,16 +117,16 @@ class WebDatasetSource(Source):
                     yield from self._records(key, sample)
                 else:
                     error = SampleError("damaged_source", f"{container}: {sample.damage}")
-                    yield Record(key, sample.at(), error)
+                    yield SourceRecord(key, sample.at(), error)
 
-    def _records(self, key: str, sample: TarSample) -> Iterator[Record]:
+    def _records(self, key: str, sample: TarSample) -> Iterator[SourceRecord]:
         """The records that a sample of the tar makes: one, except in a tar of packs."""
         if self.is_known(key):
-            yield Record(key, sample.at(), {}, known=1)
+            yield SourceRecord(key, sample.at(), {}, known=1)
         else:
             yield self._record(key, sample)
 
-    def _record(self, key: str, sample: TarSample) -> Record:
+    def _record(self, key: str, sample: TarSample) -> SourceRecord:
         at = sample.at()
         try:
             media = self._media(sample)
@@ -136,14 +135,14 @@ class WebDatasetSource(Source):
             at = sample.locator(chosen)
             content = self.parse_parts({part: sample.read(part) for part in chosen})
         except SampleError as error:
-            return Record(key, at, error)
+            return SourceRecord(key, at, error)
         for kind in ("image", "video"):
             names = named_media(content, kind)
             parts = [part for part in media if is_video_name(part) == (kind == "video")]
             if names is not None and len(names) == len(parts) == 1:
                 embedded.setdefault(str(names[0]), embedded[parts[0]])
         paired = tuple(media) if media or self.task == "captioning" else None
-        return Record(key, at, content, paired, embedded)
+        return SourceRecord(key, at, content, paired, embedded)
 
     def _media_parts(self, sample: TarSample) -> list[str]:
         """Parts that are the sample's images and videos."""

@@ -73,9 +73,9 @@ class MediaRoot:
         return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
 
     def read(self, container: str, limit: int) -> bytes:
-        """A whole file. Raises SampleError: as `open`; bad_record if it is larger than `limit`
-        bytes."""
-        with io.FileIO(self._open(container)) as file:
+        """A whole file with a record. Raises SampleError as `open`, but bad_json for missing_image;
+        bad_record if it is larger than `limit` bytes."""
+        with io.FileIO(self._open(container, "bad_json")) as file:
             if os.fstat(file.fileno()).st_size > limit:
                 raise SampleError("bad_record", f"the JSON is larger than {limit} bytes")
             return file.readall()
@@ -104,18 +104,19 @@ class MediaRoot:
         found = os.stat(self.path(container))
         return container, found.st_size, found.st_mtime_ns
 
-    def _open(self, container: str) -> int:
-        """A descriptor of a regular file under the root."""
+    def _open(self, container: str, missing: str = "missing_image") -> int:
+        """A descriptor of a regular file under the root; where there is none, the reason is
+        `missing`."""
         path = self.path(container)
         try:
             if not self._holds(_real_folder(path.rpartition("/")[0])):
                 raise SampleError("path_outside_root", f"{container!r} is behind a link to outside")
             descriptor = self._open_here(path, container)
         except OSError as error:
-            raise _as_sample_error(container, error) from error
+            raise _as_sample_error(container, error, missing) from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise SampleError("missing_image", f"{container!r} is not a regular file")
+            raise SampleError(missing, f"{container!r} is not a regular file")
         return descriptor
 
     def _open_here(self, path: str, container: str) -> int:
@@ -153,10 +154,10 @@ def _real_folder(folder: str) -> str:
     return os.path.realpath(folder)
 
 
-def _as_sample_error(container: str, error: OSError) -> Exception:
+def _as_sample_error(container: str, error: OSError, missing: str) -> Exception:
     """A missing file is the sample's fault; a failing disk is not."""
     if isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError) or (
         error.strerror in ("File name too long", "Too many levels of symbolic links")
     ):
-        return SampleError("missing_image", f"{container[:300]!r}: {error.strerror}")
+        return SampleError(missing, f"{container[:300]!r}: {error.strerror}")
     return error

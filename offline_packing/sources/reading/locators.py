@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import orjson
 
-from offline_packing.errors import StageError
+from offline_packing.errors import ChangedError, StageError
 from offline_packing.sources.reading.remote import Root
 from offline_packing.sources.reading.row_reader import read_value
 from offline_packing.storage.streams import unpack, unpacked_copy
@@ -76,26 +76,19 @@ def _read_stream(root: Root, at: Locator, unpack_folder: Path | None) -> bytes:
     with open(unpacked_copy(name, path, unpack_folder, write), "rb", buffering=0) as file:
         data = os.pread(file.fileno(), at.size, at.offset)
     if len(data) != at.size:
-        raise StageError(
-            f"{path} changed since it was measured: it unpacks to less than "
-            f"{at.offset + at.size} bytes; measure again with output.overwrite=true"
-        )
+        raise ChangedError(path, f"it unpacks to less than {at.offset + at.size} bytes")
     return data
 
 
 def _sub_sample_json(pack: bytes, task: str, number: int, size: int) -> bytes:
-    """The record of one sub-sample, from the JSON of its pack. Raises StageError if it is not the
-    one that was measured."""
+    """The record of a sub-sample, from its pack's JSON. Raises StageError if it is another one."""
     try:
         sub = restore_pack(pack, "pack", task).sub_samples[number]
         record = to_json(sub) if isinstance(sub, SourceSample) else b""
     except (PackFormatError, IndexError):
         record = b""
     if len(record) != size:
-        raise StageError(
-            f"sub-sample {number} of a pack changed since it was measured; restore the pack, or "
-            "measure again with output.overwrite=true"
-        )
+        raise ChangedError(f"sub-sample {number} of a pack")
     return record
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from offline_packing.errors import ConfigError, StageError
+from offline_packing.errors import ChangedError, ConfigError, StageError
 from offline_packing.sources.reading.local import MediaRoot, check_name
 from offline_packing.storage.streams import RangeFile
 from task_encoders.samples import SampleError
@@ -112,7 +112,7 @@ class RemoteRoot:
 
     def read(self, container: str, limit: int) -> bytes:
         """A whole file. Raises SampleError as MediaRoot.read does."""
-        with _missing(container):
+        with _missing(container, "bad_json"):
             data: bytes = self._filesystem.cat_file(self._path(container), start=0, end=limit + 1)
         if len(data) > limit:
             raise SampleError("bad_record", f"the JSON is larger than {limit} bytes")
@@ -120,15 +120,17 @@ class RemoteRoot:
 
     def read_range(self, container: str, offset: int, size: int, *, whole: bool) -> bytes:
         """`size` bytes at `offset`. Raises StageError as MediaRoot.read_range does."""
-        remedy = "restore it, or measure again with output.overwrite=true"
         try:
             # One byte more tells whether the file has grown, without asking for its size.
             end = offset + size + whole
             data: bytes = self._filesystem.cat_file(self._path(container), start=offset, end=end)
         except OSError as error:
-            raise StageError(f"{self.path(container)} cannot be read: {error}; {remedy}") from error
+            raise StageError(
+                f"{self.path(container)} cannot be read: {error}; restore it, or measure again with "
+                "output.overwrite=true"
+            ) from error
         if len(data) != size:
-            raise StageError(f"{self.path(container)} changed since it was measured; {remedy}")
+            raise ChangedError(self.path(container))
         return data
 
     def list_folder(self, folder: bytes) -> Iterator[tuple[bytes, int | None, int]]:
@@ -181,9 +183,9 @@ def open_root(path: str) -> tuple[Root, str | None]:
 
 
 @contextmanager
-def _missing(container: str) -> Iterator[None]:
+def _missing(container: str, reason: str = "missing_image") -> Iterator[None]:
     """A missing file is the sample's fault; a failing storage is not."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        raise SampleError("missing_image", f"{container!r}: {type(error).__name__}") from error
+        raise SampleError(reason, f"{container!r}: {type(error).__name__}") from error

@@ -5,6 +5,7 @@ A record's `column` lists the columns that it is made of, those of images and vi
 list, "image.0" one that is no list.
 """
 
+import io
 import itertools
 import mmap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,8 +15,6 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from offline_packing.sources.reading.local import MediaRoot
-from offline_packing.sources.reading.remote import Root
 from task_encoders.samples import SampleError
 
 #: Rows and bytes taken at a time while reading in order.
@@ -52,11 +51,9 @@ class RowFile:
         self.group_starts = [0, *itertools.accumulate(self.group_rows)]
 
     @classmethod
-    def open(cls, root: Root, container: str, kind: str) -> "RowFile":
-        """Open a file. One that is here is mapped: nothing is read before it is used. Raises
-        SampleError if it may not be read."""
-        file = root.open(container)
-        if not isinstance(root, MediaRoot):
+    def open(cls, file: BinaryIO, kind: str) -> "RowFile":
+        """A table in a file. One that is here is mapped: nothing is read before it is used."""
+        if not isinstance(getattr(file, "raw", None), io.FileIO):
             return cls(file, kind)
         with file:
             mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from offline_packing.errors import StageError
+from offline_packing.errors import ChangedError, StageError
 from offline_packing.sources.reading.remote import Root
 from offline_packing.sources.reading.row_files import (
     RowFile,
@@ -143,7 +143,7 @@ class _RowReader:
     def file(self, root: Root, kind: str, container: str) -> tuple[RowFile, str]:
         """A file and its stamp: a replaced file counts as another one."""
         key = (root.path(container), root.stamp(container))
-        return _cached(self._files, key, lambda: RowFile.open(root, container, kind)), key[1]
+        return _cached(self._files, key, lambda: RowFile.open(root.open(container), kind)), key[1]
 
     def count(self, num_bytes: int) -> None:
         """Note what was read: from time to time the memory of mapped files is released."""
@@ -271,8 +271,5 @@ def read_value(root: Root, kind: str, container: str, row: int, column: str, siz
         raise StageError(f"{root.path(container)}, row {row} cannot be read: {error}") from error
     _reader.count(size)
     if data is None or len(data) != size:
-        raise StageError(
-            f"{root.path(container)}, row {row} changed since it was measured; restore it, or "
-            "measure again with output.overwrite=true"
-        )
+        raise ChangedError(f"{root.path(container)}, row {row}")
     return bytes(data)
