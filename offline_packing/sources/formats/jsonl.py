@@ -111,16 +111,8 @@ class JsonlSource(Source):
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
-        names = file_names(path)
-        found = [name for name in names if name.lower().endswith(cls.ENDINGS)]
-        if "dataset_info.json" in names:  # it says what the files are
-            return None
-        return {} if found and cls._is_form_of(path, found[0]) else None
-
-    @classmethod
-    def _is_form_of(cls, path: Path, name: str) -> bool:
-        """Whether a file of the right suffix holds records of this format."""
-        return True
+        # dataset_info.json says what the files are
+        return None if "dataset_info.json" in file_names(path) else super().recognise(path)
 
     def unread_parts(self) -> list[SourcePart]:
         return [SourcePart((container, 0, None, 1), None) for container, _ in self.files()]
@@ -189,8 +181,12 @@ class JsonSource(JsonlSource):
     SEPARATOR = 1
 
     @classmethod
-    def _is_form_of(cls, path: Path, name: str) -> bool:
-        return codec_of(name) is not None or first_character(path, name) == b"["
+    def recognise(cls, path: Path) -> Mapping[str, Any] | None:
+        names = (name for name in file_names(path) if name.lower().endswith(cls.ENDINGS))
+        name = next(names, None)
+        if name is None or (codec_of(name) is None and first_character(path, name) != b"["):
+            return None
+        return super().recognise(path)
 
     def _check_beginning(self, container: str, block: bytes) -> None:
         if block.removeprefix(_BOM).lstrip().startswith(b"{"):

@@ -126,8 +126,8 @@ class RemoteRoot:
             data: bytes = self._filesystem.cat_file(self._path(container), start=offset, end=end)
         except OSError as error:
             raise StageError(
-                f"{self.path(container)} cannot be read: {error}; restore it, or measure again with "
-                "output.overwrite=true"
+                f"{self.path(container)} cannot be read: {error}; restore it, or measure again "
+                "with output.overwrite=true"
             ) from error
         if len(data) != size:
             raise ChangedError(self.path(container))
