@@ -7,21 +7,16 @@ Exit status: 0 done, 1 a stage or a check failed, 2 the command or the configura
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from types import FrameType
+from typing import Final, NoReturn
 
 import click
 
 from offline_packing.cli import verbs  # noqa: F401 - they register themselves
-from offline_packing.cli.signals import EndedBySignal, signals_raise
-from offline_packing.cli.verb import (
-    OUTPUT_OPTIONS,
-    VERBS,
-    Function,
-    as_command,
-    start_logging,
-    with_options,
-)
+from offline_packing.cli.verb import OUTPUT_OPTIONS, VERBS
 from offline_packing.errors import ConfigError, ShareDoneError, StageError
 from task_encoders.samples import TASKS
 
@@ -38,6 +33,9 @@ class _InOrder(click.Group):
             formatter.write_dl(whole)
 
 
+#: They end a run as an exception: locks, worker processes and half-written files are cleaned up on
+#: its way out.
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -51,12 +49,8 @@ def cli() -> None:
     """
 
 
-def _output_options(function: Function) -> Function:
-    return with_options(function, OUTPUT_OPTIONS)
-
-
-for _verb in VERBS.values():
-    cli.add_command(as_command(_verb))
+for _verb in VERBS:
+    cli.add_command(_verb)
 
 
 @cli.command()
@@ -65,18 +59,16 @@ for _verb in VERBS.values():
 @click.option("--task", type=click.Choice(TASKS), help="Default: guessed from the records.")
 @click.option("--output", default="out/packed", show_default=True, help="Its output.path.")
 @click.option("--force", is_flag=True, help="Overwrite an existing configuration.")
-@_output_options
-def init(path: str, to: Path, task: str | None, output: str, force: bool, quiet: bool) -> None:
+def init(path: str, to: Path, task: str | None, output: str, force: bool) -> None:
     """Look at a folder or file PATH, show how it would be read, and write a pack.yaml for it."""
-    from offline_packing.cli.starter import check_free, render_config, render_examples
+    from offline_packing.cli.starter import render_config, render_examples
     from offline_packing.sources.recognise import recognise
     from offline_packing.storage.files import write_atomically
 
-    start_logging(quiet)
-    try:
-        check_free(to, force=force)
-    except FileExistsError as error:
-        raise click.ClickException(str(error)) from error
+    if to.exists() and not force:
+        raise click.ClickException(
+            f"{to} exists; pass --force to overwrite it, or --to another file"
+        )
     found = recognise(path, task=task)
     click.echo(render_examples(found))
     write_atomically(to, render_config(found, output).encode())
@@ -88,12 +80,10 @@ def init(path: str, to: Path, task: str | None, output: str, force: bool, quiet:
 @click.option(
     "--task", type=click.Choice(TASKS), help="What packs that do not say so are trained as."
 )
-@_output_options
-def index(folder: Path, task: str | None, quiet: bool) -> None:
+def index(folder: Path, task: str | None) -> None:
     """Give a FOLDER of packs (*.tar), written by others, the metadata that Energon needs."""
     from offline_packing.layouts.energon_metadata import index_pack_folder
 
-    start_logging(quiet)
     click.echo(f"indexed {index_pack_folder(folder, task):,} packs in {folder}")
 
 
@@ -101,12 +91,10 @@ def index(folder: Path, task: str | None, quiet: bool) -> None:
 @click.argument(
     "folders", nargs=-1, required=True, type=click.Path(file_okay=False, path_type=Path)
 )
-@_output_options
-def blend(folders: tuple[Path, ...], quiet: bool) -> None:
+def blend(folders: tuple[Path, ...]) -> None:
     """Print the YAML with which Energon reads several outputs as one dataset."""
     from offline_packing.upkeep import blend as blending
 
-    start_logging(quiet)
     click.echo(blending.blend(folders), nl=False)
 
 
@@ -114,13 +102,47 @@ def blend(folders: tuple[Path, ...], quiet: bool) -> None:
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path), default="demo_output")
 @click.option("--num-samples", default=2000, show_default=True, help="How many samples to draw.")
 @click.option("--seed", default=0, show_default=True, help="Decides everything that is drawn.")
-@_output_options
-def demo(folder: Path, num_samples: int, seed: int, quiet: bool) -> None:
+def demo(folder: Path, num_samples: int, seed: int) -> None:
     """Draw a dataset into FOLDER, pack it, and train a tiny model on the packs."""
     from offline_packing.demo.run import main as run_demo
 
-    start_logging(quiet)
     run_demo(folder, num_samples=num_samples, seed=seed)
+
+
+for _command in cli.commands.values():
+    _command.params.extend(OUTPUT_OPTIONS)
+
+
+class EndedBySignal(BaseException):
+    """A signal asked the process to end. Not an Exception: only cleanup code may catch it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+    def __str__(self) -> str:
+        if self.number == signal.SIGINT:
+            return "interrupted"
+        return f"ended by {signal.Signals(self.number).name}"
+
+
+@contextmanager
+def signals_raise() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP raise EndedBySignal in here. One that the process was started to
+    ignore (nohup) stays ignored. In the main thread only."""
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    changed = {number: was for number, was in before.items() if was != signal.SIG_IGN}
+    for number in changed:
+        signal.signal(number, _raise)
+    try:
+        yield
+    finally:
+        for number, was in changed.items():
+            signal.signal(number, was)
+
+
+def _raise(number: int, frame: FrameType | None) -> NoReturn:
+    raise EndedBySignal(number)
 
 
 def main() -> None:

@@ -1,6 +1,5 @@
 """`init`: a first configuration for data that were recognised, with comments."""
 
-from pathlib import Path
 from typing import Any, Final
 
 import yaml
@@ -71,9 +70,3 @@ def _line(name: str, value: Any) -> str:
 def _short(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= _TEXT_LENGTH else f"{line[: _TEXT_LENGTH - 1]}…"
-
-
-def check_free(path: Path, *, force: bool) -> None:
-    """Raise FileExistsError where a file would be overwritten unasked."""
-    if path.exists() and not force:
-        raise FileExistsError(f"{path} exists; pass --force to overwrite it, or --to another file")

@@ -6,50 +6,58 @@ A verb's docstring is its help text, and `dry_run` says what it would do.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from offline_packing.cli.verb import Verb, verb
+from offline_packing.cli.verb import HelpList, Verb, verb
 from offline_packing.errors import StageError
 from task_encoders.samples import REASONS
 
 if TYPE_CHECKING:
     from offline_packing.runs.run import Run
 
-_DEEP: Final = click.option(
-    "--deep",
+_DEEP: Final = click.Option(
+    ["--deep"],
     is_flag=True,
     help="Also compare what was written with the source, and encode every sample again.",
 )
 _PREVIEW: Final = (
-    click.option(
-        "--packs",
+    click.Option(
+        ["--packs", "num_packs"],
         type=click.IntRange(min=1),
         default=3,
         show_default=True,
         help="How many packs to draw at random.",
     ),
-    click.option("--pack", multiple=True, metavar="KEY", help="Show this pack, by key or number."),
-    click.option(
-        "--seed",
+    click.Option(
+        ["--pack", "packs"],
+        multiple=True,
+        metavar="KEY",
+        help="Show this pack, by key or number.",
+    ),
+    click.Option(
+        ["--seed"],
         type=click.IntRange(min=0),
         default=0,
         show_default=True,
         help="Decides which packs are drawn.",
     ),
-    click.option("--full", is_flag=True, help="Show long texts in full."),
-    click.option(
-        "--html",
+    click.Option(["--full"], is_flag=True, help="Show long texts in full."),
+    click.Option(
+        ["--html"],
         type=click.Path(dir_okay=False, path_type=Path),
         help="Write one page, with images and first frames of videos, instead of text.",
     ),
 )
 _SET_ASIDE: Final = (
-    click.option(
-        "--reason", multiple=True, type=click.Choice(tuple(REASONS)), help="List these only."
+    click.Option(
+        ["--reason", "reasons"],
+        multiple=True,
+        type=click.Choice(tuple(REASONS)),
+        help="List these only.",
     ),
-    click.option("--csv", is_flag=True, help="Comma-separated values, with a header."),
+    click.Option(["--csv", "as_csv"], is_flag=True, help="Comma-separated values, with a header."),
 )
 
 
@@ -73,7 +81,7 @@ def measure_verb(run: Run, dry_run: bool) -> None:
         click.echo(render_examples(run.config, groups), nl=False)
 
 
-def _strategy_options() -> tuple[str, list[tuple[str, str]]]:
+def _strategy_options() -> HelpList:
     from offline_packing.planner.strategies import describe_options
 
     lines = [
@@ -146,22 +154,14 @@ def report_verb(run: Run, dry_run: bool) -> None:
 
 
 @verb("preview", *_PREVIEW, locks=False, is_shared=True)
-def preview_verb(
-    run: Run,
-    dry_run: bool,
-    packs: int,
-    pack: tuple[str, ...],
-    seed: int,
-    full: bool,
-    html: Path | None,
-) -> None:
+def preview_verb(run: Run, dry_run: bool, full: bool, html: Path | None, **which: Any) -> None:
     """Show some packs as they are trained: text, what carries loss, images and videos."""
     from offline_packing.report.pages import render_packs
     from offline_packing.report.preview import preview
     from offline_packing.report.preview_text import render_pack
     from offline_packing.storage.files import write_atomically
 
-    shown = preview(run, num_packs=packs, packs=pack, seed=seed)
+    shown = preview(run, **which)
     if html is None:
         for one in shown:
             click.echo(render_pack(one, full=full))
@@ -194,15 +194,15 @@ def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
             return
         if step is write_verb and not dry_run and not manifest.exists():
             check_losses(run)
-        step(run, dry_run, **options)
+        step.function(run, dry_run, **options)
 
 
 @verb("set-aside", *_SET_ASIDE, locks=False, is_shared=True)
-def set_aside_verb(run: Run, dry_run: bool, csv: bool, reason: tuple[str, ...]) -> None:
+def set_aside_verb(run: Run, dry_run: bool, **form: Any) -> None:
     """List the samples that are in no pack: key, source, reason and detail."""
-    from offline_packing.runs.losses import list_set_aside
+    from offline_packing.upkeep.set_aside import list_set_aside
 
-    for lines in list_set_aside(run, reasons=reason, as_csv=csv):
+    for lines in list_set_aside(run, **form):
         click.echo(lines, nl=False)
 
 
@@ -220,6 +220,6 @@ def retry_verb(run: Run, dry_run: bool) -> None:
     from offline_packing.upkeep.retry import retry
 
     if dry_run:
-        status_verb(run, dry_run)
+        status_verb.function(run, dry_run)
         return
     click.echo(retry(run))
