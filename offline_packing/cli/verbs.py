@@ -200,7 +200,7 @@ def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
 @verb("set-aside", *_SET_ASIDE, locks=False, is_shared=True)
 def set_aside_verb(run: Run, dry_run: bool, **form: Any) -> None:
     """List the samples that are in no pack: key, source, reason and detail."""
-    from offline_packing.upkeep.set_aside import list_set_aside
+    from offline_packing.runs.losses import list_set_aside
 
     for lines in list_set_aside(run, **form):
         click.echo(lines, nl=False)
