@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from launch.language_model import head_dim_of
+
 Tensors = list[torch.Tensor]
 
 
@@ -70,9 +72,10 @@ def split_qkv(parameter: torch.Tensor, head_dim: int, heads_per_group: int) -> T
 
 
 def language_rules(text_config: Any, *, tied: bool) -> dict[str, WeightRule]:
-    """The rule of every parameter of the language model, by megatron-core's name."""
+    """The rule of every parameter of the language model, by megatron-core's name; also of biases
+    and norms that not every family has."""
     heads, groups = text_config.num_attention_heads, text_config.num_key_value_heads
-    head_dim = text_config.hidden_size // heads
+    head_dim = head_dim_of(text_config)
 
     def qkv(parts: Tensors) -> torch.Tensor:
         return join_qkv(parts, head_dim)
@@ -92,6 +95,12 @@ def language_rules(text_config: Any, *, tied: bool) -> dict[str, WeightRule]:
             names = tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv")
             rules[f"{ours}self_attention.linear_qkv.{kind}"] = WeightRule(names, 0, qkv, un_qkv)
         gate_up = (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight")
+        rules |= {
+            f"{ours}self_attention.{part}_layernorm.weight": WeightRule(
+                (f"{theirs}self_attn.{part}_norm.weight",), None
+            )
+            for part in "qk"
+        }
         rules |= {
             f"{ours}self_attention.linear_proj.weight": WeightRule(
                 (f"{theirs}self_attn.o_proj.weight",), 1
@@ -205,18 +214,29 @@ class RandomWeights:
         return tensor if dim is None else tensor.chunk(size, dim)[rank]
 
 
-#: transformers' names in memory -> the published ones, which its checkpoints have as well.
+#: transformers' names in memory -> those of Qwen2-VL's checkpoints, which are used here.
 _RENAMED: Final = {"model.language_model.": "model.", "model.visual.": "visual."}
 
 
 def published_name(name: str) -> str:
-    """The name a tensor has in published checkpoints.
+    """The name a tensor has in checkpoints of Qwen2-VL.
 
     model.language_model.norm.weight -> model.norm.weight
     """
     for prefix, published in _RENAMED.items():
         if name.startswith(prefix):
             return published + name.removeprefix(prefix)
+    return name
+
+
+def nested_name(name: str) -> str:
+    """The reverse: the name in memory, which is that in checkpoints of Qwen3-VL.
+
+    model.norm.weight -> model.language_model.norm.weight
+    """
+    for prefix, published in _RENAMED.items():
+        if name.startswith(published):
+            return prefix + name.removeprefix(published)
     return name
 
 

@@ -30,9 +30,15 @@ class RecomputedTransformerLayer(TransformerLayer):
         )
 
 
-def layer_spec(*, backend: str, recompute: bool) -> ModuleSpec:
+def head_dim_of(text_config: Any) -> int:
+    """Channels of one attention head."""
+    given = getattr(text_config, "head_dim", None)
+    return int(given or text_config.hidden_size // text_config.num_attention_heads)
+
+
+def layer_spec(*, backend: str, recompute: bool, qk_norm: bool) -> ModuleSpec:
     """megatron-core's local layer spec with `PackedCoreAttention` as its core attention."""
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
     if recompute:
         spec.module = RecomputedTransformerLayer
     spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
@@ -42,9 +48,14 @@ def layer_spec(*, backend: str, recompute: bool) -> ModuleSpec:
 
 
 def transformer_config(
-    text_config: Any, *, tensor_parallel: int, dtype: torch.dtype, device: torch.device
+    text_config: Any,
+    *,
+    tensor_parallel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    qk_norm: bool,
 ) -> TransformerConfig:
-    """megatron-core's config of a Qwen2 text model, with nothing that needs a CUDA device.
+    """megatron-core's config of a Qwen2 or Qwen3 text model, with nothing that needs a CUDA device.
 
     Fusions are off: on a CPU they do not exist, and what is tested should be what trains.
     """
@@ -59,7 +70,10 @@ def transformer_config(
         activation_func=F.silu,
         gated_linear_unit=True,
         add_bias_linear=False,
-        add_qkv_bias=True,
+        # Qwen2 has biases there; Qwen3 has norms of queries and keys in their place.
+        add_qkv_bias=not qk_norm,
+        qk_layernorm=qk_norm,
+        kv_channels=head_dim_of(text_config),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=tensor_parallel,
@@ -84,6 +98,7 @@ def build_language_model(
     device: torch.device,
     backend: str,
     recompute: bool,
+    qk_norm: bool,
 ) -> GPTModel:
     """This rank's part of the language model, its weights not yet set.
 
@@ -91,6 +106,7 @@ def build_language_model(
         hf_config: transformers' config of the whole model.
         backend: see `packed_attention.select_backend`.
         recompute: whether layers run again in the backward pass instead of keeping activations.
+        qk_norm: whether queries and keys are normalised.
 
     Raises:
         ValueError: the config asks for something that is not built here.
@@ -99,9 +115,13 @@ def build_language_model(
     check_supported(text_config, tensor_parallel)
     model = GPTModel(
         transformer_config(
-            text_config, tensor_parallel=tensor_parallel, dtype=dtype, device=device
+            text_config,
+            tensor_parallel=tensor_parallel,
+            dtype=dtype,
+            device=device,
+            qk_norm=qk_norm,
         ),
-        layer_spec(backend=backend, recompute=recompute),
+        layer_spec(backend=backend, recompute=recompute, qk_norm=qk_norm),
         vocab_size=text_config.vocab_size,
         max_sequence_length=text_config.max_position_embeddings,
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
@@ -131,5 +151,5 @@ def check_supported(text_config: Any, tensor_parallel: int) -> None:
             f"rope_parameters {rope} are not supported, only rope_type 'default' (in older files "
             "'mrope') with an mrope_section"
         )
-    if "sliding_attention" in text_config.layer_types:
+    if "sliding_attention" in (getattr(text_config, "layer_types", None) or ()):
         raise ValueError("use_sliding_window is not supported; set it to false in config.json")

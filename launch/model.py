@@ -1,12 +1,16 @@
-"""Qwen2-VL and Qwen2.5-VL for packed rows: megatron-core's GPTModel and transformers' vision tower.
+"""Qwen's VL models for packed rows: megatron-core's GPTModel and transformers' vision tower.
 
 patches ─▶ vision tower ─▶ features ┐ (replicated on tensor parallel ranks)
 tokens  ─▶ embedding ───────────────┴▶ decoder, attention inside segments ─▶ loss of labels
+
+Of Qwen3-VL's tower, features of some layers within are added behind the first layers of the decoder
+(DeepStack).
 """
 
 import copy
 import dataclasses
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,11 +22,18 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from launch.hf_checkpoint import CheckpointReader, write_checkpoint
-from launch.hf_weights import RandomWeights, gather_weights, load_weights, published_shapes
-from launch.language_model import build_language_model
+from launch.hf_weights import (
+    RandomWeights,
+    gather_weights,
+    load_weights,
+    nested_name,
+    published_shapes,
+)
+from launch.language_model import build_language_model, head_dim_of
 from launch.model_config import ModelConfig, transformers_classes
 from launch.packed_attention import register_vision_attention, select_backend
 from launch.rotary import mrope_frequencies
+from task_encoders.families import FAMILIES
 from task_encoders.sample_encoder import IGNORE_INDEX
 
 #: Labels whose logits exist at once: in float32, 152,000 words for 2,048 labels are 1.2 GB.
@@ -34,7 +45,7 @@ _Media = tuple[int, torch.Tensor | None, torch.Tensor | None]
 
 
 class PackedQwen2VL(torch.nn.Module):
-    """A Qwen2-VL that reads packed rows. Made by `build_model`."""
+    """A model of Qwen's VL families that reads packed rows. Made by `build_model`."""
 
     def __init__(self, hf_config: Any, language_model: GPTModel, visual: torch.nn.Module) -> None:
         super().__init__()
@@ -47,10 +58,23 @@ class PackedQwen2VL(torch.nn.Module):
         rope = text_config.rope_parameters
         self._frequencies = functools.partial(
             mrope_frequencies,
-            head_dim=text_config.hidden_size // text_config.num_attention_heads,
+            head_dim=head_dim_of(text_config),
             base=rope["rope_theta"],
             sections=rope["mrope_section"],
+            interleaved=rope.get("mrope_interleaved", False),
         )
+        #: (S, 1, H) of the row at hand, for each of the first layers
+        self._deep_features: list[torch.Tensor] = []
+        deep = getattr(hf_config.vision_config, "deepstack_visual_indexes", None) or ()
+        if len(deep) > len(language_model.decoder.layers):
+            raise ValueError(
+                f"deepstack_visual_indexes {list(deep)} feed {len(deep)} layers, the language "
+                f"model has {len(language_model.decoder.layers)}"
+            )
+        for i, _ in enumerate(deep):
+            language_model.decoder.layers[i].register_forward_hook(
+                functools.partial(self._add_deep_features, i)
+            )
 
     def forward(
         self,
@@ -80,7 +104,7 @@ class PackedQwen2VL(torch.nn.Module):
         """
         images = (self.hf_config.image_token_id, imgs, image_grid_thw)
         videos = (self.hf_config.video_token_id, pixel_values_videos, video_grid_thw)
-        embeddings = self._embed(tokens, images, videos)
+        embeddings, self._deep_features = self._embed(tokens, images, videos)
         hidden = self.language_model.decoder(
             hidden_states=embeddings,
             attention_mask=None,
@@ -89,12 +113,25 @@ class PackedQwen2VL(torch.nn.Module):
             # segment, which waits for the GPU 2 · layers · (segments + 1) times in a forward pass.
             packed_seq_params=dataclasses.replace(packed_seq_params, qkv_format="sbhd"),
         )
+        self._deep_features = []
         if labels is None:
             return self._logits(hidden).transpose(0, 1)
         return self._token_losses(hidden, labels[0])
 
-    def _embed(self, tokens: torch.Tensor, *media: _Media) -> torch.Tensor:
-        """(S, 1, H): word embeddings, with features in the places of image and video tokens.
+    def _add_deep_features(
+        self, layer: int, _module: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]
+    ) -> tuple[torch.Tensor, Any]:
+        """A hook behind one of the first layers."""
+        if not self._deep_features:
+            return outputs
+        hidden, *others = outputs
+        return hidden + self._deep_features[layer], *others
+
+    def _embed(
+        self, tokens: torch.Tensor, *media: _Media
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(S, 1, H): word embeddings, with features in the places of image and video tokens; and
+        what is added to these places behind the first layers.
 
         Images and videos go through the vision tower together, those of one kind behind those of
         the other; each kind's features stand in the order of its tokens.
@@ -105,31 +142,43 @@ class PackedQwen2VL(torch.nn.Module):
             for token_id, patches, grids in media
             if patches is not None and grids is not None and len(grids)
         ]
+        deep: list[torch.Tensor] = []
         if present:
-            all_features = self.visual(
+            features = self.visual(
                 torch.cat([patches for _, patches, _ in present]),
                 grid_thw=torch.cat([grids for _, _, grids in present]),
-            ).pooler_output
+            )
             merged = self.hf_config.vision_config.spatial_merge_size**2
-            counts = [len(patches) // merged for _, patches, _ in present]
-            for (token_id, _, _), features in zip(present, all_features.split(counts), strict=True):
-                embeddings = self._put_features(embeddings, tokens, token_id, features)
+            counts = {token_id: len(patches) // merged for token_id, patches, _ in present}
+            embeddings = self._put_features(embeddings, tokens, counts, features.pooler_output)
+            deep = [
+                self._put_features(torch.zeros_like(embeddings), tokens, counts, some)
+                for some in getattr(features, "deepstack_features", None) or ()
+            ]
         if self.training and not embeddings.requires_grad:
             # Only the projector is trained, and this row has no image: keep backward() possible.
             embeddings.requires_grad_()
-        return embeddings
+        return embeddings, deep
 
     def _put_features(
-        self, embeddings: torch.Tensor, tokens: torch.Tensor, token_id: int, features: torch.Tensor
+        self,
+        embeddings: torch.Tensor,
+        tokens: torch.Tensor,
+        counts: Mapping[int, int],
+        all_features: torch.Tensor,
     ) -> torch.Tensor:
-        is_medium = tokens[0] == token_id
-        if int(is_medium.sum()) != len(features):
-            kind = "image" if token_id == self.hf_config.image_token_id else "video"
-            raise ValueError(
-                f"{int(is_medium.sum())} {kind} tokens in the row, {len(features)} {kind} "
-                "features; tokens and media were encoded with different settings"
-            )
-        return embeddings.masked_scatter(is_medium[:, None, None], features)
+        """Features to the places of their tokens; `counts` are those of each token id, in order."""
+        parts = all_features.split(list(counts.values()))
+        for token_id, features in zip(counts, parts, strict=True):
+            is_medium = tokens[0] == token_id
+            if int(is_medium.sum()) != len(features):
+                kind = "image" if token_id == self.hf_config.image_token_id else "video"
+                raise ValueError(
+                    f"{int(is_medium.sum())} {kind} tokens in the row, {len(features)} {kind} "
+                    "features; tokens and media were encoded with different settings"
+                )
+            embeddings = embeddings.masked_scatter(is_medium[:, None, None], features)
+        return embeddings
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(n, 1, H) -> (n, 1, vocab_size / TP)."""
@@ -174,6 +223,7 @@ def build_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> 
     hf_config = config.build_transformers_config()
     classes = transformers_classes(config.family)
     dtype = config.resolve_dtype(device)
+    shapes = published_shapes(hf_config, classes.model)
     language_model = build_language_model(
         hf_config,
         tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
@@ -181,10 +231,10 @@ def build_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> 
         device=device,
         backend=select_backend(device, dtype, config.attention),
         recompute=config.recompute == "full",
+        qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in shapes),
     )
     visual = _build_vision_tower(config, hf_config, dtype, device)
     model = PackedQwen2VL(hf_config, language_model, visual).to(device)
-    shapes = published_shapes(hf_config, classes.model)
     if config.checkpoint is None:
         random = RandomWeights(hf_config, shapes, seed=seed, device=device)
         load_weights(model, hf_config, random)
@@ -192,14 +242,32 @@ def build_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> 
         with CheckpointReader(config.checkpoint, shapes) as reader:
             load_weights(model, hf_config, reader)
         model.checkpoint = config.checkpoint
+    _sum_norm_gradients(language_model)
     freeze(model, config.freeze)
     return model
+
+
+def _sum_norm_gradients(language_model: GPTModel) -> None:
+    """Norms of queries and keys are whole on every tensor parallel rank, and see its heads only:
+    their gradient is the sum of all ranks'."""
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return
+    group = parallel_state.get_tensor_model_parallel_group()
+
+    def summed(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        torch.distributed.all_reduce(gradient, group=group)
+        return gradient
+
+    for name, parameter in language_model.named_parameters():
+        if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+            parameter.register_hook(summed)
 
 
 def _build_vision_tower(
     config: ModelConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    tower = transformers_classes(config.family).vision_tower
+    tower = transformers_classes(config.family).vision_tower(hf_config)
     with torch.device(device):
         visual = tower._from_config(
             copy.deepcopy(hf_config.vision_config), dtype=dtype, attn_implementation="sdpa"
@@ -212,9 +280,9 @@ def _build_vision_tower(
 
 
 def freeze(model: PackedQwen2VL, parts: frozenset[str]) -> None:
-    """Take parts out of training: "vision", "projector" (the vision tower's merger), "language"."""
+    """Take parts out of training: "vision", "projector" (the tower's mergers), "language"."""
     for name, parameter in model.named_parameters():
-        if name.startswith("visual.merger."):
+        if name.startswith(("visual.merger.", "visual.deepstack_merger_list.")):
             part = "projector"
         else:
             part = "vision" if name.startswith("visual.") else "language"
@@ -228,5 +296,7 @@ def save_hf_checkpoint(model: PackedQwen2VL, folder: str | Path) -> None:
     """
     if parallel_state.get_data_parallel_rank() == 0:
         tensors = gather_weights(model, model.hf_config)
+        if FAMILIES[model.hf_config.model_type].nested_names:
+            tensors = ((nested_name(name), tensor) for name, tensor in tensors)
         write_checkpoint(Path(folder), tensors, model.hf_config, like=model.checkpoint)
     torch.distributed.barrier()

@@ -1,96 +1,18 @@
 """Which model is trained: a checkpoint, or random weights in the sizes of a preset."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from launch.packed_attention import BACKENDS
+from task_encoders.families import FAMILIES
+from task_encoders.field_types import one_of
 
-#: Ids of Qwen's published checkpoints, and of the built-in vocabulary.
-QWEN_TOKEN_IDS: Final[Mapping[str, int]] = {
-    "vision_start_token_id": 151_652,
-    "vision_end_token_id": 151_653,
-    "image_token_id": 151_655,
-    "video_token_id": 151_656,
-}
-VOCAB_SIZE: Final = 151_936
-
-
-def _text(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int = VOCAB_SIZE
-) -> dict[str, Any]:
-    """A text config; the rotary sections are 1/8, 3/16 and 3/16 of a head, as in every Qwen2-VL."""
-    head_dim = hidden // heads
-    sections = [head_dim // 8, head_dim * 3 // 16, head_dim * 3 // 16]
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e6,
-            "mrope_section": sections,
-        },
-    }
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Preset:
-    """Sizes of a model: fields of transformers' text and vision configs."""
-
-    text: Mapping[str, Any]
-    vision: Mapping[str, Any]
-    tie_word_embeddings: bool
-
-
-#: family -> name -> sizes. "tiny" has the real vocabulary and trains on a CPU.
-PRESETS: Final[Mapping[str, Mapping[str, Preset]]] = {
-    "qwen2_vl": {
-        "tiny": Preset(
-            _text(64, 128, 2, 4, 2),
-            {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
-            tie_word_embeddings=True,
-        ),
-        "2b": Preset(_text(1536, 8960, 28, 12, 2), {"hidden_size": 1536}, tie_word_embeddings=True),
-        "7b": Preset(
-            _text(3584, 18944, 28, 28, 4, vocab=152_064),
-            {"hidden_size": 3584},
-            tie_word_embeddings=False,
-        ),
-    },
-    "qwen2_5_vl": {
-        "tiny": Preset(
-            _text(64, 128, 2, 4, 2),
-            {
-                "depth": 2,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_heads": 2,
-                "out_hidden_size": 64,
-                "fullatt_block_indexes": [1],
-            },
-            tie_word_embeddings=True,
-        ),
-        "3b": Preset(
-            _text(2048, 11008, 36, 16, 2),
-            {"hidden_size": 1280, "out_hidden_size": 2048, "tokens_per_second": 2},
-            tie_word_embeddings=True,
-        ),
-        "7b": Preset(
-            _text(3584, 18944, 28, 28, 4, vocab=152_064),
-            {"hidden_size": 1280, "out_hidden_size": 3584, "tokens_per_second": 2},
-            tie_word_embeddings=False,
-        ),
-    },
-}
+#: Families whose language model is built of megatron-core's layers here.
+TRAINED: Final = tuple(name for name, family in FAMILIES.items() if family.presets)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,25 +21,21 @@ class TransformersClasses:
 
     config: Any
     model: Any
-    vision_tower: Any
+
+    def vision_tower(self, hf_config: Any) -> Any:
+        """The class of the vision tower: that of a model built without memory."""
+        with torch.device("meta"):
+            return type(self.model(hf_config).model.visual)
 
 
 def transformers_classes(family: str) -> TransformersClasses:
-    """The classes of a family in PRESETS (imported here: transformers takes seconds)."""
-    if family == "qwen2_vl":
-        from transformers.models import qwen2_vl as module
+    """The classes of a family (imported here: transformers takes seconds)."""
+    import transformers
 
-        return TransformersClasses(
-            module.Qwen2VLConfig,
-            module.Qwen2VLForConditionalGeneration,
-            module.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel,
-        )
-    from transformers.models import qwen2_5_vl
-
+    name = FAMILIES[family].transformers_name
     return TransformersClasses(
-        qwen2_5_vl.Qwen2_5_VLConfig,
-        qwen2_5_vl.Qwen2_5_VLForConditionalGeneration,
-        qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel,
+        getattr(transformers, f"{name}Config"),
+        getattr(transformers, f"{name}ForConditionalGeneration"),
     )
 
 
@@ -126,10 +44,10 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    family: Literal["qwen2_vl", "qwen2_5_vl"] = "qwen2_vl"
+    family: Annotated[str, one_of(TRAINED)] = TRAINED[0]
     #: folder of a Hugging Face checkpoint (safetensors); None: random weights
     checkpoint: Path | None = None
-    #: without a checkpoint: sizes, a name in PRESETS[family]
+    #: without a checkpoint: sizes, a name in the family's presets
     preset: str = "tiny"
     #: without a checkpoint: fields of transformers' text config that differ from the preset
     text: dict[str, Any] = {}
@@ -159,7 +77,7 @@ class ModelConfig(BaseModel):
                     "or remove checkpoint"
                 )
             return self
-        presets = PRESETS[self.family]
+        presets = FAMILIES[self.family].presets
         if self.preset not in presets:
             raise ValueError(
                 f"preset {self.preset!r} of {self.family} is not known; choose one of: "
@@ -183,7 +101,7 @@ class ModelConfig(BaseModel):
         config_class = transformers_classes(self.family).config
         if self.checkpoint is not None:
             return _read_config(self.checkpoint, self.family, config_class)
-        preset = PRESETS[self.family][self.preset]
+        preset = FAMILIES[self.family].presets[self.preset]
         sub_configs = config_class().sub_configs
         for part in ("text", "vision"):
             known = {field.name for field in dataclasses.fields(sub_configs[f"{part}_config"])}
@@ -193,12 +111,13 @@ class ModelConfig(BaseModel):
                     f"model.{part} has no field {unknown[0]!r}; choose from: "
                     f"{', '.join(sorted(known))}"
                 )
-        tie = self.tie_word_embeddings
+        whole = dict(preset.whole)
+        if self.tie_word_embeddings is not None:
+            whole["tie_word_embeddings"] = self.tie_word_embeddings
         return config_class(
             text_config={**preset.text, **self.text},
             vision_config={**preset.vision, **self.vision},
-            tie_word_embeddings=preset.tie_word_embeddings if tie is None else tie,
-            **QWEN_TOKEN_IDS,
+            **whole,
         )
 
 

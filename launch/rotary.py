@@ -10,12 +10,19 @@ import torch
 
 
 def mrope_frequencies(
-    position_ids: torch.Tensor, *, head_dim: int, base: float, sections: Sequence[int]
+    position_ids: torch.Tensor,
+    *,
+    head_dim: int,
+    base: float,
+    sections: Sequence[int],
+    interleaved: bool = False,
 ) -> torch.Tensor:
     """Rotation angles of every position, as megatron-core's attention takes them.
 
     The head_dim / 2 frequencies are dealt out in `sections`: the first follow the temporal
-    position, then height, then width, and so on in turns.
+    position, then height, then width, and so on in turns. Qwen3-VL deals them out one by one
+    (`interleaved`): temporal, height, width, temporal, …, until a section is used up; the rest are
+    temporal.
 
     Args:
         position_ids: (3, 1, S) temporal, height and width position.
@@ -29,6 +36,12 @@ def mrope_frequencies(
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_ids.device)
     inverse_frequencies = 1.0 / base ** (exponents / head_dim)
     angles = position_ids.float()[..., None] * inverse_frequencies  # (3, 1, S, head_dim / 2)
-    pieces = angles.split(list(sections), dim=-1)
-    angles = torch.cat([piece[i % 3] for i, piece in enumerate(pieces)], dim=-1)
+    if interleaved:
+        by_axis, angles = angles, angles[0].clone()
+        for axis in (1, 2):
+            places = slice(axis, 3 * sections[axis], 3)
+            angles[..., places] = by_axis[axis, ..., places]
+    else:
+        pieces = angles.split(list(sections), dim=-1)
+        angles = torch.cat([piece[i % 3] for i, piece in enumerate(pieces)], dim=-1)
     return torch.cat([angles, angles], dim=-1).transpose(0, 1)[:, :, None]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from launch.model_config import PRESETS, QWEN_TOKEN_IDS
 from offline_packing.cli.main import cli
 from task_encoders.families import FAMILIES
 from task_encoders.families.builtin_processor import builtin_processor
@@ -43,12 +42,11 @@ def write_checkpoint(folder: Path) -> None:
     """A checkpoint with random weights: the real vocabulary and template, a tiny model."""
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-    tiny = PRESETS["qwen2_vl"]["tiny"]
+    tiny = FAMILIES["qwen2_vl"].presets["tiny"]
     config = Qwen2VLConfig(
         text_config=dict(tiny.text),
         vision_config=dict(tiny.vision),
-        tie_word_embeddings=tiny.tie_word_embeddings,
-        **QWEN_TOKEN_IDS,
+        **tiny.whole,
     )
     Qwen2VLForConditionalGeneration(config).save_pretrained(folder)
     builtin_processor(min_pixels=3136, max_pixels=4014080).save_pretrained(folder)

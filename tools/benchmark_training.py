@@ -30,13 +30,14 @@ from training_report import draw, render_table, summarize
 
 from launch.loss import shift_labels
 from launch.model import build_model
-from launch.model_config import QWEN_TOKEN_IDS, ModelConfig
+from launch.model_config import ModelConfig
 from launch.optimizer import ShardedAdamW
 from launch.parallel import initialize_parallel
 from offline_packing.storage.files import read_json
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 
 FOLDED_WORDS: Final = 1024
 
@@ -158,7 +159,7 @@ def train_row(
     """One step on one row. Returns its operations."""
     tokens, labels = batch.tokens, shift_labels(batch.labels)
     if folded:
-        is_image = tokens == QWEN_TOKEN_IDS["image_token_id"]
+        is_image = tokens == MEDIA_TOKEN_IDS["image_token_id"]
         tokens = (tokens % (FOLDED_WORDS - 1)).masked_fill(is_image, FOLDED_WORDS - 1)
         labels = torch.where(labels == IGNORE_INDEX, labels, labels % (FOLDED_WORDS - 1))
     params = to_packed_seq_params(batch)

@@ -19,6 +19,7 @@ from offline_packing.plan.uses import Uses, choose_uses
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.losses import aside_while_measuring, explain
 from offline_packing.runs.run import Run, listed
+from task_encoders.families import model_cost
 
 #: Column of the index that each budget of a pack counts.
 BUDGET_COLUMNS: Final = {
@@ -168,7 +169,6 @@ def plan_arguments(
         kept: (num_kept,) rows of the index that are planned, one that is used twice appears
             twice; the arrays returned are theirs.
     """
-    from offline_packing.planner.cost import sample_cost
     from offline_packing.planner.order import RankLayout
 
     def column(name: str) -> npt.NDArray[Any]:
@@ -191,7 +191,7 @@ def plan_arguments(
         arguments["balance_by"] = column("num_vision_patches")
     if pack.order is not None:
         arguments["order"] = RankLayout(pack.order.num_ranks, pack.order.num_workers)
-        arguments["cost"] = sample_cost(
+        arguments["cost"] = model_cost(config.model).of_samples(
             column("num_tokens"), column("num_vision_patches"), _num_pictures(samples)[kept]
         )
     return arguments

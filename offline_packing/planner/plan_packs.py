@@ -69,7 +69,7 @@ def plan_packs(
         budgets: further limits per pack, name -> (integer array, limit). Needs strategy auto.
         groups: integer array, the dataset or kind of media of each sample.
         weights: group -> weight for assignment mix; default: the sizes of the groups.
-        cost: what training on each sample costs (see ``cost.sample_cost``); default: its length
+        cost: what training on each sample costs (``families.model_cost``); default: its length
             squared. Used by ``order``.
         source_order: where each sample stands in the source, any sortable array.
         balance_by: the quantity that assignment balance evens out, for example vision patches.

@@ -7,10 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing.layouts.shards import splits_of_plan
-from offline_packing.planner.cost import padded_tokens, sample_cost
+from offline_packing.planner.cost import padded_tokens
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.request import OVER_SEQ_LENGTH
 from offline_packing.report.complete_stages import CompleteStages
+from task_encoders.families import model_cost
 
 #: Lower ends of the bands that packs are counted in, as shares of seq_length.
 _FILL_BANDS: Final = (1.0, 0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.0)
@@ -84,6 +85,7 @@ def pack_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
             "samples": spread(samples),
             "operations": spread(costs),
         },
+        "cost_of": model_cost(stages.run.config.model).name,
         "waiting": _waiting(stages, plan, costs),
     }
 
@@ -115,11 +117,12 @@ def saving_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
 
 
 def _cost(stages: CompleteStages) -> npt.NDArray[np.float32]:
-    """(num_samples,) forward operations of Qwen2-VL-7B; a chunk at a time, for the temporaries."""
+    """(num_samples,) forward operations; a chunk at a time, for the temporaries."""
     columns = stages.columns.values()
     starts = range(0, stages.samples.info.num_samples, _COST_CHUNK)
     chunks = ([column[start : start + _COST_CHUNK] for column in columns] for start in starts)
-    return np.concatenate([sample_cost(*chunk).astype(np.float32) for chunk in chunks])
+    cost_of = model_cost(stages.run.config.model).of_samples
+    return np.concatenate([cost_of(*chunk).astype(np.float32) for chunk in chunks])
 
 
 def _waiting(

@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from task_encoders.families.cost import ModelCost, cost_of_checkpoint
 from task_encoders.families.family import Family
 from task_encoders.families.llava_1_5 import LLAVA_1_5
 from task_encoders.families.llava_onevision_1_5 import LLAVA_ONEVISION_1_5
@@ -25,6 +26,7 @@ from task_encoders.field_types import one_of
 from task_encoders.media.video import VideoSettings
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.text.hub import require_hub
+from task_encoders.text.qwen_vocabulary import BUILTIN
 
 #: A model family is one module, and its name here.
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -115,6 +117,13 @@ def _from_video(video: VideoSettings | None) -> dict[str, Any]:
         "max_video_frames": video.max_file_frames,
     }
     return {name: value for name, value in named.items() if value}
+
+
+def model_cost(model: ModelSettings) -> ModelCost:
+    """What a model's samples cost: of the checkpoint that `model.processor` names, or, where that
+    holds no config.json of a model, of the family's usual one."""
+    checkpoint = None if model.processor == BUILTIN else cost_of_checkpoint(model.processor)
+    return checkpoint or FAMILIES[model.family].cost
 
 
 def build_sample_encoder(

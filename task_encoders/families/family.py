@@ -1,11 +1,22 @@
-"""What stands in FAMILIES: a family's name, its options, and what makes its encoder."""
+"""What stands in FAMILIES: a family's name, its options, what makes its encoder, its models."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from task_encoders.families.cost import ModelCost
 from task_encoders.families.options import ModelOptions
 from task_encoders.sample_encoder import SampleEncoder
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Sizes of a model with random weights: fields of transformers' text and vision configs."""
+
+    text: Mapping[str, Any]
+    vision: Mapping[str, Any]
+    #: those of the whole: ids of special tokens, tie_word_embeddings
+    whole: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,3 +28,12 @@ class Family:
     defaults: Mapping[str, Any]
     #: makes its encoder. Raises ValueError where the options or the checkpoint do not fit
     build: Callable[[ModelOptions], SampleEncoder]
+    #: what its usual model costs, where no checkpoint says more
+    cost: ModelCost
+    #: what transformers' classes of its model begin with; None: it has none
+    transformers_name: str | None
+    #: whether published checkpoints name tensors as transformers does in memory, beginning with
+    #: model.language_model and model.visual; older ones begin with model and visual
+    nested_names: bool = False
+    #: models to train without a checkpoint, by name
+    presets: Mapping[str, Preset] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 from PIL import Image as PillowImage
 
+from task_encoders.families.cost import ModelCost, TransformerShape
 from task_encoders.families.encoder import FamilyEncoder, Medium, Span
 from task_encoders.families.family import Family
 from task_encoders.families.options import ModelOptions
@@ -150,4 +151,10 @@ class Llava15Encoder(FamilyEncoder):
             )
 
 
-LLAVA_1_5: Final = Family("llava_1_5", DEFAULTS, Llava15Encoder)
+COST: Final = ModelCost(
+    "LLaVA-1.5-7B",
+    TransformerShape(4096, 32, 11008),
+    TransformerShape(1024, 24, 4096, ffn_matrices=2, causal=False),
+)
+
+LLAVA_1_5: Final = Family("llava_1_5", DEFAULTS, Llava15Encoder, COST, "Llava")

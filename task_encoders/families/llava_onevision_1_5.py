@@ -3,6 +3,7 @@ tokens."""
 
 from typing import Any, Final
 
+from task_encoders.families.cost import ModelCost, TransformerShape
 from task_encoders.families.family import Family
 from task_encoders.families.qwen2_vl import DEFAULTS as QWEN2_VL_DEFAULTS
 from task_encoders.families.qwen2_vl import Qwen2VLEncoder
@@ -21,4 +22,13 @@ class LlavaOneVision15Encoder(Qwen2VLEncoder):
     TEXT_TOKENS = QWEN3_TEXT_TOKENS
 
 
-LLAVA_ONEVISION_1_5: Final = Family("llava_onevision_1_5", DEFAULTS, LlavaOneVision15Encoder)
+COST: Final = ModelCost(
+    "LLaVA-OneVision-1.5-8B",
+    TransformerShape(4096, 36, 12288, kv_share=8 / 32),
+    TransformerShape(1024, 24, 4096, ffn_matrices=2, causal=False),
+)
+
+#: Its model is not part of transformers.
+LLAVA_ONEVISION_1_5: Final = Family(
+    "llava_onevision_1_5", DEFAULTS, LlavaOneVision15Encoder, COST, None
+)

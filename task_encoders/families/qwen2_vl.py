@@ -3,11 +3,17 @@ time."""
 
 from typing import Any, Final
 
+from task_encoders.families.cost import ModelCost, TransformerShape
 from task_encoders.families.encoder import Medium
-from task_encoders.families.family import Family
+from task_encoders.families.family import Family, Preset
 from task_encoders.families.options import ModelOptions
 from task_encoders.families.qwen_vl import QwenVLEncoder
-from task_encoders.text.qwen_vocabulary import BUILTIN, QWEN2_5_TEXT_TOKENS
+from task_encoders.text.qwen_vocabulary import (
+    BUILTIN,
+    MEDIA_TOKEN_IDS,
+    QWEN2_5_TEXT_TOKENS,
+    VOCAB_SIZE,
+)
 
 _PATCH: Final = 14
 #: Pixels of one token: a square of 2 by 2 patches.
@@ -77,5 +83,70 @@ def read_tokens_per_second(processor: str) -> float:
     return float(config.get("vision_config", {}).get("tokens_per_second", TOKENS_PER_SECOND))
 
 
-QWEN2_VL: Final = Family("qwen2_vl", DEFAULTS, Qwen2VLEncoder)
-QWEN2_5_VL: Final = Family("qwen2_5_vl", DEFAULTS, Qwen25VLEncoder)
+def _text(
+    hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int = VOCAB_SIZE
+) -> dict[str, Any]:
+    """A text config; the rotary sections are 1/8, 3/16 and 3/16 of a head in every size."""
+    head = hidden // heads
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {**rope, "mrope_section": [head // 8, head * 3 // 16, head * 3 // 16]},
+    }
+
+
+_TIED: Final = {**MEDIA_TOKEN_IDS, "tie_word_embeddings": True}
+_UNTIED: Final = {**MEDIA_TOKEN_IDS, "tie_word_embeddings": False}
+_TINY: Final = _text(64, 128, 2, 4, 2)
+_LARGE: Final = _text(3584, 18944, 28, 28, 4, vocab=152_064)
+
+#: "tiny" has the real vocabulary and trains on a CPU.
+QWEN2_VL_PRESETS: Final = {
+    "tiny": Preset(_TINY, {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}, _TIED),
+    "2b": Preset(_text(1536, 8960, 28, 12, 2), {"hidden_size": 1536}, _TIED),
+    "7b": Preset(_LARGE, {"hidden_size": 3584}, _UNTIED),
+}
+
+QWEN2_5_VL_PRESETS: Final = {
+    "tiny": Preset(
+        _TINY,
+        {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "fullatt_block_indexes": [1],
+        },
+        _TIED,
+    ),
+    "3b": Preset(
+        _text(2048, 11008, 36, 16, 2),
+        {"hidden_size": 1280, "out_hidden_size": 2048, "tokens_per_second": 2},
+        _TIED,
+    ),
+    "7b": Preset(
+        _LARGE, {"hidden_size": 1280, "out_hidden_size": 3584, "tokens_per_second": 2}, _UNTIED
+    ),
+}
+
+#: Of both 7B models: their language model is the same, and the gated feed-forward layer of
+#: Qwen2.5-VL's tower costs as much; that some of its layers look at windows only is left out.
+COST: Final = ModelCost(
+    "Qwen2-VL-7B",
+    TransformerShape(3584, 28, 18944, kv_share=4 / 28),
+    TransformerShape(1280, 32, 5120, ffn_matrices=2, causal=False),
+)
+
+QWEN2_VL: Final = Family(
+    "qwen2_vl", DEFAULTS, Qwen2VLEncoder, COST, "Qwen2VL", presets=QWEN2_VL_PRESETS
+)
+QWEN2_5_VL: Final = Family(
+    "qwen2_5_vl", DEFAULTS, Qwen25VLEncoder, COST, "Qwen2_5_VL", presets=QWEN2_5_VL_PRESETS
+)

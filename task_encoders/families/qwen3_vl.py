@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from task_encoders.families.cost import ModelCost, TransformerShape
 from task_encoders.families.encoder import Medium, Span, patch_spans
-from task_encoders.families.family import Family
+from task_encoders.families.family import Family, Preset
 from task_encoders.families.options import ModelOptions
 from task_encoders.families.qwen_vl import QwenVLEncoder
 from task_encoders.media.video import SampledVideo, seconds_per_grid
@@ -20,7 +21,12 @@ from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text import chat_templates
 from task_encoders.text.chat_templates import Piece
-from task_encoders.text.qwen_vocabulary import BUILTIN, QWEN3_TEXT_TOKENS
+from task_encoders.text.qwen_vocabulary import (
+    BUILTIN,
+    MEDIA_TOKEN_IDS,
+    QWEN3_TEXT_TOKENS,
+    VOCAB_SIZE,
+)
 
 _PATCH: Final = 16
 #: Pixels of one token: a square of 2 by 2 patches.
@@ -176,5 +182,67 @@ def _answer(text: str, shows_thought: bool) -> str:
     return f"<think>\n{thought}\n</think>\n\n{content}" if shows_thought else content
 
 
-QWEN3_VL: Final = Family("qwen3_vl", DEFAULTS, Qwen3VLEncoder)
-QWEN3_5: Final = Family("qwen3_5", DEFAULTS, Qwen35Encoder)
+def _text(
+    hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, sections: list[int]
+) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 2 * sum(sections),
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5e6,
+            "mrope_section": sections,
+            "mrope_interleaved": True,
+        },
+    }
+
+
+def _vision(hidden: int, ffn: int, depth: int, heads: int, out: int, deep: list[int]) -> Any:
+    return {
+        "depth": depth,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_heads": heads,
+        "out_hidden_size": out,
+        "deepstack_visual_indexes": deep,
+    }
+
+
+#: "tiny" has the real vocabulary and trains on a CPU.
+PRESETS: Final = {
+    "tiny": Preset(
+        _text(64, 128, 2, 4, 2, [4, 2, 2]),
+        _vision(32, 64, 2, 2, 64, [0, 1]),
+        {**MEDIA_TOKEN_IDS, "tie_word_embeddings": True},
+    ),
+    "2b": Preset(
+        _text(2048, 6144, 28, 16, 8, [24, 20, 20]),
+        _vision(1024, 4096, 24, 16, 2048, [5, 11, 17]),
+        {**MEDIA_TOKEN_IDS, "tie_word_embeddings": True},
+    ),
+    "8b": Preset(
+        _text(4096, 12288, 36, 32, 8, [24, 20, 20]),
+        _vision(1152, 4304, 27, 16, 4096, [8, 16, 24]),
+        {**MEDIA_TOKEN_IDS, "tie_word_embeddings": False},
+    ),
+}
+
+_TOWER: Final = TransformerShape(1152, 27, 4304, ffn_matrices=2, causal=False)
+COST: Final = ModelCost("Qwen3-VL-8B", TransformerShape(4096, 36, 12288, kv_share=8 / 32), _TOWER)
+#: One layer in four has attention; the others are recurrent.
+QWEN3_5_COST: Final = ModelCost(
+    "Qwen3.5-9B",
+    TransformerShape(4096, 32, 12288, kv_share=4 / 16, num_quadratic_layers=8),
+    _TOWER,
+)
+
+QWEN3_VL: Final = Family(
+    "qwen3_vl", DEFAULTS, Qwen3VLEncoder, COST, "Qwen3VL", nested_names=True, presets=PRESETS
+)
+QWEN3_5: Final = Family("qwen3_5", DEFAULTS, Qwen35Encoder, QWEN3_5_COST, "Qwen3_5")

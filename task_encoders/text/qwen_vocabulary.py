@@ -55,6 +55,22 @@ QWEN3_TEXT_TOKENS: Final = (
 )
 
 
+#: Ordinary tokens, and rows of the embedding in published checkpoints, which are padded.
+NUM_RANKS: Final = 151_643
+VOCAB_SIZE: Final = 151_936
+
+#: The ids that a model has to know, under the names of transformers' configs.
+MEDIA_TOKEN_IDS: Final[dict[str, int]] = {
+    f"{name}_token_id": NUM_RANKS + QWEN_SPECIAL_TOKENS.index(token)
+    for name, token in {
+        "vision_start": "<|vision_start|>",
+        "vision_end": "<|vision_end|>",
+        "image": "<|image_pad|>",
+        "video": "<|video_pad|>",
+    }.items()
+}
+
+
 @functools.cache
 def qwen_ranks() -> dict[bytes, int]:
     """Qwen's 151,643 BPE ranks, from the file inside the `dashscope` package.

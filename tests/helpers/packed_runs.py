@@ -11,13 +11,13 @@ from launch.config import LaunchConfig
 from launch.data import EnergonMicroBatches, build_task_encoder
 from launch.data_manifest import read_packed_data
 from launch.metrics import read_metrics
-from launch.model_config import QWEN_TOKEN_IDS
 from launch.parallel import initialize_parallel
 from launch.train_plan import plan_training
 from launch.train_setup import build_checkpoints, build_model, build_optimizer
 from launch.trainer import Trainer
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
 
 SEQ_LENGTH = 256
@@ -83,7 +83,7 @@ def make_config(folder: Path, output: Path, /, **sections: dict[str, Any]) -> La
 
 def fold_vocabulary(row: PackedBatch) -> PackedBatch:
     """The row with words of the tiny model."""
-    is_image = row.tokens == QWEN_TOKEN_IDS["image_token_id"]
+    is_image = row.tokens == MEDIA_TOKEN_IDS["image_token_id"]
     tokens = (row.tokens % IMAGE_TOKEN).masked_fill(is_image, IMAGE_TOKEN)
     labels = torch.where(row.labels == IGNORE_INDEX, row.labels, tokens)
     return dataclasses.replace(row, tokens=tokens, labels=labels)

@@ -1,4 +1,4 @@
-"""Small Qwen2-VL and Qwen2.5-VL of transformers with random weights, and samples to feed them."""
+"""Small models of Qwen's VL families with random weights, and samples to feed them."""
 
 import math
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from launch.hf_checkpoint import weight_files
+from launch.model_config import transformers_classes
 from task_encoders.concatenate import concatenate
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.media.pixel_values import Normalisation
@@ -48,6 +49,28 @@ VISION: dict[str, dict[str, Any]] = {
         "num_heads": 4,
         "fullatt_block_indexes": [1, 3],
     },
+    "qwen3_vl": {
+        "depth": 3,
+        "hidden_size": 64,
+        "out_hidden_size": 128,
+        "intermediate_size": 96,
+        "num_heads": 4,
+        "patch_size": 14,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 2],
+    },
+}
+#: What a family's text config has instead of what TEXT has.
+TEXT_OF: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+    }
 }
 
 
@@ -57,13 +80,12 @@ def transformers_model(family: str, *, tied: bool, seed: int = 0) -> Any:
     Weights are N(0, 0.08²): with transformers' own initialisation a model hardly looks at its
     context, and a broken boundary would go unnoticed.
     """
-    import transformers
-
-    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}[family]
-    config = getattr(transformers, f"{name}Config")(
-        text_config=TEXT, vision_config=VISION[family], tie_word_embeddings=tied, **SPECIAL
+    classes = transformers_classes(family)
+    text = TEXT | TEXT_OF.get(family, {})
+    config = classes.config(
+        text_config=text, vision_config=VISION[family], tie_word_embeddings=tied, **SPECIAL
     )
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    model = classes.model(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -90,9 +112,12 @@ def random_sample(
     half = num_text // 2
     start, end = np.array([VISION_START]), np.array([VISION_END])
     pieces = [rng.integers(3, 1000, half)]
+    by_step = reference.config.model_type == "qwen3_vl"
     for grid in grids:
-        pads = np.full(math.prod(grid) // 4, IMAGE if len(grid) == 2 else VIDEO)
-        pieces += [start, pads, end, rng.integers(3, 1000, 3)]
+        steps = grid[0] if len(grid) == 3 and by_step else 1
+        pads = np.full(math.prod(grid) // 4 // steps, IMAGE if len(grid) == 2 else VIDEO)
+        for _ in range(steps):
+            pieces += [start, pads, end, rng.integers(3, 1000, 3)]
     tokens = np.concatenate([*pieces, rng.integers(3, 1000, num_text - half)]).astype(np.int64)
     labels = np.where(tokens < 1000, tokens, IGNORE_INDEX)
     labels[: max(1, num_text // 4)] = IGNORE_INDEX

@@ -54,12 +54,13 @@ def gradients(model: PackedQwen2VL) -> dict[str, torch.Tensor]:
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_recompute_keeps_less_and_changes_no_bit(family: str) -> None:
     batch = batch_of("mixed")
     found, kept_bytes = {}, {}
     for recompute in ("none", "full"):
-        model = build(family=family, recompute=recompute)
+        vision = {"patch_size": 14} if family == "qwen3_vl" else {}  # that of the row
+        model = build(family=family, recompute=recompute, vision=vision)
         kept: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
@@ -200,6 +201,8 @@ def test_unknown_sizes_are_refused_with_the_known_ones() -> None:
         ("qwen2_vl", "7b", 8.291),
         ("qwen2_5_vl", "3b", 3.755),
         ("qwen2_5_vl", "7b", 8.292),
+        ("qwen3_vl", "2b", 2.128),
+        ("qwen3_vl", "8b", 8.767),
     ],
 )
 def test_presets_have_as_many_weights_as_the_published_models(

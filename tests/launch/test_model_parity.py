@@ -29,7 +29,7 @@ from tests.helpers.tiny_checkpoints import (
     write_checkpoint,
 )
 
-CASES = [("qwen2_vl", False), ("qwen2_vl", True), ("qwen2_5_vl", False)]
+CASES = [("qwen2_vl", False), ("qwen2_vl", True), ("qwen2_5_vl", False), ("qwen3_vl", True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +156,7 @@ def test_packed_megatron_equals_unpacked_transformers(
         assert found.logits <= 1e-5, case
         assert found.loss <= 1e-5, case
         assert found.gradient <= 1e-4, case
-        assert found.num_gradients > 3 * 12, case  # weights and biases of three layers, and more
+        assert found.num_gradients > 3 * 11, case  # weights and biases of three layers, and more
         assert found.without_boundaries > 1e-1, case
 
 

@@ -14,6 +14,7 @@ from offline_packing.measure.measure import measure
 from offline_packing.plan.make_plan import make_plan
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
+from task_encoders.families.qwen2_vl import QWEN2_VL
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,6 @@ def test_assignments_keep_every_sample(
 
 
 def test_an_order_for_ranks_evens_out_their_steps(data: Path, engine: LocalEngine) -> None:
-    from offline_packing.planner.cost import sample_cost
     from offline_packing.planner.order import RankLayout, idle_share
 
     layout = RankLayout(2, 1)
@@ -99,7 +99,7 @@ def test_an_order_for_ranks_evens_out_their_steps(data: Path, engine: LocalEngin
     for name, order in (("shuffled", None), ("grouped", {"num_ranks": 2, "num_workers": 1})):
         samples, plan = planned(data, engine, order=order)
         columns = ("num_tokens", "num_vision_patches", "num_images")
-        cost = sample_cost(*(samples.array(column) for column in columns))
+        cost = QWEN2_VL.cost.of_samples(*(samples.array(column) for column in columns))
         idle[name] = idle_share(pack_sums(plan, cost), layout)
     assert idle["grouped"] < idle["shuffled"]
 

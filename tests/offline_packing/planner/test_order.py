@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from offline_packing import plan_packs
-from offline_packing.planner.cost import QWEN2_VL_7B, sample_cost
 from offline_packing.planner.order import (
     RankLayout,
     cost_grouped_order,
@@ -76,18 +75,6 @@ def test_reorder_keeps_packs_whole() -> None:
 def test_impossible_layout(arguments) -> None:
     with pytest.raises(ValueError, match="must be at least"):
         RankLayout(**arguments)
-
-
-def test_sample_cost_is_additive_and_counts_vision() -> None:
-    tokens = np.array([100, 8192])
-    flops = QWEN2_VL_7B.flops(tokens)
-    # About 2 operations per weight and token (6.5e9 weights in the layers) for a short sample.
-    assert flops[0] == pytest.approx(2 * 6.5e9 * 100, rel=0.05)
-    assert flops[1] > 82 * flops[0]
-    with_images = sample_cost(tokens, np.array([0, 4096]), np.array([0, 4]))
-    assert with_images[0] == sample_cost(tokens)[0]
-    one_image = sample_cost(tokens, np.array([0, 4096]))
-    assert sample_cost(tokens)[1] < with_images[1] < one_image[1]
 
 
 def test_samples_inside_packs() -> None:

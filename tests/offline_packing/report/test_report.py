@@ -14,12 +14,12 @@ import pytest
 from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
 from offline_packing.plan.summary import summarize
-from offline_packing.planner.cost import sample_cost
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.report.report import report, report_status
 from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.run import Run
 from offline_packing.upkeep.status import status
+from task_encoders.families.qwen2_vl import QWEN2_VL
 from task_encoders.samples import REASONS
 from tests.helpers.datasets import (
     captioning_pairs,
@@ -152,7 +152,7 @@ def test_packs_are_summed_up(run: Run) -> None:
 
 def cost_of(row: dict[str, Any]) -> float:
     sizes = (row["num_tokens"], row["num_vision_patches"], row["num_images"])
-    return float(sample_cost(*(np.array([size]) for size in sizes))[0])
+    return float(QWEN2_VL.cost.of_samples(*(np.array([size]) for size in sizes))[0])
 
 
 def test_lengths_loss_and_overlong(run: Run) -> None:
