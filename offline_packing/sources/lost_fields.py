@@ -17,7 +17,6 @@ from task_encoders.samples import (
     SourceSample,
 )
 
-_READ: Final = frozenset(RECORD_FIELDS)
 #: Names that fields with media have: image_2, img_path, video_url, frames.
 _MEDIA_NAME: Final = re.compile(
     r"(image|img|picture|photo|video|clip|frame|media|jpe?g|png|webp|mp4)s?"
@@ -39,7 +38,11 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
     assert not isinstance(content, SampleError)
     used = {_base_name(name) for name in sample.media}
     unused = [*record.unread]
-    unused += (name for name in content.keys() - _READ if _holds_media(name, content[name], used))
+    unused += (
+        name
+        for name in content.keys() - set(RECORD_FIELDS)
+        if _holds_media(name, content[name], used)
+    )
     for name in MEDIA_FIELDS & content.keys():
         value = content[name] or []
         named = map(media_name, value if isinstance(value, list) else [value])

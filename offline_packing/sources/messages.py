@@ -124,7 +124,8 @@ def _part(role: str, part: Any, found: Dialogue) -> str:
     """The text of one part of a content list; of a medium, what marks its place."""
     if not isinstance(part, dict):
         raise SampleError("bad_record", f"a part of a message is {kind_of(part)}, not an object")
-    kind = part.get("type") or _only_field(part)
+    fields = [name for name, value in part.items() if value is not None]
+    kind: Any = part.get("type") or (fields[0] if len(fields) == 1 else None)  # {"text": "..."}
     if kind == "text":
         text = _first(part, ("text", "value", "content"))
         if not isinstance(text, str):
@@ -142,9 +143,3 @@ def _part(role: str, part: Any, found: Dialogue) -> str:
 
 def _first(part: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((part[name] for name in names if part.get(name) is not None), None)
-
-
-def _only_field(part: Mapping[str, Any]) -> Any:
-    """The type of a part that says none: {"text": "..."} -> "text"."""
-    names = [name for name, value in part.items() if value is not None]
-    return names[0] if len(names) == 1 else None

@@ -72,14 +72,8 @@ def to_sample(
     task: str,
     paired_media: Sequence[str] | None = None,
 ) -> SourceSample:
-    """Make a sample of a parsed record.
-
-    Args:
-        paired_media: images and videos with the record's name, where the format pairs by name.
-
-    Raises:
-        SampleError: the record cannot be used.
-    """
+    """The sample of a parsed record. `paired_media` are images and videos with the record's name,
+    where the format pairs by name. Raises SampleError if the record cannot be used."""
     lost = next((name for name in _UNPACKED if content.get(name) not in _NO_VALUES), None)
     if lost is not None:
         raise SampleError("bad_record", f"the record has {lost!r}, which are not packed")

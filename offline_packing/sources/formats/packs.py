@@ -111,7 +111,11 @@ class PacksSource(WebDatasetSource):
         kind = "stream_sub_sample" if at.kind == "stream" else "sub_sample"
         try:
             content = parse_json(data, key)
-            _check_task(content.get("meta"), self.task)
+            meta = content.get("meta")
+            packed_as = meta.get("task") if isinstance(meta, dict) else None
+            if self.task == "captioning" and packed_as not in (None, self.task):  # of questions
+                problem = f"the pack's task is {packed_as!r}; set source.task to it"
+                raise SampleError("lost_prompt", problem)
             pack = restore_pack(content, key, self.task)
         except PackFormatError as error:
             yield SourceRecord(key, at, SampleError("bad_json", str(error)))
@@ -131,22 +135,11 @@ class PacksSource(WebDatasetSource):
                 yield SourceRecord(sub_key, place, load_json(record), None, embedded)
 
     def open_media(self, record: SourceRecord, name: str) -> tuple[Locator, BinaryIO]:
-        stem, _, suffix = record.locator.container.rpartition(".")
-        return super().open_media(record, _file_name(stem, name) if suffix == "json" else name)
+        # In packs that are files, 'img000.jpg' of a/ps_0.json is ps_0.img000.jpg beside it.
+        stem, _, suffix = record.locator.container.rpartition("/")[2].rpartition(".")
+        if suffix == "json" and "/" not in name and not name.startswith(f"{stem}."):
+            name = f"{stem}.{name}"
+        return super().open_media(record, name)
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
         return load_json(data)
-
-
-def _check_task(meta: Any, task: str) -> None:
-    """Refuse a pack of questions that is to be read as captions."""
-    packed_as = meta.get("task") if isinstance(meta, dict) else None
-    if task == "captioning" and packed_as not in (None, task):
-        raise SampleError("lost_prompt", f"the pack's task is {packed_as!r}; set source.task to it")
-
-
-def _file_name(stem: str, name: str) -> str:
-    """Where a pack that is files has an image: 'a/ps_0', 'img000.jpg' -> 'ps_0.img000.jpg', beside
-    its JSON; a path is left as it is."""
-    prefix = f"{stem.rpartition('/')[2]}."
-    return name if "/" in name or name.startswith(prefix) else prefix + name

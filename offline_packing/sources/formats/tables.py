@@ -88,27 +88,24 @@ class TableSource(Source):
         return SourceRecord(key, at, SampleError("damaged_source", f"{container}: {detail}"))
 
     def _record(
-        self,
-        default_key: str,
-        at: Locator,
-        values: Mapping[str, Any] | SampleError,
-        media_columns: Sequence[str],
+        self, key: str, at: Locator, values: Mapping[str, Any] | SampleError, columns: Sequence[str]
     ) -> SourceRecord:
+        """A row as a record; some of its columns hold media."""
         try:
             if isinstance(values, SampleError):
                 raise values
-            data, media = row_files.record_json(values, media_columns)
+            data, media = row_files.record_json(values, columns)
             at = replace(at, size=len(data))
             content = self.parse(data)
         except SampleError as error:
-            return SourceRecord(default_key, at, error)
+            return SourceRecord(key, at, error)
         embedded = {
             name: Embedded(replace(at, size=len(image), column=name), image)
             for name, image in media.items()
         }
         own = own_key(content)
         paired = () if self.task == "captioning" else None
-        return SourceRecord(own or default_key, at, content, paired, embedded, own_id=own != "")
+        return SourceRecord(own or key, at, content, paired, embedded, own_id=own != "")
 
     def _columns(self, schema: pa.Schema, container: str) -> list[str]:
         """The columns that records are made of. Raises StageError where there are none."""

@@ -100,9 +100,8 @@ class WebDatasetSource(Source):
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
         tars = [name for name in file_names(path) if name.lower().endswith(cls.ENDINGS)]
-        if not tars or (path / ".nv-meta").is_dir() or holds_packs(path, tars[0]):
-            return None
-        return {}
+        is_other = not tars or (path / ".nv-meta").is_dir() or holds_packs(path, tars[0])
+        return None if is_other else {}
 
     def records(self, part: SourcePart) -> Iterator[SourceRecord]:
         container: str = part.items
@@ -121,13 +120,10 @@ class WebDatasetSource(Source):
 
     def _records(self, key: str, sample: TarSample) -> Iterator[SourceRecord]:
         """The records that a sample of the tar makes: one, except in a tar of packs."""
-        if self.is_known(key):
-            yield SourceRecord(key, sample.at(), {}, known=1)
-        else:
-            yield self._record(key, sample)
-
-    def _record(self, key: str, sample: TarSample) -> SourceRecord:
         at = sample.at()
+        if self.is_known(key):
+            yield SourceRecord(key, at, {}, known=1)
+            return
         try:
             media = self._media(sample)
             embedded = embedded_media(sample, media)
@@ -135,14 +131,15 @@ class WebDatasetSource(Source):
             at = sample.locator(chosen)
             content = self.parse_parts({part: sample.read(part) for part in chosen})
         except SampleError as error:
-            return SourceRecord(key, at, error)
+            yield SourceRecord(key, at, error)
+            return
         for kind in ("image", "video"):
             names = named_media(content, kind)
             parts = [part for part in media if is_video_name(part) == (kind == "video")]
             if names is not None and len(names) == len(parts) == 1:
                 embedded.setdefault(str(names[0]), embedded[parts[0]])
         paired = tuple(media) if media or self.task == "captioning" else None
-        return SourceRecord(key, at, content, paired, embedded)
+        yield SourceRecord(key, at, content, paired, embedded)
 
     def _media_parts(self, sample: TarSample) -> list[str]:
         """Parts that are the sample's images and videos."""
@@ -173,10 +170,10 @@ class WebDatasetSource(Source):
         if not records:
             return texts[:1]
         record = find_part(sample.members, "json") or records[0]
-        if texts and not self.fields:
-            content = self.parse_parts({record: sample.read(record)})
-            return [record] if has_answer(content) else texts[:1]
-        return [record]
+        is_whole = not texts or self.fields
+        if is_whole or has_answer(self.parse_parts({record: sample.read(record)})):
+            return [record]
+        return texts[:1]
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
         if column != _SPAN:
@@ -195,11 +192,8 @@ class WebDatasetSource(Source):
 
 def group_members(container: str, file: BinaryIO, *, keep_data: bool) -> Iterator[TarSample]:
     """The samples of an open tar; last, if it is damaged, a sample that says so. A part that comes
-    twice begins another sample of the same key.
-
-    Args:
-        keep_data: read texts and media on the way; the tar cannot be read at any place.
-    """
+    twice begins another sample of the same key. `keep_data`: texts and media are read on the way,
+    as the tar cannot be read at any place."""
     reader = TarReader(file)
     sample = TarSample(container, file)
     try:

@@ -37,12 +37,8 @@ _MAX_FOLDERS: Final = 500
 
 
 def hint_for(reason: str, detail: str, source: SourceOptions) -> str | None:
-    """What to change in a source's configuration, if that is known.
-
-    Args:
-        reason: a name in REASONS, of samples that are set aside.
-        detail: of one of them.
-    """
+    """What to change in a source's configuration, if that is known, where samples are set aside for
+    a reason; `detail` is of one of them."""
     if reason == "missing_image":
         return _missing_image(detail, source)
     if reason == "path_outside_root":
@@ -76,12 +72,9 @@ def nothing_found(path: str, wanted: str) -> StageError:
 
 
 def describe_others(path: str, wanted: str) -> str:
-    """The files at a path, or one folder below it, that another format reads: '2 *.tar here:
-    source.format=webdataset'; empty where there are none, or the path is remote.
-
-    Args:
-        wanted: the files that were expected: '*.jsonl'.
-    """
+    """The files at a path and below that another format reads than the one whose files, '*.jsonl',
+    were wanted: '2 *.tar here: source.format=webdataset'. Empty where there are none, or the path
+    is remote."""
     if is_remote(path):
         return ""
     longest = (
@@ -97,12 +90,9 @@ def describe_others(path: str, wanted: str) -> str:
 
 
 def find_image_root(path: str, name: str) -> str | None:
-    """A folder at, below or above a source from which an image that is missing can be reached:
-    the value of source.image_root; None where none is found.
-
-    Args:
-        name: as the record gives it, with or without the record's own folder in front.
-    """
+    """A folder at, below or above a source from which an image that is missing can be reached, by
+    its name in the record or the end of it: the value of source.image_root; None where there is
+    none."""
     if is_remote(path) or name.startswith("/"):
         return None
     parts = PurePosixPath(name).parts

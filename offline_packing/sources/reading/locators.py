@@ -41,14 +41,8 @@ class Locator:
 
 
 def read_locator(root: Root, at: Locator, unpack_folder: Path | None = None) -> bytes:
-    """The bytes at a locator.
-
-    Args:
-        unpack_folder: where a compressed container is unpacked, once, for random access.
-
-    Raises:
-        StageError: they no longer exist, or not all of them.
-    """
+    """The bytes at a locator. A compressed container is unpacked to `unpack_folder`, once, to be
+    read at any place. Raises StageError if the bytes no longer exist, or not all of them."""
     if at.kind == "file":
         return root.read_range(at.container, 0, at.size, whole=True)
     if at.kind == "bytes":

@@ -188,15 +188,9 @@ _reader = _RowReader()
 def rows_at_hand(
     wanted: Sequence[WantedRows], scratch: Path, unpack_folder: Path
 ) -> Iterator[None]:
-    """Prepare rows of Parquet files for being read in any order while the block runs.
-
-    Args:
-        scratch: existing folder; the files in it have no name and vanish with this process.
-        unpack_folder: for copies of groups, which stay there.
-
-    Raises:
-        StageError: a file cannot be read, or the disk is full.
-    """
+    """Prepare rows of Parquet files for being read in any order while the block runs. Files in the
+    folder `scratch` have no name, and vanish with this process; copies of groups stay in
+    `unpack_folder`. Raises StageError if a file cannot be read, or the disk is full."""
     at_hand: dict[str, list[_AtHand]] = {}
     before, _reader.at_hand = _reader.at_hand, at_hand
     try:
@@ -226,11 +220,7 @@ def decoded_at_once(
     group_starts: Sequence[int], group_bytes: Sequence[int], rows: Rows
 ) -> npt.NDArray[np.bool_]:
     """(num_groups,): whether a reader of these rows, ascending, decodes a group for itself.
-
-    Args:
-        group_starts: (num_groups + 1,) first row of each group, and the number of rows.
-        group_bytes: (num_groups,) when decoded.
-    """
+    `group_starts`, (num_groups + 1,), are as in RowFile; `group_bytes`, (num_groups,), decoded."""
     wanted = np.diff(np.searchsorted(rows, np.asarray(group_starts)))
     much = wanted >= WANTED_SHARE * np.diff(group_starts)
     return (wanted > 0) & (much | (np.asarray(group_bytes) <= SMALL_GROUP))
