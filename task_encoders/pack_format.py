@@ -20,9 +20,11 @@ A pack with videos is nested and has one more list, whose names count for themse
     {"images": [["img000.jpg"], [], ...], "videos": [[], ["vid000.mp4"], ...], ...}
 
 `meta` holds `task`, and per sub-sample `keys`, `num_tokens` and `system` (null: the template's
-default). Packs written by others are read as well: `prompts` for `prompt`, or neither; `img0` for
-`img000`; empty or null names for sub-samples without such media; no `images` beside `videos`; no
-`meta`; images under other names than the members', see `match_images`.
+default); where any has them, also `tools` (JSON; "": none) and `turns`, which holds what its turns
+have besides prompt and answer (`Turn.details`; null: nothing). Packs written by others are read as
+well: `prompts` for `prompt`, or neither; `img0` for `img000`; empty or null names for sub-samples
+without such media; no `images` beside `videos`; no `meta`; images under other names than the
+members', see `match_images`.
 """
 
 import itertools
@@ -33,7 +35,7 @@ from typing import Any, Final
 
 import orjson
 
-from task_encoders.samples import SampleError, SourceSample, Turn, check_sample
+from task_encoders.samples import SampleError, SourceSample, check_sample, make_turn
 
 JSON_PART: Final = "json"
 
@@ -135,6 +137,11 @@ def pack_json(sub_samples: Sequence[PackedSubSample], task: str) -> bytes:
         "num_tokens": [sub.num_tokens for sub in sub_samples],
         "system": [sample.system for sample in samples],
     }
+    if any(sample.tools for sample in samples):
+        record["meta"]["tools"] = [sample.tools for sample in samples]
+    details = [[turn.details for turn in sample.turns] for sample in samples]
+    if any(map(any, details)):
+        record["meta"]["turns"] = [found if any(found) else None for found in details]
     return orjson.dumps(record)
 
 
@@ -180,14 +187,18 @@ def restore_pack(
     prompts = _column(record, given, key, count) if given else [""] * count
     keys = tuple(meta.get("keys") or (f"{key}/{i}" for i in range(count)))
     systems = tuple(meta.get("system") or (None,) * count)
+    tools = tuple(meta.get("tools") or ("",) * count)
+    details = tuple(meta.get("turns") or (None,) * count)
     num_tokens = tuple(meta["num_tokens"]) if "num_tokens" in meta else None
-    described = [keys, systems] if num_tokens is None else [keys, systems, num_tokens]
+    described = [keys, systems, tools, details, *([] if num_tokens is None else [num_tokens])]
     if any(len(column) != count for column in described):
         raise PackFormatError(f"pack {key!r}: meta does not describe its {count} sub-samples")
     sub_task = task or meta.get("task") or "captioning"
     subs = tuple(
         _restore_sub_sample(*columns, task=sub_task)
-        for columns in zip(keys, images, videos, prompts, captions, systems, strict=True)
+        for columns in zip(
+            *(keys, images, videos, prompts, captions, systems, tools, details), strict=True
+        )
     )
     return RestoredPack(subs, keys, meta.get("task"), num_tokens)
 
@@ -242,6 +253,8 @@ def _restore_sub_sample(
     prompts: Any,
     captions: Any,
     system: str | None,
+    tools: str,
+    details: Any,
     *,
     task: str,
 ) -> SourceSample | SampleError:
@@ -254,8 +267,13 @@ def _restore_sub_sample(
             questions = [""] * len(answers)
         if len(questions) != len(answers):
             raise SampleError("bad_record", f"{len(questions)} prompts, {len(answers)} captions")
-        turns = tuple(map(Turn, questions, answers))
-        sample = SourceSample(key, task, turns, image_names, system, video_names)
+        details = [None] * len(answers) if details is None else details
+        if not isinstance(details, list) or len(details) != len(answers):
+            raise SampleError("bad_record", f"meta.turns does not describe {len(answers)} turns")
+        if not isinstance(tools, str):
+            raise SampleError("bad_record", f"meta.tools is not text: {tools!r}"[:200])
+        turns = tuple(map(make_turn, questions, answers, details))
+        sample = SourceSample(key, task, turns, image_names, system, video_names, tools)
         check_sample(sample)
     except SampleError as error:
         return error

@@ -5,8 +5,8 @@ media themselves travel beside it, as bytes in the order of `SourceSample.media`
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, fields
+from typing import Any, Final
 
 #: The three kinds of training sample. "bmr" is multi-turn and mixed data (blend, multi-round).
 TASKS: Final = ("captioning", "vqa", "bmr")
@@ -17,12 +17,15 @@ IMAGE_PLACEHOLDER: Final = "<image>"
 #: The same for videos. In a sample without videos it is ordinary text.
 VIDEO_PLACEHOLDER: Final = "<video>"
 
+#: Who speaks before an answer. A first system message is the sample's own.
+ROLES: Final = ("user", "tool", "system", "developer")
+
 #: Why a sample can be set aside. A reason is part of the artifacts: never rename one.
 REASONS: Final[Mapping[str, str]] = {
     "bad_json": "the JSON cannot be parsed (also: not UTF-8, a lone surrogate, NaN)",
     "damaged_source": "the file that holds the sample, and perhaps more, ends or is damaged there",
     "bad_record": "the JSON parses but does not hold what its task needs",
-    "bad_roles": "messages are not [system,] user, assistant, user, assistant, ...",
+    "bad_roles": "messages are not [system,] user, assistant, ...; results of tools count as user",
     "empty_answer": "an answer or caption is empty or only white space",
     "lost_prompt": "captioning would not show the record's prompt to the model",
     "image_count_mismatch": "the number of <image> placeholders is not the number of images",
@@ -38,6 +41,7 @@ REASONS: Final[Mapping[str, str]] = {
     "video_too_large": "a video's frames have more pixels than max_image_pixels",
     "video_too_long": "a video has more frames than max_video_frames",
     "aspect_ratio": "a medium's longer side is more than max_aspect_ratio times the shorter",
+    "not_in_template": "the chat template cannot write such a sample (tools, thoughts, roles)",
     "not_drawn": "the repeat or weight of its source is below 1 and left it out",
     "duplicate_key": "an earlier sample of the same source has the same key",
     "not_in_layout": "the output layout cannot hold such a sample (its plan says what)",
@@ -67,6 +71,51 @@ class Turn:
 
     prompt: str
     answer: str
+    #: who says the prompt, one of ROLES: "tool" where it is a result
+    role: str = "user"
+    #: (role, text) of each message between the last answer and the prompt
+    before: tuple[tuple[str, str], ...] = ()
+    #: what the model thought before it answered, where it stands apart from the answer
+    thought: str | None = None
+    #: what the answer calls, each as JSON: {"name": str, "arguments": object or text}
+    calls: tuple[str, ...] = ()
+    #: whether the answer carries loss
+    trained: bool = True
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What it has besides a user's prompt and an answer: {} of most turns."""
+        found = {name: getattr(self, name) for name in _DETAILS}
+        return {name: value for name, value in found.items() if value != _DETAILS[name]}
+
+
+_DETAILS: Final[Mapping[str, Any]] = {field.name: field.default for field in fields(Turn)[2:]}
+
+
+def make_turn(prompt: str, answer: str, details: Mapping[str, Any]) -> Turn:
+    """A turn with the details that JSON holds.
+
+    Raises:
+        SampleError: they are not those of a turn.
+    """
+    if not details:
+        return Turn(prompt, answer)
+    held = {**_DETAILS, **details} if isinstance(details, Mapping) else {}
+    if held.keys() != _DETAILS.keys():
+        raise SampleError("bad_record", f"these are no details of a turn: {details!r}"[:200])
+    role, before, thought, calls, trained = (held[name] for name in _DETAILS)
+    pairs = before if isinstance(before, list | tuple) else [before]
+    if not (
+        role in ROLES
+        and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs)
+        and all(who in ROLES and isinstance(text, str) for who, text in pairs)
+        and isinstance(thought, str | None)
+        and isinstance(calls, list | tuple)
+        and all(isinstance(call, str) for call in calls)
+        and isinstance(trained, bool)
+    ):
+        raise SampleError("bad_record", f"these are no details of a turn: {details!r}"[:200])
+    return Turn(prompt, answer, role, tuple(map(tuple, before)), thought, tuple(calls), trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +133,8 @@ class SourceSample:
     images: tuple[str, ...] = ()
     system: str | None = None
     videos: tuple[str, ...] = ()
+    #: JSON list of the tools that the model may call; "": none
+    tools: str = ""
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -94,6 +145,11 @@ class SourceSample:
         """Names of all media: images first, then videos."""
         return self.images + self.videos
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its turns and a system message are all that it has."""
+        return not self.tools and not any(turn.details for turn in self.turns)
+
 
 def check_sample(sample: SourceSample) -> None:
     """Raise SampleError where no encoder could use the sample: no turn, an empty answer, or
@@ -101,11 +157,13 @@ def check_sample(sample: SourceSample) -> None:
     if not sample.turns:
         raise SampleError("bad_record", "no turns")
     for i, turn in enumerate(sample.turns):
-        if not turn.answer.strip():
+        if not (turn.answer.strip() or turn.calls):
             raise SampleError("empty_answer", f"turn {i} has an empty answer")
     if sample.task == "captioning":
         if len(sample.turns) != 1:
             raise SampleError("bad_record", f"{len(sample.turns)} captions; one is expected")
+        if not sample.is_plain:
+            raise SampleError("bad_record", "a caption has no tools, thoughts or weights")
         return  # a caption's prompt is not encoded, and its media always go in front
     _check_count(sample, "image", IMAGE_PLACEHOLDER, len(sample.images))
     if sample.videos:
@@ -121,5 +179,10 @@ def _check_count(sample: SourceSample, kind: str, placeholder: str, expected: in
 
 
 def count_placeholders(turns: Iterable[Turn], placeholder: str) -> int:
-    """How often a placeholder stands in the prompts."""
-    return sum(turn.prompt.count(placeholder) for turn in turns)
+    """How often a placeholder stands in the prompts, and in what stands before them."""
+    found = 0
+    for turn in turns:
+        found += turn.prompt.count(placeholder)
+        for _, text in turn.before:
+            found += text.count(placeholder)
+    return found

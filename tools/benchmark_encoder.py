@@ -28,7 +28,7 @@ from task_encoders.media.patches import BACKENDS
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.samples import SourceSample, Turn
 from task_encoders.settings import PackingSettings
-from task_encoders.text.chat_templates import to_messages
+from task_encoders.text.pieces import to_chat
 
 ROUNDS = 5
 SEQ_LENGTH = 8192
@@ -99,7 +99,7 @@ def tokenize_only(encoder: Any, count: int) -> None:
 
 def run_transformers(processor: Any, files: list[bytes]) -> None:
     for i, data in enumerate(files):
-        text = processor.apply_chat_template(to_messages(sample_of(i)), tokenize=False)
+        text = processor.apply_chat_template(to_chat(sample_of(i)), tokenize=False)
         processor(text=[text], images=[decode_image(data)], return_tensors="np")
 
 

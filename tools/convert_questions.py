@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import orjson
 
@@ -32,7 +32,8 @@ from offline_packing.sources.records import has_dialogue, to_sample
 from offline_packing.storage.files import write_atomically
 from task_encoders.media.image import read_image_header
 from task_encoders.pack_format import image_extension
-from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample, Turn
+from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample
+from task_encoders.text.pieces import to_messages
 
 FORMS: Final = ("copies", "dialogue")
 
@@ -89,7 +90,7 @@ def merge_turns(samples: Sequence[SourceSample]) -> SourceSample:
     for sample in others:
         for turn in sample.turns:
             prompt = turn.prompt.replace(f"{IMAGE_PLACEHOLDER}\n", "")
-            turns.append(Turn(prompt.replace(IMAGE_PLACEHOLDER, ""), turn.answer))
+            turns.append(replace(turn, prompt=prompt.replace(IMAGE_PLACEHOLDER, "")))
     return replace(first, turns=tuple(turns))
 
 
@@ -131,7 +132,9 @@ def write_pairs(source: Source, found: Iterator[Found], folder: Path) -> int:
         if place is not None:
             images = [f"{name}.{extension}"]
             _put_image(source, place, folder / images[0], copies)
-        record = {"messages": _messages(sample), "images": images}
+        record: dict[str, Any] = {"messages": to_messages(sample), "images": images}
+        if sample.tools:
+            record["tools"] = sample.tools
         write_atomically(folder / f"{name}.json", orjson.dumps(record))
         count += 1
     return count
@@ -145,14 +148,6 @@ def _free_name(base: str, taken: dict[str, int]) -> str:
         taken[base] += 1
     taken.setdefault(name, 1)
     return name
-
-
-def _messages(sample: SourceSample) -> list[dict[str, str]]:
-    messages = [{"role": "system", "content": sample.system}] if sample.system is not None else []
-    for turn in sample.turns:
-        messages.append({"role": "user", "content": turn.prompt})
-        messages.append({"role": "assistant", "content": turn.answer})
-    return messages
 
 
 def _put_image(source: Source, place: Locator, path: Path, copies: dict[str, Path]) -> None:

@@ -17,7 +17,7 @@ from offline_packing.sources import Locator, Source
 from offline_packing.sources.reading.local import MediaRoot
 from task_encoders.sample_encoder import SampleLength
 from task_encoders.samples import IMAGE_PLACEHOLDER, SourceSample
-from task_encoders.text.chat_templates import DEFAULT_SYSTEM
+from task_encoders.text.qwen_templates import DEFAULT_SYSTEM
 from task_encoders.text.qwen_vocabulary import QWEN_SPECIAL_TOKENS
 
 #: What --accept-mismatch calls the times; no field of a fingerprint.
@@ -99,6 +99,8 @@ class Trait(IntFlag):
     CONTROL_TEXT = 2
     #: an image is 1 or 3 pixels high or wide
     THIN_IMAGE = 4
+    #: it has tools, thoughts, other roles than a user and an assistant, or answers without loss
+    NOT_PLAIN = 8
 
 
 def sample_traits(sample: SourceSample, image_sizes: Sequence[tuple[int, int]]) -> Trait:
@@ -113,6 +115,8 @@ def sample_traits(sample: SourceSample, image_sizes: Sequence[tuple[int, int]]) 
             traits |= Trait.OWN_SYSTEM
     if IMAGE_PLACEHOLDER in misread or any("<|" in t and _SPECIAL.search(t) for t in texts):
         traits |= Trait.CONTROL_TEXT
+    if not sample.is_plain:
+        traits |= Trait.NOT_PLAIN
     if any(side in _LIKE_CHANNELS for size in image_sizes for side in size):
         traits |= Trait.THIN_IMAGE
     return traits

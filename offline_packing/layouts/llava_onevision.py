@@ -51,6 +51,7 @@ def sample_loader(parts):
 _UNFIT_TRAITS: Final[Mapping[Trait, str]] = {
     # Their packs have no place for it.
     Trait.OWN_SYSTEM: "system message",
+    Trait.NOT_PLAIN: "tools, thoughts, or answers without loss",
     # They render the template to one string, put an image for each <image> in it, and tokenize it
     # with its special tokens: one image too many loses the pack, others change its tokens.
     Trait.CONTROL_TEXT: "text that spells control tokens, nor <image> in an answer",

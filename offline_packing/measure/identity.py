@@ -63,7 +63,9 @@ def hash_content(sample: SourceSample, media: Iterable[Embedded | None]) -> int:
     """xxh3_64 of what a sample is trained on: its texts, and its media by their names, or by their
     bytes where these are in the record itself."""
     names = (sample.images, sample.videos)
-    digest = xxhash.xxh3_64(orjson.dumps([sample.turns, *names, sample.system]))
+    turns = [{"prompt": t.prompt, "answer": t.answer, **t.details} for t in sample.turns]
+    tools = [sample.tools] if sample.tools else []
+    digest = xxhash.xxh3_64(orjson.dumps([turns, *names, sample.system, *tools]))
     for medium in media:
         if medium is not None and medium.data is not None:
             digest.update(xxhash.xxh3_128_digest(medium.data))

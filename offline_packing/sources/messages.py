@@ -10,24 +10,37 @@
     [{"type": "image_url", "image_url": {"url": "a.jpg"}}, ...]     also "video", "video_url"
     [{"type": "image"}, ...]                                        the record's next image
 
-What a message says and packs cannot hold (tools, reasoning, a loss weight) is refused: the sample
-would be trained as another one.
+Calls of tools, their results and thoughts are read in these forms; what else a message says (audio,
+a loss weight between 0 and 1) is refused, since the sample would be trained as another one:
+
+    {"role": "assistant", "tool_calls": [{"function": {"name": str, "arguments": ...}}], ...}
+    {"role": "assistant", "reasoning_content": str, "content": str}       also "reasoning"
+    {"role": "tool", "content": str}
+    {"from": "function_call", "value": '{"name": str, "arguments": ...}'}
+    {"from": "observation", "value": str}
+    {"role": "assistant", "content": str, "loss_weight": 0}     also "weight", "loss", "train"
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SampleError, Turn
+import orjson
+
+from task_encoders.samples import IMAGE_PLACEHOLDER, ROLES, VIDEO_PLACEHOLDER, SampleError, Turn
 
 #: Names that roles have in one form or another.
-_ROLES: Final[Mapping[str, str]] = {"human": "user", "gpt": "assistant"}
-#: What a message or a record may hold besides its text, and would be lost.
-_UNPACKED: Final = (
-    *("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"),
-    *("image", "images", "video", "videos", "audio", "audios"),
-)
-_LOSS_FIELDS: Final = ("loss_weight", "weight", "loss", "train")
+_ROLES: Final[Mapping[str, str]] = {
+    "human": "user",
+    "gpt": "assistant",
+    **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
+}
+#: Messages of an assistant whose content is a call, or a list of them.
+_CALL_ROLES: Final = ("function_call", "tool_call")
+_THOUGHT_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
+#: What a message may hold besides its text, and would be lost.
+_UNPACKED: Final = ("image", "images", "video", "videos", "audio", "audios")
+_LOSS_FIELDS: Final = ("loss_weight", "weight", "loss", "loss_scale", "train")
 #: Type of a part of a content list -> what marks its place.
 _MEDIA_TYPES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("image", "image_url"), IMAGE_PLACEHOLDER),
@@ -45,21 +58,86 @@ class Dialogue:
     videos: list[str | None] = field(default_factory=list)
 
 
+class _Message(NamedTuple):
+    """One message, under its role in ROLES or as "assistant"."""
+
+    role: str
+    text: str
+    thought: str | None = None
+    calls: tuple[str, ...] = ()
+    trained: bool = True
+
+
 def read_dialogue(messages: Any, name: str) -> Dialogue:
-    """[system,] user, assistant, user, assistant, ... Raises SampleError: bad_roles, or bad_record
-    where a message cannot be packed as it is."""
+    """[system,] user, assistant, user, assistant, ...; results of tools count as user. Raises
+    SampleError: bad_roles, or bad_record where a message cannot be packed as it is."""
     if not isinstance(messages, list) or not messages:
         raise SampleError("bad_record", f"{name!r} is {kind_of(messages)}, not a list of messages")
     found = Dialogue()
-    said = [one for message in messages for one in _messages(message, found)]
-    if said[0][0] == "system":
-        found.system = said.pop(0)[1]
-    roles = [role for role, _ in said]
-    if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
-        raise SampleError("bad_roles", f"roles are {', '.join(roles[:8]) or 'system only'}")
-    texts = [text for _, text in said]
-    found.turns = [Turn(*turn) for turn in zip(texts[::2], texts[1::2], strict=True)]
+    said = _joined([one for message in messages for one in _messages(message, found)])
+    roles = [one.role for one in said]
+    if roles[0] == "system":
+        found.system = said.pop(0).text
+    before: list[_Message] = []
+    for one in said:
+        if one.role != "assistant":
+            before.append(one)
+            continue
+        asked = [other.role for other in before]
+        if asked.count("user") > 1 or not {"user", "tool"}.intersection(asked):
+            raise _bad_roles(roles)
+        *others, last = before
+        pairs = tuple((other.role, other.text) for other in others)
+        found.turns.append(
+            Turn(last.text, one.text, last.role, pairs, one.thought, one.calls, one.trained)
+        )
+        before = []
+    if before or not found.turns or not set(roles) <= {*ROLES, "assistant"}:
+        raise _bad_roles(roles)
     return found
+
+
+def _bad_roles(roles: Sequence[str]) -> SampleError:
+    return SampleError("bad_roles", f"roles are {', '.join(roles[:8])}")
+
+
+def read_tools(value: Any) -> str:
+    """The JSON of a list of tools, which may itself be given as JSON; "" where there are none. A
+    bare function is put into the object that chat templates expect.
+
+    Raises:
+        SampleError: bad_record.
+    """
+    tools = _parsed(value, "tools")
+    if not tools:
+        return ""
+    tools = [_parsed(tool, "a tool") for tool in tools] if isinstance(tools, list) else [tools]
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise SampleError("bad_record", "'tools' is not a list of objects")
+    return orjson.dumps(
+        [{"type": "function", "function": tool} if "name" in tool else tool for tool in tools]
+    ).decode()
+
+
+def _parsed(value: Any, what: str) -> Any:
+    """What a text spells as JSON; anything else as it is."""
+    if not isinstance(value, str) or not value.strip():
+        return value or None
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError as error:
+        raise SampleError("bad_record", f"{what} is no JSON: {error}") from error
+
+
+def _joined(said: list[_Message]) -> list[_Message]:
+    """Calls in messages of their own belong to the answer before them."""
+    joined: list[_Message] = []
+    for one in said:
+        if joined and joined[-1].role == one.role == "assistant" and one.calls and not one.text:
+            last = joined.pop()
+            one = last._replace(calls=last.calls + one.calls, trained=last.trained and one.trained)
+        joined.append(one)
+    return joined
 
 
 def media_name(value: Any) -> Any:
@@ -75,8 +153,8 @@ def kind_of(value: Any) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
-def _messages(message: Any, found: Dialogue) -> Iterator[tuple[str, str]]:
-    """Role and text of a message; of an object that holds a whole turn, two."""
+def _messages(message: Any, found: Dialogue) -> Iterator[_Message]:
+    """A message; of an object that holds a whole turn, two."""
     if not isinstance(message, dict):
         raise SampleError("bad_record", f"a message is {kind_of(message)}, not an object")
     lost = next((name for name in _UNPACKED if message.get(name)), None)
@@ -84,28 +162,53 @@ def _messages(message: Any, found: Dialogue) -> Iterator[tuple[str, str]]:
         raise SampleError("bad_record", f"a message has {lost!r}, which is not packed")
     if "from" in message:
         role, content = message["from"], message.get("value")
-        role = _ROLES.get(role, role) if isinstance(role, str) else role
     elif "role" not in message and "user" in message and "assistant" in message:
-        yield "user", _text("user", message["user"], found)
-        yield "assistant", _text("assistant", message["assistant"], found)
+        yield _Message("user", _text("user", message["user"], found))
+        yield _Message("assistant", _text("assistant", message["assistant"], found))
         return
     else:
         role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise SampleError("bad_record", f"the role of a message is {kind_of(role)}, not text")
-    _check_loss(role, message)
-    yield role, _text(role, content, found)
+    role = _ROLES.get(role, role)
+    calls = message.get("tool_calls") or message.get("function_call") or ()
+    if role in _CALL_ROLES:
+        role, content, calls = "assistant", "", content
+    thought = _first(message, _THOUGHT_FIELDS)
+    if not isinstance(thought, str | None):
+        raise SampleError("bad_record", f"the thought of a message is {kind_of(thought)}, not text")
+    if (calls or thought) and role != "assistant":
+        raise SampleError("bad_record", f"a message of {role!r} has a call of a tool or a thought")
+    text = "" if content is None and calls else _text(role, content, found)
+    trained = _is_trained(role, message)
+    yield _Message(role, text, thought or None, _calls(calls), trained)
 
 
-def _check_loss(role: str, message: Mapping[str, Any]) -> None:
-    """Answers carry loss, and nothing else does: a message may say so, and nothing else."""
+def _calls(value: Any) -> tuple[str, ...]:
+    """Calls as JSON, from a list, an object or JSON of either; see `Turn.calls`."""
+    calls = _parsed(value, "a call")
+    found = []
+    for call in calls if isinstance(calls, list | tuple) else [calls] if calls else []:
+        call = _parsed(call, "a call")
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise SampleError("bad_record", f"a call of a tool names no function: {call!r}"[:200])
+        arguments = function.get("arguments", function.get("parameters"))
+        arguments = {} if arguments is None else arguments
+        found.append(orjson.dumps({"name": function["name"], "arguments": arguments}).decode())
+    return tuple(found)
+
+
+def _is_trained(role: str, message: Mapping[str, Any]) -> bool:
+    """Whether a message carries loss: answers do unless they say otherwise, and nothing else."""
     weight = _first(message, _LOSS_FIELDS)
-    if weight is not None and weight != (role == "assistant"):
+    if weight is not None and weight not in ((0, 1) if role == "assistant" else (0,)):
         raise SampleError(
             "bad_record",
-            f"a message of {role!r} has the loss weight {weight!r}; answers are packed with 1, all "
-            "else with 0",
+            f"a message of {role!r} has the loss weight {weight!r}; answers are packed with 1 or "
+            "0, all else with 0",
         )
+    return weight is None or bool(weight)
 
 
 def _text(role: str, content: Any, found: Dialogue) -> str:
@@ -131,7 +234,7 @@ def _part(role: str, part: Any, found: Dialogue) -> str:
         if not isinstance(text, str):
             raise SampleError("bad_record", f"a text in a message is {kind_of(text)}")
         return text
-    if kind not in _MEDIA_TYPES or role != "user":
+    if kind not in _MEDIA_TYPES or role not in ("user", "tool"):
         raise SampleError("bad_record", f"a part {kind!r} of {role!r}, which is not packed")
     placeholder = _MEDIA_TYPES[kind]
     name = media_name(_first(part, (kind, kind.removesuffix("_url"), "path", "url", "value")))

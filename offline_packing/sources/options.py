@@ -37,6 +37,7 @@ _REPLACED: Final[Mapping[str, tuple[str, ...]]] = {
     "messages": DIALOGUE_FIELDS,
     "conversations": DIALOGUE_FIELDS,
     "system": ("system",),
+    "tools": ("tools", "functions"),
     "question": (*DIALOGUE_FIELDS, *PROMPT_FIELDS),
     "answer": (*DIALOGUE_FIELDS, *ANSWER_FIELDS),
     "caption": (*DIALOGUE_FIELDS, *PROMPT_FIELDS, *ANSWER_FIELDS),

@@ -7,15 +7,23 @@
 
 Prompts and answers may also be two lists of equal length: turns. Images are named by "images" or
 "image", videos by "videos" or "video"; the name may stand in an object {"path": ...}. `system` is
-the system message. Other fields are ignored; lost_fields.py reports it.
+the system message, `tools` (or `functions`) what the model may call. Other fields are ignored;
+lost_fields.py reports it.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, cast
 
 import orjson
 
-from offline_packing.sources.messages import Dialogue, kind_of, media_name, read_dialogue
+from offline_packing.sources.messages import (
+    Dialogue,
+    kind_of,
+    media_name,
+    read_dialogue,
+    read_tools,
+)
 from task_encoders.pack_format import is_video_name
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
@@ -35,17 +43,17 @@ DIALOGUE_FIELDS: Final = ("messages", "conversations", "texts")
 PROMPT_FIELDS: Final = ("question", "prompt", "context")
 _ANSWERS: Final = ("answer", "answers")
 _CAPTIONS: Final = ("captions", "caption")
+_TOOLS: Final = ("tools", "functions")
 ANSWER_FIELDS: Final = (*_ANSWERS, *_CAPTIONS, "text")
 
 #: Every field that `to_sample` reads, and "id".
 RECORD_FIELDS: Final = (
-    *("id", "system", *sorted(MEDIA_FIELDS)),
+    *("id", "system", *_TOOLS, *sorted(MEDIA_FIELDS)),
     *(*DIALOGUE_FIELDS, *PROMPT_FIELDS, *ANSWER_FIELDS),
 )
 
-#: What a record may hold that would be lost; "[]" is how tables keep an empty list of tools.
-_UNPACKED: Final = ("tools", "functions", "audios", "audio")
-_NO_VALUES: Final[tuple[Any, ...]] = (None, False, "", "[]", [], {})
+#: What a record may hold that would be lost.
+_UNPACKED: Final = ("audios", "audio")
 
 
 def load_json(data: bytes) -> Mapping[str, Any]:
@@ -74,7 +82,7 @@ def to_sample(
 ) -> SourceSample:
     """The sample of a parsed record. `paired_media` are images and videos with the record's name,
     where the format pairs by name. Raises SampleError if the record cannot be used."""
-    lost = next((name for name in _UNPACKED if content.get(name) not in _NO_VALUES), None)
+    lost = next((name for name in _UNPACKED if content.get(name)), None)
     if lost is not None:
         raise SampleError("bad_record", f"the record has {lost!r}, which are not packed")
     name = _first(content, DIALOGUE_FIELDS)
@@ -84,7 +92,9 @@ def to_sample(
     turns = found.turns
     if videos and not images:
         turns = _mark_videos(turns, len(videos))
-    sample = SourceSample(key, task, tuple(turns), tuple(images), system, tuple(videos))
+    tools = "".join(read_tools(content[name]) for name in _TOOLS if content.get(name))
+    media = tuple(images), system, tuple(videos)
+    sample = SourceSample(key, task, tuple(turns), *media, tools)
     check_sample(sample)
     _check_places(sample)
     return sample
@@ -134,8 +144,10 @@ def _mark_videos(turns: list[Turn], num_videos: int) -> list[Turn]:
     marks = [count_placeholders(turns, mark) for mark in (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER)]
     if marks != [num_videos, 0]:
         return turns
-    prompts = (turn.prompt.replace(IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER) for turn in turns)
-    return [Turn(prompt, turn.answer) for prompt, turn in zip(prompts, turns, strict=True)]
+    return [
+        replace(turn, prompt=turn.prompt.replace(IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER))
+        for turn in turns
+    ]
 
 
 def _system(content: Mapping[str, Any], said: str | None) -> str | None:

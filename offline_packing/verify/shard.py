@@ -201,7 +201,7 @@ def _sub_sample_problem(
     videos = [parts[name] for name in sub.videos]
     try:
         source = LAYOUTS[task.shard.layout].stored_form(task.shard.read_sample(row))
-        if (sub.turns, sub.system) != (source.turns, source.system):
+        if (sub.turns, sub.system, sub.tools) != (source.turns, source.system, source.tools):
             return "text differs from the source"
         media = task.shard.read_media(row)
         if images + videos != media:

@@ -5,7 +5,7 @@ from typing import Any
 from task_encoders.families import build_sample_encoder
 from task_encoders.families.qwen2_vl import Qwen2VLEncoder
 from task_encoders.text.builtin_tokenizer import builtin_tokenizer
-from task_encoders.text.chat_templates import QWEN2_VL_TEMPLATE
+from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
 
 
 def builtin_processor(family: str | None = None, **options: Any) -> Any:

@@ -16,8 +16,8 @@ from task_encoders.media.pixel_values import Bytes, Normalisation
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample, SampleLength
-from task_encoders.samples import SourceSample, check_sample
-from task_encoders.text.chat_templates import Answer, Control, Piece, Text, Video
+from task_encoders.samples import SampleError, SourceSample, check_sample
+from task_encoders.text.pieces import Answer, Control, Piece, Text, Video
 from task_encoders.text.tokenizer import Tokenizer
 
 Grid = tuple[int, int, int]
@@ -52,6 +52,8 @@ class FamilyEncoder(ABC):
     LENGTHS_OF: ClassVar[str]
     #: Raised by one whenever a change alters any sample's tokens: old artifacts are refused then.
     TEMPLATE_VERSION: ClassVar[int] = 1
+    #: Fingerprint of a checkpoint's chat template that writes otherwise than the family's.
+    own_template: str = ""
     #: Rows of position_ids.
     POSITION_ROWS: ClassVar[int] = 3
 
@@ -80,7 +82,7 @@ class FamilyEncoder(ABC):
     # What a family decides.
 
     @abstractmethod
-    def render(self, sample: SourceSample) -> Iterator[Piece]:
+    def render(self, sample: SourceSample) -> Iterable[Piece]:
         """The pieces of a checked sample, media included."""
 
     @abstractmethod
@@ -117,6 +119,9 @@ class FamilyEncoder(ABC):
                 for name in self._lengths_follow
                 if changes_lengths(name)
             },
+            # Only where they are not as ever: what was written before stays what it is.
+            **({"chat_template": self.own_template} if self.own_template else {}),
+            **({"loss_on": self.options.loss_on} if self.options.loss_on != "all" else {}),
         }
 
     def measure(
@@ -168,6 +173,15 @@ class FamilyEncoder(ABC):
             video_grid_thw=_grid_array(video_media),
             normalisation=self.normalisation,
         )
+
+    def labelled(self, sample: SourceSample) -> list[bool]:
+        """Whether each answer of a conversation carries loss. Raises SampleError if none does."""
+        labelled = [turn.trained for turn in sample.turns]
+        if self.options.loss_on == "last":
+            labelled[:-1] = [False] * (len(labelled) - 1)
+        if not any(labelled):
+            raise SampleError("bad_record", "none of the answers that may carry loss is trained")
+        return labelled
 
     def _concatenate(self, rows: Sequence[Bytes], depth: int) -> Bytes:
         if not rows:

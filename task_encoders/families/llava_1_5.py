@@ -19,7 +19,7 @@ from task_encoders.media.pixel_values import Bytes, Normalisation, rescale_then_
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample
-from task_encoders.text.chat_templates import Answer, Control, Image, Piece, Text, place_media
+from task_encoders.text.pieces import Answer, Control, Image, Piece, Text, place_media
 from task_encoders.text.tokenizer import BUILTIN, load_tokenizer
 
 #: Options and their defaults: CLIP ViT-L/14 at 336 pixels. No tokens_per_image: a token per patch.
@@ -78,6 +78,9 @@ class Llava15Encoder(FamilyEncoder):
         self._check_tokenizer()
 
     def render(self, sample: SourceSample) -> Iterator[Piece]:
+        if any(turn.details.keys() - {"trained"} for turn in sample.turns) or sample.tools:
+            raise SampleError("not_in_template", "the template has no tools, thoughts and roles")
+        labelled = self.labelled(sample)
         yield _START
         if sample.task == "captioning" or self.options.template == "plain":
             if len(sample.turns) > 1:
@@ -86,7 +89,7 @@ class Llava15Encoder(FamilyEncoder):
             yield Answer("", sample.turns[0].answer + "\n")
             return
         text = f"{DEFAULT_SYSTEM if sample.system is None else sample.system} "
-        for turn in place_media(sample):
+        for turn, has_loss in zip(place_media(sample), labelled, strict=True):
             text += "USER: "
             # Images go in front of their turn, each on a line of its own.
             for _ in range(turn.prompt.count(IMAGE_PLACEHOLDER)):
@@ -94,8 +97,9 @@ class Llava15Encoder(FamilyEncoder):
                 yield Image()
                 text = "\n"
             question = turn.prompt.replace(IMAGE_PLACEHOLDER, "").strip()
-            yield Answer(f"{text}{question} ASSISTANT: ", turn.answer)
-            yield _END
+            header = f"{text}{question} ASSISTANT: "
+            yield Answer(header, turn.answer) if has_loss else Text(header + turn.answer)
+            yield Control(_END.token, has_loss)
             text = ""
 
     def image_medium(self, height: int, width: int) -> Medium:

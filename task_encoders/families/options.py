@@ -67,6 +67,8 @@ class ModelOptions(BaseModel):
     #: where text goes on behind a video: behind the longer side of its grid, as in transformers
     #: from 5 on, or behind its last position, as in transformers 4 and the trainers built on it
     video_end: Literal["longer_side", "last_position"] = beside_lengths("longer_side")
+    #: which answers of a conversation carry loss, if their messages do not say otherwise
+    loss_on: Literal["all", "last"] = added("all")
 
     #: of square images of one size: side in pixels, side of a patch, and tokens (default: patches)
     image_size: NonNegative = added(0)

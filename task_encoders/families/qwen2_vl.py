@@ -8,6 +8,7 @@ from task_encoders.families.encoder import Medium
 from task_encoders.families.family import Family, Preset
 from task_encoders.families.options import ModelOptions
 from task_encoders.families.qwen_vl import QwenVLEncoder
+from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import (
     BUILTIN,
     MEDIA_TOKEN_IDS,
@@ -46,7 +47,7 @@ class Qwen2VLEncoder(QwenVLEncoder):
     PATCH_SIZE = _PATCH
     MEAN = (0.48145466, 0.4578275, 0.40821073)
     STD = (0.26862954, 0.26130258, 0.27577711)
-    DEFAULT_SYSTEM = "You are a helpful assistant."
+    TEMPLATE = QWEN2_VL_TEMPLATE
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__(options, DEFAULTS)

@@ -6,7 +6,7 @@ A video is a run of steps in time, each with its time in words and vision tags o
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -18,9 +18,8 @@ from task_encoders.families.options import ModelOptions
 from task_encoders.families.qwen_vl import QwenVLEncoder
 from task_encoders.media.video import SampledVideo, seconds_per_grid
 from task_encoders.media.video_file import VideoHeader
-from task_encoders.samples import SampleError, SourceSample, Turn
-from task_encoders.text import chat_templates
-from task_encoders.text.chat_templates import Piece
+from task_encoders.samples import SampleError
+from task_encoders.text.qwen_templates import QWEN3_5_TEMPLATE, QWEN3_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import (
     BUILTIN,
     MEDIA_TOKEN_IDS,
@@ -50,13 +49,13 @@ DEFAULTS: Final[dict[str, Any]] = {
 
 
 class Qwen3VLEncoder(QwenVLEncoder):
-    """Timestamps before each step of a video; no system message of the template's own."""
+    """Timestamps before each step of a video."""
 
     LENGTHS_OF = "qwen3_vl"
     PATCH_SIZE = _PATCH
     MEAN = STD = (0.5, 0.5, 0.5)
     TEXT_TOKENS = QWEN3_TEXT_TOKENS
-    DEFAULT_SYSTEM = None
+    TEMPLATE = QWEN3_VL_TEMPLATE
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__(options, DEFAULTS)
@@ -138,10 +137,11 @@ def timestamps(video: SampledVideo, depth: int) -> list[float]:
 
 
 class Qwen35Encoder(Qwen3VLEncoder):
-    """Qwen3.5's template: contents without white space around them, and what was thought in the
+    """Another template: contents without white space around them, and what was thought in the
     answers behind the last question, if it is nothing."""
 
     LENGTHS_OF = "qwen3_5"
+    TEMPLATE = QWEN3_5_TEMPLATE
 
     def __init__(self, options: ModelOptions) -> None:
         if options.processor == BUILTIN:
@@ -150,36 +150,6 @@ class Qwen35Encoder(Qwen3VLEncoder):
                 "a hub name as processor"
             )
         super().__init__(options)
-
-    def render(self, sample: SourceSample) -> Iterator[Piece]:
-        if sample.task == "captioning":
-            return super().render(sample)
-        system = None if sample.system is None else sample.system.strip()
-        placed = chat_templates.place_media(sample)
-        questions = [turn.prompt.strip() for turn in placed]
-        last = _last_question(questions)
-        answers = [_answer(turn.answer, i >= last) for i, turn in enumerate(placed)]
-        turns = tuple(map(Turn, questions, answers))
-        return chat_templates.conversation_pieces(sample, turns, system)
-
-
-def _last_question(questions: Sequence[str]) -> int:
-    """The turn from which on answers show what was thought: results of tools are no questions."""
-    for i in reversed(range(len(questions))):
-        text = questions[i]
-        if not (text.startswith("<tool_response>") and text.endswith("</tool_response>")):
-            return i
-    raise SampleError("bad_record", "no question, only results of tools")
-
-
-def _answer(text: str, shows_thought: bool) -> str:
-    """An answer as the template writes it; a thought stands in it as <think>…</think>."""
-    thought, content = "", text.strip()
-    if "</think>" in content:
-        before, *_, behind = content.split("</think>")
-        thought = before.rstrip("\n").split("<think>")[-1].strip()
-        content = behind.lstrip("\n")
-    return f"<think>\n{thought}\n</think>\n\n{content}" if shows_thought else content
 
 
 def _text(

@@ -1,6 +1,6 @@
 """What the Qwen-VL families share: ChatML, patches in blocks of merge_size², vision tags."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from task_encoders.families.encoder import FamilyEncoder, Medium, Span, patch_spans
@@ -11,10 +11,13 @@ from task_encoders.media.pixel_values import Bytes
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SourceSample
-from task_encoders.text import chat_templates
-from task_encoders.text.chat_templates import Piece
+from task_encoders.text.chat_templates import ChatTemplate
+from task_encoders.text.pieces import Control, Piece, caption_pieces
 from task_encoders.text.qwen_vocabulary import BUILTIN
+from task_encoders.text.template_proof import load_template
 from task_encoders.text.tokenizer import load_tokenizer
+
+_CAPTION_END = Control("<|im_end|>", labelled=True)
 
 
 class QwenVLEncoder(FamilyEncoder):
@@ -25,8 +28,8 @@ class QwenVLEncoder(FamilyEncoder):
     STD: ClassVar[tuple[float, float, float]]
     #: What the built-in vocabulary holds behind its special tokens.
     TEXT_TOKENS: ClassVar[tuple[str, ...]] = ()
-    #: The template's own system message; None: it has none.
-    DEFAULT_SYSTEM: ClassVar[str | None]
+    #: What published checkpoints write, in Jinja; a checkpoint's own goes before it.
+    TEMPLATE: ClassVar[str]
 
     def __init__(self, options: ModelOptions, defaults: Mapping[str, Any]) -> None:
         self.vision = VisionSettings(
@@ -48,15 +51,19 @@ class QwenVLEncoder(FamilyEncoder):
             patch_area=self.vision.patch_size**2,
             normalisation=patches.normalisation(self.vision),
         )
-        if options.processor != BUILTIN:
-            chat_templates.check_checkpoint(options.processor, self.render, options.family)
+        if options.processor == BUILTIN:
+            self.template = ChatTemplate(self.TEMPLATE)
+        else:
+            self.template, self.own_template = load_template(options.processor, self.TEMPLATE)
         self.image_token_id = self.tokenizer.special_id("<|image_pad|>")
         self.video_token_id = self.tokenizer.special_id("<|video_pad|>")
         self._before = Span([self.tokenizer.special_id("<|vision_start|>")], 1, 1)
         self._behind = Span([self.tokenizer.special_id("<|vision_end|>")], 1, 1)
 
-    def render(self, sample: SourceSample) -> Iterator[Piece]:
-        return chat_templates.render(sample, self.DEFAULT_SYSTEM)
+    def render(self, sample: SourceSample) -> Iterable[Piece]:
+        if sample.task == "captioning":
+            return caption_pieces(sample, _CAPTION_END)
+        return self.template.pieces(sample, self.labelled(sample))
 
     def image_medium(self, height: int, width: int) -> Medium:
         return Medium(image.image_grid(height, width, self.vision))

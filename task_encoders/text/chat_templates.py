@@ -1,226 +1,278 @@
-"""The chat template as a list of pieces, so that control tokens, text and answers stay apart.
+"""A chat template in Jinja, cut into pieces: what it writes, and the places of a sample's texts.
 
-Rendering to one string and tokenizing that would turn `<|im_end|>` inside a user's text into a
-control token, and would lose where the answers are. `check_chat_template` proves that the pieces
-spell what the checkpoint's own Jinja template writes.
+A template is rendered once for each *shape* of conversation, with marks in the place of texts, and
+what it wrote is cut at the marks and at control tokens. Every sample of that shape is then put
+together from the cut parts and its own texts:
+
+    user, assistant  ->  <|im_start|>user\\n⟨0⟩<|im_end|>\\n<|im_start|>assistant\\n⟨1⟩<|im_end|>\\n
+
+A text is one mark, but for what the template could look at: if it trims texts, white space at
+their borders; if it searches them for words such as `</think>`, those words. These stay in the
+shape, as do tools and calls, which templates write as JSON or in a form of their own. So texts are
+never searched for control tokens, and templates decide as they would with the texts themselves;
+`template_proof` holds that against transformers.
 """
 
+import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from task_encoders.samples import (
-    IMAGE_PLACEHOLDER,
-    VIDEO_PLACEHOLDER,
-    SourceSample,
-    Turn,
-    count_placeholders,
+from task_encoders.samples import SampleError, SourceSample
+from task_encoders.text.jinja_template import JinjaTemplate
+from task_encoders.text.pieces import (
+    Answer,
+    Control,
+    Image,
+    Piece,
+    Text,
+    Video,
+    media_in_front,
+    split_at_media,
 )
 
-#: Qwen2-VL's chat template, for processors that come without one.
-QWEN2_VL_TEMPLATE: Final = (
-    "{% for message in messages %}"
-    "{% if loop.first and message['role'] != 'system' %}"
-    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
-    "<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif content['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
-    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}{% endif %}"
-    "<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+#: How the vocabularies of ChatML spell control tokens.
+_CONTROL: Final = re.compile(r"(<\|\w+\|>)")
+_START: Final = "<|im_start|>"
+_END: Final = "<|im_end|>"
+#: What stands before an answer, in a text behind the start token.
+_HEADER: Final = "assistant\n"
 
-DEFAULT_SYSTEM: Final = "You are a helpful assistant."
+# Noncharacters, which no text holds: around the number of a text, and for '<' in tools and calls.
+_MARK: Final = "\ufdd0"
+_MARK_END: Final = "\ufdd1"
+_LESS: Final = "\ufdd2"
+_NUMBERED: Final = re.compile(f"{_MARK}(\\d+){_MARK_END}")
+_RESERVED: Final = re.compile(f"[{_MARK}{_MARK_END}{_LESS}]")
+
+#: Shapes that are kept; those with tools hold them whole.
+_MAX_SHAPES: Final = 1024
+
+#: A text with marks for what no template looks at.
+_Skeleton = str
+#: Of a conversation: tools, then (role, skeleton) of each message; and of a prompt with its answer
+#: (role, skeleton, skeleton, skeleton of the thought, calls).
+_Shape = tuple[Any, ...]
+_Slot = str | list[str | Image | Video]
 
 
-class Control(NamedTuple):
-    """A control token. `labelled`: it ends an answer, so the model learns to write it."""
+class _Words(NamedTuple):
+    """Words between control tokens; numbers are texts. `turn`: whose answer it is part of."""
+
+    parts: tuple[str | int, ...]
+    header: str = ""
+    turn: int = -1
+
+
+class _AnswerControl(NamedTuple):
+    """A control token in an answer, or at its end."""
 
     token: str
-    labelled: bool = False
+    turn: int
 
 
-class Text(NamedTuple):
-    """Text that carries no loss."""
-
-    text: str
+_Part = Control | Text | _Words | _AnswerControl
 
 
-class Answer(NamedTuple):
-    """Text that carries loss, behind a header that does not. Both are tokenized as one: the
-    header's newline merges with newlines that begin an answer."""
+class ChatTemplate:
+    """Pieces of conversations, as a chat template writes them."""
 
-    header: str
-    text: str
+    def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
+        """`variables`: what else the template may name, such as `bos_token`.
 
+        Raises:
+            ValueError: it is no Jinja.
+        """
+        self.jinja = JinjaTemplate(source, variables or {})
+        words = "|".join(map(re.escape, self.jinja.words))
+        self._words = re.compile(f"({words})") if words else None
+        looks = bool(words) or self.jinja.trims
+        self._skeleton = self._looked_at if looks else _one_mark
+        self._shapes: dict[_Shape, tuple[_Part, ...]] = {}
 
-class Image(NamedTuple):
-    """The place of the next image."""
+    def pieces(self, sample: SourceSample, labelled: Sequence[bool]) -> list[Piece]:
+        """The pieces of a checked conversation, without what stands behind the very last end token.
 
+        Args:
+            labelled: for each turn whether its answer carries loss.
 
-class Video(NamedTuple):
-    """The place of the next video."""
-
-
-Piece = Control | Text | Answer | Image | Video
-
-#: A prompt is cut at both placeholders where the sample has videos.
-_MEDIA: Final[Mapping[str, Image | Video]] = {
-    IMAGE_PLACEHOLDER: Image(),
-    VIDEO_PLACEHOLDER: Video(),
-}
-_PLACEHOLDERS: Final = re.compile(f"({'|'.join(map(re.escape, _MEDIA))})")
-
-_START, _END = Control("<|im_start|>"), Control("<|im_end|>")
-_ANSWER_END = Control("<|im_end|>", labelled=True)
-
-
-def caption_pieces(sample: SourceSample, end: Control) -> Iterator[Piece]:
-    """Images, videos, caption, end token; no template."""
-    yield from [Image()] * len(sample.images)
-    yield from [Video()] * len(sample.videos)
-    yield Answer("", sample.turns[0].answer)
-    yield end
-
-
-def render(sample: SourceSample, default_system: str | None = DEFAULT_SYSTEM) -> Iterator[Piece]:
-    """The pieces of a checked sample (`samples.check_sample`).
-
-    Conversations: ChatML with the default system message, if any, where the sample has none, and
-    without the newline behind the very last end token.
-    """
-    if sample.task == "captioning":
-        return caption_pieces(sample, _ANSWER_END)
-    system = sample.system if sample.system is not None else default_system
-    return conversation_pieces(sample, place_media(sample), system)
-
-
-def conversation_pieces(
-    sample: SourceSample, turns: Sequence[Turn], system: str | None
-) -> Iterator[Piece]:
-    """ChatML of turns in which every medium has its placeholder."""
-    if system is not None:
-        yield from _message("system", system)
-    for i, turn in enumerate(turns):
-        yield _START
-        # '<image>\nWhat?' -> 'user\n', image, '\nWhat?'
-        first, *parts = _split_at_media(sample, turn.prompt)
-        yield Text(f"user\n{first}")
+        Raises:
+            SampleError: the template does not write all of the sample.
+        """
+        shape, slots = self._shape(sample)
+        parts = self._shapes.get(shape)
+        if parts is None:
+            parts = self._cut(shape)
+            if len(self._shapes) >= _MAX_SHAPES:
+                self._shapes.clear()
+            self._shapes[shape] = parts
+        pieces: list[Piece] = []
         for part in parts:
-            if not isinstance(part, str):
-                yield part
-            elif part:
-                yield Text(part)
-        yield _END
-        yield Text("\n")
-        yield _START
-        yield Answer("assistant\n", turn.answer)
-        yield _ANSWER_END
-        if i + 1 < len(turns):
-            yield Text("\n")
+            if isinstance(part, _Words):
+                _fill(part, slots, labelled, pieces)
+            elif isinstance(part, _AnswerControl):
+                pieces.append(Control(part.token, labelled[part.turn]))
+            else:
+                pieces.append(part)
+        return pieces
 
+    def _shape(self, sample: SourceSample) -> tuple[_Shape, list[_Slot]]:
+        """The shape of a conversation, and the texts in it."""
+        slots: list[_Slot] = []
+        shape: list[Any] = [sample.tools]
+        media = bool(sample.images or sample.videos)
+        front = media_in_front(sample) if media else ""
+        if sample.system is not None:
+            shape.append(("system", self._skeleton(sample.system, slots)))
+        for turn in sample.turns:
+            begin = len(slots)
+            for role, text in turn.before:
+                shape.append((role, self._skeleton(text, slots)))
+            prompt = self._skeleton(front + turn.prompt, slots)
+            front = ""
+            for i in range(begin, len(slots)) if media else ():
+                slots[i] = split_at_media(sample, str(slots[i]))
+            answer = self._skeleton(turn.answer, slots)
+            thought = None if turn.thought is None else self._skeleton(turn.thought, slots)
+            shape.append((turn.role, prompt, answer, thought, turn.calls))
+        return tuple(shape), slots
 
-def _message(role: str, content: str) -> Iterator[Piece]:
-    yield _START
-    yield Text(f"{role}\n{content}")
-    yield _END
-    yield Text("\n")
+    def _looked_at(self, text: str, slots: list[_Slot]) -> _Skeleton:
+        """The skeleton of a text that the template looks at; see `_one_mark`."""
+        skeleton = ""
+        for i, part in enumerate(self._words.split(text) if self._words else (text,)):
+            core = part.strip()
+            if i % 2 or not core:
+                skeleton += part
+                continue
+            begin = part.index(core)
+            skeleton += part[:begin] + _MARK + part[begin + len(core) :]
+            slots.append(core)
+        return skeleton
 
-
-def place_media(sample: SourceSample) -> tuple[Turn, ...]:
-    """The turns, with all images, and then all videos, in front where no prompt says where they
-    belong."""
-    front = ""
-    for placeholder, names in (
-        (IMAGE_PLACEHOLDER, sample.images),
-        (VIDEO_PLACEHOLDER, sample.videos),
-    ):
-        if names and not count_placeholders(sample.turns, placeholder):
-            front += placeholder * len(names)
-    if not front:
-        return sample.turns
-    first, *rest = sample.turns
-    return Turn(front + first.prompt, first.answer), *rest
-
-
-def _split_at_media(sample: SourceSample, prompt: str) -> list[str | Image | Video]:
-    """'a<image>b' -> ['a', Image(), 'b']; texts and media alternate, and a text comes first."""
-    if not sample.videos:
-        first, *rest = prompt.split(IMAGE_PLACEHOLDER)
-        return [first, *(piece for text in rest for piece in (Image(), text))]
-    return [_MEDIA.get(part, part) for part in _PLACEHOLDERS.split(prompt)]
-
-
-def to_messages(sample: SourceSample) -> list[dict[str, Any]]:
-    """A conversation as transformers' chat messages, with media as content parts."""
-    messages: list[dict[str, Any]] = []
-    if sample.system is not None:
-        messages.append({"role": "system", "content": [{"type": "text", "text": sample.system}]})
-    for turn in place_media(sample):
-        content = [
-            {"type": "text", "text": part}
-            if isinstance(part, str)
-            else {"type": "image" if isinstance(part, Image) else "video"}
-            for part in _split_at_media(sample, turn.prompt)
-            if part != ""
-        ]
-        messages.append({"role": "user", "content": content})
-        answer = [{"type": "text", "text": turn.answer}]
-        messages.append({"role": "assistant", "content": answer})
-    return messages
-
-
-def check_checkpoint(
-    processor: str, render: Callable[[SourceSample], Iterator[Piece]], family: str
-) -> None:
-    """Refuse a checkpoint whose chat template is not its family's; see check_chat_template."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(processor, trust_remote_code=False)
-    if tokenizer.chat_template:
-        check_chat_template(tokenizer, processor, render, family)
-
-
-def check_chat_template(
-    template_renderer: Any,
-    name: str,
-    render: Callable[[SourceSample], Iterator[Piece]],
-    family: str,
-) -> None:
-    """Prove that a checkpoint's Jinja template writes what its family's `render` does.
-
-    Args:
-        template_renderer: a transformers processor or tokenizer with `apply_chat_template`.
-        name: what to call it in the error.
-
-    Raises:
-        ValueError: it writes something else.
-    """
-    turns = (
-        Turn("<image>\nWhat is <image> this?", "A cat.\n"),
-        Turn(" And <video>?", "\n\nA dog."),
-    )
-    for system in (None, "Be brief."):
-        sample = SourceSample("probe", "bmr", turns, ("a", "b"), system, ("c",))
-        ours = "".join(_spell(piece) for piece in render(sample)) + "\n"
-        theirs = template_renderer.apply_chat_template(to_messages(sample), tokenize=False)
-        if ours != theirs:
-            raise ValueError(
-                f"the chat template of {name!r} is not that of {family}: for a probe dialogue it "
-                f"writes {theirs!r}, expected {ours!r}; name a checkpoint of the configured family"
+    def _cut(self, shape: _Shape) -> tuple[_Part, ...]:
+        """What the template writes for a shape, cut. Raises SampleError."""
+        tools, messages, needed = self._messages(shape)
+        written = self.jinja.render(messages, tools)
+        missing = needed.difference(map(int, _NUMBERED.findall(written)))
+        if missing:
+            roles = ", ".join(message["role"] for message in messages)
+            raise SampleError(
+                "not_in_template", f"the chat template leaves out a message; roles: {roles}"[:200]
             )
+        parts: list[_Part] = []
+        turn, answering = -1, False
+        for i, text in enumerate(_CONTROL.split(written)):
+            if i % 2:
+                parts.append(_AnswerControl(text, turn) if answering else Control(text))
+                answering = answering and text != _END
+            elif text.startswith(_HEADER) and parts and parts[-1] == Control(_START):
+                turn, answering = turn + 1, True
+                parts.append(_Words(_numbers(text[len(_HEADER) :]), _HEADER, turn))
+            elif answering and text:
+                parts.append(_Words(_numbers(text), "", turn))
+            elif text:
+                words = _numbers(text)
+                is_fixed = len(words) == 1 and isinstance(words[0], str)
+                parts.append(Text(str(words[0])) if is_fixed else _Words(words))
+        if parts and isinstance(parts[-1], Text) and not parts[-1].text.strip():
+            parts.pop()
+        if turn + 1 != sum(message["role"] == "assistant" for message in messages) or answering:
+            raise SampleError(
+                "not_in_template", f"the chat template marks no answers by {_START}{_HEADER!r}"
+            )
+        return tuple(parts)
+
+    def _messages(self, shape: _Shape) -> tuple[Any, list[dict[str, Any]], set[int]]:
+        """Tools and messages that a template takes, with numbered marks, and the numbers of the
+        texts that it has to write: all but thoughts, which it may show in some answers only."""
+        tools = self._protected(shape[0]) if shape[0] else None
+        if tools and not self.jinja.writes_tools:
+            raise SampleError("not_in_template", "the chat template writes no tools")
+        messages: list[dict[str, Any]] = []
+        needed: set[int] = set()
+        count = 0
+
+        def number(skeleton: _Skeleton) -> str:
+            nonlocal count
+            first, *rest = skeleton.split(_MARK)
+            for part in rest:
+                first += f"{_MARK}{count}{_MARK_END}{part}"
+                count += 1
+            return first
+
+        for role, said, *answered in shape[1:]:
+            begin = count
+            messages.append({"role": role, "content": number(said)})
+            needed.update(range(begin, count))
+            if not answered:
+                continue
+            begin, (answer, thought, calls) = count, answered
+            messages.append({"role": "assistant", "content": number(answer)})
+            if self._words is None or not self._words.search(answer):
+                needed.update(range(begin, count))
+            if thought is not None:
+                if not self.jinja.writes_thoughts:
+                    raise SampleError("not_in_template", "the chat template writes no thoughts")
+                numbered = number(thought)
+                messages[-1] |= {"reasoning_content": numbered, "thinking": numbered}
+            if calls:
+                messages[-1]["tool_calls"] = [self._call(call) for call in calls]
+        return tools, messages, needed
+
+    def _call(self, call: str) -> dict[str, Any]:
+        if not self.jinja.writes_calls:
+            raise SampleError("not_in_template", "the chat template writes no calls of tools")
+        function = self._protected(call)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str) and not self.jinja.takes_argument_text:
+            try:
+                function["arguments"] = json.loads(arguments)
+            except ValueError as error:
+                raise SampleError("bad_record", f"arguments of a call: {error}") from error
+        return {"type": "function", "function": function}
+
+    @staticmethod
+    def _protected(text: str) -> Any:
+        """JSON whose texts hold nothing that could be read as a control token or a mark."""
+        if _RESERVED.search(text):
+            raise SampleError("bad_record", "tools or calls hold noncharacters")
+        return json.loads(text.replace("<", _LESS))
 
 
-def _spell(piece: Piece) -> str:
-    match piece:
-        case Control(token=token):
-            return token
-        case Answer(header=header, text=text):
-            return header + text
-        case Text(text=text):
-            return text
-        case Video():
-            return "<|vision_start|><|video_pad|><|vision_end|>"
-    return "<|vision_start|><|image_pad|><|vision_end|>"
+def _one_mark(text: str, slots: list[_Slot]) -> _Skeleton:
+    """A text's skeleton; adds the texts of its marks to `slots`."""
+    if not text:
+        return ""
+    slots.append(text)
+    return _MARK
+
+
+def _fill(
+    words: _Words, slots: Sequence[_Slot], labelled: Sequence[bool], pieces: list[Piece]
+) -> None:
+    """Adds words with the texts in their places; media part them."""
+    text = ""
+    for part in words.parts:
+        found = part if isinstance(part, str) else slots[part]
+        if isinstance(found, str):
+            text += found
+            continue
+        for piece in found:
+            if isinstance(piece, str):
+                text += piece
+                continue
+            if text:
+                pieces.append(Text(text))
+            text = ""
+            pieces.append(piece)
+    if words.turn >= 0 and labelled[words.turn]:
+        pieces.append(Answer(words.header, text))
+    elif text or words.header:
+        pieces.append(Text(words.header + text))
+
+
+def _numbers(text: str) -> tuple[str | int, ...]:
+    """'a⟨3⟩b' -> ('a', 3, 'b')"""
+    parts = _NUMBERED.split(text.replace(_LESS, "<"))
+    return tuple(int(part) if i % 2 else part for i, part in enumerate(parts) if part)

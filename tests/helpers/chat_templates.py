@@ -1,42 +1,28 @@
-"""What the chat templates of published checkpoints write for conversations with media, tools left
-out: transformers renders these, and the encoders are held against that."""
+"""Chat templates with marks around what an assistant writes, for transformers' assistant mask."""
 
-_PARTS = (
-    "{%- macro parts(content) %}{% for part in content %}"
-    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endmacro %}"
-)
+_BEGIN, _STOP = "{% generation %}", "{% endgeneration %}"
 
-QWEN3_VL = (
-    _PARTS
-    + "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
-    + "{{ parts(message.content) }}{{ '<|im_end|>\n' }}{% endfor %}"
-)
 
-#: Contents are trimmed; only answers behind the last question show what was thought.
-QWEN3_5 = (
-    _PARTS
-    + """
-{%- set state = namespace(last=-1) %}
-{%- for message in messages %}
-    {%- set content = parts(message.content)|trim %}
-    {%- set is_result = content.startswith('<tool_response>')
-        and content.endswith('</tool_response>') %}
-    {%- if message.role == 'user' and not is_result %}{% set state.last = loop.index0 %}{% endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- set content = parts(message.content)|trim %}
-    {%- set thought = '' %}
-    {%- if message.role == 'assistant' and '</think>' in content %}
-        {%- set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1] %}
-        {%- set thought = thought.lstrip('\n')|trim %}
-        {%- set content = content.split('</think>')[-1].lstrip('\n') %}
-    {%- endif %}
-    {{- '<|im_start|>' + message.role + '\n' }}
-    {%- if message.role == 'assistant' and loop.index0 > state.last %}
-        {{- '<think>\n' + thought + '\n</think>\n\n' }}
-    {%- endif %}
-    {{- content + '<|im_end|>\n' }}
-{%- endfor %}"""
-)
+def marked(template: str) -> str:
+    """A template of `qwen_templates` with such marks."""
+    begin = template.find("{% if message['content'] is string %}")
+    if begin >= 0:
+        content = template[begin : template.index("<|im_end|>\n{% endfor %}")] + "<|im_end|>"
+        return template.replace(
+            content + "\n",
+            "{% if message['role'] == 'assistant' %}"
+            + f"{_BEGIN}{content}{_STOP}{{% else %}}{content}{{% endif %}}{{{{ '\\n' }}}}",
+        )
+    header = "{{- '<|im_start|>assistant\\n'"
+    head, _, answer = template.partition(header)
+    end = "{{- '<|im_end|>\\n' }}\n\n    {%- elif message.role == 'tool'"
+    assert end in answer
+    answer, _, rest = answer.partition(end)
+    opened = answer.removeprefix(" }}")
+    opened = opened if opened != answer else "{{-" + answer.removeprefix(" +")
+    return (
+        f"{head}{header} }}}}{{%- generation %}}{opened}"
+        + "{{- '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}"
+        + end.removeprefix("{{- '<|im_end|>\\n' }}")
+        + rest
+    )

@@ -8,7 +8,7 @@
 The path is that file or its folder, `dataset` the name of the entry. The data are read from files
 beside it (.json, .jsonl, .parquet, .txt); those on a hub, and preference data, are refused. So is
 what would change which samples there are: a `split` other than train, and `num_samples`, which
-LLaMA-Factory draws afresh in every run. Records with tools or audio are set aside.
+LLaMA-Factory draws afresh in every run. Records with audio are set aside.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,10 +39,15 @@ _COLUMN_FIELDS: Final = frozenset(
     "prompt query response history messages system images videos "
     "tools audios chosen rejected kto_tag".split()
 )
-#: Columns whose content would be lost.
-_UNPACKED_COLUMNS: Final = ("tools", "audios")
-_TAG_NAMES: Final = ("role_tag", "content_tag", "user_tag", "assistant_tag", "system_tag")
-_TAG_FIELDS: Final = frozenset((*_TAG_NAMES, "observation_tag", "function_tag"))
+#: What tags name, and the role of ours that each stands for.
+_TAG_ROLES: Final = {
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "system_tag": "system",
+    "observation_tag": "tool",
+    "function_tag": "function_call",
+}
+_TAG_NAMES: Final = ("role_tag", "content_tag", *_TAG_ROLES)
 #: Defaults of columns and tags, by formatting.
 _COLUMNS: Final = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
@@ -50,8 +55,8 @@ _COLUMNS: Final = {
     "openai": {"messages": "messages"},
 }
 _TAGS: Final = {
-    "sharegpt": ("from", "value", "human", "gpt", "system"),
-    "openai": ("role", "content", "user", "assistant", "system"),
+    "sharegpt": ("from", "value", "human", "gpt", "system", "observation", "function_call"),
+    "openai": ("role", "content", "user", "assistant", "system", "tool", "function_call"),
 }
 
 
@@ -144,7 +149,7 @@ def _find_problem(entry: Any) -> str | None:
     if not isinstance(entry, dict):
         return f"is {entry!r:.100}, not an object"
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
-    for name, known, fields in (("columns", _COLUMN_FIELDS, columns), ("tags", _TAG_FIELDS, tags)):
+    for name, known, fields in (("columns", _COLUMN_FIELDS, columns), ("tags", _TAG_NAMES, tags)):
         are_names = isinstance(fields, dict) and all(
             value is None or isinstance(value, str) for value in fields.values()
         )
@@ -200,12 +205,11 @@ class _EntryFields(FieldMap):
 
     def apply(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
         named = {name: content.get(column) for name, column in self._names.items()}
-        for name in _UNPACKED_COLUMNS:
-            if named.get(name):
-                raise SampleError("bad_record", f"it has {name}, which are not packed")
+        if named.get("audios"):
+            raise SampleError("bad_record", "it has audios, which are not packed")
         kept = {"id": content.get("id")} if "id" in content else {}
-        for name in ("images", "videos", "system"):
-            if named[name] not in (None, ""):
+        for name in ("images", "videos", "system", "tools"):
+            if named.get(name) not in (None, ""):
                 kept[name] = named[name]
         if self._tags:
             return {**kept, "messages": self._dialogue(named)}
@@ -219,15 +223,15 @@ class _EntryFields(FieldMap):
         if not isinstance(messages, list):
             return messages
         tags = self._tags
-        roles = {tags[f"{role}_tag"]: role for role in ("user", "assistant", "system")}
+        roles = {tags[name]: role for name, role in _TAG_ROLES.items()}
 
         def said(message: Any) -> Any:
             if not isinstance(message, dict):
                 return message
             role = message.get(tags["role_tag"])
-            # 'function_call' and others that are not packed keep their names
             named = roles.get(role, f"unknown ({role})") if isinstance(role, str) else role
-            return {"role": named, "content": message.get(tags["content_tag"])}
+            content = message.get(tags["content_tag"])
+            return {"role": named, "content": content, "tool_calls": message.get("tool_calls")}
 
         return list(map(said, messages))
 

@@ -12,7 +12,7 @@ sub_sample   a tar, or a pack's JSON       first byte of the pack's JSON    byte
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -22,6 +22,7 @@ from offline_packing.sources.reading.row_reader import read_value
 from offline_packing.storage.streams import unpack, unpacked_copy
 from task_encoders.pack_format import PackFormatError, restore_pack
 from task_encoders.samples import SourceSample
+from task_encoders.text.pieces import to_messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +89,6 @@ def _sub_sample_json(pack: bytes, task: str, number: int, size: int) -> bytes:
 
 def to_json(sample: SourceSample) -> bytes:
     """A restored sub-sample as a record."""
-    messages = [{"role": "system", "content": sample.system}] if sample.system is not None else []
-    for turn in sample.turns:
-        messages.append({"role": "user", "content": turn.prompt})
-        messages.append({"role": "assistant", "content": turn.answer})
-    record = {"messages": messages, "images": sample.images}
+    record: dict[str, Any] = {"messages": to_messages(sample), "images": sample.images}
+    record |= {"tools": sample.tools} if sample.tools else {}
     return orjson.dumps(record | {"videos": sample.videos} if sample.videos else record)

@@ -1,9 +1,13 @@
 """Messages in the forms that datasets have; what packs cannot hold is refused, never left out."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
+from offline_packing.sources.reading.read import to_json
 
 from offline_packing.measure.measure import measure
 from offline_packing.sources.records import check_prompts_are_shown, to_sample
@@ -60,7 +64,8 @@ def test_turns_in_one_object() -> None:
         (asked({"type": "image"}, TEXT), "image_count_mismatch"),
         (asked({"type": "image", "image": ["a.jpg"]}, TEXT), "bad_record"),
         (asked("What?"), "bad_record"),
-        ({"messages": dialogue("a", "b"), "tools": '[{"name": "f"}]'}, "bad_record"),
+        ({"messages": dialogue("a", "b"), "tools": "[{"}, "bad_record"),
+        ({"messages": dialogue("a", "b"), "tools": [7]}, "bad_record"),
         ({"messages": dialogue("<audio>a", "b"), "audios": ["a.mp3"]}, "bad_record"),
         ({"messages": dialogue("a", "<image>"), "image": "a.jpg"}, "image_count_mismatch"),
         ({"messages": dialogue("a", "b"), "system": "s", "image": 7}, "bad_record"),
@@ -75,20 +80,85 @@ def test_what_cannot_be_packed(content: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        *({name: 0} for name in ("loss_weight", "weight")),
-        *({name: False} for name in ("loss", "train")),
         {"loss_weight": 0.5},
-        {"tool_calls": [{"name": "f"}]},
-        {"reasoning_content": "Let me think."},
+        {"weight": 2},
+        {"tool_calls": [{"type": "function"}]},
+        {"tool_calls": "no JSON"},
+        {"reasoning_content": ["a"]},
         {"images": ["a.jpg"]},
     ],
 )
 def test_answers_that_would_be_trained_as_others(fields: dict[str, Any]) -> None:
     user, answer = dialogue("a", "b")
-    plain = {"loss_weight": 1.0, "weight": None, "tool_calls": None, "images": []}
-    assert to_sample({"messages": [user, {**answer, **plain}]}, "k", "bmr").turns
+    plain = {"loss_weight": 1.0, "weight": None, "tool_calls": None, "images": [], "reasoning": ""}
+    assert to_sample({"messages": [user, {**answer, **plain}]}, "k", "bmr").is_plain
     with pytest.raises(SampleError, match="bad_record"):
         to_sample({"messages": [user, {**answer, **fields}]}, "k", "bmr")
+    with pytest.raises(SampleError, match="bad_record"):
+        to_sample({"messages": [{**user, "loss_weight": 1}, answer]}, "k", "bmr")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({name: 0} for name in ("loss_weight", "weight")),
+        *({name: False} for name in ("loss", "train")),
+    ],
+)
+def test_answers_without_loss(fields: dict[str, Any]) -> None:
+    user, answer = dialogue("a", "b")
+    messages = [user, {**answer, **fields}, *dialogue("c", "d")]
+    turns = to_sample({"messages": messages}, "k", "bmr").turns
+    assert turns == (Turn("a", "b", trained=False), Turn("c", "d"))
+
+
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+TOOL = {"type": "function", "function": FUNCTION}
+CALL = {"name": "f", "arguments": {"a": 1}}
+WITH_TOOLS = (
+    Turn("q", "", calls=('{"name":"f","arguments":{"a":1}}',) * 2),
+    Turn("2", "d", role="tool", before=(("tool", "<image>1"),), thought="t"),
+)
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)], [FUNCTION]])
+def test_tools_their_calls_and_results_are_read(tools: Any) -> None:
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": CALL}, CALL]}
+    result = {"role": "tool", "content": [{"type": "image"}, {"type": "text", "text": "1"}]}
+    answer = {"role": "assistant", "content": "d", "reasoning_content": "t"}
+    messages = [
+        *({"role": "user", "content": "q"}, called),
+        *(result, {"role": "tool", "content": "2"}, answer),
+    ]
+    content = {"messages": messages, "tools": tools, "images": ["a.jpg"]}
+    sample = to_sample(content, "k", "bmr")
+    assert sample.turns == WITH_TOOLS
+    assert json.loads(sample.tools) == [TOOL]
+    assert to_sample(orjson.loads(to_json(sample)), "k", "bmr") == sample
+
+
+def test_tools_in_sharegpt() -> None:
+    said = [
+        *(("human", "q"), ("function_call", json.dumps(CALL)), ("function_call", json.dumps(CALL))),
+        *(("observation", "<image>1"), ("observation", "2"), ("gpt", "d")),
+    ]
+    messages = [{"from": who, "value": text} for who, text in said]
+    sample = to_sample({"conversations": messages, "images": ["a.jpg"]}, "k", "bmr")
+    first, last = WITH_TOOLS
+    assert sample.turns == (first, replace(last, thought=None))
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        *("user", "user user assistant", "assistant user assistant", "system assistant"),
+        *("user assistant assistant", "user critic assistant", "user assistant user", "user tool"),
+    ],
+)
+def test_roles_that_no_conversation_has(roles: str) -> None:
+    messages = [{"role": role, "content": "a"} for role in roles.split()]
+    with pytest.raises(SampleError, match="bad_roles"):
+        to_sample({"messages": messages}, "k", "bmr")
 
 
 def test_system_messages_of_questions_are_kept() -> None:

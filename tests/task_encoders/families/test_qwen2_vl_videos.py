@@ -19,7 +19,7 @@ from task_encoders.media.video import VideoSettings
 from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn, check_sample
-from task_encoders.text.chat_templates import to_messages
+from task_encoders.text.pieces import to_chat
 from tests.helpers.datasets import image_bytes
 from tests.helpers.tiny_checkpoints import TEXT
 from tests.helpers.videos import make_video
@@ -84,7 +84,7 @@ def tiny_model(family: str) -> Any:
 
 def expected_ids(processor: Any, sample: SourceSample, grids: Sequence[Any]) -> list[int]:
     """transformers' chat template, with as many pads as its processor would put in."""
-    text = processor.apply_chat_template(to_messages(sample), tokenize=False)
+    text = processor.apply_chat_template(to_chat(sample), tokenize=False)
     counts = iter([int(np.prod(grid)) // 4 for grid in grids])
     for pad in ("<|image_pad|>", "<|video_pad|>"):
         parts = text.split(f"<|vision_start|>{pad}<|vision_end|>")

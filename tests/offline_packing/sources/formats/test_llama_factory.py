@@ -40,14 +40,14 @@ BAD_DIALOGUES: dict[str, tuple[Any, str]] = {
     "a text": ("Hi", "bad_record"),
     "nothing": (None, "bad_record"),
     "message is a number": ([5, 6], "bad_record"),
-    "tools were called": (
+    "a call is no JSON": (
         [
             TALK[0],
             {"from": "function_call", "value": "f"},
             {"from": "observation", "value": "1"},
             TALK[1],
         ],
-        "bad_roles",
+        "bad_record",
     ),
     "unknown role": ([TALK[0], {"from": "assistant", "value": "x"}], "bad_roles"),
 }
@@ -76,15 +76,26 @@ def test_bad_alpaca_records_are_set_aside(tmp_path: Path, fields: dict[str, Any]
     assert outcomes(config, tmp_path) == {"a:1": "bad_record", "a:2": "ok"}
 
 
-def test_tools_and_audio_are_set_aside(tmp_path: Path) -> None:
+def test_tools_are_read_and_audio_is_set_aside(tmp_path: Path) -> None:
     entry = {**SHAREGPT, "columns": {"messages": "talk", "tools": "t", "audios": "sound"}}
+    called = [
+        TALK[0],
+        {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
+        {"from": "observation", "value": "1"},
+        TALK[1],
+    ]
     records = [
         {"talk": TALK, "t": "", "sound": []},
-        {"talk": TALK, "t": '[{"name": "f"}]'},
+        {"talk": called, "t": '[{"name": "f"}]'},
         {"talk": TALK, "sound": ["a.wav"]},
     ]
     config = write_entry(tmp_path, entry, records)
-    assert list(outcomes(config, tmp_path).values()) == ["ok", "bad_record", "bad_record"]
+    # The default family's template writes no tools.
+    found = ["ok", "not_in_template", "bad_record"]
+    assert list(outcomes(config, tmp_path).values()) == found
+    model = {"family": "qwen3_vl"}
+    run = make_run({**config, "task": "bmr"}, tmp_path / "out", model=model)
+    assert pack_all(run)["counts"]["packed"] == 2
 
 
 @pytest.mark.parametrize(

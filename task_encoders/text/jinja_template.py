@@ -1,0 +1,129 @@
+"""A chat template in Jinja, as transformers runs it, and what it can write."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+from task_encoders.samples import SampleError
+
+#: Methods and filters whose result depends on the white space around a text.
+_TRIMS: Final = frozenset(("trim", "strip", "lstrip", "rstrip", "split", "splitlines"))
+#: A noncharacter, to be found again in what a template writes.
+_ASKED: Final = "\ufdd0"
+
+
+class JinjaTemplate:
+    """A compiled template."""
+
+    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
+        """`variables`: what else the template may name, such as `bos_token`.
+
+        Raises:
+            ValueError: it is no Jinja.
+        """
+        import jinja2
+
+        environment = _environment()
+        try:
+            syntax = environment.parse(source)
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the chat template is no Jinja: {error}") from error
+        self.source, self._variables = source, variables
+        #: whether it trims texts, and the words that it searches them for
+        self.trims, self.words = _looks_at(syntax)
+
+    def __reduce__(self) -> tuple[type["JinjaTemplate"], tuple[str, Mapping[str, Any]]]:
+        return type(self), (self.source, self._variables)  # what Jinja compiles is not pickled
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+        """What it writes. Raises SampleError where it cannot."""
+        import jinja2
+
+        try:
+            return self._template.render(
+                messages=messages, tools=tools, add_generation_prompt=False, **self._variables
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise SampleError(
+                "not_in_template", f"the chat template: {' '.join(str(error).split())}"[:200]
+            ) from error
+
+    @cached_property
+    def takes_argument_text(self) -> bool:
+        """Whether arguments of a call may be text; else they are given as the object it spells."""
+        call = {"type": "function", "function": {"name": "f", "arguments": _ASKED}}
+        return self._writes({"content": "b", "tool_calls": [call]})
+
+    def _writes(self, answer: Mapping[str, Any], tools: Any = None) -> bool:
+        asked = {"role": "user", "content": "a"}
+        try:
+            return _ASKED in self.render([asked, {"role": "assistant", **answer}], tools)
+        except SampleError:
+            return False
+
+    @cached_property
+    def writes_tools(self) -> bool:
+        tool = {"name": _ASKED, "description": "", "parameters": {"type": "object"}}
+        return self._writes({"content": "b"}, [{"type": "function", "function": tool}])
+
+    @cached_property
+    def writes_thoughts(self) -> bool:
+        return self._writes({"content": "b", "reasoning_content": _ASKED, "thinking": _ASKED})
+
+    @cached_property
+    def writes_calls(self) -> bool:
+        call = {"type": "function", "function": {"name": "f", "arguments": {"a": _ASKED}}}
+        return self._writes({"content": "b", "tool_calls": [call]})
+
+
+def _looks_at(syntax: Any) -> tuple[bool, list[str]]:
+    """Whether a template trims texts, and the words that it searches them for: those with a sign in
+    them, since it also asks for the names of fields."""
+    from jinja2 import nodes
+
+    names = {node.name for node in syntax.find_all(nodes.Filter)}
+    names |= {node.attr for node in syntax.find_all(nodes.Getattr)}
+    asked: list[Any] = [
+        argument
+        for call in syntax.find_all(nodes.Call)
+        if isinstance(call.node, nodes.Getattr)
+        for argument in call.args
+    ]
+    for comparison in syntax.find_all(nodes.Compare):
+        if any(operand.op in ("in", "notin") for operand in comparison.ops):
+            asked.append(comparison.expr)
+    found = {one.value for one in asked if isinstance(one, nodes.Const)}
+    words = [word for word in found if isinstance(word, str) and re.search(r"[^\w\s]", word)]
+    return not _TRIMS.isdisjoint(names), sorted(words, key=lambda word: (-len(word), word))
+
+
+def _environment() -> Any:
+    """Jinja as transformers sets it up for chat templates, but for the time of day."""
+    import jinja2
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %}: a block of an answer's words, written as any other."""
+
+        tags = {"generation"}  # noqa: RUF012 - Jinja's own attribute
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    return environment

@@ -1,0 +1,147 @@
+"""What a sample is rendered to: pieces, so that control tokens, text and answers stay apart.
+
+Rendering to one string and tokenizing that would turn `<|im_end|>` inside a user's text into a
+control token, and would lose where the answers are.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from task_encoders.samples import (
+    IMAGE_PLACEHOLDER,
+    VIDEO_PLACEHOLDER,
+    SourceSample,
+    Turn,
+    count_placeholders,
+)
+
+
+class Control(NamedTuple):
+    """A control token. `labelled`: it ends an answer, so the model learns to write it."""
+
+    token: str
+    labelled: bool = False
+
+
+class Text(NamedTuple):
+    """Text that carries no loss."""
+
+    text: str
+
+
+class Answer(NamedTuple):
+    """Text that carries loss, behind a header that does not. Both are tokenized as one: the
+    header's newline merges with newlines that begin an answer."""
+
+    header: str
+    text: str
+
+
+class Image(NamedTuple):
+    """The place of the next image."""
+
+
+class Video(NamedTuple):
+    """The place of the next video."""
+
+
+Piece = Control | Text | Answer | Image | Video
+
+#: A prompt is cut at both placeholders where the sample has videos.
+_MEDIA: Final[Mapping[str, Image | Video]] = {
+    IMAGE_PLACEHOLDER: Image(),
+    VIDEO_PLACEHOLDER: Video(),
+}
+_PLACEHOLDERS: Final = re.compile(f"({'|'.join(map(re.escape, _MEDIA))})")
+
+
+def caption_pieces(sample: SourceSample, end: Control) -> Iterator[Piece]:
+    """Images, videos, caption, end token; no template."""
+    yield from [Image()] * len(sample.images)
+    yield from [Video()] * len(sample.videos)
+    yield Answer("", sample.turns[0].answer)
+    yield end
+
+
+def media_in_front(sample: SourceSample) -> str:
+    """Placeholders of all images, and then of all videos, that no prompt says a place for."""
+    front = ""
+    for placeholder, names in (
+        (IMAGE_PLACEHOLDER, sample.images),
+        (VIDEO_PLACEHOLDER, sample.videos),
+    ):
+        if names and not count_placeholders(sample.turns, placeholder):
+            front += placeholder * len(names)
+    return front
+
+
+def place_media(sample: SourceSample) -> tuple[Turn, ...]:
+    """The turns, with such media in front of the first prompt."""
+    front = media_in_front(sample)
+    if not front:
+        return sample.turns
+    first, *rest = sample.turns
+    return replace(first, prompt=front + first.prompt), *rest
+
+
+def split_at_media(sample: SourceSample, prompt: str) -> list[str | Image | Video]:
+    """'a<image>b' -> ['a', Image(), 'b']; texts and media alternate, and a text comes first."""
+    if not sample.videos:
+        first, *rest = prompt.split(IMAGE_PLACEHOLDER)
+        return [first, *(piece for text in rest for piece in (Image(), text))]
+    return [_MEDIA.get(part, part) for part in _PLACEHOLDERS.split(prompt)]
+
+
+def to_messages(sample: SourceSample) -> list[dict[str, Any]]:
+    """A conversation as chat messages, with placeholders in the texts."""
+    messages: list[dict[str, Any]] = []
+    if sample.system is not None:
+        messages.append({"role": "system", "content": sample.system})
+    for turn in sample.turns:
+        messages += [{"role": role, "content": text} for role, text in turn.before]
+        messages.append({"role": turn.role, "content": turn.prompt})
+        messages.append({"role": "assistant", "content": turn.answer})
+        if turn.thought is not None:
+            messages[-1]["reasoning_content"] = turn.thought
+        if turn.calls:
+            called = [{"type": "function", "function": orjson.loads(call)} for call in turn.calls]
+            messages[-1]["tool_calls"] = called
+        if not turn.trained:
+            messages[-1]["loss_weight"] = 0
+    return messages
+
+
+def to_chat(sample: SourceSample) -> list[dict[str, Any]]:
+    """The same as transformers takes them, with media as parts of contents."""
+    messages = to_messages(replace(sample, turns=place_media(sample)))
+    for message in messages if sample.media else ():
+        if message["role"] in ("system", "assistant"):
+            continue
+        parts = split_at_media(sample, message["content"])
+        if len(parts) > 1:
+            message["content"] = [
+                {"type": "text", "text": part}
+                if isinstance(part, str)
+                else {"type": "image" if isinstance(part, Image) else "video"}
+                for part in parts
+                if part != ""
+            ]
+    return messages
+
+
+def spell(piece: Piece) -> str:
+    """A piece as Qwen's templates write it."""
+    match piece:
+        case Control(token=token):
+            return token
+        case Answer(header=header, text=text):
+            return header + text
+        case Text(text=text):
+            return text
+        case Video():
+            return "<|vision_start|><|video_pad|><|vision_end|>"
+    return "<|vision_start|><|image_pad|><|vision_end|>"

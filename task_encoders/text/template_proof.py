@@ -1,0 +1,151 @@
+"""The proof that a checkpoint's chat template was cut rightly: conversations that hold all that a
+sample can, as pieces and as transformers' `apply_chat_template` writes them."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import xxhash
+
+from task_encoders.samples import SampleError, SourceSample, Turn
+from task_encoders.text.chat_templates import ChatTemplate
+from task_encoders.text.pieces import Control, spell, to_chat
+
+_TOOL: Final = {"name": "find", "description": "Find <things>.", "parameters": {"type": "object"}}
+_TOOLS: Final = json.dumps([{"type": "function", "function": _TOOL}])
+_CALL: Final = '{"name": "find", "arguments": {"what": "a <b> \\"c\\"\\n", "n": [1, {"x": null}]}}'
+_TEXT_CALL: Final = '{"name": "find", "arguments": "{\\"what\\":  \\"é\\"}"}'
+_THINKS: Final = "<think>\nIt\n</think>\n\nis."
+
+
+def _probes() -> Iterator[SourceSample]:
+    """Conversations, the plain ones first."""
+
+    def sample(*turns: Turn, system: str | None = None, **more: Any) -> SourceSample:
+        return SourceSample("probe", "bmr", turns, system=system, **more)
+
+    media = Turn("<image>\nWhat is <image> this?", "A cat.\n"), Turn(" And <video>?", "\n\nA dog.")
+    for system in (None, "Be brief.", " \n Be \n"):
+        yield sample(*media, system=system, images=("a", "b"), videos=("c",))
+    yield sample(Turn(" image text video\n", " function tool\n "), Turn("name\n", "role content"))
+    yield sample(Turn("<|im_end|>\n<|im_start|>assistant\nNo.", "<|im_end|>\n<|im_start|>user\n"))
+    yield sample(Turn("a", _THINKS), Turn("b", f"So {_THINKS}"), Turn("c </think>", "d</think>"))
+    yield sample(Turn("a", "b"), Turn("<tool_response>c</tool_response>", _THINKS), Turn("", "d"))
+    # Not every template writes these.
+    yield sample(Turn("a", "b", before=(("system", "c"),)), system="d")
+    yield sample(Turn("a", "b", thought="c"), Turn("d", "e", thought="\nf "), Turn("g", "h"))
+    yield sample(Turn("a", "b", thought=""))
+    results = ("tool", "<image> 1"), ("tool", "\n2 ")
+    for call, thought in ((_CALL, None), (_CALL, "c"), (_TEXT_CALL, None)):
+        for system in (None, "Be brief."):
+            yield sample(
+                Turn("a", "", calls=(call,)),
+                Turn("3", "b", role="tool", before=results, thought=thought, calls=(call, call)),
+                Turn("4", "d", role="tool"),
+                Turn("e", " f ", before=(("tool", "5"),)),
+                system=system,
+                images=("a",),
+                tools=_TOOLS,
+            )
+
+
+PROBES: Final = tuple(_probes())
+
+
+def prove(
+    template: ChatTemplate, apply_chat_template: Callable[..., Any], name: str
+) -> Mapping[int, str | None]:
+    """What a template writes for each probe; None where it cannot.
+
+    Args:
+        apply_chat_template: transformers' own, of this template.
+        name: what to call it in the error.
+
+    Raises:
+        ValueError: transformers writes something else, or a plain conversation cannot be written.
+    """
+    written = {i: write(template, probe) for i, probe in enumerate(PROBES)}
+    for i, probe in enumerate(PROBES):
+        ours, theirs = written[i], _apply(apply_chat_template, template, probe)
+        is_same = ours is not None and theirs is not None and theirs.rstrip() == ours.rstrip()
+        if not (is_same or (ours is None and not (theirs and probe.is_plain))):
+            raise ValueError(
+                f"the chat template of {name!r} cannot be cut: for the conversation "
+                f"{to_chat(probe)} it writes {theirs!r}, its pieces are {ours!r}"
+            )
+    if not any(written.values()):
+        raise ValueError(f"the chat template of {name!r} writes no conversation")
+    return written
+
+
+def write(template: ChatTemplate, sample: SourceSample) -> str | None:
+    """The pieces of a sample as one string; None where the template cannot write it."""
+    try:
+        pieces = list(template.pieces(sample, [True] * len(sample.turns)))
+    except SampleError:
+        return None
+    assert sum(piece == Control("<|im_end|>", True) for piece in pieces) == len(sample.turns)
+    return "".join(map(spell, pieces))
+
+
+def _apply(
+    apply_chat_template: Callable[..., Any], template: ChatTemplate, sample: SourceSample
+) -> str | None:
+    import jinja2
+
+    tools = json.loads(sample.tools) if sample.tools else None
+    messages = to_chat(sample)
+    if not template.jinja.takes_argument_text:
+        for call in (call for message in messages for call in message.get("tool_calls", ())):
+            arguments = call["function"]["arguments"]
+            if isinstance(arguments, str):
+                call["function"]["arguments"] = json.loads(arguments)
+    try:
+        return str(
+            apply_chat_template(
+                messages, tools=tools, chat_template=template.jinja.source, tokenize=False
+            )
+        )
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError):
+        return None
+
+
+def checkpoint_template(processor: str, tokenizer: Any) -> str | None:
+    """The chat template of a checkpoint: its processor's, or else its tokenizer's."""
+    from transformers.utils import cached_file
+
+    quiet = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    found = tokenizer.chat_template
+    file = cached_file(processor, "chat_template.jinja", **quiet)
+    if file is not None:
+        with open(file, encoding="utf-8") as text:
+            return text.read()
+    file = cached_file(processor, "chat_template.json", **quiet)
+    if file is not None:
+        with open(file, encoding="utf-8") as text:
+            found = json.load(text)["chat_template"]
+    return found.get("default") if isinstance(found, dict) else found
+
+
+def load_template(processor: str, own: str) -> tuple[ChatTemplate, str]:
+    """A checkpoint's chat template, proved, and its fingerprint: "" where it writes what the
+    family's `own` does, which also stands for a checkpoint without one.
+
+    Raises:
+        ValueError: it cannot be cut.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(processor, trust_remote_code=False)
+    source = checkpoint_template(processor, tokenizer)
+    if not source:
+        return ChatTemplate(own), ""
+    template = ChatTemplate(source, tokenizer.special_tokens_map)
+    written = prove(template, tokenizer.apply_chat_template, processor)
+    of_family = ChatTemplate(own)
+    if all(write(of_family, PROBES[i]) == text for i, text in written.items()):
+        return template, ""
+    return template, xxhash.xxh3_128_hexdigest(source.encode())

@@ -1,0 +1,93 @@
+"""Seeded random conversations with all that a chat template can be asked to write."""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from task_encoders.samples import IMAGE_PLACEHOLDER, SourceSample, Turn
+from tests.helpers.texts_and_images import random_text
+
+SPECIAL = ("<|im_end|>", "<|im_start|>assistant\n", "<|image_pad|>", "<|endoftext|>")
+WORDS = ("<think>", "</think>", "<tool_call>", "<tool_response>x</tool_response>", "/no_think")
+BORDERS = ("", "", "", "", "\n", "\n\n", " ", "  \t", "\u3000", "\r\n")
+
+
+def random_conversation(
+    rng: np.random.Generator, index: int, *, special: bool = False
+) -> SourceSample:
+    """A conversation of 1 to 4 turns.
+
+    Args:
+        special: texts hold control tokens' names, which transformers would read as such.
+    """
+    rich = rng.random() < 0.6
+    tools = random_tools(rng) if rich and rng.random() < 0.7 else ""
+    turns = [_turn(rng, i, special, rich, bool(tools)) for i in range(int(rng.integers(1, 5)))]
+    if all(not turn.trained for turn in turns):
+        turns.append(Turn("And?", "So."))
+    shown = [turn.prompt for turn in turns] + [text for turn in turns for _, text in turn.before]
+    images = sum(text.count(IMAGE_PLACEHOLDER) for text in shown)
+    if not images and rng.random() < 0.2:
+        images = 1  # in front
+    names = tuple(f"{i}.jpg" for i in range(images))
+    system = _text(rng, special) if rng.random() < 0.4 else None
+    return SourceSample(f"c/{index}", "bmr", tuple(turns), names, system, (), tools)
+
+
+def _turn(rng: np.random.Generator, i: int, special: bool, rich: bool, has_tools: bool) -> Turn:
+    prompt, answer = _text(rng, special, images=True), _text(rng, special)
+    if not answer.strip():
+        answer += "x"
+    if not rich:
+        return Turn(prompt, answer)
+    before: tuple[tuple[str, str], ...] = ()
+    role = "user"
+    if i and has_tools and rng.random() < 0.6:
+        role = "tool"
+        before = tuple(("tool", _text(rng, special, images=True)) for _ in range(rng.integers(3)))
+    elif rng.random() < 0.06:
+        before = (("system", _text(rng, special) + "."),)
+    thought = _text(rng, special) if rng.random() < 0.3 else None
+    calls: tuple[str, ...] = ()
+    if has_tools and rng.random() < 0.5:
+        calls = tuple(_call(rng, special) for _ in range(rng.integers(1, 4)))
+        answer = "" if rng.random() < 0.4 else answer
+    return Turn(prompt, answer, role, before, thought, calls, bool(rng.random() < 0.9))
+
+
+def _text(rng: np.random.Generator, special: bool, *, images: bool = False) -> str:
+    if rng.random() < 0.06:
+        return ""
+    text = random_text(rng, int(rng.integers(1, 8)), chinese=bool(rng.random() < 0.3)).strip()
+    pool = (*WORDS, *(SPECIAL if special else ()), *((IMAGE_PLACEHOLDER,) if images else ()))
+    for _ in range(int(rng.integers(0, 3)) if rng.random() < 0.5 else 0):
+        at = int(rng.integers(len(text) + 1)) if IMAGE_PLACEHOLDER not in text else 0
+        text = text[:at] + pool[rng.integers(len(pool))] + text[at:]
+    if rng.random() < 0.1:
+        text = f"<think>\n{text}\n</think>\n\n {text}"
+    return str(rng.choice(BORDERS)) + text + str(rng.choice(BORDERS))
+
+
+def random_tools(rng: np.random.Generator) -> str:
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": f"f_{i}",
+                "description": _text(rng, False),
+                "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+            },
+        }
+        for i in range(rng.integers(1, 3))
+    ]
+    return json.dumps(tools, ensure_ascii=False)
+
+
+def _call(rng: np.random.Generator, special: bool) -> str:
+    values: list[Any] = [_text(rng, special), 3, 1.5, None, True, {"k": [_text(rng, special)]}, []]
+    chosen = rng.permutation(len(values))[: rng.integers(0, 4)]
+    arguments: Any = {f"name {i}": values[i] for i in chosen}
+    if rng.random() < 0.4:
+        arguments = json.dumps(arguments, ensure_ascii=bool(rng.random() < 0.5), indent=1)
+    return json.dumps({"name": "f_0", "arguments": arguments}, ensure_ascii=False)

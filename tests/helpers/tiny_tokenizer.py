@@ -1,0 +1,45 @@
+"""A small tokenizer built like Qwen's, which loads in no time."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from transformers import PreTrainedTokenizerFast
+
+from task_encoders.text.qwen_vocabulary import QWEN_PATTERN, QWEN_SPECIAL_TOKENS
+from tests.helpers.texts_and_images import random_text
+
+
+def tiny_tokenizer(text_tokens: tuple[str, ...] = ()) -> Any:
+    """Byte-level BPE of some hundred merges, with Qwen's control tokens and those of a family."""
+    rng = np.random.default_rng(0)
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = Sequence(
+        [
+            Split(Regex(QWEN_PATTERN), "isolated"),
+            ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    texts = [random_text(rng, 30, chinese=i % 3 == 0) for i in range(100)]
+    backend.train_from_iterator([*texts, "system\nuser\nassistant\n\n", "\n\n\n"], trainer)
+    backend.add_special_tokens([AddedToken(t, normalized=False) for t in QWEN_SPECIAL_TOKENS])
+    backend.add_tokens([AddedToken(token, normalized=False) for token in text_tokens])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=list(QWEN_SPECIAL_TOKENS[1:]),
+    )
+
+
+def save_with_template(tokenizer: Any, template: str, folder: Path) -> None:
+    """A checkpoint folder, as far as texts go."""
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,226 @@
+"""Every family's template: ids and labels equal transformers' own for all that a sample can hold,
+and what is measured is what is encoded."""
+
+import json
+import os
+import pickle
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import pytest
+
+from task_encoders.families import build_sample_encoder
+from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.samples import SampleError, SourceSample, Turn
+from task_encoders.text.chat_templates import ChatTemplate
+from task_encoders.text.pieces import to_chat
+from task_encoders.text.qwen_templates import (
+    QWEN2_VL_TEMPLATE,
+    QWEN3_5_TEMPLATE,
+    QWEN3_VL_TEMPLATE,
+)
+from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
+from task_encoders.text.template_proof import load_template, prove
+from tests.helpers.chat_templates import marked
+from tests.helpers.conversations import random_conversation
+from tests.helpers.datasets import image_bytes
+from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
+
+#: FUZZED_SAMPLES=2000 takes a minute.
+SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "120"))
+FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "qwen2_vl": (QWEN2_VL_TEMPLATE, ()),
+    "qwen2_5_vl": (QWEN2_VL_TEMPLATE, QWEN2_5_TEXT_TOKENS),
+    "qwen3_vl": (QWEN3_VL_TEMPLATE, QWEN3_TEXT_TOKENS),
+    "qwen3_5": (QWEN3_5_TEMPLATE, QWEN3_TEXT_TOKENS),
+    "llava_onevision_1_5": (QWEN2_VL_TEMPLATE, QWEN3_TEXT_TOKENS),
+}
+IMAGE = image_bytes(56, 56)
+
+
+class Reference:
+    """A family's encoder, and the tokenizer of its checkpoint."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        self.template, text_tokens = FAMILIES[family]
+        self.tokenizer = tiny_tokenizer(text_tokens)
+        save_with_template(self.tokenizer, self.template, folder)
+        self.encoder: Any = build_sample_encoder(family, str(folder))
+        special = "|".join(map(re.escape, self.tokenizer.all_special_tokens))
+        self.special = re.compile(f"({special})")
+
+    def arguments(self, sample: SourceSample) -> tuple[Any, Any]:
+        """Messages and tools; calls with objects where the template takes no text."""
+        messages = to_chat(sample)
+        calls = [call["function"] for m in messages for call in m.get("tool_calls", ())]
+        for call in calls if "<function=" in self.template else ():
+            if isinstance(call["arguments"], str):
+                call["arguments"] = json.loads(call["arguments"])
+        return messages, json.loads(sample.tools) if sample.tools else None
+
+    def ids(self, sample: SourceSample) -> list[int] | None:
+        """What transformers writes and tokenizes, with control tokens in texts as data; None where
+        the template refuses the conversation."""
+        messages, tools = self.arguments(sample)
+        plain = json.dumps([messages, tools], ensure_ascii=False)
+        messages, tools = json.loads(self.special.sub(lambda m: f"\ue000{m[0][2:-2]}\ue001", plain))
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=self.template, tokenize=False
+            )
+        except jinja2.TemplateError:
+            return None
+        ids: list[int] = []
+        for i, part in enumerate(self.special.split(text.rstrip())):
+            if i % 2:
+                ids.append(self.tokenizer.convert_tokens_to_ids(part))
+                continue
+            part = re.sub("\ue000(\\w+)\ue001", r"<|\1|>", part)
+            ids += self.tokenizer(part, split_special_tokens=True)["input_ids"]
+        return ids
+
+    def labels(self, sample: SourceSample) -> list[int]:
+        """transformers' assistant mask; without the answers that carry no loss."""
+        messages, tools = self.arguments(sample)
+        found = self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=marked(self.template),
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        mask = np.append(0, found["assistant_masks"])
+        turns = np.cumsum(np.diff(mask) == 1) - 1
+        trained = np.array([turn.trained for turn in sample.turns])
+        return np.where((mask[1:] == 1) & trained[turns], found["input_ids"], IGNORE_INDEX).tolist()
+
+
+def one_pad_per_image(encoded: Any, pad: int) -> tuple[list[int], list[int]]:
+    """Ids and labels with one token in the place of each image."""
+    pads = encoded.tokens == pad
+    kept = ~(pads & np.append(False, pads[:-1]))
+    return encoded.tokens[kept].tolist(), encoded.labels[kept].tolist()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def reference(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_fuzzed_conversations(reference: Reference) -> None:
+    rng = np.random.default_rng(11)
+    refused: Counter[str] = Counter()
+    encoded_samples = with_tools = labels_compared = 0
+    for index in range(SAMPLES):
+        special = index % 3 == 0
+        sample = random_conversation(rng, index, special=special)
+        expected = reference.ids(sample)
+        images = [IMAGE] * len(sample.images)
+        try:
+            encoded = reference.encoder.encode(sample, images)
+        except SampleError as error:
+            refused[error.reason] += 1
+            refused["plain"] += expected is not None and sample.is_plain
+            continue
+        tokens, labels = one_pad_per_image(encoded, reference.encoder.image_token_id)
+        assert tokens == expected
+        if not special:
+            assert labels == reference.labels(sample)[: len(labels)]
+            labels_compared += 1
+        measured = reference.encoder.measure(sample, [(56, 56)] * len(images))
+        assert measured.num_tokens == len(encoded.tokens)
+        assert measured.num_loss_tokens == (encoded.labels != IGNORE_INDEX).sum()
+        encoded_samples += 1
+        with_tools += bool(sample.tools)
+    assert refused == {"not_in_template": SAMPLES - encoded_samples, "plain": 0}
+    assert encoded_samples > 0.4 * SAMPLES
+    assert labels_compared > 0.2 * SAMPLES
+    assert (with_tools > 0.1 * SAMPLES) == ("tools" in reference.template)
+
+
+CALL = '{"name": "f", "arguments": {"a": "b"}}'
+TOOL = '[{"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}]'
+PLAIN = SourceSample("k", "bmr", (Turn("a", "b"), Turn("c", "d")))
+RICH = {
+    "tools": replace(PLAIN, tools=TOOL),
+    "calls": replace(PLAIN, turns=(Turn("a", "b", calls=(CALL,)),)),
+    "thoughts": replace(PLAIN, turns=(Turn("a", "b", thought="c"),)),
+    "systems": replace(PLAIN, turns=(Turn("a", "b", before=(("system", "c"),)),), system="d"),
+}
+WRITTEN = {
+    "qwen2_vl": {"systems"},
+    "qwen3_vl": {"tools", "calls"},
+    "qwen3_5": {"tools", "calls", "thoughts"},
+}
+
+
+@pytest.mark.parametrize("what", RICH)
+def test_what_a_template_cannot_write_is_refused(reference: Reference, what: str) -> None:
+    family = reference.encoder.LENGTHS_OF
+    if what in WRITTEN[family]:
+        encoded = reference.encoder.encode(RICH[what], [])
+        assert encoded.tokens.tolist() == reference.ids(RICH[what])
+    else:
+        with pytest.raises(SampleError, match="not_in_template"):
+            reference.encoder.measure(RICH[what], [])
+
+
+def test_which_answers_carry_loss() -> None:
+    """All, the last, or those that are trained; lengths are the same."""
+    every, last = (build_sample_encoder(loss_on=name) for name in ("all", "last"))
+    untrained = replace(PLAIN, turns=(replace(PLAIN.turns[0], trained=False), PLAIN.turns[1]))
+    whole, one = (encoder.encode(PLAIN, []) for encoder in (every, last))
+    np.testing.assert_array_equal(whole.tokens, one.tokens)
+    np.testing.assert_array_equal(one.labels, every.encode(untrained, []).labels)
+    assert 0 < (one.labels != IGNORE_INDEX).sum() < (whole.labels != IGNORE_INDEX).sum()
+    assert last.fingerprint == {**every.fingerprint, "loss_on": "last"}
+    assert "loss_on" not in every.fingerprint
+    with pytest.raises(SampleError, match="none of the answers"):
+        last.measure(replace(PLAIN, turns=untrained.turns[::-1]), [])
+
+
+def test_the_template_of_a_checkpoint_is_its_own(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(QWEN3_TEXT_TOKENS)
+    save_with_template(tokenizer, QWEN3_VL_TEMPLATE, tmp_path)
+    own = build_sample_encoder("qwen3_vl", str(tmp_path))
+    save_with_template(tokenizer, marked(QWEN3_VL_TEMPLATE), tmp_path)
+    template, fingerprint = load_template(str(tmp_path), QWEN3_VL_TEMPLATE)
+    assert ("generation" in template.jinja.source, fingerprint) == (True, "")
+
+    terse = QWEN3_VL_TEMPLATE.replace("user\\n", "User:\\n")
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": terse}))
+    other = build_sample_encoder("qwen3_vl", str(tmp_path))
+    changed = {name: other.fingerprint[name] for name in other.fingerprint.keys() - own.fingerprint}
+    assert list(changed) == ["chat_template"]
+    encoded = other.encode(PLAIN, [])
+    assert encoded.tokens.tolist() != own.encode(PLAIN, []).tokens.tolist()
+    again = pickle.loads(pickle.dumps(other)).encode(PLAIN, [])
+    np.testing.assert_array_equal(again.tokens, encoded.tokens)
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        # It looks at a text in a way that no mark shows.
+        (
+            QWEN2_VL_TEMPLATE.replace("{{ content['text'] }}", "{{ content['text']|upper }}"),
+            "WHAT IS",
+        ),
+        (QWEN2_VL_TEMPLATE.replace("message['content'] }}", "message['content'][:5] }}"), "A cat"),
+        (QWEN2_VL_TEMPLATE.replace("<|im_start|>{{", "{{"), "its pieces are None"),
+        (QWEN3_VL_TEMPLATE.replace("+ text", "+ text|length|string"), "it writes"),
+        ("{{ messages[0].content }}{{ strftime_now('%d') }}", "it writes"),
+        ("{{ raise_exception('no') }}", "writes no conversation"),
+        ("{% if %}", "no Jinja"),
+    ],
+)
+def test_a_template_that_cannot_be_cut_is_refused(template: str, shown: str) -> None:
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(ValueError, match=shown):
+        prove(ChatTemplate(template), tokenizer.apply_chat_template, "a checkpoint")
