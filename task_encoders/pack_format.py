@@ -187,10 +187,10 @@ def restore_pack(
     prompts = _column(record, given, key, count) if given else [""] * count
     keys = tuple(meta.get("keys") or (f"{key}/{i}" for i in range(count)))
     systems = tuple(meta.get("system") or (None,) * count)
-    tools = tuple(meta.get("tools") or ("",) * count)
-    details = tuple(meta.get("turns") or (None,) * count)
+    tools = _column({"tools": [""] * count, **meta}, ("tools",), key, count)
+    details = _column({"turns": [None] * count, **meta}, ("turns",), key, count)
     num_tokens = tuple(meta["num_tokens"]) if "num_tokens" in meta else None
-    described = [keys, systems, tools, details, *([] if num_tokens is None else [num_tokens])]
+    described = [keys, systems] if num_tokens is None else [keys, systems, num_tokens]
     if any(len(column) != count for column in described):
         raise PackFormatError(f"pack {key!r}: meta does not describe its {count} sub-samples")
     sub_task = task or meta.get("task") or "captioning"

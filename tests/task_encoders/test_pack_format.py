@@ -1,6 +1,8 @@
 """Pack JSON: round trips in both forms, the layouts others write, and what cannot be aligned."""
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -40,6 +42,50 @@ PACKS = {
         [sub("a", "bmr", 3, 1), sub("b", "bmr", 1, 0, "Be brief."), sub("c", "bmr", 2, 2)],
     ),
 }
+
+
+TOOLS = '[{"type": "function", "function": {"name": "f"}}]'
+RICH = (
+    Turn("q", "", thought="t", calls=('{"name": "f", "arguments": {}}',)),
+    Turn("2", "a", role="tool", before=(("tool", "1"), ("system", "s")), trained=False),
+    Turn("q", "a"),
+)
+
+
+def test_tools_thoughts_and_weights_are_kept() -> None:
+    rich = replace(sub("a", "bmr", 1, 0).sample, turns=RICH, tools=TOOLS)
+    plain = sub("b", "bmr", 2, 0)
+    packed = json.loads(pack_json([PackedSubSample(rich, (), 9), plain], "bmr"))
+    restored = restore_pack(packed, "ps_0").sub_samples
+    assert restored == (rich, plain.sample)
+    assert packed["meta"]["turns"][1] is None
+    assert packed["captions"][0] == ["", "a", "a"]
+    assert {"tools", "turns"}.isdisjoint(json.loads(pack_json([plain], "bmr"))["meta"])
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        5,
+        [[{}]],
+        [["x"], None],
+        [[{"role": "assistant"}], None],
+        [[{"unknown": 1}], None],
+        [[{"before": [["tool"]]}], None],
+        [[{"calls": "f"}], None],
+        [[{"trained": 0}], None],
+    ],
+)
+def test_details_that_are_none_set_their_sub_sample_aside(details: Any) -> None:
+    packed = json.loads(pack_json([sub("a", "bmr", 1, 0), sub("b", "bmr", 1, 0)], "bmr"))
+    packed["meta"]["turns"] = details
+    try:
+        first, second = restore_pack(packed, "ps_0").sub_samples
+    except PackFormatError:
+        assert details in (5, [[{}]])
+        return
+    assert isinstance(first, SampleError)
+    assert isinstance(second, SourceSample)
 
 
 @pytest.mark.parametrize("name", PACKS)

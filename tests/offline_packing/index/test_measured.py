@@ -1,5 +1,8 @@
 """Each trait is found where it is, and nowhere else."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from offline_packing.index.measured import Trait, sample_traits
@@ -62,3 +65,17 @@ def test_system(system: str | None, expected: Trait) -> None:
 def test_thin_images(sizes: list[tuple[int, int]], expected: Trait) -> None:
     sample = SourceSample("k", "bmr", (Turn("a", "b"),), ("x",) * len(sizes))
     assert sample_traits(sample, sizes) == expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": "[{}]"},
+        {"turns": (Turn("a", "b", thought="c"),)},
+        {"turns": (Turn("a", "b", trained=False), Turn("c", "d"))},
+    ],
+)
+def test_samples_that_are_more_than_prompts_and_answers(fields: dict[str, Any]) -> None:
+    sample = SourceSample("k", "bmr", (Turn("a", "b"),))
+    assert sample_traits(sample, []) == PLAIN
+    assert sample_traits(replace(sample, **fields), []) == Trait.NOT_PLAIN

@@ -7,9 +7,9 @@ from typing import Any
 
 import orjson
 import pytest
-from offline_packing.sources.reading.read import to_json
 
 from offline_packing.measure.measure import measure
+from offline_packing.sources.reading.locators import to_json
 from offline_packing.sources.records import check_prompts_are_shown, to_sample
 from task_encoders.samples import SampleError, Turn
 from tests.helpers.datasets import dialogue, image_bytes, make_run

@@ -89,11 +89,11 @@ def test_tools_are_read_and_audio_is_set_aside(tmp_path: Path) -> None:
         {"talk": called, "t": '[{"name": "f"}]'},
         {"talk": TALK, "sound": ["a.wav"]},
     ]
-    config = write_entry(tmp_path, entry, records)
+    config = write_entry(tmp_path / "data", entry, records)
     # The default family's template writes no tools.
     found = ["ok", "not_in_template", "bad_record"]
-    assert list(outcomes(config, tmp_path).values()) == found
-    model = {"family": "qwen3_vl"}
+    assert list(outcomes(config, tmp_path / "a").values()) == found
+    model = {"family": "qwen3_vl", "min_pixels": 1024}
     run = make_run({**config, "task": "bmr"}, tmp_path / "out", model=model)
     assert pack_all(run)["counts"]["packed"] == 2
 
