@@ -7,33 +7,32 @@ FOLDER/contact_sheet.png, table.txt
 """
 
 import itertools
-import logging
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import yaml
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from offline_packing.config.packing import PackingConfig, ReportConfig, load_config
+from offline_packing.config.packing import PackingConfig, load_config
 from offline_packing.demo.generate import generate_demo_dataset
 from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
-from offline_packing.plan.summary import PlanSummary, summarize
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run, build_engine, listed
+from offline_packing.storage.files import read_json
 from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import verify
 from offline_packing.write.write import write
 from task_encoders.families import ModelSettings
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from offline_packing.demo.training import LossDifference
 
 SEQ_LENGTH: Final = 2048
 MODEL: Final[Mapping[str, Any]] = {"max_pixels": 32 * ModelSettings().min_pixels}
@@ -56,16 +55,16 @@ MIN_CONTROL_DIFFERENCE: Final = 1e-1
 class TaskResult:
     """Everything the table says of one task, as measured."""
 
-    summary: PlanSummary
+    #: content of report.json
+    report: Mapping[str, Any]
     verified: VerifyResult
-    packed_difference: float
-    control_difference: float
+    difference: "LossDifference"
     losses: list[float]
 
     def failures(self, task: str) -> list[str]:
         """Promises that were not kept."""
-        bound, packs = self.summary.packs.info.lower_bound, self.summary.packs.num_packs
-        packed, control = self.packed_difference, self.control_difference
+        bound, packs = (self.report["plan"][name] for name in ("lower_bound", "packs"))
+        packed, control = self.difference.packed, self.difference.without_boundaries
         checks = {
             f"{self.verified.num_problems} problems found by verify": self.verified.ok,
             f"{packs} packs > lower bound {bound} + 1": packs <= bound + 1,
@@ -129,15 +128,11 @@ def _run_task(folder: Path, task: str, seed: int, progress: bool) -> TaskResult:
         run = Run(config, engine, progress=progress)
         with run.workspace.lock():
             index = measure(run)
-            planned = plan(run, index)
-            write(run, index, planned)
+            write(run, index, plan(run, index))
             verified = verify(run, deep=True)
             report(run)
-    packs, lengths = planned.packs, index.array("num_tokens")
-    reasons = Counter(index.info.set_aside) + Counter(planned.set_aside)
-    summary = summarize(config, index.info, lengths[packs.sample_ids], packs, reasons)
     difference, losses = _train(Path(config.output.path), task)
-    return TaskResult(summary, verified, *difference, losses)
+    return TaskResult(read_json(run.workspace.report / "report.json"), verified, difference, losses)
 
 
 def _write_config(folder: Path, task: str, seed: int) -> PackingConfig:
@@ -163,7 +158,7 @@ def _write_config(folder: Path, task: str, seed: int) -> PackingConfig:
     return load_config(path)
 
 
-def _train(path: Path, task: str) -> tuple[tuple[float, float], list[float]]:
+def _train(path: Path, task: str) -> tuple["LossDifference", list[float]]:
     """Packed against unpacked loss before training, and the losses of a few steps."""
     click.echo(f"   comparing packed with unpacked losses, then {TRAIN_STEPS} training steps")
     from megatron.energon import get_loader  # torch and Energon take seconds to import
@@ -177,53 +172,43 @@ def _train(path: Path, task: str) -> tuple[tuple[float, float], list[float]]:
     difference = training.compare_packed_with_unpacked(
         training.tiny_qwen2_vl(weight_std=0.08), batches[:COMPARED_PACKS]
     )
-    losses = training.train(training.tiny_qwen2_vl(), batches[:TRAIN_STEPS])
-    return (difference.packed, difference.without_boundaries), losses
+    return difference, training.train(training.tiny_qwen2_vl(), batches[:TRAIN_STEPS])
 
 
-def _rows(report: ReportConfig) -> list[tuple[str, Callable[[TaskResult], str]]]:
+def _figures(result: TaskResult) -> dict[str, str]:
     """Name and figure of each line of the table."""
-    return [
-        ("samples", lambda r: f"{r.summary.num_samples:,}"),
-        ("set aside", lambda r: f"{sum(r.summary.set_aside.values()):,}"),
-        ("packed", lambda r: f"{r.verified.num_samples:,}"),
-        ("packs", lambda r: f"{r.summary.packs.num_packs:,}"),
-        ("lower bound of packs", lambda r: f"{r.summary.packs.info.lower_bound:,}"),
-        ("fill", lambda r: f"{r.summary.fill:.2%}"),
-        ("samples per pack (packing factor)", lambda r: f"{r.summary.packs.packing_factor:.2f}"),
-        (
-            f"padding, batches of {report.padded_batch_size} padded to longest",
-            lambda r: f"{r.summary.padding_before:.1%}",
-        ),
-        ("padding, packed", lambda r: f"{r.summary.padding_after:.2%}"),
-        (
-            f"iterations per epoch, {report.global_batch_size} samples a step",
-            lambda r: f"{r.summary.iterations_before:,}",
-        ),
-        (
-            f"iterations per epoch, {report.global_batch_size} packs a step",
-            lambda r: f"{r.summary.iterations_after:,}",
-        ),
-        ("tokens, measured from headers and text", lambda r: f"{r.summary.num_tokens:,}"),
-        ("tokens, encoded again by verify", lambda r: f"{r.verified.num_tokens:,}"),
-        ("samples lost, doubled, mismeasured, altered", lambda r: f"{r.verified.num_problems:,}"),
-        ("per-token loss, packed - unpacked", lambda r: f"{r.packed_difference:.1e}"),
-        ("... with the boundaries removed", lambda r: f"{r.control_difference:.1e}"),
-        ("training loss, first step", lambda r: f"{r.losses[0]:.3f}"),
-        (f"training loss, step {TRAIN_STEPS}", lambda r: f"{r.losses[-1]:.3f}"),
-    ]
+    found, verified, losses = result.report, result.verified, result.losses
+    samples, plan, saving = found["samples"], found["plan"], found["saving"]
+    batch = saving["global_batch_size"]
+    padded = f"padding, batches of {saving['padded_batch_size']} padded to longest"
+    return {
+        "samples": f"{samples['found']:,}",
+        "set aside": f"{samples['set_aside']:,}",
+        "packed": f"{verified.num_samples:,}",
+        "packs": f"{plan['packs']:,}",
+        "lower bound of packs": f"{plan['lower_bound']:,}",
+        "fill": f"{plan['fill']:.2%}",
+        "samples per pack (packing factor)": f"{plan['packing_factor']:.2f}",
+        padded: f"{saving['padding_before']:.1%}",
+        "padding, packed": f"{saving['padding_after']:.2%}",
+        f"iterations per epoch, {batch} samples a step": f"{saving['iterations_before']:,}",
+        f"iterations per epoch, {batch} packs a step": f"{saving['iterations_after']:,}",
+        "tokens, measured from headers and text": f"{saving['tokens']:,}",
+        "tokens, encoded again by verify": f"{verified.num_tokens:,}",
+        "samples lost, doubled, mismeasured, altered": f"{verified.num_problems:,}",
+        "per-token loss, packed - unpacked": f"{result.difference.packed:.1e}",
+        "... with the boundaries removed": f"{result.difference.without_boundaries:.1e}",
+        "training loss, first step": f"{losses[0]:.3f}",
+        f"training loss, step {TRAIN_STEPS}": f"{losses[-1]:.3f}",
+    }
 
 
 def render_table(results: Mapping[str, TaskResult]) -> str:
     """One column per task, one line per figure."""
-
-    def line(name: str, cells: list[str]) -> str:
-        return f"{name:<44}" + "".join(f"{cell:>14}" for cell in cells)
-
-    values = list(results.values())
-    rows = _rows(values[0].summary.config.report)
-    lines = [line("", list(results))]
-    lines += [line(name, [figure(result) for result in values]) for name, figure in rows]
+    columns = list(map(_figures, results.values()))
+    rows = {"": list(results), **{name: [c[name] for c in columns] for name in columns[0]}}
+    lines = [f"{name:<44}" + "".join(f"{c:>14}" for c in cells) for name, cells in rows.items()]
     for task, result in results.items():
-        lines.append(f"set aside in {task}: {listed(result.summary.set_aside.items())}")
+        reasons = ((entry["reason"], entry["samples"]) for entry in result.report["set_aside"])
+        lines.append(f"set aside in {task}: {listed(reasons)}")
     return "\n".join(lines) + "\n"

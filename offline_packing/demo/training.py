@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from megatron.energon import SavableDataset, WorkerConfig
@@ -22,10 +22,7 @@ from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.settings import PackingSettings
 
-VISION_START: Final = 151_652
-VISION_END: Final = 151_653
-IMAGE_TOKEN: Final = 151_655
-VIDEO_TOKEN: Final = 151_656
+VISION_START, VISION_END, IMAGE_TOKEN, VIDEO_TOKEN = 151_652, 151_653, 151_655, 151_656
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +43,11 @@ def tiny_qwen2_vl(*, seed: int = 0, weight_std: float | None = None) -> Any:
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     torch.manual_seed(seed)
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    sizes = {"vocab_size": 151_936, "hidden_size": 64, "intermediate_size": 128}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen2VLConfig(
-        text_config={
-            "vocab_size": 151_936,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e6,
-                "mrope_section": [2, 3, 3],
-            },
-        },
+        text_config={**sizes, **heads, "rope_parameters": rope},
         vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
         image_token_id=IMAGE_TOKEN,
         video_token_id=VIDEO_TOKEN,
@@ -110,18 +98,19 @@ def compare_packed_with_unpacked(model: Any, batches: Iterable[PackedBatch]) -> 
     by the model itself. The control runs the packed row as one sequence.
     """
     model.eval()
-    packed_difference = control_difference = 0.0
-    num_tokens = 0
+    found = LossDifference(0.0, 0.0, 0)
     for batch in batches:
         kwargs = to_transformers_kwargs(batch)
         alone = torch.cat([token_losses(model, **inputs) for inputs in sub_sample_inputs(batch)])
         packed = token_losses(model, **kwargs)
         kwargs["position_ids"][0] = torch.arange(batch.tokens.shape[1])
         control = token_losses(model, **kwargs)
-        packed_difference = max(packed_difference, float((packed - alone).abs().max()))
-        control_difference = max(control_difference, float((control - alone).abs().max()))
-        num_tokens += len(alone)
-    return LossDifference(packed_difference, control_difference, num_tokens)
+        found = LossDifference(
+            max(found.packed, float((packed - alone).abs().max())),
+            max(found.without_boundaries, float((control - alone).abs().max())),
+            found.num_tokens + len(alone),
+        )
+    return found
 
 
 def sub_sample_inputs(batch: PackedBatch) -> Iterator[dict[str, Any]]:

@@ -15,9 +15,8 @@ import yaml
 from PIL import Image, ImageOps
 
 from offline_packing.demo import generate, generate_demo_dataset, pictures
-from offline_packing.demo.generate import Truth
+from offline_packing.demo.generate import Truth, estimate_num_tokens
 from offline_packing.demo.run import contact_sheet
-from offline_packing.demo.samples import estimate_num_tokens
 
 NUM_SAMPLES = 400
 SEQ_LENGTH = 2048
