@@ -71,6 +71,17 @@ def split_qkv(parameter: torch.Tensor, head_dim: int, heads_per_group: int) -> T
     return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
 
 
+#: Of a layer, what is one tensor in both: its published name, and where it is cut.
+_ALONE: Final = {
+    "self_attention.linear_proj": ("self_attn.o_proj", 1),
+    "self_attention.q_layernorm": ("self_attn.q_norm", None),
+    "self_attention.k_layernorm": ("self_attn.k_norm", None),
+    "mlp.linear_fc2": ("mlp.down_proj", 1),
+    "input_layernorm": ("input_layernorm", None),
+    "pre_mlp_layernorm": ("post_attention_layernorm", None),
+}
+
+
 def language_rules(text_config: Any, *, tied: bool) -> dict[str, WeightRule]:
     """The rule of every parameter of the language model, by megatron-core's name; also of biases
     and norms that not every family has."""
@@ -95,23 +106,9 @@ def language_rules(text_config: Any, *, tied: bool) -> dict[str, WeightRule]:
             names = tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv")
             rules[f"{ours}self_attention.linear_qkv.{kind}"] = WeightRule(names, 0, qkv, un_qkv)
         gate_up = (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight")
-        rules |= {
-            f"{ours}self_attention.{part}_layernorm.weight": WeightRule(
-                (f"{theirs}self_attn.{part}_norm.weight",), None
-            )
-            for part in "qk"
-        }
-        rules |= {
-            f"{ours}self_attention.linear_proj.weight": WeightRule(
-                (f"{theirs}self_attn.o_proj.weight",), 1
-            ),
-            f"{ours}mlp.linear_fc1.weight": WeightRule(gate_up, 0, _join_rows, _split_halves),
-            f"{ours}mlp.linear_fc2.weight": WeightRule((f"{theirs}mlp.down_proj.weight",), 1),
-            f"{ours}input_layernorm.weight": WeightRule((f"{theirs}input_layernorm.weight",), None),
-            f"{ours}pre_mlp_layernorm.weight": WeightRule(
-                (f"{theirs}post_attention_layernorm.weight",), None
-            ),
-        }
+        rules[f"{ours}mlp.linear_fc1.weight"] = WeightRule(gate_up, 0, _join_rows, _split_halves)
+        for name, (published, dim) in _ALONE.items():
+            rules[f"{ours}{name}.weight"] = WeightRule((f"{theirs}{published}.weight",), dim)
     return rules
 
 

@@ -1,13 +1,15 @@
 """The language model: megatron-core's GPTModel with packed attention in its layer spec."""
 
-from typing import Any
+from typing import Any, Final
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import distributed
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -47,6 +49,17 @@ def layer_spec(*, backend: str, recompute: bool, qk_norm: bool) -> ModuleSpec:
     return spec
 
 
+#: On a CPU fusions do not exist, and what is tested should be what trains.
+_UNFUSED: Final = {
+    "apply_rope_fusion": False,  # TransformerEngine's restarts the angles in every segment
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+}
+
+
 def transformer_config(
     text_config: Any,
     *,
@@ -55,10 +68,7 @@ def transformer_config(
     device: torch.device,
     qk_norm: bool,
 ) -> TransformerConfig:
-    """megatron-core's config of a Qwen2 or Qwen3 text model, with nothing that needs a CUDA device.
-
-    Fusions are off: on a CPU they do not exist, and what is tested should be what trains.
-    """
+    """megatron-core's config of a Qwen2 or Qwen3 text model, without what needs a CUDA device."""
     return TransformerConfig(
         num_layers=text_config.num_hidden_layers,
         hidden_size=text_config.hidden_size,
@@ -81,19 +91,13 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,  # weights are loaded, see hf_weights
-        apply_rope_fusion=False,  # TransformerEngine's restarts the angles in every segment
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
+        **_UNFUSED,
     )
 
 
 def build_language_model(
     hf_config: Any,
     *,
-    tensor_parallel: int,
     dtype: torch.dtype,
     device: torch.device,
     backend: str,
@@ -112,15 +116,11 @@ def build_language_model(
         ValueError: the config asks for something that is not built here.
     """
     text_config = hf_config.text_config
-    check_supported(text_config, tensor_parallel)
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    check_supported(text_config, size)
+    options = {"tensor_parallel": size, "dtype": dtype, "device": device, "qk_norm": qk_norm}
     model = GPTModel(
-        transformer_config(
-            text_config,
-            tensor_parallel=tensor_parallel,
-            dtype=dtype,
-            device=device,
-            qk_norm=qk_norm,
-        ),
+        transformer_config(text_config, **options),
         layer_spec(backend=backend, recompute=recompute, qk_norm=qk_norm),
         vocab_size=text_config.vocab_size,
         max_sequence_length=text_config.max_position_embeddings,
@@ -128,7 +128,26 @@ def build_language_model(
         position_embedding_type="none",  # M-RoPE's angles are made once per row, see rotary
         scatter_embedding_sequence_parallel=False,
     )
-    return model.to(dtype)  # torch's norms do not follow params_dtype
+    model = model.to(dtype)  # torch's norms do not follow params_dtype
+    _sum_norm_gradients(model)
+    return model
+
+
+def _sum_norm_gradients(language_model: GPTModel) -> None:
+    """Norms of queries and keys are whole on every tensor parallel rank, and see its heads only:
+    their gradient is the sum of all ranks'."""
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return
+    group = parallel_state.get_tensor_model_parallel_group()
+
+    def summed(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        distributed.all_reduce(gradient, group=group)
+        return gradient
+
+    for name, parameter in language_model.named_parameters():
+        if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+            parameter.register_hook(summed)
 
 
 def check_supported(text_config: Any, tensor_parallel: int) -> None:

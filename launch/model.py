@@ -63,7 +63,7 @@ class PackedQwen2VL(torch.nn.Module):
             sections=rope["mrope_section"],
             interleaved=rope.get("mrope_interleaved", False),
         )
-        #: (S, 1, H) of the row at hand, for each of the first layers
+        #: (S, 1, H) of the row at hand, for each of the first layers that is still to come
         self._deep_features: list[torch.Tensor] = []
         deep = getattr(hf_config.vision_config, "deepstack_visual_indexes", None) or ()
         if len(deep) > len(language_model.decoder.layers):
@@ -71,10 +71,8 @@ class PackedQwen2VL(torch.nn.Module):
                 f"deepstack_visual_indexes {list(deep)} feed {len(deep)} layers, the language "
                 f"model has {len(language_model.decoder.layers)}"
             )
-        for i, _ in enumerate(deep):
-            language_model.decoder.layers[i].register_forward_hook(
-                functools.partial(self._add_deep_features, i)
-            )
+        for layer in language_model.decoder.layers[: len(deep)]:
+            layer.register_forward_hook(self._add_deep_features)
 
     def forward(
         self,
@@ -113,19 +111,18 @@ class PackedQwen2VL(torch.nn.Module):
             # segment, which waits for the GPU 2 · layers · (segments + 1) times in a forward pass.
             packed_seq_params=dataclasses.replace(packed_seq_params, qkv_format="sbhd"),
         )
-        self._deep_features = []
         if labels is None:
             return self._logits(hidden).transpose(0, 1)
         return self._token_losses(hidden, labels[0])
 
     def _add_deep_features(
-        self, layer: int, _module: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]
+        self, _module: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]
     ) -> tuple[torch.Tensor, Any]:
-        """A hook behind one of the first layers."""
+        """A hook behind each of the first layers."""
         if not self._deep_features:
             return outputs
-        hidden, *others = outputs
-        return hidden + self._deep_features[layer], *others
+        hidden, context = outputs
+        return hidden + self._deep_features.pop(0), context
 
     def _embed(
         self, tokens: torch.Tensor, *media: _Media
@@ -226,7 +223,6 @@ def build_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> 
     shapes = published_shapes(hf_config, classes.model)
     language_model = build_language_model(
         hf_config,
-        tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
         dtype=dtype,
         device=device,
         backend=select_backend(device, dtype, config.attention),
@@ -242,26 +238,8 @@ def build_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> 
         with CheckpointReader(config.checkpoint, shapes) as reader:
             load_weights(model, hf_config, reader)
         model.checkpoint = config.checkpoint
-    _sum_norm_gradients(language_model)
     freeze(model, config.freeze)
     return model
-
-
-def _sum_norm_gradients(language_model: GPTModel) -> None:
-    """Norms of queries and keys are whole on every tensor parallel rank, and see its heads only:
-    their gradient is the sum of all ranks'."""
-    if parallel_state.get_tensor_model_parallel_world_size() == 1:
-        return
-    group = parallel_state.get_tensor_model_parallel_group()
-
-    def summed(gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.clone()
-        torch.distributed.all_reduce(gradient, group=group)
-        return gradient
-
-    for name, parameter in language_model.named_parameters():
-        if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
-            parameter.register_hook(summed)
 
 
 def _build_vision_tower(

@@ -65,8 +65,8 @@ def concatenate(
         samples: at least one.
         pad_multiple: every sub-sample is padded to a multiple of this many tokens.
         pad_to_length: the row is padded to this length.
-        cross_sample_attention: one segment of all sub-samples, with running positions; tokens
-            attend across samples, which is not what unpacked training does.
+        cross_sample_attention: one segment of all sub-samples, with running positions, which is
+            not what unpacked training does.
         pixel_transport: "uint8" leaves it to the device to make values of pixels.
         map_: how to go over the samples' pixels, here or in threads.
 
@@ -76,12 +76,11 @@ def concatenate(
     if not samples:
         raise ValueError("a row needs at least one sample")
     segments = [-(-len(s.tokens) // pad_multiple) * pad_multiple for s in samples]
-    starts = np.concatenate([[0], np.cumsum(segments)])
+    starts = np.cumsum([0, *segments])
     used = int(starts[-1])
     if pad_to_length is not None and used > pad_to_length:
         raise ValueError(f"a row of {used} tokens does not fit pad_to_length {pad_to_length}")
     total = pad_to_length or used
-
     cu_lengths = [0, used] if cross_sample_attention else starts.tolist()
     cu_lengths += [total] if total > used else []
     return PackedRow(

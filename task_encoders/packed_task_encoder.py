@@ -5,7 +5,6 @@ the first pack is read. `packed_dataset` has the calls that keep the order packs
 """
 
 import functools
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +40,7 @@ from task_encoders.pack_dealing import OnePass, deal_evenly
 from task_encoders.pack_format import RestoredPack, match_images, restore_pack
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
 from task_encoders.samples import SampleError
-from task_encoders.settings import PackingSettings, PackingSettingsError, check_measured_with
+from task_encoders.settings import PackingSettings, PackingSettingsError, check_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +202,20 @@ class Qwen2VLTaskEncoder(
             if task is not None or not self.settings.packed:
                 self.settings.resolve_task(None, task, blend=self.is_blend)
             for path in loaded.dataset.paths:
-                check_manifest(path, self)
+                self.check_manifest(path)
+
+    def check_manifest(self, folder: EPath | Path) -> None:
+        """Compare the settings that a packed folder was made with to these.
+
+        Raises:
+            PackingSettingsError: they differ, or the manifest cannot be read.
+        """
+        check_manifest(
+            folder,
+            model=self.encoder.fingerprint,
+            seq_length=self.seq_length,
+            pad_multiple=self.pad_multiple,
+        )
 
     def _restore(self, sample: PackedSample) -> RestoredPack:
         if not isinstance(sample, PackedSample):
@@ -272,31 +284,3 @@ class Qwen2VLTaskEncoder(
                     "task encoder the processor and pixel limits of the folder's manifest.json"
                 )
         return encoded
-
-
-def check_manifest(path: EPath | Path, task_encoder: Qwen2VLTaskEncoder) -> None:
-    """Compare the settings that a packed folder was made with to the task encoder's.
-
-    Folders without a manifest.json, written by others, have nothing to compare.
-
-    Raises:
-        PackingSettingsError: they differ, or the manifest cannot be read.
-    """
-    file = path / "manifest.json"
-    if not file.is_file():
-        return
-    try:
-        manifest = json.loads(file.read_text())
-        if not {"fingerprint", "seq_length"} <= manifest.keys():
-            raise ValueError("no fingerprint and seq_length")
-    except (ValueError, AttributeError) as error:
-        raise PackingSettingsError(
-            f"{file} is damaged ({error}); offline-packing verify names the remedy"
-        ) from None
-    check_measured_with(
-        manifest,
-        str(path),
-        model=task_encoder.encoder.fingerprint,
-        seq_length=task_encoder.seq_length,
-        pad_multiple=task_encoder.pad_multiple,
-    )

@@ -9,6 +9,7 @@ What a pack is follows, in this order, from its own `meta.task`, from the datase
 the run: training captions as dialogues is a mistake nobody sees in a loss curve.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -97,37 +98,52 @@ class PackingSettings:
         )
 
 
-def check_measured_with(
-    manifest: Mapping[str, Any],
-    path: str,
-    *,
-    model: Mapping[str, Any],
-    seq_length: int,
-    pad_multiple: int,
+def check_manifest(
+    folder: Any, *, model: Mapping[str, Any], seq_length: int, pad_multiple: int
 ) -> None:
-    """Compare the manifest of the packs in `path` to the settings that are to read them.
+    """Compare the settings that a packed folder was made with to those that are to read it.
+
+    Folders without a manifest.json, written by others, have nothing to compare.
 
     Args:
+        folder: a Path, or Energon's EPath.
         model: the fingerprint of the sample encoder.
 
     Raises:
-        PackingSettingsError: sub-samples would have other lengths, or packs would not fit.
+        PackingSettingsError: sub-samples would have other lengths, packs would not fit, or the
+            manifest cannot be read.
     """
+    file = folder / "manifest.json"
+    if not file.is_file():
+        return
+    manifest = _read_manifest(file)
     for field, value in manifest["fingerprint"].items():
         name = field.removeprefix("model.")
         if field.startswith("model.") and model.get(name) != value:
             raise PackingSettingsError(
-                f"{path}: packs were measured with {name} {value!r}, the task encoder has "
+                f"{folder}: packs were measured with {name} {value!r}, the task encoder has "
                 f"{model.get(name)!r}; use the same, or measure and pack again"
             )
     if manifest["seq_length"] > seq_length:
         raise PackingSettingsError(
-            f"{path}: packs hold up to seq_length {manifest['seq_length']} tokens > the task "
+            f"{folder}: packs hold up to seq_length {manifest['seq_length']} tokens > the task "
             f"encoder's seq_length {seq_length}; raise it, or pack again"
         )
     packed_with = manifest.get("pad_multiple", 1)
     if packed_with % pad_multiple:
         raise PackingSettingsError(
-            f"{path}: packed with pad_multiple {packed_with}, the task encoder pads to multiples "
+            f"{folder}: packed with pad_multiple {packed_with}, the task encoder pads to multiples "
             f"of {pad_multiple}; pack again with pack.pad_multiple={pad_multiple}"
         )
+
+
+def _read_manifest(file: Any) -> Any:
+    try:
+        manifest = json.loads(file.read_text())
+        if not {"fingerprint", "seq_length"} <= manifest.keys():
+            raise ValueError("no fingerprint and seq_length")
+    except (ValueError, AttributeError) as error:
+        raise PackingSettingsError(
+            f"{file} is damaged ({error}); offline-packing verify names the remedy"
+        ) from None
+    return manifest

@@ -141,7 +141,7 @@ def choose(manifest: Manifest, num_packs: int, packs: Sequence[str], seed: int) 
 
 
 def _task_encoder(run: Run, manifest: Manifest) -> "Qwen2VLTaskEncoder":
-    from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder, check_manifest
+    from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 
     task = manifest["task"]
     try:
@@ -151,7 +151,7 @@ def _task_encoder(run: Run, manifest: Manifest) -> "Qwen2VLTaskEncoder":
             pad_multiple=manifest["pad_multiple"],
             settings=PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr"),
         )
-        check_manifest(run.workspace.root, task_encoder)
+        task_encoder.check_manifest(run.workspace.root)
     except ValueError as error:
         raise StageError(str(error)) from error
     return task_encoder
