@@ -75,12 +75,11 @@ def concatenate(
     """
     if not samples:
         raise ValueError("a row needs at least one sample")
-    segments = [-(-len(s.tokens) // pad_multiple) * pad_multiple for s in samples]
-    starts = np.cumsum([0, *segments])
+    starts = np.cumsum([0, *(-(-len(s.tokens) // pad_multiple) * pad_multiple for s in samples)])
     used = int(starts[-1])
-    if pad_to_length is not None and used > pad_to_length:
-        raise ValueError(f"a row of {used} tokens does not fit pad_to_length {pad_to_length}")
     total = pad_to_length or used
+    if used > total:
+        raise ValueError(f"a row of {used} tokens does not fit pad_to_length {pad_to_length}")
     cu_lengths = [0, used] if cross_sample_attention else starts.tolist()
     cu_lengths += [total] if total > used else []
     return PackedRow(
