@@ -248,7 +248,7 @@ def test_shells_complete_verbs_and_options(shell: str) -> None:
 
 @pytest.fixture(scope="module")
 def many_samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return captioning_pairs(tmp_path_factory.mktemp("many"), 400)
+    return captioning_pairs(tmp_path_factory.mktemp("many"), 240)
 
 
 @pytest.mark.parametrize(
@@ -291,4 +291,4 @@ def test_signals_end_a_run_in_one_line(
     _, stderr = run.communicate(timeout=60)  # until the workers are gone, too
     assert stderr == (message and f"{message}run the same command again to continue\n")
     assert run.returncode == (-number if number == signal.SIGKILL else 128 + number)
-    assert "measured 400 samples" in invoke("measure", config, "engine.samples_per_part=2").stdout
+    assert "measured 240 samples" in invoke("measure", config, "engine.samples_per_part=2").stdout

@@ -1,0 +1,60 @@
+"""A model family of one's own is one class, and its name in FAMILIES."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.energon import WorkerConfig, get_loader
+
+from offline_packing.verify.verify import verify
+from task_encoders.families import FAMILIES
+from task_encoders.families.family import Family
+from task_encoders.families.qwen2_vl import DEFAULTS, Qwen2VLEncoder
+from task_encoders.packed_dataset import get_packed_train_dataset
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.settings import PackingSettings
+from task_encoders.text.tokenizer import load_tokenizer
+from tests.helpers.datasets import make_run, mixed_pairs, pack_all
+
+
+class TerseEncoder(Qwen2VLEncoder):
+    """Qwen2-VL with another system message, and positions that count tokens."""
+
+    LENGTHS_OF = "terse_vl"
+    DEFAULT_SYSTEM = "You are terse."
+    POSITION_ROWS = 1
+
+
+TERSE_VL = Family("terse_vl", {**DEFAULTS, "max_pixels": 28 * 28 * 16}, TerseEncoder)
+
+
+def batches_of(folder: Path, family: str, **limits: int) -> list[Any]:
+    encoder = Qwen2VLTaskEncoder(
+        seq_length=512,
+        family=family,
+        settings=PackingSettings(packed=True, bmr=True),
+        **limits,
+    )
+    here = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    return list(
+        get_loader(get_packed_train_dataset(folder, encoder, worker_config=here, repeat=False))
+    )
+
+
+def test_a_family_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, TERSE_VL.name, TERSE_VL)
+    source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "data")), "task": "bmr"}
+    run = make_run(source, tmp_path / "out", model={"family": "terse_vl", "max_pixels": None})
+    manifest = pack_all(run)
+    assert manifest["config"]["model"]["max_pixels"] == 28 * 28 * 16
+    assert verify(run, deep=True).ok
+    batches = batches_of(tmp_path / "out", "terse_vl")
+    keys = [key for batch in batches for key in batch.sub_sample_keys]
+    assert len(keys) == len(set(keys)) == manifest["counts"]["packed"] == 30
+    said = ",".join(map(str, load_tokenizer("builtin").encode("You are terse.")))
+    for batch in batches:
+        assert batch.position_ids.shape == (1, 1, batch.tokens.shape[1])
+        tokens = ",".join(map(str, batch.tokens[0].tolist()))
+        assert tokens.count(said) == len(batch.sub_sample_keys)
+    with pytest.raises(ValueError, match="terse_vl"):
+        batches_of(tmp_path / "out", "qwen2_vl", max_pixels=28 * 28 * 16)
