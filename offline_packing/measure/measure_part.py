@@ -29,7 +29,6 @@ from offline_packing.measure.identity import NewRecords, hash_content
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
 from offline_packing.sources.lost_fields import lost_fields
-from offline_packing.sources.records import check_prompts_are_shown, to_sample
 from task_encoders.families import ModelSettings
 from task_encoders.media.image import MAX_IMAGE_PIXELS, read_image_header
 from task_encoders.media.video_file import MissingPyAVError, VideoHeader, read_video_header
@@ -121,7 +120,7 @@ def _measure_some(
         advance()
         key = source.key_prefix + record.key
         try:
-            sample = read_record(record, key, source)
+            sample = source.sample(record, key)
             row = measure_record(record, sample, source, task.source_id, encoder, task.model)
             lost.update(set(lost_fields(record, sample, source.fields)))
         except SampleError as error:
@@ -132,16 +131,6 @@ def _measure_some(
             raise StageError(f"sample {key!r} in {source.path}: {kind}{error}") from error
         measured.append(row)
     return measured, aside
-
-
-def read_record(record: SourceRecord, key: str, source: Source) -> SourceSample:
-    """The sample of a record. Raises SampleError if it must be set aside."""
-    if isinstance(record.content, SampleError):
-        raise record.content
-    sample = to_sample(record.content, key, source.task, record.paired_media)
-    if not source.options.ignore_prompts:
-        check_prompts_are_shown(sample)
-    return sample
 
 
 def measure_record(

@@ -22,7 +22,7 @@ from offline_packing.sources.reading.contents import file_names, nothing_found
 from offline_packing.sources.reading.listing import walk
 from offline_packing.sources.reading.locators import Locator, read_locator
 from offline_packing.sources.reading.remote import is_remote, open_root
-from offline_packing.sources.records import load_json, to_sample
+from offline_packing.sources.records import check_prompts_are_shown, load_json, to_sample
 from offline_packing.storage.key_set import KeySet
 from offline_packing.storage.streams import find_unread
 from task_encoders.samples import SampleError, SourceSample
@@ -207,6 +207,15 @@ class Source(ABC):
             return self.parse(data, locator.column)
         except SampleError as error:
             raise ChangedError(self.root.path(locator.container), error) from error
+
+    def sample(self, record: "SourceRecord", key: str) -> SourceSample:
+        """The sample of a record. Raises SampleError if it must be set aside."""
+        if isinstance(record.content, SampleError):
+            raise record.content
+        sample = to_sample(record.content, key, self.task, record.paired_media)
+        if not self.options.ignore_prompts:
+            check_prompts_are_shown(sample)
+        return sample
 
     def read_sample(
         self, key: str, locator: Locator, num_images: int, num_videos: int = 0

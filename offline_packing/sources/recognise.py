@@ -13,9 +13,7 @@ from offline_packing.sources.reading.contents import find_image_root
 from offline_packing.sources.records import (
     PROMPT_FIELDS,
     RECORD_FIELDS,
-    check_prompts_are_shown,
     has_dialogue,
-    to_sample,
 )
 from task_encoders.samples import SampleError, SourceSample
 
@@ -90,11 +88,7 @@ def _examples(source: Source, count: int) -> tuple[Example, ...]:
 
 def _example(source: Source, record: SourceRecord) -> Example:
     try:
-        if isinstance(record.content, SampleError):
-            raise record.content
-        sample = to_sample(record.content, record.key, source.task, record.paired_media)
-        if not source.options.ignore_prompts:
-            check_prompts_are_shown(sample)
+        sample = source.sample(record, record.key)
     except SampleError as error:
         return Example(record.key, None, str(error))
     missing = []

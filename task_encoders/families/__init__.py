@@ -10,7 +10,6 @@ from typing import Annotated, Any, Final
 
 from pydantic import (
     SerializerFunctionWrapHandler,
-    field_validator,
     model_serializer,
     model_validator,
 )
@@ -94,13 +93,6 @@ class ModelSettings(ModelOptions):
             if default != type(self).model_fields[name].default:
                 stored.setdefault(name, getattr(self, name))
         return stored
-
-    @field_validator("max_aspect_ratio")
-    @classmethod
-    def _check_aspect_ratio(cls, ratio: float) -> float:
-        if 0 < ratio < 1:
-            raise ValueError("the longer side over the shorter is at least 1")
-        return ratio
 
 
 def _from_video(video: VideoSettings | None) -> dict[str, Any]:

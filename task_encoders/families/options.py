@@ -5,7 +5,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from task_encoders.field_types import Count, LocalOrRemotePath, NonNegative, Number
 from task_encoders.media.video import VideoSettings
@@ -80,6 +80,13 @@ class ModelOptions(BaseModel):
     tower: Literal["", "clip", "siglip"] = added("")
     #: of conversations
     template: Literal["", "v1", "plain"] = added("")
+
+    @field_validator("max_aspect_ratio")
+    @classmethod
+    def _check_aspect_ratio(cls, ratio: float) -> float:
+        if 0 < ratio < 1:
+            raise ValueError("the longer side over the shorter is at least 1")
+        return ratio
 
     @property
     def video(self) -> VideoSettings:

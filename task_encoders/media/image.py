@@ -9,7 +9,7 @@ import io
 import math
 import warnings
 from dataclasses import KW_ONLY, dataclass
-from typing import BinaryIO, Final, Protocol
+from typing import BinaryIO, Final
 
 from PIL import ExifTags, Image, ImageOps
 
@@ -71,22 +71,12 @@ class VisionSettings:
         return self.patch_size * self.merge_size
 
 
-class ResizeLimits(Protocol):
-    """What `smart_resize` has to keep to."""
-
-    @property
-    def factor(self) -> int: ...
-    @property
-    def min_pixels(self) -> int: ...
-    @property
-    def max_pixels(self) -> int: ...
-    @property
-    def max_aspect_ratio(self) -> float: ...
-
-
-def smart_resize(height: int, width: int, settings: ResizeLimits) -> tuple[int, int]:
+def smart_resize(
+    height: int, width: int, settings: VisionSettings, pixels: tuple[int, int] | None = None
+) -> tuple[int, int]:
     """Height and width an image or a frame is resized to: multiples of `factor`, total within the
-    pixel limits, aspect ratio kept as nearly as that allows.
+    pixel limits (`pixels`: others than those of the settings), aspect ratio kept as nearly as that
+    allows.
 
     The rule of Qwen2-VL (https://arxiv.org/abs/2409.12191, its image processor's smart_resize),
     with Python's rounding of halves to even.
@@ -99,13 +89,14 @@ def smart_resize(height: int, width: int, settings: ResizeLimits) -> tuple[int, 
             "aspect_ratio", f"{width}x{height} is longer than {settings.max_aspect_ratio:g}:1"
         )
     factor = settings.factor
+    least, most = pixels or (settings.min_pixels, settings.max_pixels)
     rows, columns = round(height / factor), round(width / factor)
-    if rows * columns * factor**2 > settings.max_pixels:
-        shrink = math.sqrt((height * width) / settings.max_pixels)
+    if rows * columns * factor**2 > most:
+        shrink = math.sqrt((height * width) / most)
         rows = max(1, math.floor(height / shrink / factor))
         columns = max(1, math.floor(width / shrink / factor))
-    elif rows * columns * factor**2 < settings.min_pixels:
-        grow = math.sqrt(settings.min_pixels / (height * width))
+    elif rows * columns * factor**2 < least:
+        grow = math.sqrt(least / (height * width))
         rows = math.ceil(height * grow / factor)
         columns = math.ceil(width * grow / factor)
     return rows * factor, columns * factor

@@ -6,7 +6,6 @@ bytes  ──▶ those frames, decoded in order ──▶ patches, by the code t
 Both stages ask `video_file.read_video_header`, so that they agree on every grid.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,16 +65,6 @@ class SampledVideo(NamedTuple):
     fps: float | None  #: frames per second in the file
 
 
-@dataclass(frozen=True, slots=True)
-class _FrameLimits:
-    """Limits for `smart_resize`."""
-
-    factor: int
-    min_pixels: int
-    max_pixels: int
-    max_aspect_ratio: float
-
-
 def num_sampled_frames(header: VideoHeader, settings: VideoSettings, multiple: int = 2) -> int:
     """How many frames are taken, as transformers' `sample_frames` counts them.
 
@@ -123,19 +112,11 @@ def video_grid(
     """
     depth = vision_settings.temporal_patch_size
     num_sampled = num_sampled_frames(header, settings, depth)
-    limits = _FrameLimits(
-        vision_settings.factor,
-        settings.min_pixels,
-        settings.max_pixels,
-        vision_settings.max_aspect_ratio,
-    )
+    least, most = settings.min_pixels, settings.max_pixels
     if settings.max_tokens is not None:
-        budget = int(settings.max_tokens * limits.factor**2 * 0.9)
-        share = max(
-            min(settings.max_pixels, budget * depth // num_sampled), int(settings.min_pixels * 1.05)
-        )
-        limits = dataclasses.replace(limits, max_pixels=share)
-    height, width = image.smart_resize(header.height, header.width, limits)
+        budget = int(settings.max_tokens * vision_settings.factor**2 * 0.9)
+        most = max(min(most, budget * depth // num_sampled), int(least * 1.05))
+    height, width = image.smart_resize(header.height, header.width, vision_settings, (least, most))
     patch = vision_settings.patch_size
     return -(-num_sampled // depth), height // patch, width // patch
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from offline_packing.index.measured import MeasuredSample
-from offline_packing.measure.measure_part import measure_record, read_record
+from offline_packing.measure.measure_part import measure_record
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Source, open_source
 from task_encoders.samples import REASONS, SampleError
@@ -26,7 +26,7 @@ def account(source: Source) -> list[tuple[str, str, MeasuredSample | None]]:
     for part in source.scan(3).parts:
         for record in source.records(part):
             try:
-                sample = read_record(record, record.key, source)
+                sample = source.sample(record, record.key)
                 row = measure_record(record, sample, source, 0, encoder, MODEL)
             except SampleError as error:
                 found.append((record.key, error.reason, None))

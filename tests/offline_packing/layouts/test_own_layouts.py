@@ -1,15 +1,15 @@
 """A layout of one's own is one class, and its name in LAYOUTS."""
 
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from offline_packing.errors import StageError
 from offline_packing.layouts import LAYOUTS, Layout
-from offline_packing.layouts.fragments import ShardFragment, ShardFragments
 from offline_packing.layouts.shard_tasks import ShardTask
+from offline_packing.layouts.shards import ShardFragment
 from offline_packing.report.preview import preview
 from offline_packing.storage.files import hash_bytes
 from offline_packing.storage.tars import PackEntry, Part
@@ -38,16 +38,6 @@ class ZipLayout(Layout):
         partial.rename(task.folder / name)
         content = (task.folder / name).read_bytes()
         return self.fragment(task, name, len(content), hash_bytes(content), packs)
-
-    def finish(
-        self,
-        folder: Path,
-        task: str,
-        splits: Mapping[str, Sequence[str]],
-        fragments: ShardFragments,
-        content_hash: str,
-    ) -> None:
-        """Nothing."""
 
     def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
         path = task.folder / self.shard_file(task.shard.name)
