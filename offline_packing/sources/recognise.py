@@ -97,5 +97,6 @@ def _example(source: Source, record: SourceRecord) -> Example:
             source.open_media(record, name)[1].close()
         except SampleError:
             missing.append(name)
+    assert not isinstance(record.content, SampleError)  # it has a sample
     unread = tuple(name for name in record.content if name not in RECORD_FIELDS)
     return Example(record.key, sample, missing=tuple(missing), unread=record.unread + unread)

@@ -1,5 +1,6 @@
 """A model family of one's own is one class, and its name in FAMILIES."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,7 @@ from megatron.energon import WorkerConfig, get_loader
 
 from offline_packing.verify.verify import verify
 from task_encoders.families import FAMILIES
-from task_encoders.families.family import Family
-from task_encoders.families.qwen2_vl import DEFAULTS, Qwen2VLEncoder
+from task_encoders.families.qwen2_vl import QWEN2_VL, Qwen2VLEncoder
 from task_encoders.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
@@ -25,7 +25,12 @@ class TerseEncoder(Qwen2VLEncoder):
     POSITION_ROWS = 1
 
 
-TERSE_VL = Family("terse_vl", {**DEFAULTS, "max_pixels": 28 * 28 * 16}, TerseEncoder)
+TERSE_VL = dataclasses.replace(
+    QWEN2_VL,
+    name="terse_vl",
+    defaults={**QWEN2_VL.defaults, "max_pixels": 28 * 28 * 16},
+    build=TerseEncoder,
+)
 
 
 def batches_of(folder: Path, family: str, **limits: int) -> list[Any]:
