@@ -1,6 +1,7 @@
 """A source of one's own is one file; its options are declared there, and the configuration, the
 fingerprint and the source itself take them from there."""
 
+import ast
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from offline_packing.runs.artifacts import config_fingerprint
 from offline_packing.runs.run import open_sources
 from offline_packing.sources import SOURCES, Source
 from tests.helpers.datasets import image_bytes, make_run
+
+ROOT = Path(__file__).parents[3]
 
 MODULE = '''
 from offline_packing.sources import Source
@@ -94,3 +97,37 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert len(records) == 2
     run = make_run(config.source[0].model_dump(), tmp_path / "packed")
     assert measure(run).info.num_samples == 2
+
+
+#: What every source has, and how much of it is used: no options of how its records are read.
+OF_ALL = {"format", "path", "task", "name", "skip", "repeat", "weight"}
+MODULES = {
+    path: ast.parse(path.read_text("utf-8")) for path in (ROOT / "offline_packing").rglob("*.py")
+}
+
+
+def names_option(path: Path, option: str) -> bool:
+    """Whether a module declares an option or takes it out of a source's options."""
+    for node in ast.walk(MODULES[path]):
+        match node:
+            case ast.ClassDef(name=name) if name.endswith("Options"):
+                fields = (one.target for one in node.body if isinstance(one, ast.AnnAssign))
+                if any(isinstance(one, ast.Name) and one.id == option for one in fields):
+                    return True
+            case ast.Attribute(value=ast.Name(id="options"), attr=name) if name == option:
+                return True
+            case ast.Attribute(value=ast.Attribute(attr="options"), attr=name) if name == option:
+                return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "option",
+    sorted({name for one in SOURCES.values() for name in one.Options.model_fields} - OF_ALL),
+)
+def test_an_option_touches_two_files(option: str) -> None:
+    """Where it is declared and where it is used; a format may have its own, or its own default."""
+    named = {path for path in MODULES if names_option(path, option)}
+    formats = {path for path in named if path.parent.name == "formats"}
+    assert named
+    assert len(named - formats) <= 2, named
