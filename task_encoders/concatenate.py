@@ -62,7 +62,6 @@ def concatenate(
     """Concatenate a pack's samples into one row.
 
     Args:
-        samples: at least one.
         pad_multiple: every sub-sample is padded to a multiple of this many tokens.
         pad_to_length: the row is padded to this length.
         cross_sample_attention: one segment of all sub-samples, with running positions, which is

@@ -98,15 +98,16 @@ def _language(config: Mapping[str, Any]) -> TransformerShape:
     if config.get("num_experts_per_tok"):
         ffn = config["moe_intermediate_size"] * config["num_experts_per_tok"]
         ffn += config.get("shared_expert_intermediate_size", 0)
-    layers = config.get("layer_types")
-    linear = layers is not None and "linear_attention" in layers
+    layers = config.get("layer_types") or ()
     return TransformerShape(
         hidden,
         config["num_hidden_layers"],
         ffn,
         kv_share=config.get("num_key_value_heads", heads) / heads,
         query_size=(config.get("head_dim") or hidden // heads) * heads,
-        num_quadratic_layers=layers.count("full_attention") if linear else None,
+        num_quadratic_layers=layers.count("full_attention")
+        if "linear_attention" in layers
+        else None,
     )
 
 
