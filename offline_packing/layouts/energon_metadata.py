@@ -167,31 +167,16 @@ def _write_sqlite(path: Path, packs: Iterable[tuple[str, Sequence[PackEntry]]]) 
     with translate_disk_full(path), SqliteIndexWriter(EPath(temporary)) as writer:
         for shard, (name, entries) in enumerate(packs):
             counts[name] = len(entries)
-            writer.append_samples(
-                [
-                    IndexSample(
-                        tar_file_id=shard,
-                        sample_key=entry.key,
-                        sample_index=i,
-                        byte_offset=entry.offset,
-                        byte_size=entry.size,
-                    )
-                    for i, entry in enumerate(entries)
-                ]
-            )
-            writer.append_parts(
-                [
-                    IndexSamplePart(
-                        tar_file_id=shard,
-                        sample_index=i,
-                        part_name=part.name,
-                        content_byte_offset=part.offset,
-                        content_byte_size=part.size,
-                    )
-                    for i, entry in enumerate(entries)
-                    for part in entry.parts
-                ]
-            )
+            samples, parts = [], []
+            for i, entry in enumerate(entries):
+                pack = {"tar_file_id": shard, "sample_index": i}
+                place = {"byte_offset": entry.offset, "byte_size": entry.size}
+                samples.append(IndexSample(sample_key=entry.key, **pack, **place))
+                for part in entry.parts:
+                    place = {"content_byte_offset": part.offset, "content_byte_size": part.size}
+                    parts.append(IndexSamplePart(part_name=part.name, **pack, **place))
+            writer.append_samples(samples)
+            writer.append_parts(parts)
     os.replace(temporary, path)
     return counts
 
