@@ -85,11 +85,9 @@ class LlamaFactorySource(Source):
                 f"{_INFO_NAME} that end in {', '.join(_FORMATS)} are read: download it first"
             )
         folder = self.root.path("").rstrip("/")
+        root = self.image_root or folder
         of_file = FileOptions(
-            format=options.format,
-            path=f"{folder}/{name}",
-            task=options.task,
-            image_root=self.image_root or folder,
+            format=options.format, path=f"{folder}/{name}", task=options.task, image_root=root
         )
         self._file = _FORMATS[suffix](of_file, **places)
         self._file.fields = self.fields = _EntryFields(entry)
