@@ -129,8 +129,8 @@ def build_sample_encoder(
         options: the other fields of ModelSettings: min_pixels, max_pixels, video, …
 
     Raises:
-        ValueError: see ModelSettings; a checkpoint whose chat template is not the family's, or that
-            would have to be downloaded while the hub is out of reach.
+        ValueError: see ModelSettings; a checkpoint of another family, one whose chat template
+            cannot be cut, or one to be downloaded while the hub is out of reach.
     """
     if not isinstance(model, ModelSettings):
         named = {"family": model, "processor": processor}
@@ -139,4 +139,26 @@ def build_sample_encoder(
     elif processor or options:
         raise TypeError("settings given twice: whole, and by name")
     require_hub(model.processor)
+    _check_family(model)
     return FAMILIES[model.family].build(model)
+
+
+def _check_family(model: ModelSettings) -> None:
+    """Refuse a checkpoint whose config.json names a family that gives samples other lengths."""
+    if model.processor == BUILTIN:
+        return
+    from transformers import PreTrainedConfig
+
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(model.processor)
+    except OSError:
+        return
+    found = FAMILIES.get(str(config.get("model_type")).removesuffix("_moe"))
+    if found is None:
+        return
+    lengths = [getattr(one.build, "LENGTHS_OF", None) for one in (found, FAMILIES[model.family])]
+    if lengths[0] != lengths[1]:
+        raise ValueError(
+            f"checkpoint {model.processor!r} is of family {found.name}, not {model.family}; set "
+            f"model.family={found.name}, or name a checkpoint of {model.family}"
+        )

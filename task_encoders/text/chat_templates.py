@@ -57,17 +57,19 @@ _Slot = str | list[str | Image | Video]
 
 
 class _Words(NamedTuple):
-    """Words between control tokens; numbers are texts. `turn`: whose answer it is part of."""
+    """Words between control tokens: some, and then texts by their numbers, each with the words
+    behind it. `turn`: whose answer they are part of."""
 
-    parts: tuple[str | int, ...]
+    begin: str
+    texts: tuple[tuple[int, str], ...]
     header: str = ""
     turn: int = -1
 
 
 class _AnswerControl(NamedTuple):
-    """A control token in an answer, or at its end."""
+    """A control token in an answer, or at its end: without loss, and with it."""
 
-    token: str
+    either: tuple[Control, Control]
     turn: int
 
 
@@ -111,7 +113,7 @@ class ChatTemplate:
             if isinstance(part, _Words):
                 _fill(part, slots, labelled, pieces)
             elif isinstance(part, _AnswerControl):
-                pieces.append(Control(part.token, labelled[part.turn]))
+                pieces.append(part.either[labelled[part.turn]])
             else:
                 pieces.append(part)
         return pieces
@@ -120,20 +122,21 @@ class ChatTemplate:
         """The shape of a conversation, and the texts in it."""
         slots: list[_Slot] = []
         shape: list[Any] = [sample.tools]
+        skeleton = self._skeleton
         media = bool(sample.images or sample.videos)
         front = media_in_front(sample) if media else ""
         if sample.system is not None:
-            shape.append(("system", self._skeleton(sample.system, slots)))
+            shape.append(("system", skeleton(sample.system, slots)))
         for turn in sample.turns:
             begin = len(slots)
             for role, text in turn.before:
-                shape.append((role, self._skeleton(text, slots)))
-            prompt = self._skeleton(front + turn.prompt, slots)
+                shape.append((role, skeleton(text, slots)))
+            prompt = skeleton(front + turn.prompt, slots)
             front = ""
-            for i in range(begin, len(slots)) if media else ():
-                slots[i] = split_at_media(sample, str(slots[i]))
-            answer = self._skeleton(turn.answer, slots)
-            thought = None if turn.thought is None else self._skeleton(turn.thought, slots)
+            if media:
+                slots[begin:] = [split_at_media(sample, str(slot)) for slot in slots[begin:]]
+            answer = skeleton(turn.answer, slots)
+            thought = None if turn.thought is None else skeleton(turn.thought, slots)
             shape.append((turn.role, prompt, answer, thought, turn.calls))
         return tuple(shape), slots
 
@@ -164,17 +167,17 @@ class ChatTemplate:
         turn, answering = -1, False
         for i, text in enumerate(_CONTROL.split(written)):
             if i % 2:
-                parts.append(_AnswerControl(text, turn) if answering else Control(text))
+                either = Control(text), Control(text, labelled=True)
+                parts.append(_AnswerControl(either, turn) if answering else either[0])
                 answering = answering and text != _END
             elif text.startswith(_HEADER) and parts and parts[-1] == Control(_START):
                 turn, answering = turn + 1, True
-                parts.append(_Words(_numbers(text[len(_HEADER) :]), _HEADER, turn))
+                parts.append(_Words(*_numbers(text[len(_HEADER) :]), _HEADER, turn))
             elif answering and text:
-                parts.append(_Words(_numbers(text), "", turn))
+                parts.append(_Words(*_numbers(text), "", turn))
             elif text:
-                words = _numbers(text)
-                is_fixed = len(words) == 1 and isinstance(words[0], str)
-                parts.append(Text(str(words[0])) if is_fixed else _Words(words))
+                words = _Words(*_numbers(text))
+                parts.append(words if words.texts else Text(words.begin))
         if parts and isinstance(parts[-1], Text) and not parts[-1].text.strip():
             parts.pop()
         if turn + 1 != sum(message["role"] == "assistant" for message in messages) or answering:
@@ -252,13 +255,10 @@ def _fill(
     words: _Words, slots: Sequence[_Slot], labelled: Sequence[bool], pieces: list[Piece]
 ) -> None:
     """Adds words with the texts in their places; media part them."""
-    text = ""
-    for part in words.parts:
-        found = part if isinstance(part, str) else slots[part]
-        if isinstance(found, str):
-            text += found
-            continue
-        for piece in found:
+    text = words.begin
+    for number, behind in words.texts:
+        found = slots[number]
+        for piece in (found,) if isinstance(found, str) else found:
             if isinstance(piece, str):
                 text += piece
                 continue
@@ -266,13 +266,14 @@ def _fill(
                 pieces.append(Text(text))
             text = ""
             pieces.append(piece)
+        text += behind
     if words.turn >= 0 and labelled[words.turn]:
         pieces.append(Answer(words.header, text))
     elif text or words.header:
         pieces.append(Text(words.header + text))
 
 
-def _numbers(text: str) -> tuple[str | int, ...]:
-    """'a⟨3⟩b' -> ('a', 3, 'b')"""
-    parts = _NUMBERED.split(text.replace(_LESS, "<"))
-    return tuple(int(part) if i % 2 else part for i, part in enumerate(parts) if part)
+def _numbers(text: str) -> tuple[str, tuple[tuple[int, str], ...]]:
+    """'a⟨3⟩b⟨4⟩' -> 'a', ((3, 'b'), (4, ''))"""
+    begin, *rest = _NUMBERED.split(text.replace(_LESS, "<"))
+    return begin, tuple(zip(map(int, rest[::2]), rest[1::2], strict=True))

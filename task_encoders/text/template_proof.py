@@ -2,6 +2,7 @@
 sample can, as pieces and as transformers' `apply_chat_template` writes them."""
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -10,6 +11,8 @@ import xxhash
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.chat_templates import ChatTemplate
 from task_encoders.text.pieces import Control, spell, to_chat
+
+logger = logging.getLogger(__name__)
 
 _TOOL: Final = {"name": "find", "description": "Find <things>.", "parameters": {"type": "object"}}
 _TOOLS: Final = json.dumps([{"type": "function", "function": _TOOL}])
@@ -148,4 +151,5 @@ def load_template(processor: str, own: str) -> tuple[ChatTemplate, str]:
     of_family = ChatTemplate(own)
     if all(write(of_family, PROBES[i]) == text for i, text in written.items()):
         return template, ""
+    logger.info("%s: its chat template writes otherwise than its family's usual one", processor)
     return template, xxhash.xxh3_128_hexdigest(source.encode())

@@ -1,10 +1,14 @@
-"""Settings that a manifest brings back are those that were measured with."""
+"""Settings that a manifest brings back are those that were measured with, and a checkpoint is of
+the family that they name."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from task_encoders.families import FAMILIES, ModelSettings
+from task_encoders.families import FAMILIES, ModelSettings, build_sample_encoder
+from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
+from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -15,3 +19,16 @@ def test_settings_survive_json(family: str) -> None:
     assert again == settings
     before, after = ({name: type(value) for name, value in one} for one in (settings, again))
     assert after == before
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen3_vl_moe", "of_nobody", None])
+def test_a_checkpoint_of_another_family_is_refused(model_type: str | None, tmp_path: Path) -> None:
+    save_with_template(tiny_tokenizer(), QWEN2_VL_TEMPLATE, tmp_path)
+    if model_type:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    for family in ("qwen2_5_vl", "qwen3_vl"):
+        if (model_type, family) in (("qwen2_vl", "qwen3_vl"), ("qwen3_vl_moe", "qwen2_5_vl")):
+            with pytest.raises(ValueError, match=f"not {family}; set model.family=qwen"):
+                build_sample_encoder(family, str(tmp_path))
+        else:
+            assert build_sample_encoder(family, str(tmp_path)).pad_token_id
