@@ -18,7 +18,7 @@ from offline_packing.index import table as index
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.plan.make_plan import Planned, make_plan
-from offline_packing.plan.summary import render_sources, render_summary, summarize
+from offline_packing.plan.summary import render_sources, render_summary
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import (
     PLAN_FILES,
@@ -129,8 +129,8 @@ def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mappin
     """The figures of a plan, to be shared. `plan_reasons`: samples set aside while planning."""
     reasons = Counter(samples.info.set_aside) + Counter(plan_reasons)
     lengths = samples.array("num_tokens")[packs.sample_ids]
-    summary = summarize(run.config, samples.info, lengths, packs, reasons)
-    return render_summary(summary, render_sources(run.config, samples, packs))
+    sources = render_sources(run.config, samples, packs)
+    return render_summary(run.config, samples.info, lengths, packs, reasons, sources)
 
 
 def _discard_previous(run: Run, found: Fingerprint, wanted: Fingerprint) -> None:

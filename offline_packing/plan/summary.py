@@ -1,8 +1,8 @@
-"""The figures of a plan: computed once, printed as text that can be shared."""
+"""The figures of a plan as text that can be shared."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -10,108 +10,76 @@ import numpy.typing as npt
 from offline_packing.config.packing import PackingConfig
 from offline_packing.index.rows import sums_by_source
 from offline_packing.index.table import Index, IndexInfo
-from offline_packing.planner.cost import padded_tokens
+from offline_packing.planner.cost import saving
 from offline_packing.planner.pack_plan import PackPlan
 
 _BINS = 16
 _BAR_WIDTH = 40
 
 
-@dataclass(frozen=True)
-class PlanSummary:
-    """What a plan amounts to. Lengths are in tokens."""
-
-    config: PackingConfig
-    packs: PackPlan
-    num_samples: int
-    set_aside: Mapping[str, int]
-    num_unused_images: int
-    num_packed: int
-    num_tokens: int
-    #: tokens over the room in all packs
-    fill: float
-    #: share of padding without packing, and with it
-    padding_before: float
-    padding_after: float
-    iterations_before: int
-    iterations_after: int
-    #: sequences per step that keep the number of samples per step
-    equal_batch_size: int
-    #: samples per bin of equal width from 1 to seq_length
-    histogram: tuple[int, ...]
-
-
-def summarize(
+def render_summary(
     config: PackingConfig,
     info: IndexInfo,
     lengths: npt.NDArray[np.integer],
     packs: PackPlan,
     set_aside: Mapping[str, int],
-) -> PlanSummary:
-    """Figures of a plan. `lengths` (num_packed,) are the tokens of the packed samples, `set_aside`
-    counts those left out while measuring and planning, by reason."""
-    num_packed, num_tokens = len(lengths), int(lengths.sum(dtype=np.int64))
-    batch = config.report.global_batch_size
-    padded = padded_tokens(np.bincount(lengths), config.report.padded_batch_size)
-    edges = np.linspace(0, config.pack.seq_length, min(_BINS, config.pack.seq_length) + 1)
-    return PlanSummary(
-        config,
-        packs,
-        num_samples=info.num_samples + info.num_set_aside,
-        set_aside=dict(set_aside),
-        num_unused_images=info.num_unused_images,
-        num_packed=num_packed,
-        num_tokens=num_tokens,
-        fill=num_tokens / (packs.num_packs * config.pack.seq_length),
-        padding_before=1 - num_tokens / padded,
-        padding_after=1 - num_tokens / max(packs.info.num_tokens, 1),
-        iterations_before=math.ceil(num_packed / batch),
-        iterations_after=math.ceil(packs.num_packs / batch),
-        equal_batch_size=max(1, round(batch / packs.packing_factor)),
-        histogram=tuple(np.histogram(lengths, edges)[0].tolist()),
-    )
+    sources: Sequence[str] = (),
+) -> str:
+    """The figures as text, one per line.
+
+    Args:
+        lengths: (num_packed,) tokens of the packed samples.
+        set_aside: those left out while measuring and planning, by reason.
+        sources: the lines of their table.
+    """
+    compared, seq_length = config.report, packs.info.seq_length
+    found = saving(lengths, packs, compared.padded_batch_size, compared.global_batch_size)
+    num_samples, unused = info.num_samples + info.num_set_aside, info.num_unused_images
+    figures = [
+        ("task", config.task),
+        ("samples", f"{num_samples:,}"),
+        ("set aside", f"{sum(set_aside.values()):,}"),
+        *((f"  {reason}", f"{count:,}") for reason, count in sorted(set_aside.items())),
+        *([("unused images", f"{unused:,}")] if unused else []),
+        *_plan_figures(packs, found),
+    ]
+    table = ["", *sources] if sources else []
+    rows = [f"{name:<24}{value}" for name, value in figures]
+    return "\n".join([*rows, *table, "", "samples by tokens", *_bars(lengths, seq_length), ""])
 
 
-def render_summary(summary: PlanSummary, sources: Sequence[str] = ()) -> str:
-    """The figures as text, one per line; `sources`: the lines of their table."""
-    s, packs, report = summary, summary.packs, summary.config.report
-    info = packs.info
-    before, after = s.iterations_before, s.iterations_after
-    lines = [
-        ("task", s.config.task),
-        ("samples", f"{s.num_samples:,}"),
-        ("set aside", f"{sum(s.set_aside.values()):,}"),
-        *((f"  {reason}", f"{count:,}") for reason, count in sorted(s.set_aside.items())),
-        *([("unused images", f"{s.num_unused_images:,}")] if s.num_unused_images else []),
-        ("packed samples", f"{s.num_packed:,}"),
-        ("tokens", f"{s.num_tokens:,} (mean {s.num_tokens / s.num_packed:,.1f} per sample)"),
+def _plan_figures(packs: PackPlan, found: Mapping[str, int | float]) -> list[tuple[str, str]]:
+    info, tokens, num_samples = packs.info, found["tokens"], len(packs.sample_ids)
+    room = packs.num_packs * info.seq_length
+    return [
+        ("packed samples", f"{num_samples:,}"),
+        ("tokens", f"{tokens:,} (mean {tokens / num_samples:,.1f} per sample)"),
         ("packs", f"{packs.num_packs:,} of {info.seq_length:,} tokens, strategy {info.strategy}"),
         ("lower bound", f"{info.lower_bound:,} (gap {packs.gap:.3%})"),
-        ("fill", f"{s.fill:.2%}"),
+        ("fill", f"{tokens / room:.2%}"),
         ("packing factor", f"{packs.packing_factor:.2f} samples per pack"),
         (
             "padding",
-            f"{s.padding_before:.1%} -> {s.padding_after:.1%} of tokens in a batch "
-            f"(before: {report.padded_batch_size} samples padded to the longest)",
+            "{padding_before:.1%} -> {padding_after:.1%} of tokens in a batch (before: "
+            "{padded_batch_size} samples padded to the longest)".format_map(found),
         ),
         (
             "iterations",
-            f"{before:,} -> {after:,} per epoch at global batch size {report.global_batch_size:,} "
-            f"(global batch size {s.equal_batch_size:,} keeps the samples per step)",
+            "{iterations_before:,} -> {iterations_after:,} per epoch at global batch size "
+            "{global_batch_size:,} (global batch size {equal_batch_size:,} keeps the samples per "
+            "step)".format_map(found),
         ),
     ]
-    figures = [f"{name:<24}{value}" for name, value in lines]
-    table = ["", *sources] if sources else []
-    return "\n".join([*figures, *table, "", "samples by tokens", *_bars(s), ""])
 
 
-def _bars(summary: PlanSummary) -> list[str]:
-    highest = max(summary.histogram)
-    width = summary.config.pack.seq_length / len(summary.histogram)
+def _bars(lengths: npt.NDArray[np.integer], seq_length: int) -> list[str]:
+    """Samples per bin of equal width from 1 to seq_length."""
+    edges = np.linspace(0, seq_length, min(_BINS, seq_length) + 1)
+    counts = np.histogram(lengths, edges)[0].tolist()
     return [
-        f"{math.floor(i * width) + 1:>9,} – {math.floor((i + 1) * width):<9,}"
-        f"{'█' * math.ceil(_BAR_WIDTH * count / highest):<{_BAR_WIDTH}} {count:,}"
-        for i, count in enumerate(summary.histogram)
+        f"{math.floor(low) + 1:>9,} – {math.floor(high):<9,}"
+        f"{'█' * math.ceil(_BAR_WIDTH * count / max(counts)):<{_BAR_WIDTH}} {count:,}"
+        for (low, high), count in zip(itertools.pairwise(edges.tolist()), counts, strict=True)
     ]
 
 

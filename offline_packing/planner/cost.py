@@ -1,7 +1,11 @@
-"""What padding would cost."""
+"""What padding would cost, and packing saves."""
+
+import math
 
 import numpy as np
 import numpy.typing as npt
+
+from offline_packing.planner.pack_plan import PackPlan
 
 
 def padded_tokens(counts: npt.NDArray[np.integer], batch_size: int) -> float:
@@ -23,3 +27,35 @@ def _mean_longest(counts: npt.NDArray[np.integer], drawn: int) -> float:
     for i in range(drawn):  # all of the drawn samples are among those up to this length
         none_longer *= np.maximum(up_to - i, 0) / max(up_to[-1] - i, 1)
     return float(np.diff(none_longer, prepend=0.0) @ np.arange(len(counts)))
+
+
+def saving(
+    lengths: npt.NDArray[np.integer],
+    packs: PackPlan,
+    padded_batch_size: int,
+    global_batch_size: int,
+) -> dict[str, int | float]:
+    """What packing saves, against batches of `padded_batch_size` samples padded to their longest:
+    tokens, shares of padding, and steps of an epoch at `global_batch_size`.
+
+    Args:
+        lengths: (num_packed,) tokens of the packed samples, at least one.
+    """
+    num_samples, real = len(lengths), int(lengths.sum(dtype=np.int64))
+    seq_length, in_packs = packs.info.seq_length, packs.info.num_tokens
+    in_batches = padded_tokens(np.bincount(lengths, minlength=seq_length + 1), padded_batch_size)
+    return {
+        "tokens": real,
+        "tokens_in_packs": in_packs,
+        "padded_batch_size": padded_batch_size,
+        "tokens_in_padded_batches": in_batches,
+        "tokens_padded_to_seq_length": num_samples * seq_length,
+        "padding_before": 1 - real / in_batches,
+        "padding_after": 1 - real / in_packs,
+        "speedup": in_batches / in_packs,
+        "global_batch_size": global_batch_size,
+        "iterations_before": math.ceil(num_samples / global_batch_size),
+        "iterations_after": math.ceil(packs.num_packs / global_batch_size),
+        # keeps the samples of a step
+        "equal_batch_size": max(1, round(global_batch_size * packs.num_packs / num_samples)),
+    }

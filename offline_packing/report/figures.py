@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing.layouts.shards import splits_of_plan
-from offline_packing.planner.cost import padded_tokens
+from offline_packing.planner.cost import saving
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.request import OVER_SEQ_LENGTH
 from offline_packing.report.complete_stages import CompleteStages
@@ -92,28 +92,10 @@ def pack_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
 
 def saving_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
     """Packing against padding, and against packing in a small buffer while training."""
-    config = stages.run.config
+    compared = stages.run.config.report
     lengths = stages.packed(stages.columns["num_tokens"])
-    num_samples, real = len(lengths), int(lengths.sum(dtype=np.int64))
-    in_packs = plan.info.num_tokens
-    counts = np.bincount(lengths, minlength=config.pack.seq_length + 1)
-    in_batches = padded_tokens(counts, config.report.padded_batch_size)
-    batch = config.report.global_batch_size
-    return {
-        "tokens": real,
-        "tokens_in_packs": in_packs,
-        "padded_batch_size": config.report.padded_batch_size,
-        "tokens_in_padded_batches": in_batches,
-        "tokens_padded_to_seq_length": num_samples * config.pack.seq_length,
-        "padding_before": 1 - real / in_batches,
-        "padding_after": 1 - real / in_packs,
-        "speedup": in_batches / in_packs,
-        "global_batch_size": batch,
-        "iterations_before": math.ceil(num_samples / batch),
-        "iterations_after": math.ceil(plan.num_packs / batch),
-        "equal_batch_size": max(1, round(batch * plan.num_packs / num_samples)),
-        "online": _online(stages, plan),
-    }
+    found = saving(lengths, plan, compared.padded_batch_size, compared.global_batch_size)
+    return {**found, "online": _online(stages, plan)}
 
 
 def _cost(stages: CompleteStages) -> npt.NDArray[np.float32]:

@@ -5,8 +5,8 @@ import pytest
 
 from offline_packing.config.packing import parse_config
 from offline_packing.index.table import IndexInfo
-from offline_packing.plan.summary import render_summary, summarize
-from offline_packing.planner.cost import padded_tokens
+from offline_packing.plan.summary import render_summary
+from offline_packing.planner.cost import padded_tokens, saving
 from offline_packing.planner.plan_packs import plan_packs
 
 
@@ -47,18 +47,17 @@ def test_figures() -> None:
     )
     packs = plan_packs(lengths, 100)
     info = IndexInfo({}, {}, [6], {"bad_json": 2}, num_unused_images=1)
-    summary = summarize(config, info, lengths, packs, {"bad_json": 2})
-    assert (summary.num_samples, summary.num_packed, summary.packs.num_packs) == (8, 6, 4)
-    assert (summary.packs.info.lower_bound, summary.packs.gap) == (4, 0)
-    assert summary.fill == pytest.approx(350 / 400)
-    assert summary.packs.packing_factor == 1.5
-    assert summary.padding_before == pytest.approx(250 / 600)  # six padded to 100
-    assert summary.padding_after == 0
-    assert (summary.iterations_before, summary.iterations_after) == (3, 2)
-    assert summary.equal_batch_size == 1
-    assert sum(summary.histogram) == 6
-    text = render_summary(summary)
-    assert "87.50%" in text
+    assert (packs.num_packs, packs.info.lower_bound, packs.packing_factor) == (4, 4, 1.5)
+    found = saving(lengths, packs, padded_batch_size=6, global_batch_size=2)
+    assert found["padding_before"] == pytest.approx(250 / 600)  # six padded to 100
+    assert found["padding_after"] == 0
+    assert (found["iterations_before"], found["iterations_after"]) == (3, 2)
+    assert found["equal_batch_size"] == 1
+    text = render_summary(config, info, lengths, packs, {"bad_json": 2})
+    figures = {line[:24].strip(): line[24:] for line in text.splitlines()}
+    assert (figures["samples"], figures["fill"]) == ("8", "87.50%")
+    bars = text.partition("samples by tokens\n")[2].splitlines()
+    assert sum(int(line.split()[-1]) for line in bars) == 6
     assert "41.7% -> 0.0%" in text
     assert "3 -> 2 per epoch at global batch size 2" in text
     assert "bad_json" in text
@@ -74,6 +73,6 @@ def test_padding_to_a_multiple_is_counted() -> None:
     )
     lengths = np.array([1, 7], np.int32)
     packs = plan_packs(lengths, 16, pad_multiple=8)
-    summary = summarize(config, IndexInfo({}, {}, [2], {}), lengths, packs, {})
-    assert summary.padding_after == pytest.approx(0.5)
-    assert summary.fill == pytest.approx(0.5)
+    found = saving(lengths, packs, padded_batch_size=8, global_batch_size=1)
+    assert found["padding_after"] == pytest.approx(0.5)
+    assert "50.00%" in render_summary(config, IndexInfo({}, {}, [2], {}), lengths, packs, {})
