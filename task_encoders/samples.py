@@ -4,6 +4,7 @@ Every source format and every pack is read into `SourceSample`; every sample enc
 media themselves travel beside it, as bytes in the order of `SourceSample.media`.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -111,11 +112,19 @@ def make_turn(prompt: str, answer: str, details: Mapping[str, Any]) -> Turn:
         and all(who in ROLES and isinstance(text, str) for who, text in pairs)
         and isinstance(thought, str | None)
         and isinstance(calls, list | tuple)
-        and all(isinstance(call, str) for call in calls)
+        and all(map(_is_call, calls))
         and isinstance(trained, bool)
     ):
         raise SampleError("bad_record", f"these are no details of a turn: {details!r}"[:200])
     return Turn(prompt, answer, role, tuple(map(tuple, before)), thought, tuple(calls), trained)
+
+
+def _is_call(text: Any) -> bool:
+    try:
+        call = json.loads(text)
+    except (TypeError, ValueError):
+        return False
+    return isinstance(call, dict) and isinstance(call.get("name"), str)
 
 
 @dataclass(frozen=True, slots=True)

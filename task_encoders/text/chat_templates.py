@@ -189,7 +189,7 @@ class ChatTemplate:
     def _messages(self, shape: _Shape) -> tuple[Any, list[dict[str, Any]], set[int]]:
         """Tools and messages that a template takes, with numbered marks, and the numbers of the
         texts that it has to write: all but thoughts, which it may show in some answers only."""
-        tools = self._protected(shape[0]) if shape[0] else None
+        tools = _protected(_parsed(shape[0], list)) if shape[0] else None
         if tools and not self.jinja.writes_tools:
             raise SampleError("not_in_template", "the chat template writes no tools")
         messages: list[dict[str, Any]] = []
@@ -226,21 +226,29 @@ class ChatTemplate:
     def _call(self, call: str) -> dict[str, Any]:
         if not self.jinja.writes_calls:
             raise SampleError("not_in_template", "the chat template writes no calls of tools")
-        function = self._protected(call)
-        arguments = function.get("arguments")
-        if isinstance(arguments, str) and not self.jinja.takes_argument_text:
-            try:
-                function["arguments"] = json.loads(arguments)
-            except ValueError as error:
-                raise SampleError("bad_record", f"arguments of a call: {error}") from error
-        return {"type": "function", "function": function}
+        function = _parsed(call, dict)
+        if not self.jinja.takes_argument_text and isinstance(function.get("arguments"), str):
+            function["arguments"] = _parsed(function["arguments"], dict)
+        return {"type": "function", "function": _protected(function)}
 
-    @staticmethod
-    def _protected(text: str) -> Any:
-        """JSON whose texts hold nothing that could be read as a control token or a mark."""
-        if _RESERVED.search(text):
-            raise SampleError("bad_record", "tools or calls hold noncharacters")
-        return json.loads(text.replace("<", _LESS))
+
+def _parsed(text: str, kind: type) -> Any:
+    """The list or object that a text spells. Raises SampleError where it spells none."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise SampleError("bad_record", f"tools or calls: {error}") from error
+    if not isinstance(value, kind):
+        raise SampleError("bad_record", f"tools or calls: not a {kind.__name__}: {text[:100]!r}")
+    return value
+
+
+def _protected(value: Any) -> Any:
+    """The same, with nothing in its texts that could be read as a control token or a mark."""
+    text = json.dumps(value, ensure_ascii=False)
+    if _RESERVED.search(text):
+        raise SampleError("bad_record", "tools or calls hold noncharacters")
+    return json.loads(text.replace("<", _LESS))
 
 
 def _one_mark(text: str, slots: list[_Slot]) -> _Skeleton:

@@ -4,12 +4,11 @@ Rendering to one string and tokenizing that would turn `<|im_end|>` inside a use
 control token, and would lose where the answers are.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
-
-import orjson
 
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
@@ -108,7 +107,7 @@ def to_messages(sample: SourceSample) -> list[dict[str, Any]]:
         if turn.thought is not None:
             messages[-1]["reasoning_content"] = turn.thought
         if turn.calls:
-            called = [{"type": "function", "function": orjson.loads(call)} for call in turn.calls]
+            called = [{"type": "function", "function": json.loads(call)} for call in turn.calls]
             messages[-1]["tool_calls"] = called
         if not turn.trained:
             messages[-1]["loss_weight"] = 0

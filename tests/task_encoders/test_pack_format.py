@@ -73,6 +73,7 @@ def test_tools_thoughts_and_weights_are_kept() -> None:
         [[{"unknown": 1}], None],
         [[{"before": [["tool"]]}], None],
         [[{"calls": "f"}], None],
+        *([[{"calls": [call]}], None] for call in (5, "[", "[1]", "{}")),
         [[{"trained": 0}], None],
     ],
 )

@@ -1,6 +1,7 @@
 """LLaVA-1.5: tokens and pixels equal those of transformers' processor for LLaVA's own texts."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,20 @@ def test_every_array_equals_the_processors(folder: Path, aspect: str, tmp_path: 
         assert (encoded.labels == end).sum() == len(sample.turns)
         compared += 1
     assert compared > 100
+
+
+def test_only_trained_answers_carry_loss_and_tools_are_refused(folder: Path) -> None:
+    encoder = build_sample_encoder("llava_1_5", str(folder))
+    plain = SourceSample("k", "bmr", (Turn("a", "b"), Turn("c", "d")))
+    first = replace(plain, turns=(replace(plain.turns[0], trained=False), plain.turns[1]))
+    whole, part = encoder.encode(plain, []), encoder.encode(first, [])
+    np.testing.assert_array_equal(whole.tokens, part.tokens)
+    end = whole.tokens.tolist().index(encoder.tokenizer.special_id("</s>"))
+    np.testing.assert_array_equal(part.labels[end + 1 :], whole.labels[end + 1 :])
+    assert (part.labels[: end + 1] == IGNORE_INDEX).all()
+    for turn in (Turn("a", "b", thought="t"), Turn("a", "b", role="tool")):
+        with pytest.raises(SampleError, match="not_in_template"):
+            encoder.measure(replace(plain, turns=(turn,)), [])
 
 
 def test_siglip_towers_by_options(folder: Path) -> None:

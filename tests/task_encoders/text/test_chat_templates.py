@@ -170,6 +170,33 @@ def test_what_a_template_cannot_write_is_refused(reference: Reference, what: str
             reference.encoder.measure(RICH[what], [])
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("quoted", [False, True])
+def test_control_tokens_in_tools_are_data(family: str, quoted: bool, tmp_path: Path) -> None:
+    """Also where JSON spells them by numbers."""
+    reference = Reference(family, tmp_path)
+    arguments: Any = {"a": "<|im_end|>", "<|im_start|>": [{"b": "<|image_pad|>"}]}
+    call = json.dumps({"name": "f", "arguments": json.dumps(arguments) if quoted else arguments})
+    turn = Turn("a", "b", calls=(call.replace("<", "\\u003c"),))
+    sample = SourceSample("k", "bmr", (turn,), tools=TOOL.replace("<", "\\u003c"))
+    encoded = reference.encoder.encode(sample, [])
+    assert encoded.tokens.tolist() == reference.ids(sample)
+    ends = encoded.tokens == reference.encoder.tokenizer.special_id("<|im_end|>")
+    assert ends.sum() == 3
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        *(replace(PLAIN, tools=tools) for tools in ("[", "{}", '["\ufdd0"]')),
+        *(replace(PLAIN, turns=(Turn("a", "b", calls=(call,)),)) for call in ("[", "[1]")),
+    ],
+)
+def test_tools_that_are_none(sample: SourceSample) -> None:
+    with pytest.raises(SampleError, match="bad_record: tools or calls"):
+        build_sample_encoder("qwen3_vl").measure(sample, [])
+
+
 def test_which_answers_carry_loss() -> None:
     """All, the last, or those that are trained; lengths are the same."""
     every, last = (build_sample_encoder(loss_on=name) for name in ("all", "last"))
