@@ -18,7 +18,7 @@ from task_encoders.sample_encoder import IGNORE_INDEX
 from tests.helpers.datasets import image_bytes, make_run, pack_all
 from tests.helpers.formats import lines, write_file
 
-MODEL = {"family": "qwen3_vl", "min_pixels": 1024, "max_pixels": 65536}
+MODEL: dict[str, Any] = {"family": "qwen3_vl", "min_pixels": 1024, "max_pixels": 65536}
 TOOLS = [{"type": "function", "function": {"name": "zoom", "description": "Shows <|im_end|>."}}]
 COUNT = 12
 
