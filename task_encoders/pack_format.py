@@ -21,10 +21,11 @@ A pack with videos is nested and has one more list, whose names count for themse
 
 `meta` holds `task`, and per sub-sample `keys`, `num_tokens` and `system` (null: the template's
 default); where any has them, also `tools` (JSON; "": none) and `turns`, which holds what its turns
-have besides prompt and answer (`Turn.details`; null: nothing). Packs written by others are read as
-well: `prompts` for `prompt`, or neither; `img0` for `img000`; empty or null names for sub-samples
-without such media; no `images` beside `videos`; no `meta`; images under other names than the
-members', see `match_images`.
+have besides prompt and answer (`Turn.details`; null: nothing); in packs that are tokenized,
+`token_ids` and `loss` (see `TokenizedText`) with `tokenized_with`. Packs written by others are read
+as well: `prompts` for `prompt`, or neither; `img0` for `img000`; empty or null names for
+sub-samples without such media; no `images` beside `videos`; no `meta`; images under other names
+than the members', see `match_images`.
 """
 
 import itertools
@@ -36,6 +37,7 @@ from typing import Any, Final
 import orjson
 
 from task_encoders.samples import SampleError, SourceSample, check_sample, make_turn
+from task_encoders.tokenized import TokenizedPack, TokenizedText
 
 JSON_PART: Final = "json"
 
@@ -76,6 +78,7 @@ class RestoredPack:
     keys: tuple[str, ...]
     task: str | None
     num_tokens: tuple[int, ...] | None
+    tokenized: TokenizedPack | None = None
 
 
 def pack_key(index: int, prefix: str = "") -> str:
@@ -114,7 +117,9 @@ def media_part_names(extensions: Sequence[str]) -> list[str]:
     ]
 
 
-def pack_json(sub_samples: Sequence[PackedSubSample], task: str) -> bytes:
+def pack_json(
+    sub_samples: Sequence[PackedSubSample], task: str, tokenized: TokenizedPack | None = None
+) -> bytes:
     """The JSON of a pack. Media are named in the order of `media_part_names` over all sub-samples.
 
     Deterministic: same sub-samples, same bytes.
@@ -142,6 +147,8 @@ def pack_json(sub_samples: Sequence[PackedSubSample], task: str) -> bytes:
     details = [[turn.details for turn in sample.turns] for sample in samples]
     if any(map(any, details)):
         record["meta"]["turns"] = [found if any(found) else None for found in details]
+    if tokenized is not None:
+        record["meta"] |= tokenized.meta()
     return orjson.dumps(record)
 
 
@@ -200,7 +207,14 @@ def restore_pack(
             *(keys, images, videos, prompts, captions, systems, tools, details), strict=True
         )
     )
-    return RestoredPack(subs, keys, meta.get("task"), num_tokens)
+    return RestoredPack(subs, keys, meta.get("task"), num_tokens, _tokenized(meta, key, count))
+
+
+def _tokenized(meta: Mapping[str, Any], key: str, count: int) -> TokenizedPack | None:
+    if "tokenized_with" not in meta:
+        return None
+    ids, loss = (_column(meta, (name,), key, count) for name in ("token_ids", "loss"))
+    return TokenizedPack(tuple(map(TokenizedText, ids, loss)), meta["tokenized_with"])
 
 
 def match_images(images: Any, key: str, members: Collection[str]) -> dict[str, str]:

@@ -41,6 +41,7 @@ from task_encoders.pack_format import RestoredPack, match_images, restore_pack
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
 from task_encoders.samples import SampleError
 from task_encoders.settings import PackingSettings, PackingSettingsError, check_manifest
+from task_encoders.tokenized import fingerprint_digest
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class Qwen2VLTaskEncoder(
             raise ValueError(f"encode_threads {encode_threads} must be at least 1")
         self.settings = settings or PackingSettings.from_env()
         self.encoder = build_sample_encoder(model, **options)
+        self._digest = fingerprint_digest(self.encoder.fingerprint)
         self.seq_length = seq_length
         self.pad_multiple = pad_multiple
         self.pad_to_length = seq_length if pad_to_seq_length else None
@@ -269,9 +271,15 @@ class Qwen2VLTaskEncoder(
         if missing:
             raise SampleError("missing_image", f"no member {missing[0]!r}")
         videos = [sample.images[name] for name in sub_sample.videos]
+        tokenized = restored.tokenized
+        if tokenized is not None and tokenized.made_with != self._digest:
+            tokenized = None
         try:
             encoded = self.encoder.encode(
-                sub_sample, [images[n] for n in sub_sample.images], videos
+                sub_sample,
+                [images[n] for n in sub_sample.images],
+                videos,
+                tokenized and tokenized.texts[index],
             )
         except MissingPyAVError as error:
             raise FatalSampleError(str(error)) from error

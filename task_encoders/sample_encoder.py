@@ -17,6 +17,7 @@ from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SourceSample
 from task_encoders.text.tokenizer import Tokenizer
+from task_encoders.tokenized import TokenizedText
 
 #: Label of a position that carries no loss, as torch's cross_entropy and transformers have it.
 IGNORE_INDEX: Final = -100
@@ -94,10 +95,20 @@ class SampleEncoder(Protocol):
             SampleError: the sample cannot be encoded.
         """
 
+    def tokenize(self, sample: SourceSample) -> TokenizedText:
+        """The part of encoding that needs no media, to be stored. Raises SampleError."""
+
     def encode(
-        self, sample: SourceSample, images: Sequence[bytes], videos: Sequence[bytes] = ()
+        self,
+        sample: SourceSample,
+        images: Sequence[bytes],
+        videos: Sequence[bytes] = (),
+        tokenized: TokenizedText | None = None,
     ) -> EncodedSample:
         """Arrays of a sample whose images and videos are these files.
+
+        Args:
+            tokenized: what `tokenize` gave for it, with an encoder of the same fingerprint.
 
         Raises:
             SampleError: the sample cannot be encoded.

@@ -131,6 +131,8 @@ class OutputConfig(_Config):
     split: dict[str, float] = {"train": 1.0}
     #: put before every pack's key, to keep blended datasets apart
     key_prefix: str = ""
+    #: store token ids in the packs, so that training need not tokenize
+    pretokenize: bool = False
     #: replace artifacts of another configuration instead of refusing to go on
     overwrite: bool = False
 
@@ -147,6 +149,12 @@ class OutputConfig(_Config):
         if abs(sum(split.values()) - 1) > 1e-6:
             raise ValueError(f"shares sum to {sum(split.values()):g}; make them sum to 1")
         return split
+
+    @model_validator(mode="after")
+    def _check_pretokenize(self) -> "OutputConfig":
+        if self.pretokenize and not LAYOUTS[self.layout].HOLDS_TOKEN_IDS:
+            raise ValueError(f"layout {self.layout} holds no token ids; remove pretokenize")
+        return self
 
     @field_validator("key_prefix")
     @classmethod

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,11 +13,17 @@ from offline_packing.index.table import Index
 from offline_packing.layouts.shard_tasks import Row, ShardTask
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.storage.tars import PackEntry
+from task_encoders.families import build_sample_encoder
 from task_encoders.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
 from task_encoders.samples import TASKS, SourceSample
+from task_encoders.tokenized import TokenizedPack, fingerprint_digest
 
 #: Name of a pack's member without its key, and content.
 Member = tuple[str, bytes]
+
+
+#: Built once per process.
+_encoder = lru_cache(maxsize=4)(build_sample_encoder)
 
 
 class Layout(ABC):
@@ -24,6 +31,8 @@ class Layout(ABC):
 
     #: the tasks whose packs it holds
     TASKS: ClassVar[Sequence[str]] = TASKS
+    #: whether `output.pretokenize` can be asked for
+    HOLDS_TOKEN_IDS: ClassVar[bool] = True
     #: what `finish` writes, relative to the output
     METADATA: ClassVar[Sequence[str]] = ()
 
@@ -91,9 +100,16 @@ class Layout(ABC):
 
     def members(self, task: ShardTask, rows: Sequence[Row]) -> list[Member]:
         """The media in order, then the JSON."""
+        samples = [task.read_sample(row) for row in rows]
         subs = [
-            PackedSubSample(task.read_sample(row), row.extensions, row.num_tokens) for row in rows
+            PackedSubSample(sample, row.extensions, row.num_tokens)
+            for sample, row in zip(samples, rows, strict=True)
         ]
+        tokenized = None
+        if task.tokenizes is not None:
+            encoder = _encoder(task.tokenizes)
+            digest = fingerprint_digest(encoder.fingerprint)
+            tokenized = TokenizedPack([encoder.tokenize(sample) for sample in samples], digest)
         media = [data for row in rows for data in task.read_media(row)]
         names = media_part_names([extension for row in rows for extension in row.extensions])
-        return [*zip(names, media, strict=True), (JSON_PART, pack_json(subs, task.task))]
+        return [*zip(names, media, strict=True), (JSON_PART, pack_json(subs, task.task, tokenized))]

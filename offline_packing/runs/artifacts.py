@@ -180,6 +180,7 @@ def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
         "output.max_shard_bytes": output.max_shard_bytes or 0,
         "output.split": ", ".join(f"{name} {share:g}" for name, share in output.split.items()),
         "output.key_prefix": output.key_prefix,
+        **({"output.pretokenize": 1} if output.pretokenize else {}),
     }
 
 

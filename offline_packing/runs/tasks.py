@@ -93,5 +93,6 @@ def iterate_tasks(
             key_prefix=config.output.key_prefix,
             seq_length=config.pack.seq_length,
             layout=config.output.layout,
+            tokenizes=config.model if config.output.pretokenize else None,
             check_times=MODIFICATION_TIME not in run.accept_mismatch,
         )

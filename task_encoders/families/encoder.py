@@ -1,16 +1,16 @@
 """What the encoders of all families share. `measure` and `encode` go through `_layout`, so they
 cannot disagree; a family says what its template, its media and its positions are."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from task_encoders.families.options import ModelOptions, changes_lengths
+from task_encoders.families.spans import Medium, Span, position_ids, stored_parts
 from task_encoders.media.image import MAX_IMAGE_PIXELS
 from task_encoders.media.pixel_values import Bytes, Normalisation
 from task_encoders.media.video import SampledVideo
@@ -19,26 +19,7 @@ from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample, SampleLeng
 from task_encoders.samples import SampleError, SourceSample, check_sample
 from task_encoders.text.pieces import Answer, Control, Piece, Text, Video
 from task_encoders.text.tokenizer import Tokenizer
-
-Grid = tuple[int, int, int]
-
-
-class Span(NamedTuple):
-    """Consecutive tokens: `ids` with loss from `loss_from` on, or `ids[0]` for all of a medium's
-    `grid` of tokens, whose steps in time are `interval` positions apart."""
-
-    ids: Sequence[int]
-    num_tokens: int
-    loss_from: int
-    grid: Grid | None = None
-    interval: float = 1.0
-
-
-class Medium(NamedTuple):
-    """What the tokens and positions of an image or a video follow from."""
-
-    grid: Grid  #: in patches
-    video: SampledVideo | None = None
+from task_encoders.tokenized import IMAGE_ID, VIDEO_ID, TokenizedText
 
 
 class FamilyEncoder(ABC):
@@ -142,14 +123,31 @@ class FamilyEncoder(ABC):
         patches = sum([t * h * w for t, h, w in grids])
         return SampleLength(num_tokens, num_tokens - without_loss, patches, grids)
 
+    def tokenize(self, sample: SourceSample) -> TokenizedText:
+        check_sample(sample)
+        ids: list[int] = []
+        loss: list[int] = []
+        for part in self._parts(sample):
+            if isinstance(part, Span):
+                ids += part.ids
+                if part.loss_from < part.num_tokens:
+                    loss += [len(ids) - part.num_tokens + part.loss_from, len(ids)]
+            else:
+                ids.append(part)
+        return TokenizedText(ids, loss)
+
     def encode(
-        self, sample: SourceSample, images: Sequence[bytes], videos: Sequence[bytes] = ()
+        self,
+        sample: SourceSample,
+        images: Sequence[bytes],
+        videos: Sequence[bytes] = (),
+        tokenized: TokenizedText | None = None,
     ) -> EncodedSample:
         image_rows = [self.encode_image(data) for data in images]
         video_rows = [self.encode_video(data) for data in videos]
         image_media = [medium for _, medium in image_rows]
         video_media = [medium for _, medium in video_rows]
-        spans = self._layout(sample, image_media, video_media)
+        spans = self._layout(sample, image_media, video_media, tokenized)
         num_tokens = sum(span.num_tokens for span in spans)
         tokens = np.empty(num_tokens, dtype=np.int64)
         labels = np.full(num_tokens, IGNORE_INDEX, dtype=np.int64)
@@ -164,7 +162,7 @@ class FamilyEncoder(ABC):
             key=sample.key,
             tokens=tokens,
             labels=labels,
-            position_ids=self._position_ids(spans, num_tokens),
+            position_ids=position_ids(spans, self.POSITION_ROWS, self.options.video_end),
             image_pixels=self._concatenate([rows for rows, _ in image_rows], 1),
             image_grid_thw=_grid_array(image_media),
             video_pixels=self._concatenate(
@@ -189,7 +187,11 @@ class FamilyEncoder(ABC):
         return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
     def _layout(
-        self, sample: SourceSample, images: Sequence[Medium], videos: Sequence[Medium]
+        self,
+        sample: SourceSample,
+        images: Sequence[Medium],
+        videos: Sequence[Medium],
+        tokenized: TokenizedText | None = None,
     ) -> list[Span]:
         """The sample's tokens as spans, in order."""
         if len(images) != len(sample.images) or len(videos) != len(sample.videos):
@@ -199,20 +201,26 @@ class FamilyEncoder(ABC):
             )
         check_sample(sample)
         spans: list[Span] = []
-        next_image, next_video = iter(images), iter(videos)
+        media = {IMAGE_ID: iter(images), VIDEO_ID: iter(videos)}
+        for part in self._parts(sample) if tokenized is None else stored_parts(tokenized):
+            if isinstance(part, Span):
+                spans.append(part)
+            else:
+                spans += self.medium_spans(next(media[part]))
+        return spans
+
+    def _parts(self, sample: SourceSample) -> Iterator[Span | int]:
+        """A checked sample's texts as spans, and IMAGE_ID or VIDEO_ID for its media, in order."""
         for piece in self.render(sample):
             if isinstance(piece, Control):
-                spans.append(self._control_span(piece))
+                yield self._control_span(piece)
             elif isinstance(piece, Text):
-                spans.append(self.text_span(piece.text))
+                yield self.text_span(piece.text)
             elif isinstance(piece, Answer):
                 ids, loss_from = self.tokenizer.encode_answer(piece.header, piece.text)
-                spans.append(Span(ids, len(ids), loss_from))
+                yield Span(ids, len(ids), loss_from)
             else:
-                spans += self.medium_spans(
-                    next(next_video if isinstance(piece, Video) else next_image)
-                )
-        return spans
+                yield VIDEO_ID if isinstance(piece, Video) else IMAGE_ID
 
     def _control_span(self, control: Control) -> Span:
         span = self._controls.get(control)
@@ -233,50 +241,6 @@ class FamilyEncoder(ABC):
             ids = self.tokenizer.encode(text)
             span = self._texts[text] = Span(ids, len(ids), len(ids))
         return span
-
-    def _position_ids(self, spans: Sequence[Span], num_tokens: int) -> npt.NDArray[np.int64]:
-        """(1, S), or (3, S) multimodal rotary positions (M-RoPE, https://arxiv.org/abs/2409.12191,
-        §2.1).
-
-        Text counts up on all three rows. The tokens of a medium take their place in its grid, with
-        `interval` temporal positions (in float32, rounded down) from one step in time to the next.
-        What follows goes on behind the longer side of the grid, as in transformers from 5 on, also
-        where temporal positions reach further; or, with `video_end: last_position`, behind those.
-        """
-        if self.POSITION_ROWS == 1:
-            return np.arange(num_tokens)[None]
-        positions = np.empty((3, num_tokens), dtype=np.int64)
-        start = next_position = 0
-        for span in spans:
-            end = start + span.num_tokens
-            if span.grid is None:
-                positions[:, start:end] = np.arange(next_position, next_position + end - start)
-                next_position += end - start
-            else:
-                places = np.indices(span.grid).reshape(3, -1)
-                if span.interval != 1:
-                    places[0] = (places[0].astype(np.float32) * np.float32(span.interval)).astype(
-                        np.int64
-                    )
-                positions[:, start:end] = places + next_position
-                if self.options.video_end == "last_position":
-                    next_position += int(places.max()) + 1
-                else:
-                    next_position += max(span.grid[1:])
-            start = end
-        return positions
-
-
-def patch_spans(
-    token_id: int, grid: Grid, merge_size: int, before: Span, behind: Span, interval: float = 1.0
-) -> Iterator[Span]:
-    """A token per merge_size² patches, between two others."""
-    t, h, w = grid
-    merged = t, h // merge_size, w // merge_size
-    num_tokens = math.prod(merged)
-    yield before
-    yield Span((token_id,), num_tokens, num_tokens, merged, interval)
-    yield behind
 
 
 def _grid_array(media: Sequence[Medium]) -> npt.NDArray[np.int32]:

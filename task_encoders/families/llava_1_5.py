@@ -11,9 +11,10 @@ import numpy as np
 from PIL import Image as PillowImage
 
 from task_encoders.families.cost import ModelCost, TransformerShape
-from task_encoders.families.encoder import FamilyEncoder, Medium, Span
+from task_encoders.families.encoder import FamilyEncoder
 from task_encoders.families.family import Family
 from task_encoders.families.options import ModelOptions
+from task_encoders.families.spans import Medium, Span
 from task_encoders.media.image import decode_image
 from task_encoders.media.pixel_values import Bytes, Normalisation, rescale_then_normalise
 from task_encoders.media.video import SampledVideo

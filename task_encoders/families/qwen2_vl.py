@@ -4,10 +4,10 @@ time."""
 from typing import Any, Final
 
 from task_encoders.families.cost import ModelCost, TransformerShape
-from task_encoders.families.encoder import Medium
 from task_encoders.families.family import Family, Preset
 from task_encoders.families.options import ModelOptions
 from task_encoders.families.qwen_vl import QwenVLEncoder
+from task_encoders.families.spans import Medium
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import (
     BUILTIN,

@@ -12,10 +12,10 @@ from typing import Any, Final
 import numpy as np
 
 from task_encoders.families.cost import ModelCost, TransformerShape
-from task_encoders.families.encoder import Medium, Span, patch_spans
 from task_encoders.families.family import Family, Preset
 from task_encoders.families.options import ModelOptions
 from task_encoders.families.qwen_vl import QwenVLEncoder
+from task_encoders.families.spans import Medium, Span, patch_spans
 from task_encoders.media.video import SampledVideo, seconds_per_grid
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError

@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from task_encoders.families.encoder import FamilyEncoder, Medium, Span, patch_spans
+from task_encoders.families.encoder import FamilyEncoder
 from task_encoders.families.options import ModelOptions
+from task_encoders.families.spans import Medium, Span, patch_spans
 from task_encoders.media import image, patches, video
 from task_encoders.media.image import VisionSettings
 from task_encoders.media.pixel_values import Bytes

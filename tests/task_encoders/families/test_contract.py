@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 import torch
 from transformers import Qwen2VLProcessor, Qwen3VLProcessor
@@ -31,6 +32,7 @@ from task_encoders.text.qwen_templates import (
     QWEN3_VL_TEMPLATE,
 )
 from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
+from task_encoders.tokenized import TokenizedText
 from tests.helpers.texts_and_images import KINDS, random_sample, random_text
 from tests.helpers.transformers_sources import transformers_function
 from tests.helpers.videos import make_video
@@ -143,6 +145,10 @@ def check(reference: Reference, sample: SourceSample, folder: Path, files: Any, 
     assert measured.num_vision_patches == rows
     grids = [*encoded.image_grid_thw.tolist(), *encoded.video_grid_thw.tolist()]
     assert measured.grid_thw == tuple(map(tuple, grids))
+    stored = TokenizedText(*orjson.loads(orjson.dumps(encoder.tokenize(sample)._asdict())).values())
+    again = encoder.encode(sample, files, clips, stored)
+    for name in ("tokens", "labels", "position_ids"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(encoded, name))
     labelled = encoded.labels != IGNORE_INDEX
     assert (encoded.labels[labelled] == encoded.tokens[labelled]).all()
     assert (encoded.labels == END).sum() == len(sample.turns)

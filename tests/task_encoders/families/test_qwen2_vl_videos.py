@@ -13,7 +13,7 @@ from transformers.video_utils import VideoMetadata
 
 from task_encoders.families import build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor
-from task_encoders.families.encoder import Medium
+from task_encoders.families.spans import Medium, position_ids
 from task_encoders.media.image import read_image_header
 from task_encoders.media.video import VideoSettings
 from task_encoders.media.video_file import VideoHeader, read_video_header
@@ -176,7 +176,7 @@ def test_where_text_goes_on_behind_twenty_seconds(end: str, position: int) -> No
     encoder = build_sample_encoder("qwen2_5_vl", video_end=end)
     sampled = encoder.sample_video(VideoHeader(600, 30.0, 360, 640))
     spans = encoder._layout(sample, [], [Medium(sampled.grid, sampled)])
-    positions = encoder._position_ids(spans, sum(span.num_tokens for span in spans))
+    positions = position_ids(spans, 3, end)
     assert positions[:, -1].tolist() == [position] * 3
 
 

@@ -1,0 +1,83 @@
+"""Packs that hold token ids train as those that hold text alone, without a tokenizer."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.energon import WorkerConfig, get_loader
+
+from offline_packing.errors import ConfigError
+from offline_packing.verify.verify import verify
+from task_encoders.energon_samples import BATCH_TENSORS
+from task_encoders.packed_dataset import get_packed_train_dataset
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.settings import PackingSettings
+from tests.helpers.datasets import make_config, make_run, mixed_pairs, pack_all
+
+SEQ_LENGTH = 1024
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
+    root = tmp_path_factory.mktemp("pretokenized")
+    source = {"format": "pairs", "path": str(mixed_pairs(root / "source")), "task": "bmr"}
+    runs = {}
+    for pretokenize in (False, True):
+        runs[pretokenize] = make_run(
+            source,
+            root / str(pretokenize),
+            pack={"seq_length": SEQ_LENGTH},
+            output={"pretokenize": pretokenize},
+        )
+        pack_all(runs[pretokenize])
+    return runs
+
+
+def task_encoder(**options: Any) -> Qwen2VLTaskEncoder:
+    settings = PackingSettings(packed=True, bmr=True)
+    return Qwen2VLTaskEncoder(
+        seq_length=SEQ_LENGTH, max_pixels=28 * 28 * 64, settings=settings, **options
+    )
+
+
+def batches(run: Any, encoder: Qwen2VLTaskEncoder) -> list[Any]:
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    dataset = get_packed_train_dataset(
+        Path(run.config.output.path), encoder, worker_config=config, repeat=False
+    )
+    return list(get_loader(dataset))
+
+
+def test_rows_are_the_same_without_a_tokenizer(folders: dict[bool, Any]) -> None:
+    without = task_encoder()
+    without.encoder.tokenizer = SimpleNamespace()  # type: ignore[misc, assignment]
+    expected = batches(folders[False], task_encoder())
+    found = batches(folders[True], without)
+    assert len(expected) > 2
+    for one, other in zip(expected, found, strict=True):
+        for name in BATCH_TENSORS:
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+    assert batches(folders[False], without) == []
+
+
+def test_ids_of_another_tokenizer_are_not_used(folders: dict[bool, Any]) -> None:
+    encoder = task_encoder()
+    encoder._digest = "0" * 16
+    for one, other in zip(
+        batches(folders[False], task_encoder()), batches(folders[True], encoder), strict=True
+    ):
+        assert torch.equal(one.tokens, other.tokens)
+    encoder.encoder.tokenizer = SimpleNamespace()  # type: ignore[misc, assignment]
+    assert batches(folders[True], encoder) == []
+
+
+def test_they_are_verified_as_others_are(folders: dict[bool, Any]) -> None:
+    assert verify(folders[True], deep=True).ok
+
+
+def test_a_layout_without_room_for_them_is_refused(tmp_path: Path) -> None:
+    output = {"pretokenize": True, "layout": "llava_onevision"}
+    with pytest.raises(ConfigError, match="layout llava_onevision holds no token ids"):
+        make_config(mixed_pairs(tmp_path / "source", 2), tmp_path, output=output)
