@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,15 @@ LONG_FILES = (
     "test_packed_dataset.py",
     "test_parallel_training.py",
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--real-data",
+        metavar="DIR",
+        default=str(Path(__file__).parents[1] / "docs/images"),
+        help="images and videos that every family's encoder is held against transformers on",
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

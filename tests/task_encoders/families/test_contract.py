@@ -11,6 +11,7 @@ import numpy as np
 import orjson
 import pytest
 import torch
+from PIL import Image, ImageOps
 from transformers import Qwen2VLProcessor, Qwen3VLProcessor
 from transformers.image_utils import load_image
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
@@ -22,6 +23,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.media.image import read_image_header
 from task_encoders.media.video_file import VideoHeader, read_video_header
+from task_encoders.pack_format import MEDIA_EXTENSIONS, is_video_name
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.builtin_tokenizer import builtin_tokenizer
@@ -85,7 +87,12 @@ class Reference:
     def arrays(self, sample: SourceSample, folder: Path, videos: list[VideoHeader]) -> Any:
         """ids, image grids and pixel values of transformers; videos by their metadata."""
         text = self.processor.apply_chat_template(to_chat(sample), tokenize=False)
-        images = [load_image(str(folder / name)) for name in sample.images]
+        # load_image drops what is transparent, which the processor composes on white.
+        opened = [ImageOps.exif_transpose(Image.open(folder / name)) for name in sample.images]
+        images = [
+            image if image.has_transparency_data else load_image(str(folder / name))
+            for image, name in zip(opened, sample.images, strict=True)
+        ]
         replaced = [self.video_text(header) for header in videos]
         (text,), _ = self.processor.get_text_with_replacements([text], videos_replacements=replaced)
         if videos:  # without torchvision the processor takes none
@@ -189,14 +196,40 @@ CLIPS = [
 
 def test_conversations_with_videos(reference: Reference, tmp_path: Path) -> None:
     rng = np.random.default_rng(6)
-    for index in range(16):
-        chosen = [CLIPS[i] for i in rng.integers(0, len(CLIPS), 1 + index % 2)]
+    clips = list(CLIPS)
+    for _ in range(SAMPLES // 50):
+        width, height = (int(side) for side in rng.integers(8, 50, 2) * 2)
+        clips.append(make_video(int(rng.integers(2, 60)), int(rng.integers(1, 60)), width, height))
+    for index in range(16 if SAMPLES < 1000 else SAMPLES):
+        chosen = [clips[i] for i in rng.integers(0, len(clips), 1 + index % 2)]
         text = random_text(rng, 5)
         prompt = text + "".join(f"<video>{random_text(rng, 3)}" for _ in chosen)
         sample = SourceSample(
             "v", "bmr", (Turn(prompt, "Yes."),), videos=tuple("ab"[: len(chosen)])
         )
         check(reference, sample, tmp_path, [], chosen)
+
+
+def test_real_files(reference: Reference, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    folder = Path(request.config.getoption("--real-data"))
+    media = [path for path in sorted(folder.rglob("*")) if path.suffix[1:] in MEDIA_EXTENSIONS]
+    assert media, f"no image or video under {folder}"
+    checked = 0
+    for path in media:
+        of_video = is_video_name(path.name)
+        tag, names = ("<video>" if of_video else "<image>"), (path.name,)
+        names_of = {"videos": names} if of_video else {"images": names}
+        sample = SourceSample("r", "vqa", (Turn(f"{tag}What is it?", path.stem),), **names_of)
+        data = [path.read_bytes()]
+        (tmp_path / path.name).write_bytes(data[0])
+        files, clips = ([], data) if of_video else (data, [])
+        try:
+            reference.encoder.encode(sample, files, clips)
+        except SampleError:  # set aside, in both stages
+            continue
+        check(reference, sample, tmp_path, files, clips)
+        checked += 1
+    assert checked >= 0.9 * len(media)
 
 
 def test_qwen3_videos_are_sampled_and_resized_as_transformers_does(tmp_path: Path) -> None:
