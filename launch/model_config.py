@@ -1,6 +1,7 @@
 """Which model is trained: a checkpoint, or random weights in the sizes of a preset."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -12,7 +13,7 @@ from task_encoders.families import FAMILIES
 from task_encoders.field_types import one_of
 
 #: Families whose language model is built of megatron-core's layers here.
-TRAINED: Final = tuple(name for name, family in FAMILIES.items() if family.presets)
+TRAINED: Final = tuple(name for name, family in FAMILIES.items() if family.megatron_core)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +37,22 @@ def transformers_classes(family: str) -> TransformersClasses:
     return TransformersClasses(
         getattr(transformers, f"{name}Config"),
         getattr(transformers, f"{name}ForConditionalGeneration"),
+    )
+
+
+def config_of_preset(
+    family: str,
+    preset: str,
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+    **whole: Any,
+) -> Any:
+    """transformers' config of a family's preset, with these fields changed."""
+    sizes = FAMILIES[family].presets[preset]
+    return transformers_classes(family).config(
+        text_config={**sizes.text, **(text or {})},
+        vision_config={**sizes.vision, **(vision or {})},
+        **{**sizes.whole, **whole},
     )
 
 
@@ -101,7 +118,6 @@ class ModelConfig(BaseModel):
         config_class = transformers_classes(self.family).config
         if self.checkpoint is not None:
             return _read_config(self.checkpoint, self.family, config_class)
-        preset = FAMILIES[self.family].presets[self.preset]
         sub_configs = config_class().sub_configs
         for part in ("text", "vision"):
             known = {field.name for field in dataclasses.fields(sub_configs[f"{part}_config"])}
@@ -111,14 +127,9 @@ class ModelConfig(BaseModel):
                     f"model.{part} has no field {unknown[0]!r}; choose from: "
                     f"{', '.join(sorted(known))}"
                 )
-        whole = dict(preset.whole)
-        if self.tie_word_embeddings is not None:
-            whole["tie_word_embeddings"] = self.tie_word_embeddings
-        return config_class(
-            text_config={**preset.text, **self.text},
-            vision_config={**preset.vision, **self.vision},
-            **whole,
-        )
+        tied = self.tie_word_embeddings
+        whole = {} if tied is None else {"tie_word_embeddings": tied}
+        return config_of_preset(self.family, self.preset, self.text, self.vision, **whole)
 
 
 def _read_config(folder: Path, family: str, config_class: Any) -> Any:

@@ -8,6 +8,7 @@ What goes wrong without a word otherwise, and is taken care of here:
 - accelerate hands every rank a part of what another rank read, or slices a batch along its first
   dimension, which of position_ids is not the batch; Energon has given each rank its own packs
 - torch's DataParallel slices in the same way
+- recurrent layers carry their state across samples (`isolate_segments`)
 
 Run as a module it trains a tiny model on packs:
 
@@ -23,6 +24,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainingArguments
 
+from launch.segments import isolate_segments
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import ModelSettings
 from task_encoders.model_inputs import to_transformers_kwargs
@@ -56,7 +58,12 @@ class PackedRows(IterableDataset[PackedBatch]):
 
 
 class PackedTrainer(Trainer):
-    """transformers' Trainer on `PackedRows`; `data_collator` is `collate_packed`."""
+    """transformers' Trainer on `PackedRows`; `data_collator` is `collate_packed`.
+
+    Raises:
+        ValueError: the process sees several GPUs, or the model cannot be trained on packs (see
+            `isolate_segments`).
+    """
 
     def __init__(self, *, args: TrainingArguments, **kwargs: Any) -> None:
         if args.n_gpu > 1:
@@ -65,6 +72,13 @@ class PackedTrainer(Trainer):
                 f"torchrun --nproc-per-node {args.n_gpu}"
             )
         super().__init__(args=args, data_collator=collate_packed, **kwargs)
+        isolate_segments(self.model)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """As Trainer's, which makes a new model for every run of `model_init`."""
+        model = super().call_model_init(trial)
+        isolate_segments(model)
+        return model
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """This rank's rows, as Energon gives them: not prepared by accelerate."""

@@ -98,9 +98,8 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
     alone it attends across samples without a word. And `use_cache` must be off, or it does the
     same. No `attention_mask` is given, as that would switch the detection off.
 
-    Qwen3.5's recurrent layers need more: without the kernels of flash-linear-attention, and the
-    boundaries given to them, transformers carries their state across samples. Its packs are not to
-    be trained through these arguments.
+    Recurrent layers (Qwen3.5's linear attention) need more, as transformers carries their state
+    across samples: give the model to `launch.segments.isolate_segments` first.
 
     Returns:
         input_ids, labels (1, S), position_ids (4, 1, S), or (1, S) of families whose positions

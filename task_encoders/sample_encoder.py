@@ -76,6 +76,10 @@ class SampleEncoder(Protocol):
         """Id of the padding token."""
 
     @property
+    def media_token_ids(self) -> Mapping[str, int]:
+        """Ids of the tokens of media, under the names of transformers' configs."""
+
+    @property
     def fingerprint(self) -> Mapping[str, str | int]:
         """Everything that lengths depend on: family, tokenizer, template, pixel limits, frames."""
 

@@ -37,6 +37,8 @@ class FamilyEncoder(ABC):
     own_template: str = ""
     #: Rows of position_ids.
     POSITION_ROWS: ClassVar[int] = 3
+    #: See SampleEncoder.
+    media_token_ids: Mapping[str, int]
 
     def __init__(
         self,

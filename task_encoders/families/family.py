@@ -37,3 +37,5 @@ class Family:
     nested_names: bool = False
     #: models to train without a checkpoint, by name
     presets: Mapping[str, Preset] = field(default_factory=dict)
+    #: whether `launch` builds its language model of megatron-core's layers
+    megatron_core: bool = False

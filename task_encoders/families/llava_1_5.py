@@ -12,7 +12,7 @@ from PIL import Image as PillowImage
 
 from task_encoders.families.cost import ModelCost, TransformerShape
 from task_encoders.families.encoder import FamilyEncoder
-from task_encoders.families.family import Family
+from task_encoders.families.family import Family, Preset
 from task_encoders.families.options import ModelOptions
 from task_encoders.families.spans import Medium, Span
 from task_encoders.media.image import decode_image
@@ -73,8 +73,9 @@ class Llava15Encoder(FamilyEncoder):
         side = options.image_size // options.patch_size
         self._grid = (1, side, side)
         num_tokens = options.tokens_per_image or side**2
-        ids = (self.tokenizer.special_id(IMAGE_PLACEHOLDER),)
-        self._image_span = Span(ids, num_tokens, num_tokens)
+        image_token_id = self.tokenizer.special_id(IMAGE_PLACEHOLDER)
+        self.media_token_ids = {"image_token_id": image_token_id}
+        self._image_span = Span((image_token_id,), num_tokens, num_tokens)
         self._background = tuple(int(value * 255) for value in mean)
         self._check_tokenizer()
 
@@ -162,4 +163,29 @@ COST: Final = ModelCost(
     TransformerShape(1024, 24, 4096, ffn_matrices=2, causal=False),
 )
 
-LLAVA_1_5: Final = Family("llava_1_5", DEFAULTS, Llava15Encoder, COST, "Llava")
+#: With the published vocabulary and size of images.
+PRESETS: Final = {
+    "tiny": Preset(
+        {
+            "model_type": "llama",
+            "vocab_size": 32_064,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "rms_norm_eps": 1e-5,
+        },
+        {
+            "model_type": "clip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": DEFAULTS["image_size"],
+            "patch_size": DEFAULTS["patch_size"],
+        },
+        {"image_token_id": 32_000, "tie_word_embeddings": False},
+    )
+}
+
+LLAVA_1_5: Final = Family("llava_1_5", DEFAULTS, Llava15Encoder, COST, "Llava", presets=PRESETS)

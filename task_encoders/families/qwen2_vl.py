@@ -146,8 +146,20 @@ COST: Final = ModelCost(
 )
 
 QWEN2_VL: Final = Family(
-    "qwen2_vl", DEFAULTS, Qwen2VLEncoder, COST, "Qwen2VL", presets=QWEN2_VL_PRESETS
+    "qwen2_vl",
+    DEFAULTS,
+    Qwen2VLEncoder,
+    COST,
+    "Qwen2VL",
+    presets=QWEN2_VL_PRESETS,
+    megatron_core=True,
 )
 QWEN2_5_VL: Final = Family(
-    "qwen2_5_vl", DEFAULTS, Qwen25VLEncoder, COST, "Qwen2_5_VL", presets=QWEN2_5_VL_PRESETS
+    "qwen2_5_vl",
+    DEFAULTS,
+    Qwen25VLEncoder,
+    COST,
+    "Qwen2_5_VL",
+    presets=QWEN2_5_VL_PRESETS,
+    megatron_core=True,
 )

@@ -203,6 +203,42 @@ PRESETS: Final = {
     ),
 }
 
+#: Three recurrent layers and one with attention, whose heads are rotated by a quarter.
+QWEN3_5_PRESETS: Final = {
+    "tiny": Preset(
+        {
+            **_text(64, 128, 4, 4, 2, [2, 1, 1]),
+            "vocab_size": 248_320,
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+        {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+        },
+        {
+            "image_token_id": 248_056,
+            "video_token_id": 248_057,
+            "vision_start_token_id": 248_053,
+            "vision_end_token_id": 248_054,
+            "tie_word_embeddings": True,
+        },
+    )
+}
+
 _TOWER: Final = TransformerShape(1152, 27, 4304, ffn_matrices=2, causal=False)
 COST: Final = ModelCost("Qwen3-VL-8B", TransformerShape(4096, 36, 12288, kv_share=8 / 32), _TOWER)
 #: One layer in four has attention; the others are recurrent.
@@ -213,6 +249,15 @@ QWEN3_5_COST: Final = ModelCost(
 )
 
 QWEN3_VL: Final = Family(
-    "qwen3_vl", DEFAULTS, Qwen3VLEncoder, COST, "Qwen3VL", nested_names=True, presets=PRESETS
+    "qwen3_vl",
+    DEFAULTS,
+    Qwen3VLEncoder,
+    COST,
+    "Qwen3VL",
+    nested_names=True,
+    presets=PRESETS,
+    megatron_core=True,
 )
-QWEN3_5: Final = Family("qwen3_5", DEFAULTS, Qwen35Encoder, QWEN3_5_COST, "Qwen3_5")
+QWEN3_5: Final = Family(
+    "qwen3_5", DEFAULTS, Qwen35Encoder, QWEN3_5_COST, "Qwen3_5", presets=QWEN3_5_PRESETS
+)

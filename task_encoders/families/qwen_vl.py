@@ -14,7 +14,7 @@ from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SourceSample
 from task_encoders.text.chat_templates import ChatTemplate
 from task_encoders.text.pieces import Control, Piece, caption_pieces
-from task_encoders.text.qwen_vocabulary import BUILTIN
+from task_encoders.text.qwen_vocabulary import BUILTIN, MEDIA_TOKENS
 from task_encoders.text.template_proof import load_template
 from task_encoders.text.tokenizer import load_tokenizer
 
@@ -56,10 +56,12 @@ class QwenVLEncoder(FamilyEncoder):
             self.template = ChatTemplate(self.TEMPLATE)
         else:
             self.template, self.own_template = load_template(options.processor, self.TEMPLATE)
-        self.image_token_id = self.tokenizer.special_id("<|image_pad|>")
-        self.video_token_id = self.tokenizer.special_id("<|video_pad|>")
-        self._before = Span([self.tokenizer.special_id("<|vision_start|>")], 1, 1)
-        self._behind = Span([self.tokenizer.special_id("<|vision_end|>")], 1, 1)
+        ids = {name: self.tokenizer.special_id(token) for name, token in MEDIA_TOKENS.items()}
+        self.media_token_ids = ids
+        self.image_token_id = ids["image_token_id"]
+        self.video_token_id = ids["video_token_id"]
+        self._before = Span([ids["vision_start_token_id"]], 1, 1)
+        self._behind = Span([ids["vision_end_token_id"]], 1, 1)
 
     def render(self, sample: SourceSample) -> Iterable[Piece]:
         if sample.task == "captioning":

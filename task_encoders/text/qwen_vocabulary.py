@@ -59,15 +59,15 @@ QWEN3_TEXT_TOKENS: Final = (
 NUM_RANKS: Final = 151_643
 VOCAB_SIZE: Final = 151_936
 
-#: The ids that a model has to know, under the names of transformers' configs.
+#: The tokens whose ids a model has to know, under the names of transformers' configs.
+MEDIA_TOKENS: Final = {
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+}
 MEDIA_TOKEN_IDS: Final[dict[str, int]] = {
-    f"{name}_token_id": NUM_RANKS + QWEN_SPECIAL_TOKENS.index(token)
-    for name, token in {
-        "vision_start": "<|vision_start|>",
-        "vision_end": "<|vision_end|>",
-        "image": "<|image_pad|>",
-        "video": "<|video_pad|>",
-    }.items()
+    name: NUM_RANKS + QWEN_SPECIAL_TOKENS.index(token) for name, token in MEDIA_TOKENS.items()
 }
 
 

@@ -75,23 +75,24 @@ TEXT_OF: dict[str, dict[str, Any]] = {
 
 
 def transformers_model(family: str, *, tied: bool, seed: int = 0) -> Any:
-    """A model whose every weight counts.
-
-    Weights are N(0, 0.08²): with transformers' own initialisation a model hardly looks at its
-    context, and a broken boundary would go unnoticed.
-    """
+    """A model whose every weight counts."""
     classes = transformers_classes(family)
     text = TEXT | TEXT_OF.get(family, {})
     config = classes.config(
         text_config=text, vision_config=VISION[family], tie_word_embeddings=tied, **SPECIAL
     )
-    model = classes.model(config)
+    return randomise(classes.model(config), seed)
+
+
+@torch.no_grad()
+def randomise(model: Any, seed: int = 0) -> Any:
+    """The model with weights N(0, 0.08²): with transformers' own initialisation a model hardly
+    looks at its context, and a broken boundary would go unnoticed."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.empty_like(parameter).normal_(0, 0.08, generator=generator)
-            is_norm = parameter.ndim == 1 and name.endswith("weight")
-            parameter.copy_(noise + 1 if is_norm else noise)
+    for name, parameter in model.named_parameters():
+        noise = torch.empty_like(parameter).normal_(0, 0.08, generator=generator)
+        is_norm = parameter.ndim == 1 and name.endswith("weight")
+        parameter.copy_(noise + 1 if is_norm else noise)
     return model.eval()
 
 

@@ -1,4 +1,4 @@
-"""A small tokenizer built like Qwen's, which loads in no time."""
+"""Small tokenizers built like Qwen's and LLaMA's, which load in no time."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import PreTrainedTokenizerFast
 
+from task_encoders.families.llava_1_5 import DEFAULT_SYSTEM
 from task_encoders.text.qwen_vocabulary import QWEN_PATTERN, QWEN_SPECIAL_TOKENS
 from tests.helpers.texts_and_images import random_text
 
@@ -42,4 +43,26 @@ def tiny_tokenizer(text_tokens: tuple[str, ...] = ()) -> Any:
 def save_with_template(tokenizer: Any, template: str, folder: Path) -> None:
     """A checkpoint folder, as far as texts go."""
     tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+
+
+def save_llama_tokenizer(folder: Path, *, legacy: bool = True) -> None:
+    """Built like LLaMA's: spaces are ▁, with one in front of every text (not `legacy`: none)."""
+    rng = np.random.default_rng(0)
+    backend = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+    spaces: list[Any] = [normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), *spaces] if legacy else spaces
+    )
+    backend.decoder = decoders.Replace("▁", " ")
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+    )
+    texts = [DEFAULT_SYSTEM, "USER: What? ASSISTANT: It."]
+    texts += [random_text(rng, 30, chinese=i % 3 == 0) for i in range(100)]
+    backend.train_from_iterator(texts, trainer)
+    backend.add_special_tokens([AddedToken("<image>", special=True, normalized=False)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
     tokenizer.save_pretrained(folder)

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from torch.nn import functional as F
 from transformers import TrainingArguments
 
+from launch.model_config import config_of_preset, transformers_classes
 from launch.transformers_trainer import PackedRows, PackedTrainer, collate_packed, main
 from task_encoders.sample_encoder import IGNORE_INDEX
 from tests.helpers.legacy_packs import legacy_vqa_folder
@@ -80,6 +81,21 @@ def test_a_process_with_several_gpus_is_refused(
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: 2))
     with pytest.raises(ValueError, match="start with torchrun --nproc-per-node 2"):
         trainer(tmp_path, [], max_steps=1)
+
+
+def test_models_with_recurrent_layers_are_made_ready(tmp_path: Path) -> None:
+    """Given whole, or made anew for every run."""
+
+    def tiny_model() -> Any:
+        return transformers_classes("qwen3_5").model(config_of_preset("qwen3_5", "tiny"))
+
+    model = tiny_model()
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    for given in ({"model": model}, {"model_init": tiny_model}):
+        decoder = PackedTrainer(args=args, **given).model.model.language_model
+        layers = decoder.layers[:3]
+        assert all(vars(layer.linear_attn)["forward"].func for layer in layers)
+        assert len(decoder._forward_pre_hooks) == 1
 
 
 def test_collated_labels_are_counted_as_they_are_used() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
 from transformers import LlavaProcessor, PreTrainedTokenizerFast
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -18,38 +17,16 @@ from task_encoders.families.llava_1_5 import DEFAULT_SYSTEM
 from task_encoders.media.image import read_image_header
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
-from tests.helpers.texts_and_images import KINDS, random_sample, random_text
+from tests.helpers.texts_and_images import KINDS, random_sample
+from tests.helpers.tiny_tokenizer import save_llama_tokenizer
 
 SIZE = 56
-
-
-def save_tokenizer(folder: Path, *, legacy: bool = True) -> Any:
-    """A small tokenizer built like LLaMA's: spaces are ▁, with one in front of every text."""
-    rng = np.random.default_rng(0)
-    backend = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
-    spaces: list[Any] = [normalizers.Replace(" ", "▁")]
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), *spaces] if legacy else spaces
-    )
-    backend.decoder = decoders.Replace("▁", " ")
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
-    )
-    texts = [DEFAULT_SYSTEM, "USER: What? ASSISTANT: It."]
-    texts += [random_text(rng, 30, chinese=i % 3 == 0) for i in range(100)]
-    backend.train_from_iterator(texts, trainer)
-    backend.add_special_tokens([AddedToken("<image>", special=True, normalized=False)])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
-    tokenizer.save_pretrained(folder)
-    return tokenizer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llava")
-    save_tokenizer(folder)
+    save_llama_tokenizer(folder)
     return folder
 
 
@@ -149,7 +126,7 @@ def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
         ModelSettings(image_size=336)
     with pytest.raises(ValueError, match="no built-in vocabulary"):
         build_sample_encoder("llava_1_5")
-    save_tokenizer(tmp_path, legacy=False)
+    save_llama_tokenizer(tmp_path, legacy=False)
     build_sample_encoder("llava_1_5", str(tmp_path))  # no space in front of any text: consistent
     encoder = build_sample_encoder("llava_1_5", str(folder))
     with pytest.raises(SampleError, match="takes no videos"):

@@ -1,0 +1,170 @@
+"""Every family with a model in transformers: a packed row, through its encoder and
+`to_transformers_kwargs`, gives the logits, loss and gradients of its samples alone."""
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+
+from launch.model_config import config_of_preset, transformers_classes
+from launch.segments import isolate_segments
+from task_encoders.families import FAMILIES, build_sample_encoder
+from task_encoders.media.video_file import read_video_header
+from task_encoders.model_inputs import to_transformers_kwargs
+from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
+from task_encoders.samples import SourceSample, Turn
+from task_encoders.text.qwen_templates import (
+    QWEN2_VL_TEMPLATE,
+    QWEN3_5_TEMPLATE,
+    QWEN3_VL_TEMPLATE,
+)
+from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
+from tests.helpers.texts_and_images import random_image
+from tests.helpers.tiny_checkpoints import packed_batch, randomise
+from tests.helpers.tiny_tokenizer import save_llama_tokenizer, save_with_template, tiny_tokenizer
+from tests.helpers.videos import make_video
+
+PIXELS: dict[str, Any] = {"min_pixels": 4096, "max_pixels": 32_768}
+PIXELS |= {"video_min_pixels": 4096, "video_max_pixels": 65_536}
+SQUARE: dict[str, Any] = {"image_size": 56}
+#: Text tokens and template of a Qwen family's tokenizer.
+QWEN: dict[str, tuple[tuple[str, ...], str]] = {
+    "qwen2_vl": ((), QWEN2_VL_TEMPLATE),
+    "qwen2_5_vl": (QWEN2_5_TEXT_TOKENS, QWEN2_VL_TEMPLATE),
+    "qwen3_vl": (QWEN3_TEXT_TOKENS, QWEN3_VL_TEMPLATE),
+    "qwen3_5": (QWEN3_TEXT_TOKENS, QWEN3_5_TEMPLATE),
+}
+#: Fields of vision configs that encoders know otherwise.
+VISION = {"qwen2_5_vl": {"tokens_per_second": 2}, "llava_1_5": SQUARE}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+EXPERTS |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+#: Images and videos of each sample.
+MEDIA = [(1, 0), (0, 0), (0, 1), (2, 0)]
+FPS = 4
+CASES = [(family, "") for family in (*QWEN, "llava_1_5")]
+CASES += [("qwen3_5", "experts"), ("llava_1_5", "plain")]
+
+
+@dataclass
+class Case:
+    """A tiny model, as transformers has it, and samples."""
+
+    model: Any
+    encoder: Any
+    samples: list[EncodedSample]
+
+    def packed(self, **options: Any) -> dict[str, Any]:
+        return to_transformers_kwargs(packed_batch(self.samples, **options))
+
+    def alone(self, sample: EncodedSample) -> dict[str, Any]:
+        """Without positions: the model finds them itself."""
+        kwargs = to_transformers_kwargs(packed_batch([sample]))
+        del kwargs["position_ids"]
+        ids = self.encoder.media_token_ids
+        if kwargs.keys() & {"image_grid_thw", "video_grid_thw"}:
+            tokens = kwargs["input_ids"]
+            kwargs["mm_token_type_ids"] = (tokens == ids["image_token_id"]).int()
+            kwargs["mm_token_type_ids"] += 2 * (tokens == ids["video_token_id"]).int()
+        if "video_grid_thw" in kwargs and self.model.config.model_type == "qwen2_5_vl":
+            seconds = self.encoder.sample_video(read_video_header(io.BytesIO(CLIP)))
+            kwargs["second_per_grid_ts"] = torch.tensor([seconds.seconds_per_step])
+        return kwargs
+
+    @torch.no_grad()
+    def logits(self, kwargs: dict[str, Any]) -> torch.Tensor:
+        return self.model(**kwargs).logits[0]
+
+    def gradients(self, *rows: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+        """Loss per labelled token of all rows, and its gradients."""
+        counts = [int((row["labels"] != IGNORE_INDEX).sum()) for row in rows]
+        self.model.zero_grad()
+        total = 0.0
+        for row, count in zip(rows, counts, strict=True):
+            loss = self.model(**row).loss * (count / sum(counts))
+            loss.backward()
+            total += float(loss)
+        return total, {
+            name: parameter.grad.clone()
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
+
+
+CLIP = make_video(12, FPS)
+
+
+def build_case(family: str, variant: str, folder: Path) -> Case:
+    if family in QWEN:
+        text_tokens, template = QWEN[family]
+        save_with_template(tiny_tokenizer(text_tokens), template, folder)
+    else:
+        save_llama_tokenizer(folder)
+    options = PIXELS if family in QWEN else SQUARE
+    options = {**options, "template": "plain"} if variant == "plain" else options
+    encoder: Any = build_sample_encoder(family, str(folder), **options)
+    rng = np.random.default_rng(0)
+    samples = []
+    for i, (num_images, num_videos) in enumerate(MEDIA):
+        num_videos = num_videos if family in QWEN else 0
+        sample = SourceSample(
+            str(i),
+            "vqa",
+            (Turn(f"What is number {i}?", f"It is bar {i} of some colour."),),
+            tuple(map(str, range(num_images))),
+            videos=("v",) * num_videos,
+        )
+        images = [random_image(rng, 100, 70) for _ in range(num_images)]
+        samples.append(encoder.encode(sample, images, [CLIP] * num_videos))
+    return Case(_build_model(family, variant, encoder.media_token_ids), encoder, samples)
+
+
+def _build_model(family: str, variant: str, token_ids: dict[str, int]) -> Any:
+    text, vision = {"vocab_size": 1024}, VISION.get(family, {})
+    config = config_of_preset(family, "tiny", text, vision, **token_ids)
+    if variant != "experts":
+        return randomise(transformers_classes(family).model(config))
+    text_config = {**config.text_config.to_dict(), **EXPERTS, "model_type": "qwen3_5_moe_text"}
+    vision_config = {**config.vision_config.to_dict(), "model_type": "qwen3_5_moe_vision"}
+    sparse = Qwen3_5MoeConfig(text_config=text_config, vision_config=vision_config, **token_ids)
+    return randomise(Qwen3_5MoeForConditionalGeneration(sparse))
+
+
+@pytest.fixture(params=CASES, ids=["-".join(filter(None, case)) for case in CASES])
+def case(request: Any, tmp_path: Path) -> Case:
+    family, variant = request.param
+    return build_case(family, variant, tmp_path)
+
+
+def test_every_family_of_transformers_is_compared() -> None:
+    assert {family for family, _ in CASES} == {
+        name for name, family in FAMILIES.items() if family.transformers_name
+    }
+
+
+def test_packed_equals_alone(case: Case) -> None:
+    if is_recurrent := case.model.config.model_type.startswith("qwen3_5"):
+        leaking = case.logits(case.packed())
+    assert (isolate_segments(case.model) > 0) == is_recurrent
+    alone = [case.alone(sample) for sample in case.samples]
+    expected = torch.cat([case.logits(row) for row in alone])
+    found = case.logits(case.packed())
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    control = case.logits(case.packed(cross_sample_attention=True))
+    assert (control - expected).abs().max() > 0.1
+    if is_recurrent:
+        assert (leaking - expected).abs().max() > 0.1
+
+    loss, gradients = case.gradients(case.packed())
+    expected_loss, expected_gradients = case.gradients(*alone)
+    assert loss == pytest.approx(expected_loss, abs=1e-5)
+    assert gradients.keys() == expected_gradients.keys()
+    assert len(gradients) > 40
+    for name, gradient in expected_gradients.items():
+        # That of a key's bias is 0 but for rounding: softmax does not see it.
+        limit = 1e-4 * gradient.norm() + 1e-8
+        assert (gradients[name] - gradient).norm() < limit, name
