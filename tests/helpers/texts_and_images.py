@@ -75,10 +75,11 @@ def random_sample(
     names = tuple(f"{kind}_{index}_{i}.bin" for i in range(num_images))
     for name, data in zip(names, files, strict=True):
         (folder / name).write_bytes(data)
-    return SourceSample(f"{kind}/{index}", "bmr", _turns(rng, kind, num_images), names), files
+    return SourceSample(f"{kind}/{index}", "bmr", random_turns(rng, kind, num_images), names), files
 
 
-def _turns(rng: np.random.Generator, kind: str, num_images: int) -> tuple[Turn, ...]:
+def random_turns(rng: np.random.Generator, kind: str, num_images: int) -> tuple[Turn, ...]:
+    """A conversation about so many images."""
     chinese = kind == "chinese" or rng.random() < 0.2
     turns = []
     in_front = rng.random() < 0.3  # no placeholder at all: images go in front
