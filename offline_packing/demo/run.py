@@ -80,11 +80,8 @@ class TaskResult:
 
 
 def main(folder: Path, *, num_samples: int, seed: int) -> None:
-    """Run the demo in `folder`; what an earlier run completed is not repeated.
-
-    Raises:
-        StageError: a stage failed, or a figure misses what the demo promises.
-    """
+    """Run the demo in `folder`; what an earlier run completed is not repeated. Raises StageError if
+    a stage failed, or a figure misses what the demo promises."""
     progress = sys.stderr.isatty()
     data = folder / "data"
     generate_demo_dataset(data, seed=seed, num_samples=num_samples, progress=progress)

@@ -35,12 +35,8 @@ def rows_of_shards(
     *,
     rows_in_memory: int = ROWS_IN_MEMORY,
 ) -> Iterator[pa.Table]:
-    """Columns of the rows of each shard, in the given order.
-
-    Args:
-        ids_of_shards: row numbers per shard.
-        scratch: existing folder; the files in it have no name and vanish with this process.
-    """
+    """Columns of the rows of each shard, in the given order. `scratch` is an existing folder; the
+    files in it have no name and vanish with this process."""
     none = INDEX_SCHEMA.empty_table().select(list(columns))
     groups = _group(ids_of_shards, rows_in_memory)
     sorted_ids = [np.sort(np.concatenate(group)) for group in groups]

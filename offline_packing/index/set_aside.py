@@ -66,11 +66,7 @@ class AsideRows:
         return int(self.rows[places[0]]), self.texts[self.codes[places[0]]][1]
 
     def tables(self, samples: Index, sources: Sequence[str]) -> Iterator[pa.Table]:
-        """The rows of the set-aside table, some at a time.
-
-        Args:
-            sources: the path of each source.
-        """
+        """The rows of the set-aside table, some at a time. `sources` are the paths of all."""
         paths = pa.array([escape(path) for path in sources], pa.string())
         reasons = pa.array([reason for reason, _ in self.texts], pa.string())
         details = pa.array([escape(detail) for _, detail in self.texts], pa.large_string())
@@ -90,14 +86,9 @@ class AsideRows:
 def find_duplicates(
     hashes: npt.NDArray[np.uint64], name: Callable[[SampleIds], pa.Table]
 ) -> SampleIds:
-    """Rows whose key an earlier row of the same source has, ascending.
-
-    Equal hashes are found by sorting; the few rows that have one are compared by their keys.
-
-    Args:
-        hashes: (num_samples,) key_hash of the index.
-        name: gives source_id and key of some rows, see `name_rows`.
-    """
+    """Rows whose key an earlier row of the same source has, ascending. Equal ones of the `hashes`,
+    (num_samples,) key_hash of the index, are found by sorting; the few rows that have one are
+    compared by their keys, which `name` gives with their source_id, see `name_rows`."""
     order = np.argsort(hashes, kind="stable")
     equal = hashes[order[1:]] == hashes[order[:-1]]
     suspects = np.union1d(order[1:][equal], order[:-1][equal])
@@ -124,11 +115,8 @@ class AsideGroup:
 
 
 def read_set_aside(paths: Iterable[Path], reasons: Collection[str] = ()) -> Iterator[pa.Table]:
-    """Rows of SET_ASIDE_SCHEMA, some at a time; of these reasons only, where any are named.
-
-    Raises:
-        StageError: a table is gone or damaged.
-    """
+    """Rows of SET_ASIDE_SCHEMA, some at a time; of these reasons only, where any are named. Raises
+    StageError if a table is gone or damaged."""
     wanted = pa.array(sorted(reasons), pa.string())
     for path in paths:
         try:

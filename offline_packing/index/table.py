@@ -122,11 +122,8 @@ class IndexInfo:
 
     @classmethod
     def load(cls, path: Path) -> "IndexInfo | None":
-        """Read index.json; None if the index is not complete.
-
-        Raises:
-            StageError: it is damaged, or of another format version.
-        """
+        """Read index.json; None if the index is not complete. Raises StageError if it is damaged,
+        or of another format version."""
         content = read_json(path)
         if content is None:
             return None
@@ -170,11 +167,8 @@ class Index:
         return (self.part(number, *columns) for number in range(len(self._paths)))
 
     def part(self, number: int, *columns: str) -> pa.Table:
-        """Columns of one part.
-
-        Raises:
-            StageError: the part is missing or has another number of rows than index.json says.
-        """
+        """Columns of one part. Raises StageError if the part is missing or has another number of
+        rows than index.json says."""
         path, rows = self._paths[number], self.info.part_rows[number]
         try:
             table = pq.read_table(path, columns=list(columns), memory_map=True)

@@ -55,13 +55,8 @@ class Layout(ABC):
     def finish(  # noqa: B027 - where each pack says everything, nothing is needed
         self, folder: Path, manifest: Mapping[str, Any], fragments: Sequence[Path]
     ) -> None:
-        """Write what describes all shards: METADATA.
-
-        Args:
-            folder: the output.
-            manifest: all but the hashes of METADATA.
-            fragments: those of all shards, in order.
-        """
+        """Write what describes all shards of the output `folder`: METADATA. The manifest has all
+        but the hashes of these, the fragments are those of all shards, in order."""
 
     @abstractmethod
     def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:

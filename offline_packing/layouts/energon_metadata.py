@@ -79,11 +79,9 @@ def write_energon_metadata(
     *,
     content_hash: str,
 ) -> None:
-    """Write .nv-meta.
+    """Write .nv-meta into the folder with the shards and their .tar.idx.
 
     Args:
-        folder: the folder with the shards and their .tar.idx.
-        task: what the packs are trained as.
         splits: file names of the shards of each split.
         packs: name and packs of each shard, in order; drawn once.
         content_hash: changes when any shard does.
@@ -124,11 +122,8 @@ def _yaml_bytes(content: Mapping[str, Any]) -> bytes:
 
 
 def hash_metadata(path: Path) -> str:
-    """xxh3_128 of a file; of a database, of its tables and rows: SQLite decides their bytes.
-
-    Raises:
-        StageError: the database is damaged.
-    """
+    """xxh3_128 of a file; of a database, of its tables and rows: SQLite decides their bytes. Raises
+    StageError if the database is damaged."""
     if path.suffix != ".sqlite":
         return hash_file(path)
     if not path.is_file():
@@ -185,10 +180,8 @@ def index_pack_folder(path: Path, task: str | None = None) -> int:
     """Give a folder of pack tars, written by others, the metadata it needs; returns the packs.
 
     All tars become the split train. The packs' own `meta.task` decides the task; `task` is needed
-    for packs without it, and must agree.
-
-    Raises:
-        StageError: no tars, a damaged one, a pack without JSON, a repeated key, or no task.
+    for packs without it, and must agree. Raises StageError if there are no tars, a damaged one, a
+    pack without JSON, a repeated key, or no task.
     """
     tars = sorted(path.glob("*.tar"))
     if not tars:

@@ -122,11 +122,8 @@ class ShardTask:
         ]
 
     def read_sample(self, row: Row) -> SourceSample:
-        """Read and parse a sample's record again.
-
-        Raises:
-            StageError: the record is no longer what was measured.
-        """
+        """Read and parse a sample's record again. Raises StageError if it is no longer what was
+        measured."""
         num_images = len(row.media) - row.num_videos
         source = self.sources[row.source_id]
         return source.read_sample(row.key, row.json, num_images, row.num_videos)

@@ -67,13 +67,8 @@ def lay_out_shards(
     max_shard_bytes: int | None = None,
 ) -> list[Shard]:
     """Cut the packs into shards; no shard holds packs of two splits. A pack that is larger than
-    max_shard_bytes by itself gets a shard of its own.
-
-    Args:
-        pack_bytes: (num_packs,) bytes that each pack takes in a tar, or more.
-        splits: the packs of each split.
-        max_shard_bytes: None: no such limit.
-    """
+    max_shard_bytes by itself gets a shard of its own. `pack_bytes` (num_packs,) is what each pack
+    takes in a tar, or more."""
     shards: list[Shard] = []
     for split, packs in splits.items():
         sizes = pack_bytes[packs.start : packs.stop].tolist()

@@ -163,12 +163,9 @@ def _check_planned(run: Run, samples: Index, planned: Planned) -> None:
 def plan_arguments(
     config: PackingConfig, samples: Index, kept: npt.NDArray[np.int64]
 ) -> dict[str, Any]:
-    """Keyword arguments of `plan_packs` beside lengths and seq_length.
-
-    Args:
-        kept: (num_kept,) rows of the index that are planned, one that is used twice appears
-            twice; the arrays returned are theirs.
-    """
+    """Keyword arguments of `plan_packs` beside lengths and seq_length. `kept` (num_kept,) are the
+    rows of the index that are planned, one that is used twice appears twice; the arrays returned
+    are theirs."""
     from offline_packing.planner.order import RankLayout
 
     def column(name: str) -> npt.NDArray[Any]:

@@ -191,10 +191,8 @@ def _move_out(bins: _Bins, places: np.ndarray) -> Packs:
 
 @njit(cache=True)
 def _find_room(bins: _Bins, moved: np.ndarray) -> np.ndarray:
-    """The pack of each of the ``moved`` samples: int64 (num_moved,), new ones numbered on.
-
-    Copies of one sample are given packs further and further down one list.
-    """
+    """The pack of each of the ``moved`` samples: int64 (num_moved,), new ones numbered on. Copies
+    of one sample are given packs further and further down one list."""
     _, totals, sizes, limits, copy_of = bins
     old = np.argsort(totals[:, 0])[:_ROOMS]
     packs = np.concatenate((old, np.arange(len(totals), len(totals) + len(moved))))

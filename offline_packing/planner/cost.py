@@ -10,11 +10,8 @@ from offline_packing.planner.pack_plan import PackPlan
 
 def padded_tokens(counts: npt.NDArray[np.integer], batch_size: int) -> float:
     """Tokens of an epoch whose random batches are padded to the longest of their samples: the mean
-    over all orders of the samples, in closed form.
-
-    Args:
-        counts: (longest + 1,) samples of each length; at least one sample.
-    """
+    over all orders of the samples, in closed form. `counts` (longest + 1,) are the samples of each
+    length, at least one in all."""
     num_batches, rest = divmod(int(counts.sum()), batch_size)
     total = num_batches * batch_size * _mean_longest(counts, batch_size)
     return total + (rest * _mean_longest(counts, rest) if rest else 0.0)
@@ -36,11 +33,8 @@ def saving(
     global_batch_size: int,
 ) -> dict[str, int | float]:
     """What packing saves, against batches of `padded_batch_size` samples padded to their longest:
-    tokens, shares of padding, and steps of an epoch at `global_batch_size`.
-
-    Args:
-        lengths: (num_packed,) tokens of the packed samples, at least one.
-    """
+    tokens, shares of padding, and steps of an epoch at `global_batch_size`. `lengths` (num_packed,)
+    are the tokens of the packed samples, at least one."""
     num_samples, real = len(lengths), int(lengths.sum(dtype=np.int64))
     seq_length, in_packs = packs.info.seq_length, packs.info.num_tokens
     in_batches = padded_tokens(np.bincount(lengths, minlength=seq_length + 1), padded_batch_size)

@@ -72,10 +72,8 @@ def cost_grouped_order(cost: np.ndarray, layout: RankLayout, seed: int) -> np.nd
 
 
 def idle_share(cost: np.ndarray, layout: RankLayout) -> float:
-    """Share of time that ranks wait for the slowest: ``cost`` (num_packs,) in written order.
-
-    Counts the steps at which every rank has a pack.
-    """
+    """Share of time that ranks wait for the slowest: ``cost`` (num_packs,) in written order. Counts
+    the steps at which every rank has a pack."""
     step = layout.steps(len(cost))
     full = np.bincount(step) == layout.num_ranks
     slowest = np.zeros(len(full))
@@ -107,9 +105,7 @@ def reorder_packs(packs: Packs, order: np.ndarray) -> Packs:
 
 def order_samples(packs: Packs, lengths: np.ndarray, how: str, seed: int) -> Packs:
     """The same packs, the samples in each in random order, longest first, or as they were composed.
-
-    ``lengths`` integers (num_samples,); equal ones keep their order under longest_first.
-    """
+    ``lengths`` integers (num_samples,); equal ones keep their order under longest_first."""
     if how == "composed":
         return packs
     if how == "longest_first":

@@ -57,7 +57,9 @@ def plan_packs(
     sample_order: str = "random",
     strategy_options: Mapping[str, Any] | None = None,
 ) -> PackPlan:
-    """Pack samples into sequences of ``seq_length`` tokens.
+    """Pack samples into sequences of ``seq_length`` tokens. Samples that fit no pack are set aside,
+    with a reason each. Raises ValueError where an argument is out of range, missing for what was
+    asked, or contradicts another.
 
     Args:
         num_tokens: integer array (num_samples,), tokens of each sample. All further arrays have
@@ -87,12 +89,6 @@ def plan_packs(
         sample_order: how samples stand inside a pack: random, longest_first, or composed (as the
             strategy placed them).
         strategy_options: keyword arguments of the strategy; arrays may be per sample.
-
-    Returns:
-        The plan. Samples that fit no pack are in ``set_aside_ids``, with a reason each.
-
-    Raises:
-        ValueError: an argument is out of range, missing for what was asked, or contradicts another.
     """
     announce_compilation()
     chosen = frozenset([assignment] if isinstance(assignment, str) else assignment)
@@ -201,10 +197,8 @@ def _make_plan(
 
 @cache
 def announce_compilation() -> None:
-    """Log, once per process, that the kernels are not in numba's cache yet, and where it is.
-
-    numba writes an index file per compiled function; one that is older than the source is stale.
-    """
+    """Log, once per process, that the kernels are not in numba's cache yet, and where it is. numba
+    writes an index file per compiled function; one that is older than the source is stale."""
     folder = Path(histogram.count_lengths.stats.cache_path)
     compiled = [file.stat().st_mtime for file in folder.glob("histogram.count_lengths-*.nbi")]
     source = Path(histogram.__file__).stat().st_mtime

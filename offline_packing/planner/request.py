@@ -63,11 +63,8 @@ class PlanRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def admitted(self, admission: Admission) -> "PlanRequest":
-        """The same request for the samples that can be packed, with the lengths that count.
-
-        Raises:
-            ValueError: an array has not one entry per sample.
-        """
+        """The same request for the samples that can be packed, with the lengths that count. Raises
+        ValueError if an array has not one entry per sample."""
         arrays: dict[str, Any] = {name: np.asarray(a) for name, a in self._arrays().items()}
         for name, array in arrays.items():
             if array.shape != (len(self.lengths),):
@@ -144,12 +141,8 @@ def check_combination(
     min_samples: int,
     max_samples: int | None,
 ) -> None:
-    """Raise ValueError for settings that contradict each other.
-
-    Args:
-        budgets: names of the limits per pack beside seq_length, "samples" for max_samples.
-        has_order: whether packs are ordered for the ranks of a loader.
-    """
+    """Raise ValueError for settings that contradict each other. `budgets` names the limits per pack
+    beside seq_length, "samples" for max_samples; `has_order`: packs are ordered for the ranks."""
     windowed = sorted({"locality", "mix"}.intersection(assignment))
     if windowed and has_order:
         raise ValueError(

@@ -72,11 +72,8 @@ class CompleteStages:
 
 
 def open_complete_stages(run: Run) -> CompleteStages:
-    """All complete stages of an output.
-
-    Raises:
-        StageError: not even the index is complete, or a stage was made with other settings.
-    """
+    """All complete stages of an output. Raises StageError if not even the index is complete, or a
+    stage was made with other settings."""
     manifest = read_manifest(run)
     samples = open_index(run)
     if not run.workspace.plan_info.exists():

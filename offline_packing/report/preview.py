@@ -49,8 +49,7 @@ class Span:
 
 @dataclass(frozen=True)
 class MediumPreview:
-    """One image or video of a sub-sample, upright: size in pixels, grid (t, h, w) in
-    patches."""
+    """One image or video of a sub-sample, upright: size in pixels, grid (t, h, w) in patches."""
 
     name: str
     width: int
@@ -101,17 +100,9 @@ class PackPreview:
 def preview(
     run: Run, *, num_packs: int = 3, packs: Sequence[str] = (), seed: int = 0
 ) -> Iterator[PackPreview]:
-    """Packs of a complete output.
-
-    Args:
-        num_packs: how many are drawn if none are named.
-        packs: keys or numbers of packs.
-        seed: decides which are drawn.
-
-    Raises:
-        StageError: the packs are not written, there is no such pack, or the configuration's model
-            is not the one that they were measured with.
-    """
+    """Packs of a complete output: those with these keys or numbers, or `num_packs` that are drawn.
+    Raises StageError if the packs are not written, there is no such pack, or the configuration's
+    model is not the one that they were measured with."""
     check_energon()
     manifest = require_manifest(run)
     numbers = choose(manifest, num_packs, packs, seed)
@@ -180,11 +171,8 @@ def _preview_pack(
 def _encode_pack(
     task_encoder: "Qwen2VLTaskEncoder", key: str, members: Mapping[str, bytes]
 ) -> "PackedRowSample":
-    """A pack's members as the row that the loader's task encoder makes of them.
-
-    Raises:
-        StageError: the pack cannot be used.
-    """
+    """A pack's members as the row that the loader's task encoder makes of them. Raises StageError
+    if the pack cannot be used."""
     from megatron.energon.errors import FatalSampleError
 
     from task_encoders.energon_samples import PackedSample, part_filter, sample_loader

@@ -46,11 +46,8 @@ Document = dict[str, Any]
 
 
 def report(run: Run) -> str:
-    """Write the report; returns what became of the samples, in one line.
-
-    Raises:
-        StageError: not even the index is complete, or a stage was made with other settings.
-    """
+    """Write the report; returns what became of the samples, in one line. Raises StageError if not
+    even the index is complete, or a stage was made with other settings."""
     document = _document(open_complete_stages(run))
     folder = run.workspace.report
     folder.mkdir(parents=True, exist_ok=True)

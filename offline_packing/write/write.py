@@ -117,8 +117,7 @@ def _start(run: Run, plan: StoredPlan) -> None:
 
 
 def _run_tasks(run: Run, samples: Index, plan: PackPlan, shards: list[Shard]) -> None:
-    """Write the missing shards. Raises StageError if any is still missing at the
-    end."""
+    """Write the missing shards. Raises StageError if any is still missing at the end."""
 
     def marker(shard: Shard) -> Path:
         return run.workspace.fragment(shard.name)

@@ -162,10 +162,8 @@ def _draw_middle(
 
 @njit(cache=True)
 def _best_partner(pool: SamplePool, room: np.ndarray, best: float) -> tuple[int, float]:
-    """The sample that fills ``room`` with less loss than ``best``, or -1, and the loss then.
-
-    Cells are searched from the one that would fill the room exactly towards smaller sizes.
-    """
+    """The sample that fills ``room`` with less loss than ``best``, or -1, and the loss then. Cells
+    are searched from the one that would fill the room exactly towards smaller sizes."""
     # Taking arrays out of the tuple costs a reference count, so not in the loop.
     sizes, members, chosen, need = pool.sizes, pool.members, pool.chosen, pool.need
     cell_start, cell_size = pool.cell_start, pool.cell_size
@@ -272,11 +270,8 @@ def size_lower_bound(sizes: np.ndarray, limit: int) -> int:
 
 
 def pack_budgets(sizes: np.ndarray, limits: np.ndarray, *, seed: int = 0) -> Packs:
-    """Pack samples under several limits.
-
-    ``sizes`` integers (num_samples, num_limits), ``limits`` integers (num_limits,), every sample
-    within every limit. Takes about 0.1 ms per pack.
-    """
+    """Pack samples under several limits. ``sizes`` integers (num_samples, num_limits), ``limits``
+    integers (num_limits,), every sample within every limit. Takes about 0.1 ms per pack."""
     shares = sizes / limits
     scarcest_first = np.argsort(-shares.sum(axis=0), kind="stable")
     shares = shares[:, scarcest_first]

@@ -126,9 +126,7 @@ def packs_within(entries: Pairs, start: int, counts: np.ndarray) -> int:
 @njit(cache=True)
 def _fill_packs(composition: Composition, ids: np.ndarray, next_id: np.ndarray, out: Packs) -> None:
     """Take the ``ids`` of each length in their order, pattern after pattern, pack after pack.
-
-    ``next_id[l]``: where the ids of length l begin, and then the first that is not taken.
-    """
+    ``next_id[l]``: where the ids of length l begin, and then the first that is not taken."""
     lengths, repeats, offsets, multiplicity, _ = composition
     pack = 0
     end = 0

@@ -26,10 +26,8 @@ from offline_packing.planner.strategies.kernels import (
 
 @njit(cache=True)
 def count_lengths(num_tokens: np.ndarray, seq_length: int) -> np.ndarray:
-    """Histogram int64 (seq_length + 1,) of lengths that are all in 1..seq_length.
-
-    Unlike ``np.bincount`` it makes no int64 copy of the lengths.
-    """
+    """Histogram int64 (seq_length + 1,) of lengths that are all in 1..seq_length. Unlike
+    ``np.bincount`` it makes no int64 copy of the lengths."""
     counts = np.zeros(seq_length + 1, np.int64)
     for sample in range(num_tokens.shape[0]):
         counts[num_tokens[sample]] += 1

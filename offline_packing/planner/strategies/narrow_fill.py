@@ -105,10 +105,8 @@ def _find_pair(pool: _Pool, space: int, state: np.ndarray) -> int:
 
 @njit(cache=True)
 def _draw_pack(pool: _Pool, pack: np.ndarray, first: int, state: np.ndarray) -> bool:
-    """Fill ``pack``, int32 (k,), exactly, from a sample of length ``first``.
-
-    If no two samples fill it up, everything is put back.
-    """
+    """Fill ``pack``, int32 (k,), exactly, from a sample of length ``first``. If no two samples fill
+    it up, everything is put back."""
     capacity = pool.counts.shape[0] - 1
     size = pack.shape[0]
     _take(pool, first)

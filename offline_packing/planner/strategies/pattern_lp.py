@@ -178,10 +178,8 @@ def _rounded(
 
 
 def coarsen(counts: np.ndarray, granule: int) -> np.ndarray:
-    """Histogram in units of ``granule``: int64 (seq_length // granule + 1,).
-
-    A length counts as its size rounded up, and at most a whole pack: what fits rounded fits.
-    """
+    """Histogram in units of ``granule``: int64 (seq_length // granule + 1,). A length counts as its
+    size rounded up, and at most a whole pack: what fits rounded fits."""
     capacity = (len(counts) - 1) // granule
     lengths = np.flatnonzero(counts)
     coarse = np.zeros(capacity + 1, np.int64)
@@ -226,7 +224,5 @@ def _refine(coarse: Composition, counts: np.ndarray, granule: int) -> tuple[np.n
 
 def refine(coarse: Composition, counts: np.ndarray, granule: int) -> Composition:
     """The same packs in true lengths: each rounded length is given the true ones, longest first.
-
-    ``coarse`` uses up ``coarsen(counts, granule)``. Its lower bound does not carry over.
-    """
+    ``coarse`` uses up ``coarsen(counts, granule)``. Its lower bound does not carry over."""
     return from_entries(*_refine(coarse, counts, granule))

@@ -52,11 +52,8 @@ def _mean_range(sizes: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
 
 @njit(cache=True)
 def _tilted_laws(sizes: np.ndarray, counts: np.ndarray, theta: np.ndarray) -> _Laws:
-    """Newton's method for the tilt of each target mean.
-
-    ``counts`` (num_sizes,) of the ``sizes``; ``theta`` float64 (grid,) holds start values and
-    receives the tilts.
-    """
+    """Newton's method for the tilt of each target mean. ``counts`` (num_sizes,) of the ``sizes``;
+    ``theta`` float64 (grid,) holds start values and receives the tilts."""
     low, high = _mean_range(sizes, counts)
     if high <= low + 1:
         return _Laws(sizes, np.zeros((0, 0)), low, high)
@@ -103,10 +100,8 @@ def _draw(laws: _Laws, target: float, state: np.ndarray) -> int:
 def _draw_bridge(
     laws: _Laws, counts: np.ndarray, packs: int, drawn: np.ndarray, state: np.ndarray
 ) -> bool:
-    """Fill ``drawn`` with lengths that sum to the capacity exactly, if a try succeeds.
-
-    ``packs``: how many packs shall use the pattern; lengths with fewer samples are avoided.
-    """
+    """Fill ``drawn`` with lengths that sum to the capacity exactly, if a try succeeds. ``packs``:
+    how many packs shall use the pattern; lengths with fewer samples are avoided."""
     samples = drawn.shape[0]
     for _ in range(_TRIES):
         space = counts.shape[0] - 1

@@ -118,10 +118,8 @@ class PowersOfTwoPhase(_Model):
 
 
 class SeedPhase(_Model):
-    """One pack around each seed, filled up with samples of the other lengths.
-
-    A pack below ``min_samples`` or ``min_fill`` is undone, its samples wait for the next phases.
-    """
+    """One pack around each seed, filled up with samples of the other lengths. A pack below
+    ``min_samples`` or ``min_fill`` is undone, its samples wait for the next phases."""
 
     kind: Literal["seeds"]
     seeds: SeedRule = AutoSeeds()

@@ -23,10 +23,8 @@ from offline_packing.planner.strategies.strategy import (
 
 @njit(cache=True)
 def _fullest_fit(lengths: np.ndarray, seq_length: int) -> np.ndarray:
-    """Pack of every sample, int64 (num_samples,).
-
-    ``packs[r]`` is the queue of packs with residual r by age; ``residuals`` the set of r in use.
-    """
+    """Pack of every sample, int64 (num_samples,). ``packs[r]`` is the queue of packs with residual
+    r by age; ``residuals`` the set of r in use."""
     packs = [list_of(0) for _ in range(seq_length + 1)]  # heaps
     residuals = np.zeros((seq_length >> 6) + 1, np.uint64)
     pack_of = np.empty(lengths.shape[0], np.int64)

@@ -19,10 +19,8 @@ from offline_packing.planner.strategies.kernels import (
 
 @njit(cache=True)
 def _diverse_pack(lengths: np.ndarray, counts: np.ndarray, room: int, repeats: np.ndarray) -> bool:
-    """One pack round robin over ``lengths`` (ascending); True if it is full.
-
-    A length leaves the round when it is used up or does not fit any more.
-    """
+    """One pack round robin over ``lengths`` (ascending); True if it is full. A length leaves the
+    round when it is used up or does not fit any more."""
     repeats[:] = 0
     running = counts > 0
     while room > 0 and running.any():
@@ -38,10 +36,8 @@ def _diverse_pack(lengths: np.ndarray, counts: np.ndarray, room: int, repeats: n
 
 @njit(cache=True)
 def _greedy_pack(lengths: np.ndarray, counts: np.ndarray, room: int, repeats: np.ndarray) -> bool:
-    """One pack longest first; True if it is full.
-
-    Each length divides the next, so this fills the pack whenever any choice of samples does.
-    """
+    """One pack longest first; True if it is full. Each length divides the next, so this fills the
+    pack whenever any choice of samples does."""
     for index in range(lengths.shape[0] - 1, -1, -1):
         repeats[index] = min(counts[index], room // lengths[index])
         room -= repeats[index] * lengths[index]
