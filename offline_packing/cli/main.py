@@ -16,41 +16,13 @@ from typing import Final, NoReturn
 import click
 
 from offline_packing.cli import verbs  # noqa: F401 - they register themselves
-from offline_packing.cli.verb import OUTPUT_OPTIONS, VERBS
+from offline_packing.cli.verb import OUTPUT_OPTIONS, cli
 from offline_packing.errors import ConfigError, ShareDoneError, StageError
 from task_encoders.samples import TASKS
-
-
-class _InOrder(click.Group):
-    """Help lists the verbs in the order of work, each with its whole first sentence."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        whole = [(name, command.get_short_help_str(500)) for name, command in self.commands.items()]
-        with formatter.section("Commands"):
-            formatter.write_dl(whole)
-
 
 #: They end a run as an exception: locks, worker processes and half-written files are cleaned up on
 #: its way out.
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-
-
-@click.group(cls=_InOrder, context_settings=_SETTINGS)
-@click.version_option(package_name="offline-packing")
-def cli() -> None:
-    """Pack a vision-language dataset into full training sequences, before training.
-
-    Most verbs are called as VERB CONFIG [KEY.SUB=VALUE]..., where CONFIG is a YAML file and its
-    fields can be set behind it: offline-packing run pack.yaml pack.seq_length=8192
-    """
-
-
-for _verb in VERBS:
-    cli.add_command(_verb)
 
 
 @cli.command()

@@ -10,7 +10,8 @@ import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -25,31 +26,30 @@ HelpList = tuple[str, list[tuple[str, str]]]
 
 
 class Verb(click.Command):
-    """What can be done to one output. `function` gets a run, whether it is a dry one, and the
+    """What can be done to one output. `callback` gets a run, whether it is a dry one, and the
     verb's options; it prints its result, and raises StageError where it fails."""
 
     def __init__(
         self,
-        name: str,
-        function: Callable[..., None],
-        options: Iterable[click.Option],
         *,
+        callback: Callable[..., None],
+        params: list[click.Parameter],
         locks: bool = True,
         is_shared: bool = False,
         needs_output: bool = False,
         more_help: Callable[[], HelpList] | None = None,
+        **settings: Any,
     ) -> None:
         """
         Args:
-            function: its docstring is the help text.
             locks: whether it locks the output against other runs (never in a dry run).
             is_shared: whether several ranks can do it to one output at the same time.
             needs_output: it fails if there is no output yet, and leaves nothing behind there.
             more_help: a list at the end of its help, made on demand: it may take time to import.
+            settings: those of any command.
         """
-        params = [*_RUN_PARAMETERS, *options]
-        super().__init__(name, callback=self._run, params=params, help=function.__doc__)
-        self.function, self.more_help = function, more_help
+        super().__init__(callback=self._run, params=[*_RUN_PARAMETERS, *params], **settings)
+        self.function, self.more_help = callback, more_help
         self.locks, self.is_shared, self.needs_output = locks, is_shared, needs_output
 
     def _run(
@@ -66,7 +66,11 @@ class Verb(click.Command):
         parsed = load_config(config, overrides)
         with build_engine(parsed) as engine:
             if engine.IS_SHARED and not self.is_shared:
-                shared = ", ".join(verb.name or "" for verb in VERBS if verb.is_shared)
+                shared = ", ".join(
+                    name
+                    for name, one in cli.commands.items()
+                    if isinstance(one, Verb) and one.is_shared
+                )
                 raise ConfigError(
                     f"engine.name={parsed.engine.name} shares {shared} among ranks; run "
                     f"{self.name} with engine.name=local"
@@ -88,20 +92,6 @@ class Verb(click.Command):
             title, lines = self.more_help()
             with formatter.section(title):
                 formatter.write_dl(lines)
-
-
-#: In the order in which help lists them.
-VERBS: Final[list[Verb]] = []
-
-
-def verb(name: str, *options: click.Option, **properties: Any) -> Callable[..., Verb]:
-    """Make a function a verb. `properties` are those of Verb."""
-
-    def register(function: Callable[..., None]) -> Verb:
-        VERBS.append(Verb(name, function, options, **properties))
-        return VERBS[-1]
-
-    return register
 
 
 def _start_logging(context: click.Context, _: click.Parameter, quiet: bool) -> None:
@@ -139,3 +129,32 @@ _RUN_PARAMETERS: Final = (
         "now; or modification_time: although files were copied without their times.",
     ),
 )
+
+
+class _InOrder(click.Group):
+    """Help lists the verbs in the order of work, each with its whole first sentence."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        whole = [(name, command.get_short_help_str(500)) for name, command in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(whole)
+
+
+_SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@click.group(cls=_InOrder, context_settings=_SETTINGS)
+@click.version_option(package_name="offline-packing")
+def cli() -> None:
+    """Pack a vision-language dataset into full training sequences, before training.
+
+    Most verbs are called as VERB CONFIG [KEY.SUB=VALUE]..., where CONFIG is a YAML file and its
+    fields can be set behind it: offline-packing run pack.yaml pack.seq_length=8192
+    """
+
+
+#: Makes a function a verb, with the properties of Verb.
+verb: Final = partial(cli.command, cls=Verb)

@@ -126,7 +126,7 @@ def write_verb(run: Run, dry_run: bool) -> None:
     click.echo(f"wrote {counts['packed']:,} samples to {run.workspace.root}; packs: {packs}")
 
 
-@verb("verify", _DEEP, is_shared=True, needs_output=True)
+@verb("verify", params=[_DEEP], is_shared=True, needs_output=True)
 def verify_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     """Re-read everything that was written, and check it."""
     from offline_packing.verify.verify import preview_verify, render_result, render_verdict, verify
@@ -153,7 +153,7 @@ def report_verb(run: Run, dry_run: bool) -> None:
     click.echo(f"report: {page}")
 
 
-@verb("preview", *_PREVIEW, locks=False, is_shared=True)
+@verb("preview", params=[*_PREVIEW], locks=False, is_shared=True)
 def preview_verb(run: Run, dry_run: bool, full: bool, html: Path | None, **which: Any) -> None:
     """Show some packs as they are trained: text, what carries loss, images and videos."""
     from offline_packing.report.pages import render_packs
@@ -175,7 +175,7 @@ def preview_verb(run: Run, dry_run: bool, full: bool, html: Path | None, **which
     click.echo(f"preview: {html}")
 
 
-@verb("run", _DEEP)
+@verb("run", params=[_DEEP])
 def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     """Do measure, plan, write, verify and report; skip what is complete."""
     from offline_packing.runs.losses import check_losses
@@ -197,7 +197,7 @@ def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
         step.function(run, dry_run, **options)
 
 
-@verb("set-aside", *_SET_ASIDE, locks=False, is_shared=True)
+@verb("set-aside", params=[*_SET_ASIDE], locks=False, is_shared=True)
 def set_aside_verb(run: Run, dry_run: bool, **form: Any) -> None:
     """List the samples that are in no pack: key, source, reason and detail."""
     from offline_packing.runs.losses import list_set_aside
