@@ -13,7 +13,8 @@ from megatron.energon import WorkerConfig, get_loader, get_savable_loader
 from megatron.energon.cli.main import main as energon
 
 from offline_packing.config.packing import PackingConfig, parse_config
-from offline_packing.demo import generate_demo_dataset, training
+from offline_packing.demo import training
+from offline_packing.demo.generate import generate_demo_dataset
 from offline_packing.engines.local import LocalEngine
 from offline_packing.index.table import Index
 from offline_packing.measure.measure import measure

@@ -4,6 +4,7 @@ from typing import Any, Final
 
 import yaml
 
+from offline_packing.report.preview_text import first_words
 from offline_packing.sources.recognise import Example, Recognised
 from task_encoders.families import FAMILIES, ModelSettings
 
@@ -51,8 +52,8 @@ def _render_example(example: Example) -> list[str]:
     lines = [f"\n{example.key}: {sample.task}"]
     for turn in sample.turns:
         shown = sample.task != "captioning"
-        lines += [f"  prompt  {_short(turn.prompt)}"] if shown else []
-        lines.append(f"  answer  {_short(turn.answer)}")
+        lines += [f"  prompt  {first_words(turn.prompt, _TEXT_LENGTH)}"] if shown else []
+        lines.append(f"  answer  {first_words(turn.answer, _TEXT_LENGTH)}")
     if example.unread:
         lines.append(f"  not read: {', '.join(example.unread)} (source.fields says what they are)")
     for name in sample.media:
@@ -65,8 +66,3 @@ def _line(name: str, value: Any) -> str:
     text = yaml.safe_dump({name: value}, allow_unicode=True, width=1000).rstrip("\n")
     comment = _COMMENTS.get(name)
     return f"  {text}{f'  # {comment}' if comment else ''}\n"
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _TEXT_LENGTH else f"{line[: _TEXT_LENGTH - 1]}…"

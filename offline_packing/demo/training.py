@@ -16,13 +16,17 @@ from megatron.energon import SavableDataset, WorkerConfig
 from torch.nn import functional as F
 
 from task_encoders.energon_samples import PackedBatch
+from task_encoders.families import FAMILIES
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.settings import PackingSettings
+from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 
-VISION_START, VISION_END, IMAGE_TOKEN, VIDEO_TOKEN = 151_652, 151_653, 151_655, 151_656
+VISION_START, IMAGE_TOKEN, VIDEO_TOKEN = (
+    MEDIA_TOKEN_IDS[f"{name}_token_id"] for name in ("vision_start", "image", "video")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class LossDifference:
     num_tokens: int
 
 
-def tiny_qwen2_vl(*, seed: int = 0, weight_std: float | None = None) -> Any:
+def tiny_qwen2_vl(*, weight_std: float | None = None) -> Any:
     """A Qwen2-VL of about 10 million weights, nearly all of them word embeddings.
 
     `weight_std` draws every weight from N(0, weight_std²). With transformers' own initialisation a
@@ -42,27 +46,16 @@ def tiny_qwen2_vl(*, seed: int = 0, weight_std: float | None = None) -> Any:
     """
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-    torch.manual_seed(seed)
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
-    sizes = {"vocab_size": 151_936, "hidden_size": 64, "intermediate_size": 128}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    preset = FAMILIES["qwen2_vl"].presets["tiny"]
+    init = {} if weight_std is None else {"initializer_range": weight_std}
     config = Qwen2VLConfig(
-        text_config={**sizes, **heads, "rope_parameters": rope},
-        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
-        image_token_id=IMAGE_TOKEN,
-        video_token_id=VIDEO_TOKEN,
-        vision_start_token_id=VISION_START,
-        vision_end_token_id=VISION_END,
-        tie_word_embeddings=True,
+        text_config={**preset.text, **init},
+        vision_config={**preset.vision, **init},
+        **preset.whole,
     )
     config._attn_implementation = "sdpa"
-    model = Qwen2VLForConditionalGeneration(config)
-    if weight_std is not None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.normal_(0, weight_std)
-    return model
+    return Qwen2VLForConditionalGeneration(config)
 
 
 def token_losses(model: Any, labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
@@ -98,19 +91,17 @@ def compare_packed_with_unpacked(model: Any, batches: Iterable[PackedBatch]) -> 
     by the model itself. The control runs the packed row as one sequence.
     """
     model.eval()
-    found = LossDifference(0.0, 0.0, 0)
+    found = []
     for batch in batches:
         kwargs = to_transformers_kwargs(batch)
         alone = torch.cat([token_losses(model, **inputs) for inputs in sub_sample_inputs(batch)])
         packed = token_losses(model, **kwargs)
         kwargs["position_ids"][0] = torch.arange(batch.tokens.shape[1])
         control = token_losses(model, **kwargs)
-        found = LossDifference(
-            max(found.packed, float((packed - alone).abs().max())),
-            max(found.without_boundaries, float((control - alone).abs().max())),
-            found.num_tokens + len(alone),
-        )
-    return found
+        differences = (float((losses - alone).abs().max()) for losses in (packed, control))
+        found.append((*differences, len(alone)))
+    largest, control_largest, counts = zip(*found, strict=True)
+    return LossDifference(max(largest), max(control_largest), sum(counts))
 
 
 def sub_sample_inputs(batch: PackedBatch) -> Iterator[dict[str, Any]]:

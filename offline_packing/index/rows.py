@@ -147,7 +147,7 @@ def sums_by_source(
         own = uses[first : first + len(part)].astype(np.int64)
         first += len(part)
         values = {"rows": np.ones_like(own), "used": own > 0, "uses": own}
-        values["bytes"] = own * _sample_bytes(samples.path(number))
+        values["bytes"] = own * _sample_bytes(samples.paths[number])
         values |= {name: own * part[name].to_numpy() for name in columns}
         for name, column in values.items():
             np.add.at(sums[name], part["source_id"].to_numpy(), column)

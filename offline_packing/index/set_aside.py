@@ -92,14 +92,9 @@ def find_duplicates(
     order = np.argsort(hashes, kind="stable")
     equal = hashes[order[1:]] == hashes[order[:-1]]
     suspects = np.union1d(order[1:][equal], order[:-1][equal])
-    seen: set[tuple[int, str]] = set()
-    repeated: list[int] = []
-    for row, named in zip(suspects.tolist(), name(suspects).to_pylist(), strict=True):
-        identity = (named["source_id"], named["key"])
-        if identity in seen:
-            repeated.append(row)
-        seen.add(identity)
-    return np.array(repeated, dtype=np.int64)
+    named = name(suspects).append_column("row", pa.array(suspects))
+    firsts = named.group_by(["source_id", "key"]).aggregate([("row", "min")])["row_min"]
+    return np.setdiff1d(suspects, firsts.to_numpy(), assume_unique=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,12 +150,9 @@ class Index:
     """A complete index, read column by column."""
 
     def __init__(self, folder: Path, info: IndexInfo) -> None:
-        self._paths = [folder / part_name(i) for i in range(len(info.part_rows))]
+        #: the file of each part
+        self.paths = [folder / part_name(i) for i in range(len(info.part_rows))]
         self.info = info
-
-    def path(self, number: int) -> Path:
-        """The file of a part."""
-        return self._paths[number]
 
     def table(self, *columns: str) -> pa.Table:
         """Columns of all rows; every column where none is named. Raises StageError as `part`."""
@@ -164,12 +161,12 @@ class Index:
 
     def parts(self, *columns: str) -> Iterator[pa.Table]:
         """Columns of the rows, part by part. Raises StageError as `part`."""
-        return (self.part(number, *columns) for number in range(len(self._paths)))
+        return (self.part(number, *columns) for number in range(len(self.paths)))
 
     def part(self, number: int, *columns: str) -> pa.Table:
         """Columns of one part. Raises StageError if the part is missing or has another number of
         rows than index.json says."""
-        path, rows = self._paths[number], self.info.part_rows[number]
+        path, rows = self.paths[number], self.info.part_rows[number]
         try:
             table = pq.read_table(path, columns=list(columns), memory_map=True)
         except (OSError, pa.ArrowException) as error:

@@ -92,7 +92,7 @@ def rename_repeated(samples: Index) -> int:
     for number, num_rows in enumerate(samples.info.part_rows):
         some = slice(begin, begin + num_rows)
         if renamed[some].any():
-            _rename_part(samples.path(number), renamed[some], hashes[some])
+            _rename_part(samples.paths[number], renamed[some], hashes[some])
         begin += num_rows
     return int(np.count_nonzero(renamed))
 

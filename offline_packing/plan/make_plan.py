@@ -21,14 +21,6 @@ from offline_packing.runs.losses import aside_while_measuring, explain
 from offline_packing.runs.run import Run, listed
 from task_encoders.families import model_cost
 
-#: Column of the index that each budget of a pack counts.
-BUDGET_COLUMNS: Final = {
-    "vision_patches": "num_vision_patches",
-    "images": "num_images",
-    "videos": "num_videos",
-}
-
-
 #: Fields of PackConfig that are arguments of `plan_packs` as they are.
 _PASSED_ON: Final = (
     *("strategy", "seed", "pad_multiple", "strategy_options", "assignment", "homogeneous"),
@@ -84,8 +76,9 @@ def _pack_uses(
 
 def _join_plans(plans: Sequence[PackPlan], splits: dict[str, int]) -> PackPlan:
     """One plan after the other; `splits` are the packs of each."""
-    starts = np.cumsum([0, *(len(plan.sample_ids) for plan in plans)])
-    offsets = [p.pack_offsets[1:] + start for p, start in zip(plans, starts, strict=False)]
+    from offline_packing.planner.strategies.strategy import Packs, join_packs
+
+    packs = join_packs([Packs(plan.sample_ids, plan.pack_offsets) for plan in plans])
     info = replace(
         plans[0].info,
         num_tokens=sum(plan.info.num_tokens for plan in plans),
@@ -93,8 +86,7 @@ def _join_plans(plans: Sequence[PackPlan], splits: dict[str, int]) -> PackPlan:
         splits=splits,
     )
     return PackPlan(
-        np.concatenate([plan.sample_ids for plan in plans]),
-        np.concatenate([np.zeros(1, np.int64), *offsets]),
+        *packs,
         np.concatenate([plan.set_aside_ids for plan in plans]),
         np.concatenate([plan.set_aside_reasons for plan in plans]),
         info,
@@ -175,7 +167,7 @@ def plan_arguments(
     arguments = {name: getattr(pack, name) for name in _PASSED_ON}
     arguments["window_packs"] = config.output.packs_per_shard
     arguments["budgets"] = {
-        name: (column(BUDGET_COLUMNS[name]), limit) for name, limit in pack.budgets.items()
+        name: (column(f"num_{name}"), limit) for name, limit in pack.budgets.items()
     }
     # Which sample of a length goes where, and in which order packs are written:
     if pack.homogeneous:

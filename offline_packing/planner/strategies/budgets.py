@@ -76,12 +76,6 @@ def make_pool(sizes: np.ndarray) -> SamplePool:
 
 
 @njit(cache=True)
-def is_left(pool: SamplePool, sample: int) -> bool:
-    """Whether the sample is still in the pool."""
-    return pool.place[sample] < pool.num_alive[0]
-
-
-@njit(cache=True)
 def _exchange_last(samples: np.ndarray, place: np.ndarray, sample: int, end: int) -> None:
     """Exchange a sample with the one at ``end``, the last of its list."""
     last = samples[end]
@@ -235,8 +229,8 @@ def _pack_pool(pool: SamplePool, seeds: np.ndarray, state: np.ndarray) -> Packs:
     num_packs = 0
     end = 0
     for seed in seeds:
-        if not is_left(pool, seed):
-            continue
+        if pool.place[seed] >= pool.num_alive[0]:
+            continue  # taken by an earlier pack
         least = np.inf
         best_size = 0
         for _ in range(_TRIES):

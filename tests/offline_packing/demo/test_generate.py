@@ -14,8 +14,8 @@ import pytest
 import yaml
 from PIL import Image, ImageOps
 
-from offline_packing.demo import generate, generate_demo_dataset, pictures
-from offline_packing.demo.generate import Truth, estimate_num_tokens
+from offline_packing.demo import generate, pictures
+from offline_packing.demo.generate import Truth, estimate_num_tokens, generate_demo_dataset
 from offline_packing.demo.run import contact_sheet
 
 NUM_SAMPLES = 400

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from offline_packing.config.packing import parse_config
-from offline_packing.demo import generate_demo_dataset
+from offline_packing.demo.generate import generate_demo_dataset
 from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import ConfigError
 from offline_packing.measure.measure import measure

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from offline_packing.planner.strategies.budgets import (
-    is_left,
     make_pool,
     pack_budgets,
     size_lower_bound,
@@ -64,4 +63,4 @@ def test_pool_removal_keeps_both_lists() -> None:
         for c in range(len(pool.cell_size))
     ]
     assert sorted(np.concatenate(in_cells).tolist()) == sorted(left)
-    assert [is_left(pool, sample) for sample in (3, 4)] == [False, True]
+    assert (pool.place[[3, 4]] < pool.num_alive[0]).tolist() == [False, True]
