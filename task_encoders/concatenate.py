@@ -26,8 +26,8 @@ from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """One row of S tokens in P segments, with N images of L patches and M videos of K patches in
-    all, of D values each; or of bytes, an image's of one frame, where `normalisation` is given."""
+    """One row of S tokens in P segments, with N images (L patches in all) and M videos (K patches
+    in all). A patch has D values or, with `normalisation`, bytes (one frame for images)."""
 
     tokens: torch.Tensor  #: (S,) int64
     labels: torch.Tensor  #: (S,) int64, not shifted, IGNORE_INDEX at each sub-sample's first token
@@ -45,7 +45,7 @@ class PackedRow:
 #: `map`, or that of a thread pool.
 Map = Callable[[Callable[..., Any], Iterable[Any]], Iterable[Any]]
 
-#: Fields of rows that are put one after another as they are.
+#: Fields that are concatenated unchanged when rows are merged.
 _VISION: Final = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
@@ -66,7 +66,7 @@ def concatenate(
         pad_to_length: the row is padded to this length.
         cross_sample_attention: one segment of all sub-samples, with running positions, which is
             not what unpacked training does.
-        pixel_transport: "uint8" leaves it to the device to make values of pixels.
+        pixel_transport: "uint8" leaves the conversion of pixels to values to the device.
         map_: how to go over the samples' pixels, here or in threads.
 
     Raises:
@@ -94,7 +94,7 @@ def concatenate(
 def _pixels(
     samples: Sequence[EncodedSample], pixel_transport: PixelTransport, map_: Map
 ) -> dict[str, Any]:
-    """Those of images and videos, and what is left to do to them."""
+    """Pixels of images and videos, and the normalisation still to be applied, if any."""
     normalisation = samples[0].normalisation
     images = [sample.image_pixels for sample in samples]
     videos = [sample.video_pixels for sample in samples]
@@ -131,7 +131,7 @@ def _fill(
     *,
     running: bool,
 ) -> dict[str, Any]:
-    """Tokens, labels, positions and padding of a row; `starts` of the segments and their end."""
+    """Tokens, labels, positions and padding; `starts`: of the segments, then the last one's end."""
     used = int(starts[-1])
     tokens = np.full(total, pad_token_id, dtype=np.int64)
     labels = np.full(total, IGNORE_INDEX, dtype=np.int64)

@@ -89,7 +89,7 @@ class PackedRowSample(Sample):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a batch: its dtype, and its shape with letters for what differs by batch."""
+    """One tensor of a batch: its dtype, and its shape, with letters for sizes that vary."""
 
     dtype: torch.dtype
     shape: tuple[str, ...]
@@ -103,15 +103,15 @@ def _tensor(dtype: torch.dtype, *shape: str) -> Any:
 class PackedBatch(Batch):
     """k packs in one row of S tokens and P segments, under the names Megatron trainers read.
 
-    N images of L patches and M videos of K patches in all, of D = C·T·p·p values each. Where pixels
-    travel as bytes, `model_inputs.normalise_pixels` makes those values of them on any device.
+    N images have L patches and M videos K patches in all, each of D = C·T·p·p values. Where pixels
+    travel as bytes, `model_inputs.normalise_pixels` converts them to values on any device.
     """
 
     tokens: torch.Tensor = _tensor(torch.int64, "1", "S")
     #: not shifted; IGNORE_INDEX at every sub-sample's first token, so that a shift of the whole
     #: row is safe
     labels: torch.Tensor = _tensor(torch.int64, "1", "S")
-    #: 1 where a label is
+    #: 1 where there is a label
     loss_mask: torch.Tensor = _tensor(torch.float32, "1", "S")
     #: True = padding
     attn_mask: torch.Tensor = _tensor(torch.bool, "1", "S")
@@ -120,7 +120,7 @@ class PackedBatch(Batch):
     cu_lengths: torch.Tensor = _tensor(torch.int32, "1", "P+1")
     #: the longest segment
     max_lengths: torch.Tensor = _tensor(torch.int32, "1")
-    #: [[0.]] without images; as bytes (L, C·p·p): one frame
+    #: [[0.]] without images; as bytes: (L, C·p·p), one frame
     imgs: torch.Tensor = _tensor(torch.float32, "L", "D")
     #: in patches
     image_grid_thw: torch.Tensor = _tensor(torch.int32, "N", "3")
@@ -134,7 +134,7 @@ class PackedBatch(Batch):
     byte_values: torch.Tensor = _tensor(torch.float32, "C", "256")
     #: T, how often an image's frame is repeated in its values
     frame_repeats: int
-    #: tokens that are no padding
+    #: tokens that are not padding
     num_tokens: int
     #: whether padding was asked for, needed or not
     is_padded: bool
@@ -144,7 +144,7 @@ class PackedBatch(Batch):
     dropped: list[str]
 
 
-#: What a batch is made of, for all that copy, send or check one.
+#: The tensors of a batch, for code that copies, sends or checks one.
 BATCH_TENSORS: Final[Mapping[str, TensorSpec]] = {
     f.name: f.metadata["spec"] for f in fields(PackedBatch) if "spec" in f.metadata
 }

@@ -1,4 +1,4 @@
-"""Types of fields of pydantic models: numbers that are no booleans, names, paths."""
+"""Types of fields of pydantic models: numbers that are not booleans, names, paths."""
 
 import os
 from collections.abc import Collection

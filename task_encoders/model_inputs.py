@@ -17,17 +17,17 @@ def required_pad_multiple(
     """What `pack.pad_multiple` must be a multiple of, so that every sub-sample can be cut.
 
     Context parallelism cuts each sub-sample into 2·CP chunks; sequence parallelism cuts the row
-    into TP. FP8 asks for 16 (or 128, by recipe) on top: pass the least common multiple.
+    into TP parts. FP8 asks for 16 (or 128, by recipe) on top: pass the least common multiple.
     """
     multiple = 2 * context_parallel if context_parallel > 1 else 1
     return multiple * (tensor_parallel if sequence_parallel else 1)
 
 
 def normalise_pixels(batch: "PackedBatch") -> "PackedBatch":
-    """The batch with its pixels as float32 values, made where the batch lies.
+    """The batch with its pixels as float32 values, made on the batch's device.
 
-    They are those of `pixel_transport: float32`, bit for bit, as each byte's is looked up. A batch
-    that holds values already is returned as it is.
+    They equal those of `pixel_transport: float32` bit for bit: each byte's value is looked up. A
+    batch that already contains values is returned unchanged.
     """
     table = getattr(batch, "byte_values", None)  # a trainer's own batch may lack it
     if table is None or not len(table):
@@ -53,7 +53,7 @@ def _look_up(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 def logical_cu_seqlens(cu_lengths: torch.Tensor, attn_mask: torch.Tensor) -> torch.Tensor:
     """(P + 1,) int32: boundaries counting real tokens only.
 
-    A segment that is padding throughout (a row's tail) counts as it is: it harms no other segment,
+    A segment of nothing but padding (a row's tail) keeps its length: it harms no other segment,
     and attention needs at least one key.
 
         cu_lengths [0, 4, 8], attn_mask ...x ..xx -> [0, 3, 5]
@@ -69,7 +69,7 @@ def to_packed_seq_params(batch: "PackedBatch") -> Any:
     """megatron-core's `PackedSeqParams` in thd format.
 
     `cu_seqlens_*` count real tokens. Where padding was asked for, `cu_seqlens_*_padded` hold the
-    boundaries in the row, also of a row that happened to need none: under context parallelism
+    boundaries in the row, even if it happened to need none: under context parallelism
     models read them in any case. Otherwise they are None.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -93,19 +93,19 @@ def to_packed_seq_params(batch: "PackedBatch") -> Any:
 def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
     """Arguments for the forward of transformers' models.
 
-    Two of its traps are closed here. M-RoPE positions need four rows, the first restarting at
-    every boundary: from it transformers builds the block-diagonal mask, and with the other three
-    alone it attends across samples without a word. And `use_cache` must be off, or it does the
-    same. No `attention_mask` is given, as that would switch the detection off.
+    Two of its traps are avoided here. M-RoPE positions need four rows, the first restarting at
+    every boundary: transformers builds the block-diagonal mask from it, and with the other three
+    alone silently attends across samples. And `use_cache` must be off, or it does the same. No
+    `attention_mask` is passed, as that would switch the detection off.
 
     Recurrent layers (Qwen3.5's linear attention) need more, as transformers carries their state
     across samples: give the model to `launch.segments.isolate_segments` first.
 
     Returns:
-        input_ids, labels (1, S), position_ids (4, 1, S), or (1, S) of families whose positions
-        count tokens, use_cache, and where there are images pixel_values (L, D), image_grid_thw
-        (N, 3), or of families with one size of images pixel_values (N, 3, H, W) alone, and likewise
-        of videos. Labels are shifted inside the model.
+        input_ids, labels (1, S), position_ids (4, 1, S), or (1, S) for families whose positions
+        count tokens, use_cache, and with images pixel_values (L, D) and image_grid_thw (N, 3), or
+        only pixel_values (N, 3, H, W) for families with one image size; likewise for videos.
+        Labels are shifted inside the model.
     """
     batch = normalise_pixels(batch)
     boundaries = batch.cu_lengths.flatten().long()

@@ -1,9 +1,9 @@
-"""Which packs a loader's workers read: each comes equally often, also after a restart.
+"""Which packs a loader's workers read: each comes equally often, even after a restart.
 
-Energon gives each worker a block of the packs to go round in. Where packs do not divide evenly, a
-worker with fewer goes round faster, and its packs come more often. `DealtPacks` deals what is left
-over to another worker in every epoch. `OnePass` keeps the end of a pass over data that do not
-repeat, which Energon's own loader forgets: it would begin again.
+Energon gives each worker a block of packs to loop over. Where packs do not divide evenly, a worker
+with fewer loops faster, and its packs come more often. `DealtPacks` deals the packs left over to
+another worker in every epoch. `OnePass` remembers the end of a pass over data that do not repeat,
+which Energon's own loader forgets: it would begin again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,12 +25,12 @@ from task_encoders.energon_samples import PackedBatch
 def deal_evenly(
     dataset: SavableDataset[Any], loaded: LoadedDataset, first_turn: int
 ) -> SavableDataset[Any]:
-    """Put `DealtPacks` in the place of Energon's reader, where that keeps the written order.
+    """Replace Energon's reader with `DealtPacks`, where it keeps the written order.
 
     Args:
-        dataset: what Energon built of `loaded`; changed in place.
-        first_turn: who gets the first pack that is left over: in a blend, the one behind the last
-            of the dataset before.
+        dataset: what Energon built from `loaded`; changed in place.
+        first_turn: the worker that gets the first pack left over: in a blend, the one after the
+            last that the previous dataset dealt to.
     """
     factory = loaded.dataset
     reader: Any = dataset
@@ -53,15 +53,15 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
     """The packs [start, end) of one folder, as one worker reads them.
 
     Each worker has the block that Energon would give it, cut to the length of the shortest. The
-    packs left over are dealt out in the workers' turn, which goes on from epoch to epoch:
+    packs left over are dealt to the workers in turn, continuing from epoch to epoch:
 
         7 packs, 3 workers      worker 0   worker 1   worker 2
         epoch 0                  0 1 6       2 3        4 5
         epoch 1                  0 1         2 3 6      4 5
 
-    So each epoch holds every pack once, and after any number of steps no pack was given more than
-    once more often than another (with micro batches of several packs: twice, while some workers
-    have had their turn and others not yet).
+    So each epoch contains every pack once, and at any step the packs' counts differ by at most one
+    (with micro batches of several packs: by two, while some workers have had their turn and others
+    have not).
     """
 
     _savable_fields = ("_epoch", "_index", "_is_over")
@@ -73,7 +73,7 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
         ranks, per_rank = config.world_size, max(1, config.num_workers)
         self._workers = ranks * per_rank
         self._first_turn = first_turn
-        #: where each worker's block begins, rank after rank, as Energon splits
+        #: where each worker's block begins, rank by rank, as Energon splits
         self._starts: Sequence[int] = Sharder.split_samples_to_workers(
             start,
             end,
@@ -91,7 +91,7 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
 
     def reset_state_own(self) -> None:
         self._epoch = 0
-        #: packs given of this epoch
+        #: packs returned in this epoch
         self._index = 0
         self._is_over = False
 
@@ -122,9 +122,9 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
 
 
 class OnePass(BaseWrapperDataset[PackedBatch, PackedBatch]):
-    """Data that do not repeat, with a state that knows when they are over.
+    """Data that do not repeat, with a state that records their end.
 
-    A state of the end restores an end: the first pass after it is empty, the next one is whole.
+    A state saved at the end restores the end: the first pass after it is empty, the next complete.
     """
 
     _savable_fields = ("_is_over",)
@@ -155,8 +155,8 @@ class OnePass(BaseWrapperDataset[PackedBatch, PackedBatch]):
         self._is_over = False
         yield from self.dataset
         self._is_over = True
-        # Energon's workers go on from an older state and skip what was delivered since. Where that
-        # was all the rest, they iterate at once again; after a real pass they save a state first.
+        # Energon's workers resume from an older state and skip what was delivered since. If nothing
+        # is left then, they iterate again at once; after a real pass they save a state first.
         self._skipped_to_end = self._is_restored and self.worker_config.num_workers > 0
         self._is_restored = False
 

@@ -15,17 +15,17 @@ needs it, and for every multi-turn pack:
 
     {"images": [["img000.jpg"], [], ...], "prompt": [[str, ...], ...], "captions": [[str], ...]}
 
-A pack with videos is nested and has one more list, whose names count for themselves:
+A pack with videos is nested and has one more list, whose names are numbered separately:
 
     {"images": [["img000.jpg"], [], ...], "videos": [[], ["vid000.mp4"], ...], ...}
 
 `meta` holds `task`, and per sub-sample `keys`, `num_tokens` and `system` (null: the template's
-default); where any has them, also `tools` (JSON; "": none) and `turns`, which holds what its turns
+default); if any has them, also `tools` (JSON; "": none) and `turns`, which holds what its turns
 have besides prompt and answer (`Turn.details`; null: nothing); in packs that are tokenized,
 `token_ids` and `loss` (see `TokenizedText`) with `tokenized_with`. Packs written by others are read
 as well: `prompts` for `prompt`, or neither; `img0` for `img000`; empty or null names for
-sub-samples without such media; no `images` beside `videos`; no `meta`; images under other names
-than the members', see `match_images`.
+sub-samples without such media; no `images` beside `videos`; no `meta`; names of images that differ
+from the members', see `match_images`.
 """
 
 import itertools
@@ -220,9 +220,9 @@ def _tokenized(meta: Mapping[str, Any], key: str, count: int) -> TokenizedPack |
 def match_images(images: Any, key: str, members: Collection[str]) -> dict[str, str]:
     """The member that each image name in a pack's JSON means; names that mean none are left out.
 
-    A name is that of a member, also with the pack's key before it. Some converters leave the paths
-    in the JSON that the images came from: where a flat pack names no member at all, its i-th name
-    is the member `img{i}`.
+    A name is a member's, possibly with the pack's key in front. Some converters leave in the JSON
+    the paths that the images came from: where a flat pack names no member at all, its i-th name
+    means the member `img{i}`.
 
     Args:
         images: `images` of the JSON, in either form.

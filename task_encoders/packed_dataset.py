@@ -75,7 +75,7 @@ def get_packed_val_dataset(
 
 
 def get_packed_loader(dataset: SavableDataset[PackedBatch], **kwargs: Any) -> "PackedLoader":
-    """Energon's `get_savable_loader` for packs: a restored loader goes on at once and exactly.
+    """Energon's `get_savable_loader` for packs: a restored loader resumes at once and exactly.
 
     Args:
         dataset: of `get_packed_train_dataset` or any other Energon call with our task encoder.
@@ -85,10 +85,10 @@ def get_packed_loader(dataset: SavableDataset[PackedBatch], **kwargs: Any) -> "P
 
 
 class PackedLoader(SavableDataLoader[PackedBatch]):
-    """Energon's savable loader, with a state behind every batch.
+    """Energon's savable loader, with a state after every batch.
 
-    Energon's workers keep a state a minute; a restored loader encodes again, and throws away, what
-    was delivered since. The state of packs is a few numbers, so here there is one per batch.
+    Energon's workers save a state once a minute; a restored loader encodes again, and discards,
+    what was delivered since. The state of packs is a few numbers, so here each batch has one.
     """
 
     def __init__(self, dataset: SavableDataset[PackedBatch], **kwargs: Any) -> None:
@@ -105,8 +105,8 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
     def _get_iterator(self) -> Any:
         if not self._has_workers:
             return super()._get_iterator()
-        # A worker that collects garbage writes to, and so copies, every page that it shares with
-        # its parent, unless that froze them: eight workers then start in a sixth of the time.
+        # Garbage collection in a worker writes to, and so copies, every page shared with its
+        # parent, unless the parent froze them: eight workers then start in a sixth of the time.
         gc.collect()
         gc.freeze()
         try:
@@ -115,8 +115,8 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
             gc.unfreeze()
 
     def save_state_rank(self) -> SavableDataLoaderState | None:
-        """As Energon's; a worker that delivered nothing in this pass yet is at its beginning, not
-        at the end of the one before; a worker that has not begun yet is where it will begin."""
+        """As Energon's, but a worker that has delivered nothing in this pass yet is at its start,
+        not at the end of the previous one, and one that has not begun is where it will begin."""
         # Between iter() and the first batch no worker runs yet; Energon would wait for an answer.
         if _running(self) is None:
             self._has_workers = False
@@ -134,10 +134,10 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
         return state
 
     def _where_workers_begin(self, states: list[Any]) -> list[Any]:
-        """States with those of workers that have not begun corrected.
+        """The states, corrected for workers that have not begun.
 
-        A worker that is asked before it reads anything answers with the state None and one sample
-        to skip, which would be lost.
+        A worker asked before it has read anything returns the state None and one sample to skip:
+        that sample would be lost.
         """
         begin = self.dataset.get_initial_checkpoint()
         begin = begin or [SavableDatasetCheckpoint(state=None, offset=0)] * len(states)
@@ -152,12 +152,12 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
 
 
 def _running(loader: SavableDataLoader[Any]) -> Any:
-    """What drives the loader's workers, for which torch has no public name; None: none runs."""
+    """The iterator that drives the loader's workers (torch has no public name for it), or None."""
     return vars(loader).get("_iterator")
 
 
 def _begin_pass(state: Any) -> None:
-    """Change a dataset's state of the end of a pass to one of the beginning of the next."""
+    """Turn a dataset's state at the end of a pass into one at the beginning of the next."""
     if state["__class__"] == OnePass.__name__:
         state["_is_over"] = False
     else:

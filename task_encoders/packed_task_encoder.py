@@ -67,8 +67,8 @@ class Qwen2VLTaskEncoder(
         pad_to_seq_length: pad every pack to `seq_length`, for kernels compiled per shape.
         cross_sample_attention: let a pack's samples attend to each other.
         pixel_transport: "uint8" sends pixels as bytes, an eighth of what their values take;
-            `normalise_pixels(batch)` makes the same values of them on the device.
-        encode_threads: sub-samples of a pack that are encoded at the same time.
+            `normalise_pixels(batch)` computes the same values on the device.
+        encode_threads: how many sub-samples of a pack are encoded at the same time.
         check_lengths: compare each sub-sample's tokens with the length stored in the pack, and
             stop on the first that differs: the shards were measured with other settings.
         settings: instead of the environment variables.
@@ -196,7 +196,7 @@ class Qwen2VLTaskEncoder(
         Raises:
             PackingSettingsError: they differ.
         """
-        # For good: Energon's get_val_datasets hands over the datasets of a blend one by one.
+        # Never unset: Energon's get_val_datasets hands over the datasets of a blend one by one.
         self.is_blend = self.is_blend or len(datasets) > 1
         for loaded in datasets:
             subflavors = getattr(loaded.dataset, "subflavors", None) or {}
@@ -245,8 +245,8 @@ class Qwen2VLTaskEncoder(
 
     @contextmanager
     def _mapping(self) -> Iterator[Map]:
-        """`map`, or that of threads. They live as long as a pack: a loader's workers are forked,
-        and to start two takes a ten thousandth of a second."""
+        """`map`, or a thread pool's. Threads live as long as a pack: a loader's workers are forked,
+        and starting two takes 0.1 ms."""
         if self.encode_threads == 1:
             yield map
         else:

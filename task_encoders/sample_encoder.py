@@ -19,7 +19,7 @@ from task_encoders.samples import SourceSample
 from task_encoders.text.tokenizer import Tokenizer
 from task_encoders.tokenized import TokenizedText
 
-#: Label of a position that carries no loss, as torch's cross_entropy and transformers have it.
+#: Label of a position that carries no loss, as in torch's cross_entropy and transformers.
 IGNORE_INDEX: Final = -100
 
 
@@ -36,8 +36,8 @@ class SampleLength:
 
 @dataclass(frozen=True, slots=True)
 class EncodedSample:
-    """One sample as arrays. S tokens, N images of P patches and M videos of Q patches in all, whose
-    pixels are bytes; `normalisation` makes D = C·T·p·p values of each patch.
+    """One sample as arrays: S tokens, N images with P patches and M videos with Q patches in all.
+    Pixels are bytes; `normalisation` turns each patch into D = C·T·p·p values.
 
     `labels` are not shifted: labels[i] is the token at i, or IGNORE_INDEX. The first is always
     IGNORE_INDEX, so that in a packed row a shift over the whole row stays inside every sub-sample.
@@ -84,7 +84,7 @@ class SampleEncoder(Protocol):
         """Everything that lengths depend on: family, tokenizer, template, pixel limits, frames."""
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
-        """Which frames are taken of a video, and their grid. Raises SampleError."""
+        """Which frames are taken from a video, and their grid. Raises SampleError."""
 
     def measure(
         self,
@@ -112,7 +112,7 @@ class SampleEncoder(Protocol):
         """Arrays of a sample whose images and videos are these files.
 
         Args:
-            tokenized: what `tokenize` gave for it, with an encoder of the same fingerprint.
+            tokenized: what `tokenize` returned for it, with an encoder of the same fingerprint.
 
         Raises:
             SampleError: the sample cannot be encoded.

@@ -72,20 +72,20 @@ class Turn:
 
     prompt: str
     answer: str
-    #: who says the prompt, one of ROLES: "tool" where it is a result
+    #: who says the prompt, one of ROLES; "tool" if it is a tool's result
     role: str = "user"
     #: (role, text) of each message between the last answer and the prompt
     before: tuple[tuple[str, str], ...] = ()
-    #: what the model thought before it answered, where it stands apart from the answer
+    #: what the model thought before it answered, if kept apart from the answer
     thought: str | None = None
-    #: what the answer calls, each as JSON: {"name": str, "arguments": object or text}
+    #: the tool calls in the answer, each as JSON: {"name": str, "arguments": object or text}
     calls: tuple[str, ...] = ()
     #: whether the answer carries loss
     trained: bool = True
 
     @property
     def details(self) -> dict[str, Any]:
-        """What it has besides a user's prompt and an answer: {} of most turns."""
+        """What it has besides a user's prompt and an answer: {} for most turns."""
         found = {name: getattr(self, name) for name in _DETAILS}
         return {name: value for name, value in found.items() if value != _DETAILS[name]}
 
@@ -94,16 +94,16 @@ _DETAILS: Final[Mapping[str, Any]] = {field.name: field.default for field in fie
 
 
 def make_turn(prompt: str, answer: str, details: Mapping[str, Any]) -> Turn:
-    """A turn with the details that JSON holds.
+    """A turn with details read from JSON.
 
     Raises:
-        SampleError: they are not those of a turn.
+        SampleError: they are not the details of a turn.
     """
     if not details:
         return Turn(prompt, answer)
     held = {**_DETAILS, **details} if isinstance(details, Mapping) else {}
     if held.keys() != _DETAILS.keys():
-        raise SampleError("bad_record", f"these are no details of a turn: {details!r}"[:200])
+        raise SampleError("bad_record", f"not the details of a turn: {details!r}"[:200])
     role, before, thought, calls, trained = (held[name] for name in _DETAILS)
     pairs = before if isinstance(before, list | tuple) else [before]
     if not (
@@ -115,7 +115,7 @@ def make_turn(prompt: str, answer: str, details: Mapping[str, Any]) -> Turn:
         and all(map(_is_call, calls))
         and isinstance(trained, bool)
     ):
-        raise SampleError("bad_record", f"these are no details of a turn: {details!r}"[:200])
+        raise SampleError("bad_record", f"not the details of a turn: {details!r}"[:200])
     return Turn(prompt, answer, role, tuple(map(tuple, before)), thought, tuple(calls), trained)
 
 
@@ -156,13 +156,13 @@ class SourceSample:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its turns and a system message are all that it has."""
+        """Whether it has nothing but turns without details and a system message."""
         return not self.tools and not any(turn.details for turn in self.turns)
 
 
 def check_sample(sample: SourceSample) -> None:
     """Raise SampleError where no encoder could use the sample: no turn, an empty answer, or
-    placeholders that do not match the media (none at all of a kind means: they go in front)."""
+    placeholders that do not match the media (without any of a kind, its media go in front)."""
     if not sample.turns:
         raise SampleError("bad_record", "no turns")
     for i, turn in enumerate(sample.turns):
@@ -188,7 +188,7 @@ def _check_count(sample: SourceSample, kind: str, placeholder: str, expected: in
 
 
 def count_placeholders(turns: Iterable[Turn], placeholder: str) -> int:
-    """How often a placeholder stands in the prompts, and in what stands before them."""
+    """How often a placeholder occurs in the prompts and in the messages before them."""
     found = 0
     for turn in turns:
         found += turn.prompt.count(placeholder)

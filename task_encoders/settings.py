@@ -1,10 +1,10 @@
-"""What the environment and a folder's manifest say of packs, validated before the first is read.
+"""What the environment and a folder's manifest say about packs, checked before the first is read.
 
     OFFLINE_PACKED_DATA=1   the dataset holds packs
     OFFLINE_PACKING_VQA=1   ... of VQA samples
     OFFLINE_PACKING_BMR=1   ... of multi-turn and mixed samples; with neither, of captioning samples
 
-What a pack is follows, in this order, from its own `meta.task`, from the dataset's
+A pack's task comes, in this order, from its own `meta.task`, from the dataset's
 `subflavors.offline_packing`, and from the variables. Variables that contradict the first two stop
 the run: training captions as dialogues is a mistake nobody sees in a loss curve.
 """
@@ -101,7 +101,7 @@ class PackingSettings:
 def check_manifest(
     folder: Any, *, model: Mapping[str, Any], seq_length: int, pad_multiple: int
 ) -> None:
-    """Compare the settings that a packed folder was made with to those that are to read it.
+    """Compare the settings that a packed folder was made with to those that will read it.
 
     Folders without a manifest.json, written by others, have nothing to compare.
 
@@ -110,7 +110,7 @@ def check_manifest(
         model: the fingerprint of the sample encoder.
 
     Raises:
-        PackingSettingsError: sub-samples would have other lengths, packs would not fit, or the
+        PackingSettingsError: sub-samples would have different lengths, packs would not fit, or the
             manifest cannot be read.
     """
     file = folder / "manifest.json"

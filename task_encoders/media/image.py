@@ -1,7 +1,7 @@
 """Images: their size without decoding them, and their pixels.
 
 Both stages go through `_open`, so that measuring and encoding agree on what an image's size and
-orientation are, and on which images are bad. Measuring spares itself that for a plain JPEG.
+orientation are, and on which images are bad. Measuring skips this for a plain JPEG.
 Transparency is composed on white.
 """
 
@@ -25,7 +25,7 @@ MAX_IMAGE_PIXELS: Final = 89_478_485
 # The limit above is checked on every image, and is an error instead of Pillow's warning.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
-#: At the end of a PNG its EXIF may stand behind the pixels; elsewhere only the end marker counts.
+#: A PNG's EXIF may follow its pixels; in other formats only the end marker is looked at.
 _TAIL_BYTES: Final = 65_536
 _END_BYTES: Final = 16
 _JPEG_END: Final = b"\xff\xd9"
@@ -75,8 +75,8 @@ def smart_resize(
     height: int, width: int, settings: VisionSettings, pixels: tuple[int, int] | None = None
 ) -> tuple[int, int]:
     """Height and width an image or a frame is resized to: multiples of `factor`, total within the
-    pixel limits (`pixels`: others than those of the settings), aspect ratio kept as nearly as that
-    allows.
+    pixel limits (`pixels`: used instead of those in the settings), aspect ratio kept as closely as
+    that allows.
 
     The rule of Qwen2-VL (https://arxiv.org/abs/2409.12191, its image processor's smart_resize),
     with Python's rounding of halves to even.
@@ -112,7 +112,7 @@ def read_image_header(file: BinaryIO, *, max_image_pixels: int = MAX_IMAGE_PIXEL
     """Size of an image from the head and the tail of its file (seekable, binary).
 
     Pixels are decoded only where the file does not end as its format ends, to tell a truncated
-    image from one with bytes behind it.
+    image from one followed by other bytes.
 
     Raises:
         SampleError: bad_image, truncated_image or image_too_large.
@@ -148,7 +148,7 @@ def decode_image(data: bytes, *, max_image_pixels: int = MAX_IMAGE_PIXELS) -> Im
 
 def _on_white(image: Image.Image) -> Image.Image:
     """An image with an alpha channel or a transparent colour, composed as transformers' processors
-    compose an open image of any mode: what lies hidden under transparent pixels is often black."""
+    compose an open image of any mode: the colour of transparent pixels is often black."""
     rgba = image.convert("RGBA")
     white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
     return Image.alpha_composite(white, rgba).convert("RGB")
@@ -212,7 +212,7 @@ def _orientation(image: Image.Image, tail: bytes) -> int:
     if image.format == "JPEG" and "exif" not in image.info and "xmp" not in image.info:
         return 1  # as most are; asking Pillow takes as long as opening the file
     if image.format == "PNG" and "exif" not in image.info and b"eXIf" in tail:
-        _load(image)  # the chunk stands behind the pixels, where only decoding finds it
+        _load(image)  # the chunk follows the pixels, where only decoding finds it
     try:
         # Image's own method: PngImageFile.getexif would decode every image without EXIF.
         orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)

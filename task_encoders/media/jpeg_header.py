@@ -2,12 +2,12 @@
 
 Opening a JPEG with Pillow takes about 30 µs, most of it for tables that measuring does not need;
 this takes 5. Whatever is not plain (EXIF, several pictures, arithmetic coding, a damaged segment)
-is left to Pillow: the answer is Pillow's or none.
+is left to Pillow: the result is the same as Pillow's, or None.
 """
 
 from typing import Final
 
-#: Bytes from the beginning of a file that are looked at.
+#: How many bytes at the start of a file are looked at.
 HEAD_BYTES: Final = 4096
 
 _SOF: Final = frozenset((0xC0, 0xC1, 0xC2))  # baseline, extended, progressive
@@ -49,7 +49,7 @@ def _is_plain_frame(head: bytes, begin: int, end: int) -> bool:
 
 
 def _is_plain(marker: int, segment: bytes) -> bool:
-    """Whether a segment neither bears on the picture's size and orientation nor is damaged."""
+    """Whether a segment is intact and cannot affect the picture's size or orientation."""
     match marker:
         case 0xC4 | 0xDD | 0xFE:  # Huffman tables, restart interval, comment: Pillow skips them
             return True

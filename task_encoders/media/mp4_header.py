@@ -18,12 +18,12 @@ import numpy.typing as npt
 
 from task_encoders.samples import SampleError
 
-#: A larger index of a file is left to PyAV; that of ten hours has about 15 MB.
+#: A larger index is left to PyAV; ten hours of video have one of about 15 MB.
 _MAX_MOOV_BYTES: Final = 64 << 20
-#: Boxes beside one another, and frames: more are no video that anyone made.
+#: Sibling boxes, and frames: no real video has more.
 _MAX_BOXES: Final = 10_000
 _MAX_FRAMES: Final = 1 << 24
-#: Boxes that may stand at the top of a file whose index is not in fragments.
+#: Boxes that may stand at the top level of a file that is not fragmented.
 _TOP_BOXES: Final = frozenset(
     (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"uuid", b"udta", b"meta", b"pnot")
 )
@@ -44,7 +44,7 @@ Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Mp4Video:
-    """The video track of a plain file. `fps` is None where all frames have no duration."""
+    """The video track of a plain file. `fps` is None where no frame has a duration."""
 
     num_frames: int
     fps: float | None
@@ -54,7 +54,7 @@ class Mp4Video:
 
 
 class _NotPlainError(Exception):
-    """The file is to be read by PyAV."""
+    """The file has to be read by PyAV."""
 
 
 def is_mp4(head: bytes) -> bool:
@@ -78,7 +78,7 @@ def read_mp4_header(file: BinaryIO) -> Mp4Video | None:
 
 
 def mp4_rotation(file: BinaryIO) -> int:
-    """Degrees clockwise by which the first video track is shown turned; 0 where none is said."""
+    """Clockwise rotation of the first video track, in degrees; 0 where the file gives none."""
     size = file.seek(0, os.SEEK_END)
     try:
         moov = _read_moov(file, size)
@@ -164,7 +164,7 @@ def _iterate_boxes(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _boxes(data: bytes) -> dict[bytes, bytes]:
-    """The boxes in a box, by kind; of several of a kind the first."""
+    """The boxes in a box: the first of each kind."""
     found: dict[bytes, bytes] = {}
     for kind, content in _iterate_boxes(data):
         found.setdefault(kind, content)
@@ -199,7 +199,7 @@ def _rotation(track: dict[bytes, bytes]) -> int:
 def _sample_sizes(box: bytes, file_size: int) -> Array:
     """(num_frames,) bytes of each frame."""
     common, count = struct.unpack_from(">4xII", box)
-    # Before an array of any claimed length is made:
+    # Before an array of the claimed length is allocated:
     if common * count > file_size:
         raise SampleError("truncated_video", f"{count} frames of {common} bytes in {file_size}")
     if count > _MAX_FRAMES:
@@ -225,7 +225,7 @@ def _runs(box: bytes, num_frames: int) -> Array:
 
 
 def _data_end(table: dict[bytes, bytes], sizes: Array) -> int:
-    """The byte behind the last frame in the file."""
+    """The byte after the last frame in the file."""
     wide = b"co64" in table
     box = table[b"co64" if wide else b"stco"]
     (num_chunks,) = struct.unpack_from(">4xI", box)

@@ -1,7 +1,7 @@
 """The patches of images and of video frames, as a vision tower takes them, in bytes.
 
-Two ways to resize, which differ in a few values of 255: Pillow's, and torch's on bytes, five times
-as fast. Each is one of transformers' two, bit for bit, with its way to normalise.
+There are two ways to resize, which differ by at most 1 of 255: Pillow's, and torch's on bytes, five
+times as fast. Each, with its normalisation, equals one of transformers' two bit for bit.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,8 +24,8 @@ def image_patches(data: bytes, settings: VisionSettings) -> tuple[Bytes, tuple[i
     """An image file as patches, in the order the vision tower merges them.
 
     Returns:
-        bytes (t·h·w, C·p·p) and the grid (t, h, w). `normalisation` makes the pixel values of them,
-        bit-identical to transformers' image processor of the same backend.
+        bytes (t·h·w, C·p·p) and the grid (t, h, w). `normalisation` turns them into pixel values,
+        bit-identical to those of transformers' image processor with the same backend.
 
     Raises:
         SampleError: as read_image_header, or aspect_ratio.
@@ -59,7 +59,7 @@ def frame_patches(
 
 
 def normalisation(settings: VisionSettings) -> Normalisation:
-    """What makes pixel values of the patches' bytes."""
+    """The conversion of the patches' bytes to pixel values."""
     _, table = BACKENDS[settings.resize]
     return Normalisation(table(settings.mean, settings.std), settings.temporal_patch_size)
 
@@ -70,13 +70,13 @@ def _resize_with_pillow(image: Image.Image, height: int, width: int) -> Bytes:
 
 
 def _resize_with_torch(image: Image.Image, height: int, width: int) -> Bytes:
-    """(H, W, 3). What torchvision does with bytes on a CPU, where that has AVX2 or later."""
+    """(H, W, 3), resized as torchvision resizes bytes on a CPU with AVX2 or later."""
     import torch
 
     pixels = np.array(image)
     if pixels.shape[:2] == (height, width):
         return pixels
-    # Its loops for channels that lie side by side take 3.9 ms where those for planes take 9.1.
+    # Its loops for interleaved channels take 3.9 ms where those for planes take 9.1.
     batch = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
     resized = torch.nn.functional.interpolate(
         batch, (height, width), mode="bicubic", antialias=True
@@ -87,7 +87,7 @@ def _resize_with_torch(image: Image.Image, height: int, width: int) -> Bytes:
 _Resize = Callable[[Image.Image, int, int], Bytes]
 _Table = Callable[[Sequence[float], Sequence[float]], Values]
 
-#: Backends of transformers: how they resize, and what they make of each byte.
+#: Backends of transformers: how they resize, and the value of each byte.
 BACKENDS: Final[Mapping[str, tuple[_Resize, _Table]]] = {
     "pil": (_resize_with_pillow, rescale_then_normalise),
     "torch": (_resize_with_torch, normalise_at_once),

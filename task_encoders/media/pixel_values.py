@@ -1,7 +1,7 @@
 """From the bytes of pixels to the values that a vision tower takes.
 
-Media stay bytes as long as they can: a row of `pixel_values` of an image holds four bytes a value
-and the same frame T times over, which for Qwen2-VL is eight times what its pixels are.
+Media stay bytes as long as possible: an image's `pixel_values` take four bytes per value and repeat
+its frame T times, which for Qwen2-VL is eight times the size of its pixels.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ PixelTransport = Literal["float32", "uint8"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Normalisation:
-    """What a family makes of bytes.
+    """How a family turns bytes into values.
 
     An image's row of C·p·p bytes becomes `repeats` frames of values, C·T·p·p; a video's row of
-    C·T·p·p bytes as many values.
+    C·T·p·p bytes becomes as many values.
     """
 
     table: Values  #: (C, 256), the value of each byte per channel
@@ -51,14 +51,14 @@ def _values(rows: Bytes, table: Values, times: int, out: Values | None) -> Value
 
 
 def rescale_then_normalise(mean: Sequence[float], std: Sequence[float]) -> Values:
-    """(3, 256): what transformers' Pillow backend makes of each byte, in its order of operations
-    and types."""
+    """(3, 256): the value of each byte in transformers' Pillow backend, computed with its order of
+    operations and its types."""
     rescaled = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
     return (rescaled - _column(mean)) / _column(std)
 
 
 def normalise_at_once(mean: Sequence[float], std: Sequence[float]) -> Values:
-    """The same of its torch backend, which puts the rescaling into mean and std."""
+    """The same for its torch backend, which folds the rescaling into mean and std."""
     factor = np.float32(1.0 / (1 / 255))
     values = np.arange(256, dtype=np.float32)
     return (values - _column(mean) * factor) / (_column(std) * factor)

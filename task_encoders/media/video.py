@@ -1,7 +1,7 @@
 """Videos: which frames are taken, and their patches for the vision tower.
 
 header ──▶ which frames (spread evenly, as `sample_video`; a family may have its own rule) ──▶ grid
-bytes  ──▶ those frames, decoded in order ──▶ patches, by the code that makes those of images
+bytes  ──▶ those frames, decoded in order ──▶ patches, by the same code as for images
 
 Both stages ask `video_file.read_video_header`, so that they agree on every grid.
 """
@@ -32,13 +32,13 @@ class VideoSettings:
 
     #: frames taken per second
     fps: float = 0
-    #: frames taken of a shorter or longer video, as far as it has them
+    #: limits on the number of frames taken (a video may have fewer)
     min_frames: int = 0
     max_frames: int = 0
     #: limits of a frame after resizing
     min_pixels: int = 0
     max_pixels: int = 0
-    #: with a number, the frames of a video share 0.9 times that many tokens' pixels (transformers'
+    #: if set, the frames of a video share the pixels of 0.9 times this many tokens (transformers'
     #: `cap_pixels_per_frame` and `max_video_tokens`)
     max_tokens: int | None = None
     #: a video with more frames in its file is refused
@@ -57,7 +57,7 @@ class VideoSettings:
 
 
 class SampledVideo(NamedTuple):
-    """The frames that are taken of a video."""
+    """The frames that are taken from a video."""
 
     grid: tuple[int, int, int]  #: (t, h, w) in patches
     frames: Sequence[int]  #: their numbers, ascending
@@ -68,8 +68,8 @@ class SampledVideo(NamedTuple):
 def num_sampled_frames(header: VideoHeader, settings: VideoSettings, multiple: int = 2) -> int:
     """How many frames are taken, as transformers' `sample_frames` counts them.
 
-    A multiple of `multiple`, except of a video with fewer frames than that, which transformers
-    refuses: all are taken then.
+    A multiple of `multiple`, except for a video with fewer frames than that, which transformers
+    refuses: then all are taken.
 
     Raises:
         SampleError: bad_video where the rate is unknown.
@@ -87,9 +87,9 @@ def num_sampled_frames(header: VideoHeader, settings: VideoSettings, multiple: i
 def sampled_frames(num_frames: int, num_sampled: int) -> list[int]:
     """Numbers of the frames that are taken, spread evenly: (10, 4) -> [0, 2, 5, 7].
 
-    In whole numbers. transformers computes i·(num_frames / num_sampled) in floating point, where
-    some videos get one number more than frames are taken, behind the last frame (49 frames, 22
-    taken), and very long ones a neighbouring frame.
+    Computed in integers. In transformers' floating point, i·(num_frames / num_sampled) gives some
+    videos one number too many, past the last frame (49 frames, 22 taken), and very long ones a
+    neighbouring frame.
     """
     return [i * num_frames // num_sampled for i in range(num_sampled)]
 
@@ -152,7 +152,7 @@ def video_patches(
         max_frames: a video with more frames in its file is refused.
 
     Returns:
-        bytes (t·h·w, C·T·p·p), and the frames they are of.
+        bytes (t·h·w, C·T·p·p), and the frames they come from.
 
     Raises:
         SampleError: as read_video_header and `sample`; truncated_video where fewer frames can be

@@ -1,7 +1,7 @@
 """Video files: frames, rate and size without decoding them, and single frames decoded.
 
-The header of a plain MP4 is read here (mp4_header.py), that of other containers by PyAV, which also
-decodes: the extra `video`. This is the only module that imports it.
+`mp4_header` reads the header of a plain MP4. PyAV (the extra `video`), which only this module
+imports, reads that of other containers, and decodes.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ MAX_VIDEO_FRAMES: Final = 1_000_000
 _EBML: Final = b"\x1aE\xdf\xa3"
 _EBML_SEGMENT: Final = b"\x18\x53\x80\x67"
 _TURNS: Final = {
-    90: Image.Transpose.ROTATE_270,  # Pillow turns against the clock
+    90: Image.Transpose.ROTATE_270,  # Pillow rotates counterclockwise
     180: Image.Transpose.ROTATE_180,
     270: Image.Transpose.ROTATE_90,
 }
@@ -42,8 +42,8 @@ class MissingPyAVError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class VideoHeader:
-    """What the lengths of a video follow from. `fps` is the file's average, None where unknown;
-    the size is that of frames turned upright, which takes `rotation` degrees clockwise."""
+    """What a video's length is computed from. `fps` is the file's average, None where unknown; the
+    size is that of upright frames, rotated by `rotation` degrees clockwise."""
 
     num_frames: int
     fps: float | None
@@ -63,14 +63,14 @@ def read_video_header(
     """Frames, rate and size of a video from its container (seekable, binary).
 
     MP4 and MOV list their frames. In other containers, and in fragments, the packets are counted,
-    which reads the whole file; nothing is decoded but what libavformat looks at on opening a file.
+    which reads the whole file; only what libavformat looks at on opening a file is decoded.
     Rotation is read from MP4 and MOV.
 
     Raises:
         SampleError: bad_video, truncated_video, video_too_large or video_too_long.
         MissingPyAVError: PyAV is not installed.
     """
-    _pyav()  # also where it is not needed for the header: it will be for the frames
+    _pyav()  # even where the header does not need it: the frames will
     file.seek(0)
     head = file.read(12)
     if not head:
@@ -151,7 +151,7 @@ def _ask_pyav(
     with _open(file, head, max_frame_pixels) as container:
         stream = _video_stream(container)
         context = stream.codec_context
-        if len(stream.index_entries) > max_frames:  # of a damaged file, sixteen million
+        if len(stream.index_entries) > max_frames:  # sixteen million in a damaged file
             claimed = len(stream.index_entries)
             raise SampleError("video_too_long", f"{claimed} frames > max_video_frames {max_frames}")
         try:
@@ -163,7 +163,7 @@ def _ask_pyav(
             if end > size:
                 raise SampleError("truncated_video", f"the last frame ends at byte {end} of {size}")
         if not context.width or not context.height:
-            raise SampleError("bad_video", f"no size of the frames ({context.name})")
+            raise SampleError("bad_video", f"frames of unknown size ({context.name})")
         fps = stream.average_rate
         return VideoHeader(
             num_frames,
@@ -176,10 +176,10 @@ def _ask_pyav(
 
 
 def _is_shown(packet: Any, codec: str) -> bool:
-    """Whether decoding the packet gives a frame."""
+    """Whether decoding the packet returns a frame."""
     if not packet.size or packet.is_discard:
         return False
-    # Alone among these codecs VP8 has hidden frames in packets of their own (RFC 6386, §9.1).
+    # Of these codecs only VP8 puts hidden frames in packets of their own (RFC 6386, §9.1).
     return codec != "vp8" or bool(memoryview(packet)[0] & 0x10)
 
 
@@ -196,7 +196,7 @@ def _check_complete(file: BinaryIO, head: bytes, size: int) -> None:
 
 
 def _segment_end(head: bytes) -> int:
-    """The byte behind a Matroska file's segment; 0 where the file does not say."""
+    """The byte after a Matroska file's segment; 0 where the file does not say."""
     at = head.find(_EBML_SEGMENT)
     if at < 0 or at + 5 > len(head) or not head[at + 4]:
         return 0
@@ -213,8 +213,8 @@ def _extension(file: BinaryIO, head: bytes) -> str:
 
 
 def _open(file: BinaryIO, head: bytes, max_frame_pixels: int) -> Any:
-    """An open container. Only its own demuxer is tried: playlists, which some of libavformat's
-    would follow to other files and hosts, are no videos here.
+    """An open container. Only its own demuxer is tried: others in libavformat would follow
+    playlists to other files and hosts.
 
     Raises:
         SampleError: bad_video.
@@ -226,7 +226,7 @@ def _open(file: BinaryIO, head: bytes, max_frame_pixels: int) -> Any:
     elif is_mp4(head):
         name = "mp4"
     else:
-        raise SampleError("bad_video", "neither MP4, MOV, WebM, Matroska nor AVI")
+        raise SampleError("bad_video", "not an MP4, MOV, WebM, Matroska or AVI file")
     try:
         return _pyav().open(file, format=name, options={"max_pixels": str(max_frame_pixels)})
     except _av_errors() as error:
@@ -234,7 +234,7 @@ def _open(file: BinaryIO, head: bytes, max_frame_pixels: int) -> Any:
 
 
 def _video_stream(container: Any) -> Any:
-    """The first video stream that is no cover picture. Raises SampleError if there is none."""
+    """The first video stream that is not a cover picture. Raises SampleError if there is none."""
     for stream in container.streams.video:
         if not stream.disposition & stream.disposition.attached_pic:
             if stream.codec_context is None:
@@ -253,7 +253,7 @@ def _pyav() -> Any:
 
 
 def _av_errors() -> tuple[type[Exception], ...]:
-    # Beside its own errors PyAV lets those of a closed or odd container through.
+    # For a closed or odd container PyAV raises these besides its own errors.
     return (_pyav().error.FFmpegError, ValueError, EOFError, OverflowError)
 
 

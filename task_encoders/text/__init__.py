@@ -1,5 +1,5 @@
-"""Text: `qwen_vocabulary`, `hub` (is it in reach) and `tokenizer` (ids); `pieces`, `jinja_template`
-and `chat_templates` (conversation -> pieces), `qwen_templates` (those of the families) and
-`template_proof` (that a checkpoint's was cut rightly); `builtin_tokenizer` (transformers' own, of
-the built-in vocabulary). May import: samples.
+"""Text: `qwen_vocabulary`, `hub` (is it reachable?) and `tokenizer` (ids); `pieces`,
+`jinja_template` and `chat_templates` (conversation -> pieces), `qwen_templates` (the families' own)
+and `template_proof` (was a checkpoint's cut correctly?); `builtin_tokenizer` (transformers'
+tokenizer for the built-in vocabulary). May import: samples.
 """

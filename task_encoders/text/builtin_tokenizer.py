@@ -1,6 +1,6 @@
 """transformers' tokenizer for the built-in Qwen vocabulary, without a hub.
 
-Encoding does not need them; models, checkpoints and the proofs of parity do.
+Encoding does not need it; models, checkpoints and tests of parity do.
 """
 
 import functools
@@ -15,7 +15,7 @@ from task_encoders.text.tokenizer import byte_level_alphabet
 @functools.cache
 def builtin_tokenizer(text_tokens: tuple[str, ...] = ()) -> Any:
     """`Qwen2Tokenizer` (fast) with the ids of every published Qwen2-VL checkpoint; `text_tokens`
-    as of `load_tokenizer`."""
+    as in `load_tokenizer`."""
     from transformers import AddedToken, Qwen2Tokenizer
 
     ranks = qwen_ranks()
@@ -32,7 +32,7 @@ def builtin_tokenizer(text_tokens: tuple[str, ...] = ()) -> Any:
     tokenizer = Qwen2Tokenizer(
         vocab={spell(token): rank for token, rank in ranks.items()},
         merges=merges,
-        # Without fixed ids transformers would number the special tokens by itself.
+        # Without fixed ids transformers would choose the special tokens' ids itself.
         added_tokens_decoder={
             len(ranks) + i: AddedToken(
                 token, special=i < len(QWEN_SPECIAL_TOKENS), normalized=False
@@ -57,6 +57,6 @@ def _last_merge(ranks: dict[bytes, int], token: bytes, rank: int) -> tuple[bytes
             for i, (left, right) in enumerate(itertools.pairwise(parts))
         )
         if best >= rank:
-            raise ValueError(f"vocabulary is no byte-pair encoding: {token!r} has no last merge")
+            raise ValueError(f"vocabulary is not a byte-pair encoding: {token!r} has no last merge")
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return parts[0], parts[1]

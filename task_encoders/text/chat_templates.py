@@ -1,16 +1,16 @@
 """A chat template in Jinja, cut into pieces: what it writes, and the places of a sample's texts.
 
-A template is rendered once for each *shape* of conversation, with marks in the place of texts, and
-what it wrote is cut at the marks and at control tokens. Every sample of that shape is then put
-together from the cut parts and its own texts:
+A template is rendered once for each *shape* of conversation, with marks in place of texts, and
+what it wrote is cut at the marks and at control tokens. Every sample of that shape is then
+assembled from the cut parts and its own texts:
 
     user, assistant  ->  <|im_start|>user\\n⟨0⟩<|im_end|>\\n<|im_start|>assistant\\n⟨1⟩<|im_end|>\\n
 
-A text is one mark, but for what the template could look at: if it trims texts, white space at
-their borders; if it searches them for words such as `</think>`, those words. These stay in the
-shape, as do tools and calls, which templates write as JSON or in a form of their own. So texts are
-never searched for control tokens, and templates decide as they would with the texts themselves;
-`template_proof` holds that against transformers.
+A text becomes one mark, except for what the template could look at: white space at its ends if the
+template trims texts, and words such as `</think>` if it searches for them. These stay in the shape,
+as do tools and calls, which templates write as JSON or in a form of their own. So texts are never
+searched for control tokens, and templates decide as they would with the real texts;
+`template_proof` checks that against transformers.
 """
 
 import json
@@ -31,34 +31,34 @@ from task_encoders.text.pieces import (
     split_at_media,
 )
 
-#: How the vocabularies of ChatML spell control tokens.
+#: How ChatML vocabularies spell control tokens.
 _CONTROL: Final = re.compile(r"(<\|\w+\|>)")
 _START: Final = "<|im_start|>"
 _END: Final = "<|im_end|>"
-#: What stands before an answer, in a text behind the start token.
+#: What precedes an answer, in the text after the start token.
 _HEADER: Final = "assistant\n"
 
-# Noncharacters, which no text holds: around the number of a text, and for '<' in tools and calls.
+# Noncharacters, which texts do not contain: around a text's number, and for '<' in tools and calls.
 _MARK: Final = "\ufdd0"
 _MARK_END: Final = "\ufdd1"
 _LESS: Final = "\ufdd2"
 _NUMBERED: Final = re.compile(f"{_MARK}(\\d+){_MARK_END}")
 _RESERVED: Final = re.compile(f"[{_MARK}{_MARK_END}{_LESS}]")
 
-#: Shapes that are kept; those with tools hold them whole.
+#: How many shapes are kept; those with tools contain them in full.
 _MAX_SHAPES: Final = 1024
 
-#: A text with marks for what no template looks at.
+#: A text in which marks replace what no template looks at.
 _Skeleton = str
-#: Of a conversation: tools, then (role, skeleton) of each message; and of a prompt with its answer
+#: A conversation: tools, then each message as (role, skeleton), or a prompt with its answer as
 #: (role, skeleton, skeleton, skeleton of the thought, calls).
 _Shape = tuple[Any, ...]
 _Slot = str | list[str | Image | Video]
 
 
 class _Words(NamedTuple):
-    """Words between control tokens: some, and then texts by their numbers, each with the words
-    behind it. `turn`: whose answer they are part of."""
+    """Words between control tokens: the first ones, then texts by number, each with the words that
+    follow it. `turn`: the one whose answer they are part of."""
 
     begin: str
     texts: tuple[tuple[int, str], ...]
@@ -80,10 +80,10 @@ class ChatTemplate:
     """Pieces of conversations, as a chat template writes them."""
 
     def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
-        """`variables`: what else the template may name, such as `bos_token`.
+        """`variables`: what else the template may refer to, such as `bos_token`.
 
         Raises:
-            ValueError: it is no Jinja.
+            ValueError: it is not valid Jinja.
         """
         self.jinja = JinjaTemplate(source, variables or {})
         words = "|".join(map(re.escape, self.jinja.words))
@@ -93,7 +93,7 @@ class ChatTemplate:
         self._shapes: dict[_Shape, tuple[_Part, ...]] = {}
 
     def pieces(self, sample: SourceSample, labelled: Sequence[bool]) -> list[Piece]:
-        """The pieces of a checked conversation, without what stands behind the very last end token.
+        """The pieces of a checked conversation, without what follows the very last end token.
 
         Args:
             labelled: for each turn whether its answer carries loss.
@@ -182,13 +182,13 @@ class ChatTemplate:
             parts.pop()
         if turn + 1 != sum(message["role"] == "assistant" for message in messages) or answering:
             raise SampleError(
-                "not_in_template", f"the chat template marks no answers by {_START}{_HEADER!r}"
+                "not_in_template", f"the chat template begins answers without {_START}{_HEADER!r}"
             )
         return tuple(parts)
 
     def _messages(self, shape: _Shape) -> tuple[Any, list[dict[str, Any]], set[int]]:
-        """Tools and messages that a template takes, with numbered marks, and the numbers of the
-        texts that it has to write: all but thoughts, which it may show in some answers only."""
+        """Tools and messages as a template takes them, with numbered marks, and the numbers of the
+        texts that it must write: all but thoughts, which it may show in only some answers."""
         tools = _protected(_parsed(shape[0], list)) if shape[0] else None
         if tools and not self.jinja.writes_tools:
             raise SampleError("not_in_template", "the chat template writes no tools")
@@ -225,7 +225,7 @@ class ChatTemplate:
 
     def _call(self, call: str) -> dict[str, Any]:
         if not self.jinja.writes_calls:
-            raise SampleError("not_in_template", "the chat template writes no calls of tools")
+            raise SampleError("not_in_template", "the chat template writes no tool calls")
         function = _parsed(call, dict)
         if not self.jinja.takes_argument_text and isinstance(function.get("arguments"), str):
             function["arguments"] = _parsed(function["arguments"], dict)
@@ -233,7 +233,7 @@ class ChatTemplate:
 
 
 def _parsed(text: str, kind: type) -> Any:
-    """The list or object that a text spells. Raises SampleError where it spells none."""
+    """The list or object that a JSON text holds. Raises SampleError if it holds none."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -244,15 +244,15 @@ def _parsed(text: str, kind: type) -> Any:
 
 
 def _protected(value: Any) -> Any:
-    """The same, with nothing in its texts that could be read as a control token or a mark."""
+    """The value, with nothing in its texts that could be taken for a control token or a mark."""
     text = json.dumps(value, ensure_ascii=False)
     if _RESERVED.search(text):
-        raise SampleError("bad_record", "tools or calls hold noncharacters")
+        raise SampleError("bad_record", "tools or calls contain noncharacters")
     return json.loads(text.replace("<", _LESS))
 
 
 def _one_mark(text: str, slots: list[_Slot]) -> _Skeleton:
-    """A text's skeleton; adds the texts of its marks to `slots`."""
+    """A text's skeleton; adds the texts that its marks replace to `slots`."""
     if not text:
         return ""
     slots.append(text)
@@ -262,7 +262,7 @@ def _one_mark(text: str, slots: list[_Slot]) -> _Skeleton:
 def _fill(
     words: _Words, slots: Sequence[_Slot], labelled: Sequence[bool], pieces: list[Piece]
 ) -> None:
-    """Adds words with the texts in their places; media part them."""
+    """Add words to `pieces`, with the texts in their places; media split them."""
     text = words.begin
     for number, behind in words.texts:
         found = slots[number]

@@ -1,4 +1,4 @@
-"""Whether the model hub answers, asked once: transformers would try for a minute."""
+"""Whether the model hub answers, asked once: transformers would retry for a minute."""
 
 import re
 from pathlib import Path
@@ -36,7 +36,7 @@ def require_hub(name: str) -> None:
         if isinstance(reason, ssl.SSLError):  # the hub's client has certificates of its own
             return
         raise ValueError(
-            f"processor {name!r} is no folder here, and the hub {constants.ENDPOINT} is out of "
+            f"processor {name!r} is not a folder here, and the hub {constants.ENDPOINT} is out of "
             f"reach ({reason}); name a folder with the checkpoint, set HF_ENDPOINT to a mirror, "
             "or use 'builtin' for Qwen's vocabulary"
         ) from error

@@ -10,7 +10,7 @@ from task_encoders.samples import SampleError
 
 #: Methods and filters whose result depends on the white space around a text.
 _TRIMS: Final = frozenset(("trim", "strip", "lstrip", "rstrip", "split", "splitlines"))
-#: A noncharacter, to be found again in what a template writes.
+#: A noncharacter that can be found again in what a template writes.
 _ASKED: Final = "\ufdd0"
 
 
@@ -18,10 +18,10 @@ class JinjaTemplate:
     """A compiled template."""
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
-        """`variables`: what else the template may name, such as `bos_token`.
+        """`variables`: what else the template may refer to, such as `bos_token`.
 
         Raises:
-            ValueError: it is no Jinja.
+            ValueError: it is not valid Jinja.
         """
         import jinja2
 
@@ -30,16 +30,16 @@ class JinjaTemplate:
             syntax = environment.parse(source)
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"the chat template is no Jinja: {error}") from error
+            raise ValueError(f"the chat template is not valid Jinja: {error}") from error
         self.source, self._variables = source, variables
-        #: whether it trims texts, and the words that it searches them for
+        #: whether it trims texts, and the words that it searches for in them
         self.trims, self.words = _looks_at(syntax)
 
     def __reduce__(self) -> tuple[type["JinjaTemplate"], tuple[str, Mapping[str, Any]]]:
-        return type(self), (self.source, self._variables)  # what Jinja compiles is not pickled
+        return type(self), (self.source, self._variables)  # what Jinja compiles cannot be pickled
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
-        """What it writes. Raises SampleError where it cannot."""
+        """What it writes for these messages. Raises SampleError if it cannot."""
         import jinja2
 
         try:
@@ -53,7 +53,7 @@ class JinjaTemplate:
 
     @cached_property
     def takes_argument_text(self) -> bool:
-        """Whether arguments of a call may be text; else they are given as the object it spells."""
+        """Whether a call's arguments may be JSON text; otherwise they must be its object."""
         call = {"type": "function", "function": {"name": "f", "arguments": _ASKED}}
         return self._writes({"content": "b", "tool_calls": [call]})
 
@@ -80,8 +80,8 @@ class JinjaTemplate:
 
 
 def _looks_at(syntax: Any) -> tuple[bool, list[str]]:
-    """Whether a template trims texts, and the words that it searches them for: those with a sign in
-    them, since it also asks for the names of fields."""
+    """Whether a template trims texts, and the words that it searches for in them: only those with
+    punctuation, since it looks up names of fields in the same way."""
     from jinja2 import nodes
 
     names = {node.name for node in syntax.find_all(nodes.Filter)}
@@ -101,13 +101,13 @@ def _looks_at(syntax: Any) -> tuple[bool, list[str]]:
 
 
 def _environment() -> Any:
-    """Jinja as transformers sets it up for chat templates, but for the time of day."""
+    """Jinja as transformers sets it up for chat templates, except for the time of day."""
     import jinja2
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %}: a block of an answer's words, written as any other."""
+        """{% generation %}: a block around an answer's words, written like any other."""
 
         tags = {"generation"}  # noqa: RUF012 - Jinja's own attribute
 

@@ -33,8 +33,8 @@ class Text(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Text that carries loss, behind a header that does not. Both are tokenized as one: the
-    header's newline merges with newlines that begin an answer."""
+    """Text that carries loss, after a header that does not. Both are tokenized together: the
+    header's newline merges with newlines at the start of an answer."""
 
     header: str
     text: str
@@ -67,7 +67,7 @@ def caption_pieces(sample: SourceSample, end: Control) -> Iterator[Piece]:
 
 
 def media_in_front(sample: SourceSample) -> str:
-    """Placeholders of all images, and then of all videos, that no prompt says a place for."""
+    """Placeholders for all images, then all videos, if no prompt says where they go."""
     front = ""
     for placeholder, names in (
         (IMAGE_PLACEHOLDER, sample.images),
@@ -79,7 +79,7 @@ def media_in_front(sample: SourceSample) -> str:
 
 
 def place_media(sample: SourceSample) -> tuple[Turn, ...]:
-    """The turns, with such media in front of the first prompt."""
+    """The turns, with the placeholders of `media_in_front` in the first prompt."""
     front = media_in_front(sample)
     if not front:
         return sample.turns
@@ -115,7 +115,7 @@ def to_messages(sample: SourceSample) -> list[dict[str, Any]]:
 
 
 def to_chat(sample: SourceSample) -> list[dict[str, Any]]:
-    """The same as transformers takes them, with media as parts of contents."""
+    """The same messages as transformers takes them, with media as parts of contents."""
     messages = to_messages(replace(sample, turns=place_media(sample)))
     for message in messages if sample.media else ():
         if message["role"] in ("system", "assistant"):

@@ -43,7 +43,7 @@ _RESULT: Final = r"""
         {{- '<|im_end|>\n' if loop.last or loop.nextitem.role != 'tool' }}
 """
 
-#: Tools and their results; of other messages, those of a user and an assistant.
+#: Tools and their results; apart from these, only messages of a user and an assistant.
 QWEN3_VL_TEMPLATE: Final = (
     _CONTENTS
     + r"""
@@ -82,7 +82,7 @@ QWEN3_VL_TEMPLATE: Final = (
 {{- '<|im_start|>assistant\n' if add_generation_prompt }}"""
 )
 
-#: Contents are trimmed; only answers behind the last question show what was thought.
+#: Contents are trimmed; only answers after the last question show what was thought.
 QWEN3_5_TEMPLATE: Final = (
     _CONTENTS
     + r"""

@@ -33,7 +33,7 @@ QWEN_SPECIAL_TOKENS: Final = (
     "<|video_pad|>",
 )
 
-#: What Qwen2.5 adds to them, with the ids that follow: not special, so that text spells them.
+#: What Qwen2.5 adds, with the ids that follow: not special, so text can spell them.
 QWEN2_5_TEXT_TOKENS: Final = (
     "<tool_call>",
     "</tool_call>",
@@ -45,7 +45,7 @@ QWEN2_5_TEXT_TOKENS: Final = (
     "<|file_sep|>",
 )
 
-#: What Qwen3 has behind these.
+#: What Qwen3 adds after these.
 QWEN3_TEXT_TOKENS: Final = (
     *QWEN2_5_TEXT_TOKENS,
     "<tool_response>",
@@ -55,7 +55,7 @@ QWEN3_TEXT_TOKENS: Final = (
 )
 
 
-#: Ordinary tokens, and rows of the embedding in published checkpoints, which are padded.
+#: Ordinary tokens, and rows of the (padded) embedding in published checkpoints.
 NUM_RANKS: Final = 151_643
 VOCAB_SIZE: Final = 151_936
 

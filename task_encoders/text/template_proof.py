@@ -1,5 +1,5 @@
-"""The proof that a checkpoint's chat template was cut rightly: conversations that hold all that a
-sample can, as pieces and as transformers' `apply_chat_template` writes them."""
+"""The proof that a checkpoint's chat template was cut correctly: conversations with all that a
+sample can contain, as pieces and as transformers' `apply_chat_template` writes them."""
 
 import json
 import logging
@@ -61,8 +61,8 @@ def prove(
     """What a template writes for each probe; None where it cannot.
 
     Args:
-        apply_chat_template: transformers' own, of this template.
-        name: what to call it in the error.
+        apply_chat_template: transformers' own, for this template.
+        name: what the error calls it.
 
     Raises:
         ValueError: transformers writes something else, or a plain conversation cannot be written.
@@ -151,5 +151,5 @@ def load_template(processor: str, own: str) -> tuple[ChatTemplate, str]:
     of_family = ChatTemplate(own)
     if all(write(of_family, PROBES[i]) == text for i, text in written.items()):
         return template, ""
-    logger.info("%s: its chat template writes otherwise than its family's usual one", processor)
+    logger.info("%s: its chat template differs from its family's usual one", processor)
     return template, xxhash.xxh3_128_hexdigest(source.encode())

@@ -1,8 +1,8 @@
 """Text to token ids, with the ids of the checkpoint's own tokenizer.
 
 Special tokens written inside text are data here: only the chat template makes control tokens, from
-`special_id`. Added tokens that are not special, such as `<tool_call>`, are what text spells, as in
-transformers. A byte-level BPE tokenizer (every Qwen) runs on tiktoken, five times as fast as
+`special_id`. Added tokens that are not special, such as `<tool_call>`, can be spelled in text, as
+in transformers. A byte-level BPE tokenizer (every Qwen) runs on tiktoken, five times as fast as
 transformers' on one core; any other is used through transformers, and a log line says so.
 """
 
@@ -55,8 +55,8 @@ class Tokenizer(Protocol):
         """Id of an added token. Raises ValueError where the vocabulary has none."""
 
     def spell(self, ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
-        """Ids as people read them: (text, False) of ordinary tokens in a row, (name, True) of each
-        control token. Bytes that are no UTF-8 by themselves become U+FFFD."""
+        """Ids as people read them: (text, False) for each run of ordinary tokens, (name, True) for
+        each control token. Bytes that are not valid UTF-8 become U+FFFD."""
 
 
 class TiktokenTokenizer:
@@ -71,7 +71,7 @@ class TiktokenTokenizer:
         *,
         nfc: bool,
     ) -> None:
-        """`special` are control tokens; `text_tokens`, added tokens that text spells."""
+        """`special` are control tokens; `text_tokens`, added tokens that text can spell."""
         text_tokens = text_tokens or {}
         self._encoding = tiktoken.Encoding(
             "bpe",
@@ -172,10 +172,10 @@ def load_tokenizer(processor: str, text_tokens: tuple[str, ...] = ()) -> Tokeniz
     """The tokenizer of "builtin", a checkpoint folder, or a hub name (no remote code is run).
 
     Args:
-        text_tokens: what a family adds to the built-in vocabulary behind the special tokens.
+        text_tokens: what a family adds to the built-in vocabulary after the special tokens.
 
     Raises:
-        ValueError: there is none of that name, or it is no fast one.
+        ValueError: there is none of that name, or it is not a fast one.
     """
     if processor == BUILTIN:
         ranks = qwen_ranks()
@@ -205,7 +205,7 @@ def load_tokenizer(processor: str, text_tokens: tuple[str, ...] = ()) -> Tokeniz
 
 
 def _explain_missing(processor: str) -> str:
-    """Why transformers found no tokenizer, where it writes a paragraph."""
+    """Why transformers found no tokenizer, in a line where it writes a paragraph."""
     path = Path(processor)
     if path.is_dir():
         why = "is a folder without a tokenizer (tokenizer.json, tokenizer_config.json)"
@@ -214,12 +214,12 @@ def _explain_missing(processor: str) -> str:
     elif path.is_absolute() or processor.startswith((".", "~")):
         why = "does not exist"
     else:
-        why = "is no folder here, and not on the hub or out of reach (offline, or no access)"
+        why = "is not a folder here, and not on the hub or out of reach (offline, or no access)"
     return f"processor {processor!r} {why}; name a checkpoint folder or a hub name, or {BUILTIN!r}"
 
 
 def _as_tiktoken(spec: Mapping[str, Any]) -> TiktokenTokenizer | None:
-    """tokenizer.json of a byte-level BPE as tiktoken, or None where its parts are others.
+    """The tiktoken form of a tokenizer.json; None if it is not a byte-level BPE of known parts.
 
     tiktoken merges the pair whose result has the lowest rank, so the ranks must be the ids and the
     list of merges must be in the order of its results' ids.

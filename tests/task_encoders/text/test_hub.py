@@ -42,11 +42,11 @@ def test_a_hub_out_of_reach_says_so_at_once(tmp_path: Path, dead_endpoint: str) 
     started = time.monotonic()
     done = build(tmp_path, HF_ENDPOINT=dead_endpoint, HF_HUB_OFFLINE="0")
     last = done.stderr.splitlines()[-1]
-    assert f"'{NAME}' is no folder here, and the hub {dead_endpoint} is out of reach" in last
+    assert f"'{NAME}' is not a folder here, and the hub {dead_endpoint} is out of reach" in last
     assert "Retrying" not in done.stderr
     assert time.monotonic() - started < 25  # transformers itself takes 49 s
 
 
 def test_offline_nothing_is_asked(tmp_path: Path, dead_endpoint: str) -> None:
     done = build(tmp_path, HF_ENDPOINT=dead_endpoint, HF_HUB_OFFLINE="1")
-    assert "is no folder here, and not on the hub or out of reach" in done.stderr
+    assert "is not a folder here, and not on the hub or out of reach" in done.stderr
