@@ -1,4 +1,4 @@
-"""One batch to all ranks of a tensor parallel group: one of them reads, all train on its rows."""
+"""One batch for all ranks of a tensor parallel group: one rank reads, all train on its rows."""
 
 from dataclasses import fields, replace
 from typing import Any, Final
@@ -10,7 +10,7 @@ from torch import distributed
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.model_inputs import normalise_pixels
 
-#: What goes along; Energon's own notes on where a batch came from do not.
+#: What is sent; Energon's own notes on where a batch came from are not.
 _OTHERS: Final = [
     f.name
     for f in fields(PackedBatch)
@@ -21,15 +21,15 @@ _OTHERS: Final = [
 def broadcast_batch(batch: PackedBatch | None, device: torch.device) -> PackedBatch | None:
     """The batch of the first tensor parallel rank, on this rank's device, pixels as values.
 
-    Two messages: shapes with what is no tensor, and one buffer that holds all tensors. Pixels that
-    travel as bytes are still bytes then.
+    Two messages: shapes and everything that is not a tensor, then one buffer with all tensors.
+    Pixels that travel as bytes are still bytes in it.
     (Megatron-LM's own `broadcast_data` sends one dtype at a time, and only on CUDA devices.)
 
     Args:
         batch: None on the other ranks, and on the first when there are no more.
 
     Returns:
-        None on all ranks when the first gave none.
+        None on all ranks when the first has none.
     """
     if batch is not None:
         tensors = {name: getattr(batch, name) for name in BATCH_TENSORS}
@@ -62,7 +62,7 @@ def _header(
     batch: PackedBatch,
 ) -> tuple[dict[str, tuple[torch.dtype, torch.Size]], dict[str, Any]]:
     """Types and shapes of the tensors, and the rest. Wide types come first, so that every tensor
-    is aligned when all lie in one buffer."""
+    is aligned in the one buffer."""
     tensors = [(name, getattr(batch, name)) for name in BATCH_TENSORS]
     tensors.sort(key=lambda item: -item[1].dtype.itemsize)
     layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors}

@@ -1,4 +1,4 @@
-"""Training checkpoints: everything needed to go on as if nothing had happened.
+"""Training checkpoints: everything needed to resume as if nothing had happened.
 
     checkpoints/iter_00000500/
         model_00.pt, …      weights, one file per tensor parallel rank
@@ -33,7 +33,7 @@ class CheckpointFolder:
     Args:
         folder: on a file system that all nodes share.
         run: what must be the same for a resumed run to continue exactly, by name.
-        keep: how many of the newest checkpoints stay.
+        keep: how many of the newest checkpoints are kept.
         tensor_rank, writes_model: this rank's place in its tensor parallel group, and whether it is
             the one of its data parallel group that writes the weights.
     """
@@ -95,7 +95,7 @@ class CheckpointFolder:
         content = read_json(path / "state.json")
         if content is None or content["version"] != VERSION:
             raise StageError(
-                f"checkpoint {path} is not of version {VERSION}; give another output.path"
+                f"checkpoint {path} does not have version {VERSION}; give another output.path"
             )
         for name, value in self._run.items():
             if content["run"].get(name) != value:

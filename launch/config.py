@@ -1,7 +1,7 @@
 """The configuration of a training run: one YAML file, with overrides `a.b=value`.
 
 Every model is frozen and refuses unknown keys. Relative paths are relative to the current folder.
-What the packs say themselves (seq_length, pixel limits, tokenizer) is read from their manifest.
+What the packs determine (seq_length, pixel limits, tokenizer) is read from their manifest.
 """
 
 from collections.abc import Sequence
@@ -37,11 +37,11 @@ class DataConfig(_Config):
     path: str
     #: packs in one row
     micro_batch_size: Count = 1
-    #: processes per data parallel rank; 0 reads in the trainer's own
+    #: loader processes per data parallel rank; 0 reads in the trainer's process
     num_workers: NonNegative = 2
     #: start over at the end of the data; false ends the run there, each pack trained once
     repeat: bool = True
-    #: instead of what the manifest says: the same tokenizer and pixel limits in another place
+    #: instead of the one in the manifest: the same tokenizer and pixel limits in another place
     processor: str | None = None
     #: pad every pack to seq_length, for kernels compiled per shape
     pad_to_seq_length: bool = False
@@ -54,7 +54,7 @@ class DataConfig(_Config):
 
 
 class BatchConfig(_Config):
-    """How much data makes a step. One of the two."""
+    """How much data a step takes. Set one of the two."""
 
     #: samples, as in the recipe without packing; divided by the samples in a pack
     global_batch_size: Count | None = None
@@ -71,10 +71,10 @@ class BatchConfig(_Config):
 class TrainConfig(_Config):
     """How long, and what is minimised."""
 
-    #: passes over the packs; iterations, where given, count instead
+    #: passes over the packs; ignored if iterations is set
     epochs: Annotated[float, BeforeValidator(_not_bool), Field(gt=0)] = 1
     iterations: Count | None = None
-    #: whether every labelled token of a step weighs the same, or every sample
+    #: what weighs the same in a step: every labelled token, or every sample
     normalization: Literal["token", "sample"] = "token"
     seed: NonNegative = 0
 
@@ -85,7 +85,7 @@ class OptimizerConfig(_Config):
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    #: of matrices; biases and norms do not decay
+    #: for matrices only: biases and norms do not decay
     weight_decay: Rate = 0.01
     #: larger gradients are scaled down to this norm over all ranks; null: never
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
@@ -111,7 +111,7 @@ class ScheduleConfig(_Config):
 
 
 class ParallelConfig(_Config):
-    """How ranks share the work. What is left over of the ranks is data parallel."""
+    """How ranks share the work. The remaining factor of the ranks is data parallel."""
 
     tensor: Count = 1
     pipeline: Count = 1
@@ -125,11 +125,11 @@ class ParallelConfig(_Config):
 
 
 class CheckpointConfig(_Config):
-    """What can be gone back to."""
+    """When checkpoints are written, and which are kept."""
 
-    #: steps; 0: only at the end, and on SIGTERM
+    #: steps between checkpoints; 0: only at the end, and on SIGTERM
     every: NonNegative = 500
-    #: the newest so many stay
+    #: how many of the newest are kept
     keep: Count = 2
     #: go on from the newest one in output.path, if there is any
     resume: bool = True
@@ -140,7 +140,7 @@ class CheckpointConfig(_Config):
 class ValidationConfig(_Config):
     """Loss on the val split."""
 
-    #: steps, and at the end; 0: never
+    #: steps between validations, and one at the end; 0: never
     every: NonNegative = 0
     #: micro batches per rank; null: the whole split
     limit: Count | None = None
@@ -149,7 +149,7 @@ class ValidationConfig(_Config):
 class MetricsConfig(_Config):
     """What is reported."""
 
-    #: steps between lines in the log; the first and the last step have one in any case
+    #: steps between lines in the log; the first and the last step are always logged
     log_every: Count = 10
     #: needs the tensorboard package
     tensorboard: bool = False

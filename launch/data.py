@@ -1,7 +1,7 @@
 """Packs from Energon's loader to the ranks, with a state that can be saved.
 
-The first rank of every tensor parallel group reads; it gives each row to the others, which need the
-same one. So there is one loader per data parallel rank, and no pack is decoded twice.
+The first rank of every tensor parallel group reads, and sends each row to the others, which need
+the same one. So there is one loader per data parallel rank, and no pack is decoded twice.
 """
 
 import logging
@@ -37,19 +37,19 @@ ROW_TIMEOUT: Final = 120
 
 
 class MicroBatches(Protocol):
-    """Where a trainer takes its rows from."""
+    """Where a trainer gets its rows."""
 
     def next(self) -> PackedBatch | None:
-        """The next row; None, from then on always, at the end of the data."""
+        """The next row; at the end of the data None, and None again from then on."""
 
     def state(self) -> Any:
         """What `restore` needs to go on with the next row: tensors, numbers, mappings."""
 
     def restore(self, state: Any) -> None:
-        """Go on where `state` was taken. Before the first `next` only."""
+        """Resume where `state` was taken. Only before the first `next`."""
 
     def close(self) -> None:
-        """End what reads. There is no `next` after it."""
+        """Stop reading. `next` must not be called afterwards."""
 
 
 def build_task_encoder(
@@ -58,8 +58,8 @@ def build_task_encoder(
     """The task encoder with the settings that the packs were measured with.
 
     Args:
-        family: of the model that is trained (default: as measured). Lengths are the same in both;
-            the positions of videos are not.
+        family: of the model that is trained (default: as measured). Lengths are the same in both
+            families; the positions of videos are not.
     """
     instead = {"family": family, "processor": config.processor}
     changes = {name: value for name, value in instead.items() if value is not None}
@@ -78,7 +78,7 @@ class EnergonMicroBatches:
     """`MicroBatches` from a packed folder or a blend.
 
     Args:
-        split: "train" repeats as `config.repeat` says; "val" gives every pack once per `restart`.
+        split: "train" repeats as `config.repeat` says; "val" reads every pack once per `restart`.
         limit: micro batches per rank and pass, for "val".
     """
 
@@ -156,7 +156,7 @@ def _build_loader(
 
 
 def _init_worker(energon_init: Callable[[int], None], worker_id: int) -> None:
-    """Leave the trainer's process group: torchrun sends SIGTERM to all of that, and a trainer that
-    is to save must not find its loader dead. A worker ends when its trainer does, in any case."""
+    """Leave the trainer's process group: torchrun sends SIGTERM to the whole group, and a trainer
+    that has to save must not find its loader dead. A worker always ends with its trainer."""
     os.setpgid(0, 0)
     energon_init(worker_id)

@@ -1,8 +1,8 @@
 """What a trainer takes from the manifests of its packs: how many there are, how they were measured.
 
-From them follow the steps of an epoch and the batch size. The unit of a recipe is the sample; with
-n samples in a pack, a step of G samples takes G / n packs. That keeps the recipe: each step sees as
-many tokens and samples as without packing, on average.
+The steps of an epoch and the batch size follow from them. The unit of a recipe is the sample; with
+n samples per pack, a step of G samples takes G / n packs. This preserves the recipe: on average,
+each step sees as many tokens and samples as without packing.
 """
 
 import logging
@@ -26,7 +26,7 @@ class PackedData:
     #: packs and samples in the train split; in a blend, of all its datasets
     num_packs: int
     num_samples: int
-    #: samples in a pack as drawn: in a blend, weighted by the share of packs from each dataset
+    #: samples per pack as drawn: in a blend, weighted by each dataset's share of the packs
     samples_per_pack: float
     #: of the longest packs
     seq_length: int
@@ -42,8 +42,8 @@ class PackedData:
         return max(1, round(global_batch_size / self.samples_per_pack / multiple)) * multiple
 
     def iterations(self, epochs: float, packs_per_step: int) -> int:
-        """Steps of `packs_per_step` packs that see every pack `epochs` times; the last may be part
-        of a step."""
+        """Steps of `packs_per_step` packs that see every pack `epochs` times; the last step may be
+        partial."""
         return max(1, -(-round(epochs * self.num_packs) // packs_per_step))
 
 
@@ -86,7 +86,7 @@ def read_packed_data(path: Path) -> PackedData:
 
 
 def check_validation(path: Path) -> None:
-    """Whether there is something to validate on that is not trained on.
+    """Check that there are packs to validate on, and warn if they are also trained on.
 
     Raises:
         StageError: there are no packs in the val split.
@@ -164,6 +164,6 @@ def _shards_of_blend(path: Path, split: str) -> set[tuple[str, str]]:
     """(folder, shard) of all datasets; none where the metadataset has no such split."""
     try:
         entries = _load_blend(path, split).datasets
-    except (KeyError, AssertionError):  # as metadatasets of version 2 and 1 say it
+    except (KeyError, AssertionError):  # from metadatasets of version 2 and 1
         return set()
     return {(str(e.dataset.path), file) for e in entries for file in e.dataset.split_part_files}

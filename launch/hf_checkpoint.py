@@ -24,7 +24,7 @@ SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 MAX_SHARD_BYTES: Final = 5 * 10**9
 
-#: What belongs to a checkpoint besides its weights and its config, and is copied as it is.
+#: Files of a checkpoint besides its weights and config, which are copied unchanged.
 COMPANION_FILES: Final = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -54,7 +54,7 @@ class CheckpointReader:
         self._files: dict[str, tuple[Any, str]] = {}  # published name -> (file, name in it)
         for path in weight_files(folder):
             file = self._stack.enter_context(safe_open(path, framework="pt"))
-            for name in file.keys():  # noqa: SIM118  safe_open is no mapping
+            for name in file.keys():  # noqa: SIM118  safe_open is not a mapping
                 self._files[published_name(name)] = file, name
         missing = sorted(set(shapes) - set(self._files))
         if missing:
@@ -122,7 +122,7 @@ def write_checkpoint(
         tensors: by published name; a rank that gets None for a tensor writes nothing.
         hf_config: transformers' config of the model.
         like: checkpoint whose tokenizer and config belong to it; None: the built-in vocabulary's.
-        max_shard_bytes: a safetensors file is closed before it would grow beyond this.
+        max_shard_bytes: a safetensors file is closed before it grows beyond this.
     """
     temporary = folder.with_name(f".{folder.name}.tmp")
     writer = _ShardWriter(temporary, max_shard_bytes)

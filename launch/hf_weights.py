@@ -71,7 +71,7 @@ def split_qkv(parameter: torch.Tensor, head_dim: int, heads_per_group: int) -> T
     return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
 
 
-#: Of a layer, what is one tensor in both: its published name, and where it is cut.
+#: Parameters of a layer that are one tensor in both: published name, and dimension of the cut.
 _ALONE: Final = {
     "self_attention.linear_proj": ("self_attn.o_proj", 1),
     "self_attention.q_layernorm": ("self_attn.q_norm", None),
@@ -83,8 +83,8 @@ _ALONE: Final = {
 
 
 def language_rules(text_config: Any, *, tied: bool) -> dict[str, WeightRule]:
-    """The rule of every parameter of the language model, by megatron-core's name; also of biases
-    and norms that not every family has."""
+    """The rule of every parameter of the language model, by megatron-core's name, including
+    biases and norms that not every family has."""
     heads, groups = text_config.num_attention_heads, text_config.num_key_value_heads
     head_dim = head_dim_of(text_config)
 
@@ -151,7 +151,7 @@ def gather_weights(
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Every tensor of the model under its published name, on the CPU of tensor parallel rank 0.
 
-    All ranks of a tensor parallel group must iterate; the others than rank 0 get None.
+    All ranks of a tensor parallel group must iterate; ranks other than 0 get None.
     """
     rules = model_rules(model, hf_config)
     for name, parameter in model.named_parameters():
@@ -179,8 +179,8 @@ def _gather(part: torch.Tensor, dim: int | None) -> torch.Tensor | None:
 class RandomWeights:
     """Random weights that depend on seed and name only, not on the number of ranks.
 
-    Matrices are drawn from N(0, initializer_range²), norms are 1, biases 0, as transformers has it.
-    They are drawn on the device that trains: 2 billion on a CPU core take half a minute.
+    Matrices are drawn from N(0, initializer_range²), norms are 1, biases 0, as in transformers.
+    They are drawn on the training device: 2 billion take half a minute on a CPU core.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ def layer_spec(*, backend: str, recompute: bool, qk_norm: bool) -> ModuleSpec:
     return spec
 
 
-#: On a CPU fusions do not exist, and what is tested should be what trains.
+#: Fusions do not exist on a CPU, and tests should run the code that trains.
 _UNFUSED: Final = {
     "apply_rope_fusion": False,  # TransformerEngine's restarts the angles in every segment
     "bias_activation_fusion": False,
@@ -80,7 +80,7 @@ def transformer_config(
         activation_func=F.silu,
         gated_linear_unit=True,
         add_bias_linear=False,
-        # Qwen2 has biases there; Qwen3 has norms of queries and keys in their place.
+        # Qwen2 has biases here; Qwen3 has norms of queries and keys instead.
         add_qkv_bias=not qk_norm,
         qk_layernorm=qk_norm,
         kv_channels=head_dim_of(text_config),
@@ -134,8 +134,8 @@ def build_language_model(
 
 
 def _sum_norm_gradients(language_model: GPTModel) -> None:
-    """Norms of queries and keys are whole on every tensor parallel rank, and see its heads only:
-    their gradient is the sum of all ranks'."""
+    """Make the gradients of query and key norms sums over tensor parallel ranks: every rank has the
+    whole norms, but applies them to its own heads only."""
     if parallel_state.get_tensor_model_parallel_world_size() == 1:
         return
     group = parallel_state.get_tensor_model_parallel_group()
@@ -151,7 +151,7 @@ def _sum_norm_gradients(language_model: GPTModel) -> None:
 
 
 def check_supported(text_config: Any, tensor_parallel: int) -> None:
-    """Refuse what would otherwise train a different model than the config describes."""
+    """Refuse a config that would train a model other than the one it describes."""
     divided = {
         "num_attention_heads": text_config.num_attention_heads,
         "num_key_value_heads": text_config.num_key_value_heads,

@@ -1,12 +1,12 @@
-"""What a training step minimises: per-token losses to one number, the same however it is cut.
+"""What a training step minimises: per-token losses to one number, however the step is divided.
 
 The sum and its denominator are kept apart until the end of a step, so that neither the number of
-ranks nor that of micro batches changes what a token weighs:
+ranks nor that of micro batches changes the weight of a token:
 
     loss = Σ weight · token loss / Σ denominator        both over all ranks and micro batches
 
-Averaging per micro batch first, and then over micro batches, would weigh a token of a pack with few
-labels more than one of a pack with many.
+Averaging per micro batch first, and then over micro batches, would give a token of a pack with few
+labels more weight than one of a pack with many.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The batch in a Megatron-LM pretrain script: `get_batch`, `loss_func` and `forward_step`.
 
 These three have the form that Megatron-LM's `pretrain()` calls, and can be copied into a
-`pretrain_*.py` beside its own `model_provider`. Run as a module they do a few steps on packs:
+`pretrain_*.py` beside its own `model_provider`. Run as a module, they train a few steps on packs:
 
     OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_VQA=1 \\
         torchrun --nproc-per-node 2 -m launch.megatron_lm_batch out/packed --tensor-parallel 2
@@ -48,7 +48,7 @@ def get_batch(data_iterator: Iterator[PackedBatch] | None, device: torch.device)
 def loss_func(
     loss_mask: torch.Tensor, output_tensor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Megatron-LM's loss with `--calculate-per-token-loss`: a sum and the tokens it is over.
+    """Megatron-LM's loss with `--calculate-per-token-loss`: a sum and its number of tokens.
 
     Args:
         loss_mask: (1, S).
@@ -62,7 +62,7 @@ def loss_func(
 def forward_step(
     data_iterator: Iterator[PackedBatch] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-    """Per-token losses of the next batch, and what makes one number of them."""
+    """Per-token losses of the next batch, and the function that reduces them."""
     batch = get_batch(data_iterator, next(model.parameters()).device)
     output_tensor = model(
         batch.tokens,

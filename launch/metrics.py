@@ -1,7 +1,7 @@
 """What a step measured, over all ranks, and where it is written.
 
 metrics.jsonl holds one line per step, and one per validation. A resumed run first removes the lines
-of steps that it will do again, so that every step stands there once.
+of steps that it will repeat, so that the file has every step once.
 """
 
 import json
@@ -22,7 +22,7 @@ from offline_packing.storage.files import hash_bytes, write_atomically
 class StepCounts:
     """Sums of one rank over the micro batches of a step.
 
-    Losses stay on the device until `reduce`, so that no micro batch waits for the one before.
+    Losses stay on the device until `reduce`, so that no micro batch waits for the previous one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,8 +44,8 @@ class StepCounts:
         squares: torch.Tensor,
         patches: int,
     ) -> None:
-        """Count one micro batch: the sum of its losses, and what that is to be divided by; Σ l² of
-        its segments and the patches of its media, for the FLOPs."""
+        """Count one micro batch: the sum of its losses and the denominator; for the FLOPs, Σ l² of
+        its segments and the patches of its media."""
         self._losses += torch.stack([loss.detach(), denominator, loss_tokens, squares]).double()
         self._tokens += tokens
         self._samples += samples
@@ -69,7 +69,7 @@ class StepCounts:
         """Add up over all ranks. A collective.
 
         Args:
-            counts: whether this rank's rows count (of a tensor parallel group, one rank's do).
+            counts: whether this rank's rows count (one rank's per tensor parallel group).
             stop: the signal that asked this rank to stop, or 0; one is enough for all.
         """
         compute = self._watch.seconds()
@@ -82,7 +82,7 @@ class StepCounts:
         loss, denominator, loss_tokens, squares, *counted, total_compute = sums.tolist()
         tokens, samples, packs, patches = map(round, counted)
         slowest, data_seconds, stopped = worst.tolist()
-        # Where nothing is labelled at all, the gradient is to be zero, not NaN.
+        # Where nothing is labelled at all, the gradient should be zero, not NaN.
         denominator = max(denominator, 1.0)
         mean_compute = total_compute / distributed.get_world_size()
         return StepTotals(
@@ -172,10 +172,10 @@ class MetricsLog:
     """metrics.jsonl, TensorBoard and Weights & Biases where asked for. Only rank 0 has one."""
 
     def __init__(self, folder: Path, config: MetricsConfig, *, iteration: int) -> None:
-        """Open the log to go on behind step `iteration` (0: a new run).
+        """Open the log to continue after step `iteration` (0: a new run).
 
         Raises:
-            ValueError: a tracker is asked for and not installed.
+            ValueError: a tracker is asked for but not installed.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
@@ -194,7 +194,7 @@ class MetricsLog:
             self._run.log(dict(metrics), step=iteration)
 
     def close(self) -> None:
-        """Finish what trackers have not written yet."""
+        """Let trackers write what is pending."""
         if self._writer is not None:
             self._writer.close()
         if self._run is not None:
@@ -202,7 +202,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl. A last line that a kill cut off is left out."""
+    """The lines of a metrics.jsonl. A last line truncated by a kill is left out."""
     lines = path.read_text("utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -222,7 +222,7 @@ def _tensorboard_writer(folder: Path, iteration: int) -> Any:
 
 
 def _wandb_run(folder: Path, project: str) -> Any:
-    """A resumed run goes on in the same place: its id follows from the folder."""
+    """A resumed run continues the same W&B run: its id is derived from the folder."""
     try:
         import wandb
     except ImportError as error:

@@ -3,8 +3,8 @@
 patches ─▶ vision tower ─▶ features ┐ (replicated on tensor parallel ranks)
 tokens  ─▶ embedding ───────────────┴▶ decoder, attention inside segments ─▶ loss of labels
 
-Of Qwen3-VL's tower, features of some layers within are added behind the first layers of the decoder
-(DeepStack).
+In Qwen3-VL, features from inner layers of the tower are added to the outputs of the decoder's first
+layers (DeepStack).
 """
 
 import copy
@@ -50,7 +50,7 @@ class PackedQwen2VL(torch.nn.Module):
     def __init__(self, hf_config: Any, language_model: GPTModel, visual: torch.nn.Module) -> None:
         super().__init__()
         self.hf_config = hf_config
-        #: folder the weights came from, whose tokenizer belongs to them
+        #: folder that the weights, and the tokenizer that belongs to them, came from
         self.checkpoint: Path | None = None
         self.language_model = language_model
         self.visual = visual
@@ -63,7 +63,7 @@ class PackedQwen2VL(torch.nn.Module):
             sections=rope["mrope_section"],
             interleaved=rope.get("mrope_interleaved", False),
         )
-        #: (S, 1, H) of the row at hand, for each of the first layers that is still to come
+        #: (S, 1, H) of the current row, for each of the first layers not yet run
         self._deep_features: list[torch.Tensor] = []
         deep = getattr(hf_config.vision_config, "deepstack_visual_indexes", None) or ()
         if len(deep) > len(language_model.decoder.layers):
@@ -94,7 +94,7 @@ class PackedQwen2VL(torch.nn.Module):
             imgs: (patches, C·T·p·p), read only if there are grids.
             image_grid_thw: (N, 3), in patches.
             labels: (1, S) int64, shifted: the token that follows, or IGNORE_INDEX.
-            pixel_values_videos, video_grid_thw: the same of videos.
+            pixel_values_videos, video_grid_thw: the same for videos.
 
         Returns:
             With labels the loss of every token, (1, S) float32, 0 where ignored. Without, this
@@ -118,7 +118,7 @@ class PackedQwen2VL(torch.nn.Module):
     def _add_deep_features(
         self, _module: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]
     ) -> tuple[torch.Tensor, Any]:
-        """A hook behind each of the first layers."""
+        """A hook after each of the first layers."""
         if not self._deep_features:
             return outputs
         hidden, context = outputs
@@ -128,10 +128,10 @@ class PackedQwen2VL(torch.nn.Module):
         self, tokens: torch.Tensor, *media: _Media
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """(S, 1, H): word embeddings, with features in the places of image and video tokens; and
-        what is added to these places behind the first layers.
+        what is added in these places after the first layers.
 
-        Images and videos go through the vision tower together, those of one kind behind those of
-        the other; each kind's features stand in the order of its tokens.
+        Images and videos go through the vision tower together, first one kind and then the other;
+        each kind's features are in the order of its tokens.
         """
         embeddings = self.language_model.embedding(input_ids=tokens, position_ids=None)
         present = [
@@ -164,7 +164,7 @@ class PackedQwen2VL(torch.nn.Module):
         counts: Mapping[int, int],
         all_features: torch.Tensor,
     ) -> torch.Tensor:
-        """Features to the places of their tokens; `counts` are those of each token id, in order."""
+        """Put features in the places of their tokens; `counts`: per token id, in order."""
         parts = all_features.split(list(counts.values()))
         for token_id, features in zip(counts, parts, strict=True):
             is_medium = tokens[0] == token_id

@@ -24,7 +24,7 @@ class TransformersClasses:
     model: Any
 
     def vision_tower(self, hf_config: Any) -> Any:
-        """The class of the vision tower: that of a model built without memory."""
+        """The class of the vision tower, found in a model built without memory."""
         with torch.device("meta"):
             return type(self.model(hf_config).model.visual)
 
@@ -70,13 +70,13 @@ class ModelConfig(BaseModel):
     text: dict[str, Any] = {}
     #: the same for the vision config
     vision: dict[str, Any] = {}
-    #: without a checkpoint: one matrix for words in and out (None: as the preset)
+    #: without a checkpoint: one matrix for input and output embedding (None: as the preset)
     tie_word_embeddings: bool | None = None
     #: of the weights; the optimizer keeps a float32 copy. auto: bfloat16 on CUDA, else float32
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     #: a name in packed_attention.BACKENDS
     attention: str = "auto"
-    #: full: keep only the input of every layer, and compute the rest again in the backward pass
+    #: full: keep only the input of every layer, and recompute the rest in the backward pass
     recompute: Literal["none", "full"] = "none"
     #: parts that are not trained: the projector is the vision tower's merger
     freeze: frozenset[Literal["vision", "projector", "language"]] = frozenset()

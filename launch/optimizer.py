@@ -1,8 +1,8 @@
 """AdamW with float32 master weights, its state and gradients sharded over data parallel ranks.
 
 ZeRO stage 2 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054) in plain collectives that
-gloo and NCCL both have, so that what a CPU tests is what GPUs run. Parameters of one kind lie one
-after another in flat buckets; rank r of D owns the r-th D-th of each bucket:
+gloo and NCCL both have, so that tests on a CPU run the same code as GPUs. Parameters of one kind
+are concatenated in flat buckets; rank r of D owns the r-th of D slices of each bucket:
 
     weights  [ p0      | p1   | p2            | pad ]   model dtype, whole on every rank
     master       [  rank 0  |  rank 1  |  rank 2  | …   float32, one slice per rank, as are the
@@ -22,17 +22,17 @@ from torch import distributed, nn
 
 from launch.parallel import is_sharded
 
-#: Elements after which a bucket is closed: large enough for full bandwidth, small as scratch space.
+#: Elements at which a bucket is closed: enough for full bandwidth, little scratch space.
 BUCKET_ELEMENTS = 1 << 26
 
 
 class Bucket:
-    """Parameters of one kind in a flat buffer, and this rank's slice of what trains them.
+    """Parameters of one kind in a flat buffer, and this rank's slice of their training state.
 
     Args:
         parameters: of one dtype, on one device. They become views of the buffer.
         decays: whether weight decay applies.
-        tensor_parallel: whether each tensor parallel rank holds another part of them.
+        tensor_parallel: whether each tensor parallel rank has a different part of them.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Bucket:
             view.copy_(parameter.data)
             parameter.data = view
         self.own = slice(rank * slice_size, (rank + 1) * slice_size)
-        # A float32 model needs no second copy: there, .float() is the slice itself.
+        # A float32 model needs no second copy: its .float() is the slice itself.
         self.master = nn.Parameter(self.weights[self.own].float())
         self.gradient = torch.zeros_like(self.master)
         self.master.grad = self.gradient
@@ -126,8 +126,8 @@ class ShardedAdamW:
         )
 
     def accumulate(self) -> None:
-        """Take over the gradients of one micro batch. A collective: every rank calls it equally
-        often, also one that had no pack."""
+        """Add the gradients of one micro batch. A collective: every rank calls it equally often,
+        even one that had no pack."""
         for bucket in self.buckets:
             bucket.collect_gradients(self._group)
 
@@ -140,7 +140,7 @@ class ShardedAdamW:
             max_norm: gradients with a larger norm are scaled down to it; None leaves them.
 
         Returns:
-            The norm before clipping. Where it is not finite, nothing was updated.
+            The norm before clipping. If it is not finite, nothing was updated.
         """
         gradients = [bucket.gradient for bucket in self.buckets]
         torch._foreach_div_(gradients, denominator)
@@ -160,14 +160,14 @@ class ShardedAdamW:
     def state_dict(self) -> dict[str, Any]:
         """This rank's slices: master weights and AdamW's moments."""
         return {
-            # A slice that is a view would take its whole bucket along into a file.
+            # Saving a slice that is a view would write its whole bucket to the file.
             "masters": [bucket.master.detach().clone() for bucket in self.buckets],
             "adamw": self._adamw.state_dict(),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave on the same rank of as many, and the model's weights.
+        """Restore what `state_dict` returned on the same rank of equally many, and the weights.
 
         Raises:
             ValueError: the state is of another model, or of another number of ranks.
@@ -185,10 +185,10 @@ class ShardedAdamW:
         self._adamw.load_state_dict(state["adamw"])
 
     def _average_replicated(self) -> None:
-        """Give tensor parallel ranks one gradient for what each of them holds whole.
+        """Give tensor parallel ranks the same gradient for the parameters that all have in full.
 
-        In exact arithmetic they have that already; on a GPU some kernels add in no fixed order, and
-        the copies would drift apart.
+        In exact arithmetic it would be the same anyway; on a GPU some kernels add in no fixed
+        order, and the copies would drift apart.
         """
         if self._tensor_group is None:
             return

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Pack a dataset as a slurm array:  launch/pack_slurm.sh CONFIG.yaml [key.sub=value ...]
 #
-# Two arrays of $RANKS jobs measure and write; what lies between and after runs on one machine. Each
-# job starts when the one before has succeeded; where one fails, those behind it are cancelled. Then
-# run this script again, with any RANKS: tasks that are done are not done again. A rank whose node
-# fails is put in the queue again by slurm; scontrol requeue JOB_RANK does so by hand.
+# Two arrays of $RANKS jobs measure and write; the stages between and after run on one machine. Each
+# job starts when the previous one has succeeded; if one fails, those after it are cancelled. Then
+# run this script again, with any RANKS: completed tasks are not repeated. Slurm requeues a rank
+# whose node fails; scontrol requeue JOB_RANK does so by hand.
 set -euo pipefail
 
 RANKS=${RANKS:-8}                   # at most the cluster's MaxArraySize
-AT_ONCE=${AT_ONCE:-}                # no more ranks than this run at the same time
+AT_ONCE=${AT_ONCE:-}                # how many ranks run at the same time, at most
 CPUS=${CPUS:-16}
 SBATCH_ARGS=${SBATCH_ARGS:-}        # for example: --partition=cpu --time=12:00:00
 LOGS=${LOGS:-slurm_logs}
@@ -27,7 +27,7 @@ submit() {  # NAME DEPENDENCY LOG COMMAND [sbatch arguments]: prints the job's i
     --requeue --open-mode=append --output="$LOGS/$log.txt" \
     ${after:+--dependency=afterok:$after --kill-on-invalid-dep=yes} "$@" $SBATCH_ARGS \
     --wrap "$command")
-  echo "${id%%;*}"  # of several clusters: ID;CLUSTER
+  echo "${id%%;*}"  # with several clusters: ID;CLUSTER
 }
 
 share() {  # VERB DEPENDENCY: one rank of an array each

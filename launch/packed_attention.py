@@ -1,4 +1,4 @@
-"""Attention inside the segments of a packed row, by the best kernel at hand.
+"""Attention inside the segments of a packed row, with the best kernel available.
 
 One function, `varlen_attention`, serves the language model (through the layer spec, as
 `PackedCoreAttention`) and the vision tower (through transformers' attention registry):
@@ -102,7 +102,7 @@ BACKENDS: Final = ("auto", "flash_attn", "transformer_engine", "torch_varlen", "
 
 @functools.cache
 def _is_importable(package: str) -> bool:
-    try:  # finding it is not enough: a build for another torch is found, and fails here
+    try:  # finding it is not enough: a build for another torch is found, but fails here
         importlib.import_module(package)
     except ImportError:
         return False
@@ -166,8 +166,8 @@ def varlen_attention(
 class PackedCoreAttention(torch.nn.Module):
     """megatron-core's `core_attention` for packed rows; `backend` comes through the layer spec.
 
-    Boundaries are those of the row's layout, padding included: padding stands behind the tokens of
-    its own segment, where a causal token never looks.
+    Boundaries are those of the row's layout, padding included: padding follows the tokens of its
+    own segment, where a causal token never looks.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class PackedCoreAttention(torch.nn.Module):
         value: torch.Tensor,
         packed_seq_params: PackedSeqParams,
     ) -> torch.Tensor:
-        """(S, H, D) of the same, by one of this project's kernels."""
+        """(S, H, D) from the same, with one of this project's kernels."""
         padded = packed_seq_params.cu_seqlens_q_padded
         return varlen_attention(
             query,

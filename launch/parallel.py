@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 
 
 class ParallelError(RuntimeError):
-    """The processes at hand cannot be laid out as asked for."""
+    """The given processes cannot be laid out as asked for."""
 
 
 def initialize_parallel(tensor_parallel: int = 1, *, seed: int = 0) -> torch.device:
@@ -29,7 +29,7 @@ def initialize_parallel(tensor_parallel: int = 1, *, seed: int = 0) -> torch.dev
         The device of this rank.
 
     Raises:
-        ParallelError: the world size cannot be divided so.
+        ParallelError: the world size cannot be divided this way.
     """
     device = _select_device()
     _join_process_group(device)

@@ -33,7 +33,7 @@ class StepFlops:
     """Model FLOPs of training steps: 6 per weight and token, and causal attention within segments.
 
     The convention of PaLM (appendix B, https://arxiv.org/abs/2204.02311): forward and backward,
-    without what is computed again, frozen or not. Embeddings are looked up, not multiplied.
+    without recomputation, frozen or not. Embeddings are looked up, not multiplied.
     """
 
     def __init__(self, model: Any) -> None:
@@ -47,7 +47,7 @@ class StepFlops:
         self._per_patch = 6 * sum(p.numel() for p in model.visual.parameters())
 
     def of(self, totals: StepTotals) -> float:
-        """Of one step over all ranks."""
+        """FLOPs of one step over all ranks."""
         return (
             self._per_token * totals.tokens
             + self._per_square * totals.squares
@@ -56,7 +56,7 @@ class StepFlops:
 
 
 def memory_gib(device: torch.device) -> float:
-    """The most that this process has held: of the GPU, or of the machine's memory on a CPU."""
+    """The peak memory of this process: on the GPU, or in the machine's memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource
@@ -65,7 +65,7 @@ def memory_gib(device: torch.device) -> float:
 
 
 class Eta:
-    """Seconds to the last step, from the mean over this process's steps but the first."""
+    """Seconds to the last step, from the mean over this process's steps except the first."""
 
     def __init__(self, iteration: int, iterations: int) -> None:
         self._iterations = iterations
@@ -73,7 +73,7 @@ class Eta:
         self._started = time.perf_counter()
 
     def seconds(self, iteration: int) -> float | None:
-        """Behind step `iteration`; None where only one was done."""
+        """After step `iteration`; None if only one step was done."""
         if iteration == self._first:
             self._started = time.perf_counter()  # the first warms up
         if iteration <= self._first:

@@ -1,7 +1,7 @@
 """Multimodal rotary positions (M-RoPE, https://arxiv.org/abs/2409.12191, section 2.1).
 
-megatron-core's own module of the same purpose asks for a CUDA device; this is its formula as a
-function that runs anywhere.
+megatron-core's own module for this needs a CUDA device; this is its formula as a function that runs
+anywhere.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ def mrope_frequencies(
 ) -> torch.Tensor:
     """Rotation angles of every position, as megatron-core's attention takes them.
 
-    The head_dim / 2 frequencies are dealt out in `sections`: the first follow the temporal
-    position, then height, then width, and so on in turns. Qwen3-VL deals them out one by one
+    The head_dim / 2 frequencies are divided into `sections`: the first follow the temporal
+    position, then height, then width, and so on in turn. Qwen3-VL assigns them one by one
     (`interleaved`): temporal, height, width, temporal, …, until a section is used up; the rest are
     temporal.
 

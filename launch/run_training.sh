@@ -1,6 +1,6 @@
 # Sourced by the scripts beside it: start launch.train on this node. They set OFFLINE_*, and DEFAULT
-# and DEMO: the configuration and the demo's packs that stand in where CONFIG is not set.
-# Needs bash, is run from anywhere; paths in CONFIG and "$@" are relative to the caller's folder.
+# and DEMO: the configuration and the demo's packs to use where CONFIG is not set.
+# Needs bash, runs from any folder; paths in CONFIG and "$@" are relative to the caller's folder.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [ -z "${CONFIG:-}" ]; then
@@ -8,7 +8,7 @@ if [ -z "${CONFIG:-}" ]; then
     set -- "data.path=$ROOT/demo_output/$DEMO" "$@"
 fi
 
-# One line per node, the same everywhere but for NODE_RANK.
+# One line per node, the same everywhere except for NODE_RANK.
 NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
@@ -17,9 +17,9 @@ MASTER_PORT=${MASTER_PORT:-29500}
 NPROC_PER_NODE=${NPROC_PER_NODE:-$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)}
 [ "$NPROC_PER_NODE" -gt 0 ] || NPROC_PER_NODE=1
 
-# What `make demo` installed comes first, where it is there.
+# What `make demo` installed comes first, if present.
 export PATH=$ROOT/.venv/bin:$PATH
-# Our packages, and none that happen to lie in the caller's folder.
+# Our packages, not any that happen to be in the caller's folder.
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 # What each pack is: see task_encoders/settings.py.
 export OFFLINE_PACKED_DATA OFFLINE_PACKING_VQA OFFLINE_PACKING_BMR

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the iteration: resuming needs no state but a number."""
+"""The learning rate as a pure function of the iteration: resuming needs only that number."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def learning_rate(
 ) -> float:
     """The rate of one step.
 
-    Rises linearly over the warm-up, then falls towards `min_rate`, which it would reach in the step
+    Rises linearly over the warm-up, then falls towards `min_rate`, which it would reach one step
     after the last: with a minimum of 0, no step is wasted.
 
     Args:

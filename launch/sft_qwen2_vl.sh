@@ -9,7 +9,7 @@ set -euo pipefail
 
 OFFLINE_PACKED_DATA=1
 OFFLINE_PACKING_VQA=0
-# In a blend each pack says itself what it is.
+# In a blend each pack says what it is.
 OFFLINE_PACKING_BMR=$([ "${BLEND:-0}" = 1 ] && echo 0 || echo 1)
 DEFAULT=sft.yaml DEMO=bmr
 

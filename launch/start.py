@@ -1,7 +1,8 @@
 """Start a node's ranks: `python -m launch.start [TORCHRUN OPTIONS] -- CONFIG [key.sub=value ...]`.
 
-torchrun, but what is wrong with the command, the configuration, the environment or the data is one
-line before any rank starts, and a rank that fails says why itself: no traceback of torchrun's.
+Like torchrun, but a mistake in the command, the configuration, the environment or the data is
+reported in one line before any rank starts, and a failing rank says why itself: no torchrun
+traceback.
 
 Exit status: the first failing rank's, or 128 and the number of the signal that stopped the run.
 """
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(arguments: Sequence[str]) -> None:
-    """What can be known before any rank starts."""
+    """Check what can be known before any rank starts."""
     from launch.config import load_config
     from launch.data_manifest import read_packed_data
     from task_encoders.settings import PackingSettings

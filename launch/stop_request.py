@@ -8,7 +8,7 @@ SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """Whether SIGTERM or Ctrl-C arrived. Use as a context manager, around what is to interrupt."""
+    """Whether SIGTERM or Ctrl-C arrived. Use as a context manager around the work to stop."""
 
     def __init__(self) -> None:
         #: the signal; 0: none

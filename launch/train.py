@@ -36,7 +36,7 @@ def cli(config: str, overrides: tuple[str, ...], debug: bool) -> None:
 
 @contextmanager
 def failing_in_one_line(*, debug: bool) -> Iterator[None]:
-    """End the process on an error. What all ranks of a node find alike, one of them says."""
+    """End the process on an error. An error that all ranks of a node have is printed by one."""
     try:
         yield
     except Exception as error:
@@ -51,7 +51,7 @@ def failing_in_one_line(*, debug: bool) -> Iterator[None]:
 
 
 def start_logging() -> None:
-    """Ours from rank 0, warnings from all; not the remarks of libraries on what is not there."""
+    """Our messages from rank 0, warnings from all; no remarks of libraries on missing packages."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if os.environ.get("RANK", "0") == "0":
         logging.getLogger("launch").setLevel(logging.INFO)

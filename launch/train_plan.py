@@ -24,11 +24,11 @@ class TrainPlan:
 def plan_training(config: LaunchConfig, data: PackedData, data_parallel: int) -> TrainPlan:
     """Steps and batch of a run.
 
-    A batch size in samples becomes packs: divided by the samples in a pack, and rounded to what the
-    ranks can share out evenly. One given in packs must be such a multiple already.
+    A batch size in samples becomes packs: divided by the samples in a pack, and rounded to what
+    divides evenly among the ranks. One given in packs must already be such a multiple.
 
     Raises:
-        ValueError: `global_batch_packs` cannot be shared out evenly.
+        ValueError: `global_batch_packs` does not divide evenly.
     """
     per_round = data_parallel * config.data.micro_batch_size
     packs = config.batch.global_batch_packs
@@ -60,7 +60,7 @@ def plan_training(config: LaunchConfig, data: PackedData, data_parallel: int) ->
 
 
 def _warn(config: LaunchConfig, data: PackedData, packs: int, iterations: int) -> None:
-    """Of what a recipe does not get as it is written."""
+    """Warn of what the run does differently from the recipe."""
     asked, given = config.batch.global_batch_size, packs * data.samples_per_pack
     if asked is not None and not 0.75 <= given / asked <= 1.25:
         logger.warning(

@@ -1,4 +1,4 @@
-"""Puts a training run together: groups, data, model, optimizer, trainer."""
+"""Assembles a training run: groups, data, model, optimizer, trainer."""
 
 import logging
 import os
@@ -30,7 +30,7 @@ def run(config: LaunchConfig) -> bool:
         Whether the run is finished; False after SIGTERM.
 
     Raises:
-        StageError: the data cannot be used, or a run that is not to be resumed is already there.
+        StageError: the data cannot be used, or there is already a run that must not be resumed.
     """
     checkpoints = config.output.path / "checkpoints"
     if not config.checkpoint.resume and any(checkpoints.glob("iter_*")):
@@ -84,10 +84,10 @@ def build_trainer(config: LaunchConfig, device: torch.device) -> tuple[Trainer, 
 
 
 def check_alike(config: LaunchConfig) -> None:
-    """Whether all ranks were started with the same settings. A collective.
+    """Check that all ranks were started with the same settings. A collective.
 
     Raises:
-        StageError: a variable or a field differs, as where one node was given another command.
+        StageError: a variable or a field differs, for example if one node got another command.
     """
     own = {name: os.environ.get(name) for name in (PACKED, VQA, BMR)}
     for section, content in config.model_dump(mode="json").items():

@@ -1,7 +1,7 @@
 """The training loop: packs in, steps, checkpoints, metrics out.
 
-A step is `accumulation` micro batches on every rank. All ranks leave a step together, also where
-one has no pack left, was asked to stop, or met a gradient that is not finite.
+A step is `accumulation` micro batches on every rank. All ranks leave a step together, even if one
+has no pack left, was asked to stop, or met a gradient that is not finite.
 """
 
 import logging
@@ -39,7 +39,7 @@ class StepError(RuntimeError):
 
 
 class ValidationBatches(MicroBatches, Protocol):
-    """Micro batches that can be gone through again."""
+    """Micro batches that can be read again."""
 
     def restart(self) -> None:
         """Begin another pass."""
@@ -85,9 +85,9 @@ class Trainer:
         self._log: MetricsLog | None = None
         self._peak_flops = peak_flops(device)
         self._flops = StepFlops(model) if self._peak_flops else None
-        #: of the last step, while it is not logged
+        #: the last step's line, until it is logged
         self._line = ""
-        #: the last step that was validated behind
+        #: the last step after which there was a validation
         self._validated = 0
         #: steps done
         self.iteration = 0
@@ -104,7 +104,7 @@ class Trainer:
         logger.info("resumed from %s", path)
 
     def run(self) -> bool:
-        """Train to the last step, the end of the data, SIGTERM or Ctrl-C, and save. Once only.
+        """Train to the last step, the end of the data, SIGTERM or Ctrl-C, and save. Call it once.
 
         Returns:
             Whether the run is finished; False where a signal stopped it.
@@ -162,7 +162,7 @@ class Trainer:
         return finished
 
     def _step(self, stop: StopRequest, bar: Any) -> StepTotals | None:
-        """One step; None, without one, if no rank has a pack left."""
+        """One step; None if no rank has a pack left."""
         started = time.perf_counter()
         counts = StepCounts(self._device)
         pack_keys: list[str] = []
