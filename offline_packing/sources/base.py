@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Final, NamedTuple
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,6 @@ from offline_packing.sources.records import check_prompts_are_shown, load_json, 
 from offline_packing.storage.key_set import KeySet
 from offline_packing.storage.streams import find_unread
 from task_encoders.samples import SampleError, SourceSample
-
-_DRY_RUN_SAMPLES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +162,7 @@ class Source(ABC):
     def unread_parts(self) -> Sequence[SourcePart]:
         """The parts that can be known without reading whole files, for a dry run. A part
         without `num_records` is one file, from its beginning."""
-        return self.scan(_DRY_RUN_SAMPLES).parts
+        return self.scan(samples_per_part=4096).parts
 
     def open_container(self, container: str, *, sequential: bool = False) -> BinaryIO:
         """Open one of the source's own files, perhaps to be read sequentially. Raises

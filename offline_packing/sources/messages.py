@@ -76,6 +76,7 @@ def read_dialogue(messages: Any, name: str) -> Dialogue:
     found = Dialogue()
     said = _joined([one for message in messages for one in _messages(message, found)])
     roles = [one.role for one in said]
+    bad_roles = SampleError("bad_roles", f"roles are {', '.join(roles[:8])}")
     if roles[0] == "system":
         found.system = said.pop(0).text
     before: list[_Message] = []
@@ -85,7 +86,7 @@ def read_dialogue(messages: Any, name: str) -> Dialogue:
             continue
         asked = [other.role for other in before]
         if asked.count("user") > 1 or not {"user", "tool"}.intersection(asked):
-            raise _bad_roles(roles)
+            raise bad_roles
         *others, last = before
         pairs = tuple((other.role, other.text) for other in others)
         found.turns.append(
@@ -93,20 +94,13 @@ def read_dialogue(messages: Any, name: str) -> Dialogue:
         )
         before = []
     if before or not found.turns or not set(roles) <= {*ROLES, "assistant"}:
-        raise _bad_roles(roles)
+        raise bad_roles
     return found
-
-
-def _bad_roles(roles: Sequence[str]) -> SampleError:
-    return SampleError("bad_roles", f"roles are {', '.join(roles[:8])}")
 
 
 def read_tools(value: Any) -> str:
     """The JSON of a list of tools, which may itself be given as JSON; "" where there are none. A
-    bare function is put into the object that chat templates expect.
-
-    Raises:
-        SampleError: bad_record.
+    bare function is put into the object that chat templates expect. Raises SampleError: bad_record.
     """
     tools = _parsed(value, "tools")
     if not tools:
@@ -163,8 +157,7 @@ def _messages(message: Any, found: Dialogue) -> Iterator[_Message]:
     if "from" in message:
         role, content = message["from"], message.get("value")
     elif "role" not in message and "user" in message and "assistant" in message:
-        yield _Message("user", _text("user", message["user"], found))
-        yield _Message("assistant", _text("assistant", message["assistant"], found))
+        yield from (_Message(r, _text(r, message[r], found)) for r in ("user", "assistant"))
         return
     else:
         role, content = message.get("role"), message.get("content")

@@ -3,22 +3,15 @@
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from offline_packing.errors import StageError
 from offline_packing.sources import SOURCES, open_source
 from offline_packing.sources.base import Source, SourceRecord
 from offline_packing.sources.options import MediaOptions
 from offline_packing.sources.reading.contents import find_image_root
-from offline_packing.sources.records import (
-    PROMPT_FIELDS,
-    RECORD_FIELDS,
-    has_dialogue,
-)
+from offline_packing.sources.records import DIALOGUE_FIELDS, PROMPT_FIELDS, RECORD_FIELDS
 from task_encoders.samples import SampleError, SourceSample
-
-#: Number of records from which the task is guessed.
-_NUM_RECORDS: Final = 50
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> R
     name, *others = fitting
     options = {"format": name, "path": path, "task": task or "bmr", **fitting[name]}
     if task is None:
-        options["task"] = _guess_task(_records(open_source(options), _NUM_RECORDS))
+        options["task"] = _guess_task(_records(open_source(options), 50))
     source = open_source(options)
     examples = _examples(source, num_examples)
     missing = next((name for example in examples for name in example.missing), None)
@@ -76,10 +69,10 @@ def _records(source: Source, count: int) -> list[SourceRecord]:
 
 def _guess_task(records: list[SourceRecord]) -> str:
     contents = [r.content for r in records if not isinstance(r.content, SampleError)]
-    if any(map(has_dialogue, contents)):
-        return "bmr"
-    has_prompt = any(content.get(name) for content in contents for name in PROMPT_FIELDS)
-    return "vqa" if has_prompt else "captioning"
+    for task, fields in (("bmr", DIALOGUE_FIELDS), ("vqa", PROMPT_FIELDS)):
+        if any(content.get(name) for content in contents for name in fields):
+            return task
+    return "captioning"
 
 
 def _examples(source: Source, count: int) -> tuple[Example, ...]:

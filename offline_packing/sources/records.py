@@ -67,6 +67,14 @@ def load_json(data: bytes) -> Mapping[str, Any]:
     return content
 
 
+def decode_text(data: bytes) -> str:
+    """Text that is a record. Raises SampleError: bad_json, where it is not UTF-8."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SampleError("bad_json", f"the text is not UTF-8: {error}") from error
+
+
 def own_key(content: Mapping[str, Any]) -> str:
     """The key that a record has itself: "id", text or a whole number; else empty."""
     identity = content.get("id")
@@ -89,9 +97,7 @@ def to_sample(
     found = read_dialogue(content[name], name) if name else Dialogue(turns=_turns(content, task))
     system = _system(content, found.system) if name or task != "captioning" else None
     images, videos = _media(content, found, paired_media)
-    turns = found.turns
-    if videos and not images:
-        turns = _mark_videos(turns, len(videos))
+    turns = _mark_videos(found.turns, len(videos)) if videos and not images else found.turns
     tools = "".join(read_tools(content[name]) for name in _TOOLS if content.get(name))
     media = tuple(images), system, tuple(videos)
     sample = SourceSample(key, task, tuple(turns), *media, tools)
@@ -111,11 +117,6 @@ def check_prompts_are_shown(sample: SourceSample) -> None:
                 f"captioning would not show the prompt {text[:60]!r}; set source.task to vqa or "
                 "bmr, or source.ignore_prompts=true to train the answers as captions",
             )
-
-
-def has_dialogue(content: Mapping[str, Any]) -> bool:
-    """Whether a record holds a list of messages, and not questions and answers."""
-    return _first(content, DIALOGUE_FIELDS) is not None
 
 
 def has_answer(content: Mapping[str, Any]) -> bool:

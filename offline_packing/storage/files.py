@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import uuid
@@ -13,7 +14,7 @@ from typing import Any, BinaryIO
 import orjson
 import xxhash
 
-from offline_packing.errors import DamagedError, DiskFullError, StageError
+from offline_packing.errors import ChangedError, DamagedError, DiskFullError, StageError
 
 logger = logging.getLogger(__name__)
 
@@ -104,23 +105,18 @@ def read_json(path: Path) -> Any:
 def read_range(path: str | Path, offset: int, size: int, *, whole: bool) -> bytes:
     """`size` bytes at `offset`; with `whole`, the file must have exactly that size. Raises
     StageError if the file is gone, shorter, or has another size than when it was measured."""
-    remedy = "restore it, or measure again with output.overwrite=true"
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            actual = os.fstat(descriptor).st_size
-            if actual < offset + size or (whole and actual != size):
-                raise StageError(
-                    f"{path} changed since it was measured: it has {actual} bytes, "
-                    f"{offset + size} were expected; {remedy}"
-                )
-            data = os.pread(descriptor, size, offset)
-        finally:
-            os.close(descriptor)
+        with open(path, "rb", buffering=0) as file:
+            actual = os.fstat(file.fileno()).st_size
+            data = os.pread(file.fileno(), size, offset)
     except OSError as error:
-        raise StageError(f"{path} cannot be read: {error.strerror}; {remedy}") from error
-    if len(data) != size:
-        raise StageError(f"{path} became shorter while it was read; {remedy}")
+        raise StageError(
+            f"{path} cannot be read: {error.strerror}; restore it, or measure again with "
+            "output.overwrite=true"
+        ) from error
+    if len(data) != size or (whole and actual != size):
+        why = f"it has {actual} bytes, {offset + size} were expected"
+        raise ChangedError(str(path), why)
     return data
 
 
@@ -131,11 +127,8 @@ def hash_bytes(data: bytes) -> str:
 
 def hash_file(path: Path) -> str:
     """xxh3_128 of a file's content."""
-    digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def remove_temporaries(folder: Path) -> None:
@@ -164,8 +157,7 @@ def hold_lock(path: Path, what: str, *, shared: bool = False) -> Iterator[None]:
 @contextmanager
 def wait_for_lock(path: Path) -> Iterator[None]:
     """Hold a lock file while the block runs, waiting for any other holder; a killed process holds
-    nothing.
-    On a file system without locks nobody waits."""
+    nothing. On a file system without locks nobody waits."""
     with open(path, "ab") as file:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -24,13 +24,12 @@ from offline_packing.sources.base import Scan, SourceRecord
 from offline_packing.sources.formats.webdataset import (
     TarSample,
     WebDatasetSource,
-    decode_text,
     find_part,
 )
 from offline_packing.sources.options import SourceOptions, follow
 from offline_packing.sources.reading.contents import file_names, holds_packs
 from offline_packing.sources.reading.listing import walk
-from offline_packing.sources.records import MAX_JSON_BYTES, load_json
+from offline_packing.sources.records import MAX_JSON_BYTES, decode_text, load_json
 from offline_packing.storage.yaml_file import parse_yaml
 from task_encoders.samples import SampleError
 

@@ -23,7 +23,7 @@ from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.options import FileOptions
 from offline_packing.sources.reading.contents import file_names, first_character
 from offline_packing.sources.reading.locators import Locator
-from offline_packing.sources.records import MAX_JSON_BYTES, own_key
+from offline_packing.sources.records import MAX_JSON_BYTES, decode_text, own_key
 from offline_packing.storage.streams import (
     CODECS,
     UNREAD_SUFFIXES,
@@ -262,7 +262,4 @@ class TextSource(JsonlSource):
         return super().recognise(path) if is_all else None
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
-        try:
-            return self.fields.apply({"text": data.decode("utf-8").strip()})
-        except UnicodeDecodeError as error:
-            raise SampleError("bad_json", f"the text is not UTF-8: {error}") from error
+        return self.fields.apply({"text": decode_text(data).strip()})

@@ -242,12 +242,10 @@ def _alpaca(named: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise SampleError("bad_record", f"the query is {query!r:.50}, not text")
         question = f"{question}\n{query}" if question else query
     history = named.get("history") or []
-    if not isinstance(history, list):
+    are_pairs = isinstance(history, list) and all(
+        isinstance(turn, list) and len(turn) == 2 for turn in history
+    )
+    if not are_pairs:
         raise SampleError("bad_record", f"'history' is {history!r:.50}, not a list of pairs")
-    messages: list[dict[str, Any]] = []
-    for turn in [*history, (question, named["response"])]:
-        if not isinstance(turn, list | tuple) or len(turn) != 2:
-            raise SampleError("bad_record", "'history' is no list of pairs")
-        for role, text in zip(("user", "assistant"), turn, strict=True):
-            messages.append({"role": role, "content": text})
-    return messages
+    turns = [*history, (question, named["response"])]
+    return [{"user": user, "assistant": assistant} for user, assistant in turns]

@@ -117,11 +117,9 @@ class PacksSource(WebDatasetSource):
                 problem = f"the pack's task is {packed_as!r}; set source.task to it"
                 raise SampleError("lost_prompt", problem)
             pack = restore_pack(content, key, self.task)
-        except PackFormatError as error:
-            yield SourceRecord(key, at, SampleError("bad_json", str(error)))
-            return
-        except SampleError as error:
-            yield SourceRecord(key, at, error)
+        except (PackFormatError, SampleError) as error:
+            known = isinstance(error, SampleError)
+            yield SourceRecord(key, at, error if known else SampleError("bad_json", str(error)))
             return
         matched = match_images(content.get("images"), key.rpartition("/")[2], members)
         embedded = {**embedded, **{name: embedded[part] for name, part in matched.items()}}
@@ -129,10 +127,8 @@ class PacksSource(WebDatasetSource):
             record = b"" if isinstance(sub, SampleError) else to_json(sub)
             column = f"{self.task}.{i}.{at.size}"
             place = Locator(kind, at.container, at.offset, len(record), column)
-            if isinstance(sub, SampleError):
-                yield SourceRecord(sub_key, place, sub)
-            else:
-                yield SourceRecord(sub_key, place, load_json(record), None, embedded)
+            content = sub if isinstance(sub, SampleError) else load_json(record)
+            yield SourceRecord(sub_key, place, content, None, embedded)
 
     def open_media(self, record: SourceRecord, name: str) -> tuple[Locator, BinaryIO]:
         # In packs that are files, 'img000.jpg' of a/ps_0.json is ps_0.img000.jpg beside it.

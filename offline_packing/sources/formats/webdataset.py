@@ -21,7 +21,7 @@ from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, Sou
 from offline_packing.sources.reading.contents import file_names, holds_packs
 from offline_packing.sources.reading.listing import hash_files
 from offline_packing.sources.reading.locators import Locator
-from offline_packing.sources.records import MAX_JSON_BYTES, has_answer, named_media
+from offline_packing.sources.records import MAX_JSON_BYTES, decode_text, has_answer, named_media
 from offline_packing.storage.streams import (
     CODECS,
     UNREAD_SUFFIXES,
@@ -37,8 +37,12 @@ from task_encoders.samples import SampleError
 _MEMBER: Final = re.compile(r"(?:\./)?((?:.*/|)[^./]+)\.([^/]*)")
 _TEXT_PARTS: Final = ("txt", "caption", "text")
 _RECORD_EXTENSIONS: Final = frozenset(("json", *_TEXT_PARTS))
-#: A larger medium in a compressed tar, which has to be read on the way, is set aside.
-_MAX_MEDIUM_BYTES: Final = 256 << 20
+#: Bytes up to which parts of a compressed tar, which have to be read on the way, are kept in
+#: memory, by their extension; a sample with a larger medium is set aside.
+_KEPT_BYTES: Final[Mapping[str, int]] = {
+    **dict.fromkeys(MEDIA_EXTENSIONS, 256 << 20),
+    **dict.fromkeys(_RECORD_EXTENSIONS, MAX_JSON_BYTES),
+}
 
 #: Column of a locator that spans several members, from the first one's header on. Otherwise it is
 #: the part that the record is.
@@ -81,10 +85,6 @@ class TarSample:
             return self.data[part]
         self.file.seek(member.offset)
         return self.file.read(member.size)
-
-    def has_record(self) -> bool:
-        """Whether there is anything but media."""
-        return any(_extension(part) in _RECORD_EXTENSIONS for part in self.members)
 
 
 class WebDatasetSource(Source):
@@ -207,10 +207,15 @@ def group_members(container: str, file: BinaryIO, *, keep_data: bool) -> Iterato
                     yield sample
                 sample = TarSample(container, file, key)
             sample.members[part] = member
-            if keep_data and member.is_file and member.size <= _limit(part):
+            if (
+                keep_data
+                and member.is_file
+                and member.size <= _KEPT_BYTES.get(_extension(part), -1)
+            ):
                 sample.data[part] = reader.read(member)
     except DamagedStreamError as error:
-        if reader.member_complete and sample.has_record():
+        has_record = any(_extension(part) in _RECORD_EXTENSIONS for part in sample.members)
+        if reader.member_complete and has_record:
             yield sample
             sample = TarSample(container, file)
         sample.damage = error
@@ -224,24 +229,8 @@ def find_part(parts: Iterable[str], name: str) -> str | None:
     return name if name in same else next(iter(same), None)
 
 
-def decode_text(data: bytes) -> str:
-    """Text of a member. Raises SampleError where it is not UTF-8."""
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise SampleError("bad_json", f"the text is not UTF-8: {error}") from error
-
-
 def _extension(part: str) -> str:
     return part.rpartition(".")[2].lower()
-
-
-def _limit(part: str) -> int:
-    """Bytes up to which a part of a compressed tar is kept in memory."""
-    extension = _extension(part)
-    if extension in MEDIA_EXTENSIONS:
-        return _MAX_MEDIUM_BYTES
-    return MAX_JSON_BYTES if extension in _RECORD_EXTENSIONS else -1
 
 
 def embedded_media(sample: TarSample, media: list[str]) -> dict[str, Embedded]:

@@ -18,6 +18,7 @@ from task_encoders.samples import SampleError
 _BUFFER_BYTES: Final = 4096
 #: Components without a dot in front, none of them empty.
 _PLAIN_NAME: Final = re.compile(r"[^./][^/]*(?:/[^./][^/]*)*")
+_real_folder = functools.lru_cache(maxsize=1024)(os.path.realpath)
 
 
 class MediaRoot:
@@ -147,11 +148,6 @@ def _stat(entry: os.DirEntry[bytes]) -> os.stat_result:
         return entry.stat()
     except OSError:
         return entry.stat(follow_symlinks=False)
-
-
-@functools.lru_cache(maxsize=1024)
-def _real_folder(folder: str) -> str:
-    return os.path.realpath(folder)
 
 
 def _as_sample_error(container: str, error: OSError, missing: str) -> Exception:

@@ -72,8 +72,10 @@ class RowFile:
                     yield as_plain(batch)
                     self.release()
             return
+        assert self._table is not None
         begin, end = self.group_starts[groups.start], self.group_starts[groups.stop]
-        for batch in self._rows(begin, end, columns).to_batches(max_chunksize=_BATCH_ROWS):
+        rows = self._table.select(list(columns)).slice(begin, end - begin)
+        for batch in rows.to_batches(max_chunksize=_BATCH_ROWS):
             batch.validate(full=True)  # nothing else does, and a wrong offset would end the process
             yield batch
             self.release()
@@ -90,15 +92,7 @@ class RowFile:
 
     def group(self, number: int, columns: Sequence[str]) -> pa.Table:
         """All rows of one group."""
-        if self._parquet is not None:
-            return self._parquet.read_row_group(number, list(columns))
-        rows = self._rows(self.group_starts[number], self.group_starts[number + 1], columns)
-        rows.validate(full=True)
-        return rows
-
-    def _rows(self, begin: int, end: int, columns: Sequence[str]) -> pa.Table:
-        assert self._table is not None
-        return self._table.select(list(columns)).slice(begin, end - begin)
+        return pa.Table.from_batches(self.batches(range(number, number + 1), columns))
 
 
 def _open_parquet(source: "BinaryIO | pa.NativeFile", buffer_size: int) -> pq.ParquetFile:
