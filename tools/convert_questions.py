@@ -28,7 +28,7 @@ import orjson
 
 from offline_packing.errors import StageError
 from offline_packing.sources import Locator, Source, SourceRecord, open_source
-from offline_packing.sources.records import has_dialogue, to_sample
+from offline_packing.sources.records import DIALOGUE_FIELDS, to_sample
 from offline_packing.storage.files import write_atomically
 from task_encoders.media.image import read_image_header
 from task_encoders.pack_format import image_extension
@@ -67,7 +67,8 @@ def read_samples(
                         f"{len(sample.images)} images, {len(sample.videos)} videos: no pair",
                     )
                 found = _find_image(source, record, sample)
-                is_list = split_lists and not has_dialogue(record.content)
+                has_dialogue = any(record.content.get(name) for name in DIALOGUE_FIELDS)
+                is_list = split_lists and not has_dialogue
                 for turns in ((turn,) for turn in sample.turns) if is_list else (sample.turns,):
                     yield found._replace(sample=replace(sample, turns=turns))
             except SampleError as error:

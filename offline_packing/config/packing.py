@@ -231,7 +231,7 @@ class PackingConfig(_Config):
         return sources
 
     @model_validator(mode="after")
-    def _check_output_apart(self) -> "PackingConfig":
+    def _check_output(self) -> "PackingConfig":
         output = Path(self.output.path).resolve()
         for source in self.source:
             if any(output == Path(path).resolve() for path in source.skip):
@@ -244,10 +244,6 @@ class PackingConfig(_Config):
                     f"output.path {self.output.path!r} lies inside source.path {source.path!r}; "
                     "choose a folder outside"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_layout_holds_task(self) -> "PackingConfig":
         tasks = LAYOUTS[self.output.layout].TASKS
         if self.task not in tasks:
             raise ValueError(

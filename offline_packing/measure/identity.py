@@ -35,18 +35,13 @@ import xxhash
 
 from offline_packing.errors import StageError
 from offline_packing.index.set_aside import read_set_aside
-from offline_packing.index.table import (
-    INDEX_SCHEMA,
-    Index,
-    IndexInfo,
-    key_hash,
-    part_name,
-    table_writer,
-)
+from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo, key_hash, table_writer
+from offline_packing.runs.losses import aside_while_measuring
+from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.sources import Embedded, Source, SourceOptions, SourcePart, SourceRecord
 from offline_packing.sources.records import to_sample
-from offline_packing.storage.files import hash_bytes, hash_file, read_json
+from offline_packing.storage.files import hash_bytes, hash_file
 from offline_packing.storage.key_set import Hashes, KeySet, hash_keys, sort_hashes
 from task_encoders.samples import SampleError, SourceSample
 
@@ -55,8 +50,6 @@ logger = logging.getLogger(__name__)
 _KEYS_AT_ONCE: Final = 1 << 17
 #: content_hash where a key is an identity.
 _NO_CONTENT: Final = pa.scalar(0, pa.uint64())
-#: Characters that repeated_key adds: '@' and 16 hexadecimal digits.
-_CONTENT_SUFFIX: Final = 17
 
 
 def hash_content(sample: SourceSample, media: Iterable[Embedded | None]) -> int:
@@ -88,12 +81,11 @@ def rename_repeated(samples: Index) -> int:
         return 0
     hashes = samples.array("key_hash")
     renamed = contents != contents[first_of_equal(hashes)]
-    begin = 0
-    for number, num_rows in enumerate(samples.info.part_rows):
-        some = slice(begin, begin + num_rows)
-        if renamed[some].any():
-            _rename_part(samples.paths[number], renamed[some], hashes[some])
-        begin += num_rows
+    ends = np.cumsum(samples.info.part_rows)[:-1]
+    parts = zip(samples.paths, np.split(renamed, ends), np.split(hashes, ends), strict=True)
+    for path, some, own in parts:
+        if some.any():
+            _rename_part(path, some, own)
     return int(np.count_nonzero(renamed))
 
 
@@ -124,19 +116,15 @@ def _rename_rows(rows: pa.Table, renamed: npt.NDArray[np.bool_]) -> pa.Table:
     for row in np.flatnonzero(renamed).tolist():
         keys[row] = repeated_key(keys[row], int(contents[row]))
         key_hashes[row] = key_hash(int(source_ids[row]), keys[row])
-    columns: dict[str, Any] = {"key": keys, "key_hash": key_hashes}
-    for name, values in columns.items():
-        field = INDEX_SCHEMA.field(name)
-        place = INDEX_SCHEMA.get_field_index(name)
-        rows = rows.set_column(place, field, pa.array(values, field.type))
-    return rows
+    columns = dict(zip(rows.column_names, rows.columns, strict=True))
+    return pa.table({**columns, "key": keys, "key_hash": key_hashes}, INDEX_SCHEMA)
 
 
 def skip_fingerprint(config: SourceOptions) -> str:
     """Changes when the samples of a skipped output change. Raises StageError if one of them is not
     there, or is not complete."""
-    indices = (index for path in config.skip for index in _indices(path))
-    return hash_bytes("".join(hash_file(folder / "index.json") for folder, _ in indices).encode())
+    hashes = (hash_file(_complete_output(path)[0].index_info) for path in config.skip)
+    return hash_bytes("".join(hashes).encode())
 
 
 def set_known_keys(run: Run, sources: Sequence[Source], folder: Path) -> None:
@@ -182,19 +170,17 @@ def is_known(source: Source, record: SourceRecord) -> bool:
     return source.is_known(repeated_key(record.key, hash_content(sample, media)))
 
 
-def _indices(path: str) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
-    """(folder of an index, the sources of its configuration); several where an earlier version
-    appended data."""
+def _complete_output(path: str) -> tuple[Workspace, IndexInfo, Sequence[Mapping[str, Any]]]:
+    """A skipped output, its index, and the sources of its configuration."""
     workspace = Workspace(Path(path))
-    manifest = read_json(workspace.manifest)
-    if manifest is None:
+    manifest, info = read_manifest(workspace), IndexInfo.load(workspace.index_info)
+    if manifest is None or info is None:
+        lacks = workspace.manifest if manifest is None else workspace.index_info
         raise StageError(
-            f"source.skip: {path} is not a complete output, it has no manifest.json; finish it "
+            f"source.skip: {path} is not a complete output, it has no {lacks.name}; finish it "
             "first, or take it out"
         )
-    yield workspace.packing, manifest["config"]["source"]
-    for i, appended in enumerate(manifest["appended"], start=1):
-        yield workspace.packing / f"append-{i:04d}", appended["config"]["source"]
+    return workspace, info, manifest["config"]["source"]
 
 
 def _collect(config: SourceOptions, prefix: str) -> Hashes:
@@ -202,12 +188,9 @@ def _collect(config: SourceOptions, prefix: str) -> Hashes:
     packed: list[Hashes] = []
     shared: list[Hashes] = []
     aside: list[Hashes] = []
-    for folder, sources in (index for path in config.skip for index in _indices(path)):
-        info = IndexInfo.load(folder / "index.json")
-        if info is None:
-            raise StageError(f"source.skip: {folder / 'index.json'} is missing; restore it")
-        prefixes = _prefixes(config, prefix, folder, sources, info)
-        for part in Index(folder / "index", info).parts("key", "content_hash", "source_id"):
+    for workspace, info, sources in map(_complete_output, config.skip):
+        prefixes = _prefixes(config, prefix, workspace, sources, info)
+        for part in Index(workspace.index, info).parts("key", "content_hash", "source_id"):
             for keys, rows in _own_keys(part, "source_id", prefixes.items()):
                 is_own = pc.not_equal(rows["content_hash"], _NO_CONTENT)
                 contents = rows["content_hash"].filter(is_own).to_pylist()
@@ -215,9 +198,8 @@ def _collect(config: SourceOptions, prefix: str) -> Hashes:
                 packed.append(hash_keys(keys.filter(pc.invert(is_own)).to_pylist()))
                 packed.append(hash_keys(map(repeated_key, bases, contents)))
                 shared.append(hash_keys(bases))
-        tables = (folder / "set_aside" / part_name(i) for i in range(len(info.part_rows)))
         paths = [(sources[i]["path"], own) for i, own in prefixes.items()]
-        for table in read_set_aside(tables):
+        for table in read_set_aside(aside_while_measuring(workspace, info)):
             aside += [hash_keys(keys.to_pylist()) for keys, _ in _own_keys(table, "source", paths)]
     # If records share an id, one that was set aside says nothing about the others.
     lost, known = sort_hashes(aside), sort_hashes(shared)
@@ -227,7 +209,7 @@ def _collect(config: SourceOptions, prefix: str) -> Hashes:
 def _prefixes(
     config: SourceOptions,
     prefix: str,
-    folder: Path,
+    workspace: Workspace,
     sources: Sequence[Mapping[str, Any]],
     info: IndexInfo,
 ) -> dict[int, str]:
@@ -239,7 +221,7 @@ def _prefixes(
         logger.warning(
             "source.skip: %s was packed from other folders than %s; samples with the same key are "
             "taken to be the same",
-            folder.parent,
+            workspace.packing,
             config.path,
         )
         return dict.fromkeys(theirs, prefix)
@@ -266,5 +248,5 @@ def _own_keys(
 
 def _base(key: str, content: int) -> str:
     """The id of a record, from a key that may also name its content."""
-    base = key[:-_CONTENT_SUFFIX]
+    base = key[: -len(repeated_key("", content))]
     return base if key == repeated_key(base, content) else key

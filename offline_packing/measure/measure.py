@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from offline_packing.errors import StageError
@@ -217,10 +218,7 @@ def _tasks(run: Run, sources: Sequence[Source], scans: Sequence[Scan]) -> list[M
 
 def _run_tasks(run: Run, tasks: Sequence[MeasureTask]) -> None:
     """Measure the parts that are not measured yet."""
-
-    def marker(task: MeasureTask) -> Path:
-        return task.index_path
-
+    marker = attrgetter("index_path")
     left = unfinished("measure", tasks, marker)
     numbers = {task.number for task in left}
     known = [task.part.num_records for task in tasks]

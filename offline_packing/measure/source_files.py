@@ -78,9 +78,9 @@ def _list_batches(source: Source) -> Iterator[pa.RecordBatch]:
     entries = iter(source.entries())
     while chunk := list(itertools.islice(entries, _CHUNK)):
         names, sizes, times = zip(*chunk, strict=True)
-        columns = [os.fsencode("\0".join(names)).split(b"\0"), sizes, times]
-        arrays = [pa.array(c, f.type) for c, f in zip(columns, FILES_SCHEMA, strict=True)]
-        yield pa.RecordBatch.from_arrays(arrays, schema=FILES_SCHEMA)
+        containers = os.fsencode("\0".join(names)).split(b"\0")
+        columns = {"container": containers, "size": sizes, "modified": times}
+        yield pa.record_batch(columns, FILES_SCHEMA)
 
 
 def _count_and_name(what: str, names: pa.LargeBinaryArray) -> str:

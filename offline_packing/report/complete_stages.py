@@ -74,7 +74,7 @@ class CompleteStages:
 def open_complete_stages(run: Run) -> CompleteStages:
     """All complete stages of an output. Raises StageError if not even the index is complete, or a
     stage was made with other settings."""
-    manifest = read_manifest(run)
+    manifest = read_manifest(run.workspace)
     samples = open_index(run)
     if not run.workspace.plan_info.exists():
         return CompleteStages(run, samples, None, manifest)

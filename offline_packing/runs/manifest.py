@@ -15,7 +15,7 @@ from offline_packing.index.table import IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.layouts.shards import ShardFragment
-from offline_packing.runs.run import Run
+from offline_packing.runs.run import Run, Workspace
 from offline_packing.storage.files import hash_bytes, read_json, to_json, write_atomically
 
 #: What `content_hash` does not cover.
@@ -31,10 +31,10 @@ _SOURCE_FIELDS: Final[Mapping[str, Any]] = {
 Manifest = Mapping[str, Any]
 
 
-def read_manifest(run: Run) -> Manifest | None:
+def read_manifest(workspace: Workspace) -> Manifest | None:
     """The manifest of a dataset that is complete; or None. Raises DamagedError if it is not what
     was written, StageError if it is of an earlier version's dataset that data were appended to."""
-    path = run.workspace.manifest
+    path = workspace.manifest
     manifest = read_json(path)
     if manifest is None:
         return None
@@ -161,7 +161,7 @@ def stored_config(config: PackingConfig) -> dict[str, Any]:
 
 def require_manifest(run: Run) -> Manifest:
     """The manifest. Raises StageError if the dataset is not complete."""
-    manifest = read_manifest(run)
+    manifest = read_manifest(run.workspace)
     if manifest is None:
         raise StageError(f"no manifest in {run.workspace.root}; run write first")
     return manifest

@@ -114,12 +114,6 @@ class Workspace:
         for folder in (self.root, self.nv_meta, self.packing, *stages):
             remove_temporaries(folder)
 
-    def remove_unpacked(self) -> None:
-        """Remove what was unpacked, if the packed dataset is complete: otherwise a run that
-        resumes would have to unpack it again."""
-        if self.manifest.exists():
-            shutil.rmtree(self.unpacked, ignore_errors=True)
-
 
 @dataclass(frozen=True)
 class Run:
@@ -145,12 +139,12 @@ class Run:
     @contextmanager
     def unpacked_files(self) -> Iterator[None]:
         """Tasks may unpack files while the block runs. Afterwards these are removed, unless shards
-        are left to write or other ranks may be reading them."""
+        are left to write, for which they would be unpacked again, or other ranks may be reading."""
         try:
             yield
         finally:
-            if not self.engine.IS_SHARED:
-                self.workspace.remove_unpacked()
+            if self.workspace.manifest.exists() and not self.engine.IS_SHARED:
+                shutil.rmtree(self.workspace.unpacked, ignore_errors=True)
 
     def discard_index(self) -> None:
         """Remove the index and all that was made from it."""

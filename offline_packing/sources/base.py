@@ -24,7 +24,6 @@ from offline_packing.sources.reading.locators import Locator, read_locator
 from offline_packing.sources.reading.remote import is_remote, open_root
 from offline_packing.sources.records import check_prompts_are_shown, load_json, to_sample
 from offline_packing.storage.key_set import KeySet
-from offline_packing.storage.streams import find_unread
 from task_encoders.samples import SampleError, SourceSample
 
 
@@ -155,8 +154,12 @@ class Source(ABC):
         found = sorted((name, size) for name, size, _ in self.entries())
         if not found:
             raise nothing_found(self.path, f"*{self.ENDINGS[0]}")
-        if problem := find_unread((name for name, _ in found), self.UNREAD):
-            raise StageError(f"source path {self.path!r} {problem}")
+        for name, _ in found:
+            if name.lower().endswith(self.UNREAD):
+                raise StageError(
+                    f"source path {self.path!r} holds {name}, compressed in a way that is not "
+                    "read; unpack it, compress it as .gz or .zst, or move it out of source.path"
+                )
         return found
 
     def unread_parts(self) -> Sequence[SourcePart]:

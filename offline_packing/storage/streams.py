@@ -9,7 +9,7 @@ import contextlib
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -79,17 +79,6 @@ def codec_of(name: str) -> str | None:
     return CODECS.get(name.rpartition(".")[2].lower())
 
 
-def find_unread(names: Iterable[str], endings: tuple[str, ...]) -> str | None:
-    """Why a source that has a file with one of these (lower-case) endings cannot be read."""
-    name = next((name for name in names if name.lower().endswith(endings)), None)
-    if name is None:
-        return None
-    return (
-        f"holds {name}, compressed in a way that is not read; unpack it, compress it as .gz or "
-        ".zst, or move it out of source.path"
-    )
-
-
 def open_unpacked(file: BinaryIO, name: str, packed_size: int) -> BinaryIO:
     """The content of an open file, unpacked if its name says that it is compressed; closing it
     closes the file."""
@@ -108,35 +97,34 @@ class _UnpackedStream(io.RawIOBase):
 
         self._file = file
         self._stream: Any = pa.CompressedInputStream(pa.PythonFile(file, "r"), codec)
-        self._limit = _FREE_BYTES + MAX_EXPANSION * packed_size
         self._packed_size = packed_size
-        self._block = b""
-        self._position = 0
         self._unpacked = 0
+        #: what is left of the block that was unpacked last
+        self._block = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        if self._position == len(self._block):
-            self._next_block()
-        data = self._block[self._position : self._position + len(buffer)]
+        if not self._block:
+            self._block = self._next_block()
+        data, self._block = self._block[: len(buffer)], self._block[len(buffer) :]
         buffer[: len(data)] = data
-        self._position += len(data)
         return len(data)
 
-    def _next_block(self) -> None:
+    def _next_block(self) -> memoryview:
         try:
-            self._block = self._stream.read(_BLOCK)
+            block = self._stream.read(_BLOCK)
         except OSError as error:
             raise DamagedStreamError(" ".join(str(error).split())[:200]) from error
-        self._position = 0
-        self._unpacked += len(self._block)
-        if self._unpacked > self._limit:
+        self._unpacked += len(block)
+        limit = _FREE_BYTES + MAX_EXPANSION * self._packed_size
+        if self._unpacked > limit:
             raise DamagedStreamError(
-                f"its {self._packed_size} bytes unpack to more than {self._limit}; "
+                f"its {self._packed_size} bytes unpack to more than {limit}; "
                 "if that is meant, unpack it yourself"
             )
+        return memoryview(block)
 
     def close(self) -> None:
         if not self.closed:

@@ -45,7 +45,7 @@ def retry(run: Run) -> str:
     workspace.remove_temporaries()
     _put_back(workspace, instead=False)  # left by a killed retry
     try:
-        manifest = read_manifest(run)
+        manifest = read_manifest(run.workspace)
     except DamagedError:
         with _set_apart(workspace, [workspace.manifest]):
             _go_on(run)

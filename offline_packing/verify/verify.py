@@ -103,7 +103,7 @@ def _require_complete(run: Run) -> Manifest:
             f"{packing} is missing, and with it the plan that the packs are compared with; copy it "
             "to here as well"
         )
-    manifest = read_manifest(run)
+    manifest = read_manifest(run.workspace)
     if manifest is None:
         open_index(run)
         open_plan(run)  # where an earlier stage is missing, this says which

@@ -48,7 +48,7 @@ def write(run: Run, samples: Index, plan: StoredPlan) -> Manifest:
     workspace = run.workspace
     _start(run, plan)
     with run.unpacked_files():
-        manifest = read_manifest(run)
+        manifest = read_manifest(run.workspace)
         if manifest is not None:
             logger.info("write: complete (%d shards), nothing to do", len(manifest["shards"]))
             return manifest

@@ -89,7 +89,7 @@ def test_appended_data_are_refused_by_name(tmp_path: Path) -> None:
     content["content_hash"] = hash_bytes(to_json(covered))
     run.workspace.manifest.write_bytes(to_json(content))
     with pytest.raises(StageError, match=r"manifest\.json .*appended data"):
-        read_manifest(run)
+        read_manifest(run.workspace)
 
 
 def test_a_default_and_its_value_written_out_are_the_same(tmp_path: Path) -> None:

@@ -118,8 +118,9 @@ class PacksSource(WebDatasetSource):
                 raise SampleError("lost_prompt", problem)
             pack = restore_pack(content, key, self.task)
         except (PackFormatError, SampleError) as error:
-            known = isinstance(error, SampleError)
-            yield SourceRecord(key, at, error if known else SampleError("bad_json", str(error)))
+            problem = str(error)
+            lost = error if isinstance(error, SampleError) else SampleError("bad_json", problem)
+            yield SourceRecord(key, at, lost)
             return
         matched = match_images(content.get("images"), key.rpartition("/")[2], members)
         embedded = {**embedded, **{name: embedded[part] for name, part in matched.items()}}
@@ -127,8 +128,8 @@ class PacksSource(WebDatasetSource):
             record = b"" if isinstance(sub, SampleError) else to_json(sub)
             column = f"{self.task}.{i}.{at.size}"
             place = Locator(kind, at.container, at.offset, len(record), column)
-            content = sub if isinstance(sub, SampleError) else load_json(record)
-            yield SourceRecord(sub_key, place, content, None, embedded)
+            found = sub if isinstance(sub, SampleError) else load_json(record)
+            yield SourceRecord(sub_key, place, found, None, embedded)
 
     def open_media(self, record: SourceRecord, name: str) -> tuple[Locator, BinaryIO]:
         # In packs that are files, 'img000.jpg' of a/ps_0.json is ps_0.img000.jpg beside it.

@@ -152,9 +152,9 @@ class FileTable:
         names = b"/".join(files.keys).replace(DOT, b".").split(b"/")
         containers = [files.folder + name for name in itertools.compress(names, is_read)]
         mask = np.array(is_read, bool)
-        columns = (containers, files.sizes[mask], files.times[mask])
-        arrays = [pa.array(c, f.type) for c, f in zip(columns, FILES_SCHEMA, strict=True)]
-        self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=FILES_SCHEMA))
+        numbers = {"size": files.sizes[mask], "modified": files.times[mask]}
+        columns = {"container": containers, **numbers}
+        self._writer.write_batch(pa.record_batch(columns, FILES_SCHEMA))
 
     def finish(self) -> bytes:
         """The table, as an Arrow stream."""
