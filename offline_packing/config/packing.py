@@ -129,8 +129,9 @@ class OutputConfig(_Config):
     max_shard_bytes: Count | None = None
     #: share of the packs per split
     split: dict[str, float] = {"train": 1.0}
-    #: put before every pack's key, to keep blended datasets apart
-    key_prefix: str = ""
+    #: put before every pack's key, to keep blended datasets apart; a dot would end the key early in
+    #: every WebDataset reader
+    key_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{0,48}$")] = ""
     #: store token ids in the packs, so that training need not tokenize
     pretokenize: bool = False
     #: replace artifacts of another configuration instead of refusing to go on
@@ -155,14 +156,6 @@ class OutputConfig(_Config):
         if self.pretokenize and not LAYOUTS[self.layout].HOLDS_TOKEN_IDS:
             raise ValueError(f"layout {self.layout} holds no token ids; remove pretokenize")
         return self
-
-    @field_validator("key_prefix")
-    @classmethod
-    def _check_key_prefix(cls, prefix: str) -> str:
-        # A dot would end the key early in every WebDataset reader.
-        if not re.fullmatch(r"[A-Za-z0-9_-]{0,48}", prefix):
-            raise ValueError(f"{prefix!r} may hold at most 48 letters, digits, _ and -")
-        return prefix
 
 
 class EngineConfig(_Config):

@@ -10,6 +10,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import warnings
 from abc import abstractmethod
@@ -37,7 +38,7 @@ SECONDS_BETWEEN_REPORTS: Final = 1.0
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Tasks handed out per worker: one at work, one waiting.
-_TASKS_PER_WORKER = 2
+TASKS_PER_WORKER = 2
 #: Spawned, not forked: the parent has threads (progress bar, arrow) that a fork breaks.
 _SPAWN: Final = multiprocessing.get_context("spawn")
 
@@ -122,7 +123,7 @@ class LocalEngine(Engine):
         pending: set[Future[Result]] = set()
         try:
             while True:
-                room = _TASKS_PER_WORKER * self.workers - len(pending)
+                room = TASKS_PER_WORKER * self.workers - len(pending)
                 pending |= {self._submit(function, task) for task in islice(remaining, room)}
                 if not pending:
                     return
@@ -194,18 +195,12 @@ def _start_quiet_tracker() -> None:
     """Start multiprocessing's resource tracker, which removes the semaphores of a killed parent.
     Started here, it prints no warning about them, and survives a closed terminal as it survives
     Ctrl-C."""
-    name = "PYTHONWARNINGS"
-    before = os.environ.get(name)
-    filters = [] if before is None else [before]
-    os.environ[name] = ",".join([*filters, "ignore:resource_tracker:UserWarning"])
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")  # which it inherits
     try:
         with _held(signal.SIGHUP):
             resource_tracker.ensure_running()
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        sys.warnoptions.pop()
 
 
 def _start_worker(advanced: "Synchronized[int]") -> None:

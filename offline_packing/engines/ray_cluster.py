@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from offline_packing.engines.local import (
     SECONDS_BETWEEN_REPORTS,
+    TASKS_PER_WORKER,
     Advance,
     Engine,
     Result,
@@ -23,8 +24,6 @@ from offline_packing.engines.local import (
 )
 from offline_packing.errors import StageError
 
-#: Tasks handed out per CPU of the cluster: one at work, one waiting.
-_TASKS_PER_CPU: Final = 2
 #: How often a task is run again because its worker died.
 _MAX_RETRIES: Final = 5
 
@@ -88,7 +87,7 @@ class RayEngine(Engine):
         try:
             while True:
                 num_cpus = max(1, int(ray.cluster_resources().get("CPU", 1)))
-                room = _TASKS_PER_CPU * num_cpus - len(pending)
+                room = TASKS_PER_WORKER * num_cpus - len(pending)
                 pending += [
                     remote.remote(function, task, counter) for task in islice(remaining, room)
                 ]

@@ -58,7 +58,12 @@ def measure(run: Run) -> Index:
         if not scan.parts:
             raise nothing_found(config.path, f"records of source.format={config.format}")
     fingerprint = _fingerprint(run, scans)
-    info = _existing_index(run, fingerprint, sources)
+    started = {  # what all parts of an unfinished index must have been made with
+        **fingerprint,
+        "index.version": index.INDEX_VERSION,
+        "engine.samples_per_part": run.config.engine.samples_per_part,
+    }
+    info = _existing_index(run, fingerprint, started, sources)
     if info is not None:
         logger.info("measure: complete (%s samples), nothing to do", f"{info.num_samples:,}")
         return Index(workspace.index, info)
@@ -67,7 +72,7 @@ def measure(run: Run) -> Index:
         folder.mkdir(parents=True, exist_ok=True)
         remove_temporaries(folder)
     save_files(workspace.files, sources, scans)
-    write_atomically(workspace.index_started, to_json(_started(run, fingerprint)))
+    write_atomically(workspace.index_started, to_json(started))
     tasks = _tasks(run, sources, scans)
     _run_tasks(run, tasks)
     info = _complete(workspace, fingerprint, list(map(read_result, tasks)), scans)
@@ -140,17 +145,8 @@ def _fingerprint(run: Run, scans: Sequence[Scan]) -> Fingerprint:
     return {**config_fingerprint(run.config), **listings, **skipped}
 
 
-def _started(run: Run, fingerprint: Fingerprint) -> Fingerprint:
-    """What all parts of an unfinished index must have been made with."""
-    return {
-        **fingerprint,
-        "index.version": index.INDEX_VERSION,
-        "engine.samples_per_part": run.config.engine.samples_per_part,
-    }
-
-
 def _existing_index(
-    run: Run, fingerprint: Fingerprint, sources: Sequence[Source]
+    run: Run, fingerprint: Fingerprint, started: Fingerprint, sources: Sequence[Source]
 ) -> IndexInfo | None:
     """The complete index, if there is one; what cannot be used is refused, or removed."""
     workspace = run.workspace
@@ -174,7 +170,7 @@ def _existing_index(
             # Parts made with different settings must not be mixed: nothing can be accepted here.
             check_fingerprint(
                 found,
-                _started(run, fingerprint),
+                started,
                 artifact=f"the unfinished index in {workspace.root}",
                 remedy="set output.overwrite=true to rebuild it, or choose another output.path",
                 explain=explain,

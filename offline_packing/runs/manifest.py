@@ -152,10 +152,13 @@ def stored_config(config: PackingConfig) -> dict[str, Any]:
             or getattr(source, name) != type(source).model_fields[name].default
         }
         content["source"][i] = {**_SOURCE_FIELDS, **used}
-    if not config.source[0].weight:  # decides nothing then, and older manifests do not have it
+    # The same of other sections: what decides nothing, or is what older versions did.
+    if not config.source[0].weight:
         del content["pack"]["weight_by"]
-    if config.pack.sample_order == "composed":  # the same: it is what older versions did
+    if config.pack.sample_order == "composed":
         del content["pack"]["sample_order"]
+    if not config.output.pretokenize:
+        del content["output"]["pretokenize"]
     return content
 
 

@@ -10,13 +10,14 @@ OUT/_packing/unpacked/                                      while packs are writ
 """
 
 import functools
+import io
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Final
 
 from tqdm import tqdm
 
@@ -37,19 +38,12 @@ _LINE: Final = "{desc}: {n:,} of {total:,} {unit}s, {percentage:.0f}%, {remainin
 _OPEN_LINE: Final = "{desc}: {n:,} {unit}s in {elapsed}"
 
 
-class _Lines:
-    """A stream that gives every state of a bar its own line."""
+class _Lines(io.TextIOBase):
+    """Standard error, where every state of a bar gets its own line."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> None:
+    def write(self, text: str) -> int:
         line = text.strip()
-        if line:
-            self._stream.write(f"{line}\n")
-
-    def flush(self) -> None:
-        self._stream.flush()
+        return sys.stderr.write(f"{line}\n") if line else 0
 
 
 class Workspace:
@@ -174,7 +168,7 @@ class Run:
         above it; a line a minute in a log."""
         is_terminal = sys.stderr.isatty()
         lines = {
-            "file": _Lines(sys.stderr),
+            "file": _Lines(),
             "bar_format": _LINE if total else _OPEN_LINE,
             "mininterval": _SECONDS_BETWEEN_LINES,
             "maxinterval": _SECONDS_BETWEEN_LINES,

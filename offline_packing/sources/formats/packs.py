@@ -118,8 +118,7 @@ class PacksSource(WebDatasetSource):
                 raise SampleError("lost_prompt", problem)
             pack = restore_pack(content, key, self.task)
         except (PackFormatError, SampleError) as error:
-            problem = str(error)
-            lost = error if isinstance(error, SampleError) else SampleError("bad_json", problem)
+            lost = error if isinstance(error, SampleError) else SampleError("bad_json", str(error))
             yield SourceRecord(key, at, lost)
             return
         matched = match_images(content.get("images"), key.rpartition("/")[2], members)

@@ -32,8 +32,6 @@ _READ: Final = {"pairs": "*.json", "json": "*.json", "jsonl": "*.jsonl", "parque
 _PACK_NAME: Final = re.compile(r"[A-Za-z0-9_-]*ps_\d+\.")
 #: How many names are looked at: a source may hold millions.
 _MAX_NAMES: Final = 10_000
-#: Folders in which a missing picture is looked for.
-_MAX_FOLDERS: Final = 500
 
 
 def hint_for(reason: str, detail: str, source: SourceOptions) -> str | None:
@@ -97,7 +95,7 @@ def find_image_root(path: str, name: str) -> str | None:
         return None
     parts = PurePosixPath(name).parts
     start = Path(path) if Path(path).is_dir() else Path(path).parent
-    near = itertools.islice(_folders_near(start), _MAX_FOLDERS)
+    near = itertools.islice(_folders_near(start), 500)
     at = (f for f in near if any(f.joinpath(*parts[i:]).is_file() for i in range(len(parts))))
     return next(map(str, at), None)
 

@@ -66,7 +66,9 @@ class RowFile:
         column is decoded at a time.
         """
         if self._parquet is not None:
-            size = self._batch_rows(groups)
+            num_rows = sum(self.group_rows[i] for i in groups)
+            num_bytes = sum(self.group_bytes[i] for i in groups)
+            size = min(_BATCH_ROWS, max(1, _BATCH_BYTES * num_rows // max(1, num_bytes)))
             for group in groups:  # of several at once, Arrow refuses lists of dictionaries
                 for batch in self._parquet.iter_batches(size, [group], list(columns)):
                     yield as_plain(batch)
@@ -79,11 +81,6 @@ class RowFile:
             batch.validate(full=True)  # nothing else does, and a wrong offset would end the process
             yield batch
             self.release()
-
-    def _batch_rows(self, groups: range) -> int:
-        num_bytes = sum(self.group_bytes[i] for i in groups)
-        num_rows = sum(self.group_rows[i] for i in groups)
-        return min(_BATCH_ROWS, max(1, _BATCH_BYTES * num_rows // max(1, num_bytes)))
 
     def release(self) -> None:
         """Release the memory of what was read from a mapped file; it is read again if needed."""

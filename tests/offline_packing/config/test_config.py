@@ -108,7 +108,7 @@ def test_frozen(tmp_path: Path) -> None:
         ("output.split={train: 0.5}", r"shares sum to 0\.5; make them sum to 1"),
         ("output.split={train: 1.5, val: -0.5}", r"share of 'train' is 1\.5"),
         ("output.split={a/b: 1.0}", r"split name 'a/b' may hold letters"),
-        ("output.key_prefix=a.b", r"'a\.b' may hold"),
+        ("output.key_prefix=a.b", r"key_prefix='a\.b': string should match pattern"),
         ("source.path=", r"source\.0\.path=None: .*valid string"),
         ("output=", r"output=None"),
         ("source=[]", r"source.*no source; name at least one"),
