@@ -117,7 +117,7 @@ def test_another_run_renamed_the_part_meanwhile(tmp_path: Path) -> None:
     run = llava_run(tmp_path)
     measure(run)
     before = index_bytes(run)
-    path = open_index(run).path(0)
+    path = open_index(run).paths[0]
     seen = np.array([key_hash(0, r["id"]) for r in llava_records()], np.uint64)  # before the other
     identity._rename_part(path, np.ones(12, bool), np.where(np.arange(12) < 4, 0, seen))
     assert index_bytes(run) == before
