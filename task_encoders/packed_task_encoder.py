@@ -132,12 +132,18 @@ class Qwen2VLTaskEncoder(
         key = sample.__key__.rpartition("/")[2]
         matched = match_images(sample.image_names, key, sample.images)
         images = {name: sample.images[member] for name, member in matched.items()}
+
+        def num_bytes(i: int) -> int:
+            names = getattr(restored.sub_samples[i], "media", ())
+            return sum(len(sample.images.get(matched.get(name, name), b"")) for name in names)
+
+        # Threads end together if the longest begin first.
+        order = sorted(range(len(restored.keys)), key=num_bytes, reverse=True)
+        encode = functools.partial(self._try_sub_sample, sample, restored, images)
+        results = dict(zip(order, map_(encode, order), strict=True))
         room = self.seq_length
-        results = map_(
-            functools.partial(self._try_sub_sample, sample, restored, images),
-            range(len(restored.keys)),
-        )
-        for key, sub_sample in zip(restored.keys, results, strict=True):
+        for i, key in enumerate(restored.keys):
+            sub_sample = results[i]
             try:
                 if isinstance(sub_sample, SampleError):
                     raise sub_sample

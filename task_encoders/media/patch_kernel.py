@@ -16,7 +16,7 @@ def cut_patches(
     """Cut one frame into patches, in blocks of merge² that the vision tower merges into a token.
 
     Args:
-        pixels: (H, W, 3).
+        pixels: (H, W, 3 or more).
         out: (patches, 3, T, p·p), filled at index `frame` of T.
     """
     height, width, _ = pixels.shape

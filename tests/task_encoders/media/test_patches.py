@@ -5,11 +5,13 @@ import io
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
 
 from task_encoders.families import ModelSettings, build_sample_encoder
+from task_encoders.media.image import image_grid
 from task_encoders.media.patches import BACKENDS, frame_patches, image_patches, normalisation
 
 FAMILIES = ("qwen2_vl", "qwen3_vl")
@@ -46,6 +48,24 @@ def test_torch_resizes_as_transformers_torch_backend(family: str) -> None:
         rows, grid = image_patches(data, vision)
         values = normalisation(vision).image_values(rows)
         np.testing.assert_array_equal(values, by_torch(data, grid, vision))
+
+
+@pytest.mark.parametrize("resize", BACKENDS)
+def test_images_that_pillow_holds_in_blocks(resize: str) -> None:
+    """Of 5 megapixels: their memory is not handed out."""
+    vision = build_sample_encoder("qwen2_vl", resize=resize, max_pixels=200_000).vision  # type: ignore[attr-defined]
+    image = Image.open(io.BytesIO(png(np.random.default_rng(3), 2500, 2000)))
+    with pytest.raises(ValueError, match="not contiguous"):
+        pa.array(image.convert("RGB"))
+    grid = image_grid(image.height, image.width, vision)
+    rows = frame_patches([image.convert("RGB")], grid, 1, vision)
+    size = grid[2] * 14, grid[1] * 14
+    expected = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
+    expected = torch.nn.functional.interpolate(expected, size[::-1], mode="bicubic", antialias=True)
+    pixels = expected[0].permute(1, 2, 0).numpy()
+    if resize == "pil":
+        pixels = np.array(image.resize(size, Image.Resampling.BICUBIC))
+    np.testing.assert_array_equal(rows[0].reshape(3, 14, 14), pixels[:14, :14].transpose(2, 0, 1))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision")
