@@ -4,7 +4,6 @@
 the first pack is read. `packed_dataset` has the calls that keep the order packs were written in.
 """
 
-import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -129,21 +128,9 @@ class Qwen2VLTaskEncoder(
         restored = self._restore(sample)
         encoded: list[EncodedSample] = []
         dropped: list[str] = []
-        key = sample.__key__.rpartition("/")[2]
-        matched = match_images(sample.image_names, key, sample.images)
-        images = {name: sample.images[member] for name, member in matched.items()}
-
-        def num_bytes(i: int) -> int:
-            names = getattr(restored.sub_samples[i], "media", ())
-            return sum(len(sample.images.get(matched.get(name, name), b"")) for name in names)
-
-        # Threads end together if the longest begin first.
-        order = sorted(range(len(restored.keys)), key=num_bytes, reverse=True)
-        encode = functools.partial(self._try_sub_sample, sample, restored, images)
-        results = dict(zip(order, map_(encode, order), strict=True))
         room = self.seq_length
-        for i, key in enumerate(restored.keys):
-            sub_sample = results[i]
+        results = self._encode_sub_samples(sample, restored, map_)
+        for key, sub_sample in zip(restored.keys, results, strict=True):
             try:
                 if isinstance(sub_sample, SampleError):
                     raise sub_sample
@@ -251,19 +238,33 @@ class Qwen2VLTaskEncoder(
 
     @contextmanager
     def _mapping(self) -> Iterator[Map]:
-        """`map`, or a thread pool's. Threads live as long as a pack: a loader's workers are forked,
-        and starting two takes 0.1 ms."""
+        """`map`, or that of threads, started for each pack: a loader forks its workers."""
         if self.encode_threads == 1:
             yield map
         else:
             with ThreadPoolExecutor(self.encode_threads) as pool:
                 yield pool.map
 
-    def _try_sub_sample(self, *of_pack: Any) -> EncodedSample | SampleError:
-        try:
-            return self._encode_sub_sample(*of_pack)
-        except SampleError as error:
-            return error
+    def _encode_sub_samples(
+        self, sample: PackedSample, restored: RestoredPack, map_: Map
+    ) -> list[EncodedSample | SampleError]:
+        matched = match_images(sample.image_names, sample.__key__.rpartition("/")[2], sample.images)
+        images = {name: sample.images[member] for name, member in matched.items()}
+
+        def encode(i: int) -> EncodedSample | SampleError:
+            try:
+                return self._encode_sub_sample(sample, restored, images, i)
+            except SampleError as error:
+                return error
+
+        sizes = [
+            sum(len(sample.images.get(matched.get(n, n), b"")) for n in getattr(sub, "media", ()))
+            for sub in restored.sub_samples
+        ]
+        # Threads end together if the largest begin first.
+        order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
+        results = dict(zip(order, map_(encode, order), strict=True))
+        return [results[i] for i in range(len(order))]
 
     def _encode_sub_sample(
         self, sample: PackedSample, restored: RestoredPack, images: Mapping[str, Any], index: int

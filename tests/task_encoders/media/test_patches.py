@@ -101,7 +101,7 @@ def test_lengths_do_not_depend_on_the_backend(resize: str) -> None:
 def test_the_backend_is_known_from_what_is_stored(
     family: str, default: str, options: dict[str, str]
 ) -> None:
-    settings = ModelSettings(family=family, **options)
+    settings = ModelSettings.model_validate({"family": family, **options})
     assert settings.resize == options.get("resize", default)
     stored = settings.model_dump(mode="json")
     assert ModelSettings.model_validate(stored) == settings
