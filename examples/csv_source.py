@@ -3,8 +3,8 @@
     source: {format: "examples.csv_source:CsvSource", path: data/vqa.csv, task: vqa}
 
 The class must be importable where the pipeline runs (installed, or on PYTHONPATH). It says how the
-source is cut into parts, and what the records of a part are. Everything else is done for it: images
-are found below the source's folder, bad records set aside, packs written from the locators.
+source is split into parts, and what the records of a part are. The rest is done for it: images are
+found below the source's folder, bad records set aside, packs written from the locators.
 """
 
 import csv
@@ -34,7 +34,7 @@ class CsvSource(Source):
         return Scan(tuple(parts), hash_bytes(data))
 
     def records(self, part: SourcePart) -> Iterator[SourceRecord]:
-        """Each line, with a locator by which it is found again when packs are written."""
+        """Each line, with a locator that finds it again when packs are written."""
         offset, sizes = part.items
         for size in sizes:
             locator = Locator("bytes", str(self.file_name), offset, size)

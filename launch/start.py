@@ -1,8 +1,7 @@
 """Start a node's ranks: `python -m launch.start [TORCHRUN OPTIONS] -- CONFIG [key.sub=value ...]`.
 
-Like torchrun, but a mistake in the command, the configuration, the environment or the data is
-reported in one line before any rank starts, and a failing rank says why itself: no torchrun
-traceback.
+Like torchrun, but mistakes in command, configuration, environment or data are reported in one line
+before any rank starts, and a failing rank says why itself: no torchrun traceback.
 
 Exit status: the first failing rank's, or 128 and the number of the signal that stopped the run.
 """

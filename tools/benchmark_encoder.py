@@ -1,11 +1,11 @@
-"""What encoding a pack costs, against transformers' processor and against the least it can.
+"""What encoding a pack costs, compared with transformers' processor and with its lower bound.
 
     python tools/benchmark_encoder.py --images 60
 
 JPEGs of 0.3 to 3 megapixels with a short dialogue each, in packs of 8,192 tokens, through the task
 encoder on one core, in processor time. The reference is transformers' Pillow image processor and
 tokenizer per sub-sample; the floor of a backend is decoding and resizing by Pillow's, numpy's and
-torch's plain calls. Each is measured in turns, so that a busy neighbour slows all; the least time
+torch's plain calls. They run in turns, so that a busy neighbour slows all; the shortest time
 counts. Two threads are compared with one in elapsed time: that needs two idle cores.
 """
 
@@ -54,7 +54,7 @@ def sample_of(i: int) -> SourceSample:
 
 
 def make_packs(encoder: Any, files: list[bytes]) -> list[PackedSample]:
-    """The samples in order, as many to a pack as fit."""
+    """The samples in order, as many per pack as fit."""
     packs: list[list[int]] = []
     room = 0
     for i, data in enumerate(files):
@@ -110,7 +110,7 @@ def run_transformers(processor: Any, files: list[bytes]) -> None:
 def least_times(
     ways: dict[str, Callable[[], object]], clock: Callable[[], float]
 ) -> dict[str, float]:
-    """Seconds of each way."""
+    """The shortest time of each function, in seconds."""
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(ROUNDS):
         for name, run in ways.items():
@@ -145,7 +145,7 @@ def main() -> None:
         ways[f"{name} floor"] = partial(resize_only, encoder, files)
         for transport in ("float32", "uint8"):
             made = task_encoder(resize=name, pixel_transport=transport)
-            sizes[transport] = encode_packs(made, packs)  # and what is compiled or loaded once
+            sizes[transport] = encode_packs(made, packs)  # also compiles and loads once
             ways[f"{name} {transport}"] = partial(encode_packs, made, packs)
             for number in (1, 2):
                 made = task_encoder(resize=name, pixel_transport=transport, encode_threads=number)

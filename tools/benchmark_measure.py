@@ -5,17 +5,17 @@
 The same JPEG and text pairs (0.75 to 3 megapixels, about 1.2 kB of text), on one core, in one run:
 
     transformers   the model's image processor and tokenizer, for the length alone
-    floor          image headers with Pillow, JSON with orjson, the text with tiktoken; nothing else
+    floor          only image headers with Pillow, JSON with orjson, text with tiktoken
     measure        what `offline-packing measure` does, from files to a part of the index
 
-Times are those of the processor: other work on the machine does not count. Every length of
+Times are processor times: other work on the machine does not count. Every length of
 `measure` is compared with transformers'.
 
-With --videos also, on as many H.264 clips of 10 s at 640x360 and as many WebM ones:
+With --videos N, also on N H.264 clips of 10 s at 640x360 and N WebM ones:
 
     header         frames, rate and size, as `measure` reads them
     libavformat    the same from PyAV, packets counted
-    decode         the frames that training takes, as patches: what a length costs without a header
+    decode         the frames for training, as patches: what a length costs without a header
 """
 
 import argparse
@@ -72,7 +72,7 @@ def draw_pairs(folder: Path, count: int, seed: int = 0) -> None:
 
 
 def run_transformers(folder: Path, count: int, processor: object) -> list[int]:
-    """Lengths as transformers' processor has them; the newline behind the end is not trained."""
+    """Lengths by transformers' processor; the newline after the end token is not trained."""
     lengths = []
     for i in range(count):
         record = orjson.loads((folder / f"{i:06d}.json").read_bytes())
@@ -159,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-samples", type=int, default=2000)
     parser.add_argument("--folder", type=Path, help="where to draw the data (default: temporary)")
-    parser.add_argument("--videos", type=int, default=0, help="also videos, so many of each kind")
+    parser.add_argument("--videos", type=int, default=0, help="also this many videos of each kind")
     arguments = parser.parse_args()
     if arguments.videos:
         benchmark_videos(arguments.videos)

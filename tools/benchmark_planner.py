@@ -84,7 +84,7 @@ def speed(
 @click.option("--folder", type=click.Path(path_type=Path), default=IMAGES, show_default=True)
 def plots(rows: TextIO, folder: Path) -> None:
     """Draw the rows that speed saved: gap and CPU seconds of all methods on every law."""
-    # A method that was measured again on a law counts as measured last.
+    # If a method was measured on a law more than once, the last row counts.
     found = {(row["law"], row["method"]): row for row in map(json.loads, rows)}
     folder.mkdir(parents=True, exist_ok=True)
     draw_gap(list(found.values()), folder / "planner_gap.png")
@@ -97,12 +97,12 @@ def plots(rows: TextIO, folder: Path) -> None:
 @click.option("--law", "laws", multiple=True, default=LAWS, help="A law or a measured index.")
 @click.option("--window", default=1000, show_default=True)
 def streaming(samples: int, seq_length: int, laws: Sequence[str], window: int) -> None:
-    """Fill and age of samples where windows are packed one after the other, with carry-over."""
+    """Fill and age of samples when windows are packed in sequence, with carry-over."""
     print_table([_stream(law, samples, WindowOptions(seq_length, window)) for law in laws])
 
 
 def _stream(law: str, samples: int, options: WindowOptions) -> dict[str, Any]:
-    """One row: a whole stream, with what waits at its end; the CPU time is that of a warm run."""
+    """One row: a whole stream, with what is pending at its end; CPU time of a warm run."""
     lengths = draw_lengths(law, samples)
     lengths = lengths[lengths <= options.seq_length]
     warm = WindowPlanner(options)
@@ -180,7 +180,7 @@ def _scale_here(path: Path, seq_length: int, shuffle: bool, disk: bool) -> dict[
     "--patches", multiple=True, type=int, default=(30_000, 22_000, 20_000, 19_500, 16_000)
 )
 def budgets(samples: int, seq_length: int, patches: Sequence[int]) -> None:
-    """Tokens and vision patches at once, SFT law."""
+    """Limits on tokens and on vision patches at once, SFT law."""
     tokens, vision = draw_sft(samples)
     plan_packs(tokens[:2000], seq_length, budgets={"patches": (vision[:2000], 22_000)})
     rows = []
@@ -221,7 +221,7 @@ def _patches_for(law: str, tokens: np.ndarray) -> np.ndarray:
 @click.option("--samples", default=100_000, show_default=True)
 @click.option("--packs-per-shard", default=1000, show_default=True)
 def assignment(samples: int, packs_per_shard: int) -> None:
-    """What balance and locality give, and cost in packs."""
+    """What balance and locality gain, and what they cost in packs."""
     rows = []
     for law in ("captions", "sft", "narrow"):
         for seq_length in (8192, 32_768):
@@ -250,7 +250,7 @@ def assignment(samples: int, packs_per_shard: int) -> None:
 
 
 def _locality(law: str, samples: int, packs_per_shard: int) -> dict[str, Any]:
-    """Reading for one output shard, from source shards of twice its size, in blocks."""
+    """What one output shard reads, in blocks, from source shards of twice its size."""
     tokens = draw_lengths(law, samples)
     plan = plan_packs(
         tokens,

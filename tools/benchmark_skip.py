@@ -1,9 +1,9 @@
-"""What `source.skip` costs: measuring new samples among many that another output holds.
+"""What `source.skip` costs: measuring new samples among many that another output already has.
 
     python tools/benchmark_skip.py [--samples 60000] [--new 600] [--folder /tmp/skip]
 
-Makes captioning pairs, packs all but the new ones, then measures two ways into outputs of their
-own: everything, and with `source.skip` what is new. Prints processor time (of this process, which
+Makes captioning pairs, packs all but the new ones, then measures into two outputs:
+everything, and with `source.skip` only the new ones. Prints processor time (of this process, which
 does all the work: engine.workers=0) and how many samples are in both outputs.
 """
 
@@ -27,8 +27,8 @@ from tests.helpers.datasets import WORDS, image_bytes, write_json
 
 
 def make_pairs(root: Path, first: int, end: int) -> None:
-    """Pictures of some sizes, in folders of 1,000, with captions as long as ShareGPT4V's: some 940
-    characters in the mean."""
+    """Pictures of some sizes, in folders of 1,000, with captions as long as ShareGPT4V's: about 940
+    characters on average."""
     rng = np.random.default_rng(first)
     images = [image_bytes(28 * (4 + i), 28 * (12 - i)) for i in range(8)]
     for i in range(first, end):
@@ -67,7 +67,7 @@ def main() -> None:
         folder = arguments.folder or Path(scratch)
         data, old = folder / "data", make_run(folder / "data", folder / "old")
         make_pairs(data, 0, arguments.samples - arguments.new)
-        samples = measure(old)  # also loads the tokenizer, which is no part of either
+        samples = measure(old)  # also loads the tokenizer, which counts for neither
         write(old, samples, plan(old, samples))
         make_pairs(data, arguments.samples - arguments.new, arguments.samples)
         new = make_run(data, folder / "new", skip=folder / "old")

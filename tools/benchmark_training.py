@@ -4,9 +4,9 @@
     python tools/benchmark_training.py out/packed_8k --shapes 2b --steps 60
 
 Writes results.json, table.md and steps.png to --output. Each mode runs in a process of its own: one
-warm-up, then steps of one row each, forward, backward and optimizer. The words of the model called
-"cpu" are folded to 1,024: behind so small a decoder, the output layer of 151,936 words would take
-nearly all of the time, and it never sees padding. On a CPU, seconds are processor seconds of one
+warm-up, then steps of one row each, forward, backward and optimizer. The vocabulary of the model
+"cpu" is folded to 1,024: after so small a decoder, an output layer for 151,936 tokens would take
+nearly all the time, and it never sees padding. On a CPU, seconds are processor seconds of one
 thread, so that a busy neighbour does not count.
 """
 
@@ -41,7 +41,7 @@ from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 
 FOLDED_WORDS: Final = 1024
 
-#: Models by name. "cpu": a decoder that takes nearly all of the time, as in a large model.
+#: Models by name. "cpu": its decoder takes nearly all of the time, as in a large model.
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "cpu": {
         "text": {
@@ -72,7 +72,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
 @click.option("--steps", type=int, help="Per mode, at most; default: one pass over the samples.")
 @click.option("--workers", default=0, show_default=True, help="Loader processes.")
 @click.option("--padded-batch", type=int, help="Samples per padded row; default: as in a pack.")
-@click.option("--buffer", default=100, show_default=True, help="Samples in the online packer's.")
+@click.option("--buffer", default=100, show_default=True, help="Samples the online packer buffers.")
 @click.option("--output", type=click.Path(path_type=Path), default=Path("out/benchmark_training"))
 def main(
     packed: Path,
@@ -144,7 +144,7 @@ def run_mode(
 def timed(
     batches: Iterator[PackedBatch], clock: Callable[[], float]
 ) -> Iterator[tuple[float, PackedBatch]]:
-    """Each batch with the seconds that it took to come."""
+    """Each batch with the seconds it took to arrive."""
     while True:
         started = clock()
         batch = next(batches, None)
@@ -202,7 +202,7 @@ def count_step(batch: PackedBatch) -> dict[str, float]:
 
 
 def peak_memory_gib(is_cuda: bool) -> float:
-    """Of the device, or of this process."""
+    """Peak memory of the device, or of this process on a CPU."""
     if is_cuda:
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

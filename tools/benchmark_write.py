@@ -1,11 +1,11 @@
-"""How fast `write` is, beside `cat`, `cp` and the usual road over webdataset's TarWriter.
+"""How fast `write` is, compared with `cat`, `cp` and the usual way with webdataset's TarWriter.
 
     python tools/benchmark_write.py [--samples 2000] [--rounds 3] [--folder FOLDER]
 
-All read the same loose JPEG and JSON files, which are in the page cache, and sync what they wrote.
+All read the same loose JPEG and JSON files from the page cache, and sync what they write.
 They take turns, so that a busy neighbor slows all of them; the best round of each counts. `write`
-runs in one process, with its index files, Energon metadata and manifest; the usual road has the
-packs as loose files first, then tars, then `energon prepare`. Every round must give the same bytes.
+runs in one process, with its index files, Energon metadata and manifest; the usual way writes
+packs as loose files first, then tars, then `energon prepare`. All rounds must write the same bytes.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def make_samples(folder: Path, count: int) -> None:
 
 
 def make_run(source: Path, output: Path) -> Run:
-    """A measured and planned stage in this process."""
+    """A measured and planned run in this process."""
     config = parse_config(
         {
             "source": {"format": "pairs", "path": str(source), "task": "captioning"},
@@ -83,13 +83,13 @@ def cat_files(files: list[Path], target: Path) -> None:
 
 
 def copy_one(tar: Path, target: Path) -> None:
-    """`cp` of one large file that holds the same bytes; it has to open no other."""
+    """`cp` of one large file with the same bytes; no other has to be opened."""
     subprocess.run(["cp", "--reflink=never", tar, target], check=True)
     subprocess.run(["sync", target], check=True)
 
 
 def write_webdataset(packs: list[list[Path]], target: Path) -> None:
-    """The usual road to the same result: packs as loose files, TarWriter, `energon prepare`."""
+    """The usual way to the same result: packs as loose files, TarWriter, `energon prepare`."""
     loose, shards = target / "raw_packing_data", target / "shards"
     loose.mkdir(parents=True)
     shards.mkdir()
@@ -120,7 +120,7 @@ def _tar_and_prepare(loose: Path, shards: Path, num_packs: int) -> None:
 
 
 def tar_writer_alone(packs: list[list[Path]], target: Path) -> None:
-    """webdataset's TarWriter over the source's files, without packs and metadata."""
+    """webdataset's TarWriter on the source's files, without packs and metadata."""
     with open(target, "wb") as file:
         with webdataset.TarWriter(file) as writer:
             for image in (image for images in packs for image in images):
@@ -163,7 +163,7 @@ def _own_peak(_: int) -> float:
 
 
 def main() -> None:
-    """Print one line per road."""
+    """Print one line per way."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
@@ -205,7 +205,7 @@ def run(base: Path, num_samples: int, rounds: int) -> None:
 
 
 def run_round(source: Path, files: list[Path], output: Path, target: Path) -> dict[str, float]:
-    """Seconds of each road."""
+    """Seconds of each way."""
     run = make_run(source, output)
     packs = open_plan(run).packs
     images = [path for path in files if path.suffix == ".jpg"]  # in the order of the index
@@ -215,7 +215,7 @@ def run_round(source: Path, files: list[Path], output: Path, target: Path) -> di
         "offline-packing write": partial(write, run),
         "cp, one file": partial(copy_one, target.with_name("one"), target),
         "TarWriter alone": partial(tar_writer_alone, image_packs, target),
-        "TarWriter, the whole road": partial(write_webdataset, image_packs, target),
+        "TarWriter, the whole way": partial(write_webdataset, image_packs, target),
     }
     taken = {}
     for road, function in roads.items():

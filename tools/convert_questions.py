@@ -8,11 +8,11 @@ FORMAT is any source format of `offline-packing`. A pair has one image and one c
     a.jpg: "What is it?", "Which colour?"   copies    a.jpg a.json  a_1.jpg a_1.json
                                             dialogue  a.jpg a.json with two turns
 
-As a dialogue the image costs its tokens once, and later questions see the earlier answers. A record
+In a dialogue the image costs its tokens once, and later questions see the earlier answers. A record
 whose question and answer are lists asks several questions too. One with messages is a conversation,
-whose later turns may mean the earlier ones: copies keep it whole. Samples
-without an image are written as they are, those with several are left out and listed. A dialogue may
-outgrow a sequence: --max-turns.
+whose later turns may refer to earlier ones: copies keep it whole. Samples without an image are
+written unchanged, those with several are left out and listed. --max-turns keeps dialogues from
+outgrowing a sequence.
 """
 
 import argparse
@@ -39,7 +39,7 @@ FORMS: Final = ("copies", "dialogue")
 
 
 class Found(NamedTuple):
-    """A sample, where its image lies and the image's extension; None and '' for text only."""
+    """A sample, its image's place and its image's extension; None and '' for text only."""
 
     sample: SourceSample
     place: Locator | None
@@ -53,7 +53,7 @@ def read_samples(
     `skipped`.
 
     Args:
-        split_lists: a record with a list of questions is a sample for each of them.
+        split_lists: a record with a list of questions is one sample per question.
     """
     for part in source.scan(4096).parts:
         for record in source.records(part):
@@ -64,7 +64,7 @@ def read_samples(
                 if len(sample.images) > 1 or sample.videos:
                     raise SampleError(
                         "bad_record",
-                        f"{len(sample.images)} images, {len(sample.videos)} videos: no pair",
+                        f"{len(sample.images)} images, {len(sample.videos)} videos: not a pair",
                     )
                 found = _find_image(source, record, sample)
                 has_dialogue = any(record.content.get(name) for name in DIALOGUE_FIELDS)
@@ -85,7 +85,7 @@ def _find_image(source: Source, record: SourceRecord, sample: SourceSample) -> F
 
 
 def merge_turns(samples: Sequence[SourceSample]) -> SourceSample:
-    """One dialogue of samples that have the same single image, which its first question shows."""
+    """One dialogue from samples with the same single image, shown with its first question."""
     first, *others = samples
     turns = list(first.turns)
     for sample in others:
@@ -99,7 +99,7 @@ def group_by_image(found: Iterator[Found], max_turns: int) -> Iterator[Found]:
     """Samples of the same image as one dialogue, in the order in which images first appear.
 
     Args:
-        max_turns: a dialogue that would have more goes on in another sample.
+        max_turns: a dialogue that would have more continues in another sample.
     """
     groups: dict[tuple[Locator, str | None] | int, list[Found]] = {}
     for i, one in enumerate(found):  # a text stays by itself
@@ -158,7 +158,7 @@ def _put_image(source: Source, place: Locator, path: Path, copies: dict[str, Pat
         return
     try:
         os.link(first, path)
-    except OSError:  # no links here, or too many of one file
+    except OSError:  # no links on this file system, or too many of one file
         shutil.copyfile(first, path)
 
 

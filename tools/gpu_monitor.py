@@ -12,7 +12,7 @@ class GpuMonitor:
     """Samples while the block runs.
 
     Attributes:
-        samples: (seconds since the start, watts, per cent of time busy).
+        samples: (seconds since the start, watts, per cent of the time busy).
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""Kill runs at random moments, run them again, and compare with a run that nobody disturbed.
+"""Kill runs at random moments, run them again, and compare with an undisturbed run.
 
     python tools/kill_test.py [--kills 200] [--workers 0] [--seed 0]
 
 Each trial packs a small dataset into a new folder in a process of its own and kills it (SIGKILL,
-with its workers) at a random moment of measure, plan or write. What then stands under a final name
+with its workers) at a random moment of measure, plan or write. Whatever then has a final name
 must be complete: equal to the undisturbed run's file. One rerun in three is killed again. The last
 rerun must end with the undisturbed run's files, byte for byte (of the sqlite index: row for row),
 and nothing else.
@@ -164,11 +164,11 @@ def trial(
 
 
 def run(base: Path, num_kills: int, workers: int, seed: int) -> Counter[str]:
-    """Trials until there were so many kills; returns the kills by stage."""
+    """Trials until `num_kills` kills; returns the kills by stage."""
     dice = random.Random(seed)
     make_samples(base / "source", 0, 60)
     reference = make_config(base / "source", base / "reference", workers)
-    open_encoder(reference.model)  # what is loaded before the fork need not be loaded after it
+    open_encoder(reference.model)  # loaded once, before the forks
     pack(make_config(base / "source", base / "warm", 0))
     begin = time.perf_counter()
     if not ended_well(start(lambda: pack(reference))):
@@ -196,7 +196,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         kills = run(Path(name), arguments.kills, arguments.workers, arguments.seed)
     stages = ", ".join(f"{run} {count}" for run, count in sorted(kills.items()))
-    print(f"{kills.total()} kills ({stages}); every rerun gave the undisturbed run's files")
+    print(f"{kills.total()} kills ({stages}); every rerun wrote the undisturbed run's files")
 
 
 if __name__ == "__main__":

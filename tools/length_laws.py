@@ -1,4 +1,4 @@
-"""Seeded laws of sample lengths for the benchmarks, near to those of vision-language data."""
+"""Seeded laws of sample lengths for the benchmarks, close to those of vision-language data."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def draw_lengths(law: str, num_samples: int, seed: int = 1234) -> np.ndarray:
     """Tokens per sample, int32 (num_samples,), all in 1..8192.
 
     captions: images of all sizes with a caption; sft: text, single images, conversations, long
-    ones; uniform: 1..8192; half: 40% above half of 8192; narrow: 596 tokens plus a short text.
+    ones; uniform: 1..8192; half: 40% above 4096 tokens; narrow: 596 tokens plus a short text.
     Any other law is the path of a measured index, from which samples are drawn with replacement:
     a folder of its Parquet parts, or the output folder of a packing run. Its lengths may exceed
     8192. Raises ValueError if there is none.

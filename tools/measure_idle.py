@@ -2,8 +2,8 @@
 
 python tools/measure_idle.py --samples 6000 --ranks 8 --workers 2
 
-Writes one text sample per pack that holds the pack's cost (sum of squared lengths), reads it as
-every rank in turn, and compares the idle share with what ``pack_order.idle_share`` predicts.
+Writes one text sample per pack with the pack's cost (sum of squared lengths), reads them as every
+rank in turn, and compares the idle share with what ``pack_order.idle_share`` predicts.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""Floating point operations that a model needs for a row: of real tokens, not of padding.
+"""Floating point operations that a model needs for the real tokens of a row, not for padding.
 
 Counted as Megatron does (Narayanan et al., 2021, https://arxiv.org/abs/2104.04473, appendix): two
 per multiply-add, matrix products only, the backward pass twice the forward, recomputation not
@@ -9,14 +9,14 @@ from typing import Any, Final
 
 import torch
 
-#: Dense bfloat16 operations per second, by what torch calls the device.
+#: Dense bfloat16 operations per second, by torch's name of the device.
 PEAK_FLOPS: Final = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 
 FORWARD_AND_BACKWARD: Final = 3
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Of a device in PEAK_FLOPS, else None."""
+    """Operations per second of a device in PEAK_FLOPS, else None."""
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)
 
 

@@ -1,10 +1,10 @@
 """Packing functions of other projects, called the way those projects call them.
 
 Each takes lengths as a list and returns packs as lists of sample indices. A project that is not
-installed is named as missing; nothing is installed from here. Two rows stand for a project whose
-method sees only some samples at a time: the method on all of them, and what the project does.
+installed is named as missing; nothing is installed from here. A project whose method sees only some
+samples at a time has two rows: the method on all of them, and what the project does.
 
-Read against the sources, at these commits: ms-swift 3602360, TRL f2cd577, LLaMA-Factory ff6d4d1,
+Checked against the sources at these commits: ms-swift 3602360, TRL f2cd577, LLaMA-Factory ff6d4d1,
 LightBinPack 0e19c12, binpacking 0eadddd.
 """
 
@@ -40,7 +40,7 @@ def _load_file(package: str, *path: str) -> ModuleType:
     assert module_spec is not None
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses look their module up
+    sys.modules[module_spec.name] = module  # dataclasses look up their module
     module_spec.loader.exec_module(module)
     return module
 
@@ -79,7 +79,7 @@ def _binpacking(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[in
 
 def _ms_swift(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[int]]:
     """PackingDataset.create_packed_idx: 1,000 samples at a time (PACKING_BATCH_SIZE); the last pack
-    of all windows but the last is taken apart, its samples go first in the next one."""
+    of every window but the last is taken apart, its samples come first in the next one."""
     import binpacking
 
     packs: list[list[tuple[int, int]]] = []
@@ -93,7 +93,7 @@ def _ms_swift(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[int]
 
 
 def _in_batches(pack: PeerFunction) -> PeerFunction:
-    """Each 1,000 samples by themselves, as `Dataset.map` with batches calls a function."""
+    """Every 1,000 samples separately, as `Dataset.map` with batches calls a function."""
 
     def pack_batches(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[int]]:
         return [

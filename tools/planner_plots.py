@@ -13,12 +13,12 @@ from matplotlib.axes import Axes
 from planner_peers import OWN, PEERS
 
 _OWN_COLORS = ("#08306b", "#2f7fbf", "#9ecae1")
-#: In the order of PEERS; what a project does is a darker shade of its method.
+#: In the order of PEERS; what a project does has a darker shade of its method's colour.
 _PEER_COLORS = (
     *("#7f2704", "#d94801", "#fdae6b", "#bf812d"),
     *("#666666", "#c9a227", "#b07aa1", "#6a3d7c"),
 )
-_LEAST_GAP = 0.001  # per cent; what is closer to the bound is drawn here
+_LEAST_GAP = 0.001  # per cent; smaller gaps are drawn here
 
 
 def _bars(axes: Axes, rows: Sequence[dict[str, Any]], column: str, least: float) -> None:

@@ -33,7 +33,7 @@ def _measure_here(
     method: str, law: str, num_samples: int, seq_length: int, repeat: int
 ) -> dict[str, Any]:
     lengths = draw_lengths(law, num_samples)
-    lengths = lengths[lengths <= seq_length]  # few peers say what they do with longer ones
+    lengths = lengths[lengths <= seq_length]  # few peers define what happens to longer ones
     run: Callable[[Any], Any]
     if method in PEERS:
         run, given = lambda x: PEERS[method].function(x, seq_length), lengths.tolist()

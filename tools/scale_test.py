@@ -2,8 +2,8 @@
 
     python tools/scale_test.py [--rows 10_000_000] [--limit-gib 4] [--folder FOLDER]
 
-The rows look like those of `{img,json}` pairs; only the files that they name are missing. The dry
-write makes every shard's task and its rows as Python objects, as a worker does, but reads nothing.
+The rows look like those of `{img,json}` pairs, but the files that they name do not exist. The dry
+write builds every shard's task and its rows as Python objects, as a worker does, but reads nothing.
 """
 
 import argparse

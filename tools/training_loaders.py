@@ -1,6 +1,6 @@
 """The same samples in three forms: padded to the longest of a batch, packed online, packed offline.
 
-All three are rows of the same kind, computed by the same model and kernels; only what is in a row
+All three are rows of the same kind for the same model and kernels; only the content of a row
 differs. A padded batch of B samples is a row of B segments of the same length, padding included.
 """
 
@@ -45,7 +45,7 @@ Members = Mapping[str, bytes]
 def write_unpacked(packed: Path, folder: Path, seed: int = 0) -> int:
     """Write the samples of a packed folder's train split one by one, in random order.
 
-    Every sample is a pack of its own, so that the same task encoder reads it. Returns how many.
+    Every sample becomes a pack, so that the same task encoder reads it. Returns how many.
     """
     singles = [
         single

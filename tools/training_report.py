@@ -57,7 +57,7 @@ def render_table(summaries: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Step times over time, and on a GPU power and utilisation under them."""
+    """Step times over time, and below them, on a GPU, power and utilisation."""
     with_gpu = any(result["gpu"] for result in results.values())
     rows = 3 if with_gpu else 1
     figure, grid = plt.subplots(
