@@ -154,7 +154,7 @@ class Qwen2VLTaskEncoder(
             pixel_transport=self.pixel_transport,
             map_=map_,
         )
-        keys = [sub_sample.key for sub_sample in encoded]
+        keys = [one.key for one in encoded]
         return PackedRowSample.derive_from(sample, row=row, sub_sample_keys=keys, dropped=dropped)
 
     @stateless
@@ -184,11 +184,8 @@ class Qwen2VLTaskEncoder(
         return deal_evenly(built, dataset, worker_rotation_offset)
 
     def _check_datasets(self, datasets: Sequence[LoadedDataset]) -> None:
-        """The environment against what the datasets declare, our settings against theirs.
-
-        Raises:
-            PackingSettingsError: they differ.
-        """
+        """Raise PackingSettingsError where the environment or these settings differ from what the
+        datasets declare."""
         # Never unset: Energon's get_val_datasets hands over the datasets of a blend one by one.
         self.is_blend = self.is_blend or len(datasets) > 1
         for loaded in datasets:
