@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from launch.packed_attention import BACKENDS
 from task_encoders.families import FAMILIES
@@ -14,6 +14,11 @@ from task_encoders.field_types import one_of
 
 #: Families whose language model is built of megatron-core's layers here.
 TRAINED: Final = tuple(name for name, family in FAMILIES.items() if family.megatron_core)
+
+#: What is left to do with a model that transformers has not.
+ELSEWHERE: Final = (
+    "train it with its own code, on batches as launch/megatron_lm_batch.py takes them"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    family: Annotated[str, one_of(TRAINED)] = TRAINED[0]
+    family: Annotated[str, one_of(FAMILIES)] = TRAINED[0]
     #: folder of a Hugging Face checkpoint (safetensors); None: random weights
     checkpoint: Path | None = None
     #: without a checkpoint: sizes, a name in the family's presets
@@ -80,6 +85,15 @@ class ModelConfig(BaseModel):
     recompute: Literal["none", "full"] = "none"
     #: parts that are not trained: the projector is the vision tower's merger
     freeze: frozenset[Literal["vision", "projector", "language"]] = frozenset()
+
+    @field_validator("family")
+    @classmethod
+    def _check_family(cls, family: str) -> str:
+        if family not in TRAINED:
+            has_model = FAMILIES[family].transformers_name is not None
+            remedy = "use python -m launch.transformers_trainer" if has_model else ELSEWHERE
+            raise ValueError(f"{family} is not built of megatron-core's layers here; {remedy}")
+        return family
 
     @model_validator(mode="after")
     def _check(self) -> "ModelConfig":
@@ -132,8 +146,21 @@ class ModelConfig(BaseModel):
         return config_of_preset(self.family, self.preset, self.text, self.vision, **whole)
 
 
-def _read_config(folder: Path, family: str, config_class: Any) -> Any:
-    """The config of a checkpoint folder."""
+def family_of_checkpoint(folder: Path) -> str:
+    """The family whose model in transformers a checkpoint folder holds, dense or of experts.
+
+    Raises:
+        ValueError: there is no config.json, or it names another model.
+    """
+    found = _model_type(folder)
+    for name in (name for name, family in FAMILIES.items() if family.transformers_name):
+        if transformers_classes(name).config.model_type == found.removesuffix("_moe"):
+            return name
+    raise ValueError(f"checkpoint {folder} is a {found!r}, of no family here; {ELSEWHERE}")
+
+
+def _model_type(folder: Path) -> str:
+    """What a checkpoint folder says that it holds."""
     from transformers import PreTrainedConfig
 
     if not (folder / "config.json").is_file():
@@ -142,7 +169,12 @@ def _read_config(folder: Path, family: str, config_class: Any) -> Any:
             "checkpoint"
         )
     values, _ = PreTrainedConfig.get_config_dict(folder)
-    found = values.get("model_type")
+    return str(values.get("model_type"))
+
+
+def _read_config(folder: Path, family: str, config_class: Any) -> Any:
+    """The config of a checkpoint folder."""
+    found = _model_type(folder)
     if found != family:
         raise ValueError(f"checkpoint {folder} is a {found!r}; set family: {found}")
     return config_class.from_pretrained(folder)

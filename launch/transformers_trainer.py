@@ -10,28 +10,45 @@ What goes wrong without a word otherwise, and is taken care of here:
 - torch's DataParallel slices in the same way
 - recurrent layers carry their state across samples (`isolate_segments`)
 
-Run as a module it trains a tiny model on packs:
+Run as a module it trains a model of any family that transformers has on packs:
 
     OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_VQA=1 \\
-        python -m launch.transformers_trainer out/packed out/checkpoint --steps 2
+        python -m launch.transformers_trainer out/packed out/checkpoint --model FOLDER --steps 2
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from megatron.energon import WorkerConfig, get_loader
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainingArguments
+from transformers import (
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 
+from launch.data_manifest import read_packed_data
+from launch.model_config import (
+    ELSEWHERE,
+    config_of_preset,
+    family_of_checkpoint,
+    transformers_classes,
+)
 from launch.segments import isolate_segments
+from launch.train import failing_in_one_line
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.families import ModelSettings
+from task_encoders.families import FAMILIES, ModelSettings
 from task_encoders.model_inputs import to_transformers_kwargs
+from task_encoders.packed_dataset import get_packed_train_dataset
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 
 
 def collate_packed(batches: Sequence[PackedBatch]) -> dict[str, Any]:
-    """One `PackedBatch` as the arguments of transformers' Qwen2-VL.
+    """One `PackedBatch` as the arguments of transformers' models.
 
     Labels stay as they are: transformers shifts them inside, and the first of every sub-sample is
     ignored, so the number of labels that Trainer divides by is exact too.
@@ -93,22 +110,49 @@ class PackedTrainer(Trainer):
         return DataLoader(dataset, batch_size=1, num_workers=0, collate_fn=self.data_collator)
 
 
+def settings_of_packs(path: Path, **options: Any) -> tuple[ModelSettings, int]:
+    """Settings of the model and seq_length of packs, as their manifest says, but for options that
+    are not None. Packs written by others have no manifest: the rest is the family's defaults."""
+    given = {name: value for name, value in options.items() if value is not None}
+    seq_length = given.pop("seq_length", None)
+    if path.is_dir() and not (path / "manifest.json").is_file():
+        return ModelSettings.model_validate(given), seq_length or 2048
+    data = read_packed_data(path)
+    model = ModelSettings.model_validate({**data.model.model_dump(), **given})
+    return model, seq_length or data.seq_length
+
+
+def make_model(settings: ModelSettings, token_ids: Mapping[str, Any]) -> PreTrainedModel:
+    """The family's tiny preset with random weights, and with these ids of media tokens.
+
+    Raises:
+        ValueError: the family has no model in transformers.
+    """
+    if FAMILIES[settings.family].transformers_name is None:
+        raise ValueError(f"family {settings.family} has no model in transformers; {ELSEWHERE}")
+    square = {"image_size": settings.image_size, "patch_size": settings.patch_size}
+    vision = {name: size for name, size in square.items() if size}
+    config = config_of_preset(settings.family, "tiny", vision=vision, **token_ids)
+    model: PreTrainedModel = transformers_classes(settings.family).model(config)
+    return model
+
+
 @click.command()
-@click.argument("path")
+@click.argument("path", type=click.Path(path_type=Path))
 @click.argument("output")
-@click.option("--steps", default=2)
-@click.option("--seq-length", default=2048)
 @click.option(
-    "--max-pixels", default=ModelSettings().max_pixels, help="as when the packs were measured"
+    "--model", type=click.Path(path_type=Path), help="Folder of a checkpoint; else random."
 )
-def main(path: str, output: str, steps: int, seq_length: int, max_pixels: int) -> None:
-    """Train a tiny random model on the packs in PATH, and save it in OUTPUT."""
-    from megatron.energon import WorkerConfig, get_loader
-
-    from launch.model_config import ModelConfig, transformers_classes
-    from task_encoders.packed_dataset import get_packed_train_dataset
-    from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
-
+@click.option("--family", help="Instead of that of the checkpoint or the packs.")
+@click.option("--processor", help="Folder of a tokenizer, in the same way.")
+@click.option("--max-pixels", type=int, help="As when packs without a manifest were measured.")
+@click.option("--seq-length", type=int, help="Capacity of packs without a manifest.")
+@click.option("--steps", default=2)
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def main(
+    path: Path, output: str, model: Path | None, steps: int, debug: bool, **options: Any
+) -> None:
+    """Train a checkpoint, or a tiny random model, on the packs in PATH, and save it in OUTPUT."""
     args = TrainingArguments(
         output_dir=output,
         max_steps=steps,
@@ -119,18 +163,26 @@ def main(path: str, output: str, steps: int, seq_length: int, max_pixels: int) -
         report_to="none",
         use_cpu=not torch.cuda.is_available(),
     )
-    task_encoder = Qwen2VLTaskEncoder(seq_length=seq_length, max_pixels=max_pixels)
-    dataset = get_packed_train_dataset(
-        path,
-        task_encoder,
-        # After TrainingArguments, which joins the process group: rank and world size come from it.
-        worker_config=WorkerConfig.default_worker_config(num_workers=0),
-    )
-    config = ModelConfig()
-    model = transformers_classes(config.family).model(config.build_transformers_config())
-    trainer = PackedTrainer(args=args, model=model, train_dataset=PackedRows(get_loader(dataset)))
-    trainer.train()
-    trainer.save_model()
+    with failing_in_one_line(debug=debug):
+        if model is not None:
+            options["family"] = options["family"] or family_of_checkpoint(model)
+            options["processor"] = options["processor"] or str(model)
+        settings, seq_length = settings_of_packs(path, **options)
+        task_encoder = Qwen2VLTaskEncoder(seq_length=seq_length, model=settings)
+        if model is None:
+            trained = make_model(settings, task_encoder.encoder.media_token_ids)
+        else:
+            trained = AutoModelForImageTextToText.from_pretrained(model)
+        dataset = get_packed_train_dataset(
+            path,
+            task_encoder,
+            # After TrainingArguments, which joins the process group, where ranks come from.
+            worker_config=WorkerConfig.default_worker_config(num_workers=0),
+        )
+        rows = PackedRows(get_loader(dataset))
+        trainer = PackedTrainer(args=args, model=trained, train_dataset=rows)
+        trainer.train()
+        trainer.save_model()
 
 
 if __name__ == "__main__":

@@ -9,43 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
-from launch.model_config import config_of_preset, transformers_classes
 from launch.segments import isolate_segments
 from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.media.video_file import read_video_header
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
 from task_encoders.samples import SourceSample, Turn
-from task_encoders.text.qwen_templates import (
-    QWEN2_VL_TEMPLATE,
-    QWEN3_5_TEMPLATE,
-    QWEN3_VL_TEMPLATE,
-)
-from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
 from tests.helpers.texts_and_images import random_image
-from tests.helpers.tiny_checkpoints import packed_batch, randomise
-from tests.helpers.tiny_tokenizer import save_llama_tokenizer, save_with_template, tiny_tokenizer
+from tests.helpers.tiny_checkpoints import packed_batch
+from tests.helpers.tiny_families import QWEN, encoder_options, save_tokenizer, tiny_model
 from tests.helpers.videos import make_video
 
-PIXELS: dict[str, Any] = {"min_pixels": 4096, "max_pixels": 32_768}
-PIXELS |= {"video_min_pixels": 4096, "video_max_pixels": 65_536}
-SQUARE: dict[str, Any] = {"image_size": 56}
-#: Text tokens and template of a Qwen family's tokenizer.
-QWEN: dict[str, tuple[tuple[str, ...], str]] = {
-    "qwen2_vl": ((), QWEN2_VL_TEMPLATE),
-    "qwen2_5_vl": (QWEN2_5_TEXT_TOKENS, QWEN2_VL_TEMPLATE),
-    "qwen3_vl": (QWEN3_TEXT_TOKENS, QWEN3_VL_TEMPLATE),
-    "qwen3_5": (QWEN3_TEXT_TOKENS, QWEN3_5_TEMPLATE),
-}
-#: Fields of vision configs that encoders know otherwise.
-VISION = {"qwen2_5_vl": {"tokens_per_second": 2}, "llava_1_5": SQUARE}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
-EXPERTS |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 #: Images and videos of each sample.
 MEDIA = [(1, 0), (0, 0), (0, 1), (2, 0)]
-FPS = 4
+CLIP = make_video(12, 4)
 CASES = [(family, "") for family in (*QWEN, "llava_1_5")]
 CASES += [("qwen3_5", "experts"), ("llava_1_5", "plain")]
 
@@ -95,17 +73,9 @@ class Case:
         }
 
 
-CLIP = make_video(12, FPS)
-
-
 def build_case(family: str, variant: str, folder: Path) -> Case:
-    if family in QWEN:
-        text_tokens, template = QWEN[family]
-        save_with_template(tiny_tokenizer(text_tokens), template, folder)
-    else:
-        save_llama_tokenizer(folder)
-    options = PIXELS if family in QWEN else SQUARE
-    options = {**options, "template": "plain"} if variant == "plain" else options
+    save_tokenizer(family, folder)
+    options = encoder_options(family) | ({"template": "plain"} if variant == "plain" else {})
     encoder: Any = build_sample_encoder(family, str(folder), **options)
     rng = np.random.default_rng(0)
     samples = []
@@ -120,18 +90,8 @@ def build_case(family: str, variant: str, folder: Path) -> Case:
         )
         images = [random_image(rng, 100, 70) for _ in range(num_images)]
         samples.append(encoder.encode(sample, images, [CLIP] * num_videos))
-    return Case(_build_model(family, variant, encoder.media_token_ids), encoder, samples)
-
-
-def _build_model(family: str, variant: str, token_ids: dict[str, int]) -> Any:
-    text, vision = {"vocab_size": 1024}, VISION.get(family, {})
-    config = config_of_preset(family, "tiny", text, vision, **token_ids)
-    if variant != "experts":
-        return randomise(transformers_classes(family).model(config))
-    text_config = {**config.text_config.to_dict(), **EXPERTS, "model_type": "qwen3_5_moe_text"}
-    vision_config = {**config.vision_config.to_dict(), "model_type": "qwen3_5_moe_vision"}
-    sparse = Qwen3_5MoeConfig(text_config=text_config, vision_config=vision_config, **token_ids)
-    return randomise(Qwen3_5MoeForConditionalGeneration(sparse))
+    model = tiny_model(family, encoder.media_token_ids, experts=variant == "experts")
+    return Case(model, encoder, samples)
 
 
 @pytest.fixture(params=CASES, ids=["-".join(filter(None, case)) for case in CASES])
