@@ -141,7 +141,3 @@ def main() -> None:
         text = str(error) if known else f"{type(cause).__name__}: {cause} (--debug shows where)"
         click.echo(f"error: {' '.join(text.split())}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
-
-
-if __name__ == "__main__":
-    main()

@@ -47,8 +47,6 @@ _FOLDERS: Final[dict[str, tuple[float, tuple[str, ...]]]] = {
 _STORED_BY: Final = {6: Transpose.ROTATE_90, 3: Transpose.ROTATE_180, 8: Transpose.ROTATE_270}
 #: Every _TURN_EVERY-th JPEG is stored turned, every _MODE_EVERY-th picture in another mode.
 _TURN_EVERY, _MODE_EVERY = 20, 8
-
-
 #: Text and pictures of one sample stay below this, except where it is meant to be overlong.
 _MAX_NUM_TOKENS: Final = 1750
 #: In every run of _COPIES_EVERY VQA samples the first _NUM_COPIES ask about one picture.

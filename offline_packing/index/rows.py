@@ -138,16 +138,15 @@ def _through_files(
 def sums_by_source(
     samples: Index, uses: npt.NDArray[np.integer], num_sources: int, columns: Sequence[str]
 ) -> dict[str, list[int]]:
-    """Per source: `rows` of the index, those `used`, all `uses` of them, and the sums over these of
+    """Per source: rows of the index that are `used`, all `uses` of them, and the sums over these of
     `bytes` (of record and media) and of columns of integers. `uses` is (num_samples,)."""
-    names = ("rows", "used", "uses", "bytes", *columns)
+    names = ("used", "uses", "bytes", *columns)
     sums = {name: np.zeros(num_sources, np.int64) for name in names}
     first = 0
     for number, part in enumerate(samples.parts("source_id", *columns)):
         own = uses[first : first + len(part)].astype(np.int64)
         first += len(part)
-        values = {"rows": np.ones_like(own), "used": own > 0, "uses": own}
-        values["bytes"] = own * _sample_bytes(samples.paths[number])
+        values = {"used": own > 0, "uses": own, "bytes": own * _sample_bytes(samples.paths[number])}
         values |= {name: own * part[name].to_numpy() for name in columns}
         for name, column in values.items():
             np.add.at(sums[name], part["source_id"].to_numpy(), column)

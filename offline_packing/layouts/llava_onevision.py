@@ -47,7 +47,6 @@ def sample_loader(parts):
     }
 '''
 
-
 _UNFIT_TRAITS: Final[Mapping[Trait, str]] = {
     # Their packs have no place for it.
     Trait.OWN_SYSTEM: "system message",

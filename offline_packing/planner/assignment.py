@@ -82,11 +82,9 @@ def pack_in_order(
 
 
 def _ready_first(packs: Packs, lengths: np.ndarray, seq_length: int, carried: int) -> np.ndarray:
-    """Packs in the order in which a window gives them out: int64 (num_packs,).
-
-    First those with carried samples (the first ones of the pool), then full ones, many samples
-    before few so that few have to be read again, and last the others from fullest to emptiest.
-    """
+    """Packs in the order in which a window gives them out: int64 (num_packs,). First those with
+    carried samples (the first ones of the pool), then full ones, many samples before few so that
+    few have to be read again, and last the others from fullest to emptiest."""
     starts = packs.pack_offsets[:-1]
     tokens = packs.sums(lengths)
     carries = np.minimum.reduceat(packs.sample_ids, starts) < carried
@@ -107,10 +105,8 @@ def _exchange(
     state: np.ndarray,
 ) -> None:
     """Offer every group of slots a random partner of its class; swap if it evens their packs out.
-
     ``members`` int64 (num_groups, size) holds slots of one pack each, ``class_starts`` where the
-    groups of equal token sums start. A sum that an earlier swap changed is no partner.
-    """
+    groups of equal token sums start. A sum that an earlier swap changed is no partner."""
     for number in range(class_starts.shape[0] - 1):
         start = class_starts[number]
         size = class_starts[number + 1] - start

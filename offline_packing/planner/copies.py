@@ -31,11 +31,9 @@ def rounds_of_copies(copy_of: np.ndarray) -> np.ndarray:
 
 
 def deal_out_copies(copy_of: np.ndarray, num_parts: int, seed: int = 0) -> np.ndarray:
-    """The part of each sample, int32 (num_samples,): copies are spread evenly over the parts.
-
-    A part holds more than one copy of a sample only where there are more copies than parts, and
-    all parts have about the same samples.
-    """
+    """The part of each sample, int32 (num_samples,): copies are spread evenly over the parts. A
+    part holds more than one copy of a sample only where there are more copies than parts, and all
+    parts have about the same samples."""
     counts = np.bincount(copy_of)
     offsets = np.random.default_rng(seed).random(len(counts))
     parts = (rounds_of_copies(copy_of) + offsets[copy_of]) * num_parts / counts[copy_of]

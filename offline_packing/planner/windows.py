@@ -23,11 +23,9 @@ from offline_packing.planner.strategies.strategy import Packs, check_lengths, jo
 
 
 def window_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """Exact fills of the few hundred to few thousand samples of a window.
-
-    Narrow laws of lengths and broad ones have a method each; where it leaves more than 2% of the
-    tokens in unfilled packs, the other one is tried too.
-    """
+    """Exact fills of the few hundred to few thousand samples of a window. Narrow laws of lengths
+    and broad ones have a method each; where it leaves more than 2% of the tokens in unfilled packs,
+    the other one is tried too."""
     seq_length = len(counts) - 1
 
     def full_packs(composition: Composition) -> int:

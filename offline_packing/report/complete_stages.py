@@ -74,14 +74,11 @@ class CompleteStages:
 def open_complete_stages(run: Run) -> CompleteStages:
     """All complete stages of an output. Raises StageError if not even the index is complete, or a
     stage was made with other settings."""
-    manifest = read_manifest(run.workspace)
-    samples = open_index(run)
-    if not run.workspace.plan_info.exists():
-        return CompleteStages(run, samples, None, manifest)
-    plan = open_plan(run)
-    if manifest is not None:
+    manifest, samples = read_manifest(run.workspace), open_index(run)
+    plan = open_plan(run) if run.workspace.plan_info.exists() else None
+    if plan is not None and manifest is not None:
         check_layout(run, plan.hash)
-    return CompleteStages(run, samples, plan.packs, manifest)
+    return CompleteStages(run, samples, plan and plan.packs, manifest)
 
 
 @dataclass

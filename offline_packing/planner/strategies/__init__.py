@@ -10,15 +10,13 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from offline_packing.planner.strategies.auto import auto, mixed, tilted_sampling
-from offline_packing.planner.strategies.composition import Composer, expand_composition
+from offline_packing.planner.strategies.composition import Composer
 from offline_packing.planner.strategies.exact_fill import exact_fill
 from offline_packing.planner.strategies.histogram import (
     best_fit_decreasing,
-    count_lengths,
     greedy_knapsack,
+    pack_with,
 )
 from offline_packing.planner.strategies.narrow_fill import narrow_fill
 from offline_packing.planner.strategies.pattern_lp import pattern_lp
@@ -30,7 +28,7 @@ from offline_packing.planner.strategies.peers.first_fit import (
 )
 from offline_packing.planner.strategies.peers.hash_bucket import hash_bucket
 from offline_packing.planner.strategies.peers.knapsack import knapsack, to_constant_volume
-from offline_packing.planner.strategies.strategy import Packs, Strategy
+from offline_packing.planner.strategies.strategy import Strategy
 
 COMPOSERS: dict[str, Composer] = {
     "auto": auto,
@@ -42,12 +40,6 @@ COMPOSERS: dict[str, Composer] = {
     "mixed": mixed,
     "greedy_knapsack": greedy_knapsack,
 }
-
-
-def pack_with(compose: Composer, lengths: np.ndarray, seq_length: int, *, seed: int = 0) -> Packs:
-    """Packs of a composer, samples of equal length taken in their order."""
-    counts = count_lengths(lengths, seq_length)
-    return expand_composition(compose(counts, seed=seed), lengths, counts)
 
 
 STRATEGIES: dict[str, Strategy] = {

@@ -44,11 +44,9 @@ def auto(counts: np.ndarray, *, seed: int = 0) -> Composition:
 
 
 def mixed(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """As many packs as ``auto``, but of randomly mixed lengths where that is possible.
-
-    Longest first puts alike samples together; a random mix leaves far more freedom to even out
-    another quantity by exchanging samples of equal length. Takes up to some seconds.
-    """
+    """As many packs as ``auto``, but of randomly mixed lengths where that is possible. Longest
+    first puts alike samples together; a random mix leaves far more freedom to even out another
+    quantity by exchanging samples of equal length. Takes up to some seconds."""
     plain = auto(counts, seed=seed)
     for method in (
         partial(_drawn_then_auto, rest=30),

@@ -51,10 +51,8 @@ def _complete(
     counts: np.ndarray, present: np.ndarray, frames: np.ndarray, best: np.ndarray, branches: int
 ) -> tuple[int, bool, int]:
     """Depth-first search for lengths (not increasing) that fill a pack with the longest sample.
-
     Leaves ``counts`` and ``present`` as they were. Returns how many entries of ``best`` hold the
-    fill with the least room left, whether it is exact, and the steps taken.
-    """
+    fill with the least room left, whether it is exact, and the steps taken."""
     capacity = counts.shape[0] - 1
     shortest = bitset_at_least(present, 1)
     frames[0] = capacity
@@ -126,9 +124,7 @@ def _exact_fill(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def exact_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """Longest first, each completed by a bounded search for lengths that fill the pack exactly.
-
-    A pattern is used as often as the counts allow. Where the search (24 lengths at each depth,
-    4,000 steps) finds no exact fill, the fullest one found is used. ``seed`` is unused.
-    """
+    """Longest first, each completed by a bounded search for lengths that fill the pack exactly. A
+    pattern is used as often as the counts allow. Where the search (24 lengths at each depth,
+    4,000 steps) finds no exact fill, the fullest one found is used. ``seed`` is unused."""
     return from_entries(*_exact_fill(counts))

@@ -8,8 +8,10 @@ import numpy as np
 from numba import njit
 
 from offline_packing.planner.strategies.composition import (
+    Composer,
     Composition,
     as_rows,
+    expand_composition,
     from_entries,
     packs_within,
 )
@@ -22,6 +24,7 @@ from offline_packing.planner.strategies.kernels import (
     bitset_remove,
     list_of,
 )
+from offline_packing.planner.strategies.strategy import Packs
 
 
 @njit(cache=True)
@@ -112,10 +115,8 @@ def _best_fit_decreasing(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def best_fit_decreasing(counts: np.ndarray, *, seed: int = 0) -> Composition:
     """Longest first, each into the fullest pack with room: the same packs as sample by sample.
-
-    Equal lengths are placed together: as many as fit into the space of as many equal packs as
-    there are. ``seed`` is unused, the method is deterministic.
-    """
+    Equal lengths are placed together: as many as fit into the space of as many equal packs as there
+    are. ``seed`` is unused, the method is deterministic."""
     return from_entries(*_best_fit_decreasing(counts))
 
 
@@ -142,9 +143,13 @@ def _greedy_knapsack(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def greedy_knapsack(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """Fill one pack after the other, each time with the longest sample that still fits.
-
-    The greedy knapsack of LLaMA-Factory's and nanoVLM's loaders, without their quadratic search.
-    ``seed`` is unused, the method is deterministic.
-    """
+    """Fill one pack after the other, each time with the longest sample that still fits. The greedy
+    knapsack of LLaMA-Factory's and nanoVLM's loaders, without their quadratic search. ``seed`` is
+    unused, the method is deterministic."""
     return from_entries(*_greedy_knapsack(counts))
+
+
+def pack_with(compose: Composer, lengths: np.ndarray, seq_length: int, *, seed: int = 0) -> Packs:
+    """Packs of a composer, samples of equal length taken in their order."""
+    counts = count_lengths(lengths, seq_length)
+    return expand_composition(compose(counts, seed=seed), lengths, counts)

@@ -91,11 +91,9 @@ def list_of(example: Any) -> list[Any]:
 
 @njit(cache=True)
 def next_random(state: np.ndarray) -> np.uint64:
-    """Next 64 random bits; ``state`` is uint64 (1,), advanced in place.
-
-    SplitMix64 (Steele, Lea, Flood, 2014): the same numbers for a seed on every version of numpy
-    and numba, at a few nanoseconds each.
-    """
+    """Next 64 random bits; ``state`` is uint64 (1,), advanced in place. SplitMix64
+    (Steele, Lea, Flood, 2014): the same numbers for a seed on every version of numpy and numba, at
+    a few nanoseconds each."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
     z = state[0]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -133,9 +131,7 @@ def shuffle_between(ids: np.ndarray, offsets: np.ndarray, state: np.ndarray) -> 
 @njit(cache=True)
 def counting_sort(keys: np.ndarray, starts: np.ndarray, order: np.ndarray) -> None:
     """Fill ``order`` with the indices that sort ``keys``, integers from 0, ascending and stable.
-
-    ``starts[k]``: where the indices of key k begin. Ten times faster than ``np.argsort`` at 10**6.
-    """
+    ``starts[k]``: where the indices of key k begin. At 10**6 ten times faster than np.argsort."""
     ends = starts.copy()
     for index in range(keys.shape[0]):
         order[ends[keys[index]]] = index

@@ -136,11 +136,9 @@ def _draw_pack(pool: _Pool, pack: np.ndarray, first: int, state: np.ndarray) -> 
 
 @njit(cache=True)
 def _fill_part(part: np.ndarray, samples_per_pack: int, state: np.ndarray) -> np.ndarray:
-    """Exactly full packs of ``samples_per_pack`` >= 3 samples from ``part``.
-
-    ``part`` int64 (capacity + 1,) counts per length, of a mean near capacity / samples_per_pack.
-    Returns the lengths, int32 (num_packs, samples_per_pack).
-    """
+    """Exactly full packs of ``samples_per_pack`` >= 3 samples from ``part``. ``part`` int64
+    (capacity + 1,) counts per length, of a mean near capacity / samples_per_pack. Returns the
+    lengths, int32 (num_packs, samples_per_pack)."""
     capacity = part.shape[0] - 1
     num_samples = part.sum()
     tokens = (part * np.arange(part.shape[0])).sum()
@@ -168,11 +166,9 @@ def _fill_part(part: np.ndarray, samples_per_pack: int, state: np.ndarray) -> np
 
 
 def _divide(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Split ``counts`` into parts for packs of k and of k + 1 samples; returns both and k.
-
-    The second part is a range of the sorted samples: as many as its packs need, and placed such
-    that they sum to the capacity of these packs, or just below.
-    """
+    """Split ``counts`` into parts for packs of k and of k + 1 samples; returns both and k. The
+    second part is a range of the sorted samples: as many as its packs need, and placed such that
+    they sum to the capacity of these packs, or just below."""
     capacity = len(counts) - 1
     samples_below = np.append(0, np.cumsum(counts))  # samples shorter than l
     tokens_below = np.append(0, np.cumsum(counts * np.arange(len(counts))))

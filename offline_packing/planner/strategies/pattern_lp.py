@@ -81,11 +81,9 @@ def _seed_patterns(counts: np.ndarray, sizes: np.ndarray, seed: int) -> Composit
 def _solve(
     patterns: Composition, sizes: np.ndarray, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """The linear program: minimise packs, cover every length.
-
-    Returns fractional packs of each pattern, float64 (num_patterns,), what one sample of a size is
-    worth in packs, float64 (num_sizes,) >= 0, and the packs in all.
-    """
+    """The linear program: minimise packs, cover every length. Returns fractional packs of each
+    pattern, float64 (num_patterns,), what one sample of a size is worth in packs, float64
+    (num_sizes,) >= 0, and the packs in all."""
     from scipy.optimize import linprog
     from scipy.sparse import csc_matrix
 

@@ -47,11 +47,9 @@ def join_packs(parts: Sequence[Packs]) -> Packs:
 
 
 class StrategyOptions(BaseModel):
-    """What a strategy understands beside lengths, seq_length and seed: by itself nothing.
-
-    Every field has a default and a description, which is what help and guide say of it. One with
-    ``exclude``, such as an array with one entry per sample, is for callers of plan_packs only.
-    """
+    """What a strategy understands beside lengths, seq_length and seed: by itself nothing. Every
+    field has a default and a description, which is what help and guide say of it. One with
+    ``exclude``, such as an array with one entry per sample, is for callers of plan_packs only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -81,11 +79,9 @@ class Strategy:
 
 
 def check_lengths(num_tokens: np.ndarray, seq_length: int, *, first_sample: int = 0) -> np.ndarray:
-    """The lengths as contiguous int32 (num_samples,), all in 1..seq_length.
-
-    Raises ValueError for a wrong type or shape, and for the first length that no pack can hold;
-    samples are counted from ``first_sample``.
-    """
+    """The lengths as contiguous int32 (num_samples,), all in 1..seq_length. Raises ValueError for a
+    wrong type or shape, and for the first length that no pack can hold; samples are counted from
+    ``first_sample``."""
     lengths = np.asarray(num_tokens)
     if lengths.ndim != 1 or (lengths.size and lengths.dtype.kind not in "iu"):
         raise ValueError(
@@ -103,11 +99,9 @@ def check_lengths(num_tokens: np.ndarray, seq_length: int, *, first_sample: int 
 
 
 def group_into_packs(order: np.ndarray, pack_of: np.ndarray, num_packs: int) -> Packs:
-    """Packs from the pack of every placed sample.
-
-    Sample ``order[i]`` was placed i-th, into pack ``pack_of[i]``; every pack in
-    0..num_packs - 1 has a sample. Within a pack, samples stay in the order they were placed in.
-    """
+    """Packs from the pack of every placed sample. Sample ``order[i]`` was placed i-th, into pack
+    ``pack_of[i]``; every pack in 0..num_packs - 1 has a sample. Within a pack, samples stay in the
+    order they were placed in."""
     offsets = np.append(0, np.cumsum(np.bincount(pack_of, minlength=num_packs)))
     places = np.empty(len(pack_of), np.int64)
     counting_sort(pack_of, offsets, places)

@@ -179,11 +179,9 @@ def _tilted_fills(
 def tilted_fills(
     counts: np.ndarray, *, seed: int = 0, stop_packs: int = 30
 ) -> tuple[Composition, np.ndarray]:
-    """Draw exact fills until about ``stop_packs`` packs' worth of tokens or no fill is left.
-
-    Each pattern serves enough packs that about 20,000 patterns use up everything. Returns the
-    fills and the counts that are left, int64 (seq_length + 1,).
-    """
+    """Draw exact fills until about ``stop_packs`` packs' worth of tokens or no fill is left. Each
+    pattern serves enough packs that about 20,000 patterns use up everything. Returns the fills and
+    the counts that are left, int64 (seq_length + 1,)."""
     left = counts.copy()
     fills = from_entries(*_tilted_fills(left, stop_packs, random_state(seed)))
     return fills, left

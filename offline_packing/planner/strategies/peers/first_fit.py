@@ -13,8 +13,7 @@ import numpy as np
 from numba import njit
 from pydantic import Field
 
-from offline_packing.planner.strategies.composition import expand_composition
-from offline_packing.planner.strategies.histogram import count_lengths, greedy_knapsack
+from offline_packing.planner.strategies.histogram import greedy_knapsack, pack_with
 from offline_packing.planner.strategies.strategy import (
     Packs,
     Strategy,
@@ -22,17 +21,11 @@ from offline_packing.planner.strategies.strategy import (
     group_into_packs,
 )
 
-
-@Strategy
-def first_fit_decreasing(lengths: np.ndarray, seq_length: int, *, seed: int = 0) -> Packs:
-    """Longest sample first, each into the first pack with room for it.
-
-    The first pack ends up with what a greedy knapsack would choose for it: the longest sample that
-    still fits, again and again; then the second pack, and so on. So the packs, their order and
-    their samples are those of :func:`greedy_knapsack`, found with multiplicity. ``seed`` is unused.
-    """
-    counts = count_lengths(lengths, seq_length)
-    return expand_composition(greedy_knapsack(counts), lengths, counts)
+#: Longest sample first, each into the first pack with room for it. The first pack ends up with what
+#: a greedy knapsack would choose for it: the longest sample that still fits, again and again; then
+#: the second pack, and so on. So the packs, their order and their samples are the same, found with
+#: multiplicity; ``seed`` is unused.
+first_fit_decreasing = Strategy(partial(pack_with, greedy_knapsack))
 
 
 @njit(cache=True, nogil=True)
@@ -73,11 +66,9 @@ class FirstFitShuffleOptions(StrategyOptions):
 def first_fit_shuffle(
     lengths: np.ndarray, seq_length: int, *, options: FirstFitShuffleOptions, seed: int = 0
 ) -> Packs:
-    """Samples in a seeded random order, each into the first pack of its chunk with room.
-
-    Chunks of ``chunk_size`` samples are packed independently, on ``num_threads`` threads; the packs
-    follow in the order of the chunks, so that the plan does not depend on the number of threads.
-    """
+    """Samples in a seeded random order, each into the first pack of its chunk with room. Chunks of
+    ``chunk_size`` samples are packed independently, on ``num_threads`` threads; the packs follow in
+    the order of the chunks, so that the plan does not depend on the number of threads."""
     order = np.random.default_rng(seed).permutation(len(lengths))
     starts = range(0, len(lengths), options.chunk_size)
     chunks = [lengths[order[start : start + options.chunk_size]] for start in starts]

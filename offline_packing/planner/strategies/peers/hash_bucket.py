@@ -185,11 +185,9 @@ DEFAULT_PHASES: tuple[Phase, ...] = (
 
 
 def _by_potential(seeds: np.ndarray, fillers: np.ndarray, min_samples: int) -> np.ndarray:
-    """The seed lengths in the order they are tried: by the original's estimate of success.
-
-    Half of it says whether the fillers suffice for ``min_samples``, 30% how long the seed is, 20%
-    how many of the filler lengths fit beside it. Equal ones: longer first.
-    """
+    """The seed lengths in the order they are tried: by the original's estimate of success. Half of
+    it says whether the fillers suffice for ``min_samples``, 30% how long the seed is, 20% how many
+    of the filler lengths fit beside it. Equal ones: longer first."""
     filler_lengths = np.flatnonzero(fillers)
     if len(filler_lengths) == 0:
         return seeds[::-1]

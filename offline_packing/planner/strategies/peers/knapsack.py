@@ -66,10 +66,8 @@ def _balance(
     lengths: np.ndarray, num_images: np.ndarray, seq_length: int, max_images: int, num_packs: int
 ) -> np.ndarray:
     """Pack of every sample, int64 (num_samples,); some of the first ``num_packs`` may have none.
-
     Packs with the same number of images wait in one queue, the lightest (of equal ones the oldest)
-    at its head: load << 32 | pack.
-    """
+    at its head: load << 32 | pack."""
     packs = [list_of(0) for _ in range(max_images + 1)]  # heaps
     for pack in range(num_packs):
         packs[0].append(pack)

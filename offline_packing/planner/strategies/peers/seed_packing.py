@@ -83,11 +83,9 @@ def _densest_up_to(counts: np.ndarray, last: int) -> int:
 def _choose_filler(
     counts: np.ndarray, present: np.ndarray, room: int, num_samples: int, min_samples: int
 ) -> int:
-    """Next length for a pack of ``num_samples`` so far, or -1 if nothing fits.
-
-    Far from the required number of samples the shortest, close to it the length with most samples
-    per token, beyond it the longest that fits.
-    """
+    """Next length for a pack of ``num_samples`` so far, or -1 if nothing fits. Far from the
+    required number of samples the shortest, close to it the length with most samples per token,
+    beyond it the longest that fits."""
     if num_samples >= min_samples:
         length = bitset_at_most(present, room)
     elif 5 * num_samples < 4 * min_samples:
