@@ -29,7 +29,7 @@ _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @click.argument("path", type=click.Path(exists=True))
 @click.option("--to", type=click.Path(dir_okay=False, path_type=Path), default="pack.yaml")
 @click.option("--task", type=click.Choice(TASKS), help="Default: guessed from the records.")
-@click.option("--output", default="out/packed", show_default=True, help="Its output.path.")
+@click.option("--output", default="out/packed", help="Its output.path.")
 @click.option("--force", is_flag=True, help="Overwrite an existing configuration.")
 def init(path: str, to: Path, task: str | None, output: str, force: bool) -> None:
     """Look at a folder or file PATH, show how it would be read, and write a pack.yaml for it."""
@@ -72,8 +72,8 @@ def blend(folders: tuple[Path, ...]) -> None:
 
 @cli.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path), default="demo_output")
-@click.option("--num-samples", default=2000, show_default=True, help="How many samples to draw.")
-@click.option("--seed", default=0, show_default=True, help="Decides everything that is drawn.")
+@click.option("--num-samples", default=2000, help="How many samples to draw.")
+@click.option("--seed", default=0, help="Decides everything that is drawn.")
 def demo(folder: Path, num_samples: int, seed: int) -> None:
     """Draw a dataset into FOLDER, pack it, and train a tiny model on the packs."""
     from offline_packing.demo.run import main as run_demo

@@ -143,7 +143,11 @@ class _InOrder(click.Group):
             formatter.write_dl(whole)
 
 
-_SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_SETTINGS: Final = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 100,
+    "show_default": True,
+}
 
 
 @click.group(cls=_InOrder, context_settings=_SETTINGS)

@@ -27,21 +27,13 @@ _PREVIEW: Final = (
         ["--packs", "num_packs"],
         type=click.IntRange(min=1),
         default=3,
-        show_default=True,
         help="How many packs to draw at random.",
     ),
     click.Option(
-        ["--pack", "packs"],
-        multiple=True,
-        metavar="KEY",
-        help="Show this pack, by key or number.",
+        ["--pack", "packs"], multiple=True, metavar="KEY", help="Show this pack, by key or number."
     ),
     click.Option(
-        ["--seed"],
-        type=click.IntRange(min=0),
-        default=0,
-        show_default=True,
-        help="Decides which packs are drawn.",
+        ["--seed"], type=click.IntRange(min=0), default=0, help="Decides which packs are drawn."
     ),
     click.Option(["--full"], is_flag=True, help="Show long texts in full."),
     click.Option(

@@ -78,7 +78,7 @@ def open_complete_stages(run: Run) -> CompleteStages:
     plan = open_plan(run) if run.workspace.plan_info.exists() else None
     if plan is not None and manifest is not None:
         check_layout(run, plan.hash)
-    return CompleteStages(run, samples, plan and plan.packs, manifest)
+    return CompleteStages(run, samples, plan.packs if plan else None, manifest)
 
 
 @dataclass

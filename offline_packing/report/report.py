@@ -33,14 +33,8 @@ from task_encoders.pack_format import pack_key
 REPORT_VERSION: Final = 1
 #: Packs, and rows of padded batches, that are drawn.
 _NUM_DRAWN: Final = 24
-#: Columns of the index that are summed up per source.
-_SUMS: Final = {
-    "tokens": "num_tokens",
-    "loss_tokens": "num_loss_tokens",
-    "images": "num_images",
-    "vision_patches": "num_vision_patches",
-    "turns": "num_turns",
-}
+#: What is summed up per source: columns num_NAME of the index.
+_SUMS: Final = ("tokens", "loss_tokens", "images", "vision_patches", "turns")
 
 Document = dict[str, Any]
 
@@ -151,7 +145,7 @@ def _plan(plan: PackPlan, num_tokens: int) -> dict[str, Any]:
 def _sources(stages: CompleteStages, set_aside: SetAside) -> list[dict[str, Any]]:
     """One entry per source. They add up to `samples` of the document."""
     config = stages.run.config
-    columns = list(_SUMS.values())
+    columns = [f"num_{name}" for name in _SUMS]
     sums = sums_by_source(stages.samples, stages.num_uses, len(config.source), columns)
     total = sum(sums["num_tokens"]) or 1
     lines = []
@@ -171,7 +165,7 @@ def _sources(stages: CompleteStages, set_aside: SetAside) -> list[dict[str, Any]
                 "packed": own["uses"],
                 "times_used": own["uses"] / (own["used"] or 1),
                 "bytes": own["bytes"],
-                **{name: own[column] for name, column in _SUMS.items()},
+                **{name: own[f"num_{name}"] for name in _SUMS},
                 "share_of_tokens": own["num_tokens"] / total,
             }
         )
