@@ -129,8 +129,7 @@ class OutputConfig(_Config):
     max_shard_bytes: Count | None = None
     #: share of the packs per split
     split: dict[str, float] = {"train": 1.0}
-    #: put before every pack's key, to keep blended datasets apart; a dot would end the key early in
-    #: every WebDataset reader
+    #: put before every pack's key, to keep blended datasets apart; WebDataset ends keys at a dot
     key_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{0,48}$")] = ""
     #: store token ids in the packs, so that training need not tokenize
     pretokenize: bool = False

@@ -192,9 +192,8 @@ def _held(*numbers: signal.Signals) -> Iterator[None]:
 
 
 def _start_quiet_tracker() -> None:
-    """Start multiprocessing's resource tracker, which removes the semaphores of a killed parent.
-    Started here, it prints no warning about them, and survives a closed terminal as it survives
-    Ctrl-C."""
+    """Start multiprocessing's resource tracker, which removes the semaphores of a killed parent; so
+    that it prints no warning about them, and survives a closed terminal as it does Ctrl-C."""
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")  # which it inherits
     try:
         with _held(signal.SIGHUP):

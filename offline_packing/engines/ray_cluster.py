@@ -64,8 +64,7 @@ def _run_task(function: Callable[[Task], Result], task: Task, counter: Any) -> R
 
 
 class RayEngine(Engine):
-    """Ray tasks of one CPU each. `workers` is the size of a cluster started here; an existing
-    cluster is used as it is."""
+    """Ray tasks of one CPU each. `workers`: those of a cluster started here, and only of one."""
 
     def __init__(self, workers: int) -> None:
         super().__init__(workers)

@@ -121,8 +121,7 @@ def _rename_rows(rows: pa.Table, renamed: npt.NDArray[np.bool_]) -> pa.Table:
 
 
 def skip_fingerprint(config: SourceOptions) -> str:
-    """Changes when the samples of a skipped output change. Raises StageError if one of them is not
-    there, or is not complete."""
+    """Changes when a skipped output does. Raises StageError if one is not complete."""
     hashes = (hash_file(_complete_output(path)[0].index_info) for path in config.skip)
     return hash_bytes("".join(hashes).encode())
 
@@ -141,8 +140,7 @@ def set_known_keys(run: Run, sources: Sequence[Source], folder: Path) -> None:
 
 @dataclass
 class NewRecords:
-    """The records of a part that no output of source.skip holds. After iteration it knows how
-    many others there were."""
+    """A part's records that no output of source.skip holds; then, how many others there were."""
 
     source: Source
     part: SourcePart

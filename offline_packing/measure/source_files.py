@@ -37,8 +37,7 @@ def save_files(folder: Path, sources: Sequence[Source], scans: Sequence[Scan]) -
 
 def explain_listing(folder: Path, sources: Sequence[Source], name: str) -> str | None:
     """What changed in the files of a source since `save_files` kept them, by the name of a
-    fingerprint's field: source.0.listing. None if it is another field, nothing was kept, or the
-    files are the same."""
+    fingerprint's field: source.0.listing. None: nothing, nothing was kept, or another field."""
     match = re.fullmatch(r"source\.(\d+)\.listing", name)
     if match is None or int(match[1]) >= len(sources):
         return None
@@ -99,9 +98,8 @@ def count_unused_media(samples: Index, scans: Sequence[Scan]) -> int:
         for i in unused:
             rows = table.filter(pc.equal(table["source_id"], i))
             names = rows["media"].combine_chunks().flatten().field("container").unique()
-            used = np.array(
-                [container_hash(name.encode()) for name in names.to_pylist()], np.uint64
-            )
+            hashes = [container_hash(name.encode()) for name in names.to_pylist()]
+            used = np.array(hashes, np.uint64)
             places = np.minimum(np.searchsorted(unpaired[i], used), len(unpaired[i]) - 1)
             unused[i][places[unpaired[i][places] == used]] = False
     return sum(int(flags.sum()) for flags in unused.values())

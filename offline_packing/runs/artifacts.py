@@ -112,8 +112,7 @@ def check_plan(run: Run, info: Mapping[str, Any]) -> None:
 
 
 def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:
-    """The plan that a stage.json describes. Raises StageError if a file of it cannot be read, or
-    does not hold the planned packs."""
+    """The plan of a stage.json. Raises StageError if its files do not hold the planned packs."""
     folder = run.workspace.plan
     try:
         packs = PackPlan.load(folder)

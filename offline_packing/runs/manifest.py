@@ -60,8 +60,7 @@ def write_manifest(
 
 
 def finish_layout(run: Run, manifest: Manifest) -> Manifest:
-    """Write the layout's metadata on all shards of a manifest; returns the manifest with the hashes
-    of these files."""
+    """Write the layout's metadata on a manifest's shards; returns it with these files' hashes."""
     workspace = run.workspace
     fragments = [workspace.fragment(shard["name"]) for shard in manifest["shards"]]
     layout = LAYOUTS[manifest["layout"]]
@@ -112,8 +111,7 @@ def _content_hash(manifest: Manifest) -> str:
 
 
 def hash_plan(info: Mapping[str, Any]) -> str:
-    """Of what a plan's stage.json says of the plan, whatever the times of the source's files and
-    the versions of libraries are."""
+    """Of a plan's stage.json without times of the source's files and versions of libraries."""
     fingerprint = {name: value for name, value in info["fingerprint"].items() if name != "index"}
     named = {"fingerprint": fingerprint, "hash": info["hash"], "set_aside": info["set_aside"]}
     return hash_bytes(to_json(named))
@@ -143,8 +141,7 @@ def stored_config(config: PackingConfig) -> dict[str, Any]:
     }
     content = config.model_dump(mode="json", exclude=excluded)
     for i, source in enumerate(config.source):
-        # Without the options that came later and are not used: packs that do not need them are
-        # what they were without.
+        # Without options that came later and are not used: such packs are what they were before.
         used = {
             name: value
             for name, value in content["source"][i].items()

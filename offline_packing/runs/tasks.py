@@ -44,8 +44,7 @@ def unfinished(stage: str, tasks: Sequence[Task], marker: Callable[[Task], Path]
 def check_all_done(
     run: Run, stage: str, tasks: Sequence[Task], marker: Callable[[Task], Path]
 ) -> None:
-    """Leave completing the stage to a separate run if ranks share it. Raises ShareDoneError
-    then: this rank's tasks are done."""
+    """Raise ShareDoneError if ranks share the stage, which a separate run is to complete."""
     if run.engine.IS_SHARED:
         left = sum(not marker(task).exists() for task in tasks)
         raise ShareDoneError(

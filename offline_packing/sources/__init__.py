@@ -63,8 +63,7 @@ SOURCES: dict[str, type[Source]] = {
 
 
 def source_class(name: str) -> type[Source]:
-    """The class of a format: a name in SOURCES, or "module:Class" of one that is installed. Raises
-    ConfigError if there is none."""
+    """The class of a name in SOURCES, or of "module:Class". Raises ConfigError: there is none."""
     if name in SOURCES:
         return SOURCES[name]
     module, separator, class_name = name.partition(":")

@@ -119,8 +119,7 @@ class Source(ABC):
 
     @abstractmethod
     def scan(self, samples_per_part: int) -> Scan:
-        """List the source. Parts, and records in them, come in an order that depends only
-        on the files."""
+        """List the source. Parts and their records come in an order that depends on the files."""
 
     @abstractmethod
     def records(self, part: SourcePart) -> Iterator[SourceRecord]:
@@ -128,8 +127,7 @@ class Source(ABC):
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
-        """The options besides the path for reading a local file or folder; None if it has
-        another format."""
+        """The options besides the path for reading what is here; None: it has another format."""
         is_here = any(name.lower().endswith(cls.ENDINGS) for name in file_names(path))
         return {} if is_here else None
 
@@ -168,8 +166,7 @@ class Source(ABC):
         return self.scan(samples_per_part=4096).parts
 
     def open_container(self, container: str, *, sequential: bool = False) -> BinaryIO:
-        """Open one of the source's own files, perhaps to be read sequentially. Raises
-        StageError if that is not allowed."""
+        """Open one of the source's own files. Raises StageError if that is not allowed."""
         try:
             return self.root.open(container, sequential=sequential)
         except SampleError as error:
@@ -177,10 +174,6 @@ class Source(ABC):
                 f"{self.root.path(container)} cannot be read: {error.detail}; restore it, or set "
                 "source.path to a folder that holds the files themselves"
             ) from error
-
-    def image_folder(self, container: str) -> str:
-        """Folder that image names in the JSON file `container` are relative to, within `media`."""
-        return "" if self.image_root is not None else container.rpartition("/")[0]
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
         """A record's bytes, at a locator with this `column`, as the object that `to_sample` reads.
@@ -192,7 +185,9 @@ class Source(ABC):
         missing_image or path_outside_root."""
         found = record.embedded.get(name)
         if found is None:
-            container = self.media.locate(self.image_folder(record.locator.container), name)
+            # Names are relative to image_root, or else to the folder of the record's own file.
+            folder = "" if self.image_root is not None else record.locator.container
+            container = self.media.locate(folder.rpartition("/")[0], name)
             file = self.media.open(container)
             return Locator("file", container, 0, self.media.size(file)), file
         if found.data is not None:
@@ -201,8 +196,7 @@ class Source(ABC):
         return at, self.root.open_range(at.container, at.offset, at.size)
 
     def read(self, locator: Locator) -> Mapping[str, Any]:
-        """The JSON object at a locator. Raises StageError if the bytes no longer exist, or are no
-        longer the record."""
+        """The JSON object at a locator. Raises StageError if it is no longer there."""
         try:
             data = read_locator(self.root, locator, self.unpack_folder)
             return self.parse(data, locator.column)

@@ -81,8 +81,7 @@ class FieldMap:
         return named | (self._defaults & MEDIA_FIELDS)
 
     def apply(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The record with the named fields under their canonical names; those that it lacks are
-        left out."""
+        """The record with the named fields, if it has them, under their canonical names."""
         if not self._steps:
             return content
         kept = {name: value for name, value in content.items() if name not in self._dropped}

@@ -107,8 +107,7 @@ def to_sample(
 
 
 def check_prompts_are_shown(sample: SourceSample) -> None:
-    """Refuse a caption with a prompt, which captioning does not show to the model. Raises
-    SampleError: lost_prompt."""
+    """Raise SampleError: lost_prompt for a prompt of a caption, which no model would be shown."""
     for turn in sample.turns if sample.task == "captioning" else ():
         text = turn.prompt.replace(IMAGE_PLACEHOLDER, "").replace(VIDEO_PLACEHOLDER, "").strip()
         if text:

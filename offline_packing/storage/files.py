@@ -75,8 +75,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def start_writeback(file: BinaryIO, begin: int, end: int) -> None:
     """Have the kernel send these bytes of a file to the disk while more are written, so that the
-    sync at the end finds little left. Linux does so when told that they are no longer needed; other
-    systems may ignore the advice."""
+    sync at the end finds little left. Linux does so if told that they are no longer needed."""
     file.flush()
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
@@ -89,8 +88,7 @@ def to_json(content: Any) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """The content of one of our JSON files, or None where there is none. Raises DamagedError if it
-    holds no JSON object."""
+    """What one of our JSON files holds; None: it is not there. Raises DamagedError: no object."""
     try:
         content = orjson.loads(path.read_bytes())
         if not isinstance(content, dict):

@@ -24,8 +24,7 @@ CODECS: Final = {"gz": "gzip", "tgz": "gzip", "zst": "zstd"}
 #: Suffixes of files that are compressed otherwise: they are refused, not passed over.
 UNREAD_SUFFIXES: Final = (".xz", ".lzma", ".bz2", ".lz4", ".br", ".z")
 
-#: Beyond `_FREE_BYTES` a file may unpack to this many times its size: text takes 5 to 50, a bomb
-#: 1,000 and more.
+#: Beyond `_FREE_BYTES` a file may unpack to this many times its size: text 5 to 50, a bomb 1,000.
 MAX_EXPANSION: Final = 200
 _FREE_BYTES: Final = 64 << 20
 _BLOCK: Final = 1 << 16
@@ -36,8 +35,7 @@ class DamagedStreamError(ValueError):
 
 
 class RangeFile(io.RawIOBase):
-    """Bytes begin to begin + size of a file, as a file; closing it closes that file, unless it is
-    to be kept open."""
+    """Bytes begin to begin + size of a file, as a file that closes it unless told to `keep_open`."""
 
     def __init__(self, file: BinaryIO, begin: int, size: int, *, keep_open: bool = False) -> None:
         self._file, self._begin, self._size = file, begin, size
@@ -80,8 +78,7 @@ def codec_of(name: str) -> str | None:
 
 
 def open_unpacked(file: BinaryIO, name: str, packed_size: int) -> BinaryIO:
-    """The content of an open file, unpacked if its name says that it is compressed; closing it
-    closes the file."""
+    """A file's content, unpacked if its name says that it is compressed; closing it closes both."""
     codec = codec_of(name)
     if codec is None:
         return file
@@ -134,8 +131,7 @@ class _UnpackedStream(io.RawIOBase):
 
 
 def unpack(file: BinaryIO, name: str, packed_size: int, target: BinaryIO) -> None:
-    """Write the content of an open compressed file; of a damaged one, what lies before the damage,
-    which is all that was measured."""
+    """Write what a compressed file holds; of a damaged one what lies before that, as measured."""
     with (
         open_unpacked(file, name, packed_size) as content,
         contextlib.suppress(DamagedStreamError),

@@ -187,8 +187,7 @@ class TarReader:
 
     def __iter__(self) -> Iterator[TarMember]:
         """The members in order. Raises DamagedStreamError if a header is damaged, or the tar ends
-        without its end marker, within a header or within the content of the member that was given
-        last."""
+        without its end marker, within a header or within the member that was given last."""
         while True:
             header = self._take(_BLOCK, _HEADER)
             if header == bytes(_BLOCK) and not (header := self._behind_end_marker()):
@@ -221,8 +220,7 @@ class TarReader:
         return self._take(member.size, f"member {member.name!r}")
 
     def _behind_end_marker(self) -> bytes:
-        """The first header of a tar that was joined to this one (`cat a.tar b.tar`); empty where
-        only padding follows."""
+        """The first header of a tar joined to this one (`cat a.tar b.tar`); empty: only padding."""
         while block := self._file.read(_BLOCK):
             self._position += len(block)
             if block.strip(b"\0"):

@@ -178,8 +178,7 @@ def _find_problem(entry: Any) -> str | None:
 
 
 class _EntryFields(FieldMap):
-    """Makes `messages`, `images`, `videos` and `system` of a record, as the entry's columns and
-    tags say."""
+    """Makes the fields of a record that we read, as the entry's columns and tags say."""
 
     def __init__(self, entry: Mapping[str, Any]) -> None:
         super().__init__({})

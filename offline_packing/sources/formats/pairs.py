@@ -40,8 +40,7 @@ _Stem = tuple[bytes, list[bytes], int]
 
 
 class PairsSource(Source):
-    """One JSON file per sample, media beside it. A part is PackedKeys: JSON files, and the media
-    that share their stem."""
+    """One JSON file per sample, media beside it. A part is PackedKeys: of both, stem by stem."""
 
     def scan(self, samples_per_part: int) -> Scan:
         if self.file_name is not None:

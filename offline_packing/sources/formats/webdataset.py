@@ -44,8 +44,7 @@ _KEPT_BYTES: Final[Mapping[str, int]] = {
     **dict.fromkeys(_RECORD_EXTENSIONS, MAX_JSON_BYTES),
 }
 
-#: Column of a locator that spans several members, from the first one's header on. Otherwise it is
-#: the part that the record is.
+#: Column of a locator that spans several members, from a header on; of one member it is the part.
 _SPAN: Final = "*"
 
 
@@ -158,8 +157,7 @@ class WebDatasetSource(Source):
         return media
 
     def _record_parts(self, sample: TarSample) -> list[str]:
-        """The parts that make the record: the JSON; the text where there is none, or where the
-        JSON only describes the image."""
+        """The parts of the record: the JSON; the text without one, or if it describes the image."""
         records = [part for part in sample.members if _extension(part) == "json"]
         texts = [part for name in _TEXT_PARTS if (part := find_part(sample.members, name))]
         if not records and not texts:

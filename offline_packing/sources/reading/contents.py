@@ -62,8 +62,7 @@ def _missing_image(detail: str, source: SourceOptions) -> str | None:
 
 
 def nothing_found(path: str, wanted: str) -> StageError:
-    """The error to raise if a source holds no file, or no record, of its format: names what
-    it holds instead."""
+    """The error if a source holds nothing of its format: names what it holds instead."""
     others = describe_others(path, wanted)
     hint = f", or {others}" if others else ""
     return StageError(f"source path {path!r} holds no {wanted}; set source.path{hint}")
@@ -71,8 +70,7 @@ def nothing_found(path: str, wanted: str) -> StageError:
 
 def describe_others(path: str, wanted: str) -> str:
     """The files at a path and below that another format reads than the one whose files, '*.jsonl',
-    were wanted: '2 *.tar here: source.format=webdataset'. Empty where there are none, or the path
-    is remote."""
+    were wanted: '2 *.tar here: source.format=webdataset'. Empty: none, or the path is remote."""
     if is_remote(path):
         return ""
     longest = (
@@ -88,9 +86,8 @@ def describe_others(path: str, wanted: str) -> str:
 
 
 def find_image_root(path: str, name: str) -> str | None:
-    """A folder at, below or above a source from which an image that is missing can be reached, by
-    its name in the record or the end of it: the value of source.image_root; None where there is
-    none."""
+    """A folder at, below or above a source from which a missing image can be reached by its name in
+    the record, or the end of it: the value of source.image_root; or None."""
     if is_remote(path) or name.startswith("/"):
         return None
     parts = PurePosixPath(name).parts

@@ -106,8 +106,7 @@ class MediaRoot:
         return container, found.st_size, found.st_mtime_ns
 
     def _open(self, container: str, missing: str = "missing_image") -> int:
-        """A descriptor of a regular file under the root; where there is none, the reason is
-        `missing`."""
+        """A descriptor of a regular file under the root. Raises SampleError as `open`."""
         path = self.path(container)
         try:
             if not self._holds(_real_folder(path.rpartition("/")[0])):

@@ -113,8 +113,7 @@ def _read_arrow(source: "BinaryIO | pa.NativeFile") -> pa.Table:
 
 
 def holds_bytes(kind: pa.DataType) -> bool:
-    """Whether a column of this type can hold the bytes of images: binary of any kind,
-    {bytes, path}, or lists of these."""
+    """Whether a column can hold images: binary of any kind, {bytes, path}, or lists of these."""
     types = pa.types
     if types.is_struct(kind):
         return kind.get_field_index("bytes") >= 0

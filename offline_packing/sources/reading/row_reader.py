@@ -247,8 +247,7 @@ def _write_rows(
 
 
 def read_value(root: Root, kind: str, container: str, row: int, column: str, size: int) -> bytes:
-    """A record's JSON or a medium's bytes. Raises StageError if the row or column no longer exists,
-    or has another size."""
+    """A record's JSON or a medium's bytes. Raises StageError if gone, or of another size."""
     try:
         columns, media = record_columns(column)
         values = _reader.row(root, kind, container, row, columns).to_pylist()[0]
