@@ -26,8 +26,7 @@ _NUM_NAMED: Final = 3
 
 
 def save_files(folder: Path, sources: Sequence[Source], scans: Sequence[Scan]) -> None:
-    """Keep which files are measured."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Keep which files are measured, in a folder that exists."""
     for i, (source, scan) in enumerate(zip(sources, scans, strict=True)):
         batches = pa.ipc.open_stream(scan.files) if scan.files else _list_batches(source)
         with table_writer(_files_path(folder, i), FILES_SCHEMA) as write:

@@ -53,13 +53,14 @@ def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> R
     if task is None:
         options["task"] = _guess_task(_records(open_source(options), 50))
     source = open_source(options)
-    examples = _examples(source, num_examples)
+    examples = [_example(source, record) for record in _records(source, num_examples)]
     missing = next((name for example in examples for name in example.missing), None)
     root = find_image_root(path, missing) if missing else None
     if root is not None and isinstance(source.options, MediaOptions):
         options["image_root"] = root
-        examples = _examples(open_source(options), num_examples)
-    return Recognised(options, tuple(others), examples)
+        source = open_source(options)
+        examples = [_example(source, record) for record in _records(source, num_examples)]
+    return Recognised(options, tuple(others), tuple(examples))
 
 
 def _records(source: Source, count: int) -> list[SourceRecord]:
@@ -73,10 +74,6 @@ def _guess_task(records: list[SourceRecord]) -> str:
         if any(content.get(name) for content in contents for name in fields):
             return task
     return "captioning"
-
-
-def _examples(source: Source, count: int) -> tuple[Example, ...]:
-    return tuple(_example(source, record) for record in _records(source, count))
 
 
 def _example(source: Source, record: SourceRecord) -> Example:

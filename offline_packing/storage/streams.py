@@ -35,7 +35,7 @@ class DamagedStreamError(ValueError):
 
 
 class RangeFile(io.RawIOBase):
-    """Bytes begin to begin + size of a file, as a file that closes it unless told to `keep_open`."""
+    """Bytes begin to begin + size of a file, as a file that closes it too, unless `keep_open`."""
 
     def __init__(self, file: BinaryIO, begin: int, size: int, *, keep_open: bool = False) -> None:
         self._file, self._begin, self._size = file, begin, size

@@ -107,13 +107,13 @@ class EnergonSource(WebDatasetSource):
 
     def files(self) -> list[tuple[str, int]]:
         sizes = {name: size for name, size, _ in self.entries()}
-        missing = next((name for name in self._names if name not in sizes), None)
-        if missing is not None:
+        try:
+            return [(name, sizes[name]) for name in self._names]
+        except KeyError as error:
             raise StageError(
-                f"{self.root.path(missing)}, which split {self._split!r} names, does not exist; "
-                "restore it or prepare the dataset again"
-            )
-        return [(name, sizes[name]) for name in self._names]
+                f"{self.root.path(error.args[0])}, which split {self._split!r} names, does not "
+                "exist; restore it or prepare the dataset again"
+            ) from error
 
     def _split_names(self, splits: Any) -> list[str]:
         """The tars of the split, in order."""

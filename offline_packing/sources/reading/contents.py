@@ -27,8 +27,6 @@ _FORMATS: Final = {
     ".jsonl.gz": "jsonl",
     ".json": "json or pairs",
 }
-#: Files of formats whose folders may hold the wrong ones.
-_READ: Final = {"pairs": "*.json", "json": "*.json", "jsonl": "*.jsonl", "parquet": "*.parquet"}
 _PACK_NAME: Final = re.compile(r"[A-Za-z0-9_-]*ps_\d+\.")
 #: How many names are looked at: a source may hold millions.
 _MAX_NAMES: Final = 10_000
@@ -51,7 +49,8 @@ def hint_for(reason: str, detail: str, source: SourceOptions) -> str | None:
 def _missing_image(detail: str, source: SourceOptions) -> str | None:
     named = re.match(r"'(.+?)': ", detail)
     if named is None:  # no image beside the record
-        return describe_others(source.path, _READ.get(source.format, "")) or None
+        wanted = "json" if source.format == "pairs" else source.format
+        return describe_others(source.path, f"*.{wanted}") or None
     root = source.image_root if isinstance(source, MediaOptions) else None
     found = find_image_root(source.path, named[1])
     if found is not None and found != root:
