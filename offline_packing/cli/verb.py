@@ -46,7 +46,6 @@ class Verb(click.Command):
             is_shared: whether several ranks can do it to one output at the same time.
             needs_output: it fails if there is no output yet, and leaves nothing behind there.
             more_help: a list at the end of its help, made on demand: it may take time to import.
-            settings: those of any command.
         """
         super().__init__(callback=self._run, params=[*_RUN_PARAMETERS, *params], **settings)
         self.function, self.more_help = callback, more_help

@@ -79,13 +79,9 @@ def write_energon_metadata(
     *,
     content_hash: str,
 ) -> None:
-    """Write .nv-meta into the folder with the shards and their .tar.idx.
-
-    Args:
-        splits: file names of the shards of each split.
-        packs: name and packs of each shard, in order; drawn once.
-        content_hash: changes when any shard does.
-    """
+    """Write .nv-meta into the folder with the shards and their .tar.idx. `splits` holds the file
+    names of the shards of each split, `packs` the name and packs of each shard, in order, drawn
+    once; `content_hash` changes when any shard does."""
     from megatron.energon import __version__ as energon_version
 
     meta = folder / ".nv-meta"

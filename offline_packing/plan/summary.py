@@ -25,12 +25,8 @@ def render_summary(
     set_aside: Mapping[str, int],
     sources: Sequence[str] = (),
 ) -> str:
-    """The figures as text, one per line.
-
-    Args:
-        lengths: (num_packed,) tokens of the packed samples.
-        set_aside: those left out while measuring and planning, by reason.
-        sources: the lines of their table.
+    """The figures as text, one per line: of packed samples with these `lengths` (num_packed,), and
+    those `set_aside` while measuring and planning, by reason. `sources`: the lines of their table.
     """
     compared, seq_length = config.report, packs.info.seq_length
     found = saving(lengths, packs, compared.padded_batch_size, compared.global_batch_size)

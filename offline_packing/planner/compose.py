@@ -50,11 +50,9 @@ def _pack(request: PlanRequest) -> tuple[Packs, int]:
 
 def _compose_apart(request: PlanRequest, num_parts: int) -> Packs:
     """Packs of parts between which copies are dealt out, and of what fills no pack in its part.
-
     Composers put equal lengths, and so copies, into the same packs; exchanging these afterwards
     costs packs where a length is rare. A part holds no copies unless there are more of a sample
-    than parts.
-    """
+    than parts."""
     if num_parts < 2:
         return _compose(request)[0]
     assert request.copy_of is not None

@@ -173,11 +173,9 @@ def admit_samples(
     num_tokens: np.ndarray, seq_length: int, pad_multiple: int = 1, budgets: Budgets | None = None
 ) -> Admission:
     """Check all inputs; set aside samples without tokens, too long, or over a budget on their own.
-
     ``num_tokens`` is an integer array (num_samples,). A sample that fails several limits gets the
-    first reason of: empty, over_seq_length, over_budget:NAME in the order of ``budgets``.
-    Raises ValueError naming the argument, the value and the limit.
-    """
+    first reason of: empty, over_seq_length, over_budget:NAME in the order of ``budgets``. Raises
+    ValueError naming the argument, the value and the limit."""
     num_tokens = _checked_sizes("num_tokens", num_tokens)
     budgets = budgets or {}
     _check_limits(seq_length, pad_multiple, budgets)
