@@ -131,7 +131,7 @@ class CheckpointConfig(_Config):
     every: NonNegative = 500
     #: how many of the newest are kept
     keep: Count = 2
-    #: go on from the newest one in output.path, if there is any
+    #: resume from the newest one in output.path, if there is any
     resume: bool = True
     #: write the trained model in Hugging Face's format at the end
     export: bool = True

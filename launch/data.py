@@ -43,7 +43,7 @@ class MicroBatches(Protocol):
         """The next row; at the end of the data None, and None again from then on."""
 
     def state(self) -> Any:
-        """What `restore` needs to go on with the next row: tensors, numbers, mappings."""
+        """What `restore` needs to continue with the next row: tensors, numbers, mappings."""
 
     def restore(self, state: Any) -> None:
         """Resume where `state` was taken. Only before the first `next`."""

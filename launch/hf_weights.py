@@ -7,10 +7,10 @@ own slice, and gathering is a concatenation:
     mcore parameter   Hugging Face tensors   cut along   put together
     linear_qkv        q_proj k_proj v_proj   0           per group: its query heads, key, value
     linear_fc1        gate_proj up_proj      0           gate above up
-    linear_proj, fc2  o_proj, down_proj      1           as it is
-    embedding, head   the same               0           as it is
-    norms             the same               -           as it is
-    vision tower      the same               -           as it is
+    linear_proj, fc2  o_proj, down_proj      1           unchanged
+    embedding, head   the same               0           unchanged
+    norms             the same               -           unchanged
+    vision tower      the same               -           unchanged
 """
 
 import dataclasses

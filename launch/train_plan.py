@@ -37,7 +37,7 @@ def plan_training(config: LaunchConfig, data: PackedData, data_parallel: int) ->
         packs = data.packs_per_step(config.batch.global_batch_size, per_round)
     elif packs % per_round:
         raise ValueError(
-            f"batch.global_batch_packs {packs} is no multiple of {per_round} = {data_parallel} "
+            f"batch.global_batch_packs {packs} is not a multiple of {per_round} = {data_parallel} "
             f"data parallel ranks × micro_batch_size {config.data.micro_batch_size}; set "
             f"{-(-packs // per_round) * per_round}"
         )

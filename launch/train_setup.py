@@ -35,7 +35,7 @@ def run(config: LaunchConfig) -> bool:
     checkpoints = config.output.path / "checkpoints"
     if not config.checkpoint.resume and any(checkpoints.glob("iter_*")):
         raise StageError(
-            f"{checkpoints} holds another run; set checkpoint.resume=true to go on with it, or "
+            f"{checkpoints} holds another run; set checkpoint.resume=true to continue it, or "
             "give another output.path"
         )
     device = initialize_parallel(config.parallel.tensor, seed=config.train.seed)

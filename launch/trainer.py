@@ -158,7 +158,7 @@ class Trainer:
             self._validate()
         if not finished:
             name = signal.Signals(stopped).name
-            logger.info("stopped by %s after %d steps; run again to go on", name, self.iteration)
+            logger.info("stopped by %s after %d steps; run again to continue", name, self.iteration)
         return finished
 
     def _step(self, stop: StopRequest, bar: Any) -> StepTotals | None:

@@ -42,7 +42,7 @@ class PackedRow:
     normalisation: Normalisation | None = None  #: None: pixels are values already
 
 
-#: `map`, or that of a thread pool.
+#: `map`, or a thread pool's.
 Map = Callable[[Callable[..., Any], Iterable[Any]], Iterable[Any]]
 
 #: Fields that are concatenated unchanged when rows are merged.

@@ -156,7 +156,7 @@ def parse_json(record: bytes | Mapping[str, Any], key: str) -> Mapping[str, Any]
     """A pack's JSON as an object, from its bytes or as some decoder already parsed it.
 
     Raises:
-        PackFormatError: it is no JSON object.
+        PackFormatError: it is not a JSON object.
     """
     if isinstance(record, bytes | bytearray | memoryview):
         try:
@@ -179,7 +179,7 @@ def restore_pack(
             without either is restored as captioning.
 
     Raises:
-        PackFormatError: no JSON object, a missing list, or lists of different length.
+        PackFormatError: not a JSON object, a missing list, or lists of different length.
     """
     record = parse_json(record, key)
     meta = record.get("meta") or {}

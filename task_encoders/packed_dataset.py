@@ -30,7 +30,7 @@ def get_packed_train_dataset(
 
     With its defaults Energon shuffles shards and reads several at once, which undoes an order that
     gives all ranks packs of similar cost. The price of keeping it: every epoch has the same order,
-    but for the packs left over where they do not divide evenly (see `pack_dealing.DealtPacks`).
+    except for packs left over where they do not divide evenly (see `pack_dealing.DealtPacks`).
 
     Args:
         path: a written folder, or a metadataset YAML that blends several.

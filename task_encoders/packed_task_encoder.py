@@ -93,8 +93,8 @@ class Qwen2VLTaskEncoder(
         super().__init__()
         if pad_to_seq_length and seq_length % pad_multiple:
             raise ValueError(
-                f"pad_to_seq_length: seq_length {seq_length} is no multiple of pad_multiple "
-                f"{pad_multiple}; set {seq_length // pad_multiple * pad_multiple}"
+                f"pad_to_seq_length: seq_length {seq_length} is not a multiple of "
+                f"pad_multiple {pad_multiple}; set {seq_length // pad_multiple * pad_multiple}"
             )
         if pixel_transport not in get_args(PixelTransport):
             raise ValueError(f"pixel_transport {pixel_transport!r}: float32 or uint8")
@@ -235,7 +235,7 @@ class Qwen2VLTaskEncoder(
 
     @contextmanager
     def _mapping(self) -> Iterator[Map]:
-        """`map`, or that of threads, started for each pack: a loader forks its workers."""
+        """`map`, or a thread pool's, started for each pack: a loader forks its workers."""
         if self.encode_threads == 1:
             yield map
         else:

@@ -1,7 +1,7 @@
 """What a sample is: one conversation with the names of its media, whatever file it came from.
 
 Every source format and every pack is read into `SourceSample`; every sample encoder takes one. The
-media themselves travel beside it, as bytes in the order of `SourceSample.media`.
+media themselves travel alongside it, as bytes in the order of `SourceSample.media`.
 """
 
 import json

@@ -95,7 +95,7 @@ def sampled_frames(num_frames: int, num_sampled: int) -> list[int]:
 
 
 def seconds_per_grid(header: VideoHeader, num_sampled: int, temporal_patch_size: int) -> float:
-    """Seconds of video in one step of the grid, in float32 as transformers' processor gives it."""
+    """Seconds of video in a step of the grid (float32, as transformers' processor computes it)."""
     if header.fps is None:
         return 1.0  # one frame: there is no second step
     sampled_fps = num_sampled / header.num_frames * header.fps

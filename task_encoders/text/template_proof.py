@@ -135,7 +135,7 @@ def checkpoint_template(processor: str, tokenizer: Any) -> str | None:
 
 def load_template(processor: str, own: str) -> tuple[ChatTemplate, str]:
     """A checkpoint's chat template, proved, and its fingerprint: "" where it writes what the
-    family's `own` does, which also stands for a checkpoint without one.
+    family's `own` does, which is also used for a checkpoint without one.
 
     Raises:
         ValueError: it cannot be cut.

@@ -126,7 +126,7 @@ class TiktokenTokenizer:
 
 
 class TransformersTokenizer:
-    """Any fast tokenizer of transformers, as it is."""
+    """Any fast tokenizer of transformers, unchanged."""
 
     def __init__(self, tokenizer: Any) -> None:
         # A copy, since `encode_special_tokens` (special tokens are data) is a lasting switch.

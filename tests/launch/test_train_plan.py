@@ -137,7 +137,7 @@ def test_epochs_and_iterations() -> None:
 
 def test_packs_that_cannot_be_shared_out_are_refused() -> None:
     batch = {"global_batch_packs": 10}
-    with pytest.raises(ValueError, match="is no multiple of 8 = 4 data parallel ranks"):
+    with pytest.raises(ValueError, match="is not a multiple of 8 = 4 data parallel ranks"):
         plan_of(data_of(10, 20), 4, batch=batch, data={"path": "x", "micro_batch_size": 2})
 
 

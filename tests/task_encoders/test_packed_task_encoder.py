@@ -269,7 +269,7 @@ def test_a_sample_that_is_no_pack_stops(folder: Path) -> None:
 
 
 def test_a_row_that_its_padding_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="seq_length 2048 is no multiple of pad_multiple 24; set"):
+    with pytest.raises(ValueError, match="2048 is not a multiple of pad_multiple 24; set"):
         task_encoder(pad_to_seq_length=True, pad_multiple=24)
 
 
