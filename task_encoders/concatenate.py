@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from task_encoders.media.pixel_values import Bytes, Normalisation, PixelTransport, Values
+from task_encoders.media.pixel_values import Bytes, Normalisation, PixelTransport
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
 
 
@@ -95,32 +95,35 @@ def _pixels(
     samples: Sequence[EncodedSample], pixel_transport: PixelTransport, map_: Map
 ) -> dict[str, Any]:
     """Pixels of images and videos, and the normalisation still to be applied, if any."""
-    normalisation = samples[0].normalisation
+    normalisation, as_bytes = samples[0].normalisation, pixel_transport == "uint8"
     images = [sample.image_pixels for sample in samples]
     videos = [sample.video_pixels for sample in samples]
-    if pixel_transport == "uint8":
-        return {
-            "pixel_values": torch.from_numpy(np.concatenate(images)),
-            "pixel_values_videos": torch.from_numpy(np.concatenate(videos)),
-            "normalisation": normalisation,
-        }
-    image_values, image_parts = _room(images, normalisation.repeats)
-    video_values, video_parts = _room(videos, 1)
+    image_pixels, image_parts = _room(images, 1 if as_bytes else normalisation.repeats, as_bytes)
+    video_pixels, video_parts = _room(videos, 1, as_bytes)
 
-    def normalise(number: int) -> None:
-        normalisation.image_values(images[number], image_parts[number])
-        normalisation.video_values(videos[number], video_parts[number])
+    def put(number: int) -> None:
+        if as_bytes:
+            image_parts[number][:] = images[number]
+            video_parts[number][:] = videos[number]
+        else:
+            normalisation.image_values(images[number], image_parts[number])
+            normalisation.video_values(videos[number], video_parts[number])
 
-    for _ in map_(normalise, range(len(samples))):
+    for _ in map_(put, range(len(samples))):
         pass
-    return {"pixel_values": image_values, "pixel_values_videos": video_values}
+    return {
+        "pixel_values": image_pixels,
+        "pixel_values_videos": video_pixels,
+        "normalisation": normalisation if as_bytes else None,
+    }
 
 
-def _room(rows: Sequence[Bytes], repeats: int) -> tuple[torch.Tensor, list[Values]]:
-    """A tensor for the values of all rows, and its parts."""
+def _room(rows: Sequence[Bytes], repeats: int, as_bytes: bool) -> tuple[torch.Tensor, list[Any]]:
+    """A tensor for the pixels of all rows, and its parts."""
     ends = np.cumsum([len(part) for part in rows])
-    values = np.empty((ends[-1], rows[0].shape[1] * repeats), dtype=np.float32)
-    return torch.from_numpy(values), np.split(values, ends[:-1])
+    shape = ends[-1], rows[0].shape[1] * repeats
+    pixels = np.empty(shape, dtype=np.uint8 if as_bytes else np.float32)
+    return torch.from_numpy(pixels), np.split(pixels, ends[:-1])
 
 
 def _fill(
