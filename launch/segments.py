@@ -43,20 +43,11 @@ def isolate_segments(model: nn.Module) -> int:
         ValueError: the model has layers that carry state in a way not known here. Its forward
             raises it for packed rows with a cache, or more than one to a batch.
     """
-    config: Any = model.config
-    kinds = list(getattr(config.get_text_config(), "layer_types", None) or ())
     decoders = {
         module: layers for module in model.modules() if (layers := _recurrent_layers(module))
     }
-    num_found = sum(map(len, decoders.values()))
-    unknown = sorted(set(kinds) - _ATTENTION - {_RECURRENT})
-    if kinds.count(_RECURRENT) != num_found:
-        unknown.append(_RECURRENT)
-    if unknown:
-        raise ValueError(
-            f"{type(model).__name__} has layers of type {unknown[0]!r}, which would carry state "
-            "across the samples of a pack; train it on unpacked samples"
-        )
+    num_layers = sum(map(len, decoders.values()))
+    _check_kinds(model, num_layers)
     for decoder, layers in decoders.items():
         if _hand_down_segments in decoder._forward_pre_hooks.values():
             continue
@@ -64,7 +55,7 @@ def isolate_segments(model: nn.Module) -> int:
         for layer in layers:
             # Not by a module around it, so that weights keep their names.
             vars(layer)["forward"] = functools.partial(_by_segment, layer.forward)
-    return num_found
+    return num_layers
 
 
 def _recurrent_layers(module: nn.Module) -> list[nn.Module]:
@@ -73,6 +64,21 @@ def _recurrent_layers(module: nn.Module) -> list[nn.Module]:
     if not isinstance(layers, nn.ModuleList):
         return []
     return [getattr(layer, _MODULE) for layer in layers if hasattr(layer, _MODULE)]
+
+
+def _check_kinds(model: nn.Module, num_recurrent: int) -> None:
+    """Refuse a model that has layers with a state other than the recurrent ones that were found."""
+    config: Any = model.config
+    kinds = list(getattr(config.get_text_config(), "layer_types", None) or ())
+    unknown = sorted(set(kinds) - _ATTENTION - {_RECURRENT})
+    is_stateful = any(getattr(module, "_is_stateful", False) for module in model.modules())
+    if kinds.count(_RECURRENT) != num_recurrent or (is_stateful and not num_recurrent):
+        unknown.append(_RECURRENT)
+    if unknown:
+        raise ValueError(
+            f"{type(model).__name__} has layers of type {unknown[0]!r}, which would carry state "
+            "across the samples of a pack; train it on unpacked samples"
+        )
 
 
 def _hand_down_segments(

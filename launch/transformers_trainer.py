@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from launch.data_manifest import read_packed_data
+from launch.hf_checkpoint import copy_companions
 from launch.model_config import (
     ELSEWHERE,
     config_of_preset,
@@ -137,6 +138,18 @@ def make_model(settings: ModelSettings, token_ids: Mapping[str, Any]) -> PreTrai
     return model
 
 
+def _arguments(output: str, **options: Any) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=output,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=not torch.cuda.is_available(),
+        **options,
+    )
+
+
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 @click.argument("output")
@@ -148,21 +161,19 @@ def make_model(settings: ModelSettings, token_ids: Mapping[str, Any]) -> PreTrai
 @click.option("--max-pixels", type=int, help="As when packs without a manifest were measured.")
 @click.option("--seq-length", type=int, help="Capacity of packs without a manifest.")
 @click.option("--steps", default=2)
+@click.option("--learning-rate", default=1e-5)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(
-    path: Path, output: str, model: Path | None, steps: int, debug: bool, **options: Any
+    path: Path,
+    output: str,
+    model: Path | None,
+    steps: int,
+    learning_rate: float,
+    debug: bool,
+    **options: Any,
 ) -> None:
     """Train a checkpoint, or a tiny random model, on the packs in PATH, and save it in OUTPUT."""
-    args = TrainingArguments(
-        output_dir=output,
-        max_steps=steps,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-3,
-        logging_steps=1,
-        report_to="none",
-        use_cpu=not torch.cuda.is_available(),
-    )
+    args = _arguments(output, max_steps=steps, learning_rate=learning_rate)
     with failing_in_one_line(debug=debug):
         if model is not None:
             options["family"] = options["family"] or family_of_checkpoint(model)
@@ -183,6 +194,8 @@ def main(
         trainer = PackedTrainer(args=args, model=trained, train_dataset=rows)
         trainer.train()
         trainer.save_model()
+        if trainer.is_world_process_zero():
+            copy_companions(Path(settings.processor), Path(output))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Lfm2Config, Lfm2ForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
 
 from launch.segments import isolate_segments
 from task_encoders.families import FAMILIES
@@ -98,3 +107,11 @@ def test_what_would_leak_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="Lfm2ForCausalLM has layers of type 'conv', which would"):
         isolate_segments(Lfm2ForCausalLM(config))
+    sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2}
+    recurrent = [
+        MambaForCausalLM(MambaConfig(**sizes)),
+        RwkvForCausalLM(RwkvConfig(**sizes, attention_hidden_size=32, intermediate_size=32)),
+    ]
+    for other in recurrent:
+        with pytest.raises(ValueError, match="layers of type 'linear_attention', which would"):
+            isolate_segments(other)

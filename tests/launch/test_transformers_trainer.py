@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from torch.nn import functional as F
 from transformers import (
     AutoModelForImageTextToText,
+    AutoTokenizer,
     LlavaForConditionalGeneration,
     Qwen2VLForConditionalGeneration,
     TrainingArguments,
@@ -156,6 +157,7 @@ def test_a_checkpoint_of_any_family(
     assert result.exit_code == 0, result.output
     trained = AutoModelForImageTextToText.from_pretrained(output)
     assert type(trained) is type(model)
+    assert len(AutoTokenizer.from_pretrained(output)) > 700
     weights = dict(trained.named_parameters())
     changed = [n for n, weight in model.named_parameters() if not torch.equal(weight, weights[n])]
     assert len(changed) > 30
