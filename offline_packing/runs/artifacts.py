@@ -64,8 +64,7 @@ class StoredPlan:
 
 
 def open_index(run: Run) -> Index:
-    """The complete index of an output, made with this configuration. Raises StageError if there is
-    none, or it was made with other settings."""
+    """The complete index of an output. Raises StageError: there is none with these settings."""
     workspace = run.workspace
     info = IndexInfo.load(workspace.index_info)
     if info is None:

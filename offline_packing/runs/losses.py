@@ -67,9 +67,7 @@ def check_losses(run: Run) -> None:
     lost.sort(key=lambda group: -group.count)
     if not lost:
         return
-    empty = next(_empty_sources(config, Index(workspace.index, info), lost), None)
-    if empty is not None:
-        raise StageError(empty)
+    _refuse_empty_sources(config, Index(workspace.index, info), lost)
     num_lost = sum(group.count for group in lost)
     num_samples = info.num_samples + info.num_set_aside + num_lost - sum(g.count for g in groups)
     share = num_lost / num_samples
@@ -82,18 +80,18 @@ def check_losses(run: Run) -> None:
         )
 
 
-def _empty_sources(
+def _refuse_empty_sources(
     config: PackingConfig, samples: Index, lost: Sequence[AsideGroup]
-) -> Iterator[str]:
-    """Sources of which every sample is set aside, as messages."""
+) -> None:
+    """Raise StageError for a source of which every sample is set aside."""
     rows = np.zeros(len(config.source), np.int64)
     for part in samples.parts("source_id"):
         rows += np.bincount(part["source_id"].to_numpy(), minlength=len(rows))
     alive = {source.path for source, count in zip(config.source, rows, strict=True) if count}
-    for path in dict.fromkeys(group.source for group in lost):
+    for path in (group.source for group in lost):
         if path not in alive:
             own = [group for group in lost if group.source == path]
-            yield (
+            raise StageError(
                 f"source {path!r} yields no sample, all are set aside: {_counts(own)}; "
                 f"{explain(config, own[0])}; fix it, remove it, or go on with "
                 "pack.max_set_aside=1; set-aside lists them"

@@ -59,8 +59,7 @@ class Workspace:
         self.packing = root / "_packing"
         #: folder of the index parts
         self.index = self.packing / "index"
-        #: what the parts of an unfinished index were made with. Readers of Parquet folders skip
-        #: names that begin with an underscore
+        #: what parts of an unfinished index were made with; Parquet's readers skip such names
         self.index_started = self.index / "_started.json"
         #: how much there is to measure; present while measuring
         self.measure_total = self.index / "_total.json"

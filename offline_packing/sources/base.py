@@ -29,8 +29,7 @@ from task_encoders.samples import SampleError, SourceSample
 
 @dataclass(frozen=True, slots=True)
 class SourcePart:
-    """A task's share of a source. `items` is the format's own; `num_records` an upper bound, None
-    if only reading the part would tell."""
+    """A task's share of a source: the format's own `items`, at most `num_records` (None: any)."""
 
     items: Any
     num_records: int | None
@@ -110,12 +109,10 @@ class Source(ABC):
         #: `file_name` is the container of the source's file, where `path` is a file, or None
         self.root, self.file_name = open_root(self.path)
         self.media = self.root
-        if self.image_root is not None:
-            if not is_remote(self.image_root) and not Path(self.image_root).is_dir():
-                raise StageError(
-                    f"image_root {self.image_root!r} is not a folder; set source.image_root"
-                )
-            self.media, _ = open_root(self.image_root)
+        if (folder := self.image_root) is not None:
+            if not is_remote(folder) and not Path(folder).is_dir():
+                raise StageError(f"image_root {folder!r} is not a folder; set source.image_root")
+            self.media, _ = open_root(folder)
 
     @abstractmethod
     def scan(self, samples_per_part: int) -> Scan:
@@ -176,8 +173,7 @@ class Source(ABC):
             ) from error
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
-        """A record's bytes, at a locator with this `column`, as the object that `to_sample` reads.
-        Raises SampleError if they are not such an object."""
+        """What `to_sample` reads, of bytes at a locator with this `column`. Raises SampleError."""
         return self.fields.apply(load_json(data))
 
     def open_media(self, record: SourceRecord, name: str) -> tuple[Locator, BinaryIO]:

@@ -89,8 +89,7 @@ class FieldMap:
         return kept | {name: value for name, value in found.items() if value is not None}
 
     def missing(self, content: Mapping[str, Any]) -> list[str]:
-        """'source.fields.images=picture' of each place that gave nothing to a record, of which
-        `content` is what `apply` made."""
+        """'source.fields.images=picture' of each place that gave nothing to what `apply` made."""
         absent = self._steps.keys() - content.keys()
         return [f"source.fields.{name}={'.'.join(self._steps[name])}" for name in sorted(absent)]
 

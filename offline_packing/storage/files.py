@@ -139,8 +139,7 @@ def remove_temporaries(folder: Path) -> None:
 
 @contextmanager
 def hold_lock(path: Path, what: str, *, shared: bool = False) -> Iterator[None]:
-    """Hold a lock file while the block runs; shared locks only keep exclusive ones away. Raises
-    StageError if another process holds it."""
+    """Hold a lock file while the block runs, or share it. Raises StageError: another holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
         try:

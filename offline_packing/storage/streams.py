@@ -86,8 +86,7 @@ def open_unpacked(file: BinaryIO, name: str, packed_size: int) -> BinaryIO:
 
 
 class _UnpackedStream(io.RawIOBase):
-    """Unpacks in blocks of one size, so that every reading of a damaged file gives the same bytes
-    before it fails, however it is read."""
+    """Unpacks in blocks of one size: a damaged file always gives the same bytes before it fails."""
 
     def __init__(self, file: BinaryIO, codec: str, packed_size: int) -> None:
         import pyarrow as pa

@@ -139,8 +139,7 @@ def index_bytes(entries: Sequence[PackEntry]) -> bytes:
 
 
 def scan_tar(path: Path) -> Iterator[PackEntry]:
-    """The packs of an uncompressed tar, in order; only headers are read. Raises StageError if the
-    tar is damaged, or ends without its end marker."""
+    """The packs of a tar, in order, by its headers. Raises StageError if it is damaged, or cut."""
     key, start, end, parts = "", 0, 0, list[Part]()
     try:
         with open(path, "rb") as file:

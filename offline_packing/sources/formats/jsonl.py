@@ -249,8 +249,7 @@ class _ArrayCutter:
 
 
 class TextSource(JsonlSource):
-    """Plain text: each line of a `.txt` is a sample without an image. With task captioning all of
-    it is trained, as in pretraining on text."""
+    """Each line of a `.txt` is a sample without media, with task captioning trained as a whole."""
 
     ENDINGS = endings(".txt")
     UNREAD = endings(".txt", UNREAD_SUFFIXES)

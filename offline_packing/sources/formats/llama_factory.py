@@ -222,15 +222,12 @@ class _EntryFields(FieldMap):
         tags = self._tags
         roles = {tags[name]: role for name, role in _TAG_ROLES.items()}
 
-        def said(message: Any) -> Any:
-            if not isinstance(message, dict):
-                return message
-            role = message.get(tags["role_tag"])
-            named = roles.get(role, f"unknown ({role})") if isinstance(role, str) else role
-            content = message.get(tags["content_tag"])
-            return {"role": named, "content": content, "tool_calls": message.get("tool_calls")}
+        def said(message: dict[str, Any]) -> dict[str, Any]:
+            role, content = message.get(tags["role_tag"]), message.get(tags["content_tag"])
+            role = roles.get(role, f"unknown ({role})") if isinstance(role, str) else role
+            return {"role": role, "content": content, "tool_calls": message.get("tool_calls")}
 
-        return list(map(said, messages))
+        return [said(one) if isinstance(one, dict) else one for one in messages]
 
 
 def _alpaca(named: Mapping[str, Any]) -> list[dict[str, Any]]:

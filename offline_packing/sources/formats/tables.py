@@ -26,7 +26,6 @@ from offline_packing.sources.reading.row_files import RowFile
 from offline_packing.sources.records import MAX_JSON_BYTES, own_key
 from task_encoders.samples import SampleError
 
-_DICT_NAME: Final = "dataset_dict.json"
 _STATE_NAME: Final = "state.json"
 _DAMAGE: Final = (OSError, ValueError, pa.ArrowException)
 
@@ -189,7 +188,7 @@ class HuggingFaceSource(TableSource):
     @functools.cached_property
     def _split_folder(self) -> str:
         """Folder of the split's files; '' in a dataset without splits."""
-        splits = self._read_names(_DICT_NAME, "splits")
+        splits = self._read_names("dataset_dict.json", "splits")
         if splits is None:
             return ""
         split = self.options.split or "train"

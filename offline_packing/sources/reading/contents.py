@@ -33,8 +33,7 @@ _MAX_NAMES: Final = 10_000
 
 
 def hint_for(reason: str, detail: str, source: SourceOptions) -> str | None:
-    """What to change in a source's configuration, if that is known, where samples are set aside for
-    a reason; `detail` is of one of them."""
+    """What to change in a source's options, if known, where samples like one were set aside."""
     if reason == "missing_image":
         return _missing_image(detail, source)
     if reason == "path_outside_root":

@@ -172,8 +172,7 @@ Root = MediaRoot | RemoteRoot
 
 
 def open_root(path: str) -> tuple[Root, str | None]:
-    """The root at a path or URL; of a file, its folder and its name. Raises ConfigError,
-    StageError: there is nothing, or as `RemoteRoot.at`."""
+    """The root at a path or URL; of a file, its folder and name. Raises as `RemoteRoot.at`."""
     if is_remote(path):
         return RemoteRoot.at(path)
     given = Path(path)
