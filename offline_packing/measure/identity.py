@@ -219,7 +219,7 @@ def _prefixes(
         logger.warning(
             "source.skip: %s was packed from other folders than %s; samples with the same key are "
             "taken to be the same",
-            workspace.packing,
+            workspace.root,
             config.path,
         )
         return dict.fromkeys(theirs, prefix)

@@ -116,7 +116,7 @@ class Source(ABC):
 
     @abstractmethod
     def scan(self, samples_per_part: int) -> Scan:
-        """List the source. Parts and their records come in an order that depends on the files."""
+        """List the source. Only its files decide the order of the parts, and of records in them."""
 
     @abstractmethod
     def records(self, part: SourcePart) -> Iterator[SourceRecord]:
