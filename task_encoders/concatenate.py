@@ -134,7 +134,7 @@ def _fill(
     *,
     running: bool,
 ) -> dict[str, Any]:
-    """Tokens, labels, positions and padding; `starts`: of the segments, then the last one's end."""
+    """Tokens, labels, positions and padding; `starts`: each segment's, then the last one's end."""
     used = int(starts[-1])
     tokens = np.full(total, pad_token_id, dtype=np.int64)
     labels = np.full(total, IGNORE_INDEX, dtype=np.int64)

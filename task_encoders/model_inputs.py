@@ -24,7 +24,7 @@ def required_pad_multiple(
 
 
 def normalise_pixels(batch: "PackedBatch") -> "PackedBatch":
-    """The batch with its pixels as float32 values, made on the batch's device.
+    """The batch with its pixels as float32 values, computed on the batch's device.
 
     They equal those of `pixel_transport: float32` bit for bit: each byte's value is looked up. A
     batch that already contains values is returned unchanged.

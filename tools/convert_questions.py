@@ -39,7 +39,7 @@ FORMS: Final = ("copies", "dialogue")
 
 
 class Found(NamedTuple):
-    """A sample, its image's place and its image's extension; None and '' for text only."""
+    """A sample, its image's place and extension; None and '' for text only."""
 
     sample: SourceSample
     place: Locator | None

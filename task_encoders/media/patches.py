@@ -1,6 +1,6 @@
 """The patches of images and of video frames, as a vision tower takes them, in bytes.
 
-There are two ways to resize, which differ by at most 1 of 255: Pillow's, and torch's on bytes, five
+There are two ways to resize, with slightly different results: Pillow's, and torch's on bytes, five
 times as fast. Each, with its normalisation, equals one of transformers' two bit for bit.
 """
 

@@ -1,6 +1,6 @@
 """transformers' tokenizer for the built-in Qwen vocabulary, without a hub.
 
-Encoding does not need it; models, checkpoints and tests of parity do.
+Encoding does not need it; models, checkpoints and parity proofs do.
 """
 
 import functools
