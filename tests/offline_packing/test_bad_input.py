@@ -95,7 +95,7 @@ BAD: dict[str, tuple[str, Files]] = {
     "roles_ends_with_user": ("bad_roles", {".json": spoken("user", "assistant", "user")}),
     "roles_system_only": ("bad_roles", {".json": spoken("system")}),
     "roles_system_inside": ("bad_roles", {".json": spoken("user", "assistant", "system")}),
-    "roles_unknown": ("bad_roles", {".json": spoken("human", "gpt")}),
+    "roles_unknown": ("bad_roles", {".json": spoken("narrator", "critic")}),
     "answer_empty": ("empty_answer", {".json": said("Hello", "")}),
     "answer_blank": ("empty_answer", {".json": said("Hello", " \n\t")}),
     "second_answer_empty": ("empty_answer", {".json": said("Hello", "Hi", "And?", "")}),
