@@ -3,20 +3,19 @@
 FOLDER/data/                        the drawn dataset in its pre-packing forms, truth.json
 FOLDER/{captioning,vqa,bmr}.yaml    configurations, to be run again with `offline-packing run`
 FOLDER/{captioning,vqa,bmr}/        packed datasets, with _packing/report/report.html
-FOLDER/contact_sheet.png, table.txt
+FOLDER/table.txt
 """
 
 import itertools
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 import yaml
-from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from offline_packing.config.packing import PackingConfig, load_config
 from offline_packing.demo.generate import generate_demo_dataset
@@ -83,10 +82,7 @@ def main(folder: Path, *, num_samples: int, seed: int) -> None:
     """Run the demo in `folder`; what an earlier run completed is not repeated. Raises StageError if
     a stage failed, or a figure misses what the demo promises."""
     progress = sys.stderr.isatty()
-    data = folder / "data"
-    generate_demo_dataset(data, seed=seed, num_samples=num_samples, progress=progress)
-    pictures = sorted(p for p in data.glob("*/*") if p.suffix in (".jpg", ".png"))
-    contact_sheet(pictures[:: max(1, len(pictures) // 25)][:25], folder / "contact_sheet.png")
+    generate_demo_dataset(folder / "data", seed=seed, num_samples=num_samples, progress=progress)
     results = {task: _run_task(folder, task, seed, progress) for task in SOURCES}
     table = render_table(results)
     (folder / "table.txt").write_text(table)
@@ -96,26 +92,6 @@ def main(folder: Path, *, num_samples: int, seed: int) -> None:
     failures = [f for task, result in results.items() for f in result.failures(task)]
     if failures:
         raise StageError("; ".join(failures))
-
-
-def contact_sheet(
-    paths: Sequence[Path], out_png: Path, *, columns: int = 5, cell: int = 220
-) -> None:
-    """Save the upright pictures in a grid of `cell` pixels, each with its name and size."""
-    step_x, step_y = cell + 12, cell + 30
-    size = (min(columns, len(paths)) * step_x, -(-len(paths) // columns) * step_y)
-    sheet = Image.new("RGB", size, (246, 246, 248))
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(11)
-    for i, path in enumerate(paths):
-        with Image.open(path) as file:
-            image = ImageOps.exif_transpose(file).convert("RGB")
-        label = f"{path.name}  {image.width}x{image.height}"
-        image.thumbnail((cell, cell))
-        x, y = i % columns * step_x + 6, i // columns * step_y + 6
-        framed = ImageOps.expand(image, 1, (205, 205, 210))
-        sheet.paste(framed, (x + (cell - framed.width) // 2, y + (cell - framed.height) // 2))
-        draw.text((x + cell / 2, y + cell + 3), label, (45, 45, 50), font, anchor="ma")
-    sheet.save(out_png)
 
 
 def _run_task(folder: Path, task: str, seed: int, progress: bool) -> TaskResult:

@@ -192,7 +192,11 @@ def _collect(config: SourceOptions, prefix: str) -> Hashes:
             for keys, rows in _own_keys(part, "source_id", prefixes.items()):
                 is_own = pc.not_equal(rows["content_hash"], _NO_CONTENT)
                 contents = rows["content_hash"].filter(is_own).to_pylist()
-                bases = list(map(_base, keys.filter(is_own).to_pylist(), contents))
+                own = keys.filter(is_own).to_pylist()  # keys, some of which also name the content
+                bases = [
+                    key.removesuffix(repeated_key("", c))
+                    for key, c in zip(own, contents, strict=True)
+                ]
                 packed.append(hash_keys(keys.filter(pc.invert(is_own)).to_pylist()))
                 packed.append(hash_keys(map(repeated_key, bases, contents)))
                 shared.append(hash_keys(bases))
@@ -242,9 +246,3 @@ def _own_keys(
             is_source = pc.equal(batch[column], source)
             own = batch.filter(pc.and_(is_source, pc.starts_with(batch["key"], pattern=prefix)))
             yield pc.utf8_slice_codeunits(own["key"], len(prefix)), own
-
-
-def _base(key: str, content: int) -> str:
-    """The id of a record, from a key that may also name its content."""
-    base = key[: -len(repeated_key("", content))]
-    return base if key == repeated_key(base, content) else key

@@ -163,13 +163,8 @@ class PackPlan:
                 f"plan {folder} has format_version {document.get('format_version')}, "
                 f"this version reads {FORMAT_VERSION}; plan again"
             )
-        arrays = {name: _load_array(folder / f"{name}.npy") for name in _ARRAYS}
-        for name, array in arrays.items():
-            if list(array.shape) != document["shapes"][name]:
-                raise ValueError(
-                    f"plan {folder}: {name}.npy has shape {list(array.shape)}, plan.json says "
-                    f"{document['shapes'][name]}; plan again"
-                )
+        shapes = document["shapes"]
+        arrays = {name: _load_array(folder / f"{name}.npy", shapes[name]) for name in _ARRAYS}
         try:
             document["reason_names"] = tuple(document["reason_names"])
             known = document.keys() & PlanInfo.__dataclass_fields__  # some came with later versions
@@ -179,8 +174,13 @@ class PackPlan:
         return cls(**arrays, info=info)
 
 
-def _load_array(path: Path) -> np.ndarray:
+def _load_array(path: Path, shape: list[int]) -> np.ndarray:
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, EOFError, ValueError) as error:
         raise StageError(f"{path} cannot be read: {error}; plan again") from error
+    if list(array.shape) != shape:
+        raise ValueError(
+            f"{path} has shape {list(array.shape)}, plan.json says {shape}; plan again"
+        )
+    return array

@@ -231,20 +231,15 @@ class Source(ABC):
         return read_locator(root, locator, self.unpack_folder)
 
 
-# Names from earlier versions, which custom sources may import; nothing here uses them.
-
-
+# Names from earlier versions, which custom sources may import; nothing here uses them: bytes of a
+# file with their xxh3_128, and what a source had beyond what was measured before.
 class Stretch(NamedTuple):
-    """Bytes `begin` to `end` of a file, and their xxh3_128."""
-
     begin: int
     end: int
     content_hash: str
 
 
 class Growth(NamedTuple):
-    """What a source had beyond what was measured before, when outputs could be appended to."""
-
     added: bytes
     num_added: int
     grown: Mapping[str, tuple[int, int]] = {}

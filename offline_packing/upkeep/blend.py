@@ -55,9 +55,7 @@ def blend(folders: Sequence[Path]) -> str:
 def _read_manifest(root: Path) -> Mapping[str, Any]:
     manifest: Mapping[str, Any] | None = read_json(root / "manifest.json")
     if manifest is None or not {"counts", "config", "fingerprint"} <= set(manifest):
-        raise StageError(
-            f"{root} is not a complete output: it has no manifest.json; run write first"
-        )
+        raise StageError(f"{root} is not complete: it has no manifest.json; run write first")
     return manifest
 
 

@@ -1,6 +1,6 @@
 """status: the progress of an output's stages."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -41,11 +41,7 @@ def _made_otherwise(run: Run) -> Iterator[str]:
     info = IndexInfo.load(workspace.index_info)
     planned = info and read_json(workspace.plan_info)
     written = planned and workspace.started.exists() and planned["hash"]
-    checks: tuple[tuple[Callable[[Run, Any], None], Any], ...] = (
-        (check_index, info),
-        (check_plan, planned),
-        (check_layout, written),
-    )
+    checks: Any = ((check_index, info), (check_plan, planned), (check_layout, written))
     for check, made in checks:
         try:
             if made:

@@ -39,7 +39,11 @@ def verify(run: Run, *, deep: bool = False) -> VerifyResult:
         return total
     total.num_shards = len(manifest["shards"])
     if deep:
-        _require_sources(run)
+        try:
+            open_sources(run.config)
+        except StageError as error:
+            message = f"verify --deep needs the source: {error}; verify without --deep does not"
+            raise StageError(message) from error
     damage = find_metadata_damage(run, manifest) + find_stage_damage(run, manifest)
     for one in damage:
         total.problem(str(one), repairable=True)
@@ -138,15 +142,6 @@ def render_verdict(result: VerifyResult) -> str:
         f"{result.num_problems:,} problems; {repaired}if a problem names no remedy, the shards "
         "are as they were written: pack again with another output.path or output.overwrite=true"
     )
-
-
-def _require_sources(run: Run) -> None:
-    try:
-        open_sources(run.config)
-    except StageError as error:
-        raise StageError(
-            f"verify --deep needs the source: {error}; verify without --deep does not"
-        ) from error
 
 
 def _check_each_once(

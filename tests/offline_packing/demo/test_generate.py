@@ -16,7 +16,6 @@ from PIL import Image, ImageOps
 
 from offline_packing.demo import generate, pictures
 from offline_packing.demo.generate import Truth, estimate_num_tokens, generate_demo_dataset
-from offline_packing.demo.run import contact_sheet
 
 NUM_SAMPLES = 400
 SEQ_LENGTH = 2048
@@ -311,17 +310,3 @@ def test_an_interrupted_run_leaves_no_dataset(
     assert not path.exists()
     generate_demo_dataset(path, num_samples=50, progress=False)
     assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
-
-
-def test_contact_sheet_shows_the_pictures_upright(path: Path, truth: Truth, tmp_path: Path) -> None:
-    names = [name for name, image in truth["images"].items() if image["orientation"] != 1][:2]
-    contact_sheet([path / name for name in names], tmp_path / "sheet.png", columns=1)
-    with Image.open(tmp_path / "sheet.png") as sheet:
-        pixels = np.asarray(sheet.convert("RGB"))
-    assert pixels.shape == (2 * 250, 232, 3)
-    for row, name in enumerate(names):
-        picture = upright(path / name)
-        picture.thumbnail((220, 220))
-        width, height = picture.size
-        left, top = 7 + (218 - width) // 2, 250 * row + 7 + (218 - height) // 2
-        assert (pixels[top : top + height, left : left + width] == np.asarray(picture)).all()

@@ -73,7 +73,7 @@ def test_outputs_that_do_not_fit(
 
 
 def test_what_is_no_output(outputs: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(StageError, match="is not a complete output: it has no manifest"):
+    with pytest.raises(StageError, match="is not complete: it has no manifest"):
         blend([outputs[0], tmp_path])
     with pytest.raises(StageError, match="is named twice"):
         blend([outputs[0], outputs[0] / "../a"])
