@@ -1,6 +1,6 @@
 """What `source.skip` costs: measuring new samples among many that another output already has.
 
-    python tools/benchmark_skip.py [--samples 60000] [--new 600] [--folder /tmp/skip]
+    PYTHONPATH=. python tools/benchmark_skip.py [--samples 60000] [--new 600] [--folder /tmp/skip]
 
 Makes captioning pairs, packs all but the new ones, then measures into two outputs:
 everything, and with `source.skip` only the new ones. Prints processor time (of this process, which
