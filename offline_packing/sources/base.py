@@ -8,10 +8,11 @@ read_sample, read_media   -> a sample, and the bytes of its media, again from no
 
 import io
 from abc import ABC, abstractmethod
+from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, NamedTuple
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -233,13 +234,5 @@ class Source(ABC):
 
 # Names from earlier versions, which custom sources may import; nothing here uses them: bytes of a
 # file with their xxh3_128, and what a source had beyond what was measured before.
-class Stretch(NamedTuple):
-    begin: int
-    end: int
-    content_hash: str
-
-
-class Growth(NamedTuple):
-    added: bytes
-    num_added: int
-    grown: Mapping[str, tuple[int, int]] = {}
+Stretch = namedtuple("Stretch", ["begin", "end", "content_hash"])
+Growth = namedtuple("Growth", ["added", "num_added", "grown"], defaults=[{}])

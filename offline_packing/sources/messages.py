@@ -40,6 +40,8 @@ _CALL_ROLES: Final = ("function_call", "tool_call")
 _THOUGHT_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
 #: What a message may hold besides its text, and would be lost.
 _UNPACKED: Final = ("image", "images", "video", "videos", "audio", "audios")
+#: All that most messages hold: there is nothing else to look for in them.
+_PLAIN: Final = frozenset(("role", "content", "from", "value"))
 _LOSS_FIELDS: Final = ("loss_weight", "weight", "loss", "loss_scale", "train")
 #: Type of a part of a content list -> what marks its place.
 _MEDIA_TYPES: Final[Mapping[str, str]] = {
@@ -150,7 +152,8 @@ def _messages(message: Any, found: Dialogue) -> Iterator[_Message]:
     """A message; of an object that holds a whole turn, two."""
     if not isinstance(message, dict):
         raise SampleError("bad_record", f"a message is {kind_of(message)}, not an object")
-    lost = next((name for name in _UNPACKED if message.get(name)), None)
+    is_plain = message.keys() <= _PLAIN
+    lost = None if is_plain else next((name for name in _UNPACKED if message.get(name)), None)
     if lost is not None:
         raise SampleError("bad_record", f"a message has {lost!r}, which is not packed")
     if "from" in message:
@@ -163,6 +166,9 @@ def _messages(message: Any, found: Dialogue) -> Iterator[_Message]:
     if not isinstance(role, str):
         raise SampleError("bad_record", f"the role of a message is {kind_of(role)}, not text")
     role = _ROLES.get(role, role)
+    if is_plain and role not in _CALL_ROLES:
+        yield _Message(role, _text(role, content, found))
+        return
     calls = message.get("tool_calls") or message.get("function_call") or ()
     if role in _CALL_ROLES:
         role, content, calls = "assistant", "", content

@@ -2,7 +2,7 @@
 cannot disagree; a family says what its template, its media and its positions are."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar
 
@@ -211,18 +211,20 @@ class FamilyEncoder(ABC):
                 spans += self.medium_spans(next(media[part]))
         return spans
 
-    def _parts(self, sample: SourceSample) -> Iterator[Span | int]:
+    def _parts(self, sample: SourceSample) -> list[Span | int]:
         """A checked sample's texts as spans, and IMAGE_ID or VIDEO_ID for its media, in order."""
+        parts: list[Span | int] = []
         for piece in self.render(sample):
             if isinstance(piece, Control):
-                yield self._control_span(piece)
+                parts.append(self._control_span(piece))
             elif isinstance(piece, Text):
-                yield self.text_span(piece.text)
+                parts.append(self.text_span(piece.text))
             elif isinstance(piece, Answer):
                 ids, loss_from = self.tokenizer.encode_answer(piece.header, piece.text)
-                yield Span(ids, len(ids), loss_from)
+                parts.append(Span(ids, len(ids), loss_from))
             else:
-                yield VIDEO_ID if isinstance(piece, Video) else IMAGE_ID
+                parts.append(VIDEO_ID if isinstance(piece, Video) else IMAGE_ID)
+        return parts
 
     def _control_span(self, control: Control) -> Span:
         span = self._controls.get(control)

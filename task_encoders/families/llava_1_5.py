@@ -21,7 +21,7 @@ from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample
 from task_encoders.text.pieces import Answer, Control, Image, Piece, Text, place_media
-from task_encoders.text.tokenizer import BUILTIN, load_tokenizer
+from task_encoders.text.tokenizer import BUILTIN, checkpoint_tokenizer, load_tokenizer
 
 #: Options and their defaults: CLIP ViT-L/14 at 336 pixels. No tokens_per_image: a token per patch.
 DEFAULTS: Final[dict[str, Any]] = {
@@ -140,10 +140,8 @@ class Llava15Encoder(FamilyEncoder):
 
     def _check_tokenizer(self) -> None:
         """Refuse a tokenizer that reads text behind a special token otherwise than by itself."""
-        from transformers import AutoTokenizer
-
         text = "USER: What is it? ASSISTANT: A cat.</s>USER: Why? ASSISTANT: So.</s>"
-        tokenizer = AutoTokenizer.from_pretrained(self.options.processor, trust_remote_code=False)
+        tokenizer = checkpoint_tokenizer(self.options.processor)
         theirs = tokenizer(text, add_special_tokens=False)["input_ids"]
         end = self.tokenizer.special_id("</s>")
         ours: list[int] = []

@@ -37,10 +37,10 @@ def stored_parts(tokenized: TokenizedText) -> Iterator[Span | int]:
     ids = np.asarray(tokenized.ids, dtype=np.int64)
     media = np.flatnonzero(ids < 0)
     cuts = np.unique(np.concatenate([[0], media, media + 1, tokenized.loss, [len(ids)]]))
-    starts = set(tokenized.loss[::2])
+    starts, ends = set(tokenized.loss[::2]), set(tokenized.loss[1::2])
     with_loss = False
     for start, end in itertools.pairwise(cuts.astype(np.int64).tolist()):
-        with_loss = start in starts or (with_loss and start not in tokenized.loss)
+        with_loss = start in starts or (with_loss and start not in ends)
         if ids[start] < 0:
             yield int(ids[start])
         else:

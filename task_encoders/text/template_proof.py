@@ -11,6 +11,7 @@ import xxhash
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.chat_templates import ChatTemplate
 from task_encoders.text.pieces import Control, spell, to_chat
+from task_encoders.text.tokenizer import checkpoint_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,11 @@ def write(template: ChatTemplate, sample: SourceSample) -> str | None:
         pieces = list(template.pieces(sample, [True] * len(sample.turns)))
     except SampleError:
         return None
-    assert sum(piece == Control("<|im_end|>", True) for piece in pieces) == len(sample.turns)
+    ends = pieces.count(Control("<|im_end|>", True))
+    if ends != len(sample.turns):
+        raise ValueError(
+            f"the chat template ends {ends} of {len(sample.turns)} answers by <|im_end|>"
+        )
     return "".join(map(spell, pieces))
 
 
@@ -140,9 +145,7 @@ def load_template(processor: str, own: str) -> tuple[ChatTemplate, str]:
     Raises:
         ValueError: it cannot be cut.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(processor, trust_remote_code=False)
+    tokenizer = checkpoint_tokenizer(processor)
     source = checkpoint_template(processor, tokenizer)
     if not source:
         return ChatTemplate(own), ""

@@ -168,21 +168,12 @@ def _special_id(token_id: int | None, token: str) -> int:
 
 
 @functools.cache
-def load_tokenizer(processor: str, text_tokens: tuple[str, ...] = ()) -> Tokenizer:
-    """The tokenizer of "builtin", a checkpoint folder, or a hub name (no remote code is run).
-
-    Args:
-        text_tokens: what a family adds to the built-in vocabulary after the special tokens.
+def checkpoint_tokenizer(processor: str) -> Any:
+    """transformers' fast tokenizer of a checkpoint folder or a hub name; no remote code is run.
 
     Raises:
         ValueError: there is none of that name, or it is not a fast one.
     """
-    if processor == BUILTIN:
-        ranks = qwen_ranks()
-        special = {token: len(ranks) + i for i, token in enumerate(QWEN_SPECIAL_TOKENS)}
-        behind = len(ranks) + len(special)
-        added = {token: behind + i for i, token in enumerate(text_tokens)}
-        return TiktokenTokenizer(ranks, QWEN_PATTERN, special, added, nfc=True)
     from transformers import AutoTokenizer
 
     try:
@@ -193,6 +184,26 @@ def load_tokenizer(processor: str, text_tokens: tuple[str, ...] = ()) -> Tokeniz
         raise ValueError(
             f"checkpoint {processor!r} has no fast tokenizer; save its tokenizer.json beside it"
         )
+    return tokenizer
+
+
+@functools.cache
+def load_tokenizer(processor: str, text_tokens: tuple[str, ...] = ()) -> Tokenizer:
+    """The tokenizer of "builtin", a checkpoint folder, or a hub name.
+
+    Args:
+        text_tokens: what a family adds to the built-in vocabulary after the special tokens.
+
+    Raises:
+        ValueError: as checkpoint_tokenizer.
+    """
+    if processor == BUILTIN:
+        ranks = qwen_ranks()
+        special = {token: len(ranks) + i for i, token in enumerate(QWEN_SPECIAL_TOKENS)}
+        behind = len(ranks) + len(special)
+        added = {token: behind + i for i, token in enumerate(text_tokens)}
+        return TiktokenTokenizer(ranks, QWEN_PATTERN, special, added, nfc=True)
+    tokenizer = checkpoint_tokenizer(processor)
     slow = TransformersTokenizer(tokenizer)
     spec = json.loads(tokenizer.backend_tokenizer.to_str())
     fast = _as_tiktoken(spec)
