@@ -5,14 +5,17 @@ given out, the samples of the others stay for the next window. A sample stays at
 windows, and ``max_carried`` samples at most stay at all: beyond either limit packs go out unfilled.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from offline_packing.planner.order import reorder_packs
+from offline_packing.planner.request import check_known
+from offline_packing.planner.strategies import STRATEGIES
+from offline_packing.planner.strategies.budgets import pack_budgets
 from offline_packing.planner.strategies.composition import (
-    Composer,
     Composition,
     expand_composition,
     select_patterns,
@@ -38,13 +41,11 @@ def window_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
     return max(first, second_method(counts, seed=seed), key=full_packs)
 
 
-def pack_window(
-    lengths: np.ndarray, seq_length: int, *, seed: int, compose: Composer = window_fill
-) -> Packs:
+def pack_window(lengths: np.ndarray, seq_length: int, *, seed: int) -> Packs:
     """Packs of the samples of a window, the fullest first, and in them the oldest of a length."""
     lengths = np.ascontiguousarray(lengths, np.int32)
     counts = count_lengths(lengths, seq_length)
-    packs = compose(counts, seed=seed)
+    packs = window_fill(counts, seed=seed)
     fullest_first = np.argsort(-packs.pattern_tokens(), kind="stable")
     return expand_composition(select_patterns(packs, fullest_first), lengths, counts)
 
@@ -60,9 +61,13 @@ class WindowOptions:
     max_age: int = 16
     #: samples that wait at most, all together
     max_carried: int = 1000
-    #: tokens of a pack that count as full, as a share of seq_length
+    #: load of a pack that counts as full: tokens as a share of seq_length, or a budget's share
     min_fill: float = 1.0
     seed: int = 0
+    #: a name in STRATEGIES; budgets need auto
+    strategy: str = "auto"
+    #: further limits per pack: vision patches, images, …
+    budgets: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, lowest in (("seq_length", 1), ("window", 1), ("max_age", 0), ("max_carried", 0)):
@@ -70,6 +75,14 @@ class WindowOptions:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {lowest}")
         if not 0 <= self.min_fill <= 1:
             raise ValueError(f"min_fill is {self.min_fill}; it is a share of seq_length, 0 to 1")
+        check_known("strategy", self.strategy, STRATEGIES)
+        for name, limit in self.budgets.items():
+            if limit < 1:
+                raise ValueError(f"budget {name!r} is {limit}; it must be at least 1")
+        if self.budgets and self.strategy != "auto":
+            raise ValueError(
+                f"budget {min(self.budgets)!r} needs strategy 'auto', not {self.strategy!r}"
+            )
 
 
 class WindowPlanner:
@@ -83,11 +96,11 @@ class WindowPlanner:
         packs = planner.finish()            # the rest
     """
 
-    def __init__(self, options: WindowOptions, compose: Composer = window_fill) -> None:
+    def __init__(self, options: WindowOptions) -> None:
         self.options = options
-        self._compose = compose
-        #: int64 (3, num_waiting), in order of arrival: lengths, ids, windows of arrival
-        self._pool = np.zeros((3, 0), np.int64)
+        #: int64 (3 + num_budgets, num_waiting), in order of arrival: ids, windows of arrival,
+        #: lengths, amounts of each budget
+        self._pool = np.zeros((3 + len(options.budgets), 0), np.int64)
         self._num_seen = 0
 
     @property
@@ -95,19 +108,32 @@ class WindowPlanner:
         """Samples that are in no pack yet."""
         return self._pool.shape[1]
 
-    def push(self, num_tokens: np.ndarray, sample_ids: np.ndarray | None = None) -> Packs:
+    def push(
+        self,
+        num_tokens: np.ndarray,
+        sample_ids: np.ndarray | None = None,
+        amounts: Mapping[str, np.ndarray] | None = None,
+    ) -> Packs:
         """Take in samples, integers (n,) in 1..seq_length, and return the packs that are ready.
 
         ``sample_ids``, integers (n,), name them in the packs; by default they are counted from 0
-        over the whole stream. Raises ValueError, and takes nothing in, if a length is unusable.
+        over the whole stream. ``amounts`` has integers (n,) for each budget. Raises ValueError,
+        and takes nothing in, for a sample that fits no pack.
         """
         options = self.options
         lengths = check_lengths(num_tokens, options.seq_length, first_sample=self._num_seen)
         arrival = self._num_seen + np.arange(len(lengths))
-        ids = arrival if sample_ids is None else np.asarray(sample_ids, np.int64)
-        if ids.shape != lengths.shape:
-            raise ValueError(f"sample_ids has shape {ids.shape}, num_tokens {lengths.shape}")
-        arrived = np.stack([lengths, ids, arrival // options.window])
+        given = {"sample_ids": arrival if sample_ids is None else sample_ids, **(amounts or {})}
+        columns = {name: np.asarray(values, np.int64) for name, values in given.items()}
+        for name, values in columns.items():
+            if values.shape != lengths.shape:
+                raise ValueError(f"{name} has shape {values.shape}, num_tokens {lengths.shape}")
+        for name, limit in options.budgets.items():
+            if name not in columns:
+                raise ValueError(f"budget {name!r} needs amounts[{name!r}]")
+            check_amounts(name, columns[name], limit, first_sample=self._num_seen)
+        sizes = [lengths, *(columns[name] for name in options.budgets)]
+        arrived = np.stack([columns["sample_ids"], arrival // options.window, *sizes])
         ends = np.flatnonzero((arrival + 1) % options.window == 0) + 1
         ready = []
         for part in np.split(arrived, ends, axis=1):
@@ -130,9 +156,9 @@ class WindowPlanner:
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], compose: Composer = window_fill) -> "WindowPlanner":
+    def from_state(cls, state: dict[str, Any]) -> "WindowPlanner":
         """A planner that goes on exactly where :meth:`state` was taken."""
-        planner = cls(WindowOptions(**state["options"]), compose)
+        planner = cls(WindowOptions(**state["options"]))
         planner._num_seen = int(state["num_seen"])
         planner._pool = np.array(state["pool"], np.int64)
         return planner
@@ -142,15 +168,14 @@ class WindowPlanner:
         options = self.options
         if self.num_waiting == 0:
             return join_packs([])
-        lengths, ids, arrival = self._pool
+        ids, arrival, *sizes = self._pool
         window = (self._num_seen - 1) // options.window
-        seed = options.seed + window
-        packs = pack_window(lengths, options.seq_length, seed=seed, compose=self._compose)
+        packs, load = self._compose(np.stack(sizes, axis=1), seed=options.seed + window)
         starts = packs.pack_offsets[:-1]
         due = arrival[packs.sample_ids] <= window - options.max_age
         carried = len(due) - starts  # samples in this pack and in emptier ones
         ready = (
-            (packs.sums(lengths) >= options.min_fill * options.seq_length)
+            (load >= options.min_fill)
             | np.logical_or.reduceat(due, starts)
             | (carried > options.max_carried)
             | last
@@ -159,3 +184,30 @@ class WindowPlanner:
         given_out = reorder_packs(packs, order)
         self._pool = np.delete(self._pool, given_out.sample_ids, axis=1)
         return given_out.of(ids)
+
+    def _compose(self, sizes: np.ndarray, *, seed: int) -> tuple[Packs, np.ndarray]:
+        """Packs of samples of ``sizes``, int64 (n, limits), the fullest first, and the load of
+        each: the largest share that it takes of a limit."""
+        options = self.options
+        lengths = np.ascontiguousarray(sizes[:, 0], np.int32)
+        limits = np.array([options.seq_length, *options.budgets.values()])
+        if options.budgets:
+            packs = pack_budgets(sizes, limits, seed=seed)
+        elif options.strategy == "auto":
+            packs = pack_window(lengths, options.seq_length, seed=seed)
+        else:
+            packs = STRATEGIES[options.strategy](lengths, options.seq_length, seed=seed)
+        load = (packs.sums(sizes) / limits).max(axis=1)
+        fullest_first = np.argsort(-load, kind="stable")
+        return reorder_packs(packs, fullest_first), load[fullest_first]
+
+
+def check_amounts(name: str, amounts: np.ndarray, limit: int, *, first_sample: int) -> None:
+    """Raise ValueError for the first sample that alone is over a budget, or below 0."""
+    bad = (amounts < 0) | (amounts > limit)
+    if bad.any():
+        sample = int(bad.argmax())
+        raise ValueError(
+            f"sample {first_sample + sample} has {amounts[sample]} of budget {name!r}, not in "
+            f"0..{limit}; set such samples aside before packing"
+        )

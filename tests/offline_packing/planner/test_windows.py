@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offline_packing.planner.strategies.histogram import best_fit_decreasing
 from offline_packing.planner.strategies.strategy import Packs, join_packs
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
 
@@ -130,7 +129,7 @@ def test_samples_keep_the_ids_they_come_with():
 
 def test_any_composer_can_be_used():
     lengths = law("sft", 3000)
-    planner = WindowPlanner(WindowOptions(seq_length=8192), compose=best_fit_decreasing)
+    planner = WindowPlanner(WindowOptions(seq_length=8192, strategy="best_fit_decreasing"))
     packs = run(planner, lengths, [])
     assert sorted(sample for pack in packs for sample in pack) == list(range(3000))
 

@@ -1,0 +1,1 @@
+"""Packing while training: samples that cannot be packed beforehand, with the same planner."""

@@ -1,0 +1,81 @@
+"""The pool gives back every item once, within all limits, and goes on from a saved state."""
+
+import pickle
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offline_packing.online.pool import PackingPool
+from offline_packing.planner.windows import WindowOptions, WindowPlanner
+from task_encoders.samples import SampleError
+
+Item = tuple[int, int, int]  # number, tokens, images
+
+streams = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 5)), max_size=120).map(
+    lambda sizes: [(number, *size) for number, size in enumerate(sizes)]
+)
+option_sets = st.builds(
+    WindowOptions,
+    seq_length=st.integers(60, 200),
+    window=st.integers(1, 40),
+    max_age=st.integers(0, 4),
+    max_carried=st.integers(0, 50),
+    min_fill=st.sampled_from([0.9, 1.0]),
+    budgets=st.sampled_from([{}, {"images": 5}, {"images": 9}]),
+)
+
+
+def add(pool: PackingPool[Item], stream: list[Item]) -> list[list[Item]]:
+    return [
+        pack for item in stream for pack in pool.add(item, item[1], {"images": item[2], "other": 9})
+    ]
+
+
+@given(stream=streams, options=option_sets)
+@settings(max_examples=100, deadline=None)
+def test_every_item_comes_back_once_within_all_limits(stream, options):
+    pool = PackingPool[Item](options)
+    packs = add(pool, stream)
+    assert sorted([*chain(*packs), *pool.waiting]) == stream
+    packs += pool.finish()
+    assert sorted(chain(*packs)) == stream
+    assert pool.waiting == []
+    for pack in packs:
+        assert 0 < sum(tokens for _, tokens, _ in pack) <= options.seq_length
+        if options.budgets:
+            assert sum(images for _, _, images in pack) <= options.budgets["images"]
+
+
+@given(stream=streams, options=option_sets, cut=st.integers(0, 120))
+@settings(max_examples=100, deadline=None)
+def test_a_restored_pool_gives_the_identical_rest(stream, options, cut):
+    pool = PackingPool[Item](options)
+    add(pool, stream[:cut])
+    saved = pickle.dumps((pool.state(), pool.waiting))
+    rest = add(pool, stream[cut:]) + pool.finish()
+    restored = PackingPool[Item].from_state(*pickle.loads(saved))
+    assert add(restored, stream[cut:]) + restored.finish() == rest
+
+
+def test_packs_are_the_planners():
+    lengths = np.random.default_rng(0).integers(1, 3000, 700)
+    options = WindowOptions(seq_length=8192, window=128)
+    planner, pool = WindowPlanner(options), PackingPool[int](options)
+    planned = [planner.push(lengths), planner.finish()]
+    packs = [pack for i, n in enumerate(lengths.tolist()) for pack in pool.add(i, n)]
+    assert list(chain(*packs, *pool.finish())) == [i for part in planned for i in part.sample_ids]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "images", "reason"),
+    [(11, 0, "overlong"), (3, 3, "over_budget"), (0, 0, "bad_record")],
+)
+def test_an_item_that_fits_no_pack_is_refused_with_its_reason(tokens, images, reason):
+    pool = PackingPool[Item](WindowOptions(seq_length=10, budgets={"images": 2}))
+    with pytest.raises(SampleError) as error:
+        pool.add((0, tokens, images), tokens, {"images": images})
+    assert error.value.reason == reason
+    assert pool.waiting == []
