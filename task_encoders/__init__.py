@@ -1,9 +1,10 @@
 """What a sample and a pack are, and how they become tensors.
 
 In data order: `settings` (environment), `samples`, `pack_format` (pack <-> bytes), `media/`,
-`text/`, `sample_encoder` (interface), `families/` (one module per model family), `concatenate`
-(samples -> row), `model_inputs` (row -> what a model takes), `energon_samples` `pack_dealing`,
-`packed_task_encoder` and `packed_dataset` (the only modules that know Energon).
+`text/`, `records/` (JSON -> sample), `sample_encoder` (interface), `families/` (one module per
+model family), `concatenate` (samples -> row), `model_inputs` (row -> what a model takes),
+`energon_samples`, `pack_dealing`, `packed_task_encoder` and `packed_dataset` (the only modules that
+know Energon).
 
 Names below are imported on first use: measuring and planning need neither torch nor Energon.
 """

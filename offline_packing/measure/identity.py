@@ -40,9 +40,9 @@ from offline_packing.runs.losses import aside_while_measuring
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.sources import Embedded, Source, SourceOptions, SourcePart, SourceRecord
-from offline_packing.sources.records import to_sample
 from offline_packing.storage.files import hash_bytes, hash_file
 from offline_packing.storage.key_set import Hashes, KeySet, hash_keys, sort_hashes
+from task_encoders.records.record import to_sample
 from task_encoders.samples import SampleError, SourceSample
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from offline_packing.sources.reading.contents import file_names, nothing_found
 from offline_packing.sources.reading.listing import walk
 from offline_packing.sources.reading.locators import Locator, read_locator
 from offline_packing.sources.reading.remote import is_remote, open_root
-from offline_packing.sources.records import check_prompts_are_shown, load_json, to_sample
 from offline_packing.storage.key_set import KeySet
+from task_encoders.records.record import check_prompts_are_shown, load_json, to_sample
 from task_encoders.samples import SampleError, SourceSample
 
 

@@ -17,14 +17,14 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from offline_packing.sources.records import (
+from task_encoders.field_types import LocalOrRemotePath, not_bool
+from task_encoders.records.record import (
     ANSWER_FIELDS,
     DIALOGUE_FIELDS,
     MEDIA_FIELDS,
     PROMPT_FIELDS,
     RECORD_FIELDS,
 )
-from task_encoders.field_types import LocalOrRemotePath, not_bool
 
 #: More copies of a sample than this are taken for a typing error.
 MAX_REPEAT: Final = 1000

@@ -10,7 +10,7 @@ from offline_packing.sources import SOURCES, open_source
 from offline_packing.sources.base import Source, SourceRecord
 from offline_packing.sources.options import MediaOptions
 from offline_packing.sources.reading.contents import find_image_root
-from offline_packing.sources.records import DIALOGUE_FIELDS, PROMPT_FIELDS, RECORD_FIELDS
+from task_encoders.records.record import DIALOGUE_FIELDS, PROMPT_FIELDS, RECORD_FIELDS
 from task_encoders.samples import SampleError, SourceSample
 
 

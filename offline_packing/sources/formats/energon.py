@@ -29,8 +29,8 @@ from offline_packing.sources.formats.webdataset import (
 from offline_packing.sources.options import SourceOptions, follow
 from offline_packing.sources.reading.contents import file_names, holds_packs
 from offline_packing.sources.reading.listing import walk
-from offline_packing.sources.records import MAX_JSON_BYTES, decode_text, load_json
 from offline_packing.storage.yaml_file import parse_yaml
+from task_encoders.records.record import MAX_JSON_BYTES, best_answer, decode_text, load_json
 from task_encoders.samples import SampleError
 
 #: Fields of Energon's sample types, and what they are in a record.
@@ -177,7 +177,7 @@ class EnergonSource(WebDatasetSource):
             return super().parse_parts(parts)
         fields = {name: _value(places, parts) for name, places in self._text_places.items()}
         if "answers" in fields:
-            fields["answers"] = _best_answer(fields["answers"], fields.pop("weights", None))
+            fields["answers"] = best_answer(fields["answers"], fields.pop("weights", None))
         return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -199,12 +199,3 @@ def _value(places: _Places, parts: Mapping[str, bytes]) -> Any:
             data = parts[part]
             return follow(load_json(data), tuple(steps)) if is_json else decode_text(data)
     return None
-
-
-def _best_answer(answers: Any, weights: Any) -> Any:
-    if not isinstance(answers, list) or not answers:
-        return answers
-    is_weighed = isinstance(weights, list) and all(isinstance(one, int | float) for one in weights)
-    if not is_weighed or len(weights) != len(answers):
-        return answers[0]
-    return answers[weights.index(max(weights))]

@@ -23,7 +23,6 @@ from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.options import FileOptions
 from offline_packing.sources.reading.contents import file_names, first_character
 from offline_packing.sources.reading.locators import Locator
-from offline_packing.sources.records import MAX_JSON_BYTES, decode_text, own_key
 from offline_packing.storage.streams import (
     CODECS,
     UNREAD_SUFFIXES,
@@ -31,6 +30,7 @@ from offline_packing.storage.streams import (
     codec_of,
     open_unpacked,
 )
+from task_encoders.records.record import MAX_JSON_BYTES, decode_text, own_key
 from task_encoders.samples import SampleError
 
 #: Bytes at a time while listing, and while reading records.

@@ -22,7 +22,7 @@ from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextSource
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.options import FieldMap, FileOptions, MediaOptions
-from offline_packing.sources.records import MAX_JSON_BYTES, load_json
+from task_encoders.records.record import MAX_JSON_BYTES, load_json
 from task_encoders.samples import SampleError
 
 _INFO_NAME: Final = "dataset_info.json"

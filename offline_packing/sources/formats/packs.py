@@ -22,7 +22,6 @@ from offline_packing.sources.options import MediaOptions
 from offline_packing.sources.reading.contents import file_names, holds_packs
 from offline_packing.sources.reading.listing import hash_files, walk
 from offline_packing.sources.reading.locators import Locator, to_json
-from offline_packing.sources.records import MAX_JSON_BYTES, load_json
 from task_encoders.pack_format import (
     JSON_PART,
     PackFormatError,
@@ -30,6 +29,7 @@ from task_encoders.pack_format import (
     parse_json,
     restore_pack,
 )
+from task_encoders.records.record import MAX_JSON_BYTES, load_json
 from task_encoders.samples import SampleError
 
 _LOOSE_PACK: Final = re.compile(r"(?:.*/)?([A-Za-z0-9_-]*ps_\d+)\.json")

@@ -21,7 +21,6 @@ from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, Sou
 from offline_packing.sources.reading.contents import file_names, holds_packs
 from offline_packing.sources.reading.listing import hash_files
 from offline_packing.sources.reading.locators import Locator
-from offline_packing.sources.records import MAX_JSON_BYTES, decode_text, has_answer, named_media
 from offline_packing.storage.streams import (
     CODECS,
     UNREAD_SUFFIXES,
@@ -31,6 +30,7 @@ from offline_packing.storage.streams import (
 )
 from offline_packing.storage.tars import TarMember, TarReader
 from task_encoders.pack_format import MEDIA_EXTENSIONS, is_video_name
+from task_encoders.records.record import MAX_JSON_BYTES, decode_text, has_answer, named_media
 from task_encoders.samples import SampleError
 
 #: Key and part of a member, parted at the first dot of the file name as by WebDataset readers.

@@ -12,7 +12,7 @@ from offline_packing.sources import SourceRecord
 from offline_packing.sources.lost_fields import lost_fields
 from offline_packing.sources.options import FieldMap
 from offline_packing.sources.reading.locators import Locator
-from offline_packing.sources.records import to_sample
+from task_encoders.records.record import to_sample
 from tests.helpers.command import invoke
 from tests.helpers.datasets import dialogue, image_bytes, make_run
 from tests.helpers.formats import lines, write_file

@@ -8,7 +8,7 @@
 Prompts and answers may also be two lists of equal length: turns. Images are named by "images" or
 "image", videos by "videos" or "video"; the name may stand in an object {"path": ...}. `system` is
 the system message, `tools` (or `functions`) what the model may call. Other fields are ignored;
-lost_fields.py reports it.
+offline_packing/sources/lost_fields.py reports it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,14 @@ from typing import Any, Final, cast
 
 import orjson
 
-from offline_packing.sources.messages import (
+from task_encoders.pack_format import is_video_name
+from task_encoders.records.messages import (
     Dialogue,
     kind_of,
     media_name,
     read_dialogue,
     read_tools,
 )
-from task_encoders.pack_format import is_video_name
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
     VIDEO_PLACEHOLDER,
@@ -132,6 +132,16 @@ def named_media(content: Mapping[str, Any], kind: str) -> list[Any] | None:
     if named is None or (kind == "video" and not named):
         return None
     return [media_name(name) for name in (named if isinstance(named, list) else [named])]
+
+
+def best_answer(answers: Any, weights: Any) -> Any:
+    """Of a VQA sample's answers the one with the largest weight; the first where there are none."""
+    if not isinstance(answers, list) or not answers:
+        return answers
+    is_weighed = isinstance(weights, list) and all(isinstance(one, int | float) for one in weights)
+    if not is_weighed or len(weights) != len(answers):
+        return answers[0]
+    return answers[weights.index(max(weights))]
 
 
 def _first(content: Mapping[str, Any], names: Sequence[str]) -> str | None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from offline_packing.sources.records import to_sample
+from task_encoders.records.record import to_sample
 from task_encoders.samples import SampleError, SourceSample, Turn
 from tests.helpers.datasets import dialogue
 

@@ -10,7 +10,7 @@ import pytest
 
 from offline_packing.measure.measure import measure
 from offline_packing.sources.reading.locators import to_json
-from offline_packing.sources.records import check_prompts_are_shown, to_sample
+from task_encoders.records.record import check_prompts_are_shown, to_sample
 from task_encoders.samples import SampleError, Turn
 from tests.helpers.datasets import dialogue, image_bytes, make_run
 from tests.helpers.formats import lines, write_file
