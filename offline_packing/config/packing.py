@@ -98,15 +98,20 @@ class PackConfig(_Config):
                 f"pad_multiple {self.pad_multiple} > seq_length {self.seq_length}; no sample would "
                 "fit a pack"
             )
+        limits = [*self.budgets, *(["samples"] if self.max_samples else [])]
         check_combination(
             strategy=self.strategy,
             assignment=self.assignment,
-            budgets=[*self.budgets, *(["samples"] if self.max_samples else [])],
+            budgets=limits,
             has_order=self.order is not None,
             homogeneous=self.homogeneous,
             min_samples=self.min_samples,
             max_samples=self.max_samples,
         )
+        if self.strategy != "auto":
+            from offline_packing.planner.strategies import check_budgets
+
+            check_budgets(self.strategy, limits)
         if self.strategy_options:
             from offline_packing.planner.strategies import check_options
 

@@ -9,7 +9,7 @@ from offline_packing.planner.copies import deal_out_copies, rounds_of_copies, se
 from offline_packing.planner.order import reorder_packs
 from offline_packing.planner.request import PlanRequest
 from offline_packing.planner.strategies import COMPOSERS, STRATEGIES
-from offline_packing.planner.strategies.budgets import pack_budgets, size_lower_bound
+from offline_packing.planner.strategies.budgets import size_lower_bound
 from offline_packing.planner.strategies.composition import expand_composition
 from offline_packing.planner.strategies.histogram import count_lengths, lower_bound
 from offline_packing.planner.strategies.strategy import Packs, join_packs
@@ -84,7 +84,9 @@ def _compose(request: PlanRequest) -> tuple[Packs, int]:
     """The same as `_pack`, as if copies were samples of their own."""
     lengths, seq_length, seed = request.lengths, request.seq_length, request.seed
     if request.sizes:
-        return pack_budgets(*_limited(request), seed=seed), packs_bound(request)
+        strategy, options = STRATEGIES[request.strategy], request.options
+        packs = strategy(lengths, seq_length, seed=seed, budgets=request.sizes, **options)
+        return packs, packs_bound(request)
     counts = count_lengths(lengths, seq_length)
     bound = lower_bound(counts)
     window_packs = request.window_packs if request.windowed else None

@@ -24,7 +24,7 @@ from offline_packing.planner.request import (
     admit_samples,
     check_known,
 )
-from offline_packing.planner.strategies import STRATEGIES, histogram
+from offline_packing.planner.strategies import STRATEGIES, check_budgets, histogram
 from offline_packing.planner.strategies.strategy import Packs
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,8 @@ def plan_packs(
         strategy: a name in ``STRATEGIES``.
         seed: decides every random choice; the same input and seed give the same plan.
         pad_multiple: each sample counts as its length rounded up to this multiple.
-        budgets: further limits per pack, name -> (integer array, limit). Needs strategy auto.
+        budgets: further limits per pack, name -> (integer array, limit). Any strategy but those
+            that decide on the histogram of lengths: ``COMPOSERS`` but auto, and hash_bucket.
         groups: integer array, the dataset or kind of media of each sample.
         weights: group -> weight for assignment mix; default: the sizes of the groups.
         cost: what training on each sample costs (``families.model_cost``); default: its length
@@ -82,7 +83,7 @@ def plan_packs(
             balance; empty for none.
         order: write the packs so that the ranks of this layout get similar cost at each step.
         homogeneous: packs hold samples of one group only.
-        max_samples: samples that a pack may hold; needs strategy auto.
+        max_samples: samples that a pack may hold; a budget like those.
         min_samples: packs with fewer samples are dissolved, their samples set aside.
         min_fill: likewise for packs with fewer tokens than this share of seq_length.
         window_packs: packs that locality and mix compose at a time; best the packs of a shard.
@@ -120,6 +121,7 @@ def plan_packs(
     check_known("strategy", strategy, STRATEGIES)
     STRATEGIES[strategy].options(**request.options)
     request.check()
+    check_budgets(strategy, limits)
     packs, bound = pack_request(request)
     packs, dissolved, reasons = _dissolve_poor(packs, request)
     if len(dissolved):

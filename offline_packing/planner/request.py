@@ -80,13 +80,9 @@ class PlanRequest:
 
     def subset(self, chosen: np.ndarray) -> "PlanRequest":
         """The same request for some of the samples: bool or index array."""
-        options = dict(self.options)
-        for name, value in options.items():
-            if isinstance(value, np.ndarray) and value.shape == (len(self.lengths),):
-                options[name] = value[chosen]
         sizes = {name: (array[chosen], limit) for name, (array, limit) in self.sizes.items()}
         arrays = {name: array[chosen] for name, array in self._arrays().items()}
-        return replace(self, sizes=sizes, options=options, **arrays)
+        return replace(self, sizes=sizes, **arrays)
 
     def _arrays(self) -> dict[str, Any]:
         """The arrays with one entry per sample."""
@@ -149,9 +145,8 @@ def check_combination(
             f"order puts packs of similar cost side by side, assignment {windowed[0]} packs of the "
             "same stretch of the source; choose one of them"
         )
-    if (windowed or budgets) and strategy != "auto":
-        asked = f"assignment {windowed[0]}" if windowed else f"budget {min(budgets)!r}"
-        raise ValueError(f"{asked} needs strategy 'auto', not {strategy!r}")
+    if windowed and strategy != "auto":
+        raise ValueError(f"assignment {windowed[0]} needs strategy 'auto', not {strategy!r}")
     exchanging = {"locality", "mix", "balance"}.intersection(assignment)
     if budgets and exchanging:
         raise ValueError(

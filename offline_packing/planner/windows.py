@@ -13,8 +13,7 @@ import numpy as np
 
 from offline_packing.planner.order import reorder_packs
 from offline_packing.planner.request import check_known
-from offline_packing.planner.strategies import STRATEGIES
-from offline_packing.planner.strategies.budgets import pack_budgets
+from offline_packing.planner.strategies import STRATEGIES, check_budgets, check_options
 from offline_packing.planner.strategies.composition import (
     Composition,
     expand_composition,
@@ -22,7 +21,12 @@ from offline_packing.planner.strategies.composition import (
 )
 from offline_packing.planner.strategies.histogram import count_lengths
 from offline_packing.planner.strategies.narrow_fill import fills_by_fitness
-from offline_packing.planner.strategies.strategy import Packs, check_lengths, join_packs
+from offline_packing.planner.strategies.strategy import (
+    Packs,
+    check_amounts,
+    check_lengths,
+    join_packs,
+)
 
 
 def window_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
@@ -64,10 +68,13 @@ class WindowOptions:
     #: load of a pack that counts as full: tokens as a share of seq_length, or a budget's share
     min_fill: float = 1.0
     seed: int = 0
-    #: a name in STRATEGIES; budgets need auto
+    #: a name in STRATEGIES, and its options
     strategy: str = "auto"
+    strategy_options: Mapping[str, Any] = field(default_factory=dict)
     #: further limits per pack: vision patches, images, …
     budgets: Mapping[str, int] = field(default_factory=dict)
+    #: packs that are ready together come out in random order; False: in the strategy's own
+    shuffle: bool = True
 
     def __post_init__(self) -> None:
         for name, lowest in (("seq_length", 1), ("window", 1), ("max_age", 0), ("max_carried", 0)):
@@ -79,10 +86,8 @@ class WindowOptions:
         for name, limit in self.budgets.items():
             if limit < 1:
                 raise ValueError(f"budget {name!r} is {limit}; it must be at least 1")
-        if self.budgets and self.strategy != "auto":
-            raise ValueError(
-                f"budget {min(self.budgets)!r} needs strategy 'auto', not {self.strategy!r}"
-            )
+        check_budgets(self.strategy, self.budgets)
+        check_options(self.strategy, self.strategy_options)
 
 
 class WindowPlanner:
@@ -123,17 +128,11 @@ class WindowPlanner:
         options = self.options
         lengths = check_lengths(num_tokens, options.seq_length, first_sample=self._num_seen)
         arrival = self._num_seen + np.arange(len(lengths))
-        given = {"sample_ids": arrival if sample_ids is None else sample_ids, **(amounts or {})}
-        columns = {name: np.asarray(values, np.int64) for name, values in given.items()}
-        for name, values in columns.items():
-            if values.shape != lengths.shape:
-                raise ValueError(f"{name} has shape {values.shape}, num_tokens {lengths.shape}")
-        for name, limit in options.budgets.items():
-            if name not in columns:
-                raise ValueError(f"budget {name!r} needs amounts[{name!r}]")
-            check_amounts(name, columns[name], limit, first_sample=self._num_seen)
-        sizes = [lengths, *(columns[name] for name in options.budgets)]
-        arrived = np.stack([columns["sample_ids"], arrival // options.window, *sizes])
+        ids = arrival if sample_ids is None else np.asarray(sample_ids, np.int64)
+        if ids.shape != lengths.shape:
+            raise ValueError(f"sample_ids has shape {ids.shape}, num_tokens {lengths.shape}")
+        columns = self._checked(amounts or {}, len(lengths))
+        arrived = np.stack([ids, arrival // options.window, lengths, *columns])
         ends = np.flatnonzero((arrival + 1) % options.window == 0) + 1
         ready = []
         for part in np.split(arrived, ends, axis=1):
@@ -170,44 +169,46 @@ class WindowPlanner:
             return join_packs([])
         ids, arrival, *sizes = self._pool
         window = (self._num_seen - 1) // options.window
-        packs, load = self._compose(np.stack(sizes, axis=1), seed=options.seed + window)
-        starts = packs.pack_offsets[:-1]
+        packs = self._compose(sizes, seed=options.seed + window)
+        limits = np.array([options.seq_length, *options.budgets.values()])
+        load = (packs.sums(np.stack(sizes, axis=1)) / limits).max(axis=1)
+        starts, counts = packs.pack_offsets[:-1], np.diff(packs.pack_offsets)
         due = arrival[packs.sample_ids] <= window - options.max_age
-        carried = len(due) - starts  # samples in this pack and in emptier ones
+        emptiest_first = np.argsort(-load, kind="stable")[::-1]
+        carried = np.empty_like(counts)  # samples in this pack and in emptier ones
+        carried[emptiest_first] = np.cumsum(counts[emptiest_first])
         ready = (
             (load >= options.min_fill)
             | np.logical_or.reduceat(due, starts)
             | (carried > options.max_carried)
             | last
         )
-        order = np.random.default_rng([options.seed, window]).permutation(np.flatnonzero(ready))
+        order = np.flatnonzero(ready)
+        if options.shuffle:
+            order = np.random.default_rng([options.seed, window]).permutation(order)
         given_out = reorder_packs(packs, order)
         self._pool = np.delete(self._pool, given_out.sample_ids, axis=1)
         return given_out.of(ids)
 
-    def _compose(self, sizes: np.ndarray, *, seed: int) -> tuple[Packs, np.ndarray]:
-        """Packs of samples of ``sizes``, int64 (n, limits), the fullest first, and the load of
-        each: the largest share that it takes of a limit."""
+    def _checked(self, amounts: Mapping[str, np.ndarray], num_samples: int) -> list[np.ndarray]:
+        """What new samples take of each budget: int64 (num_samples,) arrays."""
+        columns = []
+        for name, limit in self.options.budgets.items():
+            if name not in amounts:
+                raise ValueError(f"budget {name!r} needs amounts[{name!r}]")
+            checked = check_amounts(
+                name, amounts[name], limit, num_samples, first_sample=self._num_seen
+            )
+            columns.append(checked)
+        return columns
+
+    def _compose(self, sizes: list[np.ndarray], *, seed: int) -> Packs:
+        """Packs of samples of ``sizes``: lengths and amounts of each budget, int64 (n,)."""
         options = self.options
-        lengths = np.ascontiguousarray(sizes[:, 0], np.int32)
-        limits = np.array([options.seq_length, *options.budgets.values()])
-        if options.budgets:
-            packs = pack_budgets(sizes, limits, seed=seed)
-        elif options.strategy == "auto":
-            packs = pack_window(lengths, options.seq_length, seed=seed)
-        else:
-            packs = STRATEGIES[options.strategy](lengths, options.seq_length, seed=seed)
-        load = (packs.sums(sizes) / limits).max(axis=1)
-        fullest_first = np.argsort(-load, kind="stable")
-        return reorder_packs(packs, fullest_first), load[fullest_first]
-
-
-def check_amounts(name: str, amounts: np.ndarray, limit: int, *, first_sample: int) -> None:
-    """Raise ValueError for the first sample that alone is over a budget, or below 0."""
-    bad = (amounts < 0) | (amounts > limit)
-    if bad.any():
-        sample = int(bad.argmax())
-        raise ValueError(
-            f"sample {first_sample + sample} has {amounts[sample]} of budget {name!r}, not in "
-            f"0..{limit}; set such samples aside before packing"
-        )
+        lengths, *amounts = sizes
+        if options.strategy == "auto" and not amounts:
+            return pack_window(lengths, options.seq_length, seed=seed)
+        limits = options.budgets.items()
+        budgets = {name: (n, limit) for n, (name, limit) in zip(amounts, limits, strict=True)}
+        strategy, given = STRATEGIES[options.strategy], options.strategy_options
+        return strategy(lengths, options.seq_length, seed=seed, budgets=budgets, **given)

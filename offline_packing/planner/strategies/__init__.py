@@ -6,11 +6,12 @@ themselves. To add a strategy, write its function, with the options that it unde
 line here.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from offline_packing.planner.strategies.auto import auto, mixed, tilted_sampling
+from offline_packing.planner.strategies.budgets import pack_budgets
 from offline_packing.planner.strategies.composition import Composer
 from offline_packing.planner.strategies.exact_fill import exact_fill
 from offline_packing.planner.strategies.histogram import (
@@ -44,6 +45,7 @@ COMPOSERS: dict[str, Composer] = {
 
 STRATEGIES: dict[str, Strategy] = {
     **{name: Strategy(partial(pack_with, compose)) for name, compose in COMPOSERS.items()},
+    "auto": Strategy(partial(pack_with, auto), under_limits=pack_budgets),
     "hash_bucket": hash_bucket,
     "first_fit_decreasing": first_fit_decreasing,
     "first_fit_shuffle": first_fit_shuffle,
@@ -56,7 +58,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 def check_options(strategy: str, options: Mapping[str, Any]) -> None:
     """Raise ValueError for options that a strategy has not, or values that it does not take."""
-    valid = STRATEGIES[strategy].options.names()
+    valid = STRATEGIES[strategy].options.model_fields
     unknown = sorted(set(options) - set(valid))
     if unknown:
         takes = f"valid: {', '.join(valid)}" if valid else "it has none; leave them out"
@@ -64,11 +66,20 @@ def check_options(strategy: str, options: Mapping[str, Any]) -> None:
     STRATEGIES[strategy].options(**options)
 
 
+def check_budgets(strategy: str, budgets: Collection[str]) -> None:
+    """Raise ValueError for a strategy that cannot honour these limits beside seq_length."""
+    if budgets and STRATEGIES[strategy].under_limits is None:
+        able = ", ".join(name for name, other in STRATEGIES.items() if other.under_limits)
+        raise ValueError(
+            f"strategy {strategy!r} decides on the histogram of lengths and cannot honour budget "
+            f"{min(budgets)!r}; choose one of {able}"
+        )
+
+
 def describe_options() -> Iterator[tuple[str, str, str, str]]:
     """(strategy, option, default, meaning) of all options that a configuration may set."""
     for name, strategy in STRATEGIES.items():
-        for option in strategy.options.names():
-            field = strategy.options.model_fields[option]
+        for option, field in strategy.options.model_fields.items():
             default = "" if field.default is None else str(field.default)
             if not isinstance(field.default, int | float | str | None):
                 default = "built in"

@@ -1,6 +1,6 @@
 """What a strategy is: a function from lengths to packs, and the options that it declares."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,35 +47,58 @@ def join_packs(parts: Sequence[Packs]) -> Packs:
 
 
 class StrategyOptions(BaseModel):
-    """What a strategy understands beside lengths, seq_length and seed: by itself nothing. Every
-    field has a default and a description, which is what help and guide say of it. One with
-    ``exclude``, such as an array with one entry per sample, is for callers of plan_packs only."""
+    """What a strategy understands beside sizes, limits and seed: by itself nothing. Every field has
+    a default and a description, which is what help and guide say of it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """Options that a configuration may set."""
-        return [name for name, field in cls.model_fields.items() if not field.exclude]
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 @dataclass(frozen=True)
 class Strategy:
     """Packs samples of ``num_tokens``, integers (num_samples,) in 1..seq_length: every sample in
-    exactly one pack, no pack over ``seq_length``."""
+    exactly one pack, no pack over ``seq_length`` or a budget."""
 
     #: f(lengths, seq_length, *, seed), and ``options`` where it declares any; lengths are int32
     function: Callable[..., Packs]
     options: type[StrategyOptions] = StrategyOptions
+    #: f(sizes, limits, *, seed), and ``options``: the same under budgets; sizes are int64
+    #: (num_samples, num_limits) and limits (num_limits,), tokens first. None: the strategy decides
+    #: on the histogram of lengths, and can honour no budget
+    under_limits: Callable[..., Packs] | None = None
 
     def __call__(
-        self, num_tokens: np.ndarray, seq_length: int, *, seed: int = 0, **options: Any
+        self,
+        num_tokens: np.ndarray,
+        seq_length: int,
+        *,
+        seed: int = 0,
+        budgets: Mapping[str, tuple[np.ndarray, int]] | None = None,
+        **options: Any,
     ) -> Packs:
-        """The packs. Raises ValueError for lengths that no pack can hold, and for options that it
-        has not, or values out of range."""
+        """The packs. ``budgets``: name -> (sizes (num_samples,), limit per pack); `check_budgets`
+        says whether it honours any. Raises ValueError for samples that no pack can hold, and for
+        options that it has not, or values out of range."""
         parsed = self.options(**options)
         given = {"options": parsed} if self.options.model_fields else {}
-        return self.function(check_lengths(num_tokens, seq_length), seq_length, seed=seed, **given)
+        lengths = check_lengths(num_tokens, seq_length)
+        if not budgets:
+            return self.function(lengths, seq_length, seed=seed, **given)
+        assert self.under_limits is not None
+        amounts = [check_amounts(name, *budget, len(lengths)) for name, budget in budgets.items()]
+        limits = np.array([seq_length, *(limit for _, limit in budgets.values())])
+        sizes = np.stack([lengths, *amounts], axis=1).astype(np.int64)
+        return self.under_limits(sizes, limits, seed=seed, **given)
+
+
+def under_limits(
+    function: Callable[..., Packs], options: type[StrategyOptions] = StrategyOptions
+) -> Strategy:
+    """The strategy that runs the same function whether there are budgets or not."""
+
+    def by_length(lengths: np.ndarray, seq_length: int, **given: Any) -> Packs:
+        return function(lengths[:, np.newaxis].astype(np.int64), np.array([seq_length]), **given)
+
+    return Strategy(by_length, options, function)
 
 
 def check_lengths(num_tokens: np.ndarray, seq_length: int, *, first_sample: int = 0) -> np.ndarray:
@@ -96,6 +119,24 @@ def check_lengths(num_tokens: np.ndarray, seq_length: int, *, first_sample: int 
             f"{seq_length}; set such samples aside before packing"
         )
     return np.ascontiguousarray(lengths, np.int32)
+
+
+def check_amounts(
+    name: str, amounts: np.ndarray, limit: int, num_samples: int, *, first_sample: int = 0
+) -> np.ndarray:
+    """What the samples take of a budget, as int64 (num_samples,), all in 0..limit. Raises
+    ValueError for a wrong shape, and for the first sample that no pack can hold."""
+    amounts = np.asarray(amounts, np.int64)
+    if amounts.shape != (num_samples,):
+        raise ValueError(f"{name} has shape {amounts.shape}, num_tokens ({num_samples},)")
+    bad = (amounts < 0) | (amounts > limit)
+    if bad.any():
+        sample = int(bad.argmax())
+        raise ValueError(
+            f"sample {first_sample + sample} has {amounts[sample]} {name}, not in 0..{limit}, the "
+            "budget of a pack; set such samples aside before packing"
+        )
+    return amounts
 
 
 def group_into_packs(order: np.ndarray, pack_of: np.ndarray, num_packs: int) -> Packs:

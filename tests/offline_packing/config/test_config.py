@@ -164,7 +164,8 @@ def test_refused_files(tmp_path: Path, text: str, message: str) -> None:
         ({"homogeneous": True, "assignment": "mix"}, "leave out one of the two"),
         ({"order": {"num_ranks": 2}, "assignment": "locality"}, "choose one of them"),
         ({"max_samples": 2, "min_samples": 3}, "no pack can be both"),
-        ({"max_samples": 2, "strategy": "knapsack"}, "needs strategy 'auto', not 'knapsack'"),
+        ({"max_samples": 2, "strategy": "pattern_lp"}, "cannot honour budget 'samples'; choose "),
+        ({"budgets": {"images": 2}, "strategy": "hash_bucket"}, "cannot honour budget 'images'"),
         ({"budgets": {"images": 2}, "assignment": ["balance"]}, "may break a budget"),
     ],
 )
@@ -186,6 +187,8 @@ def test_one_assignment_needs_no_list(tmp_path: Path) -> None:
 def test_options_of_a_strategy(tmp_path: Path) -> None:
     overrides = ("pack.strategy=knapsack", "pack.strategy_options={extra_packs: 5}")
     assert load(tmp_path, EXAMPLE, *overrides).pack.strategy_options == {"extra_packs": 5}
+    pack = load(tmp_path, EXAMPLE, *overrides, "pack.budgets.images=18").pack
+    assert (pack.strategy, pack.budgets) == ("knapsack", {"images": 18})
 
 
 def test_missing_file(tmp_path: Path) -> None:

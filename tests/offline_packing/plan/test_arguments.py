@@ -57,10 +57,12 @@ def pack_sums(plan: Any, values: np.ndarray) -> np.ndarray:
     return np.add.reduceat(values[plan.packs.sample_ids], plan.packs.pack_offsets[:-1])
 
 
+@pytest.mark.parametrize("strategy", ["auto", "knapsack"])
 def test_budgets_hold_and_what_is_over_them_alone_is_set_aside(
-    data: Path, engine: LocalEngine
+    data: Path, engine: LocalEngine, strategy: str
 ) -> None:
-    samples, plan = planned(data, engine, budgets={"vision_patches": 250, "images": 3})
+    budgets = {"vision_patches": 250, "images": 3}
+    samples, plan = planned(data, engine, budgets=budgets, strategy=strategy)
     assert pack_sums(plan, samples.array("num_vision_patches")).max() <= 250
     assert pack_sums(plan, samples.array("num_images")).max() <= 3
     assert plan.set_aside.reasons["over_budget"] > 0

@@ -175,7 +175,7 @@ def test_no_budget_is_exceeded(rows, limit, max_samples, seed) -> None:
         ({"min_fill": 1.5}, "min_fill is 1.5"),
         ({"max_samples": 0}, "limit 0"),
         ({"max_samples": 2, "min_samples": 3}, "min_samples is 3 > max_samples 2"),
-        ({"max_samples": 2, "strategy": "best_fit_decreasing"}, "needs strategy 'auto'"),
+        ({"max_samples": 2, "strategy": "best_fit_decreasing"}, "cannot honour budget 'samples'"),
         (
             {"assignment": "mix", "groups": np.zeros(3, int), "weights": {1: 2.0}},
             r"weights\[0\] is None",
@@ -205,15 +205,10 @@ def test_first_run_says_once_that_it_compiles(tmp_path, monkeypatch, caplog) -> 
     assert caplog.text.count("compiling the planner") == 1
 
 
-def test_options_per_sample_skip_what_is_set_aside() -> None:
+def test_a_peer_packs_under_a_budget_what_is_not_set_aside() -> None:
     num_tokens = np.array([40, 500, 40, 40, 0, 40])
     num_images = np.array([3, 9, 1, 1, 9, 3])
-    plan = plan_packs(
-        num_tokens,
-        100,
-        strategy="knapsack",
-        strategy_options={"num_images": num_images, "max_images": 4},
-    )
+    plan = plan_packs(num_tokens, 100, strategy="knapsack", budgets={"images": (num_images, 4)})
     assert plan.set_aside_ids.tolist() == [1, 4]
     assert [num_images[plan.pack(i)].sum() for i in range(plan.num_packs)] == [4, 4]
 

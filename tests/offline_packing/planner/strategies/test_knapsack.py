@@ -39,7 +39,7 @@ def knapsack_oracle(lengths, images, capacity, max_images, num_packs) -> list[li
 @st.composite
 def samples(draw: st.DrawFn) -> tuple[list[int], list[int], int, int]:
     capacity = draw(st.integers(1, 120))
-    max_images = draw(st.integers(0, 7))
+    max_images = draw(st.integers(1, 7))
     lengths = draw(st.lists(st.integers(1, capacity), max_size=60))
     images = [draw(st.integers(0, max_images)) for _ in lengths]
     return lengths, images, capacity, max_images
@@ -54,8 +54,7 @@ def test_equals_the_scan_of_all_packs_within_both_budgets(case, extra, seed):
             np.array(lengths, np.int32),
             capacity,
             seed=seed,
-            num_images=np.array(images, np.int64),
-            max_images=max_images,
+            budgets={"images": (np.array(images, np.int64), max_images)},
             extra_packs=extra,
         )
     )
@@ -80,7 +79,7 @@ def test_images_and_tokens_come_out_even():
     rng = np.random.default_rng(0)
     lengths = rng.integers(50, 900, 4000)
     images = rng.integers(0, 5, 4000)
-    packs = knapsack(lengths, 8192, num_images=images, max_images=64, num_packs=260, extra_packs=5)
+    packs = knapsack(lengths, 8192, budgets={"images": (images, 64)}, num_packs=260, extra_packs=5)
     assert packs.num_packs == 265
     tokens = np.add.reduceat(lengths[packs.sample_ids], packs.pack_offsets[:-1])
     pictures = np.add.reduceat(images[packs.sample_ids], packs.pack_offsets[:-1])
@@ -106,12 +105,10 @@ def test_the_seed_orders_the_packs_and_nothing_else():
 
 def test_bad_input_is_refused_by_name():
     lengths = np.array([4, 5])
-    with pytest.raises(ValueError, match=r"sample 1 has 9 images.*max_images 8"):
-        knapsack(lengths, 10, num_images=np.array([1, 9]), max_images=8)
-    with pytest.raises(ValueError, match="both or neither"):
-        knapsack(lengths, 10, max_images=8)
-    with pytest.raises(ValueError, match=r"num_images has shape \(3,\)"):
-        knapsack(lengths, 10, num_images=np.array([1, 1, 1]), max_images=8)
+    with pytest.raises(ValueError, match=r"sample 1 has 9 images, not in 0\.\.8.*set such"):
+        knapsack(lengths, 10, budgets={"images": (np.array([1, 9]), 8)})
+    with pytest.raises(ValueError, match=r"images has shape \(3,\)"):
+        knapsack(lengths, 10, budgets={"images": (np.array([1, 1, 1]), 8)})
     with pytest.raises(ValueError, match=r"num_packs\n.*greater than or equal to 0"):
         knapsack(lengths, 10, num_packs=-1)
     with pytest.raises(ValueError, match="sample 0 has 11 tokens"):
