@@ -1,4 +1,5 @@
-"""An index of many synthetic rows through plan, a dry write and report: seconds and peak memory.
+"""An index of many synthetic rows through plan, a dry write, report, and a plan of another
+seq_length: seconds, peak memory, and how many of the source's files were opened.
 
     python tools/scale_test.py [--rows 10_000_000] [--limit-gib 4] [--folder FOLDER]
 
@@ -10,6 +11,7 @@ import argparse
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from offline_packing.config.packing import PackingConfig, parse_config
 from offline_packing.engines.local import LocalEngine
 from offline_packing.index import table as index
 from offline_packing.index.table import INDEX_SCHEMA, IndexInfo
-from offline_packing.plan.plan import plan
+from offline_packing.plan.plan import plan, preview_plan
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import (
     config_fingerprint,
@@ -110,6 +112,18 @@ def peak_mib() -> float:
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
+def with_half_length(run: Run) -> Run:
+    """The run with packs of half the length."""
+    pack = run.config.pack.model_copy(update={"seq_length": run.config.pack.seq_length // 2})
+    return replace(run, config=run.config.model_copy(update={"pack": pack}))
+
+
+def note_opened(opened: list[str], source: Path, event: str, values: tuple[object, ...]) -> None:
+    """An audit hook: keeps the names of the files below the source that are opened."""
+    if event == "open" and str(values[0]).startswith(f"{source}/"):
+        opened.append(str(values[0]))
+
+
 def main() -> None:
     """Print one line per stage; exit with 1 above the limit."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -128,19 +142,24 @@ def main() -> None:
             }
         )
         run = Run(config, LocalEngine(0))
+        opened: list[str] = []
+        sys.addaudithook(lambda event, values: note_opened(opened, source, event, values))
         start = time.perf_counter()
-        for what in ("index", "plan", "dry write", "report"):
+        for what in ("index", "plan", "dry write", "report", "plan again"):
             if what == "index":
                 make_index(config, run, arguments.rows)
             elif what == "plan":
                 plan(run, open_index(run))
             elif what == "dry write":
                 assert dry_write(run) == arguments.rows
-            else:
+            elif what == "report":
                 report(run)
+            else:
+                preview_plan(with_half_length(run), open_index(run))
             taken, start = time.perf_counter() - start, time.perf_counter()
             print(f"{what:<12}{taken:8.1f} s   peak {peak_mib():7,.0f} MiB", flush=True)
-    sys.exit(peak_mib() > arguments.limit_gib * 1024)
+        print(f"files of the source opened: {len(opened)}")
+    sys.exit(bool(opened) or peak_mib() > arguments.limit_gib * 1024)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash
@@ -59,10 +60,11 @@ def name_rows(samples: Index, rows: SampleIds) -> pa.Table:
 def name_copies(rows: pa.Table, copies: SampleIds) -> pa.Table:
     """Rows with the keys of copies, 'a/17', 'a/17#2', 'a/17#3': `copies` (num_rows,) are their
     numbers, 0 for the first use."""
-    numbered = zip(rows["key"].to_pylist(), copies.tolist(), strict=True)
-    keys = [f"{key}#{copy + 1}" if copy else key for key, copy in numbered]
+    numbers = pa.array(copies + 1).cast(pa.large_string())
+    named = pc.binary_join_element_wise(rows["key"], numbers, pa.scalar("#", numbers.type))
+    keys = pc.if_else(pa.array(copies > 0), named, rows["key"])
     place = rows.schema.get_field_index("key")
-    return rows.set_column(place, rows.schema.field(place), pa.array(keys, pa.large_string()))
+    return rows.set_column(place, rows.schema.field(place), keys)
 
 
 def hash_keys(samples: Index, rows: SampleIds, copies: SampleIds | None) -> npt.NDArray[np.uint64]:

@@ -27,7 +27,8 @@ _DETAIL_LENGTH: Final = 160
 
 def aside_while_measuring(workspace: Workspace, info: IndexInfo) -> list[Path]:
     """The set-aside tables of an index."""
-    return [workspace.set_aside / part_name(i) for i in range(len(info.part_rows))]
+    num_parts = len(info.part_rows) if info.num_set_aside else 0
+    return [workspace.set_aside / part_name(i) for i in range(num_parts)]
 
 
 def aside_while_planning(workspace: Workspace) -> list[Path]:
