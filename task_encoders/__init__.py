@@ -4,7 +4,7 @@ In data order: `settings` (environment), `samples`, `pack_format` (pack <-> byte
 `text/`, `records/` (JSON -> sample), `sample_encoder` (interface), `families/` (one module per
 model family), `concatenate` (samples -> row), `model_inputs` (row -> what a model takes),
 `energon_samples`, `pack_dealing`, `packed_task_encoder` and `packed_dataset` (the only modules that
-know Energon).
+know Energon), `packed_folder` (packs by number, without a loader).
 
 Names below are imported on first use: measuring and planning need neither torch nor Energon.
 """
@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from task_encoders.concatenate import split_row as split_row
     from task_encoders.energon_samples import PackedBatch as PackedBatch
     from task_encoders.families import build_sample_encoder as build_sample_encoder
     from task_encoders.media.video import VideoSettings as VideoSettings
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
     from task_encoders.packed_dataset import get_packed_loader as get_packed_loader
     from task_encoders.packed_dataset import get_packed_train_dataset as get_packed_train_dataset
     from task_encoders.packed_dataset import get_packed_val_dataset as get_packed_val_dataset
+    from task_encoders.packed_folder import PackedFolder as PackedFolder
     from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder as Qwen2VLTaskEncoder
     from task_encoders.settings import PackingSettings as PackingSettings
 
 _MODULE_OF = {
     "PackedBatch": "energon_samples",
+    "PackedFolder": "packed_folder",
     "PackingSettings": "settings",
     "Qwen2VLTaskEncoder": "packed_task_encoder",
     "VideoSettings": "media.video",
@@ -37,6 +40,7 @@ _MODULE_OF = {
     "get_packed_val_dataset": "packed_dataset",
     "normalise_pixels": "model_inputs",
     "required_pad_multiple": "model_inputs",
+    "split_row": "concatenate",
     "to_packed_seq_params": "model_inputs",
     "to_transformers_kwargs": "model_inputs",
 }

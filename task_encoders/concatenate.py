@@ -13,7 +13,7 @@ with `pixel_transport="uint8"`, on the device (`model_inputs.normalise_pixels`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -38,6 +38,7 @@ class PackedRow:
     image_grid_thw: torch.Tensor  #: (N, 3) int32
     pixel_values_videos: torch.Tensor  #: (K, D) float32 or uint8
     video_grid_thw: torch.Tensor  #: (M, 3) int32
+    media_counts: torch.Tensor  #: (P, 2) int32, images and videos of each segment
     is_padded: bool  #: whether padding was asked for, needed or not
     normalisation: Normalisation | None = None  #: None: pixels are values already
 
@@ -46,7 +47,19 @@ class PackedRow:
 Map = Callable[[Callable[..., Any], Iterable[Any]], Iterable[Any]]
 
 #: Fields that are concatenated unchanged when rows are merged.
-_VISION: Final = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+_VISION: Final = (
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "media_counts",
+)
+
+#: Pixels, and the grids that they fill.
+_GRIDS_OF: Final = {
+    "pixel_values": "image_grid_thw",
+    "pixel_values_videos": "video_grid_thw",
+}
 
 
 def concatenate(
@@ -79,16 +92,26 @@ def concatenate(
     total = pad_to_length or used
     if used > total:
         raise ValueError(f"a row of {used} tokens does not fit pad_to_length {pad_to_length}")
-    cu_lengths = [0, used] if cross_sample_attention else starts.tolist()
-    cu_lengths += [total] if total > used else []
+    ends = ([0, used] if cross_sample_attention else starts.tolist()) + [total] * (total > used)
     return PackedRow(
         **_fill(samples, starts, total, pad_token_id, running=cross_sample_attention),
-        cu_lengths=torch.tensor(cu_lengths, dtype=torch.int32),
+        cu_lengths=torch.tensor(ends, dtype=torch.int32),
+        media_counts=_media_counts(samples, starts, ends),
         is_padded=pad_multiple > 1 or pad_to_length is not None,
         image_grid_thw=torch.from_numpy(np.concatenate([s.image_grid_thw for s in samples])),
         video_grid_thw=torch.from_numpy(np.concatenate([s.video_grid_thw for s in samples])),
         **_pixels(samples, pixel_transport, map_),
     )
+
+
+def _media_counts(
+    samples: Sequence[EncodedSample], starts: npt.NDArray[np.int64], cu_lengths: Sequence[int]
+) -> torch.Tensor:
+    """Images and videos of the samples that begin in each segment; in one of padding, none."""
+    counts = np.zeros((len(cu_lengths) - 1, 2), np.int32)
+    own = [(len(s.image_grid_thw), len(s.video_grid_thw)) for s in samples]
+    np.add.at(counts, np.searchsorted(cu_lengths, starts[:-1], "right") - 1, own)
+    return torch.from_numpy(counts)
 
 
 def _pixels(
@@ -184,3 +207,28 @@ def merge_rows(rows: Sequence[PackedRow]) -> PackedRow:
         normalisation=rows[0].normalisation,
         **{name: torch.cat([getattr(row, name) for row in rows]) for name in _VISION},
     )
+
+
+def split_row(row: PackedRow) -> list[PackedRow]:
+    """The sub-samples of a row, each a row of one segment, with its own padding; a segment that is
+    nothing but padding is left out. `merge_rows` joins them again."""
+    lengths = row.cu_lengths.diff().tolist()
+    images, videos = row.media_counts.T.tolist()
+    parts = {
+        "tokens": row.tokens.split(lengths),
+        "labels": row.labels.split(lengths),
+        "position_ids": row.position_ids.split(lengths, dim=1),
+        "attn_mask": row.attn_mask.split(lengths),
+        "media_counts": row.media_counts.split(1),
+        "image_grid_thw": row.image_grid_thw.split(images),
+        "video_grid_thw": row.video_grid_thw.split(videos),
+    }
+    for pixels, grids in _GRIDS_OF.items():
+        per_patch = len(getattr(row, pixels)) > len(getattr(row, grids))  # else a row per image
+        sizes = [int(g.prod(1).sum()) if per_patch else len(g) for g in parts[grids]]
+        parts[pixels] = getattr(row, pixels).split(sizes)
+    return [
+        replace(row, cu_lengths=torch.tensor([0, length], dtype=torch.int32), **segment)
+        for length, *values in zip(lengths, *parts.values(), strict=True)
+        if not (segment := dict(zip(parts, values, strict=True)))["attn_mask"].all()
+    ]

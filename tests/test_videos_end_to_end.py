@@ -22,9 +22,12 @@ from offline_packing.report.preview_text import render_pack
 from offline_packing.runs.artifacts import open_index
 from offline_packing.storage.tars import scan_tar
 from offline_packing.verify.verify import verify
+from task_encoders.concatenate import split_row
+from task_encoders.energon_samples import BATCH_TENSORS
 from task_encoders.media.video import VideoSettings
 from task_encoders.model_inputs import normalise_pixels, to_transformers_kwargs
 from task_encoders.packed_dataset import get_packed_train_dataset
+from task_encoders.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
 from task_encoders.text.builtin_tokenizer import builtin_tokenizer
@@ -178,6 +181,20 @@ def test_a_batch_holds_images_and_videos(run: Any) -> None:
         assert batch.pixel_values_videos.shape == (int(batch.video_grid_thw.prod(1).sum()), 1176)
         assert int((batch.tokens == 151_656).sum()) == len(batch.pixel_values_videos) // 4
         assert batch.num_tiles.shape == (len(batch.image_grid_thw),)
+
+
+def test_packs_by_number_equal_those_of_the_loader(run: Any) -> None:
+    folder = PackedFolder(Path(run.config.output.path), task_encoder())
+    batches = load(folder.path, task_encoder())
+    assert len(batches) == len(folder) > 0
+    for number, batch in enumerate(batches):
+        for name in BATCH_TENSORS:
+            assert torch.equal(getattr(folder.batch([number]), name), getattr(batch, name)), name
+        parts = split_row(folder.row(number).row)
+        assert torch.equal(torch.cat([part.tokens for part in parts]), batch.tokens[0])
+        for part in parts:  # each has the videos that its tokens stand for
+            videos = int((part.tokens == 151_656).sum()), int((part.tokens == 151_655).sum())
+            assert videos == (len(part.pixel_values_videos) // 4, len(part.pixel_values) // 4)
 
 
 def test_pixels_of_videos_may_travel_as_bytes(run: Any) -> None:

@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from offline_packing.cli.main import cli
 from tests.helpers.datasets import captioning_pairs
 from tests.helpers.videos import make_video
 
@@ -22,13 +24,17 @@ class Refuse(MetaPathFinder):
 
 sys.meta_path.insert(0, Refuse())
 import offline_packing, task_encoders
-from offline_packing.cli.main import cli
-cli({arguments!r}, standalone_mode=False)
+{statements}
 """
 
 
 def run_blocked(blocked: tuple[str, ...], *arguments: str) -> subprocess.CompletedProcess[str]:
-    program = PROGRAM.format(blocked=blocked, arguments=list(arguments))
+    call = f"cli({list(arguments)!r}, standalone_mode=False)"
+    return run_program(blocked, f"from offline_packing.cli.main import cli\n{call}")
+
+
+def run_program(blocked: tuple[str, ...], statements: str) -> subprocess.CompletedProcess[str]:
+    program = PROGRAM.format(blocked=blocked, statements=statements)
     return subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
     )
@@ -68,6 +74,14 @@ def test_measure_plan_and_report(config: str) -> None:
         result = run_blocked(BLOCKED, verb, config)
         assert result.returncode == 0, result.stderr
         assert text in result.stdout
+
+
+def test_packs_are_read_by_number(config: str, tmp_path: Path) -> None:
+    """Of a folder as written, whose metadata need no Energon to be understood."""
+    assert CliRunner().invoke(cli, ["run", config]).exit_code == 0
+    read = f"print(*[p.key for p in task_encoders.PackedFolder({str(tmp_path / 'out')!r})])"
+    result = run_program((*BLOCKED, "numba", "pyarrow"), read)
+    assert result.stdout == "ps_00000000\n", result.stderr
 
 
 def test_videos_without_pyav_are_refused_in_one_line(config: str, tmp_path: Path) -> None:

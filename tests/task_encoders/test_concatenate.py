@@ -1,13 +1,14 @@
 """Rows and batches: shapes, boundaries and padding as the batch contract states them."""
 
 import types
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from task_encoders.concatenate import PackedRow, concatenate, merge_rows
+from task_encoders.concatenate import PackedRow, concatenate, merge_rows, split_row
 from task_encoders.media.pixel_values import Normalisation
 from task_encoders.model_inputs import (
     logical_cu_seqlens,
@@ -185,3 +186,44 @@ def test_transformers_positions_restart_in_the_first_row() -> None:
 )
 def test_alignment(parallel: dict[str, Any], multiple: int) -> None:
     assert required_pad_multiple(**parallel) == multiple
+
+
+def assert_same_rows(a: PackedRow, b: PackedRow) -> None:
+    for name in PackedRow.__dataclass_fields__:
+        one, other = getattr(a, name), getattr(b, name)
+        if isinstance(one, torch.Tensor):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, msg=name)
+        else:
+            assert one is other, name
+
+
+@pytest.mark.parametrize("transport", ["float32", "uint8"])
+def test_a_row_is_split_into_its_samples(transport: Any) -> None:
+    samples = [
+        sample("a", 7, images=2),
+        sample("bb", 3),
+        sample("ccc", 9, images=1, videos=2),
+        sample("dddd", 4, videos=1),
+    ]
+    options: dict[str, Any] = {"pad_token_id": PAD, "pad_multiple": 4, "pixel_transport": transport}
+    parts = split_row(concatenate(samples, **options))
+    assert [len(part.tokens) for part in parts] == [8, 4, 12, 4]
+    for part, single in zip(parts, samples, strict=True):
+        assert_same_rows(part, concatenate([single], **options))
+    assert_same_rows(merge_rows(parts), concatenate(samples, **options))
+    # a segment of padding is nobody's
+    padded = concatenate(samples, **options, pad_to_length=40)
+    assert_same_rows(merge_rows(split_row(padded)), merge_rows(parts))
+    joined = concatenate(samples, **options, cross_sample_attention=True, pad_to_length=40)
+    assert len(split_row(joined)) == 1
+    assert joined.media_counts.tolist() == [[3, 3], [0, 0]]
+
+
+def test_images_of_one_size_are_split_by_the_image() -> None:
+    """A family that has whole images stores one row of pixels for each."""
+    whole = [
+        replace(sample("a" * n, 5, images=n), image_pixels=np.full((n, 12), n, np.uint8))
+        for n in (2, 0, 1)
+    ]
+    parts = split_row(concatenate(whole, pad_token_id=PAD))
+    assert [part.pixel_values[:, 0].tolist() for part in parts] == [[2, 2], [], [1]]
