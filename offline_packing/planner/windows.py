@@ -73,8 +73,6 @@ class WindowOptions:
     strategy_options: Mapping[str, Any] = field(default_factory=dict)
     #: further limits per pack: vision patches, images, …
     budgets: Mapping[str, int] = field(default_factory=dict)
-    #: packs that are ready together come out in random order; False: in the strategy's own
-    shuffle: bool = True
 
     def __post_init__(self) -> None:
         for name, lowest in (("seq_length", 1), ("window", 1), ("max_age", 0), ("max_carried", 0)):
@@ -183,9 +181,7 @@ class WindowPlanner:
             | (carried > options.max_carried)
             | last
         )
-        order = np.flatnonzero(ready)
-        if options.shuffle:
-            order = np.random.default_rng([options.seed, window]).permutation(order)
+        order = np.random.default_rng([options.seed, window]).permutation(np.flatnonzero(ready))
         given_out = reorder_packs(packs, order)
         self._pool = np.delete(self._pool, given_out.sample_ids, axis=1)
         return given_out.of(ids)

@@ -1,5 +1,11 @@
 """nanoVLM's packs, literally, within both budgets; to_constant_volume as of binpacking 1.5."""
 
+import json
+import os
+import runpy
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -73,6 +79,43 @@ def test_tokens_alone_over_a_given_number_of_packs(case, number):
     packs = as_lists(knapsack(np.array(lengths, np.int32), capacity, num_packs=number))
     expected = knapsack_oracle(lengths, [0] * len(lengths), capacity, 0, number)
     assert sorted(packs) == sorted(expected)
+
+
+GOLDEN = json.loads((Path(__file__).parent / "nanovlm_knapsack.json").read_text())
+
+
+def packs_of(buffer: dict[str, Any]) -> list[list[int]]:
+    """Our packs of a buffer, by sample number, in no particular order."""
+    images, limit = np.array(buffer["images"]), buffer["max_images"]
+    packs = knapsack(
+        np.array(buffer["lengths"]),
+        buffer["seq_length"],
+        budgets={"images": (images, limit)} if limit else None,
+        extra_packs=buffer["delta"],
+    )
+    return sorted(sorted(pack) for pack in as_lists(packs))
+
+
+def test_packs_are_those_that_nanovlm_makes_of_200_random_buffers():
+    """The file was written by nanoVLM's own code at the commit that it names."""
+    assert len(GOLDEN["buffers"]) == 200
+    assert sum(buffer["max_images"] is not None for buffer in GOLDEN["buffers"]) > 100
+    for buffer in GOLDEN["buffers"]:
+        assert packs_of(buffer) == sorted(sorted(pack) for pack in buffer["packs"])
+
+
+@pytest.mark.skipif("NANOVLM" not in os.environ, reason="NANOVLM=DIR names no checkout of nanoVLM")
+def test_packs_are_those_of_a_checkout_of_nanovlm():
+    module = runpy.run_path(f"{os.environ['NANOVLM']}/data/advanced_datasets.py")
+    theirs = module["ConstantLengthDataset"]._balanced_greedy_knapsack
+    for buffer in GOLDEN["buffers"]:
+        samples = [
+            {"input_ids": range(length), "images": range(images)}
+            for length, images in zip(buffer["lengths"], buffer["images"], strict=True)
+        ]
+        limit = {"delta": buffer["delta"], "max_images_per_knapsack": buffer["max_images"]}
+        packs = theirs(None, samples, buffer["seq_length"], **limit)
+        assert packs_of(buffer) == sorted(sorted(pack) for pack in packs)
 
 
 def test_images_and_tokens_come_out_even():

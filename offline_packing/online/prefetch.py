@@ -1,0 +1,100 @@
+"""A dataset read ahead of the trainer, by a thread that fills a bounded queue."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from queue import Full, Queue
+from typing import Any, Final, NamedTuple
+
+from torch.utils.data import IterableDataset
+
+_PATIENCE: Final = 0.1  # seconds after which a waiting producer looks whether it is still wanted
+
+
+class _Produced(NamedTuple):
+    """An item and the dataset's state behind it, or what ended the pass."""
+
+    item: Any = None
+    state: Mapping[str, Any] | None = None
+    #: StopIteration at the end of the dataset
+    error: BaseException | None = None
+
+
+class Prefetched(IterableDataset[Any]):
+    """An iterable dataset whose items are made while the trainer computes.
+
+    Each pass has one producer thread, at most ``queue_size`` + 1 items ahead of the trainer. It
+    ends with the pass, when the trainer drops or closes the iterator, and when the dataset raises:
+    the error is raised where the trainer takes the next item.
+
+    The state is that of the last item taken; what waits in the queue is produced again.
+    """
+
+    def __init__(self, dataset: Any, *, queue_size: int = 8) -> None:
+        super().__init__()
+        if queue_size < 1:
+            raise ValueError(f"queue_size is {queue_size}; it must be at least 1")
+        self.dataset = dataset
+        self.queue_size = queue_size
+        self._state: Mapping[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        source = iter(self.dataset)
+        self._state = self._read_state()  # before the producer moves on
+        return self._consume(source)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The dataset's state behind the last item taken."""
+        return dict(self.dataset.state_dict() if self._state is None else self._state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind that item with the next pass."""
+        self.dataset.load_state_dict(state)
+        self._state = state
+
+    def set_epoch(self, epoch: int) -> None:
+        """That of the dataset."""
+        self.dataset.set_epoch(epoch)
+
+    def _consume(self, source: Iterator[Any]) -> Iterator[Any]:
+        queue: Queue[_Produced] = Queue(self.queue_size)
+        stop = threading.Event()
+        producer = threading.Thread(target=self._produce, args=(source, queue, stop), daemon=True)
+        producer.start()
+        try:
+            while True:
+                item, self._state, error = queue.get()
+                if isinstance(error, StopIteration):
+                    return
+                if error is not None:
+                    raise error
+                yield item
+        finally:
+            stop.set()
+            producer.join(timeout=1)  # it takes longer only while the dataset reads a sample
+
+    def _produce(
+        self, source: Iterator[Any], queue: Queue[_Produced], stop: threading.Event
+    ) -> None:
+        """Runs in the producer thread."""
+        try:
+            for item in source:
+                if not _put(queue, _Produced(item, self._read_state()), stop):
+                    return
+            end = _Produced(None, self._read_state(), StopIteration())
+        except BaseException as error:  # noqa: BLE001 (whatever it is, it is the trainer's to handle)
+            end = _Produced(error=error)
+        _put(queue, end, stop)
+
+    def _read_state(self) -> Mapping[str, Any] | None:
+        return self.dataset.state_dict() if hasattr(self.dataset, "state_dict") else None
+
+
+def _put(queue: Queue[_Produced], produced: _Produced, stop: threading.Event) -> bool:
+    """Put it as soon as there is room; False if nobody waits for it any more."""
+    while not stop.is_set():
+        try:
+            queue.put(produced, timeout=_PATIENCE)
+        except Full:
+            continue
+        return True
+    return False

@@ -1,0 +1,111 @@
+"""A producer thread: bounded, in order, stopped whenever its reader is, its error the reader's."""
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from offline_packing.online.prefetch import Prefetched
+
+
+class Counting(IterableDataset[int]):
+    """0, 1, ... ; `made` is the last one made."""
+
+    def __init__(self, end: int, fails_at: int | None = None) -> None:
+        self.end = end
+        self.fails_at = fails_at
+        self.made = self.begin = 0
+
+    def __iter__(self) -> Iterator[int]:
+        begin, self.begin = self.begin, 0
+        info = get_worker_info()
+        for number in range(
+            begin + (info.id if info else 0), self.end, info.num_workers if info else 1
+        ):
+            if number == self.fails_at:
+                raise OSError("the disk is gone")
+            self.made = number
+            yield number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.made + 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin = state["next"]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    end = time.monotonic() + 1
+    while set(threading.enumerate()) - before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) <= before
+
+
+def test_all_items_in_their_order() -> None:
+    dataset = Prefetched(Counting(1000), queue_size=3)
+    assert list(dataset) == list(range(1000))
+    assert list(dataset) == list(range(1000))
+
+
+def test_two_workers_split_and_read_ahead() -> None:
+    loader = DataLoader(Prefetched(Counting(101)), batch_size=None, num_workers=2)
+    assert sorted(loader) == list(range(101))
+
+
+def test_the_producer_is_no_further_ahead_than_the_queue_is_long() -> None:
+    source = Counting(1000)
+    items = iter(Prefetched(source, queue_size=5))
+    for _ in range(10):
+        taken = next(items)
+        time.sleep(0.005)
+        assert source.made <= taken + 6
+    assert threading.active_count() > 1
+
+
+def test_a_reader_that_stops_midway_leaves_no_thread() -> None:
+    for item in Prefetched(Counting(10**9), queue_size=2):
+        if item == 20:
+            break
+    items = iter(Prefetched(Counting(10**9)))
+    next(items)
+    items.close()  # type: ignore[attr-defined]
+
+    def train() -> None:
+        for item in Prefetched(Counting(10**9)):
+            raise RuntimeError(f"the trainer fails at {item}")
+
+    with pytest.raises(RuntimeError, match="fails at 0"):
+        train()
+
+
+def test_an_error_of_the_dataset_is_raised_behind_the_items_before_it() -> None:
+    items = iter(Prefetched(Counting(10, fails_at=4)))
+    assert [next(items) for _ in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(items)
+    assert list(items) == []
+
+
+@pytest.mark.parametrize("taken", [1, 7, 30])
+def test_the_state_is_that_of_the_last_item_taken(taken: int) -> None:
+    dataset = Prefetched(Counting(30), queue_size=4)
+    items = iter(dataset)
+    for _ in range(taken):
+        next(items)
+    time.sleep(0.02)  # the producer runs ahead
+    resumed = Prefetched(Counting(30), queue_size=4)
+    resumed.load_state_dict(dataset.state_dict())
+    assert list(resumed) == list(range(taken, 30))
+
+
+def test_a_queue_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="queue_size is 0; it must be at least 1"):
+        Prefetched(Counting(3), queue_size=0)
