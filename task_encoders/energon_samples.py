@@ -47,6 +47,25 @@ class PackedMultiMixQASample(PackedSample):
     """A pack of multi-turn and mixed samples."""
 
 
+@edataclass
+class MultiMixQASample(Sample):
+    """A conversation that is no pack, for folders that are trained unpacked."""
+
+    #: in any of the forms of records/messages.py
+    messages: list[Any]
+    #: bytes of the files, one or several
+    image: Any = None
+    video: Any = None
+    system: str | None = None
+
+
+@edataclass
+class CrudeRecord(Sample):
+    """A crude sample as it was read: member name -> bytes, or parsed JSON. A pack, or no pack."""
+
+    parts: dict[str, Any]
+
+
 #: The class in dataset.yaml, by task.
 SAMPLE_CLASS_OF_TASK = {
     "captioning": "PackedCaptioningSample",
@@ -85,6 +104,17 @@ class PackedRowSample(Sample):
     sub_sample_keys: list[str]
     #: "key: reason: detail" of each sub-sample that had to be left out.
     dropped: list[str]
+
+
+def merge_row_samples(samples: Sequence[PackedRowSample]) -> PackedRowSample:
+    """Encoded packs as one, under the key of the first."""
+    return PackedRowSample.derive_from(
+        samples[0],
+        __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
+        row=merge_rows([sample.row for sample in samples]),
+        sub_sample_keys=[key for sample in samples for key in sample.sub_sample_keys],
+        dropped=[line for sample in samples for line in sample.dropped],
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,19 +2,19 @@
 
 `Qwen2VLTaskEncoder` works in any Energon call, and checks every dataset that it is given before
 the first pack is read. `packed_dataset` has the calls that keep the order packs were written in.
+Samples that are no packs become rows of one sub-sample, or packs of Energon's own packing buffer.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Final
 
 from megatron.energon import (
     Cooker,
     CrudeSample,
     DefaultTaskEncoder,
+    Sample,
     SavableDataset,
     WorkerConfig,
     basic_sample_keys,
@@ -23,37 +23,50 @@ from megatron.energon import (
 from megatron.energon.epathlib import EPath
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.metadataset.loader_interface import LoadedDataset
+from megatron.energon.task_encoder.base import get_failure_tolerance, get_stateless
 
-from task_encoders.concatenate import Map, concatenate
 from task_encoders.energon_samples import (
+    CrudeRecord,
     PackedBatch,
     PackedRowSample,
     PackedSample,
     batch_rows,
+    merge_row_samples,
     sample_loader,
 )
 from task_encoders.families import ModelSettings, build_sample_encoder
 from task_encoders.media.pixel_values import PixelTransport
-from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.pack_dealing import OnePass, deal_evenly
-from task_encoders.pack_format import RestoredPack, match_images, restore_pack
-from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
-from task_encoders.samples import SampleError
-from task_encoders.settings import PackingSettings, PackingSettingsError, check_manifest
+from task_encoders.pack_format import JSON_PART
+from task_encoders.rows.encoded_rows import EncodedRows
+from task_encoders.rows.row_encoder import RowEncoder
+from task_encoders.rows.sub_samples import SubSample, sub_samples_of_pack
+from task_encoders.rows.unpacked import (
+    TextDecoder,
+    first_fit_decreasing,
+    is_pack,
+    unpacked_sub_sample,
+)
+from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.settings import PACKED, PackingSettings, PackingSettingsError, check_manifest
 from task_encoders.tokenized import fingerprint_digest
 
 logger = logging.getLogger(__name__)
 
+_NO_PACKS: Final = (
+    f"{PACKED}=1, but {{}} holds no packs; set {PACKED}=0 to train it unpacked, or point the task "
+    "encoder at a folder written by offline-packing"
+)
+
 
 @stateless
-def cook_pack(sample: CrudeSample) -> PackedSample:
-    """A pack in a folder that is declared as CrudeWebdataset."""
-    return PackedSample(**basic_sample_keys(sample), **sample_loader(sample))
+def cook(sample: CrudeSample) -> CrudeRecord:
+    """A pack, or none, in a folder that is declared as CrudeWebdataset."""
+    parts = {part: value for part, value in sample.items() if not part.startswith("__")}
+    return CrudeRecord(**basic_sample_keys(sample), parts=parts)
 
 
-class Qwen2VLTaskEncoder(
-    DefaultTaskEncoder[PackedSample, PackedRowSample, PackedBatch, PackedBatch]
-):
+class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch, PackedBatch]):
     """Restores packs, tokenizes each sub-sample as it was measured, and concatenates them.
 
     Args:
@@ -73,8 +86,8 @@ class Qwen2VLTaskEncoder(
         settings: instead of the environment variables.
     """
 
-    decoder = None  # media stay bytes until they are encoded
-    cookers = (Cooker(cook_pack),)
+    decoder = TextDecoder()
+    cookers = (Cooker(cook),)
 
     def __init__(
         self,
@@ -91,76 +104,83 @@ class Qwen2VLTaskEncoder(
         **options: Any,
     ) -> None:
         super().__init__()
-        if pad_to_seq_length and seq_length % pad_multiple:
-            raise ValueError(
-                f"pad_to_seq_length: seq_length {seq_length} is not a multiple of "
-                f"pad_multiple {pad_multiple}; set {seq_length // pad_multiple * pad_multiple}"
-            )
-        if pixel_transport not in get_args(PixelTransport):
-            raise ValueError(f"pixel_transport {pixel_transport!r}: float32 or uint8")
-        if encode_threads < 1:
-            raise ValueError(f"encode_threads {encode_threads} must be at least 1")
         self.settings = settings or PackingSettings.from_env()
         self.encoder = build_sample_encoder(model, **options)
+        self.model = model or ModelSettings.model_validate(options)
         self._digest = fingerprint_digest(self.encoder.fingerprint)
         self.seq_length = seq_length
         self.pad_multiple = pad_multiple
-        self.pad_to_length = seq_length if pad_to_seq_length else None
-        self.cross_sample_attention = cross_sample_attention
-        self.pixel_transport = pixel_transport
-        self.encode_threads = encode_threads
-        self.check_lengths = check_lengths
+        self._rows = RowEncoder(
+            encoder=self.encoder,
+            seq_length=seq_length,
+            pad_multiple=pad_multiple,
+            pad_to_seq_length=pad_to_seq_length,
+            cross_sample_attention=cross_sample_attention,
+            pixel_transport=pixel_transport,
+            encode_threads=encode_threads,
+            check_lengths=check_lengths,
+        )
         self.is_blend = False
 
     @stateless
-    def encode_sample(self, sample: PackedSample) -> PackedRowSample:
-        """One pack to one row. Bad sub-samples are dropped and listed, not their pack.
+    def encode_sample(self, sample: Sample) -> PackedRowSample:
+        """A pack, or a sample that is none, to one row. Bad sub-samples are dropped and listed, not
+        their pack.
 
         Raises:
-            FatalSampleError: the environment contradicts the pack, or lengths differ from those
+            FatalSampleError: the environment contradicts the sample, or lengths differ from those
                 measured; such a run must stop.
-            SampleError, PackFormatError: nothing of the pack can be used.
+            SampleError, PackFormatError: nothing of it can be used.
         """
-        with self._mapping() as map_:
-            return self._encode_pack(sample, map_)
+        return self.encode_row(sample, self.sub_samples(sample))
 
-    def _encode_pack(self, sample: PackedSample, map_: Map) -> PackedRowSample:
-        restored = self._restore(sample)
-        encoded: list[EncodedSample] = []
-        dropped: list[str] = []
-        room = self.seq_length
-        results = self._encode_sub_samples(sample, restored, map_)
-        for key, sub_sample in zip(restored.keys, results, strict=True):
+    def sub_samples(self, sample: Sample) -> list[SubSample]:
+        """What a sample consists of. Raises FatalSampleError, PackFormatError."""
+        if isinstance(sample, CrudeRecord) and is_pack(
+            sample.parts.get(JSON_PART), packed=self.settings.packed
+        ):
+            fields = sample_loader({"__key__": sample.__key__, **sample.parts})
+            sample = PackedSample.derive_from(sample, **fields)
+        if isinstance(sample, PackedSample):
+            meta_task = (sample.meta or {}).get("task")
+            subflavor_task = (sample.__subflavors__ or {}).get("offline_packing")
             try:
-                if isinstance(sub_sample, SampleError):
-                    raise sub_sample
-                padded = -(-len(sub_sample.tokens) // self.pad_multiple) * self.pad_multiple
-                if padded > room:
-                    raise SampleError("overlong", f"{padded} tokens do not fit the {room} left")
-            except SampleError as error:
-                logger.warning("pack %s: dropped sub-sample %s: %s", sample.__key__, key, error)
-                dropped.append(f"{key}: {error}")
-            else:
-                room -= padded
-                encoded.append(sub_sample)
-        if not encoded:
-            raise SampleError("bad_record", f"pack {sample.__key__!r} has no usable sub-sample")
-        row = concatenate(
-            encoded,
-            pad_token_id=self.encoder.pad_token_id,
-            pad_multiple=self.pad_multiple,
-            pad_to_length=self.pad_to_length,
-            cross_sample_attention=self.cross_sample_attention,
-            pixel_transport=self.pixel_transport,
-            map_=map_,
-        )
-        keys = [one.key for one in encoded]
+                task = self.settings.resolve_task(meta_task, subflavor_task, blend=self.is_blend)
+            except PackingSettingsError as error:
+                raise FatalSampleError(str(error)) from error
+            return sub_samples_of_pack(sample, task, self._digest)
+        if self.settings.packed and not self.is_blend:
+            raise FatalSampleError(_NO_PACKS.format(f"sample {sample.__key__!r}"))
+        return [unpacked_sub_sample(sample)]
+
+    def encode_row(self, sample: Sample, sub_samples: Sequence[SubSample]) -> PackedRowSample:
+        """One row of all sub-samples that can be used.
+
+        Args:
+            sample: the pack, for the row's key and source.
+
+        Raises:
+            SampleError: there is none.
+            FatalSampleError: see encode_sample.
+        """
+        row, keys, dropped = self._rows.encode(sub_samples)
         return PackedRowSample.derive_from(sample, row=row, sub_sample_keys=keys, dropped=dropped)
 
     @stateless
     def batch(self, samples: list[PackedRowSample]) -> PackedBatch:
         """k packs to one row with merged cu_lengths; nothing is padded."""
         return batch_rows(samples, IGNORE_INDEX)
+
+    def select_samples_to_pack(self, samples: list[PackedRowSample]) -> list[list[PackedRowSample]]:
+        """Energon's hook for `packing_buffer_size`: first-fit-decreasing over a buffer of rows."""
+        lengths = [len(sample.row.tokens) for sample in samples]
+        packs = first_fit_decreasing(lengths, self.seq_length)
+        return [[samples[number] for number in pack] for pack in packs]
+
+    @stateless
+    def pack_selected_samples(self, samples: list[PackedRowSample]) -> PackedRowSample:
+        """Energon's hook for `packing_buffer_size`: the rows of a pack as one."""
+        return merge_row_samples(samples)
 
     def build_train_datasets(
         self, *, datasets: Sequence[Any], repeat: bool = True, **kwargs: Any
@@ -177,6 +197,37 @@ class Qwen2VLTaskEncoder(
         self._check_datasets(datasets)
         return OnePass(super().build_val_datasets(datasets=datasets, **kwargs))
 
+    def build_encode_sample(
+        self, dataset: SavableDataset[Any], *, worker_config: WorkerConfig
+    ) -> SavableDataset[PackedRowSample]:
+        """Energon's hook."""
+        return EncodedRows(
+            dataset,
+            self.encode_sample,
+            worker_config=worker_config,
+            stateless_map_fn=get_stateless(self.encode_sample),
+            failure_tolerance=get_failure_tolerance(
+                self.encode_sample, self.__default_failure_tolerance__
+            ),
+        )
+
+    def build_batch(
+        self,
+        dataset: SavableDataset[PackedRowSample],
+        *,
+        packing_buffer_size: int | None = None,
+        **kwargs: Any,
+    ) -> SavableDataset[PackedBatch]:
+        """Energon's hook."""
+        if packing_buffer_size is not None and (
+            self._rows.pad_to_seq_length or self._rows.cross_sample_attention
+        ):
+            raise ValueError(
+                "packing_buffer_size joins rows that are encoded, without pad_to_seq_length and "
+                "cross_sample_attention; offline_packing.online.energon packs with them"
+            )
+        return super().build_batch(dataset, packing_buffer_size=packing_buffer_size, **kwargs)
+
     def _load_dataset(
         self, dataset: LoadedDataset, worker_rotation_offset: int, worker_config: WorkerConfig
     ) -> SavableDataset[Any]:
@@ -189,11 +240,17 @@ class Qwen2VLTaskEncoder(
         # Never unset: Energon's get_val_datasets hands over the datasets of a blend one by one.
         self.is_blend = self.is_blend or len(datasets) > 1
         for loaded in datasets:
-            subflavors = getattr(loaded.dataset, "subflavors", None) or {}
+            factory = loaded.dataset
+            subflavors = getattr(factory, "subflavors", None) or {}
             task = subflavors.get("offline_packing")
-            if task is not None or not self.settings.packed:
+            sample_type = factory.__sample_type__
+            is_typed = isinstance(sample_type, type) and issubclass(sample_type, Sample)
+            has_packs = is_typed and issubclass(sample_type, PackedSample)
+            if task is not None or (has_packs and not self.settings.packed):
                 self.settings.resolve_task(None, task, blend=self.is_blend)
-            for path in loaded.dataset.paths:
+            elif is_typed and not has_packs and self.settings.packed and not self.is_blend:
+                raise PackingSettingsError(_NO_PACKS.format(factory.paths[0]))
+            for path in factory.paths:
                 self.check_manifest(path)
 
     def check_manifest(self, folder: EPath | Path) -> None:
@@ -208,91 +265,3 @@ class Qwen2VLTaskEncoder(
             seq_length=self.seq_length,
             pad_multiple=self.pad_multiple,
         )
-
-    def _restore(self, sample: PackedSample) -> RestoredPack:
-        if not isinstance(sample, PackedSample):
-            raise FatalSampleError(
-                f"{type(self).__name__} reads packs, and {sample.__key__!r} is a "
-                f"{type(sample).__name__}; point it at a folder written by offline-packing"
-            )
-        meta_task = (sample.meta or {}).get("task")
-        subflavor_task = (sample.__subflavors__ or {}).get("offline_packing")
-        try:
-            task = self.settings.resolve_task(meta_task, subflavor_task, blend=self.is_blend)
-        except PackingSettingsError as error:
-            raise FatalSampleError(str(error)) from error
-        record: dict[str, Any] = {
-            "images": sample.image_names,
-            "prompt": sample.prompts or [""] * len(sample.captions or ()),
-            "captions": sample.captions,
-            "meta": sample.meta,
-        }
-        if sample.video_names is not None:
-            record["videos"] = sample.video_names
-            if sample.image_names is None:
-                del record["images"]
-        return restore_pack(record, sample.__key__, task)
-
-    @contextmanager
-    def _mapping(self) -> Iterator[Map]:
-        """`map`, or a thread pool's, started for each pack: a loader forks its workers."""
-        if self.encode_threads == 1:
-            yield map
-        else:
-            with ThreadPoolExecutor(self.encode_threads) as pool:
-                yield pool.map
-
-    def _encode_sub_samples(
-        self, sample: PackedSample, restored: RestoredPack, map_: Map
-    ) -> list[EncodedSample | SampleError]:
-        matched = match_images(sample.image_names, sample.__key__.rpartition("/")[2], sample.images)
-        images = {name: sample.images[member] for name, member in matched.items()}
-
-        def encode(i: int) -> EncodedSample | SampleError:
-            try:
-                return self._encode_sub_sample(sample, restored, images, i)
-            except SampleError as error:
-                return error
-
-        sizes = [
-            sum(len(sample.images.get(matched.get(n, n), b"")) for n in getattr(sub, "media", ()))
-            for sub in restored.sub_samples
-        ]
-        # Threads end together if the largest begin first.
-        order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
-        results = dict(zip(order, map_(encode, order), strict=True))
-        return [results[i] for i in range(len(order))]
-
-    def _encode_sub_sample(
-        self, sample: PackedSample, restored: RestoredPack, images: Mapping[str, Any], index: int
-    ) -> EncodedSample:
-        """Encode one sub-sample; `images` holds the images by their names in the pack's JSON."""
-        sub_sample = restored.sub_samples[index]
-        if isinstance(sub_sample, SampleError):
-            raise sub_sample
-        missing = [name for name in sub_sample.images if name not in images]
-        missing += [name for name in sub_sample.videos if name not in sample.images]
-        if missing:
-            raise SampleError("missing_image", f"no member {missing[0]!r}")
-        videos = [sample.images[name] for name in sub_sample.videos]
-        tokenized = restored.tokenized
-        if tokenized is not None and tokenized.made_with != self._digest:
-            tokenized = None
-        try:
-            encoded = self.encoder.encode(
-                sub_sample,
-                [images[n] for n in sub_sample.images],
-                videos,
-                tokenized and tokenized.texts[index],
-            )
-        except MissingPyAVError as error:
-            raise FatalSampleError(str(error)) from error
-        if self.check_lengths and restored.num_tokens is not None:
-            measured = restored.num_tokens[index]
-            if measured != len(encoded.tokens):
-                raise FatalSampleError(
-                    f"sub-sample {sub_sample.key!r} of pack {sample.__key__!r} has "
-                    f"{len(encoded.tokens)} tokens but was measured with {measured}; give the "
-                    "task encoder the processor and pixel limits of the folder's manifest.json"
-                )
-        return encoded

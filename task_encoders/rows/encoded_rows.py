@@ -1,0 +1,90 @@
+"""Energon's dataset of encoded samples, which tells of those that were left out.
+
+Energon prints a sample that cannot be used, and goes on. Here it is also named in the `dropped` of
+the next row: batches carry it to the trainer, from any worker and over a restart.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron.energon import SavableDataset, WorkerConfig
+from megatron.energon.savable import Savable
+from megatron.energon.wrappers import MapDataset
+from megatron.energon.wrappers.base import BaseWrapperDataset
+
+from task_encoders.energon_samples import PackedRowSample
+from task_encoders.pack_format import PackFormatError
+from task_encoders.samples import SampleError
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[Exception, Any, Any], None]
+
+
+class SetAside(Savable):
+    """Why samples were left out that no row has told of yet: an error handler for Energon's
+    datasets, which raise FatalSampleError after 100 failures in a row."""
+
+    def __init__(self, otherwise: Handler) -> None:
+        """`otherwise`: takes what is no fault of a sample as far as we know."""
+        self.lines: list[str] = []
+        self._otherwise = otherwise
+
+    def __call__(self, error: Exception, sample: Any, sources: Any) -> None:
+        if not isinstance(error, SampleError | PackFormatError):
+            self._otherwise(error, sample, sources)
+        reason = "" if isinstance(error, SampleError) else "bad_record: "
+        self.add(f"{_key_of(sample)}: {reason}{error}")
+
+    def add(self, line: str) -> None:
+        """Note a line of the form "key: reason: detail"."""
+        logger.warning("set aside %s", line)
+        self.lines.append(line)
+
+    def watch(self, dataset: SavableDataset[Any]) -> None:
+        """Take the errors of Energon's own stages below, such as a member that is missing."""
+        if isinstance(dataset, MapDataset):
+            dataset._map_failure_handler.handler = self
+        if isinstance(dataset, BaseWrapperDataset):
+            for inner in dataset.datasets:
+                self.watch(inner)
+
+    def tell(self, row: PackedRowSample) -> PackedRowSample:
+        """The row, which tells of all lines so far."""
+        row.dropped[:0] = self.lines
+        self.lines.clear()
+        return row
+
+    def save_state(self) -> list[str]:
+        return list(self.lines)
+
+    def restore_state(self, state: list[str]) -> None:
+        self.lines[:] = state
+
+
+def _key_of(sample: Any) -> str:
+    """Of a sample in any stage: as it was read from a tar, crude, or typed."""
+    while isinstance(data := getattr(sample, "data", None), tuple):
+        sample = data[0]
+    return str(sample.get("__key__") if isinstance(sample, dict) else sample.__key__)
+
+
+class EncodedRows(MapDataset[Any, PackedRowSample]):
+    """Energon's MapDataset with rows that tell of samples set aside before them."""
+
+    _savable_fields = (*MapDataset._savable_fields, "_set_aside")
+
+    def __init__(
+        self, dataset: SavableDataset[Any], *args: Any, worker_config: WorkerConfig, **options: Any
+    ) -> None:
+        self._set_aside = SetAside(worker_config.global_error_handler)
+        super().__init__(dataset, *args, worker_config=worker_config, **options)
+        self._set_aside.watch(self)
+
+    def reset_state_own(self) -> None:
+        super().reset_state_own()
+        self._set_aside.lines.clear()
+
+    def __iter__(self) -> Iterator[PackedRowSample]:
+        yield from map(self._set_aside.tell, super().__iter__())

@@ -1,0 +1,181 @@
+"""Samples that are no packs to sub-samples: Energon's own types, crude ones, and your own.
+
+A sample's fields are a record in one of the forms of `records.record`, and its fields `image`,
+`images`, `video` and `videos` are the media, as bytes:
+
+    CaptioningSample(image, caption)           MultiMixQASample(messages, image, video, system)
+    VQASample(image, context, answers)         any dataclass with `messages`, or with texts as above
+
+A crude sample holds a .json, or a caption as .txt, and media, which the JSON names by member, or
+does not name at all; as in a WebDataset that is packed.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import orjson
+from megatron.energon import Sample, SampleDecoder
+from megatron.energon.errors import FatalSampleError
+
+from task_encoders.energon_samples import CrudeRecord
+from task_encoders.pack_format import MEDIA_EXTENSIONS, is_video_name
+from task_encoders.records.record import (
+    DIALOGUE_FIELDS,
+    MEDIA_FIELDS,
+    PROMPT_FIELDS,
+    best_answer,
+    decode_text,
+    has_answer,
+    load_json,
+    to_sample,
+)
+from task_encoders.rows.sub_samples import SubSample
+from task_encoders.samples import SampleError
+
+_TEXT_PARTS: Final = ("txt", "caption", "text")
+_Media = dict[str, Any]
+
+
+class TextDecoder(SampleDecoder):
+    """Parses JSON, which Energon's `field_map` looks into; texts and media stay bytes until they
+    are encoded, and so does JSON that cannot be parsed."""
+
+    def __init__(self) -> None:
+        """Without the decoders of media, and their options."""
+
+    def decode(self, fname: str, raw: Any) -> Any:
+        if isinstance(raw, bytes) and _extension(fname) == "json":
+            try:
+                return orjson.loads(raw)
+            except orjson.JSONDecodeError:
+                return raw
+        return raw
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return {part: self.decode(part, value) for part, value in sample.items()}
+
+    def config(self) -> dict[str, Any]:
+        return {}
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Packs of samples, by their numbers: the longest first, each into the first pack with room."""
+    rooms = np.full(len(lengths), capacity)
+    packs: list[list[int]] = [[] for _ in lengths]
+    for number in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+        first = int(np.argmax(rooms >= lengths[number]))
+        rooms[first] -= lengths[number]
+        packs[first].append(number)
+    return [pack for pack in packs if pack]
+
+
+def is_pack(record: Any, *, packed: bool) -> bool:
+    """Whether a crude sample's JSON is a pack's: lists of as many captions as prompts or images.
+
+    Args:
+        packed: what to say of a single caption in a list, which may be either, and of JSON that
+            cannot be parsed.
+    """
+    if isinstance(record, bytes):
+        try:
+            record = orjson.loads(record)
+        except orjson.JSONDecodeError:
+            return packed
+    captions = record.get("captions") if isinstance(record, Mapping) else None
+    if not isinstance(captions, list) or any(isinstance(one, Mapping) for one in captions):
+        return False
+    if "meta" in record or any(isinstance(one, list) for one in captions):
+        return True
+    lists = (record.get(name) for name in ("prompt", "prompts", "images", "videos"))
+    aligned = any(isinstance(one, list) and len(one) == len(captions) for one in lists)
+    return aligned and (packed or len(captions) > 1)
+
+
+def unpacked_sub_sample(sample: Sample) -> SubSample:
+    """The one sub-sample that a sample is.
+
+    Raises:
+        FatalSampleError: its media are decoded already.
+    """
+    try:
+        if isinstance(sample, CrudeRecord):
+            record, media = _of_parts(sample.parts)
+        else:
+            record, media = _of_type(sample)
+        task = _task(record)
+        paired = tuple(media) if media or task == "captioning" else None
+        found = to_sample(record, sample.__key__, task, paired)
+        stem = sample.__key__.rpartition("/")[2]
+        images, videos = _files(found.images, media, stem), _files(found.videos, media, stem)
+        return SubSample(sample.__key__, found, images, videos)
+    except SampleError as error:
+        return SubSample(sample.__key__, error)
+
+
+def _task(record: Mapping[str, Any]) -> str:
+    """What a record is to be trained as: what it holds decides, as no configuration says it."""
+    if any(record.get(name) is not None for name in DIALOGUE_FIELDS):
+        return "bmr"
+    return "vqa" if any(record.get(name) is not None for name in PROMPT_FIELDS) else "captioning"
+
+
+def _of_type(sample: Sample) -> tuple[dict[str, Any], _Media]:
+    """Record and media of a typed sample: its fields."""
+    record: dict[str, Any] = {"images": [], "videos": []}
+    media: _Media = {}
+    for field in dataclasses.fields(sample):
+        value = getattr(sample, field.name)
+        if field.name in MEDIA_FIELDS:
+            kind, extension = ("images", "jpg") if "image" in field.name else ("videos", "mp4")
+            for data in value if isinstance(value, list | tuple) else [value]:
+                if data is not None:
+                    name = f"{len(media)}.{extension}"  # it has none of its own
+                    record[kind].append(name)
+                    media[name] = _bytes(data, sample, field.name)
+        elif not field.name.startswith("__"):
+            record[field.name] = decode_text(value) if isinstance(value, bytes) else value
+    if "answers" in record:
+        record["answers"] = best_answer(record["answers"], record.get("answer_weights"))
+    return record, media
+
+
+def _of_parts(parts: Mapping[str, Any]) -> tuple[Mapping[str, Any], _Media]:
+    """Record and media of a crude sample: its members."""
+    media = {part: data for part, data in parts.items() if _extension(part) in MEDIA_EXTENSIONS}
+    content = next((parts[part] for part in sorted(parts) if _extension(part) == "json"), None)
+    record = load_json(content) if isinstance(content, bytes) else content
+    text = next((parts[part] for part in _TEXT_PARTS if part in parts), None)
+    if text is not None and (record is None or not has_answer(record)):
+        return {"caption": decode_text(text)}, media
+    if not isinstance(record, Mapping):
+        raise SampleError("bad_record", f"no .json and no .txt among {', '.join(parts)}"[:200])
+    return record, media
+
+
+def _files(names: Sequence[str], media: _Media, stem: str) -> tuple[bytes, ...]:
+    """The media that are meant by the names, all images or all videos."""
+    if not names:
+        return ()
+    of_kind = [part for part in media if is_video_name(part) == is_video_name(names[0])]
+    if len(names) == len(of_kind) == 1:
+        return (media[of_kind[0]],)
+    by_name = {name: media[part] for part in of_kind for name in (part, f"{stem}.{part}")}
+    missing = next((name for name in names if name not in by_name), None)
+    if missing is not None:
+        raise SampleError("missing_image", f"no member {missing!r} among {', '.join(media)}"[:200])
+    return tuple(by_name[name] for name in names)
+
+
+def _bytes(data: Any, sample: Sample, field: str) -> bytes:
+    if not isinstance(data, bytes):
+        raise FatalSampleError(
+            f"{field!r} of sample {sample.__key__!r} is a {type(data).__name__}; the task encoder "
+            "takes the bytes of the file: leave its `decoder` as it is"
+        )
+    return data
+
+
+def _extension(part: str) -> str:
+    return part.rpartition(".")[2].lower()

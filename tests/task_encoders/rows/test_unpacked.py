@@ -1,0 +1,288 @@
+"""Samples that are no packs, through the same encoder and Energon's own loader."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.energon import VQASample, WorkerConfig, get_train_dataset
+from megatron.energon.errors import FatalSampleError
+
+from task_encoders.energon_samples import CrudeRecord, MultiMixQASample, PackedBatch
+from task_encoders.packed_dataset import get_packed_loader, get_packed_train_dataset
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.rows.unpacked import first_fit_decreasing, unpacked_sub_sample
+from task_encoders.sample_encoder import EncodedSample
+from task_encoders.samples import SampleError, SourceSample, Turn
+from task_encoders.settings import PACKED, PackingSettings, PackingSettingsError
+from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all
+from tests.helpers.legacy_packs import CRUDE_YAML, legacy_vqa_folder
+from tests.helpers.unpacked_folders import (
+    CAPTIONING_YAML,
+    MESSAGES_YAML,
+    VQA_YAML,
+    blend_of,
+    crude_folder,
+    folder_of,
+    picture,
+    words,
+)
+
+SEQ_LENGTH = 512
+UNPACKED = PackingSettings(packed=False)
+
+
+def task_encoder(settings: PackingSettings = UNPACKED, **options: Any) -> Qwen2VLTaskEncoder:
+    defaults: dict[str, Any] = {"seq_length": SEQ_LENGTH, "max_pixels": 28 * 28 * 64}
+    return Qwen2VLTaskEncoder(settings=settings, **(defaults | options))
+
+
+def batches(path: Path, encoder: Any = None, **options: Any) -> Iterator[PackedBatch]:
+    defaults: dict[str, Any] = {"repeat": False}
+    config = WorkerConfig(rank=0, world_size=1, num_workers=options.pop("num_workers", 0))
+    dataset = get_packed_train_dataset(
+        path, encoder or task_encoder(), worker_config=config, **(defaults | options)
+    )
+    return iter(get_packed_loader(dataset))
+
+
+def assert_row_is(batch: PackedBatch, expected: EncodedSample) -> None:
+    assert batch.sub_sample_keys == [expected.key]
+    assert batch.cu_lengths.tolist() == [[0, len(expected.tokens)]]
+    assert batch.tokens[0].tolist() == expected.tokens.tolist()
+    assert batch.labels[0].tolist() == expected.labels.tolist()
+    assert batch.position_ids[:, 0].tolist() == expected.position_ids.tolist()
+    assert batch.image_grid_thw.tolist() == expected.image_grid_thw.tolist()
+    if len(expected.image_grid_thw):
+        assert np.array_equal(batch.imgs.numpy(), expected.pixel_values)
+
+
+def energon_types() -> dict[str, tuple[str, dict[str, bytes], SourceSample]]:
+    """dataset.yaml, members of a sample, and the sample that they are."""
+    rng = np.random.default_rng(0)
+    jpg, caption, question = picture(rng), words(rng), words(rng)
+    image = ("0.jpg",)
+    vqa = {"question": question, "answers": ["no", "yes"], "weights": [0.2, 0.8]}
+    talk = {"messages": dialogue("<image>" + question, "a", "b?", "c"), "system": "Be brief."}
+    turns = (Turn("<image>" + question, "a"), Turn("b?", "c"))
+    conversation = SourceSample("s", "bmr", turns, image, "Be brief.")
+    crude = {"messages": talk["messages"], "system": "Be brief.", "images": ["s.jpg"]}
+
+    def members(record: Any) -> dict[str, bytes]:
+        return {"jpg": jpg, "json": json.dumps(record).encode()}
+
+    return {
+        "captioning": (
+            CAPTIONING_YAML,
+            {"jpg": jpg, "txt": caption.encode()},
+            SourceSample("s", "captioning", (Turn("", caption),), image),
+        ),
+        "vqa": (VQA_YAML, members(vqa), SourceSample("s", "vqa", (Turn(question, "yes"),), image)),
+        "messages": (
+            MESSAGES_YAML,
+            members(talk),
+            SourceSample("s", "bmr", turns, image, "Be brief."),
+        ),
+        "crude": (CRUDE_YAML, members(crude), conversation),
+        "crude caption": (
+            CRUDE_YAML,
+            {"jpg": jpg, "txt": caption.encode()},
+            SourceSample("s", "captioning", (Turn("", caption),), image),
+        ),
+        "crude text": (
+            CRUDE_YAML,
+            {"json": json.dumps({"messages": dialogue("a?", "b")}).encode()},
+            SourceSample("s", "bmr", (Turn("a?", "b"),)),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", energon_types())
+def test_a_sample_of_energons_types_is_a_row_of_its_own(name: str, tmp_path: Path) -> None:
+    yaml, members, sample = energon_types()[name]
+    encoder = task_encoder()
+    images = [members["jpg"]] if sample.images else []
+    for workers in (0, 1) if name == "crude" else (0,):
+        folder = tmp_path / f"{workers}"
+        (batch,) = batches(folder_of(folder, {"s": members}, yaml), encoder, num_workers=workers)
+        assert batch.__key__ == ["s"]
+        assert_row_is(batch, encoder.encoder.encode(sample, images))
+
+
+def test_several_images_and_members_named_with_their_key() -> None:
+    pictures = {"a.jpg": image_bytes(56, 84), "b.jpg": image_bytes(84, 84)}
+    talk = dialogue("<image>and<image>", "so")
+    base: dict[str, Any] = {"__key__": "t/k", "__restore_key__": ()}
+    typed = MultiMixQASample(**base, messages=talk, image=list(pictures.values()))
+    assert unpacked_sub_sample(typed).images == tuple(pictures.values())
+    record = {"messages": talk, "images": ["k.b.jpg", "a.jpg"]}
+    crude = unpacked_sub_sample(CrudeRecord(**base, parts={**pictures, "json": record}))
+    assert crude.images == (pictures["b.jpg"], pictures["a.jpg"])
+    gone = {"messages": talk, "images": ["a.jpg", "c.jpg"]}
+    lost = unpacked_sub_sample(CrudeRecord(**base, parts={**pictures, "json": gone}))
+    assert isinstance(lost.sample, SampleError)
+    assert lost.sample.reason == "missing_image"
+
+
+def test_the_same_rows_as_in_packs(tmp_path: Path) -> None:
+    """Measured, written and restored, or read as it is: the same tokens, labels and pixels."""
+    folder = crude_folder(tmp_path / "crude", 12, shards=1)
+    source = {"format": "energon", "path": str(folder), "task": "bmr"}
+    packs = tmp_path / "packs"
+    pack_all(make_run(source, packs, pack={"seq_length": SEQ_LENGTH}))
+    encoder = task_encoder(PackingSettings(packed=True, bmr=True))
+    alone = {batch.sub_sample_keys[0]: batch for batch in batches(folder)}
+    seen = []
+    for batch in batches(packs, encoder):
+        ends = batch.cu_lengths[0].tolist()
+        rows = [alone[key.rpartition("/")[2]] for key in batch.sub_sample_keys]
+        for name in ("tokens", "labels"):
+            expected = torch.cat([getattr(row, name) for row in rows], dim=1)
+            assert torch.equal(getattr(batch, name), expected)
+        assert ends[1:] == list(itertools.accumulate(row.tokens.shape[1] for row in rows))
+        seen += batch.sub_sample_keys
+    assert len(seen) == 12
+
+
+@pytest.mark.parametrize("epochs", [None, 1])
+def test_packed_and_unpacked_folders_blend(epochs: int | None, tmp_path: Path) -> None:
+    yaml = "subflavors: {offline_packing: vqa}\n"
+    packs = legacy_vqa_folder(tmp_path / "packs")
+    (packs / ".nv-meta" / "dataset.yaml").open("a").write(yaml)
+    crude = crude_folder(tmp_path / "crude", 12)
+    blend = blend_of(tmp_path / "blend.yaml", [packs, crude], epochs=epochs)
+    encoder = task_encoder(PackingSettings(packed=True), seq_length=2048)
+    rows = batches(blend, encoder, repeat=epochs is None)
+    keys = [key for batch in itertools.islice(rows, 24) for key in batch.__key__]
+    assert {key.startswith("ps_") for key in keys} == {True, False}
+    if epochs:
+        assert len(set(keys)) == len(keys) == 24
+    with pytest.raises(PackingSettingsError, match=f"set {PACKED}=1 alone"):
+        next(batches(blend, task_encoder(seq_length=2048), repeat=epochs is None))
+
+
+def test_packs_are_refused_while_the_variable_is_unset(tmp_path: Path) -> None:
+    typed = legacy_vqa_folder(tmp_path / "typed")
+    with pytest.raises(PackingSettingsError, match=f"the dataset holds packs; set {PACKED}=1"):
+        next(batches(typed))
+    crude = legacy_vqa_folder(tmp_path / "crude", CRUDE_YAML)
+    with pytest.raises(FatalSampleError, match=f"the dataset holds packs; set {PACKED}=1"):
+        next(batches(crude))
+
+
+def test_unpacked_data_is_refused_where_packs_are_announced(tmp_path: Path) -> None:
+    settings = PackingSettings(packed=True)
+    _, members, _ = energon_types()["captioning"]
+    typed = folder_of(tmp_path / "typed", {"s": members}, CAPTIONING_YAML)
+    with pytest.raises(PackingSettingsError, match=f"{PACKED}=1, but .*typed holds no packs"):
+        next(batches(typed, task_encoder(settings)))
+    crude = crude_folder(tmp_path / "crude", 2)
+    with pytest.raises(FatalSampleError, match=f"sample '0000.' holds no packs; set {PACKED}=0"):
+        next(batches(crude, task_encoder(settings)))
+
+
+def test_decoded_media_are_refused() -> None:
+    sample = VQASample(
+        __key__="k", __restore_key__=(), image=torch.zeros(3, 8, 8), context="q", answers=["a"]
+    )
+    with pytest.raises(FatalSampleError, match="'image' of sample 'k' is a Tensor"):
+        task_encoder().encode_sample(sample)
+
+
+def bad_members() -> dict[str, dict[str, bytes]]:
+    good = image_bytes()
+    record = {"messages": dialogue("<image>What?", "That.")}
+
+    def members(jpg: bytes | None = good, **changes: Any) -> dict[str, bytes]:
+        media = {} if jpg is None else {"jpg": jpg}
+        return media | {"json": json.dumps(record | changes).encode()}
+
+    return {
+        "bad_json": {"jpg": good, "json": b"{"},
+        "bad_record": {"jpg": good},
+        "bad_roles": members(messages=dialogue("What?", "That.")[::-1]),
+        "truncated_image": members(good[:-60]),
+        "missing_image": members(None, images=["a.jpg"]),
+        "image_count_mismatch": members(messages=dialogue("<image><image>", "a")),
+        "overlong": members(messages=dialogue("<image>", "word " * 900)),
+    }
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_bad_samples_are_listed_in_the_next_row(num_workers: int, tmp_path: Path) -> None:
+    _, good, _ = energon_types()["crude"]
+    bad = bad_members()
+    keyed = {f"bad{i}": members for i, members in enumerate(bad.values())}
+    folder = folder_of(tmp_path / "crude", {"a": good, **keyed, "z": good}, CRUDE_YAML)
+    first, last = batches(folder, num_workers=num_workers)
+    assert (first.__key__, first.dropped) == (["a"], [])
+    assert last.__key__ == ["z"]
+    said = [line.split(": ")[:2] for line in last.dropped]
+    assert said == [[key, reason] for key, reason in zip(keyed, bad, strict=True)]
+
+
+def test_a_member_that_energon_misses_is_listed_too(tmp_path: Path) -> None:
+    _, good, _ = energon_types()["captioning"]
+    samples = {"a": good, "b": {"txt": good["txt"]}, "c": good}
+    rows = list(batches(folder_of(tmp_path / "typed", samples, CAPTIONING_YAML)))
+    assert [row.__key__ for row in rows] == [["a"], ["c"]]
+    (line,) = rows[1].dropped
+    assert line.startswith("b: bad_record: ")
+
+
+def test_first_fit_decreasing_takes_the_first_pack_with_room() -> None:
+    assert first_fit_decreasing([2, 7, 5, 3, 1, 6], 10) == [[1, 3], [5, 0, 4], [2]]
+    assert first_fit_decreasing([], 10) == []
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_energons_packing_buffer(num_workers: int, tmp_path: Path) -> None:
+    folder = crude_folder(tmp_path / "crude", 30)
+    config = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
+
+    def open_loader() -> Any:
+        options: dict[str, Any] = {"packing_buffer_size": 8, "repeat": False}
+        dataset = get_packed_train_dataset(folder, task_encoder(), worker_config=config, **options)
+        return get_packed_loader(dataset)
+
+    loader = open_loader()
+    iterator = iter(loader)
+    first = [next(iterator), next(iterator)]
+    state = loader.save_state_rank()
+    rest = list(iterator)
+    loader.close()
+    packs = first + rest
+    assert sorted(key for pack in packs for key in pack.sub_sample_keys) == [
+        f"{number:05d}" for number in range(30)
+    ]
+    alone = {batch.sub_sample_keys[0]: batch for batch in batches(folder)}
+    for pack in packs:
+        rows = [alone[key] for key in pack.sub_sample_keys]
+        assert torch.equal(pack.tokens, torch.cat([row.tokens for row in rows], dim=1))
+        assert pack.tokens.shape[1] <= SEQ_LENGTH
+        assert pack.cu_lengths.shape[1] == len(rows) + 1
+    assert len(packs) < 30
+    again = open_loader()
+    again.restore_state_rank(state)
+    assert [row.sub_sample_keys for row in again] == [row.sub_sample_keys for row in rest]
+    again.close()
+
+
+@pytest.mark.parametrize("option", ["pad_to_seq_length", "cross_sample_attention"])
+def test_a_packing_buffer_cannot_change_encoded_rows(option: str, tmp_path: Path) -> None:
+    folder = crude_folder(tmp_path / "crude", 2, shards=1)
+    options: dict[str, Any] = {option: True}
+    with pytest.raises(ValueError, match="packing_buffer_size joins rows that are encoded"):
+        get_train_dataset(
+            folder,
+            task_encoder=task_encoder(**options),
+            worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+            batch_size=1,
+            shuffle_buffer_size=None,
+            max_samples_per_sequence=None,
+            packing_buffer_size=2,
+        )
