@@ -17,7 +17,7 @@ from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SourceSample
 from task_encoders.text.tokenizer import Tokenizer
-from task_encoders.tokenized import TokenizedText
+from task_encoders.tokenized import ExpandedText, TokenizedText
 
 #: Label of a position that carries no loss, as in torch's cross_entropy and transformers.
 IGNORE_INDEX: Final = -100
@@ -101,6 +101,18 @@ class SampleEncoder(Protocol):
 
     def tokenize(self, sample: SourceSample) -> TokenizedText:
         """The part of encoding that needs no media, to be stored. Raises SampleError."""
+
+    def expand(
+        self,
+        text: TokenizedText,
+        image_grids: Sequence[tuple[int, int, int]],
+        videos: Sequence[SampledVideo] = (),
+    ) -> ExpandedText:
+        """The tokens and labels that `encode` gives a sample of this text, without its pixels.
+
+        Args:
+            image_grids: (t, h, w) in patches, as measured.
+        """
 
     def encode(
         self,

@@ -158,7 +158,7 @@ class OutputConfig(_Config):
 
     @model_validator(mode="after")
     def _check_pretokenize(self) -> "OutputConfig":
-        if self.pretokenize and not LAYOUTS[self.layout].HOLDS_TOKEN_IDS:
+        if self.pretokenize and LAYOUTS[self.layout].TOKEN_IDS == "never":
             raise ValueError(f"layout {self.layout} holds no token ids; remove pretokenize")
         return self
 

@@ -2,11 +2,13 @@
 
 from offline_packing.layouts.base import Layout
 from offline_packing.layouts.energon import EnergonLayout
+from offline_packing.layouts.indexed import IndexedLayout
 from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout
 from offline_packing.layouts.raw_packing import RawPackingLayout
 
 LAYOUTS: dict[str, Layout] = {
     "energon": EnergonLayout(),
+    "indexed": IndexedLayout(),
     "llava_onevision": LlavaOneVisionLayout(),
     "raw_packing": RawPackingLayout(),
 }

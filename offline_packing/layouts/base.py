@@ -1,10 +1,10 @@
 """What every layout offers: writing one shard, the metadata of all, and reading both again."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pyarrow.compute as pc
 
@@ -23,7 +23,7 @@ Member = tuple[str, bytes]
 
 
 #: Built once per process.
-_encoder = lru_cache(maxsize=4)(build_sample_encoder)
+encoder_of = lru_cache(maxsize=4)(build_sample_encoder)
 
 
 class Layout(ABC):
@@ -31,14 +31,20 @@ class Layout(ABC):
 
     #: the tasks whose packs it holds
     TASKS: ClassVar[Sequence[str]] = TASKS
-    #: whether `output.pretokenize` can be asked for
-    HOLDS_TOKEN_IDS: ClassVar[bool] = True
+    #: token ids in its packs: never, if `output.pretokenize` asks for them, or always
+    TOKEN_IDS: ClassVar[Literal["never", "if_asked", "always"]] = "if_asked"
+    #: whether the bytes of media are copied
+    COPIES_MEDIA: ClassVar[bool] = True
     #: what `finish` writes, relative to the output
     METADATA: ClassVar[Sequence[str]] = ()
 
     @abstractmethod
     def shard_file(self, shard_name: str) -> str:
         """A shard's name in the manifest, relative to the output: 'train-000000.tar'."""
+
+    def metadata(self, splits: Iterable[str]) -> Sequence[str]:
+        """What `finish` writes for these splits, relative to the output."""
+        return self.METADATA
 
     def find_unfit(self, samples: Index) -> Iterator[tuple[str, SampleIds]]:
         """What the layout cannot hold, and the affected rows of an index, ascending. Such
@@ -102,7 +108,7 @@ class Layout(ABC):
         ]
         tokenized = None
         if task.tokenizes is not None:
-            encoder = _encoder(task.tokenizes)
+            encoder = encoder_of(task.tokenizes)
             digest = fingerprint_digest(encoder.fingerprint)
             tokenized = TokenizedPack([encoder.tokenize(sample) for sample in samples], digest)
         media = [data for row in rows for data in task.read_media(row)]

@@ -63,7 +63,7 @@ class LlavaOneVisionLayout(EnergonLayout):
     """Tar shards with the member names and metadata of those trainers."""
 
     TASKS: ClassVar[Sequence[str]] = ("captioning", "vqa")
-    HOLDS_TOKEN_IDS = False
+    TOKEN_IDS = "never"
     METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")
 
     def find_unfit(self, samples: Index) -> Iterator[tuple[str, SampleIds]]:

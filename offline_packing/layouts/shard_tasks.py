@@ -25,7 +25,7 @@ from task_encoders.pack_format import is_video_name, pack_key
 from task_encoders.samples import SourceSample
 
 #: Columns of the index that a task carries.
-COLUMNS: Final = ("key", "source_id", "num_tokens", "stamp", "json", "media")
+COLUMNS: Final = ("key", "source_id", "num_tokens", "stamp", "grid_thw", "json", "media")
 _ROW_PLACE: Final = ("container", "column", "offset")
 #: Packs whose rows are Python objects at a time.
 _PACKS_AT_ONCE: Final = 64
@@ -39,6 +39,8 @@ class Row:
     source_id: int
     num_tokens: int
     stamp: int
+    #: (t, h, w) of each medium in patches, one after another
+    grid_thw: list[int]
     json: Locator
     media: tuple[Locator, ...]
     extensions: tuple[str, ...]

@@ -65,7 +65,8 @@ def finish_layout(run: Run, manifest: Manifest) -> Manifest:
     fragments = [workspace.fragment(shard["name"]) for shard in manifest["shards"]]
     layout = LAYOUTS[manifest["layout"]]
     layout.finish(workspace.root, manifest, fragments)
-    hashes = {name: hash_metadata(workspace.root / name) for name in layout.METADATA}
+    names = layout.metadata([shard["split"] for shard in manifest["shards"]])
+    hashes = {name: hash_metadata(workspace.root / name) for name in names}
     return {**manifest, "metadata": hashes}
 
 

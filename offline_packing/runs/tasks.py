@@ -17,6 +17,7 @@ from offline_packing.errors import ShareDoneError
 from offline_packing.index.measured import MODIFICATION_TIME
 from offline_packing.index.rows import name_copies, rows_of_shards
 from offline_packing.index.table import Index
+from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import COLUMNS, ShardTask
 from offline_packing.layouts.shards import (
     Shard,
@@ -77,6 +78,8 @@ def iterate_tasks(
     ids = [plan.sample_ids[offsets[0] : offsets[-1]] for offsets in bounds]
     tables = rows_of_shards(samples, COLUMNS, ids, workspace.write)
     copies = plan.copy_numbers()
+    output = config.output
+    tokenizes = output.pretokenize or LAYOUTS[output.layout].TOKEN_IDS == "always"
     for shard, offsets, rows in zip(shards, bounds, tables, strict=True):
         if copies is not None:
             rows = name_copies(rows, copies[offsets[0] : offsets[-1]])
@@ -92,6 +95,6 @@ def iterate_tasks(
             key_prefix=config.output.key_prefix,
             seq_length=config.pack.seq_length,
             layout=config.output.layout,
-            tokenizes=config.model if config.output.pretokenize else None,
+            tokenizes=config.model if tokenizes else None,
             check_times=MODIFICATION_TIME not in run.accept_mismatch,
         )

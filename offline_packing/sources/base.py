@@ -22,7 +22,7 @@ from offline_packing.sources.options import FieldMap, FieldOptions, MediaOptions
 from offline_packing.sources.reading.contents import file_names, nothing_found
 from offline_packing.sources.reading.listing import walk
 from offline_packing.sources.reading.locators import Locator, read_locator
-from offline_packing.sources.reading.remote import is_remote, open_root
+from offline_packing.sources.reading.remote import Root, is_remote, open_root
 from offline_packing.storage.key_set import KeySet
 from task_encoders.records.record import check_prompts_are_shown, load_json, to_sample
 from task_encoders.samples import SampleError, SourceSample
@@ -227,9 +227,12 @@ class Source(ABC):
 
     def read_media(self, locator: Locator) -> bytes:
         """The bytes of a medium. Raises StageError if they no longer exist."""
-        # A medium that is a separate file may be under image_root; all others are in the source.
-        root = self.media if locator.kind == "file" else self.root
-        return read_locator(root, locator, self.unpack_folder)
+        return read_locator(self.media_root(locator), locator, self.unpack_folder)
+
+    def media_root(self, locator: Locator) -> Root:
+        """What the container of a medium is relative to: one that is a file of its own may be under
+        image_root, all others are in the source."""
+        return self.media if locator.kind == "file" else self.root
 
 
 # Names from earlier versions, which custom sources may import; nothing here uses them: bytes of a

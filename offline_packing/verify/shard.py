@@ -23,6 +23,7 @@ from task_encoders.families import ModelSettings
 from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.pack_format import JSON_PART, PackFormatError, parse_json, restore_pack
 from task_encoders.samples import SampleError, SourceSample
+from task_encoders.tokenized import TokenizedText
 
 #: Problems kept; all are counted.
 _KEPT: Final = 20
@@ -175,8 +176,9 @@ def _pack_problems(
     hashes = [key_hash(row.source_id, row.key) for row in rows]
     report.key_hashes.append(np.array(hashes, dtype=np.uint64))
     report.num_samples += len(rows)
-    for row, sub in zip(rows, pack.sub_samples, strict=True):
-        problem = _sub_sample_problem(task, row, sub, parts, report)
+    texts = pack.tokenized.texts if pack.tokenized else [None] * len(rows)
+    for row, sub, text in zip(rows, pack.sub_samples, texts, strict=True):
+        problem = _sub_sample_problem(task, row, sub, text, parts, report)
         if problem is not None:
             yield f"{row.key!r}: {problem}"
 
@@ -185,6 +187,7 @@ def _sub_sample_problem(
     task: VerifyTask,
     row: Row,
     sub: SourceSample | SampleError,
+    text: TokenizedText | None,
     parts: Mapping[str, bytes],
     report: VerifyResult,
 ) -> str | None:
@@ -197,18 +200,22 @@ def _sub_sample_problem(
         return "its media are not those that were measured"
     if not task.deep:
         return None
-    images = [parts[name] for name in sub.images]
-    videos = [parts[name] for name in sub.videos]
+    encoder = open_encoder(task.model)
     try:
-        source = LAYOUTS[task.shard.layout].stored_form(task.shard.read_sample(row))
+        images = [parts[name] for name in sub.images]
+        videos = [parts[name] for name in sub.videos]
+        measured = task.shard.read_sample(row)
+        source = LAYOUTS[task.shard.layout].stored_form(measured)
         if (sub.turns, sub.system, sub.tools) != (source.turns, source.system, source.tools):
             return "text differs from the source"
+        if text is not None and text != encoder.tokenize(measured):
+            return "token ids differ from those of the source"
         media = task.shard.read_media(row)
         if images + videos != media:
             kind = "image" if images != media[: len(images)] else "video"
             return f"{kind} bytes differ from the source"
-        num_tokens = len(open_encoder(task.model).encode(sub, images, videos).tokens)
-    except (SampleError, StageError, MissingPyAVError) as error:
+        num_tokens = len(encoder.encode(sub, images, videos, text).tokens)
+    except (SampleError, StageError, MissingPyAVError, PackFormatError) as error:
         return str(error)
     report.num_images += len(images)
     report.num_videos += len(videos)

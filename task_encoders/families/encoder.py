@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from task_encoders.families.options import ModelOptions, changes_lengths
-from task_encoders.families.spans import Medium, Span, position_ids, stored_parts
+from task_encoders.families.spans import Grid, Medium, Span, position_ids, stored_parts
 from task_encoders.media.image import MAX_IMAGE_PIXELS
 from task_encoders.media.pixel_values import Bytes, Normalisation
 from task_encoders.media.video import SampledVideo
@@ -19,7 +19,13 @@ from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample, SampleLeng
 from task_encoders.samples import SampleError, SourceSample, check_sample
 from task_encoders.text.pieces import Answer, Control, Piece, Text, Video
 from task_encoders.text.tokenizer import Tokenizer
-from task_encoders.tokenized import IMAGE_ID, VIDEO_ID, TokenizedText
+from task_encoders.tokenized import (
+    IMAGE_ID,
+    VIDEO_ID,
+    ExpandedText,
+    Place,
+    TokenizedText,
+)
 
 
 class FamilyEncoder(ABC):
@@ -138,6 +144,26 @@ class FamilyEncoder(ABC):
                 ids.append(part)
         return TokenizedText(ids, loss)
 
+    def expand(
+        self,
+        text: TokenizedText,
+        image_grids: Sequence[Grid],
+        videos: Sequence[SampledVideo] = (),
+    ) -> ExpandedText:
+        clips = [Medium(video.grid, video) for video in videos]
+        media = {IMAGE_ID: map(Medium, image_grids), VIDEO_ID: iter(clips)}
+        places: dict[int, list[Place]] = {IMAGE_ID: [], VIDEO_ID: []}
+        spans: list[Span] = []
+        start = 0
+        for part in stored_parts(text):
+            own = [part] if isinstance(part, Span) else list(self.medium_spans(next(media[part])))
+            num_tokens = sum(span.num_tokens for span in own)
+            if not isinstance(part, Span):
+                places[part].append((start, num_tokens))
+            spans += own
+            start += num_tokens
+        return ExpandedText(*_tokens_and_labels(spans), places[IMAGE_ID], places[VIDEO_ID])
+
     def encode(
         self,
         sample: SourceSample,
@@ -150,16 +176,7 @@ class FamilyEncoder(ABC):
         image_media = [medium for _, medium in image_rows]
         video_media = [medium for _, medium in video_rows]
         spans = self._layout(sample, image_media, video_media, tokenized)
-        num_tokens = sum(span.num_tokens for span in spans)
-        tokens = np.empty(num_tokens, dtype=np.int64)
-        labels = np.full(num_tokens, IGNORE_INDEX, dtype=np.int64)
-        start = 0
-        for span in spans:
-            end = start + span.num_tokens
-            tokens[start:end] = span.ids  # a medium's single one is repeated
-            labels[start + span.loss_from : end] = tokens[start + span.loss_from : end]
-            start = end
-        labels[0] = IGNORE_INDEX
+        tokens, labels = _tokens_and_labels(spans)
         return EncodedSample(
             key=sample.key,
             tokens=tokens,
@@ -245,6 +262,23 @@ class FamilyEncoder(ABC):
             ids = self.tokenizer.encode(text)
             span = self._texts[text] = Span(ids, len(ids), len(ids))
         return span
+
+
+def _tokens_and_labels(
+    spans: Sequence[Span],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(S,) each."""
+    num_tokens = sum(span.num_tokens for span in spans)
+    tokens = np.empty(num_tokens, dtype=np.int64)
+    labels = np.full(num_tokens, IGNORE_INDEX, dtype=np.int64)
+    start = 0
+    for span in spans:
+        end = start + span.num_tokens
+        tokens[start:end] = span.ids  # a medium's single one is repeated
+        labels[start + span.loss_from : end] = tokens[start + span.loss_from : end]
+        start = end
+    labels[0] = IGNORE_INDEX
+    return tokens, labels
 
 
 def _grid_array(media: Sequence[Medium]) -> npt.NDArray[np.int32]:

@@ -1,0 +1,247 @@
+"""Packs as token ids in megatron-core's IndexedDataset; media stay where they are.
+
+    packed_seq_dataset.bin, .idx         the split train, see indexed_packs.py
+    packed_seq_dataset_val.bin, .idx     any other split
+    train-000000.bin                     documents of one shard, until they are put together
+
+A shard is a stretch of its split's .bin: the manifest says how many bytes each has, and its
+fragment where each sequence lies.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+
+from offline_packing.errors import StageError
+from offline_packing.index.rows import SampleIds
+from offline_packing.index.table import Index
+from offline_packing.layouts.base import Layout, encoder_of
+from offline_packing.layouts.shard_tasks import Row, ShardTask
+from offline_packing.layouts.shards import ShardFragment
+from offline_packing.storage.files import atomic_file, read_json, write_atomically
+from offline_packing.storage.tars import PackEntry, Part
+from task_encoders.indexed_packs import (
+    NO_TEXT,
+    PREFIX,
+    SEQUENCES,
+    IndexedFile,
+    IndexedPack,
+    IndexedSubSample,
+    StoredMedium,
+    index_file,
+    make_document,
+)
+from task_encoders.media.video import SampledVideo
+from task_encoders.media.video_file import read_video_header
+from task_encoders.pack_format import PackFormatError
+from task_encoders.sample_encoder import SampleEncoder
+from task_encoders.samples import SourceSample, Turn
+from task_encoders.tokenized import fingerprint_digest
+
+_FILE: Final = re.compile(rf"({PREFIX}(_[A-Za-z0-9_]+)?\.(bin|idx)|[A-Za-z0-9_]+-\d{{6}}\.bin)")
+#: Bytes copied at a time.
+_BLOCK: Final = 8 << 20
+
+
+class IndexedLayout(Layout):
+    """Documents of token ids."""
+
+    TOKEN_IDS = "always"
+    COPIES_MEDIA: ClassVar[bool] = False
+
+    def shard_file(self, shard_name: str) -> str:
+        return shard_name
+
+    def metadata(self, splits: Iterable[str]) -> Sequence[str]:
+        return [f"{_prefix(one)}{end}" for one in dict.fromkeys(splits) for end in (".bin", ".idx")]
+
+    def find_unfit(self, samples: Index) -> Iterator[tuple[str, SampleIds]]:
+        """None; raises StageError where media have no place in a file that could be named."""
+        for part in samples.parts("media"):
+            media = part["media"].combine_chunks().flatten()
+            is_kept = pc.is_in(media.field("kind"), pa.array(["file", "bytes"]))
+            odd = media.filter(pc.invert(is_kept))
+            if len(odd):
+                first = odd[0].as_py()
+                raise StageError(
+                    f"layout indexed stores in which file a medium lies, and those of "
+                    f"{first['container']} are in a {first['kind']}; set output.layout=energon, or "
+                    "give the media as files or in uncompressed tars"
+                )
+        yield from ()
+
+    def write(self, task: ShardTask) -> ShardFragment:
+        assert task.tokenizes is not None  # TOKEN_IDS
+        encoder = encoder_of(task.tokenizes)
+        digest, packs, size = xxhash.xxh3_128(), [], 0
+        with atomic_file(task.folder / _piece(task.shard.name)) as file:
+            for key, rows in task.packs():
+                subs = [_sub_sample(task, row, encoder) for row in rows]
+                document = make_document(
+                    key, task.task, subs, fingerprint_digest(encoder.fingerprint)
+                )
+                ends = itertools.accumulate(map(len, document), initial=size)
+                parts = tuple(
+                    Part(name, end, len(data))
+                    for name, end, data in zip(SEQUENCES, ends, document, strict=False)
+                )
+                for data in document:
+                    file.write(data)
+                    digest.update(data)
+                packs.append(PackEntry(key, size, sum(map(len, document)), parts))
+                size += packs[-1].size
+        return self.fragment(task, task.shard.name, size, digest.hexdigest(), packs)
+
+    def finish(self, folder: Path, manifest: Mapping[str, Any], fragments: Sequence[Path]) -> None:
+        """Put the shards of each split together: pieces just written, and stretches of what was
+        put together before."""
+        pieces = []
+        for split in dict.fromkeys(line["split"] for line in manifest["shards"]):
+            own = [
+                ShardFragment.load(path)
+                for path, line in zip(fragments, manifest["shards"], strict=True)
+                if line["split"] == split
+            ]
+            joined = folder / f"{_prefix(split)}.bin"
+            with atomic_file(joined) as file:
+                begin = 0
+                for shard in own:
+                    piece = folder / _piece(shard.name)
+                    is_new = piece.exists()
+                    _copy(piece if is_new else joined, 0 if is_new else begin, shard, file)
+                    begin += shard.num_bytes
+                    pieces.append(piece)
+            sizes = ([part.size for part in pack.parts] for shard in own for pack in shard.packs)
+            write_atomically(joined.with_suffix(".idx"), index_file(sizes))
+        for piece in pieces:
+            piece.unlink(missing_ok=True)
+
+    def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
+        path, begin = _place(task)
+        digest = xxhash.xxh3_128()
+        try:
+            with open(path, "rb") as file:
+                for block in _blocks(file, begin, ShardFragment.load(task.fragment_path).num_bytes):
+                    digest.update(block)
+        except OSError:
+            return [f"{path.name} is missing"]
+        if digest.hexdigest() == expected_hash:
+            return []
+        first, last = task.keys()[0], task.keys()[-1]
+        return [f"{path.name}: packs {first} to {last} are not what was written"]
+
+    def read_packs(self, task: ShardTask) -> Iterator[tuple[str, Mapping[str, bytes]]]:
+        path, begin = _place(task)
+        try:
+            with open(path, "rb") as file:
+                for entry in ShardFragment.load(task.fragment_path).packs:
+                    file.seek(begin + entry.offset)
+                    data = file.read(entry.size)
+                    starts = [part.offset - entry.offset for part in entry.parts]
+                    bounds = [*starts, len(data)]
+                    pack = IndexedPack(
+                        [np.frombuffer(data[a:b], "<i4") for a, b in itertools.pairwise(bounds)]
+                    )
+                    yield pack.key, pack
+        except (OSError, ValueError, KeyError) as error:
+            raise StageError(f"{path} cannot be read: {error}") from error
+
+    def read_pack(self, folder: Path, shard_file: str, key: str) -> Mapping[str, bytes]:
+        lines = read_json(folder / "manifest.json")["shards"]
+        split = next(line["split"] for line in lines if line["name"] == shard_file)
+        before = itertools.takewhile(lambda line: line["split"] != split, lines)
+        number = int(key.rpartition("_")[2]) - sum(line["packs"] for line in before)
+        try:
+            return IndexedFile(folder / _prefix(split))[number]
+        except (PackFormatError, LookupError) as error:
+            raise StageError(f"pack {key!r} cannot be read: {error}") from error
+
+    def remove(self, folder: Path) -> None:
+        for path in folder.iterdir():
+            if _FILE.fullmatch(path.name):
+                path.unlink()
+
+    def stored_form(self, sample: SourceSample) -> SourceSample:
+        """Without its text, which is stored as token ids."""
+        return SourceSample(
+            sample.key, sample.task, (Turn(*NO_TEXT),), sample.images, videos=sample.videos
+        )
+
+
+def _prefix(split: str) -> str:
+    """Name of a split's files, as NeVA has it, without endings."""
+    return PREFIX if split == "train" else f"{PREFIX}_{split}"
+
+
+def _piece(shard_name: str) -> str:
+    return f"{shard_name}.bin"
+
+
+def _place(task: ShardTask) -> tuple[Path, int]:
+    """The file of a complete output's shard, and where the shard begins in it."""
+    lines = (read_json(task.folder / "manifest.json") or {"shards": []})["shards"]
+    before = itertools.takewhile(lambda line: line["name"] != task.shard.name, lines)
+    begin = sum(line["bytes"] for line in before if line["split"] == task.shard.split)
+    return task.folder / f"{_prefix(task.shard.split)}.bin", begin
+
+
+def _copy(path: Path, begin: int, shard: ShardFragment, target: BinaryIO) -> None:
+    """Append a shard's bytes. Raises StageError if they are not there."""
+    copied = 0
+    if path.exists():
+        with open(path, "rb") as file:
+            for block in _blocks(file, begin, shard.num_bytes):
+                target.write(block)
+                copied += len(block)
+    if copied != shard.num_bytes:
+        raise StageError(f"{path} lacks packs of shard {shard.name}; retry writes them again")
+
+
+def _blocks(file: BinaryIO, begin: int, size: int) -> Iterator[bytes]:
+    """Bytes of a stretch of a file, as far as there are any."""
+    file.seek(begin)
+    while size and (block := file.read(min(size, _BLOCK))):
+        yield block
+        size -= len(block)
+
+
+def _sub_sample(task: ShardTask, row: Row, encoder: SampleEncoder) -> IndexedSubSample:
+    """A sample as its document holds it. Raises StageError if it changed since it was measured."""
+    source = task.sources[row.source_id]
+    text = encoder.tokenize(task.read_sample(row))
+    grids = np.reshape(row.grid_thw, (-1, 3)).tolist()[: len(row.media) - row.num_videos]
+    expanded = encoder.expand(text, [tuple(grid) for grid in grids], _videos(task, row, encoder))
+    task.check_unchanged(row)
+    if len(expanded.tokens) != row.num_tokens:
+        raise StageError(
+            f"sample {row.key!r} changed since it was measured: it has {len(expanded.tokens)} "
+            f"tokens, was {row.num_tokens}; restore it, or pack again with another output.path"
+        )
+    media = [
+        StoredMedium(
+            source.media_root(at).path(at.container),
+            None if at.kind == "file" else at.offset,
+            at.size,
+        )
+        for at in row.media
+    ]
+    return IndexedSubSample(row.key, text, expanded, row.extensions, media)
+
+
+def _videos(task: ShardTask, row: Row, encoder: SampleEncoder) -> list[SampledVideo]:
+    assert task.tokenizes is not None
+    limits = {"max_frames": task.tokenizes.max_video_frames}
+    if task.tokenizes.max_image_pixels:
+        limits["max_frame_pixels"] = task.tokenizes.max_image_pixels
+    source, sampled = task.sources[row.source_id], []
+    for at in row.media[len(row.media) - row.num_videos :] if row.num_videos else ():
+        with source.media_root(at).open_range(at.container, at.offset, at.size) as file:
+            sampled.append(encoder.sample_video(read_video_header(file, **limits)))
+    return sampled

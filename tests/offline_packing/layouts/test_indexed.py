@@ -1,0 +1,256 @@
+"""Packs as token ids: megatron-core opens them, and their rows are those of the tar road."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.energon import WorkerConfig, get_loader
+from torch.utils.data import DataLoader
+
+from offline_packing.errors import StageError
+from offline_packing.measure.measure import measure
+from offline_packing.report.preview import preview
+from offline_packing.runs.run import Run
+from offline_packing.verify.verify import verify
+from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
+from task_encoders.indexed_dataset import IndexedPackDataset
+from task_encoders.indexed_packs import SEQUENCES, IndexedFile
+from task_encoders.pack_format import PackFormatError
+from task_encoders.packed_dataset import get_packed_train_dataset
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.settings import PackingSettings
+from tests.helpers import formats
+from tests.helpers.datasets import (
+    dialogue,
+    image_bytes,
+    make_run,
+    mixed_pairs,
+    pack_all,
+    plan_index,
+    write_json,
+    write_planned,
+)
+from tests.helpers.videos import make_video
+
+SEQ_LENGTH = 1024
+MAX_PIXELS = 28 * 28 * 64
+BMR = PackingSettings(packed=True, bmr=True)
+
+
+def indexed_run(source: dict[str, Any], folder: Path, **output: Any) -> Run:
+    output = {"layout": "indexed", "packs_per_shard": 3, **output}
+    return make_run(source, folder, pack={"seq_length": SEQ_LENGTH}, output=output)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """The same plan in tars and as token ids; dialogues with no image, one, two, or a video."""
+    root = tmp_path_factory.mktemp("indexed")
+    data = mixed_pairs(root / "data", 40)
+    for i in range(3):
+        (data / f"clip{i}.mp4").write_bytes(make_video(4 + i))
+        texts = dialogue("<video><image>\nSame?", "Yes. " * (i + 1))
+        record = {"messages": texts, "images": [f"clip{i}.jpg"], "videos": [f"clip{i}.mp4"]}
+        (data / f"clip{i}.jpg").write_bytes(image_bytes(84, 56 + 28 * i))
+        write_json(data / f"clip{i}.json", record)
+    source = {"format": "pairs", "path": str(data), "task": "bmr"}
+    found = {
+        layout: indexed_run(source, root / layout, layout=layout)
+        for layout in ("energon", "indexed")
+    }
+    for run in found.values():
+        pack_all(run)
+    return found
+
+
+def task_encoder(**options: Any) -> Qwen2VLTaskEncoder:
+    return Qwen2VLTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=MAX_PIXELS, settings=BMR, **options)
+
+
+def prefix_of(run: Run) -> Path:
+    return run.workspace.root / "packed_seq_dataset"
+
+
+def batches_of_tars(run: Run, encoder: Qwen2VLTaskEncoder, workers: int) -> Iterator[PackedBatch]:
+    config = WorkerConfig(rank=0, world_size=1, num_workers=workers)
+    folder = run.workspace.root
+    dataset = get_packed_train_dataset(folder, encoder, worker_config=config, repeat=False)
+    return iter(get_loader(dataset))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"pad_to_seq_length": True, "pixel_transport": "uint8"}])
+def test_rows_are_those_of_the_tars(
+    runs: dict[str, Run], workers: int, options: dict[str, Any]
+) -> None:
+    encoder = task_encoder(**options)
+    expected = {b.__key__[0]: b for b in batches_of_tars(runs["energon"], encoder, workers)}
+    dataset = IndexedPackDataset(prefix_of(runs["indexed"]), encoder)
+    found = list(DataLoader(dataset, batch_size=None, num_workers=workers))
+    assert [batch.__key__[0] for batch in found] == sorted(expected)
+    assert len(found) == len(dataset) > 3
+    assert sum(len(batch.video_grid_thw) for batch in found) == 3
+    for batch in found:
+        other = expected[batch.__key__[0]]
+        assert batch.sub_sample_keys == other.sub_sample_keys
+        for name in BATCH_TENSORS:
+            assert torch.equal(getattr(batch, name), getattr(other, name)), name
+
+
+def test_megatron_core_opens_it(runs: dict[str, Run]) -> None:
+    run = runs["indexed"]
+    theirs, ours = IndexedDataset(str(prefix_of(run))), IndexedFile(prefix_of(run))
+    shards = json.loads(run.workspace.manifest.read_text())["shards"]
+    assert len(shards) > 1
+    count = len(theirs.document_indices) - 1
+    assert count == len(ours) == sum(shard["packs"] for shard in shards)
+    rows = {b.__key__[0]: b for b in batches_of_tars(runs["energon"], task_encoder(), 0)}
+    num_tokens = 0
+    for i in range(count):
+        first = theirs.document_indices[i]
+        assert theirs.document_indices[i + 1] - first == len(SEQUENCES)
+        cu_lengths, tokens, labels, mask, record = theirs[first : first + len(SEQUENCES)]
+        pack = json.loads(record.tobytes())
+        row = rows[pack["key"]]
+        assert cu_lengths.tolist() == row.cu_lengths[0].tolist()
+        assert tokens.tolist() == row.tokens[0].tolist()
+        assert labels.tolist() == row.labels[0].tolist()
+        loss_mask = mask.view(np.uint8)[: len(tokens)]
+        assert loss_mask.tolist() == row.loss_mask[0].tolist()
+        np.testing.assert_array_equal(ours[i].loss_mask, loss_mask)
+        for path, offset, size, start, length in pack["media"]:
+            assert len(Path(path).read_bytes()[offset or 0 :]) >= size
+            assert (tokens[start] != tokens[start + 1 : start + length - 1]).all()  # tags around
+            assert (labels[start : start + length] == -100).all()
+        num_tokens += len(tokens)
+    size = sum(prefix_of(run).with_suffix(end).stat().st_size for end in (".bin", ".idx"))
+    places = sum(theirs.sequence_lengths[0::5]) * 4 + sum(theirs.sequence_lengths[4::5]) * 4
+    assert size - places <= 12 * num_tokens
+    images = sum(path.stat().st_size for path in Path(run.config.source[0].path).glob("*.[jm]p*"))
+    assert size < images
+
+
+def test_they_are_verified_and_shown_as_others_are(runs: dict[str, Run]) -> None:
+    result = verify(runs["indexed"], deep=True)
+    assert result.ok, result.problems
+    assert result.num_images > 20
+    assert result.num_videos == 3
+    shown = [list(preview(runs[layout], num_packs=3)) for layout in ("energon", "indexed")]
+    for one, other in zip(*shown, strict=True):
+        assert one.key == other.key
+        for mine, theirs in zip(one.sub_samples, other.sub_samples, strict=True):
+            assert (mine.spans, mine.images, mine.videos) == (
+                theirs.spans,
+                theirs.images,
+                theirs.videos,
+            )
+
+
+def output_files(run: Run) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(run.workspace.root)): path.read_bytes()
+        for path in [*run.workspace.root.glob("*.*"), *run.workspace.write.glob("*.json")]
+    }
+
+
+def test_any_number_of_workers_writes_the_same(tmp_path: Path) -> None:
+    source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "data")), "task": "bmr"}
+    found = []
+    for workers in (0, 2):
+        output = {"layout": "indexed", "packs_per_shard": 2, "split": {"train": 0.7, "val": 0.3}}
+        engine = {"workers": workers, "samples_per_part": 7}
+        run = make_run(source, tmp_path / str(workers), output=output, engine=engine)
+        pack_all(run)
+        found.append(output_files(run))
+    assert found[0] == found[1]
+    assert {"packed_seq_dataset.bin", "packed_seq_dataset_val.idx"} <= found[0].keys()
+    assert not any(name.startswith("train-") for name in found[0])  # put together
+
+
+def test_what_a_kill_leaves_is_completed(tmp_path: Path) -> None:
+    """Killed before the pieces are joined; while they are; behind it, with some removed."""
+    source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "data")), "task": "bmr"}
+    run = indexed_run(source, tmp_path / "out", packs_per_shard=1)
+    pack_all(run)
+    expected = output_files(run)
+    root, fragment = run.workspace.root, run.workspace.fragment("train-000001")
+    joined = root / "packed_seq_dataset.bin"
+
+    run.workspace.manifest.unlink()
+    write_planned(run)
+    assert output_files(run) == expected
+
+    run.workspace.manifest.unlink()
+    fragment.unlink()
+    (root / "packed_seq_dataset.idx").unlink()
+    (root / "packed_seq_dataset.bin.0123456789ab.tmp").write_bytes(joined.read_bytes()[:99])
+    write_planned(run)
+    assert output_files(run) == expected
+
+    run.workspace.manifest.unlink()
+    joined.unlink()
+    with pytest.raises(StageError, match="lacks packs of shard train-000000; retry"):
+        write_planned(run)
+
+
+def test_a_medium_that_is_gone_or_has_changed_is_named(tmp_path: Path) -> None:
+    data = mixed_pairs(tmp_path / "data", 12)
+    run = indexed_run({"format": "pairs", "path": str(data), "task": "bmr"}, tmp_path / "out")
+    pack_all(run)
+    dataset = IndexedPackDataset(prefix_of(run), task_encoder())
+    path = data / "0001_0.jpg"
+    before = path.read_bytes()
+    path.write_bytes(before + b"\0")
+    with pytest.raises(PackFormatError, match=r"0001_0\.jpg is not what was packed: it has"):
+        list(DataLoader(dataset, batch_size=None))
+    path.unlink()
+    with pytest.raises(PackFormatError, match=r"0001_0\.jpg cannot be read: No such file"):
+        list(DataLoader(dataset, batch_size=None))
+    assert any("0001_0.jpg" in problem for problem in verify(run, deep=True).problems)
+    path.write_bytes(image_bytes(28 * 8, 28 * 8)[: len(before)].ljust(len(before), b"\0"))
+    with pytest.raises((PackFormatError, RuntimeError)):  # as long, and not the same picture
+        list(DataLoader(dataset, batch_size=None))
+
+
+def test_media_in_tars_stay_there(tmp_path: Path) -> None:
+    """A range of a tar is a place as well."""
+    source = formats.webdataset(tmp_path / "tars", formats.draw_samples(9))
+    run = indexed_run({**source, "task": "bmr"}, tmp_path / "out")
+    pack_all(run)
+    assert verify(run, deep=True).num_images == 9
+
+
+@pytest.mark.parametrize("writer", [formats.parquet, formats.webdataset_gz])
+def test_media_without_a_place_are_refused_by_name(tmp_path: Path, writer: formats.Writer) -> None:
+    source = writer(tmp_path / "data", formats.draw_samples(4))
+    run = indexed_run({**source, "task": "bmr"}, tmp_path / "out")
+    measure(run)
+    with pytest.raises(StageError, match=r"those of .* are in a (parquet_row|stream); set output"):
+        plan_index(run)
+
+
+def test_settings_that_do_not_match_are_refused(runs: dict[str, Run], tmp_path: Path) -> None:
+    prefix = prefix_of(runs["indexed"])
+    with pytest.raises(ValueError, match="max_pixels"):
+        IndexedPackDataset(
+            prefix, Qwen2VLTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=9999, settings=BMR)
+        )
+    with pytest.raises(PackFormatError, match=r"nothing\.idx and \.bin cannot be read"):
+        IndexedPackDataset(prefix.with_name("nothing"), task_encoder())
+    for end in (".bin", ".idx"):  # without the manifest that says how they were made
+        shutil.copy(prefix.with_suffix(end), tmp_path)
+    with pytest.raises(PackFormatError, match=r"has no manifest\.json"):
+        IndexedPackDataset(tmp_path / prefix.name)
+    other = Qwen2VLTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=784 * 9, settings=BMR)
+    with pytest.raises(PackFormatError, match=r"'ps_00000000' were made with other settings"):
+        IndexedPackDataset(tmp_path / prefix.name, other)[0]
+    assert len(IndexedPackDataset(tmp_path / prefix.name, task_encoder())[0].tokens) == 1
+    (tmp_path / prefix.name).with_suffix(".bin").write_bytes(b"\0" * 8)
+    with pytest.raises(PackFormatError, match=r"\.bin is damaged: it is not as long as \.idx says"):
+        IndexedPackDataset(tmp_path / prefix.name, task_encoder())
