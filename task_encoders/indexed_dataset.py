@@ -4,6 +4,7 @@ Works with torch's DataLoader and any number of its workers; Energon's loader is
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -59,8 +60,11 @@ class IndexedPackDataset(Dataset[PackedBatch]):
         if not 0 <= number < len(self):
             raise IndexError(f"row {number} of {len(self)}")
         first = number * self._micro_batch_size
-        packs = range(first, min(first + self._micro_batch_size, len(self._file)))
-        return self.task_encoder.batch([self._encode(self._file[i]) for i in packs])
+        return self.batch(range(first, min(first + self._micro_batch_size, len(self._file))))
+
+    def batch(self, packs: Iterable[int]) -> PackedBatch:
+        """Packs, by their numbers, in one row with merged cu_lengths. Raises as `[i]`."""
+        return self.task_encoder.batch([self._encode(self._file[number]) for number in packs])
 
     def _encode(self, pack: IndexedPack) -> PackedRowSample:
         if pack.made_with != self._digest:

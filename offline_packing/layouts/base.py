@@ -6,12 +6,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow.compute as pc
 
 from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index
 from offline_packing.layouts.shard_tasks import Row, ShardTask
-from offline_packing.layouts.shards import ShardFragment
+from offline_packing.layouts.shards import ShardFragment, estimate_pack_bytes
+from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.storage.tars import PackEntry
 from task_encoders.families import build_sample_encoder
 from task_encoders.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
@@ -33,14 +36,16 @@ class Layout(ABC):
     TASKS: ClassVar[Sequence[str]] = TASKS
     #: token ids in its packs: never, if `output.pretokenize` asks for them, or always
     TOKEN_IDS: ClassVar[Literal["never", "if_asked", "always"]] = "if_asked"
-    #: whether the bytes of media are copied
-    COPIES_MEDIA: ClassVar[bool] = True
     #: what `finish` writes, relative to the output
     METADATA: ClassVar[Sequence[str]] = ()
 
     @abstractmethod
     def shard_file(self, shard_name: str) -> str:
         """A shard's name in the manifest, relative to the output: 'train-000000.tar'."""
+
+    def pack_bytes(self, samples: Index, plan: PackPlan) -> npt.NDArray[np.int64]:
+        """(num_packs,) what each pack of a plan takes on disk, or more."""
+        return estimate_pack_bytes(samples, plan)
 
     def metadata(self, splits: Iterable[str]) -> Sequence[str]:
         """What `finish` writes for these splits, relative to the output."""

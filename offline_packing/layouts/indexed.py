@@ -12,9 +12,10 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
@@ -25,6 +26,7 @@ from offline_packing.index.table import Index
 from offline_packing.layouts.base import Layout, encoder_of
 from offline_packing.layouts.shard_tasks import Row, ShardTask
 from offline_packing.layouts.shards import ShardFragment
+from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.storage.files import atomic_file, read_json, write_atomically
 from offline_packing.storage.tars import PackEntry, Part
 from task_encoders.indexed_packs import (
@@ -54,10 +56,14 @@ class IndexedLayout(Layout):
     """Documents of token ids."""
 
     TOKEN_IDS = "always"
-    COPIES_MEDIA: ClassVar[bool] = False
 
     def shard_file(self, shard_name: str) -> str:
         return shard_name
+
+    def pack_bytes(self, samples: Index, plan: PackPlan) -> npt.NDArray[np.int64]:
+        num_media = samples.array("num_images") + samples.array("num_videos")
+        per_sample = 9 * samples.array("num_tokens").astype(np.int64) + 256 + 512 * num_media
+        return np.add.reduceat(per_sample[plan.sample_ids], plan.pack_offsets[:-1])
 
     def metadata(self, splits: Iterable[str]) -> Sequence[str]:
         return [f"{_prefix(one)}{end}" for one in dict.fromkeys(splits) for end in (".bin", ".idx")]

@@ -21,7 +21,6 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import COLUMNS, ShardTask
 from offline_packing.layouts.shards import (
     Shard,
-    estimate_pack_bytes,
     lay_out_shards,
     splits_of_plan,
 )
@@ -60,7 +59,7 @@ def plan_shards(run: Run, samples: Index, plan: PackPlan) -> list[Shard]:
     if output.max_shard_bytes is None:
         pack_bytes = np.zeros(plan.num_packs, dtype=np.int64)
     else:
-        pack_bytes = estimate_pack_bytes(samples, plan)
+        pack_bytes = LAYOUTS[output.layout].pack_bytes(samples, plan)
     splits = splits_of_plan(plan, output.split)
     return lay_out_shards(pack_bytes, splits, output.packs_per_shard, output.max_shard_bytes)
 

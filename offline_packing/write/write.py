@@ -20,7 +20,7 @@ from offline_packing.errors import DiskFullError, StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import ShardTask
-from offline_packing.layouts.shards import Shard, estimate_pack_bytes
+from offline_packing.layouts.shards import Shard
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import (
     StoredPlan,
@@ -63,7 +63,8 @@ def write(run: Run, samples: Index, plan: StoredPlan) -> Manifest:
 def preview_write(run: Run, samples: Index, plan: PackPlan) -> str:
     """What `write` would write; nothing is written."""
     shards = plan_shards(run, samples, plan)
-    num_bytes = int(estimate_pack_bytes(samples, plan).sum())
+    layout = LAYOUTS[run.config.output.layout]
+    num_bytes = int(layout.pack_bytes(samples, plan).sum())
     unpacked = _estimate_unpacked_bytes(samples, len(shards))
     meanwhile = (
         f"; meanwhile up to {unpacked:,} bytes of unpacked files in {run.workspace.unpacked}"

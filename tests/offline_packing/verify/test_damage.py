@@ -249,7 +249,8 @@ def test_no_source_is_needed(finished: Run, tmp_path: Path) -> None:
         path.unlink()
     retry(copy)
     assert verify(copy).ok
-    shard = next(iter(out.glob("*.tar")), None) or next(out.glob("raw_packing_data/*.json"))
+    patterns = ("*.tar", "*.bin", "raw_packing_data/*.json")
+    shard = next(path for pattern in patterns for path in out.glob(pattern))
     shard.unlink()
     with pytest.raises(StageError, match="gone"):
         retry(copy)
