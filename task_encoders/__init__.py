@@ -4,7 +4,8 @@ In data order: `settings` (environment), `samples`, `pack_format` (pack <-> byte
 `text/`, `records/` (JSON -> sample), `sample_encoder` (interface), `families/` (one module per
 model family), `concatenate` (samples -> row), `model_inputs` (row -> what a model takes),
 `energon_samples`, `pack_dealing`, `packed_task_encoder` and `packed_dataset` (the only modules that
-know Energon), `packed_folder` (packs by number, without a loader).
+know Energon), `packed_folder` (packs by number, without a loader), `indexed_packs` and
+`indexed_dataset` (packs as token ids).
 
 Names below are imported on first use: measuring and planning need neither torch nor Energon.
 """
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from task_encoders.concatenate import split_row as split_row
     from task_encoders.energon_samples import PackedBatch as PackedBatch
     from task_encoders.families import build_sample_encoder as build_sample_encoder
+    from task_encoders.indexed_dataset import IndexedPackDataset as IndexedPackDataset
     from task_encoders.media.video import VideoSettings as VideoSettings
     from task_encoders.model_inputs import normalise_pixels as normalise_pixels
     from task_encoders.model_inputs import required_pad_multiple as required_pad_multiple
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from task_encoders.settings import PackingSettings as PackingSettings
 
 _MODULE_OF = {
+    "IndexedPackDataset": "indexed_dataset",
     "PackedBatch": "energon_samples",
     "PackedFolder": "packed_folder",
     "PackingSettings": "settings",
