@@ -42,6 +42,7 @@ TEST = [
     "pytest-xdist>=3.6",
     "ray>=2.40",
     "ruff>=0.9",
+    "torchdata>=0.11",  # StatefulDataLoader, which saves what packs while training
     "webdataset>=1.0",
 ]
 

@@ -90,6 +90,19 @@ def to_packed_seq_params(batch: "PackedBatch") -> Any:
     )
 
 
+def flash_attention_kwargs(cu_seqlens: torch.Tensor) -> dict[str, Any]:
+    """The boundaries (P + 1,) as transformers' models hand them to flash attention, which otherwise
+    finds them in position_ids again in every layer, waiting for the device each time."""
+    cu_seqlens = cu_seqlens.flatten().to(torch.int32)
+    longest = int(cu_seqlens.diff().max())
+    return {
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
 def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
     """Arguments for the forward of transformers' models.
 
@@ -98,27 +111,35 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
     alone silently attends across samples. And `use_cache` must be off, or it does the same. No
     `attention_mask` is passed, as that would switch the detection off.
 
-    Recurrent layers (Qwen3.5's linear attention) need more, as transformers carries their state
-    across samples: give the model to `launch.segments.isolate_segments` first.
+    Recurrent layers (Qwen3.5's linear attention) need more, as transformers refuses boundaries in
+    them without flash-linear-attention: give the model to `launch.segments.isolate_segments` first.
 
     Returns:
         input_ids, labels (1, S), position_ids (4, 1, S), or (1, S) for families whose positions
-        count tokens, use_cache, and with images pixel_values (L, D) and image_grid_thw (N, 3), or
-        only pixel_values (N, 3, H, W) for families with one image size; likewise for videos.
-        Labels are shifted inside the model.
+        count tokens, use_cache, flash attention's cu_seq_lens_q/k (P + 1,) and max_length_q/k, and
+        with images pixel_values (L, D) and image_grid_thw (N, 3), or only pixel_values
+        (N, 3, H, W) for families with one image size; likewise for videos. Labels are shifted
+        inside the model.
     """
     batch = normalise_pixels(batch)
     boundaries = batch.cu_lengths.flatten().long()
     starts = torch.repeat_interleave(boundaries[:-1], boundaries.diff())
     text_positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device) - starts
-    kwargs: dict[str, Any] = {
+    return {
         "input_ids": batch.tokens,
         "labels": batch.labels,
         "position_ids": text_positions[None]
         if len(batch.position_ids) == 1
         else torch.cat([text_positions[None, None], batch.position_ids]),
         "use_cache": False,
+        **flash_attention_kwargs(batch.cu_lengths),
+        **_media_kwargs(batch),
     }
+
+
+def _media_kwargs(batch: "PackedBatch") -> dict[str, Any]:
+    """Of a batch whose pixels are values."""
+    kwargs: dict[str, Any] = {}
     if batch.imgs.shape[0] == len(batch.image_grid_thw) > 0:  # whole images, of one size
         side = math.isqrt(batch.imgs.shape[1] // 3)
         kwargs["pixel_values"] = batch.imgs.reshape(-1, 3, side, side)

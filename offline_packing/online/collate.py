@@ -1,0 +1,138 @@
+"""Samples as dicts to one row for transformers, without padding between them.
+
+samples of 4, 2, 3 and 1 tokens
+input_ids    [A B C D E F G H I J]
+position_ids [0 1 2 3 0 1 0 1 2 0]
+cu_seq_lens  [0 4 6 9 10]
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from task_encoders.model_inputs import flash_attention_kwargs
+from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
+
+#: Fields with one value per token beside input_ids and position_ids, and their value in padding.
+_PER_TOKEN: Final = {
+    "labels": IGNORE_INDEX,
+    "mm_token_type_ids": 0,
+    "token_type_ids": 0,
+    "loss_scale": 0,
+    "loss_mask": 0,
+}
+#: What a sample without media need not have.
+_ZERO_BY_DEFAULT: Final = ("mm_token_type_ids", "token_type_ids")
+#: The boundaries replace them.
+_LEFT_OUT: Final = ("attention_mask", "length", "lengths")
+
+
+def padding_free_collator(
+    samples: Sequence[Any], *, pad_to_length: int | None = None, pad_token_id: int = 0
+) -> dict[str, Any]:
+    """One row of S tokens of all samples, as the arguments of transformers' models.
+
+    Args:
+        samples: mappings with `input_ids` (n,), and what else the model takes: `labels` (not
+            shifted; default: input_ids), M-RoPE's `position_ids` (3, n), `pixel_values` and grids
+            (joined along their first dimension), ...; or packs, which are lists of such samples;
+            or `EncodedSample`. What is no array is left out.
+        pad_to_length: a last segment of padding fills the joined row up to this length.
+
+    Returns:
+        input_ids, labels (1, S); position_ids (1, S), or (4, 1, S) with M-RoPE, where each sample
+        begins at 0 again; cu_seq_lens_q/k (P + 1,), max_length_q/k; use_cache; the other fields.
+
+    Raises:
+        ValueError: there is no sample, one lacks a field that others have, or the row is longer
+            than `pad_to_length`.
+    """
+    flat = list(chain.from_iterable(s if isinstance(s, list | tuple) else [s] for s in samples))
+    if not flat:
+        raise ValueError("a row needs at least one sample")
+    rows = [_fields(sample) for sample in flat]
+    lengths = [len(row["input_ids"]) for row in rows]
+    if pad_to_length is not None and sum(lengths) > pad_to_length:
+        raise ValueError(
+            f"a row of {sum(lengths)} tokens does not fit pad_to_length {pad_to_length}"
+        )
+    if padding := (pad_to_length or sum(lengths)) - sum(lengths):
+        rows.append(_padding(rows, padding, pad_token_id))
+        lengths.append(padding)
+    positions = _positions([row.pop("position_ids", None) for row in rows], lengths)
+    batch: dict[str, Any] = {"position_ids": positions}
+    for name in dict.fromkeys(chain.from_iterable(rows)):
+        batch[name] = _join(name, rows)
+    cu_seqlens = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
+    return batch | flash_attention_kwargs(cu_seqlens) | {"use_cache": False}
+
+
+def _fields(sample: Any) -> dict[str, torch.Tensor]:
+    """A sample's arrays; those with a value per token as (n,), the first label ignored."""
+    if isinstance(sample, EncodedSample):
+        sample = _encoded_fields(sample)
+    found = {}
+    for name, value in sample.items():
+        per_token = name == "input_ids" or name in _PER_TOKEN
+        is_array = isinstance(value, torch.Tensor | np.ndarray)
+        if name not in _LEFT_OUT and value is not None and (is_array or per_token):
+            tensor = torch.as_tensor(value)
+            found[name] = tensor.flatten() if per_token else tensor
+    labels = found.get("labels", found["input_ids"]).clone()
+    labels[:1] = IGNORE_INDEX  # the model shifts the row: nothing is learned across a boundary
+    return found | {"labels": labels}
+
+
+def _encoded_fields(sample: EncodedSample) -> dict[str, Any]:
+    fields: dict[str, Any] = {"input_ids": sample.tokens, "labels": sample.labels}
+    if len(sample.position_ids) > 1:
+        fields["position_ids"] = sample.position_ids
+    if len(sample.image_grid_thw):
+        fields["pixel_values"] = sample.pixel_values
+        fields["image_grid_thw"] = sample.image_grid_thw.astype(np.int64)
+    if len(sample.video_grid_thw):
+        fields["pixel_values_videos"] = sample.pixel_values_videos
+        fields["video_grid_thw"] = sample.video_grid_thw.astype(np.int64)
+    return fields
+
+
+def _padding(
+    rows: Sequence[Mapping[str, torch.Tensor]], length: int, pad_token_id: int
+) -> dict[str, torch.Tensor]:
+    """A segment of padding, with the fields per token that the rows have."""
+    values = {"input_ids": pad_token_id, **_PER_TOKEN}
+    like = {name: row[name] for row in rows for name in values if name in row}
+    return {name: tensor.new_full((length,), values[name]) for name, tensor in like.items()}
+
+
+def _positions(given: Sequence[torch.Tensor | None], lengths: Sequence[int]) -> torch.Tensor:
+    """(1, S); or (4, 1, S), where transformers finds the boundaries in the first row, if any
+    sample has M-RoPE's rows (3, n) or, with that first row, (4, n)."""
+    counted = [torch.arange(length) for length in lengths]
+    text = torch.cat(counted)[None]
+    rows = [
+        None if positions is None else positions.reshape(-1, length)
+        for positions, length in zip(given, lengths, strict=True)
+    ]
+    if all(row is None or len(row) == 1 for row in rows):
+        return text
+    parts = [
+        count.expand(3, -1) if row is None or len(row) == 1 else row[-3:]
+        for count, row in zip(counted, rows, strict=True)
+    ]
+    return torch.cat([text, torch.cat(parts, dim=1)])[:, None]
+
+
+def _join(name: str, rows: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """A field of all rows: (1, S), or what is not per token along its first dimension."""
+    if name != "input_ids" and name not in _PER_TOKEN:
+        return torch.cat([row[name] for row in rows if name in row])
+    if name in _ZERO_BY_DEFAULT:
+        rows = [{name: torch.zeros_like(row["input_ids"]), **row} for row in rows]
+    parts = [row[name] for row in rows if name in row]
+    if sum(map(len, parts)) != sum(len(row["input_ids"]) for row in rows):
+        raise ValueError(f"{name} has not one value per token in all samples of a row")
+    return torch.cat(parts)[None]

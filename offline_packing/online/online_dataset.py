@@ -1,0 +1,275 @@
+"""Packing inside a PyTorch loader: what `PackedIterableDataset` and `DynamicBatches` share.
+
+Each reader (a loader process of a rank) packs its own part of the samples. A sample that cannot be
+used is set aside with its reason, logged and counted. The state that torchdata's
+StatefulDataLoader saves names samples by number; their contents are read again.
+"""
+
+import logging
+from abc import abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import distributed
+from torch.utils.data import IterableDataset, get_worker_info
+
+from offline_packing.errors import StageError
+from offline_packing.online.matching import Pool
+from offline_packing.online.reading import IndexedSamples, Load, Shard, Source, StreamedSamples
+from task_encoders.samples import REASONS, SampleError
+
+logger = logging.getLogger(__name__)
+
+#: Samples in a row that may fail to be read before the run ends, as in Energon.
+MAX_FAILURES_IN_A_ROW: Final = 100
+_REASON_NAMES: Final = tuple(REASONS)
+_COUNTED_READERS: Final = 256
+
+
+class _Sample(NamedTuple):
+    number: int
+    num_tokens: int
+    content: Any
+
+
+class OnlineDataset(IterableDataset[Any]):
+    """Packs the samples of a dataset while they are read.
+
+    Args:
+        dataset: map-style, or iterable. A map-style one is split among ranks and workers by index.
+        encode: applied to a reader's own samples; what it raises sets the sample aside.
+        split: for an iterable dataset: False if it gives each rank and worker its own part itself.
+        shuffle: read a map-style dataset in an order of `seed` and the epoch (see `set_epoch`).
+        rank, world_size: default: those of torch.distributed when the loader starts.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        encode: Callable[[Any], Any] | None = None,
+        split: bool = True,
+        shuffle: bool = False,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        if (rank is None) != (world_size is None):
+            raise ValueError("rank and world_size go together; give both or neither")
+        if rank is not None and world_size is not None and not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}, not in 0..world_size - 1 = {world_size - 1}")
+        self._dataset = dataset
+        has_indices = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        # torch's iterable datasets inherit a __getitem__ that only raises.
+        self._is_indexed = has_indices and not isinstance(dataset, IterableDataset)
+        if shuffle and not self._is_indexed:
+            raise ValueError("shuffle needs a dataset with indices; shuffle the stream itself")
+        self._encode = encode
+        self._split = split
+        self._shuffle = shuffle
+        self.seed = seed
+        self._ranks = None if rank is None else (rank, world_size)
+        self._epoch = 0
+        self._pass: _Pass | None = None
+        self._saved: Mapping[str, Any] | None = None
+        #: by reader and reason; in shared memory, so that the trainer sees what its workers count
+        self._counts = torch.zeros(_COUNTED_READERS, len(REASONS), dtype=torch.int64)
+        self._counts.share_memory_()
+
+    @abstractmethod
+    def make_pool(self, saved: tuple[Mapping[str, Any], list[Any]] | None) -> Pool[Any]:
+        """The pool that packs, new, or as it was when (its state, the items that waited) were."""
+
+    @abstractmethod
+    def collate(self, samples: list[Any]) -> Any:
+        """A pack as it is given out."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """What decides the packs: a state goes only with the same settings."""
+
+    @property
+    def set_aside(self) -> Counter[str]:
+        """Samples that could not be used, by reason, over all workers of this rank."""
+        totals = self._counts.sum(dim=0).tolist()
+        return +Counter(dict(zip(_REASON_NAMES, totals, strict=True)))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose another order for the passes that begin from now on."""
+        self._epoch = epoch
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        saved, self._saved = self._saved, None
+        self._pass = _Pass(self, self._shard(), saved)
+        return self._pass
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this reader is; plain values and arrays, no samples."""
+        if self._pass is None or self._saved is not None:
+            return dict(self._saved or {"epoch": self._epoch})
+        return self._pass.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the next pass where `state` was taken. Raises StageError, when the pass
+        begins, if the settings or the readers are others."""
+        self._saved = state
+        self.set_epoch(state["epoch"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a spawned worker, which is in no process group."""
+        return self.__dict__ | {"_ranks": self._rank_and_size(), "_pass": None}
+
+    def _rank_and_size(self) -> Any:
+        if self._ranks is None and distributed.is_available() and distributed.is_initialized():
+            return distributed.get_rank(), distributed.get_world_size()
+        return self._ranks
+
+    def _shard(self) -> Shard:
+        info = get_worker_info()
+        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        rank, world_size = self._rank_and_size() or (0, 1)
+        return Shard(rank, world_size, worker, num_workers)
+
+    def open_source(self, shard: Shard, epoch: int, mark_every: int) -> Source:
+        """The samples of a reader in an epoch."""
+        if not self._is_indexed:
+            return StreamedSamples(self._dataset, shard, split=self._split, mark_every=mark_every)
+        order = np.arange(len(self._dataset))
+        if self._shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(order)
+        return IndexedSamples(self._dataset, shard, order)
+
+    def read(self, number: int, load: Load) -> _Sample:
+        """Load and encode a sample. Raises SampleError for one that cannot be used."""
+        try:
+            content = load() if self._encode is None else self._encode(load())
+            return _Sample(number, count_tokens(content), content)
+        except SampleError:
+            raise
+        except Exception as error:
+            raise SampleError("bad_record", f"{type(error).__name__}: {error}") from error
+
+
+class _Pass:
+    """One reader's pass over its samples: an iterator over packs."""
+
+    def __init__(self, owner: OnlineDataset, shard: Shard, saved: Mapping[str, Any] | None) -> None:
+        self._owner = owner
+        self._counts = owner._counts[shard.index % _COUNTED_READERS]
+        self._made_with = owner.settings() | {"seed": owner.seed, **shard.__dict__}
+        self._epoch = saved["epoch"] if saved else owner._epoch
+        self._source = owner.open_source(shard, self._epoch, owner.settings()["buffer_size"])
+        self._ready: deque[list[_Sample]] = deque()
+        self._position = self._failures = 0
+        self._ended = False
+        if saved and "source" in saved:
+            self._restore(saved)
+        else:
+            self._pool = owner.make_pool(None)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while not self._ready and not self._ended:
+            self._read_one()
+        if not self._ready:
+            raise StopIteration
+        return self._owner.collate([sample.content for sample in self._ready.popleft()])
+
+    def state(self) -> dict[str, Any]:
+        ready = [[[s.number, s.num_tokens] for s in pack] for pack in self._ready]
+        waiting = [[s.number, s.num_tokens] for s in self._pool.waiting]
+        oldest = min(
+            (number for pack in [*ready, waiting] for number, _ in pack), default=self._position
+        )
+        return {
+            "epoch": self._epoch,
+            "made_with": dict(self._made_with),
+            "ready": ready,
+            "waiting": waiting,
+            "pool": self._pool.state(),
+            "ended": self._ended,
+            "set_aside": self._counts.tolist(),
+            "source": self._source.state(oldest),
+        }
+
+    def _restore(self, saved: Mapping[str, Any]) -> None:
+        for name, value in saved["made_with"].items():
+            if value != self._made_with.get(name):
+                raise StageError(
+                    f"the saved state is of {name} {value!r}, and now it is "
+                    f"{self._made_with.get(name)!r}; resume with the same settings"
+                )
+        self._counts.copy_(torch.tensor(saved["set_aside"]))
+        wanted = dict(pair for pack in [*saved["ready"], saved["waiting"]] for pair in pack)
+        found: dict[int, _Sample] = {}
+        self._ended = saved["ended"]
+        if wanted or not self._ended:
+            loads = self._source.restore(saved["source"], wanted.keys())
+            found = {number: self._read_again(number, wanted[number], loads) for number in wanted}
+        self._ready.extend([found[number] for number, _ in pack] for pack in saved["ready"])
+        waiting = [found[number] for number, _ in saved["waiting"]]
+        self._pool = self._owner.make_pool((saved["pool"], waiting))
+
+    def _read_again(self, number: int, num_tokens: int, loads: Mapping[int, Load]) -> _Sample:
+        try:
+            sample = self._owner.read(number, loads[number])
+        except SampleError as error:
+            raise StageError(f"sample {number} was readable before the restart: {error}") from error
+        if sample.num_tokens != num_tokens:
+            raise StageError(
+                f"sample {number} has {sample.num_tokens} tokens, and had {num_tokens} before the "
+                "restart; encode the same sample in the same way every time"
+            )
+        return sample
+
+    def _read_one(self) -> None:
+        found = self._source.next()
+        if found is None:
+            self._ended = True
+            self._ready.extend(self._pool.finish())
+            return
+        number, load = found
+        self._position = number + 1
+        try:
+            try:
+                sample = self._owner.read(number, load)
+            except SampleError:
+                self._failures += 1
+                raise
+            self._failures = 0
+            self._ready.extend(self._pool.add(sample, sample.num_tokens))
+        except SampleError as error:
+            self._set_aside(number, error)
+
+    def _set_aside(self, number: int, error: SampleError) -> None:
+        logger.warning("set aside sample %d: %s", number, error)
+        self._counts[_REASON_NAMES.index(error.reason)] += 1
+        if self._failures == MAX_FAILURES_IN_A_ROW:
+            raise StageError(
+                f"{self._failures} samples in a row cannot be read, the last one, {number}, with "
+                f"{error}; check the dataset"
+            ) from error
+
+
+def count_tokens(sample: Any) -> int:
+    """Tokens of a sample: its `length`, or of its `input_ids` or `tokens`. Raises SampleError if it
+    has none of them, or they contradict each other."""
+    fields = sample if isinstance(sample, Mapping) else getattr(sample, "__dict__", {})
+    ids = next((fields[name] for name in ("input_ids", "tokens") if name in fields), None)
+    if ids is None and hasattr(sample, "tokens"):
+        ids = sample.tokens
+    found = None if ids is None else np.shape(ids)[-1]
+    length = fields.get("length", found)
+    if length is None:
+        raise SampleError("bad_record", "it has neither length nor input_ids")
+    if found is not None and int(length) != found:
+        raise SampleError("bad_record", f"its length is {length}, and it has {found} input_ids")
+    return int(length)

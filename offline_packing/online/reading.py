@@ -1,0 +1,166 @@
+"""Samples of a PyTorch dataset: split among readers, and read again on resuming.
+
+A reader is one loader process of one rank. The state of a source never holds samples, only how to
+get them again: by number from a dataset with indices, by reading on from a mark in a stream.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from offline_packing.errors import StageError
+
+#: Reads one sample; a stream has done so already.
+Load = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which reader this is. It takes the samples `index`, `index + count`, ..."""
+
+    rank: int
+    world_size: int
+    worker: int
+    num_workers: int
+
+    @property
+    def index(self) -> int:
+        """Among all readers."""
+        return self.worker * self.world_size + self.rank
+
+    @property
+    def count(self) -> int:
+        """All readers."""
+        return self.world_size * self.num_workers
+
+
+class Source(Protocol):
+    """The samples of one reader, each with a number."""
+
+    def next(self) -> tuple[int, Load] | None:
+        """The next sample; None at the end. Raises StageError if the dataset fails or is empty."""
+
+    def state(self, oldest: int) -> dict[str, Any]:
+        """What `restore` needs to return samples from number `oldest` on; plain values."""
+
+    def restore(self, state: Mapping[str, Any], numbers: Collection[int]) -> dict[int, Load]:
+        """Go on where `state` was taken; the samples of these numbers again."""
+
+
+class IndexedSamples:
+    """A dataset with `__getitem__` and `__len__`; `order`, integers (n,), is the epoch's."""
+
+    def __init__(self, dataset: Any, shard: Shard, order: np.ndarray) -> None:
+        if not len(order):
+            raise StageError("the dataset is empty; give one with samples")
+        self._dataset = dataset
+        self._order = order[shard.index :: shard.count]
+        self._position = 0
+
+    def next(self) -> tuple[int, Load] | None:
+        """See Source."""
+        if self._position == len(self._order):
+            return None
+        self._position += 1
+        return self._position - 1, self._load(self._position - 1)
+
+    def state(self, oldest: int) -> dict[str, Any]:
+        """See Source."""
+        return {"position": self._position}
+
+    def restore(self, state: Mapping[str, Any], numbers: Collection[int]) -> dict[int, Load]:
+        """See Source."""
+        self._position = state["position"]
+        return {number: self._load(number) for number in numbers}
+
+    def _load(self, number: int) -> Load:
+        return partial(self._dataset.__getitem__, int(self._order[number]))
+
+
+class StreamedSamples:
+    """An iterable dataset. One with `state_dict` is read on from a mark, made every `mark_every`
+    samples; another one from its beginning.
+
+    Args:
+        split: every reader sees all samples and keeps its own; otherwise the dataset itself gives
+            each reader its part.
+    """
+
+    def __init__(self, dataset: Any, shard: Shard, *, split: bool, mark_every: int) -> None:
+        self._dataset = dataset
+        self._keeps = (shard.index, shard.count) if split else (0, 1)
+        self._length = len(dataset) if split and hasattr(dataset, "__len__") else None
+        self._mark_every = mark_every if hasattr(dataset, "state_dict") else 0
+        self._iterator: Iterator[Any] | None = None
+        self._position = 0
+        #: (samples read, the dataset's state then), ascending
+        self._marks: list[tuple[int, Any]] = [(0, None)]
+
+    def next(self) -> tuple[int, Load] | None:
+        """See Source."""
+        index, count = self._keeps
+        while (found := self._read()) is not None:
+            number, sample = found
+            if number % count == index:
+                return number, partial(_loaded, sample)
+        return None
+
+    def state(self, oldest: int) -> dict[str, Any]:
+        """See Source."""
+        while len(self._marks) > 1 and self._marks[1][0] <= oldest:
+            del self._marks[0]
+        return {"position": self._position, "mark": list(self._marks[0])}
+
+    def restore(self, state: Mapping[str, Any], numbers: Collection[int]) -> dict[int, Load]:
+        """See Source."""
+        self._position, mark = state["mark"]
+        self._marks = [(self._position, mark)]
+        if mark is not None:
+            self._dataset.load_state_dict(mark)
+        found: dict[int, Load] = {}
+        while self._position < state["position"]:
+            read = self._read()
+            if read is None:
+                raise StageError(
+                    f"the dataset ended after {self._position} samples, and had "
+                    f"{state['position']} when the state was saved; resume with the same data"
+                )
+            if read[0] in numbers:
+                found[read[0]] = partial(_loaded, read[1])
+        return found
+
+    def _read(self) -> tuple[int, Any] | None:
+        number = self._position
+        try:
+            if self._iterator is None:
+                self._iterator = iter(self._dataset)
+            sample = next(self._iterator)
+        except StopIteration:
+            self._check_end()
+            return None
+        except Exception as error:
+            raise StageError(
+                f"the dataset failed after {number} samples: {type(error).__name__}: {error}; a "
+                "stream cannot go on after an error: pass what may fail as encode="
+            ) from error
+        self._position += 1
+        if self._mark_every and self._position % self._mark_every == 0:
+            self._marks.append((self._position, self._dataset.state_dict()))
+        return number, sample
+
+    def _check_end(self) -> None:
+        if self._position == 0:
+            raise StageError("the dataset is empty; give one with samples")
+        if self._length is not None and self._position < self._length:
+            raise StageError(
+                f"the dataset ended after {self._position} samples, and its length is "
+                f"{self._length}; its source is incomplete"
+            )
+
+
+def _loaded(sample: Any) -> Any:
+    """A `Load` of what is in memory."""
+    return sample

@@ -1,0 +1,141 @@
+"""Samples to one row: the published examples, media, padding, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+from offline_packing.online.collate import padding_free_collator
+from task_encoders.sample_encoder import IGNORE_INDEX
+from tests.helpers.online_samples import lettered
+from tests.helpers.tiny_checkpoints import randomise
+
+
+def test_the_documented_row() -> None:
+    row = padding_free_collator(lettered(4, 2, 3, 1))
+    assert row["input_ids"].tolist() == [list(range(1, 11))]
+    assert row["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 0]]
+    assert row["labels"].tolist() == [
+        [IGNORE_INDEX, 2, 3, 4, IGNORE_INDEX, 6, IGNORE_INDEX, 8, 9, IGNORE_INDEX]
+    ]
+    assert row["cu_seq_lens_q"].tolist() == row["cu_seq_lens_k"].tolist() == [0, 4, 6, 9, 10]
+    assert row["cu_seq_lens_q"].dtype == torch.int32
+    assert row["max_length_q"] == row["max_length_k"] == 4
+    assert row["use_cache"] is False
+    assert row.keys() >= {"input_ids", "labels"}
+    assert "length" not in row
+    assert "attention_mask" not in row
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pad_to_length", "position_ids", "cu_seqlens"),
+    [
+        ((4, 2), 8, [0, 1, 2, 3, 0, 1, 0, 1], [0, 4, 6, 8]),
+        ((3, 2, 2), 10, [0, 1, 2, 0, 1, 0, 1, 0, 1, 2], [0, 3, 5, 7, 10]),
+        # The document prints positions that begin at 1 here, against its own boundaries.
+        ((4, 1), 8, [0, 1, 2, 3, 0, 0, 1, 2], [0, 4, 5, 8]),
+        ((3, 2), 8, [0, 1, 2, 0, 1, 0, 1, 2], [0, 3, 5, 8]),
+        ((4, 4), 8, [0, 1, 2, 3, 0, 1, 2, 3], [0, 4, 8]),
+    ],
+)
+@pytest.mark.parametrize("pad_token_id", [0, 151_643])
+def test_padding_is_one_more_segment(
+    lengths, pad_to_length, position_ids, cu_seqlens, pad_token_id
+) -> None:
+    samples = lettered(*lengths)
+    row = padding_free_collator(samples, pad_to_length=pad_to_length, pad_token_id=pad_token_id)
+    used = sum(lengths)
+    padding = pad_to_length - used
+    assert row["input_ids"].tolist() == [[*range(1, used + 1), *[pad_token_id] * padding]]
+    assert row["position_ids"].tolist() == [position_ids]
+    assert row["cu_seq_lens_q"].tolist() == cu_seqlens
+    assert row["labels"][0, used:].tolist() == [IGNORE_INDEX] * padding
+    assert row["max_length_q"] == max(*lengths, padding)
+
+
+def test_packs_are_padded_after_merging() -> None:
+    """A loader's batch of two packs, of 3 tokens and of 2."""
+    first, second = lettered(3, 2)
+    row = padding_free_collator([[first], [second]], pad_to_length=8)
+    assert row["cu_seq_lens_q"].tolist() == [0, 3, 5, 8]
+    assert first["labels"].tolist() == [1, 2, 3]  # the dataset's own tensors stay as they are
+
+
+def test_positions_of_media_restart() -> None:
+    """Rows of M-RoPE stay those of each sample; text counts in all three."""
+    first, second, third = lettered(3, 2, 4)
+    first["position_ids"] = torch.tensor([[0, 1, 1], [0, 1, 1], [0, 1, 2]])
+    third["position_ids"] = torch.tensor([[[9, 9, 9, 9]], *[[[0, 1, 2, 2]]] * 3])  # (4, 1, n)
+    first["pixel_values"], first["image_grid_thw"] = torch.ones(4, 6), torch.ones(1, 3)
+    third["pixel_values"], third["image_grid_thw"] = torch.ones(8, 6), torch.ones(2, 3)
+    third["mm_token_type_ids"] = [0, 1, 1, 0]
+    row = padding_free_collator([first, second, third], pad_to_length=11)
+    assert row["position_ids"].tolist() == [
+        [[0, 1, 2, 0, 1, 0, 1, 2, 3, 0, 1]],
+        [[0, 1, 1, 0, 1, 0, 1, 2, 2, 0, 1]],
+        [[0, 1, 1, 0, 1, 0, 1, 2, 2, 0, 1]],
+        [[0, 1, 2, 0, 1, 0, 1, 2, 2, 0, 1]],
+    ]
+    assert row["pixel_values"].shape == (12, 6)
+    assert row["image_grid_thw"].shape == (3, 3)
+    assert row["mm_token_type_ids"].tolist() == [[0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0]]
+
+
+def test_lists_arrays_and_rows_of_a_processor_are_taken() -> None:
+    samples = [
+        {"input_ids": [1, 2, 3], "key": "a"},
+        {"input_ids": np.array([4, 5]), "labels": [IGNORE_INDEX, 5], "length": 2},
+        {"input_ids": torch.tensor([[6]]), "attention_mask": torch.ones(1, 1)},
+    ]
+    row = padding_free_collator(samples)
+    assert row["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6]]
+    assert row["labels"].tolist() == [[IGNORE_INDEX, 2, 3, IGNORE_INDEX, 5, IGNORE_INDEX]]
+    assert "key" not in row
+
+
+def test_what_makes_no_row_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one sample"):
+        padding_free_collator([])
+    with pytest.raises(ValueError, match="a row of 5 tokens does not fit pad_to_length 4"):
+        padding_free_collator(lettered(3, 2), pad_to_length=4)
+    first, second = lettered(3, 2)
+    first["loss_scale"] = torch.ones(3)
+    with pytest.raises(ValueError, match="loss_scale has not one value per token"):
+        padding_free_collator([first, second])
+
+
+def by_boundaries(module, query, key, value, mask, *, cu_seq_lens_q, max_length_q, **kwargs):
+    """Attention that sees nothing of a row but flash attention's arguments."""
+    assert mask is None
+    assert max_length_q == kwargs["max_length_k"]
+    assert torch.equal(cu_seq_lens_q, kwargs["cu_seq_lens_k"])
+    lengths = cu_seq_lens_q.diff().tolist()
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True)
+        for part in zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True)
+    ]
+    return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+def test_flash_attention_needs_nothing_else() -> None:
+    """A text model, whose attention gets only the four arguments, gives what it gives for the
+    samples alone."""
+    AttentionInterface.register("by_boundaries", by_boundaries)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = randomise(LlamaForCausalLM(config))
+    samples = lettered(7, 1, 12, 5)
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=s["input_ids"][None]).logits[0] for s in samples])
+        model.set_attn_implementation("by_boundaries")
+        packed = model(**padding_free_collator(samples, pad_to_length=32)).logits[0, :25]
+        one = padding_free_collator([{"input_ids": torch.arange(1, 26)}])
+        control = model(**one).logits[0]
+    assert (packed - alone).abs().max() <= 1e-5
+    assert (control - alone).abs().max() >= 0.1

@@ -1,0 +1,275 @@
+"""Packs of PackedIterableDataset: ms-swift's, the published loop's, ours; every sample once."""
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import binpacking
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from offline_packing.errors import ConfigError, StageError
+from offline_packing.online.collate import padding_free_collator
+from offline_packing.online.online_dataset import MAX_FAILURES_IN_A_ROW
+from offline_packing.online.packed_dataset import (
+    PackedDatasetWrapper,
+    PackedIterableDataset,
+    PackingBlock,
+)
+from task_encoders.samples import SampleError
+from tests.helpers.online_samples import Indexed, SavableStream, Stream, lettered, numbered
+from tools.length_laws import draw_lengths
+
+
+def pack(lengths: Sequence[int], packing_length: int, **options: Any) -> list[list[int]]:
+    dataset = PackedIterableDataset(
+        Indexed(numbered(lengths)), packing_length=packing_length, **options
+    )
+    return [[sample["number"] for sample in pack] for pack in dataset]
+
+
+#: Made by `PackingDataset.create_packed_idx` of ms-swift 4.6.0, PACKING_BATCH_SIZE = 10.
+LENGTHS = [30, 7, 52, 18, 44, 9, 61, 23, 5, 38, 27, 64, 12, 33, 49, 3, 21, 58, 16, 41, 11, 36, 2]
+MS_SWIFT: dict[str, list[list[int]]] = {
+    "binpack": [
+        [6],
+        [2, 5],
+        [4, 3],
+        [9, 7],
+        [11],
+        [17, 8],
+        [14, 12, 15],
+        [19, 16],
+        [13, 0],
+        [21, 10],
+        [18, 20, 1, 22],
+    ],
+    "sequential": [
+        [0, 1],
+        [2],
+        [3, 4],
+        [5],
+        [6],
+        [7, 8],
+        [9],
+        [10],
+        [11],
+        [12, 13],
+        [14, 15],
+        [16],
+        [17],
+        [18, 19],
+        [20, 21, 22],
+    ],
+}
+
+
+@pytest.mark.parametrize("strategy", MS_SWIFT)
+def test_packs_are_those_of_ms_swift(strategy: str) -> None:
+    assert pack(LENGTHS, 64, buffer_size=10, strategy=strategy) == MS_SWIFT[strategy]
+    assert sorted(chain(*MS_SWIFT[strategy])) == list(range(len(LENGTHS)))
+
+
+def published_loop(lengths: Sequence[int], packing_length: int, buffer_size: int) -> Any:
+    """What the published wrapper does: fill a buffer, pack it, give everything out."""
+    for begin in range(0, len(lengths), buffer_size):
+        window = list(enumerate(lengths))[begin : begin + buffer_size]
+        for group in binpacking.to_constant_volume(window, packing_length, weight_pos=1):
+            yield [number for number, _ in group]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=60), buffer_size=st.integers(1, 70)
+)
+@settings(max_examples=60, deadline=None)
+def test_emitting_equals_the_published_loop(lengths, buffer_size) -> None:
+    expected = list(published_loop(lengths, 64, buffer_size))
+    assert pack(lengths, 64, buffer_size=buffer_size, leftovers="emit") == expected
+
+
+@given(
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=60),
+    buffer_size=st.integers(1, 30),
+    strategy=st.sampled_from(["binpack", "sequential", "auto", "first_fit_decreasing"]),
+    leftovers=st.sampled_from(["carry", "emit"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_sample_is_in_one_pack(lengths, buffer_size, strategy, leftovers) -> None:
+    options = {"strategy": strategy, "leftovers": leftovers}
+    packs = pack(lengths, 64, buffer_size=buffer_size, **options)
+    assert sorted(chain(*packs)) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[number] for number in one) <= 64 for one in packs)
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"leftovers": "emit"}, 1347),
+        ({"strategy": "auto"}, 1337),
+    ],
+)
+def test_fill_of_captions(options, most) -> None:
+    """The bound is 1,336 packs."""
+    lengths = draw_lengths("captions", 20_000)
+    assert -(-int(lengths.sum()) // 8192) == 1336
+    assert len(pack(lengths, 8192, **options)) <= most
+
+
+def test_the_wrapper_sets_the_template_and_reads_lazily() -> None:
+    template = SimpleNamespace(packing=False, padding_free=False)
+    samples = Indexed(lettered(9, 8, 3, 1, 9, 9))
+    packed = PackedDatasetWrapper(samples, template, 10, 4)
+    assert template.packing is True
+    assert template.padding_free is True
+    assert samples.asked == []
+    first = next(iter(packed))
+    assert samples.asked == [0, 1, 2, 3]
+    assert [sample["length"] for sample in first] == [9, 1]
+
+
+def test_loaders_join_packs_to_rows() -> None:
+    samples = lettered(4, 2, 3, 1)
+    options = {"packing_length": 10, "strategy": "sequential"}
+    loader = DataLoader(
+        PackedIterableDataset(samples, **options), batch_size=1, collate_fn=padding_free_collator
+    )
+    rows = list(PackedIterableDataset(samples, yields="rows", **options))
+    for (row,) in (list(loader), rows):
+        assert row["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 0]]
+
+
+@pytest.mark.parametrize("kind", [Indexed, Stream, SavableStream])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_readers_share_the_samples(kind, num_workers) -> None:
+    """Two ranks with as many workers each: every sample in one pack of one reader."""
+    lengths = np.random.default_rng(0).integers(1, 30, 101)
+    found = []
+    for rank in range(2):
+        packed = PackedIterableDataset(
+            kind(numbered(lengths)), packing_length=64, buffer_size=9, rank=rank, world_size=2
+        )
+        loader = DataLoader(packed, batch_size=None, num_workers=num_workers)
+        found.append(sorted(sample["number"] for pack in loader for sample in pack))
+    assert sorted(chain(*found)) == list(range(101))
+    assert min(map(len, found)) >= 48
+
+
+def test_shuffling_follows_seed_and_epoch() -> None:
+    samples = Indexed(numbered([3] * 40))
+    packed = PackedIterableDataset(samples, packing_length=12, shuffle=True, seed=5)
+
+    def orders() -> list[int]:
+        return [sample["number"] for pack in packed for sample in pack]
+
+    first = orders()
+    assert orders() == first
+    packed.set_epoch(1)
+    assert orders() != first
+    assert sorted(orders()) == sorted(first) == list(range(40))
+
+
+def test_bad_samples_are_set_aside_and_counted(caplog) -> None:
+    samples: list[Any] = lettered(4, 2, 3)
+    samples[1:1] = [SampleError("bad_image", "no bytes"), OSError("no such file"), {"text": "?"}]
+    samples += [{"length": 0}, {"length": 65}, {"length": 3, "input_ids": [1]}]
+    packed = PackedIterableDataset(Indexed(samples), packing_length=64)
+    (found,) = packed
+    assert sorted(sample["length"] for sample in found) == [2, 3, 4]
+    assert packed.set_aside == {"bad_image": 1, "bad_record": 4, "overlong": 1}
+    assert "set aside sample 2: bad_record: OSError: no such file" in caplog.text
+    assert "sample 7: overlong: 65 tokens, a pack holds 64" in caplog.text
+
+    loader = DataLoader(packed, batch_size=None, num_workers=2)
+    assert sum(map(len, loader)) == 3
+    assert packed.set_aside["overlong"] == 2  # counted in a worker, and seen here
+
+
+def test_samples_of_a_stream_are_encoded_by_their_reader(caplog) -> None:
+    def encode(length: int) -> dict[str, int]:
+        encoded.append(length)
+        return {"length": 60 // length}
+
+    encoded: list[int] = []
+    packed = PackedIterableDataset(
+        Stream([3, 0, 2, 6, 1]), packing_length=64, encode=encode, rank=1, world_size=2
+    )
+    (found,) = packed
+    assert [sample["length"] for sample in found] == [10]
+    assert encoded == [0, 6]
+    assert packed.set_aside == {"bad_record": 1}
+
+
+class Short(Stream):
+    """Has a length that is not true."""
+
+    def __len__(self):
+        return len(self._samples) + 2
+
+
+def failing():
+    yield {"length": 3}
+    raise OSError("connection reset")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ([], "the dataset is empty"),
+        (Stream([]), "the dataset is empty"),
+        (Short(numbered([3] * 3)), "the dataset ended after 3 samples, and its length is 5"),
+        (failing(), "the dataset failed after 1 samples: OSError: connection reset"),
+        (
+            Indexed([OSError("disk gone")] * 200),
+            f"{MAX_FAILURES_IN_A_ROW} samples in a row cannot be read, the last one, 99, with "
+            "bad_record: OSError: disk gone",
+        ),
+    ],
+)
+def test_sources_that_fail_end_in_one_line(dataset, message) -> None:
+    with pytest.raises(StageError, match=message) as error:
+        list(PackedIterableDataset(dataset, packing_length=64))
+    assert "\n" not in str(error.value)
+
+
+def test_arguments_are_checked() -> None:
+    for options, message in (
+        ({"strategy": "best"}, "strategy 'best' is unknown"),
+        ({"leftovers": "drop"}, "leftovers 'drop' is unknown; choose one of carry, emit"),
+        ({"yields": "tensors"}, "yields 'tensors' is unknown"),
+        ({"packing_length": 0}, "must be at least 1"),
+        ({"rank": 1}, "rank and world_size go together"),
+        ({"rank": 2, "world_size": 2}, "rank is 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PackedIterableDataset([], **{"packing_length": 64, **options})
+    with pytest.raises(ValueError, match="shuffle needs a dataset with indices"):
+        PackedIterableDataset(Stream([]), packing_length=64, shuffle=True)
+
+
+def test_the_yaml_block(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text(
+        "model: any\npacking:\n  enabled: true\n  max_length: 10\n  buffer_size: null\n"
+    )
+    block = PackingBlock.read(path)
+    template = SimpleNamespace()
+    packed = block.wrap(lettered(4, 2, 3, 1), template)
+    assert isinstance(packed, PackedDatasetWrapper)
+    assert packed.settings()["buffer_size"] == 1000
+    assert [sum(sample["length"] for sample in pack) for pack in packed] == [10]
+    assert template.padding_free is True
+
+    path.write_text("packing: {max_length: 10}")
+    samples = lettered(4, 2)
+    assert PackingBlock.read(path).wrap(samples) is samples
+    path.write_text("packing: {enabled: true, max_len: 10}")
+    with pytest.raises(ConfigError, match="max_len is not a known field"):
+        PackingBlock.read(path)
+    path.write_text("model: any")
+    with pytest.raises(ConfigError, match="has no block packing"):
+        PackingBlock.read(path)

@@ -1,0 +1,208 @@
+"""Resuming with torchdata's StatefulDataLoader: the same packs, whatever the loader and the ranks;
+and a worker that dies."""
+
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import distributed
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from offline_packing.errors import StageError
+from offline_packing.online.dynamic_batches import DynamicBatches
+from offline_packing.online.packed_dataset import PackedIterableDataset
+from tests.helpers.online_samples import Indexed, SavableStream, Stream, numbered
+from tests.helpers.rank_processes import run_ranks
+
+LENGTHS = np.random.default_rng(3).integers(1, 50, 100)
+LENGTHS[::40] = 99  # set aside: three of them
+
+
+def packed(kind: Any = Indexed, **options: Any) -> PackedIterableDataset:
+    defaults = {"packing_length": 64, "buffer_size": 7}
+    return PackedIterableDataset(kind(numbered(LENGTHS)), **{**defaults, **options})
+
+
+def dynamic(kind: Any = Indexed, **options: Any) -> DynamicBatches:
+    defaults = {"max_seq_len": 64, "buffer_size": 7, "collate": list}
+    return DynamicBatches(kind(numbered(LENGTHS)), **{**defaults, **options})
+
+
+def numbers(packs: Any) -> list[list[int]]:
+    return [[sample["number"] for sample in pack] for pack in packs]
+
+
+def loader_of(dataset: Any, num_workers: int = 0) -> Any:
+    return StatefulDataLoader(dataset, batch_size=None, num_workers=num_workers)
+
+
+def saves(loader: Any, every: int) -> tuple[list[list[int]], dict[int, bytes]]:
+    """All packs, and states by how many of them had been taken."""
+    states = {0: pickle.dumps(loader.state_dict())}
+    found = []
+    for count, pack in enumerate(loader, start=1):
+        found.append([sample["number"] for sample in pack])
+        if count % every == 0:
+            states[count] = pickle.dumps(loader.state_dict())
+    return found, states
+
+
+MAKERS = {
+    "binpack": lambda kind, **o: packed(kind, **o),
+    "sequential": lambda kind, **o: packed(kind, strategy="sequential", **o),
+    "emit": lambda kind, **o: packed(kind, leftovers="emit", **o),
+    "auto": lambda kind, **o: packed(kind, strategy="auto", **o),
+    "dynamic": lambda kind, **o: dynamic(kind, **o),
+    "fixed": lambda kind, **o: dynamic(kind, dyn_bsz=False, micro_batch_size=3, **o),
+}
+
+
+@pytest.mark.parametrize(
+    ("maker", "kind"),
+    [
+        *((maker, Indexed) for maker in MAKERS),
+        *((maker, kind) for maker in ("auto", "dynamic") for kind in (Stream, SavableStream)),
+    ],
+)
+def test_the_tail_is_the_same_after_a_save_at_every_batch(maker, kind) -> None:
+    make = MAKERS[maker]
+    expected, states = saves(loader_of(make(kind)), every=1)
+    assert len(states) == len(expected) + 1 > 30
+    for count, state in states.items():
+        loader = loader_of(make(kind))
+        loader.load_state_dict(pickle.loads(state))
+        assert numbers(loader) == expected[count:]
+        assert loader.dataset.set_aside == {"overlong": 3}
+        assert numbers(loader) == expected  # the next epoch
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+@pytest.mark.parametrize("maker", ["auto", "dynamic"])
+def test_workers_and_ranks_resume_exactly(maker, num_workers) -> None:
+    found = []
+    for rank in range(2):
+        ranks = {"rank": rank, "world_size": 2}
+        loader = loader_of(MAKERS[maker](Indexed, **ranks), num_workers)
+        expected, states = saves(loader, every=9)
+        found += expected
+        assert len(states) >= 3
+        for count, state in states.items():
+            resumed = loader_of(MAKERS[maker](Indexed, **ranks), num_workers)
+            resumed.load_state_dict(pickle.loads(state))
+            assert numbers(resumed) == expected[count:]
+            assert resumed.dataset.set_aside.total() == (3, 0)[rank]  # all have even numbers
+    usable = np.flatnonzero(LENGTHS <= 64).tolist()
+    assert sorted(number for pack in found for number in pack) == usable
+
+
+def test_shuffled_epochs_resume() -> None:
+    def make() -> Any:
+        return loader_of(packed(shuffle=True, strategy="auto"))
+
+    first = numbers(make())
+    loader = make()
+    loader.dataset.set_epoch(1)
+    second, states = saves(loader, every=10)
+    assert second != first
+    for count, state in states.items():
+        resumed = make()
+        resumed.load_state_dict(pickle.loads(state))
+        assert numbers(resumed) == second[count:]
+
+
+def test_a_stream_with_a_state_is_not_read_from_its_beginning() -> None:
+    loader = loader_of(packed(SavableStream, strategy="auto"))
+    iterator = iter(loader)
+    for _ in range(25):
+        next(iterator)
+    resumed = loader_of(packed(SavableStream, strategy="auto"))
+    resumed.load_state_dict(pickle.loads(pickle.dumps(loader.state_dict())))
+    assert numbers(resumed) == numbers(iterator)
+    assert resumed.dataset._dataset.given < len(LENGTHS) * 3 / 4
+
+
+def test_states_hold_no_samples() -> None:
+    content = {"length": 10, "pixels": np.zeros(1_000_000, np.uint8)}
+    loader = loader_of(PackedIterableDataset([content] * 50, packing_length=64, buffer_size=20))
+    iterator = iter(loader)
+    next(iterator)
+    assert len(pickle.dumps(loader.state_dict())) < 5_000
+
+
+def test_other_settings_readers_and_samples_are_refused() -> None:
+    iterator = iter(dataset := packed())
+    next(iterator)
+    state = dataset.state_dict()
+    for options, message in (
+        ({"buffer_size": 8}, "the saved state is of buffer_size 7, and now it is 8"),
+        ({"strategy": "auto"}, "of strategy 'binpack', and now it is 'auto'"),
+        ({"rank": 0, "world_size": 2}, "of world_size 1, and now it is 2"),
+    ):
+        other = packed(**options)
+        other.load_state_dict(state)
+        with pytest.raises(StageError, match=message):
+            iter(other)
+    changed = PackedIterableDataset(numbered(LENGTHS // 2 + 1), packing_length=64, buffer_size=7)
+    changed.load_state_dict(state)
+    with pytest.raises(StageError, match=r"sample \d+ has \d+ tokens, and had \d+ before"):
+        iter(changed)
+    shorter = PackedIterableDataset(Stream(numbered(LENGTHS[:2])), packing_length=64, buffer_size=7)
+    shorter.load_state_dict(state | {"source": {"position": 7, "mark": [0, None]}})
+    with pytest.raises(StageError, match="ended after 2 samples, and had 7"):
+        iter(shorter)
+
+
+def rank_numbers() -> tuple[int, Any]:
+    spawn = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    spawned = StatefulDataLoader(packed(), batch_size=None, **spawn)
+    return distributed.get_rank(), [numbers(loader) for loader in (loader_of(packed()), spawned)]
+
+
+def test_ranks_are_those_of_torch_distributed(tmp_path: Path) -> None:
+    """Also in spawned workers, which are in no process group."""
+    for rank, found in run_ranks(2, tmp_path, rank_numbers):
+        assert found == [numbers(packed(rank=rank, world_size=2))] * 2
+
+
+class Slow(Indexed):
+    """Takes too long over one of its samples."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 90:
+            time.sleep(3)
+        return super().__getitem__(index)
+
+
+@pytest.mark.timeout(60)
+def test_a_dead_worker_and_one_that_hangs_raise() -> None:
+    for kind, message in ((Indexed, "exited unexpectedly|killed by signal"), (Slow, "timed out")):
+        loader = StatefulDataLoader(packed(kind), batch_size=None, num_workers=2, timeout=1)
+        iterator = iter(loader)
+        next(iterator)
+        if kind is Indexed:
+            os.kill(iterator._workers[0].pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=message):
+            list(iterator)
+
+
+def test_states_are_plain() -> None:
+    """As torch.load reads them without running code."""
+    for maker in MAKERS.values():
+        iterator = iter(dataset := maker(Indexed))
+        next(iterator)
+        _assert_plain(dataset.state_dict())
+
+
+def _assert_plain(value: Any) -> None:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for one in value:
+            _assert_plain(one)
+    else:
+        assert value is None or isinstance(value, bool | int | float | str | np.ndarray), value
