@@ -4,7 +4,7 @@ Every model is frozen and refuses unknown keys. Relative paths are relative to t
 What the packs determine (seq_length, pixel limits, tokenizer) is read from their manifest.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from launch.model_config import ModelConfig
 from offline_packing.storage.yaml_file import read_config
+from task_encoders.indexed_packs import find_prefix
 from task_encoders.media.pixel_values import PixelTransport
 
 
@@ -51,6 +52,25 @@ class DataConfig(_Config):
     encode_threads: Count = 1
     #: let the samples of a pack attend to each other (not what unpacked training does)
     cross_sample_attention: bool = False
+    #: instead of path, packs as token ids: their two files without endings. This name and the next
+    #: two are NeVA's
+    data_prefix: str | None = None
+    packed_sequence: bool = True
+    #: height and width of images, compared with what the packs were measured with
+    crop_size: tuple[Count, Count] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _find_folder(cls, given: Any) -> Any:
+        """`path` is the folder of the prefix, which holds the manifest; or what leads to one."""
+        if not isinstance(given, Mapping):
+            return given
+        if given.get("packed_sequence") is False:
+            raise ValueError("packed_sequence=false: only packs are trained; set it to true")
+        prefix = given.get("data_prefix") or find_prefix(str(given.get("path")))
+        if prefix is None:
+            return given
+        return {**given, "data_prefix": str(prefix), "path": str(Path(prefix).parent)}
 
 
 class BatchConfig(_Config):

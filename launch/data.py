@@ -1,11 +1,10 @@
-"""Packs from Energon's loader to the ranks, with a state that can be saved.
+"""Packs from a loader to the ranks, with a state that can be saved.
 
 The first rank of every tensor parallel group reads, and sends each row to the others, which need
 the same one. So there is one loader per data parallel rank, and no pack is decoded twice.
 """
 
 import logging
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,9 +17,11 @@ from megatron.energon import WorkerConfig
 from launch.broadcast import broadcast_batch
 from launch.config import DataConfig
 from launch.data_manifest import PackedData
+from launch.indexed_loader import IndexedLoader, leave_group
 from launch.loader_state import from_plain, to_plain
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import ModelSettings
+from task_encoders.indexed_dataset import IndexedPackDataset
 from task_encoders.packed_dataset import (
     get_packed_loader,
     get_packed_train_dataset,
@@ -64,6 +65,7 @@ def build_task_encoder(
     instead = {"family": family, "processor": config.processor}
     changes = {name: value for name, value in instead.items() if value is not None}
     model = ModelSettings.model_validate({**data.model.model_dump(), **changes})
+    _check_crop_size(config, model)
     return Qwen2VLTaskEncoder(
         seq_length=data.seq_length,
         pad_to_seq_length=config.pad_to_seq_length,
@@ -74,8 +76,23 @@ def build_task_encoder(
     )
 
 
+def _check_crop_size(config: DataConfig, model: ModelSettings) -> None:
+    """Raise ValueError if images are squares of another size than `data.crop_size`."""
+    side = model.image_size
+    if config.crop_size is None or config.crop_size == (side, side):
+        return
+    given = list(config.crop_size)
+    if side:
+        raise ValueError(
+            f"data.crop_size {given}: the packs hold images of [{side},{side}]; set it"
+        )
+    logger.warning(
+        "data.crop_size %s is not used: %s keeps each image's shape", given, model.family
+    )
+
+
 class EnergonMicroBatches:
-    """`MicroBatches` from a packed folder or a blend.
+    """`MicroBatches` from a packed folder, a blend, or packs as token ids.
 
     Args:
         split: "train" repeats as `config.repeat` says; "val" reads every pack once per `restart`.
@@ -142,6 +159,18 @@ def _build_loader(
         "worker_config": worker_config,
     }
     path = Path(config.path)
+    if config.data_prefix is not None:
+        prefix = config.data_prefix if split == "train" else f"{config.data_prefix}_{split}"
+        rows = IndexedPackDataset(prefix, task_encoder, micro_batch_size=config.micro_batch_size)
+        return IndexedLoader(
+            rows,
+            rank=worker_config.rank,
+            world_size=worker_config.world_size,
+            num_workers=config.num_workers,
+            repeat=config.repeat and split == "train",
+            limit=limit,
+            timeout=FIRST_ROW_TIMEOUT,
+        )
     if split == "train":
         dataset = get_packed_train_dataset(path, task_encoder, repeat=config.repeat, **options)
     else:
@@ -156,7 +185,5 @@ def _build_loader(
 
 
 def _init_worker(energon_init: Callable[[int], None], worker_id: int) -> None:
-    """Leave the trainer's process group: torchrun sends SIGTERM to the whole group, and a trainer
-    that has to save must not find its loader dead. A worker always ends with its trainer."""
-    os.setpgid(0, 0)
+    leave_group(worker_id)
     energon_init(worker_id)

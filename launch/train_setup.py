@@ -95,7 +95,8 @@ def check_alike(config: LaunchConfig) -> None:
             own[f"{section}.{field}"] = str(
                 sorted(value, key=str) if isinstance(value, list) else value
             )
-    for path in ("data.path", "output.path", "model.checkpoint"):  # nodes may mount them elsewhere
+    # nodes may mount them elsewhere
+    for path in ("data.path", "data.data_prefix", "output.path", "model.checkpoint"):
         del own[path]
     everyone: list[dict[str, str | None]] = [own] * distributed.get_world_size()
     distributed.all_gather_object(everyone, own)

@@ -33,6 +33,7 @@ from transformers import (
 
 from launch.data_manifest import read_packed_data
 from launch.hf_checkpoint import copy_companions
+from launch.indexed_loader import IndexedLoader
 from launch.model_config import (
     ELSEWHERE,
     config_of_preset,
@@ -43,6 +44,8 @@ from launch.segments import isolate_segments
 from launch.train import failing_in_one_line
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import FAMILIES, ModelSettings
+from task_encoders.indexed_dataset import IndexedPackDataset
+from task_encoders.indexed_packs import find_prefix
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
@@ -115,12 +118,24 @@ def settings_of_packs(path: Path, **options: Any) -> tuple[ModelSettings, int]:
     """Settings of the model and seq_length of packs, as their manifest says, but for options that
     are not None. Packs written by others have no manifest: the rest is the family's defaults."""
     given = {name: value for name, value in options.items() if value is not None}
+    path = path if (prefix := find_prefix(path)) is None else prefix.parent
     seq_length = given.pop("seq_length", None)
     if path.is_dir() and not (path / "manifest.json").is_file():
         return ModelSettings.model_validate(given), seq_length or 2048
     data = read_packed_data(path)
     model = ModelSettings.model_validate({**data.model.model_dump(), **given})
     return model, seq_length or data.seq_length
+
+
+def open_loader(path: Path, task_encoder: Qwen2VLTaskEncoder) -> Iterable[PackedBatch]:
+    """This rank's rows of packs, endless. After TrainingArguments, which joins the process group,
+    where ranks come from."""
+    config = WorkerConfig.default_worker_config(num_workers=0)
+    prefix = find_prefix(path)
+    if prefix is None:
+        return get_loader(get_packed_train_dataset(path, task_encoder, worker_config=config))
+    rows = IndexedPackDataset(prefix, task_encoder)
+    return IndexedLoader(rows, rank=config.rank, world_size=config.world_size, repeat=True)
 
 
 def make_model(settings: ModelSettings, token_ids: Mapping[str, Any]) -> PreTrainedModel:
@@ -172,7 +187,8 @@ def main(
     debug: bool,
     **options: Any,
 ) -> None:
-    """Train a checkpoint, or a tiny random model, on the packs in PATH, and save it in OUTPUT."""
+    """Train a checkpoint, or a tiny random model, on the packs in PATH, and save it in OUTPUT. PATH
+    is a folder, a metadataset YAML, or the prefix of packs as token ids."""
     args = _arguments(output, max_steps=steps, learning_rate=learning_rate)
     with failing_in_one_line(debug=debug):
         if model is not None:
@@ -184,13 +200,7 @@ def main(
             trained = make_model(settings, task_encoder.encoder.media_token_ids)
         else:
             trained = AutoModelForImageTextToText.from_pretrained(model)
-        dataset = get_packed_train_dataset(
-            path,
-            task_encoder,
-            # After TrainingArguments, which joins the process group, where ranks come from.
-            worker_config=WorkerConfig.default_worker_config(num_workers=0),
-        )
-        rows = PackedRows(get_loader(dataset))
+        rows = PackedRows(open_loader(path, task_encoder))
         trainer = PackedTrainer(args=args, model=trained, train_dataset=rows)
         trainer.train()
         trainer.save_model()

@@ -55,6 +55,12 @@ _ITEM: Final = np.dtype("<i4")
 Sequence32 = npt.NDArray[np.int32]
 
 
+def find_prefix(path: str | Path) -> Path | None:
+    """The prefix that a path is, or that a folder holds; None: it is something else."""
+    found = (Path(path), Path(path) / PREFIX)
+    return next((one for one in found if Path(f"{one}.idx").is_file()), None)
+
+
 class StoredMedium(NamedTuple):
     """Where the bytes of an image or a video lie."""
 
