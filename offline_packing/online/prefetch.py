@@ -58,7 +58,9 @@ class Prefetched(IterableDataset[Any]):
     def _consume(self, source: Iterator[Any]) -> Iterator[Any]:
         queue: Queue[_Produced] = Queue(self.queue_size)
         stop = threading.Event()
-        producer = threading.Thread(target=self._produce, args=(source, queue, stop), daemon=True)
+        producer = threading.Thread(
+            target=self._produce, args=(source, queue, stop), name="prefetch", daemon=True
+        )
         producer.start()
         try:
             while True:

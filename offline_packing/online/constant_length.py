@@ -1,0 +1,146 @@
+"""Sequences of one length, packed while training within a budget of tokens and of images.
+
+    ConstantLengthDataset(samples, seq_length=4096, max_images_per_pack=18)
+
+The data pipeline of nanoVLM: samples that alone are too long or have too many images are left out,
+a buffer of the others is packed by a balanced knapsack, and a thread does so ahead of the trainer.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from offline_packing.online.collate import padding_free_collator
+from offline_packing.online.matching import Pool
+from offline_packing.online.online_dataset import OnlineDataset
+from offline_packing.online.pool import PackingPool
+from offline_packing.online.prefetch import Prefetched
+from offline_packing.planner.windows import WindowOptions
+from task_encoders.samples import SampleError
+
+
+class ConstantLengthDataset(Prefetched):
+    """Packs of at most ``seq_length`` tokens and ``max_images_per_pack`` images, made ahead.
+
+    Args:
+        dataset: map-style or iterable; an item is an `EncodedSample`, or a mapping with `input_ids`
+            or `length`, and `images` or `image_grid_thw` if it has any.
+        max_sample_length: a longer sample is set aside; default: seq_length.
+        max_images_per_sample: likewise one with more images; default: max_images_per_pack.
+        buffer_size: samples packed at a time.
+        strategy: "knapsack" makes all packs of a buffer evenly full and gives them all out; any
+            other that takes budgets fills packs up, and what fills none waits for the next buffer.
+            "auto" pads least.
+        delta: packs that the knapsack makes beyond those that the tokens need.
+        queue_size: packs that wait for the trainer at most.
+        yields: "samples": packs are lists of samples; "rows": one row of ``seq_length`` tokens by
+            `padding_free_collator`, padded at its end.
+        options: those of `OnlineDataset`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        seq_length: int,
+        max_sample_length: int | None = None,
+        max_images_per_sample: int | None = None,
+        max_images_per_pack: int = 18,
+        buffer_size: int = 1000,
+        strategy: str = "knapsack",
+        delta: int = 5,
+        seed: int = 0,
+        queue_size: int = 8,
+        yields: Literal["samples", "rows"] = "samples",
+        **options: Any,
+    ) -> None:
+        even = strategy == "knapsack"
+        packing = WindowOptions(
+            seq_length=seq_length,
+            window=buffer_size,
+            min_fill=0.0 if even else 1.0,
+            seed=seed,
+            strategy=strategy,
+            strategy_options={"extra_packs": delta} if even else {},
+            budgets={"images": max_images_per_pack},
+        )
+        most_images = (
+            max_images_per_sample if max_images_per_sample is not None else max_images_per_pack
+        )
+        alone = (max_sample_length or seq_length, most_images)
+        packs = _ImagePacks(dataset, packing, alone, yields == "rows", seed=seed, **options)
+        super().__init__(packs, queue_size=queue_size)
+
+    @property
+    def set_aside(self) -> Mapping[str, int]:
+        """Samples that could not be used, by reason, over all workers of this rank."""
+        return self.dataset.set_aside
+
+
+class _ImagePacks(OnlineDataset):
+    """The packs, made when they are asked for."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        packing: WindowOptions,
+        alone: tuple[int, int],
+        as_rows: bool,
+        **options: Any,
+    ) -> None:
+        super().__init__(dataset, **options)
+        self._packing = packing
+        self._alone = alone
+        self._as_rows = as_rows
+
+    def settings(self) -> dict[str, Any]:
+        """See OnlineDataset."""
+        return {
+            "seq_length": self._packing.seq_length,
+            "buffer_size": self._packing.window,
+            "strategy": [self._packing.strategy, dict(self._packing.strategy_options)],
+            "budgets": dict(self._packing.budgets),
+            "alone": list(self._alone),
+        }
+
+    def make_pool(self, saved: tuple[Mapping[str, Any], list[Any]] | None) -> Pool[Any]:
+        """See OnlineDataset."""
+        pool = PackingPool[Any]
+        return _LimitedPool(pool.from_state(*saved) if saved else pool(self._packing), *self._alone)
+
+    def collate(self, samples: list[Any]) -> Any:
+        """See OnlineDataset."""
+        if not self._as_rows:
+            return samples
+        return padding_free_collator(samples, pad_to_length=self._packing.seq_length)
+
+
+class _LimitedPool:
+    """A pool that counts images, and takes in no sample over the limits of a single one."""
+
+    def __init__(self, pool: PackingPool[Any], max_length: int, max_images: int) -> None:
+        self._pool = pool
+        self._max_length = max_length
+        self._max_images = max_images
+        self.finish = pool.finish
+        self.state = pool.state
+
+    @property
+    def waiting(self) -> list[Any]:
+        """See Pool."""
+        return self._pool.waiting
+
+    def add(self, item: Any, num_tokens: int) -> list[list[Any]]:
+        """See Pool."""
+        images = count_images(item.content)
+        if num_tokens > self._max_length:
+            raise SampleError("overlong", f"{num_tokens} tokens > {self._max_length} of a sample")
+        if images > self._max_images:
+            raise SampleError("over_budget", f"{images} images > {self._max_images} of a sample")
+        return self._pool.add(item, num_tokens, {"images": images})
+
+
+def count_images(sample: Any) -> int:
+    """Images of an encoded sample; 0 if it has no field for them."""
+    read = sample.get if isinstance(sample, Mapping) else lambda name: getattr(sample, name, None)
+    found = (read(name) for name in ("image_grid_thw", "images"))
+    return next((len(images) for images in found if images is not None), 0)
