@@ -53,7 +53,7 @@ class RawPack(NamedTuple):
     subflavors: Mapping[str, Any]
 
 
-class _Shard(NamedTuple):
+class Shard(NamedTuple):
     """The packs [start, end) of one shard."""
 
     path: Path
@@ -89,16 +89,16 @@ class PackedFolder:
         self.path = Path(path)
         self.task_encoder = task_encoder
         if (self.path / ".nv-meta").is_dir():
-            self._shards = _shards_of_folder(self.path, split)
+            self.shards = _shards_of_folder(self.path, split)
         else:
-            self._shards = _shards_of_metadataset(self.path, split)
-        indices = [_read_index(shard) for shard in self._shards]
+            self.shards = _shards_of_metadataset(self.path, split)
+        indices = [_read_index(shard) for shard in self.shards]
         #: number of the first pack of each shard, and of all packs
         self._firsts = np.cumsum([0, *(len(index) - 1 for index in indices)])
         #: one more per shard than it has packs
         self._offsets = np.concatenate([np.empty(0, np.int64), *indices])
         if task_encoder is not None:
-            _check(self._shards, task_encoder)
+            _check(self.shards, task_encoder)
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
@@ -110,7 +110,7 @@ class PackedFolder:
             raise IndexError(f"{self.path} has {len(self)} packs, no number {number}")
         place = int(np.searchsorted(self._firsts, wanted, "right")) - 1
         start, end = self._offsets[wanted + place : wanted + place + 2].tolist()
-        shard = self._shards[place]
+        shard = self.shards[place]
         with open(shard.path, "rb") as file:
             file.seek(start)
             data = file.read(end - start)
@@ -152,7 +152,7 @@ class PackedFolder:
         return self._task_encoder.encode_sample(sample)
 
 
-def _check(shards: Sequence[_Shard], task_encoder: "Qwen2VLTaskEncoder") -> None:
+def _check(shards: Sequence[Shard], task_encoder: "Qwen2VLTaskEncoder") -> None:
     """As the task encoder checks the datasets that Energon gives it."""
     flavors_of = {shard.path.parent: shard.subflavors for shard in shards}
     task_encoder.is_blend = task_encoder.is_blend or len(flavors_of) > 1
@@ -162,7 +162,7 @@ def _check(shards: Sequence[_Shard], task_encoder: "Qwen2VLTaskEncoder") -> None
         task_encoder.check_manifest(folder)
 
 
-def _read_index(shard: _Shard) -> np.ndarray:
+def _read_index(shard: Shard) -> np.ndarray:
     """Offsets of a shard's packs and the end of the last, int64."""
     path = shard.path.with_name(f"{shard.path.name}.idx")
     try:
@@ -200,7 +200,7 @@ def _members_of(data: bytes, where: str, size: int) -> tuple[str, dict[str, byte
     return next(iter(found.items()))
 
 
-def _shards_of_folder(path: Path, split: str) -> list[_Shard]:
+def _shards_of_folder(path: Path, split: str) -> list[Shard]:
     meta = path / ".nv-meta"
     try:
         splits = yaml.load((meta / "split.yaml").read_bytes(), _YAML_LOADER)  # safe loaders, both
@@ -214,10 +214,10 @@ def _shards_of_folder(path: Path, split: str) -> list[_Shard]:
     if exclude or not counts.keys() >= set(names[split]):  # a name with braces is several
         return _shards_of_metadataset(path, split)
     flavors = dataset.get("subflavors") or {}
-    return [_Shard(path / name, flavors, 0, counts[name]) for name in names[split]]
+    return [Shard(path / name, flavors, 0, counts[name]) for name in names[split]]
 
 
-def _shards_of_metadataset(path: Path, split: str) -> list[_Shard]:
+def _shards_of_metadataset(path: Path, split: str) -> list[Shard]:
     """The shards as Energon resolves them."""
     try:
         from megatron.energon import WorkerConfig
@@ -234,7 +234,7 @@ def _shards_of_metadataset(path: Path, split: str) -> list[_Shard]:
         max_samples_per_sequence=None,
         decoder=None,
     )
-    shards: list[_Shard] = []
+    shards: list[Shard] = []
     weights = []
     for entry in loaded.datasets:
         own = _shards_of_dataset(entry.dataset)
@@ -256,7 +256,7 @@ def _shards_of_metadataset(path: Path, split: str) -> list[_Shard]:
     return shards
 
 
-def _shards_of_dataset(dataset: Any) -> list[_Shard]:
+def _shards_of_dataset(dataset: Any) -> list[Shard]:
     """The shards of one dataset, cut to its subset."""
     if dataset.sample_excludes:
         raise PackedFolderError(
@@ -269,6 +269,6 @@ def _shards_of_dataset(dataset: Any) -> list[_Shard]:
     for shard in dataset.shards:
         own = max(0, start - first), min(shard.count, end - first)
         if own[0] < own[1]:
-            shards.append(_Shard(Path(str(shard.path)), dataset.subflavors or {}, *own))
+            shards.append(Shard(Path(str(shard.path)), dataset.subflavors or {}, *own))
         first += shard.count
     return shards

@@ -181,12 +181,12 @@ def plan_arguments(
     if pack.order is not None:
         arguments["order"] = RankLayout(pack.order.num_ranks, pack.order.num_workers)
         arguments["cost"] = model_cost(config.model).of_samples(
-            column("num_tokens"), column("num_vision_patches"), _num_pictures(samples)[kept]
+            column("num_tokens"), column("num_vision_patches"), num_pictures(samples)[kept]
         )
     return arguments
 
 
-def _num_pictures(samples: Index) -> npt.NDArray[np.int64]:
+def num_pictures(samples: Index) -> npt.NDArray[np.int64]:
     """(num_samples,) pictures within which patches attend: images, and steps of videos' grids."""
     counts = [np.empty(0, np.int64)]
     for table in samples.parts("grid_thw"):

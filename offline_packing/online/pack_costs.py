@@ -1,0 +1,71 @@
+"""What training on each pack of a written folder costs, for a `RankSchedule`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offline_packing.errors import StageError
+from offline_packing.index.table import Index, IndexInfo
+from offline_packing.plan.make_plan import num_pictures
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.manifest import hash_plan
+from offline_packing.runs.run import Workspace
+from offline_packing.storage.files import hash_file, read_json
+from task_encoders.families import ModelSettings, model_cost
+from task_encoders.families.cost import ModelCost
+from task_encoders.packed_folder import PackedFolder
+
+
+def pack_costs(
+    folder: PackedFolder, model: ModelCost | None = None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Tokens and cost of each pack, (num_packs,) each, in the folder's order.
+
+    They come from index and plan of the output (`_packing/`), of each one of a blend; no shard is
+    read.
+
+    Args:
+        model: default: the one that the packs were measured for.
+
+    Raises:
+        StageError: a folder has no index and plan, or those of other shards.
+    """
+    places: dict[Path, int] = {}  # the number of each shard's first pack in its plan
+    outputs = {}
+    for root in {shard.path.parent for shard in folder.shards}:
+        manifest = read_json(root / "manifest.json")
+        outputs[root] = _of_output(root, manifest, model)
+        ends = np.cumsum([shard["packs"] for shard in manifest["shards"]])
+        for shard, end in zip(manifest["shards"], ends.tolist(), strict=True):
+            places[root / shard["name"]] = end - shard["packs"]
+    columns: tuple[list[Any], list[Any]] = [np.empty(0, np.int64)], [np.empty(0)]
+    for shard in folder.shards:
+        first = places[shard.path]
+        for column, values in zip(columns, outputs[shard.path.parent], strict=True):
+            column.append(values[first + shard.start : first + shard.end])
+    return np.concatenate(columns[0]), np.concatenate(columns[1])
+
+
+def _of_output(
+    root: Path, manifest: Mapping[str, Any] | None, model: ModelCost | None
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Tokens and cost of all packs of an output, as planned."""
+    workspace = Workspace(root)
+    stage, info = read_json(workspace.plan_info), IndexInfo.load(workspace.index_info)
+    if manifest is None or stage is None or info is None:
+        raise StageError(
+            f"{root} has no index and plan (_packing/) that say what its packs cost; copy them "
+            "from where it was packed, or give RankSchedule lengths and costs of your own"
+        )
+    index = stage["fingerprint"]["index"]
+    if hash_plan(stage) != manifest["plan"] or index != hash_file(workspace.index_info):
+        raise StageError(f"{root}: the shards are not those of its plan and index; run write again")
+    samples, plan = Index(workspace.index, info), PackPlan.load(workspace.plan)
+    tokens, patches = (samples.array(name) for name in ("num_tokens", "num_vision_patches"))
+    model = model or model_cost(ModelSettings.model_validate(manifest["config"]["model"]))
+    cost = model.of_samples(tokens, patches, num_pictures(samples))
+    ids, starts = plan.sample_ids, plan.pack_offsets[:-1]
+    return np.add.reduceat(tokens[ids], starts), np.add.reduceat(cost[ids], starts)

@@ -1,0 +1,177 @@
+"""Equal numbers of micro batches of equal cost on all ranks; every item in every epoch."""
+
+import itertools
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offline_packing import plan_packs
+from offline_packing.online.rank_schedule import EpochSchedule, RankSampler, RankSchedule
+from offline_packing.planner.order import RankLayout, idle_share
+from task_encoders.families import FAMILIES
+
+BUDGET = 8192
+COST = FAMILIES["qwen2_vl"].cost
+
+
+def sft_law(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of texts, pictures, talks and long documents, and vision patches."""
+    rng = np.random.default_rng(1234)
+    kind = rng.random(count)
+    text = np.clip(np.exp(np.log(180) + 0.9 * rng.standard_normal(count)), 8, 4096)
+    other = [rng.integers(*limits, count) for limits in ((256, 1501), (1000, 4001), (3000, 8193))]
+    tokens = np.select([kind < 0.3, kind < 0.7, kind < 0.9], [text, *other[:2]], other[2])
+    share = np.where(kind < 0.3, 0, rng.uniform(0.3, 0.95, count))
+    return tokens.astype(np.int64), (4 * tokens * share).astype(np.int64)
+
+
+TOKENS, PATCHES = sft_law(60_000)
+FLOPS = COST.of_samples(TOKENS, PATCHES)
+
+
+def items_of(epoch: EpochSchedule) -> list[list[list[int]]]:
+    """[step][rank] -> items."""
+    steps, ranks = epoch.table.shape
+    return [[epoch.items(s, r).tolist() for r in range(ranks)] for s in range(steps)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 8, 64])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_samples_come_once_in_micro_batches_within_the_budget(num_ranks: int, epoch: int) -> None:
+    schedule = RankSchedule(TOKENS[:3000], FLOPS[:3000], num_ranks, BUDGET, seed=3)
+    steps = items_of(schedule.epoch(epoch))
+    flat = [item for step in steps for own in step for item in own]
+    assert sorted(flat) == list(range(3000))
+    assert all(own and TOKENS[own].sum() <= BUDGET for step in steps for own in step)
+    fewest = plan_packs(TOKENS[:3000], BUDGET).num_packs
+    assert len(steps) == -(-fewest // num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 8, 64, 500])
+def test_packs_come_once_and_fill_the_last_step(num_ranks: int) -> None:
+    count = 1003
+    schedule = RankSchedule(np.full(count, BUDGET), FLOPS[:count], num_ranks)
+    steps = items_of(schedule.epoch(0))
+    flat = [item for step in steps for (item,) in step]
+    times = np.bincount(flat, minlength=count)
+    assert len(steps) == -(-count // num_ranks)
+    assert set(times.tolist()) <= {1, 2}
+    assert (times == 2).sum() == -count % num_ranks
+    assert all(len({item for (item,) in step}) == num_ranks for step in steps)
+
+
+def test_fewer_packs_than_ranks() -> None:
+    steps = items_of(RankSchedule(np.full(3, 10), num_ranks=8).epoch(0))
+    assert len(steps) == 1
+    assert sorted(np.bincount(np.concatenate(steps[0]))) == [2, 3, 3]
+
+
+def test_samples_that_cannot_be_divided_are_repeated() -> None:
+    """Two never fit one micro batch: there is nothing to divide."""
+    steps = items_of(RankSchedule(np.full(10, 6), None, 4, budget=8).epoch(0))
+    times = np.bincount([item for step in steps for own in step for item in own])
+    assert len(steps) == 3
+    assert sorted(times.tolist()) == [1] * 8 + [2] * 2
+
+
+def test_eight_ranks_cost_the_same_at_each_step() -> None:
+    for cost in (FLOPS, None):
+        epoch = RankSchedule(TOKENS, cost, 8, BUDGET).epoch(0)
+        ratio = epoch.cost.max(axis=1) / epoch.cost.mean(axis=1)
+        assert ratio.mean() <= 1.005
+        assert (ratio <= 1.05).mean() >= 0.99
+        assert epoch.cost.sum() == pytest.approx((TOKENS**2.0 if cost is None else cost).sum())
+        assert len(ratio) > 900
+
+
+def test_one_packed_folder_serves_all_layouts() -> None:
+    layout = RankLayout(8, 2)
+    plan = plan_packs(TOKENS, BUDGET, order=layout, cost=TOKENS**2.0)
+    cost = np.add.reduceat(TOKENS[plan.sample_ids] ** 2.0, plan.pack_offsets[:-1])
+    for num_ranks in (4, 8, 16, 64):
+        epoch = RankSchedule(np.full(len(cost), BUDGET), cost, num_ranks).epoch(0)
+        assert epoch.idle_share <= 0.01, num_ranks
+    assert idle_share(cost, layout) < 0.005
+    assert idle_share(cost, RankLayout(16, 2)) > 0.2  # as written
+
+
+def test_idle_share_is_what_ranks_wait() -> None:
+    epoch = RankSchedule(np.array([3, 1]), np.array([9.0, 3.0]), 2).epoch(0)
+    assert epoch.cost.tolist() in ([[9, 3]], [[3, 9]])
+    assert epoch.idle_share == pytest.approx(6 / 18)
+
+
+@pytest.mark.parametrize("budget", [None, BUDGET])
+def test_epochs_differ_and_are_reproducible(budget: int | None) -> None:
+    def drawn(seed: int, epoch: int) -> Any:
+        return items_of(RankSchedule(TOKENS[:400], None, 4, budget, seed).epoch(epoch))
+
+    assert drawn(0, 0) == drawn(0, 0)
+    assert drawn(0, 0) != drawn(0, 1)
+    assert drawn(0, 0) != drawn(1, 0)
+
+
+@pytest.mark.parametrize("budget", [None, BUDGET])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_sampler_goes_on_from_any_step(budget: int | None, rank: int) -> None:
+    lengths = TOKENS[: 120 if budget else 33]
+    schedule = RankSchedule(lengths, None, 5, budget)
+    sampler = RankSampler(schedule, rank)
+    states, drawn = [sampler.state_dict()], []
+    for epoch in range(2):
+        assert len(sampler) == len(schedule.epoch(epoch).table)
+        for items in sampler:
+            drawn.append(items)
+            states.append(sampler.state_dict())
+    assert len(drawn) > 8
+    for step, state in enumerate(states):
+        restored = RankSampler(RankSchedule(lengths, None, 5, budget), rank)
+        restored.load_state_dict(state)
+        assert [*restored, *restored, *restored][: len(drawn) - step] == drawn[step:]
+
+
+@pytest.mark.parametrize("budget", [None, BUDGET])
+def test_another_number_of_ranks_trains_the_rest_of_the_epoch(budget: int | None) -> None:
+    lengths = TOKENS[:500]
+    trained: list[int] = []
+    state: Any = None
+    for num_ranks, steps in ((8, 5), (3, 9), (3, 2), (16, None)):
+        schedule = RankSchedule(lengths, None, num_ranks, budget)
+        samplers = [RankSampler(schedule, rank) for rank in range(num_ranks)]
+        for sampler in samplers:
+            if state is not None:
+                sampler.load_state_dict(state)
+            trained += itertools.chain(*itertools.islice(sampler, steps))
+        states = [sampler.state_dict() for sampler in samplers]
+        state = states[0]
+        assert all(one == state for one in states)
+    times = np.bincount(trained, minlength=500)
+    assert times.min() == 1
+    repeated = times.sum() - 500
+    assert repeated == 0 if budget else repeated < 16
+
+
+def test_what_is_longer_than_the_budget_is_set_aside(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        schedule = RankSchedule(np.array([5, 9, 3, 12]), None, 1, budget=8)
+    assert schedule.set_aside_ids.tolist() == [1, 3]
+    assert "2 of 4 items are set aside: longer than the budget 8" in caplog.text
+    assert [sorted(items) for items in RankSampler(schedule, 0)] == [[0, 2]]
+
+
+def test_bad_arguments_are_named() -> None:
+    lengths = np.array([3, 4])
+    with pytest.raises(ValueError, match="num_ranks 0 must be at least 1"):
+        RankSchedule(lengths, None, 0)
+    with pytest.raises(ValueError, match=r"cost \(3,\) must have a value per length \(2,\)"):
+        RankSchedule(lengths, np.ones(3))
+    for nothing in (lengths[:0], lengths + 8):
+        with pytest.raises(ValueError, match=f"none of {len(nothing)} items to schedule fits"):
+            RankSchedule(nothing, None, 1, budget=8)
+    with pytest.raises(ValueError, match="rank 2 is not one of 2 ranks"):
+        RankSampler(RankSchedule(lengths, None, 2), 2)
+    state = RankSampler(RankSchedule(lengths), 0).state_dict()
+    with pytest.raises(ValueError, match="schedule of other lengths"):
+        RankSampler(RankSchedule(lengths + 1), 0).load_state_dict(state)

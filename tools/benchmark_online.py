@@ -1,0 +1,75 @@
+"""What packing while training, and dealing packs to ranks, reach and cost.
+
+    python tools/benchmark_online.py ranks
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import click
+import numpy as np
+from length_laws import draw_sft
+
+from offline_packing import plan_packs
+from offline_packing.online.rank_schedule import EpochSchedule, RankSchedule
+from offline_packing.planner.order import RankLayout, idle_share
+from task_encoders.families import FAMILIES
+
+SEQ_LENGTH = 8192
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """A Markdown table, columns in the order of the first row."""
+    click.echo("| " + " | ".join(rows[0]) + " |")
+    click.echo("|---" * len(rows[0]) + "|")
+    for row in rows:
+        click.echo("| " + " | ".join(str(value) for value in row.values()) + " |")
+
+
+@click.group()
+def main() -> None:
+    """Measure packing while training."""
+
+
+@main.command()
+@click.option("--samples", default=100_000, show_default=True)
+def ranks(samples: int) -> None:
+    """Idle share of ranks with a `RankSchedule`: one packed folder, and samples under a budget."""
+    tokens, patches = draw_sft(samples)
+    rows = []
+    for law, cost in (
+        ("Σ l²", tokens.astype(np.float64) ** 2),
+        ("operations", FAMILIES["qwen2_vl"].cost.of_samples(tokens, patches)),
+    ):
+        plan = plan_packs(tokens, SEQ_LENGTH, order=RankLayout(8, 2), cost=cost)
+        packs = np.add.reduceat(cost[plan.sample_ids], plan.pack_offsets[:-1])
+        for num_ranks in (4, 8, 16, 64):
+            written = idle_share(packs, RankLayout(num_ranks, 2))
+            folder = RankSchedule(np.full(len(packs), SEQ_LENGTH), packs, num_ranks)
+            start = time.perf_counter()
+            online = RankSchedule(tokens, cost, num_ranks, SEQ_LENGTH).epoch(0)
+            seconds = time.perf_counter() - start
+            rows.append(
+                {
+                    "cost": law,
+                    "ranks": num_ranks,
+                    "written for 8 x 2, idle %": f"{100 * written:.2f}",
+                    "the same packs scheduled": _describe(folder.epoch(0)),
+                    "samples scheduled": _describe(online),
+                    "seconds": f"{seconds:.2f}",
+                }
+            )
+    print_table(rows)
+
+
+def _describe(epoch: EpochSchedule) -> str:
+    ratio = epoch.cost.max(axis=1) / epoch.cost.mean(axis=1)
+    return (
+        f"{100 * epoch.idle_share:.2f}; max/mean {ratio.mean():.4f}, "
+        f"{(ratio > 1.05).sum()} of {len(ratio)} steps above 1.05, worst {ratio.max():.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
