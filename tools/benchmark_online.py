@@ -1,6 +1,6 @@
 """What packing while training, and dealing packs to ranks, reach and cost.
 
-    python tools/benchmark_online.py ranks
+python tools/benchmark_online.py ranks
 """
 
 import time
@@ -12,7 +12,7 @@ import numpy as np
 from length_laws import draw_sft
 
 from offline_packing import plan_packs
-from offline_packing.online.rank_schedule import EpochSchedule, RankSchedule
+from offline_packing.online.ranks.rank_schedule import EpochSchedule, RankSchedule
 from offline_packing.planner.order import RankLayout, idle_share
 from task_encoders.families import FAMILIES
 

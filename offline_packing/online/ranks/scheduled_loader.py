@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from offline_packing.online.rank_schedule import RankSampler, RankSchedule
+from offline_packing.online.ranks.rank_schedule import RankSampler, RankSchedule
 
 
 class ScheduledLoader:

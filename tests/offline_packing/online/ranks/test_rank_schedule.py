@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from offline_packing import plan_packs
-from offline_packing.online.rank_schedule import EpochSchedule, RankSampler, RankSchedule
+from offline_packing.online.ranks.rank_schedule import EpochSchedule, RankSampler, RankSchedule
 from offline_packing.planner.order import RankLayout, idle_share
 from task_encoders.families import FAMILIES
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from offline_packing.errors import StageError
-from offline_packing.online.pack_costs import pack_costs
-from offline_packing.online.rank_schedule import RankSchedule
-from offline_packing.online.scheduled_loader import ScheduledLoader
+from offline_packing.online.ranks.pack_costs import pack_costs
+from offline_packing.online.ranks.rank_schedule import RankSchedule
+from offline_packing.online.ranks.scheduled_loader import ScheduledLoader
 from task_encoders.families import FAMILIES
 from task_encoders.pack_format import parse_json
 from task_encoders.packed_folder import PackedFolder
