@@ -7,6 +7,7 @@ media themselves travel alongside it, as bytes in the order of `SourceSample.med
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any, Final
 
 #: The three kinds of training sample. "bmr" is multi-turn and mixed data (blend, multi-round).
@@ -86,11 +87,13 @@ class Turn:
     @property
     def details(self) -> dict[str, Any]:
         """What it has besides a user's prompt and an answer: {} for most turns."""
-        found = {name: getattr(self, name) for name in _DETAILS}
+        found = dict(zip(_DETAILS, _details(self), strict=True))
         return {name: value for name, value in found.items() if value != _DETAILS[name]}
 
 
 _DETAILS: Final[Mapping[str, Any]] = {field.name: field.default for field in fields(Turn)[2:]}
+_NO_DETAILS: Final = tuple(_DETAILS.values())
+_details = attrgetter(*_DETAILS)
 
 
 def make_turn(prompt: str, answer: str, details: Mapping[str, Any]) -> Turn:
@@ -157,7 +160,7 @@ class SourceSample:
     @property
     def is_plain(self) -> bool:
         """Whether it has nothing but turns without details and a system message."""
-        return not self.tools and not any(turn.details for turn in self.turns)
+        return not self.tools and all(_details(turn) == _NO_DETAILS for turn in self.turns)
 
 
 def check_sample(sample: SourceSample) -> None:

@@ -1,14 +1,15 @@
 """What measuring records of a sample: a row of the index, or of the table of samples set aside."""
 
+import itertools
 import os
 import re
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntFlag
 from operator import attrgetter
 from typing import Any, Final
 
-import numpy as np
 import pyarrow as pa
 import xxhash
 
@@ -25,7 +26,7 @@ MODIFICATION_TIME: Final = "modification_time"
 
 _SPECIAL: Final = re.compile("|".join(map(re.escape, QWEN_SPECIAL_TOKENS)))
 #: Image sides that array code takes for a number of channels.
-_LIKE_CHANNELS: Final = (1, 3)
+_LIKE_CHANNELS: Final = frozenset((1, 3))
 _locator_values = attrgetter(*(field.name for field in LOCATOR_FIELDS))
 
 
@@ -103,21 +104,25 @@ class Trait(IntFlag):
     NOT_PLAIN = 8
 
 
+_NO_TRAIT: Final = Trait(0)
+
+
 def sample_traits(sample: SourceSample, image_sizes: Sequence[tuple[int, int]]) -> Trait:
     """The traits of a checked sample whose images have these (height, width)."""
-    traits = Trait(0)
+    traits = _NO_TRAIT
     if sample.task == "captioning":  # nothing but the caption is encoded
         texts, misread = [sample.turns[0].answer], ""
     else:
-        misread = "".join(turn.answer for turn in sample.turns)
+        misread = "".join([turn.answer for turn in sample.turns])
         texts = [misread, *(turn.prompt for turn in sample.turns)]
         if sample.system not in (None, DEFAULT_SYSTEM):
             traits |= Trait.OWN_SYSTEM
-    if IMAGE_PLACEHOLDER in misread or any("<|" in t and _SPECIAL.search(t) for t in texts):
+    control = [text for text in texts if "<|" in text]
+    if IMAGE_PLACEHOLDER in misread or any(map(_SPECIAL.search, control)):
         traits |= Trait.CONTROL_TEXT
     if not sample.is_plain:
         traits |= Trait.NOT_PLAIN
-    if any(side in _LIKE_CHANNELS for size in image_sizes for side in size):
+    if not _LIKE_CHANNELS.isdisjoint(itertools.chain(*image_sizes)):
         traits |= Trait.THIN_IMAGE
     return traits
 
@@ -137,7 +142,7 @@ def sample_stamp(source: Source, json: Locator, media: Iterable[Locator]) -> int
         # As in Source.read_media: a medium that is a file of its own may lie under image_root.
         root = source.media if locator.kind == "file" else source.root
         times.append(_modified(root, locator.container))
-    return xxhash.xxh3_64_intdigest(np.array(times, dtype="<i8").tobytes())
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(times)}q", *times))
 
 
 def _modified(root: object, container: str) -> int:

@@ -23,6 +23,7 @@ _MEDIA_NAME: Final = re.compile(
     r"(_?(path|file|name|url|list|bytes))*s?(_?\d+)?",
     re.IGNORECASE,
 )
+_RECORD_FIELDS: Final = frozenset(RECORD_FIELDS)
 #: Fields next to a prompt that the model should have seen, too.
 _BESIDE_PROMPT: Final = ("choices", "options", "hint", "passage", *PROMPT_FIELDS)
 #: How other projects mark the place of an image.
@@ -37,12 +38,9 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
     content = record.content
     assert not isinstance(content, SampleError)
     used = {_base_name(name) for name in sample.media}
+    others = content.keys() - _RECORD_FIELDS
     unused = [*record.unread]
-    unused += (
-        name
-        for name in content.keys() - set(RECORD_FIELDS)
-        if _holds_media(name, content[name], used)
-    )
+    unused += [name for name in others if _holds_media(name, content[name], used)]
     for name in MEDIA_FIELDS & content.keys():
         value = content[name] or []
         named = map(media_name, value if isinstance(value, list) else [value])
@@ -59,18 +57,18 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
 def _lost_text(content: Mapping[str, Any], sample: SourceSample) -> Iterator[str]:
     if content.get("label") is False:
         yield "records say label: false, as preferences mark bad answers"
-    prompt = next((name for name in PROMPT_FIELDS if content.get(name)), None)
+    prompt = next(filter(content.get, PROMPT_FIELDS), None)
     if prompt is not None and sample.task != "captioning":
         for name in _BESIDE_PROMPT:
             if name != prompt and content.get(name):
                 yield f"field {name!r} is not shown beside {prompt!r}"
-    answer = next((name for name in ("answer", "answers") if content.get(name)), None)
+    answer = next(filter(content.get, ("answer", "answers")), None)
     captions = content.get("captions") or content.get("caption")
     if sample.task == "captioning" and prompt is None and answer and not captions:
         yield f"field {answer!r} is trained as a caption; where is its question?"
     if not sample.media:
         return
-    prompts = "\n".join(turn.prompt for turn in sample.turns)
+    prompts = "\n".join([turn.prompt for turn in sample.turns])
     if IMAGE_PLACEHOLDER not in prompts and VIDEO_PLACEHOLDER not in prompts:
         mark = _OTHER_MARKS.search(prompts)
         if mark is not None:

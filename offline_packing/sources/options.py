@@ -90,7 +90,7 @@ class FieldMap:
 
     def missing(self, content: Mapping[str, Any]) -> list[str]:
         """'source.fields.images=picture' of each place that gave nothing to what `apply` made."""
-        absent = self._steps.keys() - content.keys()
+        absent = self._steps.keys() - content.keys() if self._steps else ()
         return [f"source.fields.{name}={'.'.join(self._steps[name])}" for name in sorted(absent)]
 
 

@@ -1,8 +1,9 @@
 """What the encoders of all families share. `measure` and `encode` go through `_layout`, so they
 cannot disagree; a family says what its template, its media and its positions are."""
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample, SampleLength
 from task_encoders.samples import SampleError, SourceSample, check_sample
-from task_encoders.text.pieces import Answer, Control, Piece, Text, Video
+from task_encoders.text.pieces import Answer, Control, Fixed, Piece, Text, Video
 from task_encoders.text.tokenizer import Tokenizer
 from task_encoders.tokenized import (
     IMAGE_ID,
@@ -65,8 +66,7 @@ class FamilyEncoder(ABC):
         self._patch_area = patch_area
         self.normalisation = normalisation
         self._lengths_follow = tuple(lengths_follow)
-        self._controls: dict[Control, Span] = {}
-        self._texts: dict[str, Span] = {}
+        self._kept: dict[Control | Fixed | str, Span] = {}
 
     # What a family decides.
 
@@ -135,13 +135,11 @@ class FamilyEncoder(ABC):
         check_sample(sample)
         ids: list[int] = []
         loss: list[int] = []
-        for part in self._parts(sample):
-            if isinstance(part, Span):
-                ids += part.ids
-                if part.loss_from < part.num_tokens:
-                    loss += [len(ids) - part.num_tokens + part.loss_from, len(ids)]
-            else:
-                ids.append(part)
+        media = (itertools.repeat([Span((one,), 1, 1)]) for one in (IMAGE_ID, VIDEO_ID))
+        for span in self._sample_spans(sample, *media):
+            if span.loss_from < span.num_tokens:
+                loss += [len(ids) + span.loss_from, len(ids) + span.num_tokens]
+            ids += span.ids
         return TokenizedText(ids, loss)
 
     def expand(
@@ -219,48 +217,57 @@ class FamilyEncoder(ABC):
                 f"{len(sample.images)} and {len(sample.videos)} of {sample}"
             )
         check_sample(sample)
+        of_images, of_videos = map(self.medium_spans, images), map(self.medium_spans, videos)
+        if tokenized is None:
+            return self._sample_spans(sample, of_images, of_videos)
         spans: list[Span] = []
-        media = {IMAGE_ID: iter(images), VIDEO_ID: iter(videos)}
-        for part in self._parts(sample) if tokenized is None else stored_parts(tokenized):
+        for part in stored_parts(tokenized):
             if isinstance(part, Span):
                 spans.append(part)
             else:
-                spans += self.medium_spans(next(media[part]))
+                spans += next(of_images if part == IMAGE_ID else of_videos)
         return spans
 
-    def _parts(self, sample: SourceSample) -> list[Span | int]:
-        """A checked sample's texts as spans, and IMAGE_ID or VIDEO_ID for its media, in order."""
-        parts: list[Span | int] = []
+    def _sample_spans(
+        self,
+        sample: SourceSample,
+        images: Iterator[Iterable[Span]],
+        videos: Iterator[Iterable[Span]],
+    ) -> list[Span]:
+        """Of a checked sample's texts and, in their places, the given ones of its media."""
+        spans: list[Span] = []
         for piece in self.render(sample):
-            if isinstance(piece, Control):
-                parts.append(self._control_span(piece))
-            elif isinstance(piece, Text):
-                parts.append(self.text_span(piece.text))
+            if isinstance(piece, Text):
+                spans.append(self.text_span(piece.text))
+            elif isinstance(piece, (Fixed, Control)):
+                spans.append(self._kept.get(piece) or self._fixed_span(piece))
             elif isinstance(piece, Answer):
                 ids, loss_from = self.tokenizer.encode_answer(piece.header, piece.text)
-                parts.append(Span(ids, len(ids), loss_from))
+                spans.append(Span(ids, len(ids), loss_from))
             else:
-                parts.append(VIDEO_ID if isinstance(piece, Video) else IMAGE_ID)
-        return parts
-
-    def _control_span(self, control: Control) -> Span:
-        span = self._controls.get(control)
-        if span is None:
-            ids = [self.tokenizer.special_id(control.token)]
-            span = self._controls[control] = Span(ids, 1, 1 - control.labelled)
-        return span
+                spans += next(videos if isinstance(piece, Video) else images)
+        return spans
 
     def text_span(self, text: str) -> Span:
-        """Tokens of a text without loss; those of the template's own words are kept."""
+        """Tokens of a text without loss; those of a short one are kept."""
         if len(text) > 64:
             ids = self.tokenizer.encode(text)
             return Span(ids, len(ids), len(ids))
-        span = self._texts.get(text)
-        if span is None:
-            if len(self._texts) > 4096:
-                self._texts.clear()
-            ids = self.tokenizer.encode(text)
-            span = self._texts[text] = Span(ids, len(ids), len(ids))
+        return self._kept.get(text) or self._keep(text, self.tokenizer.encode(text))
+
+    def _fixed_span(self, piece: Control | Fixed) -> Span:
+        ids: list[int] = []
+        for one in piece.pieces if isinstance(piece, Fixed) else (piece,):
+            if isinstance(one, Text):
+                ids += self.tokenizer.encode(one.text)
+            else:
+                ids.append(self.tokenizer.special_id(one.token))
+        return self._keep(piece, ids, isinstance(piece, Control) and piece.labelled)
+
+    def _keep(self, piece: Control | Fixed | str, ids: list[int], num_labelled: int = 0) -> Span:
+        if len(self._kept) > 4096:
+            self._kept.clear()
+        span = self._kept[piece] = Span(ids, len(ids), len(ids) - num_labelled)
         return span
 
 

@@ -50,14 +50,12 @@ def stored_parts(tokenized: TokenizedText) -> Iterator[Span | int]:
 
 def patch_spans(
     token_id: int, grid: Grid, merge_size: int, before: Span, behind: Span, interval: float = 1.0
-) -> Iterator[Span]:
+) -> tuple[Span, Span, Span]:
     """A token per merge_size² patches, between two others."""
     t, h, w = grid
     merged = t, h // merge_size, w // merge_size
     num_tokens = math.prod(merged)
-    yield before
-    yield Span((token_id,), num_tokens, num_tokens, merged, interval)
-    yield behind
+    return before, Span((token_id,), num_tokens, num_tokens, merged, interval), behind
 
 
 def position_ids(spans: Sequence[Span], num_rows: int, video_end: str) -> npt.NDArray[np.int64]:

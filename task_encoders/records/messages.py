@@ -21,7 +21,7 @@ a loss weight between 0 and 1) is refused, since the sample would be trained as 
     {"role": "assistant", "content": str, "loss_weight": 0}     also "weight", "loss", "train"
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -42,6 +42,7 @@ _THOUGHT_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
 _UNPACKED: Final = ("image", "images", "video", "videos", "audio", "audios")
 #: All that most messages hold: there is nothing else to look for in them.
 _PLAIN: Final = frozenset(("role", "content", "from", "value"))
+_QUESTIONS: Final = frozenset(("user", "tool"))
 _LOSS_FIELDS: Final = ("loss_weight", "weight", "loss", "loss_scale", "train")
 #: Type of a part of a content list -> what marks its place.
 _MEDIA_TYPES: Final[Mapping[str, str]] = {
@@ -76,28 +77,40 @@ def read_dialogue(messages: Any, name: str) -> Dialogue:
     if not isinstance(messages, list) or not messages:
         raise SampleError("bad_record", f"{name!r} is {kind_of(messages)}, not a list of messages")
     found = Dialogue()
-    said = _joined([one for message in messages for one in _messages(message, found)])
-    roles = [one.role for one in said]
-    bad_roles = SampleError("bad_roles", f"roles are {', '.join(roles[:8])}")
-    if roles[0] == "system":
-        found.system = said.pop(0).text
+    said: list[_Message] = []
+    for message in messages:
+        said += _messages(message, found)
+    said = _joined(said)
     before: list[_Message] = []
-    for one in said:
-        if one.role != "assistant":
+    for i, one in enumerate(said):
+        if one.role == "system" and i == 0:
+            found.system = one.text
+        elif one.role in ROLES:
             before.append(one)
-            continue
-        asked = [other.role for other in before]
-        if asked.count("user") > 1 or not {"user", "tool"}.intersection(asked):
-            raise bad_roles
-        *others, last = before
-        pairs = tuple((other.role, other.text) for other in others)
-        found.turns.append(
-            Turn(last.text, one.text, last.role, pairs, one.thought, one.calls, one.trained)
-        )
-        before = []
-    if before or not found.turns or not set(roles) <= {*ROLES, "assistant"}:
-        raise bad_roles
+        elif one.role == "assistant" and _are_asked(before):
+            found.turns.append(_turn(before, one))
+            before = []
+        else:
+            raise _bad_roles(said)
+    if before or not found.turns:
+        raise _bad_roles(said)
     return found
+
+
+def _are_asked(messages: Sequence[_Message]) -> bool:
+    """Whether an answer may follow these messages: one question, or results of tools."""
+    asked = [one.role for one in messages]
+    return asked == ["user"] or (asked.count("user") <= 1 and not _QUESTIONS.isdisjoint(asked))
+
+
+def _turn(before: Sequence[_Message], answer: _Message) -> Turn:
+    *others, last = before
+    pairs = tuple([(other.role, other.text) for other in others])
+    return Turn(last.text, answer.text, last.role, pairs, *answer[2:])
+
+
+def _bad_roles(said: Sequence[_Message]) -> SampleError:
+    return SampleError("bad_roles", f"roles are {', '.join([one.role for one in said[:8]])}")
 
 
 def read_tools(value: Any) -> str:
@@ -148,7 +161,7 @@ def kind_of(value: Any) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
-def _messages(message: Any, found: Dialogue) -> Iterator[_Message]:
+def _messages(message: Any, found: Dialogue) -> list[_Message]:
     """A message; of an object that holds a whole turn, two."""
     if not isinstance(message, dict):
         raise SampleError("bad_record", f"a message is {kind_of(message)}, not an object")
@@ -159,16 +172,14 @@ def _messages(message: Any, found: Dialogue) -> Iterator[_Message]:
     if "from" in message:
         role, content = message["from"], message.get("value")
     elif "role" not in message and "user" in message and "assistant" in message:
-        yield from (_Message(r, _text(r, message[r], found)) for r in ("user", "assistant"))
-        return
+        return [_Message(r, _text(r, message[r], found)) for r in ("user", "assistant")]
     else:
         role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise SampleError("bad_record", f"the role of a message is {kind_of(role)}, not text")
     role = _ROLES.get(role, role)
     if is_plain and role not in _CALL_ROLES:
-        yield _Message(role, _text(role, content, found))
-        return
+        return [_Message(role, _text(role, content, found))]
     calls = message.get("tool_calls") or message.get("function_call") or ()
     if role in _CALL_ROLES:
         role, content, calls = "assistant", "", content
@@ -179,7 +190,7 @@ def _messages(message: Any, found: Dialogue) -> Iterator[_Message]:
         raise SampleError("bad_record", f"a message of {role!r} has a call of a tool or a thought")
     text = "" if content is None and calls else _text(role, content, found)
     trained = _is_trained(role, message)
-    yield _Message(role, text, thought or None, _calls(calls), trained)
+    return [_Message(role, text, thought or None, _calls(calls), trained)]
 
 
 def _calls(value: Any) -> tuple[str, ...]:

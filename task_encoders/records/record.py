@@ -90,15 +90,14 @@ def to_sample(
 ) -> SourceSample:
     """The sample of a parsed record. `paired_media` are images and videos with the record's name,
     where the format pairs by name. Raises SampleError if the record cannot be used."""
-    lost = next((name for name in _UNPACKED if content.get(name)), None)
-    if lost is not None:
+    for lost in filter(content.get, _UNPACKED):
         raise SampleError("bad_record", f"the record has {lost!r}, which are not packed")
     name = _first(content, DIALOGUE_FIELDS)
     found = read_dialogue(content[name], name) if name else Dialogue(turns=_turns(content, task))
     system = _system(content, found.system) if name or task != "captioning" else None
     images, videos = _media(content, found, paired_media)
     turns = _mark_videos(found.turns, len(videos)) if videos and not images else found.turns
-    tools = "".join(read_tools(content[name]) for name in _TOOLS if content.get(name))
+    tools = "".join([read_tools(content[name]) for name in _TOOLS if content.get(name)])
     media = tuple(images), system, tuple(videos)
     sample = SourceSample(key, task, tuple(turns), *media, tools)
     check_sample(sample)
@@ -146,7 +145,10 @@ def best_answer(answers: Any, weights: Any) -> Any:
 
 def _first(content: Mapping[str, Any], names: Sequence[str]) -> str | None:
     """The first of some fields that a record has."""
-    return next((name for name in names if content.get(name) is not None), None)
+    for name in names:
+        if content.get(name) is not None:
+            return name
+    return None
 
 
 def _mark_videos(turns: list[Turn], num_videos: int) -> list[Turn]:
@@ -204,10 +206,11 @@ def _media(
     content: Mapping[str, Any], found: Dialogue, paired_media: Sequence[str] | None
 ) -> tuple[Sequence[str], Sequence[str]]:
     """Names of the images and of the videos."""
-    images = _one_list("images", named_media(content, "image"), found.images)
-    videos = _one_list("videos", named_media(content, "video"), found.videos)
-    if images is not None or videos is not None:
-        return images or (), videos or ()
+    if found.images or found.videos or not MEDIA_FIELDS.isdisjoint(content):
+        images = _one_list("images", named_media(content, "image"), found.images)
+        videos = _one_list("videos", named_media(content, "video"), found.videos)
+        if images is not None or videos is not None:
+            return images or (), videos or ()
     if paired_media is None:
         return (), ()
     if not paired_media:

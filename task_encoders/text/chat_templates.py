@@ -13,6 +13,7 @@ searched for control tokens, and templates decide as they would with the real te
 `template_proof` checks that against transformers.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from task_encoders.text.jinja_template import JinjaTemplate
 from task_encoders.text.pieces import (
     Answer,
     Control,
+    Fixed,
     Image,
     Piece,
     Text,
@@ -73,7 +75,7 @@ class _AnswerControl(NamedTuple):
     turn: int
 
 
-_Part = Control | Text | _Words | _AnswerControl
+_Part = Control | Text | Fixed | _Words | _AnswerControl
 
 
 class ChatTemplate:
@@ -184,7 +186,7 @@ class ChatTemplate:
             raise SampleError(
                 "not_in_template", f"the chat template begins answers without {_START}{_HEADER!r}"
             )
-        return tuple(parts)
+        return _joined(parts)
 
     def _messages(self, shape: _Shape) -> tuple[Any, list[dict[str, Any]], set[int]]:
         """Tools and messages as a template takes them, with numbered marks, and the numbers of the
@@ -232,6 +234,13 @@ class ChatTemplate:
         return {"type": "function", "function": _protected(function)}
 
 
+def _joined(parts: Sequence[_Part]) -> tuple[_Part, ...]:
+    """The parts, with those that no sample changes as one wherever they follow each other."""
+    runs = itertools.groupby(parts, lambda part: isinstance(part, Control | Text))
+    joined = [[Fixed(tuple(run))] if is_fixed else list(run) for is_fixed, run in runs]  # type: ignore
+    return tuple(itertools.chain(*joined))
+
+
 def _parsed(text: str, kind: type) -> Any:
     """The list or object that a JSON text holds. Raises SampleError if it holds none."""
     try:
@@ -266,7 +275,10 @@ def _fill(
     text = words.begin
     for number, behind in words.texts:
         found = slots[number]
-        for piece in (found,) if isinstance(found, str) else found:
+        if isinstance(found, str):
+            text += found + behind
+            continue
+        for piece in found:
             if isinstance(piece, str):
                 text += piece
                 continue

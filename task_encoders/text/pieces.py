@@ -32,6 +32,12 @@ class Text(NamedTuple):
     text: str
 
 
+class Fixed(NamedTuple):
+    """What a template writes around a sample's texts, the same in many samples."""
+
+    pieces: tuple[Control | Text, ...]
+
+
 class Answer(NamedTuple):
     """Text that carries loss, after a header that does not. Both are tokenized together: the
     header's newline merges with newlines at the start of an answer."""
@@ -48,7 +54,7 @@ class Video(NamedTuple):
     """The place of the next video."""
 
 
-Piece = Control | Text | Answer | Image | Video
+Piece = Control | Text | Fixed | Answer | Image | Video
 
 #: A prompt is cut at both placeholders where the sample has videos.
 _MEDIA: Final[Mapping[str, Image | Video]] = {
@@ -141,6 +147,8 @@ def spell(piece: Piece) -> str:
             return header + text
         case Text(text=text):
             return text
+        case Fixed(pieces=pieces):
+            return "".join(map(spell, pieces))
         case Video():
             return "<|vision_start|><|video_pad|><|vision_end|>"
     return "<|vision_start|><|image_pad|><|vision_end|>"

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from offline_packing.index.measured import MeasuredSample
-from offline_packing.measure.measure_part import measure_record
+from offline_packing.measure.measure_part import Measuring
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Source, open_source
-from task_encoders.samples import REASONS, SampleError
+from task_encoders.samples import REASONS
 from tests.helpers.datasets import make_config
 
 #: Model limits of the tests.
@@ -21,17 +21,15 @@ def open_one(config: dict[str, Any], scratch: Path) -> Source:
 
 def account(source: Source) -> list[tuple[str, str, MeasuredSample | None]]:
     """(key, 'ok' or the reason, row) of every record. Rows are read again from their locators."""
-    encoder = open_encoder(MODEL)
+    measuring = Measuring(source, 0, open_encoder(MODEL), MODEL)
     found: list[tuple[str, str, MeasuredSample | None]] = []
     for part in source.scan(3).parts:
         for record in source.records(part):
-            try:
-                sample = source.sample(record, record.key)
-                row = measure_record(record, sample, source, 0, encoder, MODEL)
-            except SampleError as error:
-                found.append((record.key, error.reason, None))
-                continue
-            found.append((record.key, "ok", row))
+            (row,) = measuring.rows([record])
+            if isinstance(row, MeasuredSample):
+                found.append((record.key, "ok", row))
+            else:
+                found.append((record.key, row.reason, None))
     assert {outcome for _, outcome, _ in found} <= {"ok", *REASONS}
     for key, _, row in found:
         if row is not None:

@@ -17,7 +17,6 @@ from offline_packing.errors import ConfigError, StageError
 from offline_packing.index.table import part_name
 from offline_packing.layouts.shard_tasks import ShardTask
 from offline_packing.measure import measure as measure_module
-from offline_packing.measure import measure_part as measure_part_module
 from offline_packing.measure.measure import measure
 from offline_packing.measure.measure_part import MeasureTask, PartResult, measure_part
 from offline_packing.runs.run import Run
@@ -26,7 +25,9 @@ from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import verify
 from offline_packing.write import write as write_module
 from offline_packing.write.write import write_shard
+from task_encoders.families.encoder import FamilyEncoder
 from task_encoders.pack_format import parse_json, restore_pack
+from task_encoders.sample_encoder import SampleLength
 from task_encoders.samples import SourceSample
 from tests.helpers.datasets import (
     captioning_pairs,
@@ -315,17 +316,14 @@ def test_verify_finds_a_wrong_length(
 ) -> None:
     """A measuring encoder that is off by one in one sample."""
     run = make_run(captions, tmp_path / "out")
-    true_measure = measure_part_module.measure_record
+    true_measure = FamilyEncoder.measure
 
-    def off_by_one(record: Any, *args: Any) -> Any:
-        measured = true_measure(record, *args)
-        if record.key == "part0/000004":
-            length = measured.length
-            wrong = type(length)(length.num_tokens + 1, 1, length.num_vision_patches, ())
-            measured = replace(measured, length=wrong)
-        return measured
+    def off_by_one(encoder: FamilyEncoder, sample: SourceSample, *args: Any) -> SampleLength:
+        length = true_measure(encoder, sample, *args)
+        is_wrong = sample.key == "part0/000004"
+        return replace(length, num_tokens=length.num_tokens + is_wrong)
 
-    monkeypatch.setattr(measure_part_module, "measure_record", off_by_one)
+    monkeypatch.setattr(FamilyEncoder, "measure", off_by_one)
     pack_all(run)
     result = verify(run, deep=True)
     assert result.num_problems == 1
