@@ -11,14 +11,21 @@ import numpy as np
 import numpy.typing as npt
 
 from task_encoders.families.options import ModelOptions, changes_lengths
-from task_encoders.families.spans import Grid, Medium, Span, position_ids, stored_parts
+from task_encoders.families.spans import (
+    Grid,
+    Medium,
+    Span,
+    TextSpans,
+    position_ids,
+    stored_parts,
+)
 from task_encoders.media.image import MAX_IMAGE_PIXELS
 from task_encoders.media.pixel_values import Bytes, Normalisation
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample, SampleLength
 from task_encoders.samples import SampleError, SourceSample, check_sample
-from task_encoders.text.pieces import Answer, Control, Fixed, Piece, Text, Video
+from task_encoders.text.pieces import Image, Piece, Video
 from task_encoders.text.tokenizer import Tokenizer
 from task_encoders.tokenized import (
     IMAGE_ID,
@@ -66,7 +73,7 @@ class FamilyEncoder(ABC):
         self._patch_area = patch_area
         self.normalisation = normalisation
         self._lengths_follow = tuple(lengths_follow)
-        self._kept: dict[Control | Fixed | str, Span] = {}
+        self.texts = TextSpans(tokenizer)
 
     # What a family decides.
 
@@ -237,38 +244,13 @@ class FamilyEncoder(ABC):
         """Of a checked sample's texts and, in their places, the given ones of its media."""
         spans: list[Span] = []
         for piece in self.render(sample):
-            if isinstance(piece, Text):
-                spans.append(self.text_span(piece.text))
-            elif isinstance(piece, (Fixed, Control)):
-                spans.append(self._kept.get(piece) or self._fixed_span(piece))
-            elif isinstance(piece, Answer):
-                ids, loss_from = self.tokenizer.encode_answer(piece.header, piece.text)
-                spans.append(Span(ids, len(ids), loss_from))
+            if isinstance(piece, Image):
+                spans += next(images)
+            elif isinstance(piece, Video):
+                spans += next(videos)
             else:
-                spans += next(videos if isinstance(piece, Video) else images)
+                spans.append(self.texts.span(piece))
         return spans
-
-    def text_span(self, text: str) -> Span:
-        """Tokens of a text without loss; those of a short one are kept."""
-        if len(text) > 64:
-            ids = self.tokenizer.encode(text)
-            return Span(ids, len(ids), len(ids))
-        return self._kept.get(text) or self._keep(text, self.tokenizer.encode(text))
-
-    def _fixed_span(self, piece: Control | Fixed) -> Span:
-        ids: list[int] = []
-        for one in piece.pieces if isinstance(piece, Fixed) else (piece,):
-            if isinstance(one, Text):
-                ids += self.tokenizer.encode(one.text)
-            else:
-                ids.append(self.tokenizer.special_id(one.token))
-        return self._keep(piece, ids, isinstance(piece, Control) and piece.labelled)
-
-    def _keep(self, piece: Control | Fixed | str, ids: list[int], num_labelled: int = 0) -> Span:
-        if len(self._kept) > 4096:
-            self._kept.clear()
-        span = self._kept[piece] = Span(ids, len(ids), len(ids) - num_labelled)
-        return span
 
 
 def _tokens_and_labels(

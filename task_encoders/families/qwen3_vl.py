@@ -19,6 +19,7 @@ from task_encoders.families.spans import Medium, Span, patch_spans
 from task_encoders.media.video import SampledVideo, seconds_per_grid
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError
+from task_encoders.text.pieces import Text
 from task_encoders.text.qwen_templates import QWEN3_5_TEMPLATE, QWEN3_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import (
     BUILTIN,
@@ -124,7 +125,7 @@ class Qwen3VLEncoder(QwenVLEncoder):
         step, merge = (1, height, width), self.vision.merge_size
         yield self._before
         for seconds in timestamps(video, self.vision.temporal_patch_size):
-            yield self.text_span(f"<{seconds:.1f} seconds>")
+            yield self.texts.span(Text(f"<{seconds:.1f} seconds>"))
             yield from patch_spans(self.video_token_id, step, merge, self._before, self._behind)
         yield self._behind
 

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from task_encoders.media.video import SampledVideo
+from task_encoders.text.pieces import Answer, Control, Fixed, Text
+from task_encoders.text.tokenizer import Tokenizer
 from task_encoders.tokenized import TokenizedText
 
 Grid = tuple[int, int, int]
@@ -30,6 +32,38 @@ class Medium(NamedTuple):
 
     grid: Grid  #: in patches
     video: SampledVideo | None = None
+
+
+class TextSpans:
+    """The tokens of a sample's texts; those of short texts and of the template's own are kept."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._kept: dict[Text | Control | Fixed, Span] = {}
+
+    def span(self, piece: Text | Control | Fixed | Answer) -> Span:
+        """Of a piece that is no medium."""
+        if isinstance(piece, Answer):
+            ids, loss_from = self._tokenizer.encode_answer(piece.header, piece.text)
+            return Span(ids, len(ids), loss_from)
+        if isinstance(piece, Text) and len(piece.text) > 64:
+            ids = self._tokenizer.encode(piece.text)
+            return Span(ids, len(ids), len(ids))
+        return self._kept.get(piece) or self._keep(piece)
+
+    def _keep(self, piece: Text | Control | Fixed) -> Span:
+        if len(self._kept) > 4096:
+            self._kept.clear()
+        if isinstance(piece, Control):
+            span = Span([self._tokenizer.special_id(piece.token)], 1, 1 - piece.labelled)
+        elif isinstance(piece, Text):
+            ids = self._tokenizer.encode(piece.text)
+            span = Span(ids, len(ids), len(ids))
+        else:
+            ids = [token_id for one in piece.pieces for token_id in self.span(one).ids]
+            span = Span(ids, len(ids), len(ids))
+        self._kept[piece] = span
+        return span
 
 
 def stored_parts(tokenized: TokenizedText) -> Iterator[Span | int]:
