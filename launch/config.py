@@ -42,6 +42,8 @@ class DataConfig(_Config):
     num_workers: NonNegative = 2
     #: start over at the end of the data; false ends the run there, each pack trained once
     repeat: bool = True
+    #: the order packs were written in, or a new one per epoch that gives every rank as much work
+    order: Literal["written", "balanced"] = "written"
     #: instead of the one in the manifest: the same tokenizer and pixel limits in another place
     processor: str | None = None
     #: pad every pack to seq_length, for kernels compiled per shape
@@ -70,6 +72,8 @@ class DataConfig(_Config):
         prefix = given.get("data_prefix") or find_prefix(str(given.get("path")))
         if prefix is None:
             return given
+        if given.get("order") == "balanced":
+            raise ValueError("order=balanced: packs as token ids come as written; pack to shards")
         return {**given, "data_prefix": str(prefix), "path": str(Path(prefix).parent)}
 
 

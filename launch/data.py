@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.energon import WorkerConfig
 
+from launch.balanced_loader import BalancedLoader
 from launch.broadcast import broadcast_batch
 from launch.config import DataConfig
 from launch.data_manifest import PackedData
@@ -169,6 +170,17 @@ def _build_loader(
             num_workers=config.num_workers,
             repeat=config.repeat and split == "train",
             limit=limit,
+            timeout=FIRST_ROW_TIMEOUT,
+        )
+    if split == "train" and config.order == "balanced":
+        return BalancedLoader(
+            path,
+            task_encoder,
+            rank=worker_config.rank,
+            world_size=worker_config.world_size,
+            micro_batch_size=config.micro_batch_size,
+            num_workers=config.num_workers,
+            repeat=config.repeat,
             timeout=FIRST_ROW_TIMEOUT,
         )
     if split == "train":

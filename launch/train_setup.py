@@ -131,6 +131,8 @@ def build_checkpoints(config: LaunchConfig, data: PackedData, plan: TrainPlan) -
             "data.num_workers": config.data.num_workers,
             "data.micro_batch_size": config.data.micro_batch_size,
             "data.repeat": config.data.repeat,
+            # None: as in checkpoints from before there was a choice
+            "data.order": None if config.data.order == "written" else config.data.order,
             "packs per step": plan.packs_per_step,
             "parallel.tensor": config.parallel.tensor,
             "data parallel ranks": parallel_state.get_data_parallel_world_size(),

@@ -56,6 +56,13 @@ class ScheduledLoader:
             yield batch
         self._state = self._sampler.state_dict()
 
+    def close(self) -> None:
+        """End the workers; another iteration would start new ones."""
+        workers = self._loader._iterator  # torch has no public name for it
+        if workers is not None:
+            workers._shutdown_workers()  # type: ignore[attr-defined]
+            self._loader._iterator = None
+
     def state_dict(self) -> dict[str, Any]:
         """See `RankSampler.state_dict`; of the batches that were delivered."""
         return dict(self._state)

@@ -1,0 +1,108 @@
+"""Packs dealt by cost: through the trainer's own calls, saved and restored at any step."""
+
+import collections
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from launch.balanced_loader import BalancedLoader
+from launch.config import DataConfig
+from launch.data import EnergonMicroBatches, build_task_encoder
+from launch.data_manifest import read_packed_data
+from launch.parallel import initialize_parallel
+from offline_packing.online.ranks.pack_costs import pack_costs
+from task_encoders.packed_folder import PackedFolder
+from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder, losses, make_config, make_trainer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bmr_folder(tmp_path_factory.mktemp("bmr"))
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in BMR_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(("num_workers", "repeat"), [(0, True), (2, False)])
+def test_a_state_of_any_step_gives_the_rest(
+    num_workers: int, repeat: bool, folder: Path, tmp_path: Path
+) -> None:
+    config = DataConfig(path=str(folder), num_workers=num_workers, repeat=repeat, order="balanced")
+    encoder = build_task_encoder(config, read_packed_data(folder))
+    device = initialize_parallel()
+
+    def open_batches(state: Any = None) -> EnergonMicroBatches:
+        batches = EnergonMicroBatches(config, encoder, device)
+        if state is not None:
+            batches.restore(state)
+        return batches
+
+    def keys(batches: EnergonMicroBatches, count: int) -> list[str]:
+        rows = [batches.next() for _ in range(count)]
+        return [key for row in rows if row is not None for key in row.__key__]
+
+    num_packs = len(PackedFolder(folder))
+    whole = open_batches()
+    states, seen = [], []
+    for _ in range(num_packs + 2):
+        torch.save(whole.state(), tmp_path / "state.pt")
+        states.append(torch.load(tmp_path / "state.pt", weights_only=True))
+        seen += keys(whole, 1)
+    seen += keys(whole, 2)
+    whole.close()
+    assert len(seen) == (num_packs + 4 if repeat else num_packs)
+    assert sorted(seen[:num_packs]) == sorted(pack.key for pack in PackedFolder(folder))
+    for step in range(len(states)) if num_workers == 0 else (0, 3, num_packs, num_packs + 1):
+        restored = open_batches(states[step])
+        assert keys(restored, 2) == seen[step : step + 2], step
+        restored.close()
+
+
+def test_ranks_have_rows_of_as_many_packs_and_similar_cost(folder: Path) -> None:
+    encoder = build_task_encoder(DataConfig(path=str(folder)), read_packed_data(folder))
+    by_key = dict(
+        zip((p.key for p in PackedFolder(folder)), pack_costs(PackedFolder(folder))[1], strict=True)
+    )
+    rows = [
+        list(BalancedLoader(folder, encoder, rank=rank, world_size=3, micro_batch_size=2))
+        for rank in range(3)
+    ]
+    assert len(rows[0]) == len(rows[1]) == len(rows[2]) == -(-len(by_key) // 6)
+    given = collections.Counter(key for own in rows for row in own for key in row.__key__)
+    assert given == dict.fromkeys(by_key, 1)
+    cost = [[sum(by_key[key] for key in row.__key__) for row in own] for own in rows]
+    full = [step for step in zip(*cost, strict=True) if min(step) > 0.8 * max(step)]
+    assert len(full) >= len(rows[0]) - 1  # one step may share what did not divide
+
+
+def test_a_run_trains_on_it_and_resumes(folder: Path, tmp_path: Path) -> None:
+    def config(output: Path, iterations: int) -> Any:
+        return make_config(
+            folder,
+            output,
+            data={"order": "balanced", "num_workers": 0},
+            train={"iterations": iterations},
+            schedule={"decay": "constant", "warmup": 0},
+            checkpoint={"every": 2},
+        )
+
+    whole, seen, _ = make_trainer(config(tmp_path / "whole", 4))
+    assert whole.run()
+    first, before, _ = make_trainer(config(tmp_path / "parts", 2))
+    assert first.run()
+    second, after, _ = make_trainer(config(tmp_path / "parts", 4))
+    second.resume()
+    assert second.run()
+    assert before.keys + after.keys == seen.keys
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_packs_as_token_ids_are_refused() -> None:
+    with pytest.raises(ValidationError, match="order=balanced: packs as token ids"):
+        DataConfig(path="packs", data_prefix="packs/packed_seq_dataset", order="balanced")
