@@ -5,10 +5,13 @@ the next row: batches carry it to the trainer, from any worker and over a restar
 """
 
 import logging
-from collections.abc import Callable, Iterator
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megatron.energon import SavableDataset, WorkerConfig
+from megatron.energon.errors import FatalSampleError
+from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
 from megatron.energon.savable import Savable
 from megatron.energon.wrappers import MapDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset
@@ -30,6 +33,7 @@ class SetAside(Savable):
         """`otherwise`: takes what is no fault of a sample as far as we know."""
         self.lines: list[str] = []
         self._otherwise = otherwise
+        self._folders: list[str] = []
 
     def __call__(self, error: Exception, sample: Any, sources: Any) -> None:
         if not isinstance(error, SampleError | PackFormatError):
@@ -46,15 +50,27 @@ class SetAside(Savable):
         """Take the errors of Energon's own stages below, such as a member that is missing."""
         if isinstance(dataset, MapDataset):
             dataset._map_failure_handler.handler = self
-        if isinstance(dataset, BaseWrapperDataset):
-            for inner in dataset.datasets:
-                self.watch(inner)
+        if isinstance(dataset, WebdatasetSampleLoaderDataset):
+            self._folders += (str(reader.base_path) for reader in dataset.join_readers)
+        for inner in dataset.datasets if isinstance(dataset, BaseWrapperDataset) else ():
+            self.watch(inner)
 
-    def tell(self, row: PackedRowSample) -> PackedRowSample:
-        """The row, which tells of all lines so far."""
-        row.dropped[:0] = self.lines
-        self.lines.clear()
-        return row
+    def tell(self, rows: Iterable[PackedRowSample]) -> Iterator[PackedRowSample]:
+        """The rows, each of which tells of all lines since the one before it.
+
+        Raises:
+            FatalSampleError: a file ends early or cannot be read, and so no more rows come.
+        """
+        try:
+            for row in rows:
+                row.dropped[:0] = self.lines
+                self.lines.clear()
+                yield row
+        except (OSError, EOFError, tarfile.TarError) as error:
+            raise FatalSampleError(
+                f"{', '.join(self._folders)}: {error}; restore the tars, and prepare them again if "
+                "they have changed"
+            ) from error
 
     def save_state(self) -> list[str]:
         return list(self.lines)
@@ -87,4 +103,4 @@ class EncodedRows(MapDataset[Any, PackedRowSample]):
         self._set_aside.lines.clear()
 
     def __iter__(self) -> Iterator[PackedRowSample]:
-        yield from map(self._set_aside.tell, super().__iter__())
+        yield from self._set_aside.tell(super().__iter__())

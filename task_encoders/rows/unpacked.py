@@ -164,7 +164,7 @@ def _files(names: Sequence[str], media: _Media, stem: str) -> tuple[bytes, ...]:
     by_name = {name: media[part] for part in of_kind for name in (part, f"{stem}.{part}")}
     missing = next((name for name in names if name not in by_name), None)
     if missing is not None:
-        raise SampleError("missing_image", f"no member {missing!r} among {', '.join(media)}"[:200])
+        raise SampleError("missing_image", f"no member {missing!r}")
     return tuple(by_name[name] for name in names)
 
 

@@ -1,0 +1,244 @@
+"""Energon's samples packed while training: measured first, planned in windows, decoded last.
+
+    task_encoder = OnlineTaskEncoder(processor=…, seq_length=8192)
+    dataset = get_online_train_dataset("data/energon", task_encoder, buffer=1000)
+    for batch in get_packed_loader(dataset): ...
+
+Energon's own packing buffer encodes every sample before it plans, and holds all of them with their
+pixels. Here a waiting sample is its length and Energon's restore key: it is read a second time when
+its pack is final. The key is also all that a saved state holds of it.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.energon import Sample, SavableDataset, WorkerConfig, get_train_dataset
+from megatron.energon.errors import ErrorContext, FatalSampleError
+from megatron.energon.flavors.base_dataset import set_sample_restore_key
+from megatron.energon.state import FlexState
+from megatron.energon.wrappers.base import BaseWrapperDataset
+from megatron.energon.wrappers.repeat_dataset import RepeatDataset
+
+from offline_packing.online.pool import PackingPool
+from offline_packing.planner.windows import WindowOptions
+from task_encoders.energon_samples import PackedBatch, PackedRowSample
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.rows.encoded_rows import SetAside
+from task_encoders.rows.sub_samples import measure
+from task_encoders.samples import SampleError
+
+RestoreKey = tuple[Any, ...]
+
+
+class OnlineTaskEncoder(Qwen2VLTaskEncoder):
+    """`Qwen2VLTaskEncoder` for data that are not packed, whose rows are packs.
+
+    Works in any Energon call, with windows of 1,000 samples or as `windows` is set. Packs in a
+    blend are items like any other sample.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Takes the arguments of `Qwen2VLTaskEncoder`."""
+        super().__init__(**options)
+        self.windows = WindowOptions(seq_length=self.seq_length)
+
+    def measure(self, sample: Sample) -> Mapping[str, int]:
+        """What a sample takes of a pack: tokens, with padding, vision_patches, images and videos.
+
+        Raises:
+            SampleError: it cannot be used.
+            FatalSampleError: the environment contradicts it.
+        """
+        taken: Counter[str] = Counter()
+        sub_samples = self.sub_samples(sample)
+        for sub_sample in sub_samples:
+            try:
+                length = measure(sub_sample, self.encoder, self.model)
+            except SampleError:
+                if len(sub_samples) == 1:
+                    raise
+                continue  # of a pack; its row will tell
+            taken["tokens"] += -(-length.num_tokens // self.pad_multiple) * self.pad_multiple
+            taken["vision_patches"] += length.num_vision_patches
+            taken["images"] += len(sub_sample.images)
+            taken["videos"] += len(sub_sample.videos)
+        return taken
+
+    def build_encode_sample(
+        self, dataset: SavableDataset[Any], *, worker_config: WorkerConfig
+    ) -> SavableDataset[PackedRowSample]:
+        """Energon's hook."""
+        if not isinstance(dataset, RepeatDataset):
+            return OnlinePacks(dataset, self, worker_config=worker_config)
+        # What repeats are the packs: so those left over come out at the end of each epoch.
+        packs = OnlinePacks(dataset.dataset, self, worker_config=worker_config)
+        return RepeatDataset(packs, repeats=dataset.repeats, worker_config=worker_config)
+
+    def build_batch(
+        self, *args: Any, packing_buffer_size: int | None = None, **kwargs: Any
+    ) -> SavableDataset[PackedBatch]:
+        """Energon's hook."""
+        if packing_buffer_size is not None:
+            raise ValueError(
+                f"packing_buffer_size {packing_buffer_size}: these are packs already; set the "
+                "buffer of get_online_train_dataset"
+            )
+        return super().build_batch(*args, **kwargs)
+
+
+def get_online_train_dataset(
+    path: str | Path,
+    task_encoder: OnlineTaskEncoder,
+    *,
+    buffer: int = 1000,
+    strategy: str = "auto",
+    budgets: Mapping[str, int] | None = None,
+    seed: int = 0,
+    micro_batch_size: int = 1,
+    worker_config: WorkerConfig | None = None,
+    **kwargs: Any,
+) -> SavableDataset[PackedBatch]:
+    """Energon's `get_train_dataset`, packed while training; give it to `get_packed_loader`.
+
+    Energon shuffles runs of 100 samples, and each window's packs are shuffled here. In an epoch
+    every sample comes once, and those left over at its end come in packs less full. A blend by
+    weights has no epochs: there they wait for others, 16 windows at most.
+
+    Args:
+        path: a folder prepared for Energon, or a metadataset YAML.
+        buffer: samples that each worker takes in before it plans again. Beside them, up to 1,000
+            wait that would not have filled a pack.
+        strategy: of the planner; see `offline_packing.planner.strategies`.
+        budgets: what a pack holds at most beside tokens: vision_patches, images, videos.
+        seed: of the planner, and the order of a window's packs.
+        micro_batch_size: packs per row.
+        worker_config: default: torch.distributed's rank and world size, two workers.
+        kwargs: any other argument of `megatron.energon.get_train_dataset`.
+
+    Raises:
+        ValueError: an unknown strategy, or a bad buffer or budget.
+        PackingSettingsError: the environment or the task encoder contradicts the data.
+    """
+    encoder = copy.copy(task_encoder)
+    encoder.windows = replace(
+        task_encoder.windows, window=buffer, strategy=strategy, budgets=budgets or {}, seed=seed
+    )
+    order = {"shuffle_buffer_size": None, "max_samples_per_sequence": 100}
+    return get_train_dataset(
+        path,
+        task_encoder=encoder,
+        batch_size=micro_batch_size,
+        worker_config=worker_config or WorkerConfig.default_worker_config(num_workers=2),
+        **(order | kwargs),
+    )
+
+
+class OnlinePacks(BaseWrapperDataset[Sample, PackedRowSample]):
+    """One pass over samples, as rows of packs; the passes after it are the next epochs'."""
+
+    _savable_fields = ("_ready", "_source_ended", "_num_rows", "_set_aside")
+
+    def __init__(
+        self,
+        dataset: SavableDataset[Sample],
+        encoder: OnlineTaskEncoder,
+        *,
+        worker_config: WorkerConfig,
+    ) -> None:
+        """Raises ValueError if the samples cannot be read a second time."""
+        super().__init__(dataset, worker_config=worker_config)
+        if not dataset.can_restore_sample():
+            raise ValueError(
+                "samples are read again once their pack is final; mark your cooker as @stateless"
+            )
+        self._encoder = encoder
+        self._set_aside = SetAside(worker_config.global_error_handler)
+        self._set_aside.watch(dataset)
+        self._failures = ErrorContext("OnlinePacks", self._set_aside)
+        self.reset_state_own()
+
+    def reset_state_own(self) -> None:
+        self._pool = PackingPool[RestoreKey](self._encoder.windows)
+        #: packs that are final, in the order in which they will be given
+        self._ready: list[list[RestoreKey]] = []
+        self._source_ended = False
+        #: given in this pass
+        self._num_rows = 0
+        self._set_aside.lines.clear()
+
+    def save_state(self) -> FlexState:
+        state = super().save_state()
+        return FlexState(**state, pool=self._pool.state(), waiting=self._pool.waiting)
+
+    def restore_state(self, state: FlexState) -> None:
+        super().restore_state(state)
+        self._pool = PackingPool.from_state(state["pool"], state["waiting"])
+        if self._pool.options != self._encoder.windows:
+            raise ValueError(
+                f"the state was saved with {self._pool.options}, and this is "
+                f"{self._encoder.windows}; resume with the same"
+            )
+
+    def __iter__(self) -> Iterator[PackedRowSample]:
+        yield from self._set_aside.tell(self._rows())
+
+    def _rows(self) -> Iterator[PackedRowSample]:
+        source = iter(self.dataset)
+        while True:
+            while self._ready:
+                row = self._row(self._ready.pop(0))
+                if row is not None:
+                    self._num_rows += 1
+                    yield row
+            if self._source_ended:
+                break
+            sample = next(source, None)
+            if sample is None:
+                self._source_ended = True
+                self._ready = self._pool.finish()
+            else:
+                self._take_in(sample)
+        if self._set_aside.lines and not self._num_rows:
+            raise FatalSampleError(
+                f"none of the {len(self._set_aside.lines)} samples of a loader worker can be used; "
+                f"the first is {self._set_aside.lines[0]}"
+            )
+        self._source_ended, self._num_rows = False, 0
+
+    def _take_in(self, sample: Sample) -> None:
+        with self._failures.handle_errors(sample):
+            taken = self._encoder.measure(sample)
+            self._ready = self._pool.add(sample.__restore_key__, taken["tokens"], taken)
+
+    def _row(self, keys: list[RestoreKey]) -> PackedRowSample | None:
+        """The row of a pack; None if none of its samples can be decoded."""
+        samples = [self.dataset.restore_sample(key) for key in keys]
+        with self._failures.handle_errors(samples[0]):
+            sub_samples = [one for sample in samples for one in self._encoder.sub_samples(sample)]
+            row = self._encoder.encode_row(samples[0], sub_samples)
+            row.__sources__ = tuple(one for sample in samples for one in sample.__sources__ or ())
+            return set_sample_restore_key(row, *keys, src=self)
+        return None
+
+    def restore_sample(self, restore_key: RestoreKey) -> PackedRowSample:
+        """A row by its key, for debugging as Energon does it."""
+        name, *keys = restore_key
+        assert name == type(self).__name__
+        row = self._row(keys)
+        assert row is not None
+        return row
+
+    def len_worker(self, worker_idx: int | None = None) -> int:
+        """Samples: how many packs they make is known at the end."""
+        return self.dataset.len_worker(worker_idx)
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "type": type(self).__qualname__,
+            "windows": asdict(self._encoder.windows),
+            "dataset": self.dataset.config(),
+        }

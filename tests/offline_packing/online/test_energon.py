@@ -1,0 +1,306 @@
+"""Packs made while training, through Energon's own loader and workers."""
+
+import functools
+import itertools
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.energon import WorkerConfig
+from megatron.energon.errors import FatalSampleError
+
+from launch.loader_state import from_plain, to_plain
+from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
+from offline_packing.planner.windows import WindowOptions, WindowPlanner
+from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
+from task_encoders.packed_dataset import get_packed_loader, get_packed_train_dataset
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.settings import PackingSettings
+from tests.helpers.datasets import dialogue, image_bytes
+from tests.helpers.legacy_packs import CRUDE_YAML, legacy_vqa_folder
+from tests.helpers.parity import Gradients
+from tests.helpers.tiny_families import encoder_options, save_tokenizer, tiny_model
+from tests.helpers.unpacked_folders import blend_of, crude_folder, folder_of, words
+
+SEQ_LENGTH = 128
+NUM_SAMPLES = 180
+UNPACKED = PackingSettings(packed=False)
+KEYS = [f"{number:05d}" for number in range(NUM_SAMPLES)]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Short dialogues, every ninth with a small picture."""
+    rng = np.random.default_rng(0)
+    samples = {}
+    for number, key in enumerate(KEYS):
+        picture = {} if number % 9 else {"jpg": image_bytes(28 * 2, 28 * 3)}
+        texts = words(rng, most=20), words(rng, most=20)
+        record: dict[str, Any] = {"messages": dialogue(*texts)}
+        if picture:
+            record["images"] = ["a.jpg"]
+        samples[key] = picture | {"json": json.dumps(record).encode()}
+    return folder_of(tmp_path_factory.mktemp("texts") / "crude", samples, CRUDE_YAML, shards=3)
+
+
+@functools.cache
+def task_encoder(**options: Any) -> OnlineTaskEncoder:
+    defaults: dict[str, Any] = {"seq_length": SEQ_LENGTH, "settings": UNPACKED}
+    return OnlineTaskEncoder(**(defaults | options))
+
+
+@contextmanager
+def loading(
+    folder: Path,
+    *,
+    encoder: OnlineTaskEncoder | None = None,
+    num_workers: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    state: Any = None,
+    **options: Any,
+) -> Iterator[Any]:
+    """A loader, with its workers ended afterwards."""
+    config = WorkerConfig(rank=rank, world_size=world_size, num_workers=num_workers)
+    defaults: dict[str, Any] = {"buffer": 16, "repeat": False, "worker_config": config}
+    dataset = get_online_train_dataset(folder, encoder or task_encoder(), **(defaults | options))
+    loader = get_packed_loader(dataset)
+    loader.restore_state_rank(state)
+    try:
+        yield loader
+    finally:
+        loader.close()
+
+
+def batches(folder: Path, count: int | None = None, **options: Any) -> list[PackedBatch]:
+    with loading(folder, **options) as loader:
+        return list(itertools.islice(iter(loader), count))
+
+
+def keys_of(rows: list[PackedBatch]) -> list[list[str]]:
+    return [row.sub_sample_keys for row in rows]
+
+
+def test_every_sample_is_in_one_pack_and_encoded_as_alone(texts: Path) -> None:
+    rows = batches(texts)
+    assert sorted(itertools.chain(*keys_of(rows))) == KEYS
+    assert all(row.tokens.shape[1] <= SEQ_LENGTH for row in rows)
+    encoder = Qwen2VLTaskEncoder(seq_length=SEQ_LENGTH, settings=UNPACKED)
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    single = get_packed_train_dataset(texts, encoder, worker_config=config, repeat=False)
+    alone = {row.sub_sample_keys[0]: row for row in get_packed_loader(single)}
+    for row in rows:
+        parts = [alone[key] for key in row.sub_sample_keys]
+        for name in ("tokens", "labels", "position_ids"):
+            expected = torch.cat([getattr(part, name) for part in parts], dim=-1)
+            assert torch.equal(getattr(row, name), expected)
+        pictures = [part.imgs for part in parts if len(part.image_grid_thw)]
+        assert torch.equal(row.imgs, torch.cat(pictures) if pictures else torch.zeros(1, 1))
+        ends = itertools.accumulate(part.tokens.shape[1] for part in parts)
+        assert row.cu_lengths[0].tolist() == [0, *ends]
+
+
+def test_packs_are_the_planners(texts: Path) -> None:
+    """With all samples in one window, in the order of the files."""
+    encoder = Qwen2VLTaskEncoder(seq_length=SEQ_LENGTH, settings=UNPACKED)
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    in_order: dict[str, Any] = {
+        "max_samples_per_sequence": None,
+        "shuffle_over_epochs_multiplier": None,
+        "parallel_shard_iters": 1,
+    }
+    single = get_packed_train_dataset(texts, encoder, worker_config=config, repeat=False)
+    alone = list(get_packed_loader(single))
+    lengths = np.array([row.tokens.shape[1] for row in alone])
+    planner = WindowPlanner(WindowOptions(seq_length=SEQ_LENGTH, window=64, seed=3))
+    expected = []
+    for packs in (planner.push(lengths), planner.finish()):
+        for ids in np.split(packs.sample_ids, packs.pack_offsets[1:-1]):
+            expected.append([alone[i].sub_sample_keys[0] for i in ids])
+    assert keys_of(batches(texts, buffer=64, seed=3, **in_order)) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_of_each_of_fifty_steps_gives_the_identical_rest(
+    num_workers: int, texts: Path
+) -> None:
+    with loading(texts, num_workers=num_workers) as loader:
+        states, rows = [loader.save_state_rank()], []
+        for row in loader:
+            rows.append(row)
+            states.append(loader.save_state_rank())
+    assert len(rows) > 50
+    for step in [*range(51), len(rows)]:
+        rest = rows[step:]
+        count = None if step % 10 == 0 else 3
+        again = batches(texts, count, num_workers=num_workers, state=states[step])
+        assert keys_of(again) == keys_of(rest[:count]), step
+        for ours, theirs in zip(again, rest, strict=False):
+            assert all(torch.equal(getattr(ours, n), getattr(theirs, n)) for n in BATCH_TENSORS)
+
+
+def test_a_state_is_keys_and_numbers(texts: Path, tmp_path: Path) -> None:
+    """It survives a checkpoint that holds no pickles, and holds no sample."""
+    with loading(texts, buffer=150) as loader:
+        rows = iter(loader)
+        next(rows)
+        torch.save(to_plain(loader.save_state_rank()), tmp_path / "state.pt")
+        rest = keys_of(list(rows))
+    assert (tmp_path / "state.pt").stat().st_size < 150 * 500
+    state = from_plain(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert keys_of(batches(texts, buffer=150, state=state)) == rest
+    with pytest.raises(ValueError, match=r"window=150.*window=16.*resume with the same"):
+        batches(texts, state=state)
+
+
+def test_each_key_once_per_epoch_on_two_ranks_of_two_workers(texts: Path) -> None:
+    seen: list[Counter[str]] = [Counter(), Counter()]
+    for rank in range(2):
+        with loading(texts, rank=rank, world_size=2, num_workers=2) as loader:
+            for epoch in seen:
+                epoch.update(itertools.chain(*keys_of(list(loader))))
+    assert seen == [Counter(KEYS)] * 2
+
+
+def test_epochs_are_whole_and_come_in_another_order(texts: Path) -> None:
+    epoch = batches(texts)
+    rows = keys_of(batches(texts, 3 * len(epoch), repeat=True))
+    stream = list(itertools.chain(*rows))
+    epochs = [stream[i : i + NUM_SAMPLES] for i in range(0, 2 * NUM_SAMPLES, NUM_SAMPLES)]
+    assert [sorted(one) for one in epochs] == [KEYS, KEYS]
+    assert epochs[0] != epochs[1]
+
+
+def test_budgets_and_strategies(texts: Path) -> None:
+    rows = batches(texts, budgets={"images": 1, "vision_patches": 24})
+    assert max(len(row.image_grid_thw) for row in rows) == 1
+    assert sorted(itertools.chain(*keys_of(rows))) == KEYS
+    few = batches(texts, strategy="first_fit_decreasing")
+    assert sorted(itertools.chain(*keys_of(few))) == KEYS
+    with pytest.raises(ValueError, match="strategy 'best' is unknown; choose one of auto"):
+        batches(texts, strategy="best")
+
+
+def test_padded_lengths_are_planned(texts: Path) -> None:
+    encoder = task_encoder(pad_multiple=8, pad_to_seq_length=True)
+    rows = batches(texts, encoder=encoder)
+    assert sorted(itertools.chain(*keys_of(rows))) == KEYS
+    for row in rows:
+        assert row.tokens.shape == (1, SEQ_LENGTH)
+        assert not (row.cu_lengths % 8).any()
+
+
+def test_bad_samples_are_told_of_and_counted(tmp_path: Path) -> None:
+    good = {"json": json.dumps({"messages": dialogue("What?", "That.")}).encode()}
+    long = {"json": json.dumps({"messages": dialogue("What?", "That. " * 90)}).encode()}
+    record = {"messages": dialogue("<image>", "It."), "images": ["a.jpg"]}
+    picture, shown = image_bytes(), {"json": json.dumps(record).encode()}
+    bad = {
+        "bad_json": {"json": b"{"},
+        "overlong": long,
+        "over_budget": {"jpg": image_bytes(28 * 8, 28 * 8)} | shown,
+        "missing_image": shown,
+        # Its header and its end are fine: that it cannot be decoded shows when its pack is final.
+        "truncated_image": {"jpg": picture.replace(b"\xff\xda", b"\xff\x00")} | shown,
+    }
+    samples = {f"good{i}": good for i in range(4)} | bad
+    folder = folder_of(tmp_path / "crude", samples, CRUDE_YAML)
+    rows = batches(folder, budgets={"vision_patches": 100})
+    said = [line.split(": ")[:2] for row in rows for line in row.dropped]
+    assert sorted(said) == sorted([reason, reason] for reason in bad)
+    assert sorted(itertools.chain(*keys_of(rows))) == [f"good{i}" for i in range(4)]
+
+
+def test_a_blend_with_packs(texts: Path, tmp_path: Path) -> None:
+    packs = legacy_vqa_folder(tmp_path / "packs", packs=5)
+    blend = blend_of(tmp_path / "blend.yaml", [texts, packs], epochs=1)
+    encoder = task_encoder(settings=PackingSettings(packed=True, vqa=True), seq_length=512)
+    keys = list(itertools.chain(*keys_of(batches(blend, encoder=encoder))))
+    assert len(keys) == len(set(keys))
+    assert len(keys) > NUM_SAMPLES + 5
+    assert set(KEYS) < set(keys)
+
+
+def test_one_row_can_be_restored_by_its_key(texts: Path) -> None:
+    with loading(texts) as loader:
+        row = next(iter(loader))
+        again = loader.restore_sample(row.__restore_key__)
+        assert torch.equal(again.tokens, row.tokens)
+
+
+def test_energons_own_buffer_is_refused(texts: Path) -> None:
+    with pytest.raises(ValueError, match="packing_buffer_size 8: these are packs already"):
+        get_online_train_dataset(texts, task_encoder(), packing_buffer_size=8)
+
+
+def test_nothing_usable_is_one_error(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "crude", {f"{i}": {"json": b"{"} for i in range(5)}, CRUDE_YAML)
+    for repeat in (False, True):
+        with pytest.raises(FatalSampleError, match="none of the 5 samples of a loader worker can"):
+            batches(folder, repeat=repeat)
+
+
+def test_an_empty_dataset_is_one_error(tmp_path: Path) -> None:
+    folder = crude_folder(tmp_path / "crude", 1, shards=1)
+    (folder / ".nv-meta" / "split.yaml").write_text("exclude: []\nsplit_parts: {train: []}\n")
+    with pytest.raises(Exception, match="No shards found in split part 'train'"):
+        batches(folder)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_tar_that_ends_early_is_one_error(num_workers: int, tmp_path: Path) -> None:
+    folder = crude_folder(tmp_path / "crude", 30, shards=1)
+    tar = folder / "shard_0.tar"
+    tar.write_bytes(tar.read_bytes()[: tar.stat().st_size // 2])
+    with pytest.raises(FatalSampleError, match="crude: unexpected end of data; restore the tars"):
+        batches(folder, num_workers=num_workers)
+
+
+def test_a_worker_that_dies_is_one_error(texts: Path) -> None:
+    with loading(texts, num_workers=2) as loader:
+        rows = iter(loader)
+        next(rows)
+        workers = vars(loader)["_iterator"]._workers
+        os.kill(workers[0].pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=r"exited unexpectedly|killed by signal"):
+            list(rows)
+
+
+def test_packed_loss_equals_unpacked_loss(tmp_path: Path) -> None:
+    save_tokenizer("qwen2_vl", tmp_path)
+    options = {"processor": str(tmp_path), "seq_length": 1024, **encoder_options("qwen2_vl")}
+    encoder = task_encoder(**options)
+    folder = crude_folder(tmp_path / "crude", 9)
+    model = tiny_model("qwen2_vl", encoder.encoder.media_token_ids)
+    packs = batches(folder, encoder=encoder)
+    single = get_packed_train_dataset(
+        folder,
+        Qwen2VLTaskEncoder(settings=UNPACKED, **options),
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+        repeat=False,
+    )
+    alone = {row.sub_sample_keys[0]: row for row in get_packed_loader(single)}
+    assert 1 < len(packs) < len(alone) == 9
+    leaking = {
+        tuple(row.sub_sample_keys): row
+        for row in batches(folder, encoder=task_encoder(cross_sample_attention=True, **options))
+    }
+    found, expected = Gradients(model), Gradients(model)
+    for pack in packs:
+        rows = [alone[key] for key in pack.sub_sample_keys]
+        logits = torch.cat([expected.add(row) for row in rows])
+        torch.testing.assert_close(found.add(pack), logits, atol=1e-5, rtol=0)
+        if len(rows) > 1:
+            control = Gradients(model).add(leaking[tuple(pack.sub_sample_keys)])
+            assert (control - logits).abs().max() >= 0.1
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    for name, gradient in expected.sums.items():
+        assert (found.sums[name] - gradient).norm() < 1e-4 * gradient.norm() + 1e-8, name
