@@ -104,9 +104,9 @@ def get_online_train_dataset(
 ) -> SavableDataset[PackedBatch]:
     """Energon's `get_train_dataset`, packed while training; give it to `get_packed_loader`.
 
-    Energon shuffles runs of 100 samples, and each window's packs are shuffled here. In an epoch
-    every sample comes once, and those left over at its end come in packs less full. A blend by
-    weights has no epochs: there they wait for others, 16 windows at most.
+    Energon shuffles runs of 100 samples; here each window's packs are shuffled. In an epoch every
+    sample comes once; those left over at its end make packs less full. A blend by weights has no
+    epochs: there they wait for others, 16 windows at most.
 
     Args:
         path: a folder prepared for Energon, or a metadataset YAML.
@@ -114,10 +114,9 @@ def get_online_train_dataset(
             wait that would not have filled a pack.
         strategy: of the planner; see `offline_packing.planner.strategies`.
         budgets: what a pack holds at most beside tokens: vision_patches, images, videos.
-        seed: of the planner, and the order of a window's packs.
-        micro_batch_size: packs per row.
-        worker_config: default: torch.distributed's rank and world size, two workers.
-        kwargs: any other argument of `megatron.energon.get_train_dataset`.
+        seed: of the planner, and of the order of a window's packs.
+        kwargs: any other argument of `megatron.energon.get_train_dataset`; the others are those of
+            `get_packed_train_dataset`.
 
     Raises:
         ValueError: an unknown strategy, or a bad buffer or budget.
