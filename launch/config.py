@@ -48,6 +48,12 @@ class DataConfig(_Config):
     processor: str | None = None
     #: pad every pack to seq_length, for kernels compiled per shape
     pad_to_seq_length: bool = False
+    #: a row takes as many packs as fit micro_batch_size × seq_length tokens, not micro_batch_size
+    dyn_bsz: bool = False
+    #: packs among which those of such a row are looked for
+    dyn_bsz_buffer_size: Count = 16
+    #: pad every row, after its packs are merged, to micro_batch_size × seq_length
+    pad_to_length: bool = False
     #: pixels leave the loader as bytes, an eighth of their values, which are made on the device
     pixel_transport: PixelTransport = "uint8"
     #: sub-samples of a pack that a loader process encodes at the same time
@@ -75,6 +81,13 @@ class DataConfig(_Config):
         if given.get("order") == "balanced":
             raise ValueError("order=balanced: packs as token ids come as written; pack to shards")
         return {**given, "data_prefix": str(prefix), "path": str(Path(prefix).parent)}
+
+    @model_validator(mode="after")
+    def _check_dyn_bsz(self) -> "DataConfig":
+        given = self.order if self.data_prefix is None else "that of packs as token ids"
+        if self.dyn_bsz and given != "written":
+            raise ValueError(f"dyn_bsz takes packs in the order written, and order is {given}")
+        return self
 
 
 class BatchConfig(_Config):

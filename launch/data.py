@@ -18,12 +18,15 @@ from launch.balanced_loader import BalancedLoader
 from launch.broadcast import broadcast_batch
 from launch.config import DataConfig
 from launch.data_manifest import PackedData
+from launch.dynamic_rows import DynamicRows
 from launch.indexed_loader import IndexedLoader, leave_group
 from launch.loader_state import from_plain, to_plain
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import ModelSettings
 from task_encoders.indexed_dataset import IndexedPackDataset
+from task_encoders.model_inputs import pad_batch
 from task_encoders.packed_dataset import (
+    PackedLoader,
     get_packed_loader,
     get_packed_train_dataset,
     get_packed_val_dataset,
@@ -110,6 +113,9 @@ class EnergonMicroBatches:
         limit: int | None = None,
     ) -> None:
         self._device = device
+        self._pad_token_id = task_encoder.encoder.pad_token_id
+        self._row_length = config.micro_batch_size * task_encoder.seq_length
+        self._pads = config.pad_to_length
         self._ended = False
         self._iterator: Any = None
         self._loader: Any = None
@@ -126,6 +132,8 @@ class EnergonMicroBatches:
         if batch is not None:
             for line in batch.dropped:
                 logger.warning("left out of pack %s: %s", ", ".join(batch.__key__), line)
+            if self._pads:
+                batch = pad_batch(batch, self._row_length, self._pad_token_id)
         return broadcast_batch(batch, self._device)
 
     def restart(self) -> None:
@@ -150,45 +158,44 @@ class EnergonMicroBatches:
 def _build_loader(
     config: DataConfig, task_encoder: Qwen2VLTaskEncoder, split: str, limit: int | None
 ) -> Any:
-    worker_config = WorkerConfig(
-        rank=parallel_state.get_data_parallel_rank(),
-        world_size=parallel_state.get_data_parallel_world_size(),
-        num_workers=config.num_workers,
-    )
-    options: dict[str, Any] = {
-        "micro_batch_size": config.micro_batch_size,
-        "worker_config": worker_config,
+    ranks: dict[str, Any] = {
+        "rank": parallel_state.get_data_parallel_rank(),
+        "world_size": parallel_state.get_data_parallel_world_size(),
+        "num_workers": config.num_workers,
     }
-    path = Path(config.path)
+    size: dict[str, Any] = {"micro_batch_size": config.micro_batch_size}
+    repeat = config.repeat and split == "train"
     if config.data_prefix is not None:
         prefix = config.data_prefix if split == "train" else f"{config.data_prefix}_{split}"
-        rows = IndexedPackDataset(prefix, task_encoder, micro_batch_size=config.micro_batch_size)
-        return IndexedLoader(
-            rows,
-            rank=worker_config.rank,
-            world_size=worker_config.world_size,
-            num_workers=config.num_workers,
-            repeat=config.repeat and split == "train",
-            limit=limit,
-            timeout=FIRST_ROW_TIMEOUT,
-        )
+        rows = IndexedPackDataset(prefix, task_encoder, **size)
+        return IndexedLoader(rows, repeat=repeat, limit=limit, timeout=FIRST_ROW_TIMEOUT, **ranks)
+    path = Path(config.path)
     if split == "train" and config.order == "balanced":
         return BalancedLoader(
-            path,
-            task_encoder,
-            rank=worker_config.rank,
-            world_size=worker_config.world_size,
-            micro_batch_size=config.micro_batch_size,
-            num_workers=config.num_workers,
-            repeat=config.repeat,
-            timeout=FIRST_ROW_TIMEOUT,
+            path, task_encoder, repeat=repeat, timeout=FIRST_ROW_TIMEOUT, **size, **ranks
         )
-    if split == "train":
-        dataset = get_packed_train_dataset(path, task_encoder, repeat=config.repeat, **options)
-    else:
-        dataset = get_packed_val_dataset(path, task_encoder, limit=limit, **options)
+    options: dict[str, Any] = {"worker_config": WorkerConfig(**ranks)}
+    if split == "val":
+        return _open_loader(
+            get_packed_val_dataset, path, task_encoder, limit=limit, **size, **options
+        )
+    options["repeat"] = repeat
+    if not config.dyn_bsz:
+        return _open_loader(get_packed_train_dataset, path, task_encoder, **size, **options)
+    options["micro_batch_size"] = None
+    one_by_one = partial(_open_loader, get_packed_train_dataset, path, task_encoder, **options)
+    budget = config.micro_batch_size * task_encoder.seq_length
+    return DynamicRows(one_by_one, budget, config.dyn_bsz_buffer_size)
+
+
+def _open_loader(
+    get_dataset: Callable[..., Any],
+    path: Path,
+    task_encoder: Qwen2VLTaskEncoder,
+    **options: Any,
+) -> PackedLoader:
     loader = get_packed_loader(
-        dataset,
+        get_dataset(path, task_encoder, **options),
         watchdog_timeout_seconds=ROW_TIMEOUT,
         watchdog_initial_timeout_seconds=FIRST_ROW_TIMEOUT,
     )

@@ -36,6 +36,8 @@ class PackedData:
     content_hash: str
     #: packs in the val split
     num_val_packs: int = 0
+    #: tokens per pack as drawn, as a share of seq_length
+    fill: float = 1.0
 
     def packs_per_step(self, global_batch_size: int, multiple: int) -> int:
         """The packs that hold about `global_batch_size` samples, as a multiple of `multiple`."""
@@ -74,14 +76,18 @@ def read_packed_data(path: Path) -> PackedData:
     weights = [weight for _, weight in folders]
     per_pack = [s / p for s, p in zip(samples, packs, strict=True)]
     drawn = sum(w * n for w, n in zip(weights, per_pack, strict=True)) / sum(weights)
+    tokens = [_count(manifest, "tokens") / n for manifest, n in zip(manifests, packs, strict=True)]
+    drawn_tokens = sum(w * n for w, n in zip(weights, tokens, strict=True)) / sum(weights)
+    seq_length = max(manifest["seq_length"] for manifest in manifests)
     return PackedData(
         num_packs=sum(packs),
         num_samples=sum(samples),
         samples_per_pack=drawn,
-        seq_length=max(manifest["seq_length"] for manifest in manifests),
+        seq_length=seq_length,
         model=models[0],
         content_hash=_common_hash([manifest["content_hash"] for manifest in manifests]),
         num_val_packs=sum(_count(manifest, "packs", "val") for manifest in manifests),
+        fill=drawn_tokens / seq_length,
     )
 
 

@@ -25,22 +25,13 @@ def plan_training(config: LaunchConfig, data: PackedData, data_parallel: int) ->
     """Steps and batch of a run.
 
     A batch size in samples becomes packs: divided by the samples in a pack, and rounded to what
-    divides evenly among the ranks. One given in packs must already be such a multiple.
+    divides evenly among the ranks. One given in packs must already be such a multiple. With
+    `data.dyn_bsz` packs are counted as their mean length lets expect.
 
     Raises:
         ValueError: `global_batch_packs` does not divide evenly.
     """
-    per_round = data_parallel * config.data.micro_batch_size
-    packs = config.batch.global_batch_packs
-    if packs is None:
-        assert config.batch.global_batch_size is not None  # the config holds one of the two
-        packs = data.packs_per_step(config.batch.global_batch_size, per_round)
-    elif packs % per_round:
-        raise ValueError(
-            f"batch.global_batch_packs {packs} is not a multiple of {per_round} = {data_parallel} "
-            f"data parallel ranks × micro_batch_size {config.data.micro_batch_size}; set "
-            f"{-(-packs // per_round) * per_round}"
-        )
+    accumulation, packs = _step_of(config, data, data_parallel)
     iterations = config.train.iterations or data.iterations(config.train.epochs, packs)
     logger.info(
         "%d packs of %.2f samples each; a step takes %d packs, about %.0f samples; %d steps",
@@ -54,9 +45,31 @@ def plan_training(config: LaunchConfig, data: PackedData, data_parallel: int) ->
     return TrainPlan(
         iterations=iterations,
         packs_per_step=packs,
-        accumulation=packs // per_round,
+        accumulation=accumulation,
         warmup_iterations=round(config.schedule.warmup * iterations),
     )
+
+
+def _step_of(config: LaunchConfig, data: PackedData, data_parallel: int) -> tuple[int, int]:
+    """Micro batches per rank, and packs in all, that a step takes."""
+    size = config.data.micro_batch_size
+    packs = config.batch.global_batch_packs
+    if config.data.dyn_bsz:  # about as many packs to a micro batch as their mean length allows
+        wanted = packs or (config.batch.global_batch_size or 1) / data.samples_per_pack
+        per_round = data_parallel * max(size, size / data.fill)
+        accumulation = max(1, round(wanted / per_round))
+        return accumulation, round(accumulation * per_round)
+    multiple = data_parallel * size
+    if packs is None:
+        assert config.batch.global_batch_size is not None  # the config holds one of the two
+        packs = data.packs_per_step(config.batch.global_batch_size, multiple)
+    elif packs % multiple:
+        raise ValueError(
+            f"batch.global_batch_packs {packs} is not a multiple of {multiple} = {data_parallel} "
+            f"data parallel ranks × micro_batch_size {size}; set "
+            f"{-(-packs // multiple) * multiple}"
+        )
+    return packs // multiple, packs
 
 
 def _warn(config: LaunchConfig, data: PackedData, packs: int, iterations: int) -> None:

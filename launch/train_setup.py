@@ -133,6 +133,7 @@ def build_checkpoints(config: LaunchConfig, data: PackedData, plan: TrainPlan) -
             "data.repeat": config.data.repeat,
             # None: as in checkpoints from before there was a choice
             "data.order": None if config.data.order == "written" else config.data.order,
+            "data.dyn_bsz": config.data.dyn_bsz_buffer_size if config.data.dyn_bsz else None,
             "packs per step": plan.packs_per_step,
             "parallel.tensor": config.parallel.tensor,
             "data parallel ranks": parallel_state.get_data_parallel_world_size(),

@@ -22,10 +22,10 @@ def get_packed_train_dataset(
     path: str | Path,
     task_encoder: Qwen2VLTaskEncoder,
     *,
-    micro_batch_size: int = 1,
+    micro_batch_size: int | None = 1,
     worker_config: WorkerConfig | None = None,
     **kwargs: Any,
-) -> SavableDataset[PackedBatch]:
+) -> SavableDataset[Any]:
     """Energon's `get_train_dataset`, keeping the order in which packs were written.
 
     With its defaults Energon shuffles shards and reads several at once, which undoes an order that
@@ -34,7 +34,7 @@ def get_packed_train_dataset(
 
     Args:
         path: a written folder, or a metadataset YAML that blends several.
-        micro_batch_size: packs per row.
+        micro_batch_size: packs per row; None: packs one by one, as `PackedRowSample`.
         worker_config: default: torch.distributed's rank and world size, two workers.
         kwargs: any other argument of `megatron.energon.get_train_dataset`.
 

@@ -115,13 +115,13 @@ class TokenBudget(_Waiting[Item]):
         self._take_in(item, num_tokens)
         self._num_tokens += num_tokens
         ready = len(self._items) >= self._buffer_size and self._num_tokens >= self._max_tokens
-        return [self._take()] if ready else []
+        return [self.take()] if ready else []
 
     def finish(self) -> list[list[Item]]:
         """See Pool."""
         packs = []
         while self._items:
-            packs.append(self._take())
+            packs.append(self.take())
         return packs
 
     def restore(self, state: Mapping[str, Any], items: Iterable[Item]) -> None:
@@ -129,7 +129,8 @@ class TokenBudget(_Waiting[Item]):
         super().restore(state, items)
         self._num_tokens = sum(state["num_tokens"])
 
-    def _take(self) -> list[Item]:
+    def take(self) -> list[Item]:
+        """The next pack of what waits, which must not be nothing."""
         room = self._max_tokens
         pack, rest = [], []
         for item, num_tokens in self._items:

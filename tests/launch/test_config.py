@@ -51,6 +51,8 @@ def test_overrides_are_yaml(file: Path) -> None:
         ("model.family=qwen3_5", "use python -m launch.transformers_trainer"),
         ("model.family=llava_onevision_1_5", "; train it with its own code, on batches as"),
         ("model.family=qwen", "choose one of: qwen2_vl"),
+        ("data={path: x, dyn_bsz: true, order: balanced}", "and order is balanced"),
+        ("data={dyn_bsz: true, data_prefix: x/y}", "order is that of packs as token ids"),
         ("data.path.x=1", "data.path is 'out/packed', not a mapping"),
         ("data.path", "is not of the form a.b=value"),
     ],

@@ -12,11 +12,13 @@ from task_encoders.concatenate import PackedRow, concatenate, merge_rows, split_
 from task_encoders.media.pixel_values import Normalisation
 from task_encoders.model_inputs import (
     logical_cu_seqlens,
+    pad_batch,
     required_pad_multiple,
     to_packed_seq_params,
     to_transformers_kwargs,
 )
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
+from tests.helpers.tiny_checkpoints import packed_batch
 
 PAD = 0
 #: A byte is its own value.
@@ -164,6 +166,23 @@ def test_packed_seq_params_of_plain_and_padded_rows() -> None:
     assert padded.max_seqlen_q == 8
     needs_none = to_packed_seq_params(as_batch(merge_rows([row(4, 8, pad_multiple=4)])))
     assert needs_none.cu_seqlens_q_padded.tolist() == needs_none.cu_seqlens_q.tolist()
+
+
+def test_a_merged_batch_is_padded() -> None:
+    batch = packed_batch([sample("a", 3), sample("bb", 2)])
+    padded = pad_batch(batch, 8, pad_token_id=7)
+    assert padded.cu_lengths.tolist() == [[0, 3, 5, 8]]
+    assert padded.tokens[0, 5:].tolist() == [7] * 3
+    assert padded.labels[0, 5:].tolist() == [IGNORE_INDEX] * 3
+    assert padded.loss_mask[0, 5:].tolist() == [0] * 3
+    assert padded.attn_mask.tolist() == [[False] * 5 + [True] * 3]
+    assert padded.position_ids[..., 5:].tolist() == [[[0, 1, 2]]] * 3
+    kwargs = to_transformers_kwargs(padded)
+    assert kwargs["cu_seq_lens_q"].tolist() == kwargs["cu_seq_lens_k"].tolist() == [0, 3, 5, 8]
+    assert kwargs["max_length_q"] == kwargs["max_length_k"] == 3
+    assert pad_batch(batch, 5, 7).cu_lengths.tolist() == [[0, 3, 5]]
+    with pytest.raises(ValueError, match="a row of 5 tokens does not fit length 4"):
+        pad_batch(batch, 4, 7)
 
 
 def test_transformers_positions_restart_in_the_first_row() -> None:
