@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megatron.energon import Sample, SavableDataset, WorkerConfig, get_train_dataset
 from megatron.energon.errors import ErrorContext, FatalSampleError
@@ -45,6 +45,12 @@ class OnlineTaskEncoder(Qwen2VLTaskEncoder):
         """Takes the arguments of `Qwen2VLTaskEncoder`."""
         super().__init__(**options)
         self.windows = WindowOptions(seq_length=self.seq_length)
+
+    def with_windows(self, **changes: Any) -> Self:
+        """The same encoder with other options of `windows`. Raises ValueError for a bad one."""
+        other = copy.copy(self)
+        other.windows = replace(self.windows, **changes)
+        return other
 
     def measure(self, sample: Sample) -> Mapping[str, int]:
         """What a sample takes of a pack: tokens, with padding, vision_patches, images and videos.
@@ -110,8 +116,7 @@ def get_online_train_dataset(
 
     Args:
         path: a folder prepared for Energon, or a metadataset YAML.
-        buffer: samples that each worker takes in before it plans again. Beside them, up to 1,000
-            wait that would not have filled a pack.
+        buffer: samples that each worker takes in before it plans again.
         strategy: of the planner; see `offline_packing.planner.strategies`.
         budgets: what a pack holds at most beside tokens: vision_patches, images, videos.
         seed: of the planner, and of the order of a window's packs.
@@ -119,12 +124,10 @@ def get_online_train_dataset(
             `get_packed_train_dataset`.
 
     Raises:
-        ValueError: an unknown strategy, or a bad buffer or budget.
-        PackingSettingsError: the environment or the task encoder contradicts the data.
+        ValueError, PackingSettingsError: an option is bad, or contradicts the data.
     """
-    encoder = copy.copy(task_encoder)
-    encoder.windows = replace(
-        task_encoder.windows, window=buffer, strategy=strategy, budgets=budgets or {}, seed=seed
+    encoder = task_encoder.with_windows(
+        window=buffer, strategy=strategy, budgets=budgets or {}, seed=seed
     )
     order = {"shuffle_buffer_size": None, "max_samples_per_sequence": 100}
     return get_train_dataset(
