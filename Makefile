@@ -1,6 +1,7 @@
 # make demo   the whole road on generated data, with a few training steps
 # make test   all tests
 # make lint   ruff and mypy
+# make peers  packs in the trainers of others, each in an environment of its own in .peers
 # Each sets up what it needs in .venv on a machine with Python 3.11 and pip, and reuses it.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -11,7 +12,9 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test lint format clean
+PEERS := $(basename $(notdir $(wildcard tests/peers/*.txt)))
+
+.PHONY: demo test lint format peers clean
 
 demo: $(VENV)/.demo
 	$(BIN)/offline-packing demo
@@ -28,8 +31,14 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+peers: $(PEERS:%=peers-%)
+
+peers-%: $(VENV)/.test
+	tests/peers/environment.sh $*
+	OMP_NUM_THREADS=1 .peers/$*/bin/python -m pytest tests/peers/test_$*.py
+
 clean:
-	rm -rf $(VENV) demo_output build *.egg-info
+	rm -rf $(VENV) .peers demo_output build *.egg-info
 
 $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -91,7 +91,7 @@ class ModelConfig(BaseModel):
     def _check_family(cls, family: str) -> str:
         if family not in TRAINED:
             has_model = FAMILIES[family].transformers_name is not None
-            remedy = "use python -m launch.transformers_trainer" if has_model else ELSEWHERE
+            remedy = "use python -m launch.train_transformers" if has_model else ELSEWHERE
             raise ValueError(f"{family} is not built of megatron-core's layers here; {remedy}")
         return family
 

@@ -48,7 +48,7 @@ def test_overrides_are_yaml(file: Path) -> None:
         ("schedule.min_learning_rate=1", "min_learning_rate 1 > learning_rate 1e-05"),
         ("batch.global_batch_packs=8", "set one of global_batch_size (samples) and"),
         ("model.preset=13b", "choose one of: tiny, 2b, 7b"),
-        ("model.family=qwen3_5", "use python -m launch.transformers_trainer"),
+        ("model.family=qwen3_5", "use python -m launch.train_transformers"),
         ("model.family=llava_onevision_1_5", "; train it with its own code, on batches as"),
         ("model.family=qwen", "choose one of: qwen2_vl"),
         ("data={path: x, dyn_bsz: true, order: balanced}", "and order is balanced"),

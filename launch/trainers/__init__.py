@@ -1,0 +1,1 @@
+"""Packs in the trainers of others: one file for each, imported only where that trainer is."""

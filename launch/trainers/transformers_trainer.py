@@ -1,0 +1,116 @@
+"""Packs in transformers' Trainer and in classes made from it, such as TRL's SFTTrainer.
+
+    PackedTrainer(args=args, model=model, train_dataset=PackedFolder("out/packed", task_encoder))
+
+What goes wrong without a word otherwise, and is taken care of here:
+
+- three M-RoPE rows as position_ids, or a cache left on: tokens attend across samples
+  (`to_transformers_kwargs` adds the row that makes transformers cut at boundaries)
+- Trainer shuffles; here rank r of W trains packs r, r + W, r + 2·W, ..., in the order written
+- Trainer's own collator pads and stacks; k packs are one longer row instead
+- torch's DataParallel slices along the first dimension, which of position_ids is not the batch
+- a pack without images leaves the vision tower without gradients, for which DDP would wait
+- recurrent layers carry their state across samples (`isolate_segments`)
+- resuming finds none of the weights of Qwen2-VL and Qwen2.5-VL, whose names in checkpoints differ
+  from those in the model, and goes on with the weights it began with
+
+A checkpoint's step says which packs are done: resuming skips them unread.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+from launch.segments import isolate_segments
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.model_inputs import to_transformers_kwargs
+
+
+class Packs(Protocol):
+    """`PackedFolder` or `IndexedPackDataset`, with a task encoder."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, numbers: Sequence[int], /) -> PackedBatch:
+        """Packs in one row."""
+
+
+class UnreadPacks(Dataset[dict[str, Any]]):
+    """Packs that `collate_packed` will read, in the loader's workers."""
+
+    def __init__(self, packs: Packs) -> None:
+        self._packs = packs
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {"packs": self._packs, "number": number}
+
+
+def collate_packed(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Packs in one row as the arguments of transformers' models.
+
+    Labels stay as they are: transformers shifts them inside, and the first of every sub-sample is
+    ignored, so the number of labels that Trainer divides by is exact too.
+    """
+    packs: Packs = items[0]["packs"]
+    return to_transformers_kwargs(packs.batch([item["number"] for item in items]))
+
+
+class TrainsPacks:
+    """Put in front of Trainer, or of a class made from it, among the bases of a class.
+
+    Args:
+        args: of the trainer, by name.
+        train_dataset: the packs. The ranks need equal numbers of rows: accelerate repeats the first
+            few in the last round, unless `dataloader_drop_last` leaves it out.
+        kwargs: of the trainer.
+
+    Raises:
+        ValueError: the process sees several GPUs, or the model cannot be trained on packs (see
+            `isolate_segments`).
+    """
+
+    def __init__(self, *, args: TrainingArguments, train_dataset: Packs, **kwargs: Any) -> None:
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"one process sees {args.n_gpu} GPUs and would slice rows over them; start with "
+                f"torchrun --nproc-per-node {args.n_gpu}"
+            )
+        args.remove_unused_columns = False
+        if args.ddp_find_unused_parameters is None:
+            args.ddp_find_unused_parameters = True
+        kwargs["train_dataset"] = self.as_dataset(train_dataset)
+        if kwargs.get("eval_dataset") is not None:
+            kwargs["eval_dataset"] = self.as_dataset(kwargs["eval_dataset"])
+        super().__init__(args=args, data_collator=collate_packed, **kwargs)  # type: ignore[call-arg]
+        isolate_segments(self.model)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def as_dataset(packs: Packs) -> Any:
+        """The packs in a form that the trainer accepts."""
+        return UnreadPacks(packs)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """As Trainer's, which makes a new model for every run of `model_init`."""
+        model = super().call_model_init(trial)  # type: ignore[misc]
+        isolate_segments(model)
+        return model
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        target = self.model if model is None else model  # type: ignore[attr-defined]
+        if self.is_fsdp_enabled or not isinstance(target, PreTrainedModel):  # type: ignore[attr-defined]
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        else:
+            saved = type(target).from_pretrained(resume_from_checkpoint, dtype=target.dtype)
+            target.load_state_dict(saved.state_dict())
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)  # type: ignore[attr-defined]
+
+
+class PackedTrainer(TrainsPacks, Trainer):
+    """transformers' Trainer on packs."""

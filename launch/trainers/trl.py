@@ -1,0 +1,39 @@
+"""Packs in TRL's SFTTrainer, which refuses to pack pictures itself.
+
+    PackedSFTTrainer(
+        args=SFTConfig("out/trained", per_device_train_batch_size=1),
+        model=model, processing_class=tokenizer,
+        train_dataset=PackedFolder("out/packed", task_encoder),
+    )
+
+`max_length` has no effect: packs are cut to `seq_length` already. What TRL logs as `num_tokens`
+counts 1 per row, since it reads the length from the wrong dimension of M-RoPE's positions.
+"""
+
+from functools import partial
+from typing import Any
+
+from datasets import Dataset
+from transformers import TrainingArguments
+from trl import SFTTrainer
+
+from launch.trainers.transformers_trainer import Packs, TrainsPacks
+
+
+class PackedSFTTrainer(TrainsPacks, SFTTrainer):
+    """TRL's SFTTrainer on packs. `processing_class` is a tokenizer: with a processor TRL would
+    prepare pictures of its own."""
+
+    def __init__(self, *, args: TrainingArguments, **kwargs: Any) -> None:
+        args.dataset_kwargs = {"skip_prepare_dataset": True}
+        super().__init__(args=args, **kwargs)
+
+    @staticmethod
+    def as_dataset(packs: Packs) -> Dataset:
+        """A table of numbers, whose rows are the items of `UnreadPacks`."""
+        numbers = Dataset.from_dict({"number": range(len(packs))})
+        return numbers.with_transform(partial(_with_packs, packs))
+
+
+def _with_packs(packs: Packs, rows: dict[str, list[int]]) -> dict[str, list[Any]]:
+    return {"packs": [packs] * len(rows["number"]), **rows}

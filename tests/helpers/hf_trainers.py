@@ -1,0 +1,94 @@
+"""What trainers made from transformers' Trainer do with packs: order, resuming, loss."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForImageTextToText
+
+from task_encoders.packed_folder import PackedFolder
+from tests.helpers.peers import open_packs
+from tests.helpers.rank_processes import run_ranks
+
+#: (output folder, model, folder of packs, arguments) to a trainer
+MakeTrainer = Callable[..., Any]
+
+#: Arguments with which AdamW does what that of `launch` does.
+OPTIMIZER: dict[str, Any] = {
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "adam_beta2": 0.95,
+    "max_grad_norm": 1.0,
+}
+QUIET: dict[str, Any] = {
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "per_device_train_batch_size": 1,
+}
+
+
+def number_of(input_ids: torch.Tensor, packs: PackedFolder) -> int:
+    """Which pack a row is."""
+    found = [
+        i for i in range(len(packs)) if torch.equal(packs.row(i).row.tokens, input_ids.flatten())
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+def numbers_read(make: MakeTrainer, checkpoint: Path, packed: Path, output: Path) -> list[int]:
+    """Numbers of the packs that this rank trains on in an epoch."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # accelerate asks, and joins
+    packs = open_packs(packed)
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    trainer = make(output, model, packs, checkpoint)
+    return [number_of(row["input_ids"], packs) for row in trainer.get_train_dataloader()]
+
+
+def check_order(make: MakeTrainer, checkpoint: Path, packed: Path, root: Path) -> None:
+    """Rank r of W trains packs r, r + W, ...; the first few are repeated if the last round is not
+    full."""
+    size = len(open_packs(packed))
+    for world_size in (1, 2, 4):
+        folder = root / f"ranks{world_size}"
+        read = run_ranks(world_size, folder, numbers_read, make, checkpoint, packed, folder / "out")
+        rounds = -(-size // world_size)
+        expected = [[(r + i * world_size) % size for i in range(rounds)] for r in range(world_size)]
+        assert read == expected
+        assert sorted({number for numbers in read for number in numbers}) == list(range(size))
+
+
+def recorded_run(
+    make: MakeTrainer, checkpoint: Path, packed: Path, output: Path, resume: Path | None = None
+) -> tuple[list[int], list[float], Sequence[torch.Tensor]]:
+    """Packs and loss of each of six steps, and the weights at the end."""
+    packs = open_packs(packed)
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    seen: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(number_of(kwargs["input_ids"], packs)),
+        with_kwargs=True,
+    )
+    trainer = make(output, model, packs, checkpoint, max_steps=6, save_steps=3, **OPTIMIZER)
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return seen, losses, [weight.detach().clone() for weight in model.parameters()]
+
+
+def check_resuming(
+    make: MakeTrainer, checkpoint: Path, packed: Path, root: Path
+) -> tuple[list[int], list[float]]:
+    """Packs, losses and weights after a checkpoint in the middle of an epoch are those of the run
+    that went on. Returns the packs and losses of all steps."""
+    packs, losses, weights = recorded_run(make, checkpoint, packed, root / "whole")
+    assert packs == list(range(6))
+    saved = root / "whole" / "checkpoint-3"
+    rest = recorded_run(make, checkpoint, packed, root / "resumed", saved)
+    assert rest[0] == packs[3:]
+    assert rest[1] == losses  # the log of the first three is in the checkpoint
+    assert all(map(torch.equal, rest[2], weights))
+    return packs, losses

@@ -1,0 +1,125 @@
+"""Packs for the trainers of others, the samples in them, and one step of our own trainer."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launch.data_manifest import read_packed_data
+from launch.metrics import read_metrics
+from launch.parallel import initialize_parallel
+from launch.train_setup import build_trainer
+from offline_packing.demo.generate import generate_demo_dataset
+from offline_packing.demo.run import MODEL, SEQ_LENGTH, SOURCES
+from task_encoders.concatenate import PackedRow, split_row
+from task_encoders.pack_format import JSON_PART, restore_pack
+from task_encoders.packed_folder import PackedFolder, RawPack
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.samples import SourceSample
+from task_encoders.settings import PackingSettings
+from tests.helpers.datasets import make_run, mixed_pairs, pack_all
+from tests.helpers.packed_runs import make_config
+from tests.helpers.tiny_families import encoder_options, save_tokenizer, tiny_model
+
+DEMO_OUTPUT = Path(__file__).parents[2] / "demo_output"
+
+
+def demo_folders(scratch: Path, num_samples: int = 120) -> dict[str, Path]:
+    """Packed folders by task, of `make demo` where it was run."""
+    found = {task: DEMO_OUTPUT / task for task in SOURCES}
+    if all((folder / "manifest.json").is_file() for folder in found.values()):
+        return found
+    generate_demo_dataset(scratch / "data", num_samples=num_samples, progress=False)
+    for task, forms in SOURCES.items():
+        source = [
+            {"format": form, "path": str(scratch / "data" / path), "task": task}
+            for form, path in forms
+        ]
+        pack_all(
+            make_run(
+                source,
+                scratch / task,
+                model=dict(MODEL),
+                pack={"seq_length": SEQ_LENGTH},
+                output={"split": {"train": 0.9, "val": 0.1}},
+            )
+        )
+    return {task: scratch / task for task in SOURCES}
+
+
+def open_packs(path: Path, split: str = "train", **options: Any) -> PackedFolder:
+    """The packs of a split, encoded as they were measured; options are the task encoder's."""
+    data = read_packed_data(path)
+    task = json.loads((path / "manifest.json").read_bytes())["task"]
+    settings = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
+    encoder = Qwen2VLTaskEncoder(
+        seq_length=data.seq_length, model=data.model, settings=settings, **options
+    )
+    return PackedFolder(path, encoder, split=split)
+
+
+def stored_samples(pack: RawPack) -> Iterator[tuple[SourceSample, list[bytes]]]:
+    """The samples of a pack as they were before packing, with their media."""
+    for sample in restore_pack(pack.members[JSON_PART], pack.key).sub_samples:
+        assert isinstance(sample, SourceSample)
+        yield sample, [pack.members[name] for name in sample.media]
+
+
+def sub_samples(folder: PackedFolder, number: int) -> list[PackedRow]:
+    """The encoded samples of a pack."""
+    return split_row(folder.row(number).row)
+
+
+def small_checkpoint(family: str, folder: Path) -> Path:
+    """A tiny model with weights that all count, with its tokenizer."""
+    save_tokenizer(family, folder)
+    encoder = Qwen2VLTaskEncoder(
+        seq_length=512, settings=PackingSettings(packed=True), family=family, processor=str(folder)
+    )
+    tiny_model(family, encoder.encoder.media_token_ids).save_pretrained(folder)
+    return folder
+
+
+def small_packs(family: str, checkpoint: Path, root: Path, samples: int = 40) -> Path:
+    """Packed dialogues with no picture, one, or two, for that checkpoint."""
+    source = {"format": "pairs", "path": str(mixed_pairs(root / "source", samples)), "task": "bmr"}
+    model = {"family": family, "processor": str(checkpoint)} | encoder_options(family)
+    pack_all(make_run(source, root / "packed", model=model, pack={"seq_length": 512}))
+    return root / "packed"
+
+
+def our_losses(packed: Path, checkpoint: Path, output: Path) -> list[float]:
+    """Loss of `launch.train` on the first pack, and after a step on the second. (Later ones say
+    less: trainers differ in what AdamW does to a vision tower that saw no image.)"""
+    family = read_packed_data(packed).model.family
+    config = make_config(
+        packed,
+        output,
+        model={"checkpoint": str(checkpoint), "family": family, "text": {}, "vision": {}},
+        batch={"global_batch_packs": 1},
+        train={"iterations": 2},
+        schedule={"learning_rate": 1e-3, "warmup": 0, "decay": "constant"},
+        optimizer={"weight_decay": 0.0},
+    )
+    trainer, _ = build_trainer(config, initialize_parallel(1))
+    trainer.run()
+    return [line["loss"] for line in read_metrics(output / "metrics.jsonl") if "loss" in line]
+
+
+def largest_difference(ours: list[float], theirs: list[float]) -> float:
+    """Between the losses of two trainers before and after a step, at most 1e-4."""
+    assert len(ours) == 2
+    difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=False))
+    assert difference <= 1e-4, (ours, theirs)
+    assert abs(ours[0] - ours[1]) > 0.01  # the step did something
+    return difference
+
+
+def assert_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str) -> None:
+    """Equal values under each name of `theirs`, of any integer type."""
+    for name, value in theirs.items():
+        expected, found = torch.as_tensor(value), torch.as_tensor(ours[name])
+        assert found.shape == expected.shape, f"{where}: {name} {found.shape} {expected.shape}"
+        assert bool((found == expected).all()), f"{where}: {name} differs"

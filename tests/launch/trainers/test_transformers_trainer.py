@@ -1,0 +1,130 @@
+"""Packs in transformers' Trainer: the collator's arguments, the loss of a step, resuming."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForImageTextToText, TrainingArguments
+
+from launch.model_config import config_of_preset, transformers_classes
+from launch.trainers.transformers_trainer import PackedTrainer, UnreadPacks, collate_packed
+from task_encoders.concatenate import split_row
+from task_encoders.packed_folder import PackedFolder
+from task_encoders.sample_encoder import IGNORE_INDEX
+from tests.helpers.hf_trainers import QUIET, check_resuming
+from tests.helpers.packed_runs import BMR_ENVIRONMENT
+from tests.helpers.peers import open_packs, small_checkpoint, small_packs
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint and packs for it."""
+    root = tmp_path_factory.mktemp("case")
+    checkpoint = small_checkpoint("qwen2_vl", root / "checkpoint")
+    return checkpoint, small_packs("qwen2_vl", checkpoint, root, samples=24)
+
+
+@pytest.fixture(scope="module")
+def packs(case: tuple[Path, Path]) -> PackedFolder:
+    return open_packs(case[1])
+
+
+@pytest.fixture(scope="module")
+def model(case: tuple[Path, Path]) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(case[0]).eval()
+
+
+def make(
+    output: Path, model: Any, packs: PackedFolder, checkpoint: Path | None = None, **options: Any
+) -> PackedTrainer:
+    args = TrainingArguments(output_dir=str(output), **{**QUIET, **options})
+    return PackedTrainer(args=args, model=model, train_dataset=packs, eval_dataset=packs)
+
+
+def losses_alone(model: Any, packs: PackedFolder, number: int) -> torch.Tensor:
+    """Loss of each labelled token of a pack's samples, one sample at a time."""
+    losses = []
+    for part in split_row(packs.row(number).row):
+        inputs = {"input_ids": part.tokens[None], "use_cache": False}
+        if len(part.image_grid_thw):
+            inputs["pixel_values"] = part.pixel_values
+            inputs["image_grid_thw"] = part.image_grid_thw.long()
+            types = part.tokens == model.config.image_token_id
+            inputs["mm_token_type_ids"] = types[None].int()
+        with torch.no_grad():
+            logits = model(**inputs).logits[0, :-1]
+        labels = part.labels[1:]
+        losses.append(F.cross_entropy(logits, labels, reduction="none")[labels != IGNORE_INDEX])
+    return torch.cat(losses)
+
+
+@pytest.mark.parametrize("sizes", [(1, 4), (2, 2), (4, 1)])
+def test_loss_of_a_step_is_the_mean_over_all_tokens_of_the_samples_alone(
+    sizes: tuple[int, int], model: Any, packs: PackedFolder, tmp_path: Path
+) -> None:
+    """Packs of unlike numbers of labels, in several rows or one: each token counts the same."""
+    per_row, rows = sizes
+    alone = [losses_alone(model, packs, number) for number in range(4)]
+    run = make(
+        tmp_path,
+        model,
+        packs,
+        max_steps=1,
+        learning_rate=0.0,
+        per_device_train_batch_size=per_row,
+        gradient_accumulation_steps=rows,
+    )
+    run.train()
+    expected = float(torch.cat(alone).mean())
+    assert run.state.log_history[0]["loss"] == pytest.approx(expected, abs=2e-4)
+    weighted_by_pack = sum(float(part.mean()) for part in alone) / 4
+    assert abs(weighted_by_pack - expected) > 1e-3  # what else it could be
+
+
+def test_evaluation_reads_the_same_rows(model: Any, packs: PackedFolder, tmp_path: Path) -> None:
+    run = make(tmp_path, model, packs, prediction_loss_only=True, per_device_eval_batch_size=1)
+    per_pack = [float(losses_alone(model, packs, number).mean()) for number in range(len(packs))]
+    expected = sum(per_pack) / len(per_pack)  # as Trainer weighs them
+    assert run.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_resumed_run_is_the_run_that_went_on(
+    case: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in BMR_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    packs, losses = check_resuming(make, *case, tmp_path)
+    assert len(packs) == len(losses) == 6
+
+
+def test_a_process_with_several_gpus_is_refused(
+    model: Any, packs: PackedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: 2))
+    with pytest.raises(ValueError, match="start with torchrun --nproc-per-node 2"):
+        make(tmp_path, model, packs)
+
+
+def test_models_with_recurrent_layers_are_made_ready(packs: PackedFolder, tmp_path: Path) -> None:
+    """Given whole, or made anew for every run."""
+
+    def tiny_model() -> Any:
+        return transformers_classes("qwen3_5").model(config_of_preset("qwen3_5", "tiny"))
+
+    args = TrainingArguments(output_dir=str(tmp_path), **QUIET)
+    for given in ({"model": tiny_model()}, {"model_init": tiny_model}):
+        trainer = PackedTrainer(args=args, train_dataset=packs, **given)
+        decoder = trainer.model.model.language_model
+        layers = decoder.layers[:3]
+        assert all(vars(layer.linear_attn)["forward"].func for layer in layers)
+        assert len(decoder._forward_pre_hooks) == 1
+
+
+def test_collated_labels_are_counted_as_they_are_used(packs: PackedFolder) -> None:
+    unread = UnreadPacks(packs)
+    labels = collate_packed([unread[0], unread[1]])["labels"]
+    counted_by_trainer = int((labels != IGNORE_INDEX).sum())
+    used_by_model = int((labels[:, 1:] != IGNORE_INDEX).sum())
+    assert counted_by_trainer == used_by_model > 20
