@@ -40,6 +40,8 @@ from task_encoders.samples import SampleError, SourceSample, check_sample, make_
 from task_encoders.tokenized import TokenizedPack, TokenizedText
 
 JSON_PART: Final = "json"
+#: In an output whose packs refer to media: what Energon reads there, see references.py.
+METADATASET: Final = "metadataset.yaml"
 
 #: Extensions written as they are. Anything else is named after the image's own format: a member's
 #: name decides what readers do with it, so a source must not choose it freely.

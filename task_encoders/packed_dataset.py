@@ -16,6 +16,7 @@ from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatas
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.pack_dealing import OnePass
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.references import metadataset_of
 
 
 def get_packed_train_dataset(
@@ -48,7 +49,7 @@ def get_packed_train_dataset(
         "parallel_shard_iters": 1,
     }
     return get_train_dataset(
-        path,
+        metadataset_of(path),
         task_encoder=task_encoder,
         batch_size=micro_batch_size,
         worker_config=worker_config or WorkerConfig.default_worker_config(num_workers=2),
@@ -66,7 +67,7 @@ def get_packed_val_dataset(
 ) -> SavableDataset[PackedBatch]:
     """Energon's `get_val_dataset` with the same arguments."""
     return get_val_dataset(
-        path,
+        metadataset_of(path),
         task_encoder=task_encoder,
         batch_size=micro_batch_size,
         worker_config=worker_config or WorkerConfig.default_worker_config(num_workers=2),

@@ -20,6 +20,7 @@ from megatron.energon import (
     basic_sample_keys,
     stateless,
 )
+from megatron.energon.cache import FileStore
 from megatron.energon.epathlib import EPath
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.metadataset.loader_interface import LoadedDataset
@@ -38,6 +39,7 @@ from task_encoders.families import ModelSettings, build_sample_encoder
 from task_encoders.media.pixel_values import PixelTransport
 from task_encoders.pack_dealing import OnePass, deal_evenly
 from task_encoders.pack_format import JSON_PART
+from task_encoders.references import is_reference, read_parts
 from task_encoders.rows.encoded_rows import EncodedRows
 from task_encoders.rows.row_encoder import RowEncoder
 from task_encoders.rows.sub_samples import SubSample, sub_samples_of_pack
@@ -60,10 +62,15 @@ _NO_PACKS: Final = (
 
 
 @stateless
-def cook(sample: CrudeSample) -> CrudeRecord:
-    """A pack, or none, in a folder that is declared as CrudeWebdataset."""
+def cook(sample: CrudeSample, **stores: FileStore[bytes]) -> CrudeRecord:
+    """A pack, or none, in a folder that is declared as CrudeWebdataset; or one that refers to media
+    in auxiliary datasets."""
     parts = {part: value for part, value in sample.items() if not part.startswith("__")}
-    return CrudeRecord(**basic_sample_keys(sample), parts=parts)
+    line = parts.get(JSON_PART)
+    key = {}
+    if is_reference(line):
+        parts, key = read_parts(line, stores, sample), {"__key__": line["key"]}
+    return CrudeRecord(**(basic_sample_keys(sample) | key), parts=parts)
 
 
 class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch, PackedBatch]):

@@ -113,6 +113,7 @@ def check_manifest(
         PackingSettingsError: sub-samples would have different lengths, packs would not fit, or the
             manifest cannot be read.
     """
+    folder = folder.parent if folder.name.endswith(".jsonl") else folder
     file = folder / "manifest.json"
     if not file.is_file():
         return

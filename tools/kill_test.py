@@ -1,6 +1,6 @@
 """Kill runs at random moments, run them again, and compare with an undisturbed run.
 
-    python tools/kill_test.py [--kills 200] [--workers 0] [--seed 0]
+    python tools/kill_test.py [--kills 200] [--workers 0] [--seed 0] [--layout energon]
 
 Each trial packs a small dataset into a new folder in a process of its own and kills it (SIGKILL,
 with its workers) at a random moment of measure, plan or write. Whatever then has a final name
@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import os
 import random
+import re
 import shutil
 import signal
 import sqlite3
@@ -27,11 +28,14 @@ import orjson
 from PIL import Image
 
 from offline_packing.config.packing import PackingConfig, parse_config
+from offline_packing.layouts import LAYOUTS
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
 from offline_packing.runs.run import Run, build_engine, open_encoder
 from offline_packing.write.write import write
 
+#: Gone when a stage is complete: what a measure has to do, and shards that are not joined yet.
+_PASSING = re.compile(r"\.tmp$|_total\.json$|-\d{6}\.jsonl$")
 _WORDS = "a red circle stands left of the small blue square below two green stars".split()
 
 
@@ -46,7 +50,7 @@ def make_samples(folder: Path, first: int, end: int) -> None:
         (folder / f"{i:04d}.json").write_bytes(record[:-1] if i % 10 == 9 else record)
 
 
-def make_config(source: Path, output: Path, workers: int) -> PackingConfig:
+def make_config(source: Path, output: Path, workers: int, layout: str) -> PackingConfig:
     """Small parts and shards, so that a kill can fall between any two."""
     return parse_config(
         {
@@ -55,6 +59,7 @@ def make_config(source: Path, output: Path, workers: int) -> PackingConfig:
             "pack": {"seq_length": 512},
             "output": {
                 "path": str(output),
+                "layout": layout,
                 "packs_per_shard": 2,
                 "split": {"train": 0.7, "val": 0.3},
             },
@@ -132,9 +137,7 @@ def differences(found: dict[str, str], expected: dict[str, str], *, complete: bo
     """Names of files that are not as in the undisturbed run."""
     if complete:
         return sorted(name for name, _ in found.items() ^ expected.items())
-    #: what a measure under way has to do is gone when it is complete
-    passing = (".tmp", "_total.json")
-    final = (name for name in found if not any(part in Path(name).name for part in passing))
+    final = (name for name in found if not _PASSING.search(name))
     return sorted(name for name in final if found[name] != expected.get(name))
 
 
@@ -147,7 +150,7 @@ def trial(
         SystemExit: something was lost, left over, or half-written under a final name.
     """
     output = Path(config.output.path)
-    stages = []
+    stages: list[str] = []
     while not stages or dice.random() < 1 / 3:
         if not kill_after(start(lambda: pack(config)), dice.uniform(0, seconds)):
             break  # it had ended
@@ -163,13 +166,15 @@ def trial(
     return stages
 
 
-def run(base: Path, num_kills: int, workers: int, seed: int) -> Counter[str]:
+def run(
+    base: Path, num_kills: int, workers: int, seed: int, layout: str = "energon"
+) -> Counter[str]:
     """Trials until `num_kills` kills; returns the kills by stage."""
     dice = random.Random(seed)
     make_samples(base / "source", 0, 60)
-    reference = make_config(base / "source", base / "reference", workers)
+    reference = make_config(base / "source", base / "reference", workers, layout)
     open_encoder(reference.model)  # loaded once, before the forks
-    pack(make_config(base / "source", base / "warm", 0))
+    pack(make_config(base / "source", base / "warm", 0, layout))
     begin = time.perf_counter()
     if not ended_well(start(lambda: pack(reference))):
         raise SystemExit("the undisturbed run failed")
@@ -178,7 +183,7 @@ def run(base: Path, num_kills: int, workers: int, seed: int) -> Counter[str]:
     kills: Counter[str] = Counter()
     while kills.total() < num_kills:
         output = base / f"trial{kills.total()}"
-        config = make_config(base / "source", output, workers)
+        config = make_config(base / "source", output, workers, layout)
         kills.update(trial(config, expected, seconds, dice))
         shutil.rmtree(output)
     print(f"undisturbed run: {seconds:.2f} s, {len(expected)} files; workers: {workers}")
@@ -191,10 +196,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layout", choices=LAYOUTS, default="energon")
     parser.add_argument("--folder", type=Path, default=None, help="where to work")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        kills = run(Path(name), arguments.kills, arguments.workers, arguments.seed)
+        own = arguments.kills, arguments.workers, arguments.seed, arguments.layout
+        kills = run(Path(name), *own)
     stages = ", ".join(f"{run} {count}" for run, count in sorted(kills.items()))
     print(f"{kills.total()} kills ({stages}); every rerun wrote the undisturbed run's files")
 

@@ -137,15 +137,15 @@ def sample_stamp(source: Source, json: Locator, media: Iterable[Locator]) -> int
     were copied without their times look edited: `--accept-mismatch modification_time` takes their
     word for it.
     """
-    times = [_modified(source.root, json.container)]
+    times = [modification_time(source.root, json.container)]
     for locator in media:
         # As in Source.read_media: a medium that is a file of its own may lie under image_root.
         root = source.media if locator.kind == "file" else source.root
-        times.append(_modified(root, locator.container))
+        times.append(modification_time(root, locator.container))
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(times)}q", *times))
 
 
-def _modified(root: object, container: str) -> int:
+def modification_time(root: object, container: str) -> int:
     """Modification time in ns; 0 of what is remote or gone."""
     if not isinstance(root, MediaRoot):
         return 0

@@ -5,12 +5,14 @@ from offline_packing.layouts.energon import EnergonLayout
 from offline_packing.layouts.indexed import IndexedLayout
 from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout
 from offline_packing.layouts.raw_packing import RawPackingLayout
+from offline_packing.layouts.references import ReferencesLayout
 
 LAYOUTS: dict[str, Layout] = {
     "energon": EnergonLayout(),
     "indexed": IndexedLayout(),
     "llava_onevision": LlavaOneVisionLayout(),
     "raw_packing": RawPackingLayout(),
+    "references": ReferencesLayout(),
 }
 
 __all__ = ["LAYOUTS", "Layout"]

@@ -15,6 +15,7 @@ from offline_packing.index.table import Index
 from offline_packing.layouts.shard_tasks import Row, ShardTask
 from offline_packing.layouts.shards import ShardFragment, estimate_pack_bytes
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.sources import Source
 from offline_packing.storage.tars import PackEntry
 from task_encoders.families import build_sample_encoder
 from task_encoders.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
@@ -58,6 +59,11 @@ class Layout(ABC):
 
     def check_ready(self) -> None:  # noqa: B027 - most need nothing
         """Raise StageError if something that `finish` needs is not installed."""
+
+    def check_sources(  # noqa: B027 - bytes can be copied from any
+        self, samples: Index, sources: Sequence[Source]
+    ) -> None:
+        """Raise StageError if a source is of no use to the layout."""
 
     @abstractmethod
     def write(self, task: ShardTask) -> ShardFragment:
@@ -106,6 +112,12 @@ class Layout(ABC):
 
     def members(self, task: ShardTask, rows: Sequence[Row]) -> list[Member]:
         """The media in order, then the JSON."""
+        media = [data for row in rows for data in task.read_media(row)]
+        names = media_part_names([extension for row in rows for extension in row.extensions])
+        return [*zip(names, media, strict=True), (JSON_PART, self.record(task, rows))]
+
+    def record(self, task: ShardTask, rows: Sequence[Row]) -> bytes:
+        """A pack's JSON."""
         samples = [task.read_sample(row) for row in rows]
         subs = [
             PackedSubSample(sample, row.extensions, row.num_tokens)
@@ -116,6 +128,4 @@ class Layout(ABC):
             encoder = encoder_of(task.tokenizes)
             digest = fingerprint_digest(encoder.fingerprint)
             tokenized = TokenizedPack([encoder.tokenize(sample) for sample in samples], digest)
-        media = [data for row in rows for data in task.read_media(row)]
-        names = media_part_names([extension for row in rows for extension in row.extensions])
-        return [*zip(names, media, strict=True), (JSON_PART, pack_json(subs, task.task, tokenized))]
+        return pack_json(subs, task.task, tokenized)

@@ -27,13 +27,14 @@ _EXTRA_BYTES = 96
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Packs first_pack to first_pack + num_packs of the plan. `number` counts the shards of all
-    splits."""
+    splits, `packs_before` the packs of its split in earlier shards."""
 
     name: str
     split: str
     number: int
     first_pack: int
     num_packs: int
+    packs_before: int = 0
 
 
 def split_packs(num_packs: int, shares: Mapping[str, float]) -> dict[str, range]:
@@ -83,11 +84,14 @@ def lay_out_shards(
         for i, (start, end) in enumerate(zip(cuts, [*cuts[1:], packs.stop], strict=True)):
             if end > start:
                 name = f"{split}-{i:06d}"
-                shards.append(Shard(name, split, len(shards), start, end - start))
+                before = start - packs.start
+                shards.append(Shard(name, split, len(shards), start, end - start, before))
     return shards
 
 
-def estimate_pack_bytes(samples: Index, plan: PackPlan) -> npt.NDArray[np.int64]:
+def estimate_pack_bytes(
+    samples: Index, plan: PackPlan, *, with_media: bool = True
+) -> npt.NDArray[np.int64]:
     """(num_packs,) bytes of each pack in a tar. Exact for media; the pack's JSON is taken to be no
     larger than its records, whose text it holds, and 96 bytes per sample and image beside it."""
     per_sample = np.zeros(samples.info.num_samples, dtype=np.int64)
@@ -98,7 +102,7 @@ def estimate_pack_bytes(samples: Index, plan: PackPlan) -> npt.NDArray[np.int64]
         own += part["json"].combine_chunks().field("size").to_numpy() + _EXTRA_BYTES
         own += pc.binary_length(part["key"]).to_numpy()
         sizes = media.flatten().field("size").to_numpy()
-        in_tar = member_size(0) + -(-sizes // 512) * 512 + _EXTRA_BYTES
+        in_tar = with_media * (member_size(0) + -(-sizes // 512) * 512) + _EXTRA_BYTES
         np.add.at(own, pc.list_parent_indices(media).to_numpy(), in_tar)
     chosen = per_sample[plan.sample_ids]
     return np.add.reduceat(chosen, plan.pack_offsets[:-1]) + member_size(0) + 512

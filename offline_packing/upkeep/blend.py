@@ -19,6 +19,7 @@ import yaml
 
 from offline_packing.errors import StageError
 from offline_packing.storage.files import read_json
+from task_encoders.pack_format import METADATASET
 
 #: Fields of a manifest that all outputs of a blend share: packs of one batch have one length.
 _COMMON: Final = ("layout", "seq_length", "pad_multiple")
@@ -33,9 +34,10 @@ def blend(folders: Sequence[Path]) -> str:
     if repeated is not None:
         raise StageError(f"{repeated} is named twice; name each output once")
     outputs = {root: _read_manifest(root) for root in roots}
-    if outputs[roots[0]]["layout"] != "energon":
+    layout = outputs[roots[0]]["layout"]
+    if layout not in ("energon", "references"):
         raise StageError(
-            f"{roots[0]} has output.layout={outputs[roots[0]]['layout']}, which Energon does not "
+            f"{roots[0]} has output.layout={layout}, which Energon does not "
             "blend; pack it with output.layout=energon"
         )
     _check_same(outputs)
@@ -44,7 +46,8 @@ def blend(folders: Sequence[Path]) -> str:
     splits = {}
     for split in dict.fromkeys(split for counts in packs.values() for split in counts):
         weights = {root: counts.get(split, 0) for root, counts in packs.items()}
-        blended = [{"path": str(root), "weight": n} for root, n in weights.items() if n]
+        inside = METADATASET if layout == "references" else ""
+        blended = [{"path": str(root / inside), "weight": n} for root, n in weights.items() if n]
         if blended:
             splits[split] = {"blend": blended}
     head = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}

@@ -84,7 +84,7 @@ def _repair(run: Run, manifest: Manifest) -> str:
             if failure is not None:
                 _repair_stages(run, manifest, damage)
             shards = _repair_shards(run, manifest)
-    files = [one.name for one in damage] + _repair_metadata(run, manifest)
+    files = [one.name for one in damage] + _repair_metadata(run, manifest, bool(shards))
     if failure is not None:
         raise failure
     rest = f"; and {', '.join(files)}" if files else ""
@@ -132,12 +132,12 @@ def _as_planned(run: Run, manifest: Manifest) -> Run:
     return replace(run, config=config)
 
 
-def _repair_metadata(run: Run, manifest: Manifest) -> list[str]:
+def _repair_metadata(run: Run, manifest: Manifest, has_new_shards: bool) -> list[str]:
     """Names of the layout's files that were damaged; and of the manifest, where it is wrong about
-    them or about versions of libraries."""
+    them or about versions of libraries. A layout may join new shards with the others."""
     damage = find_metadata_damage(run, manifest)
     now = manifest
-    if damage:
+    if damage or has_new_shards:
         LAYOUTS[manifest["layout"]].check_ready()
         now = finish_layout(run, manifest)
     index = IndexInfo.load(run.workspace.index_info)

@@ -29,7 +29,7 @@ from offline_packing.runs.artifacts import (
     layout_fingerprint,
 )
 from offline_packing.runs.manifest import Manifest, read_manifest, write_manifest
-from offline_packing.runs.run import Run
+from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import check_all_done, iterate_tasks, plan_shards, unfinished
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.reading.row_reader import WANTED_SHARE
@@ -52,7 +52,9 @@ def write(run: Run, samples: Index, plan: StoredPlan) -> Manifest:
         if manifest is not None:
             logger.info("write: complete (%d shards), nothing to do", len(manifest["shards"]))
             return manifest
-        LAYOUTS[run.config.output.layout].check_ready()
+        layout = LAYOUTS[run.config.output.layout]
+        layout.check_ready()
+        layout.check_sources(samples, open_sources(run.config))
         shards = plan_shards(run, samples, plan.packs)
         _run_tasks(run, samples, plan.packs, shards)
         workspace.remove_temporaries()  # of this and earlier runs, and of workers that died

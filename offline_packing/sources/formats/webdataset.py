@@ -236,7 +236,8 @@ def embedded_media(sample: TarSample, media: list[str]) -> dict[str, Embedded]:
     embedded: dict[str, Embedded] = {}
     for part in media:
         member = sample.members[part]
-        found = Embedded(sample.at(member.offset, member.size), sample.data.get(part))
+        at = sample.at(member.offset, member.size, member.name)
+        found = Embedded(at, sample.data.get(part))
         embedded |= dict.fromkeys((part, member.name, f"{sample.key}.{part}"), found)
     for part in media:  # WebDataset's own reader gives parts in lower case
         embedded.setdefault(part.lower(), embedded[part])

@@ -30,8 +30,8 @@ class Locator:
     """`size` bytes at `offset` of `container`, a POSIX path relative to a root.
 
     `column` says which part is meant: of a row, the columns (row_files.py); of a tar's sample, the
-    part (webdataset.py); of a pack, "TASK.NUMBER.BYTES": a sub-sample, and the size of the pack's
-    JSON. A `stream_sub_sample` is one in a compressed tar.
+    part (webdataset.py), or the member of a medium; of a pack, "TASK.NUMBER.BYTES": a sub-sample,
+    and the size of the pack's JSON. A `stream_sub_sample` is one in a compressed tar.
     """
 
     kind: str

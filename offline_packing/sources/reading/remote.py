@@ -32,6 +32,8 @@ class RemoteRoot:
     def __init__(self, filesystem: Any, folder: str) -> None:
         self._filesystem = filesystem
         self.folder = folder.rstrip("/")
+        #: multi-storage-client decides itself how much to read ahead
+        self._is_msc = "msc" in filesystem.protocol
         self._stamps: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
         self._open_file: tuple[str, BinaryIO] | None = None
@@ -87,8 +89,9 @@ class RemoteRoot:
     def open(self, container: str, *, sequential: bool = False) -> BinaryIO:
         """Open a file for reading. Raises SampleError (missing_image) if there is none."""
         block = _SEQUENTIAL_BLOCK if sequential else _BLOCK
+        options = {} if self._is_msc else {"block_size": block}
         with _missing(container):
-            return self._filesystem.open(self._path(container), "rb", block_size=block)
+            return self._filesystem.open(self._path(container), "rb", **options)
 
     def open_range(self, container: str, offset: int, size: int) -> BinaryIO:
         """A file of `size` bytes at `offset` of a file, which is opened once for its ranges in

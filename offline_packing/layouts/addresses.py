@@ -1,0 +1,101 @@
+"""The addresses under which Energon reads a source's media in place.
+
+A file of its own is in a folder that Energon reads as a file system; a member of a tar needs a
+folder that `energon prepare` has listed; remote storage is named by msc://. Nothing else has one.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from offline_packing.errors import ChangedError, StageError
+from offline_packing.index.measured import modification_time
+from offline_packing.sources import Locator, Source
+from offline_packing.sources.reading.local import MediaRoot
+from offline_packing.sources.reading.remote import Root, open_root
+
+if TYPE_CHECKING:
+    from megatron.energon.cache.file_store import WebdatasetFileStore
+
+#: In a folder of tars that Energon has listed.
+_PREPARED: Final = ".nv-meta/index.sqlite"
+
+
+def aux_datasets(number: int, source: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The auxiliary datasets of a source by name; `source` is its configuration."""
+    root, _ = open_root(source["path"])
+    files = open_root(source["image_root"])[0] if source.get("image_root") else root
+    address = _address(files)
+    yield f"files{number}", f"filesystem{'+' if '://' in address else '://'}{address}"
+    if _is_prepared(root):
+        yield f"tars{number}", _address(root)
+
+
+def _address(root: Root) -> str:
+    return (root.folder if isinstance(root, MediaRoot) else root.path("")).rstrip("/") or "/"
+
+
+def _is_prepared(root: Root) -> bool:
+    from megatron.energon.epathlib import EPath
+
+    address = _address(root)
+    is_known = "://" not in address or address.startswith("msc://")
+    return is_known and (EPath(address) / _PREPARED).is_file()
+
+
+def check_address(source: Source, kind: str) -> None:
+    """Raise StageError if Energon has no address for media of a source at this kind of locator."""
+    address = _address(source.media if kind == "file" else source.root)
+    if "://" in address and not address.startswith("msc://"):
+        remedy = "name it as msc://PROFILE/PATH (multi-storage-client)"
+    elif kind == "file" or (kind == "bytes" and _is_prepared(source.root)):
+        return
+    elif kind == "bytes":
+        remedy = f"run energon prepare {source.path}"
+    else:
+        remedy = "copy them: output.layout=energon"
+    raise StageError(
+        f"output.layout references: Energon has no address for the media of {source.path!r} "
+        f"({source.options.format}: {kind}); {remedy}"
+    )
+
+
+def locate(source_id: int, source: Source, at: Locator) -> list[str | int]:
+    """What a line holds of a medium. Raises StageError if its file has another size, or the tar was
+    prepared when it was another."""
+    root = source.media_root(at)
+    time = modification_time(root, at.container)
+    if at.kind != "file":
+        _check_prepared(root, at)
+        return [f"tars{source_id}", at.container, at.size, time, at.column]
+    if isinstance(root, MediaRoot) and (not time or root.entry(at.container)[1] != at.size):
+        raise ChangedError(root.path(at.container))
+    return [f"files{source_id}", at.container, at.size, time]
+
+
+def _check_prepared(root: Root, at: Locator) -> None:
+    """Raise StageError if Energon would not read a member of a tar as it was measured."""
+    from megatron.energon.flavors.webdataset.config import split_name_re
+
+    store, match = _open_tars(_address(root)), split_name_re.match(at.column)
+    try:
+        if match is None:
+            raise KeyError("measured by an earlier version, which did not note members")
+        found = store.sqlite_reader.get_sample_part(*match.groups())
+        place = (found.raw_byte_offset, found.raw_byte_size)
+        if (store.tar_filenames[found.tar_file_id], *place) != (at.container, at.offset, at.size):
+            raise KeyError("the member lies elsewhere")
+    except KeyError as error:
+        raise StageError(
+            f"{root.path(_PREPARED)} does not describe {at.column!r} of {at.container} as measured "
+            f"({error.args[0]}); run energon prepare there, and measure again with "
+            "output.overwrite=true"
+        ) from error
+
+
+@functools.lru_cache(maxsize=8)
+def _open_tars(address: str) -> "WebdatasetFileStore":
+    from megatron.energon.cache.file_store import WebdatasetFileStore
+    from megatron.energon.epathlib import EPath
+
+    return WebdatasetFileStore(EPath(address))

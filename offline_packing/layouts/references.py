@@ -1,0 +1,233 @@
+"""Packs as lines of locators: texts stand in the line, media stay where they are. Energon reads it
+as a JSONL dataset with auxiliary ones.
+
+train.jsonl, train.jsonl.idx    a pack per line, see task_encoders/references.py; Energon's offsets
+metadataset.yaml                which folders the locators of each split mean
+train-000000.jsonl              a shard, until all are written and joined
+"""
+
+import functools
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+import yaml
+
+from offline_packing.errors import StageError
+from offline_packing.index.table import Index
+from offline_packing.layouts.addresses import aux_datasets, check_address, locate
+from offline_packing.layouts.base import Layout
+from offline_packing.layouts.energon_metadata import check_energon
+from offline_packing.layouts.shard_tasks import Row, ShardTask
+from offline_packing.layouts.shards import ShardFragment, estimate_pack_bytes
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.sources import Source
+from offline_packing.storage.files import atomic_file, write_atomically
+from offline_packing.storage.tars import PackEntry
+from task_encoders.pack_format import JSON_PART, METADATASET, media_part_names
+
+if TYPE_CHECKING:
+    from task_encoders.references import Stores
+
+_OWN_FILE: Final = re.compile(r"[A-Za-z0-9_]+(-\d{6})?\.jsonl(\.idx)?")
+
+
+class ReferencesLayout(Layout):
+    """One line per pack; nothing is copied but text."""
+
+    def shard_file(self, shard_name: str) -> str:
+        return shard_name
+
+    def pack_bytes(self, samples: Index, plan: PackPlan) -> npt.NDArray[np.int64]:
+        return estimate_pack_bytes(samples, plan, with_media=False)
+
+    def metadata(self, splits: Iterable[str]) -> Sequence[str]:
+        names = dict.fromkeys(splits)
+        return [*(f"{one}.jsonl{end}" for one in names for end in ("", ".idx")), METADATASET]
+
+    def check_ready(self) -> None:
+        check_energon()
+
+    def check_sources(self, samples: Index, sources: Sequence[Source]) -> None:
+        for table in samples.parts("source_id", "media"):
+            media = table["media"].combine_chunks()
+            owners = table["source_id"].combine_chunks().take(pc.list_parent_indices(media))
+            found = pa.table([owners, media.flatten().field("kind")], ["source_id", "kind"])
+            for row in found.group_by(found.column_names).aggregate([]).to_pylist():
+                check_address(sources[row["source_id"]], row["kind"])
+
+    def write(self, task: ShardTask) -> ShardFragment:
+        entries: list[PackEntry] = []
+        digest, size = xxhash.xxh3_128(), 0
+        with atomic_file(_shard_path(task.folder, task.shard.name)) as file:
+            for key, rows in task.packs():
+                line = _line(key, self.record(task, rows), task, rows)
+                file.write(line)
+                digest.update(line)
+                entries.append(PackEntry(key, size, len(line), ()))
+                size += len(line)
+        return self.fragment(task, task.shard.name, size, digest.hexdigest(), entries)
+
+    def finish(self, folder: Path, manifest: Mapping[str, Any], fragments: Sequence[Path]) -> None:
+        splits: dict[str, list[ShardFragment]] = {}
+        for fragment in map(ShardFragment.load, fragments):
+            splits.setdefault(fragment.split, []).append(fragment)
+        sources = list(enumerate(manifest["config"]["source"]))
+        content = {
+            "__module__": "megatron.energon",
+            "__class__": "MetadatasetV2",
+            "splits": {
+                split: {
+                    "path": f"{split}.jsonl",
+                    "subflavors": {"offline_packing": manifest["task"]},
+                    "aux": dict(item for i, source in sources for item in aux_datasets(i, source)),
+                }
+                for split in splits
+            },
+        }
+        for split, own in splits.items():
+            _join(folder, split, own)
+        write_atomically(folder / METADATASET, yaml.safe_dump(content, sort_keys=False).encode())
+        for shard in manifest["shards"]:
+            _shard_path(folder, shard["name"]).unlink(missing_ok=True)
+
+    def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
+        keys = task.keys()
+        name = f"{task.shard.split}.jsonl: packs {keys[0]} to {keys[-1]}"
+        try:
+            if xxhash.xxh3_128_hexdigest(_lines_of(task)) == expected_hash:
+                return []
+        except StageError as error:
+            return [f"{name}: {error}"]
+        return [f"{name} are not what was written: their hash differs"]
+
+    def read_packs(self, task: ShardTask) -> Iterator[tuple[str, Mapping[str, bytes]]]:
+        stores = functools.cache(functools.partial(_open_stores, task.folder, task.shard.split))
+        for line in _lines_of(task).splitlines():
+            pack = _ReferencedPack(line, stores)
+            yield pack.key, pack
+
+    def read_pack(self, folder: Path, shard_file: str, key: str) -> Mapping[str, bytes]:
+        split = shard_file.rpartition("-")[0]
+        begin = _begin_of_line(key)
+        with open(folder / f"{split}.jsonl", "rb") as file:
+            for line in file:
+                if line.startswith(begin):
+                    return _ReferencedPack(line, lambda: _open_stores(folder, split))
+        raise StageError(f"{folder / split}.jsonl holds no pack {key!r}; verify lists all damage")
+
+    def remove(self, folder: Path) -> None:
+        for path in folder.iterdir():
+            if path.name == METADATASET or _OWN_FILE.fullmatch(path.name):
+                path.unlink()
+
+
+class _ReferencedPack(Mapping[str, bytes]):
+    """The members of a pack by name; a medium is read, as in training, when it is asked for. Raises
+    StageError if that fails, or the line is damaged."""
+
+    def __init__(self, line: bytes, stores: "Callable[[], Stores]") -> None:
+        try:
+            content = orjson.loads(line)
+            self.key: str = content["key"]
+            self._media, self._json = content["media"], orjson.dumps(content["pack"])
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            raise StageError(f"a line of packs is damaged: {error}; retry rewrites it") from error
+        self._stores = stores
+
+    def __getitem__(self, name: str) -> bytes:
+        from task_encoders.references import MovedMediumError, read_medium
+
+        if name == JSON_PART:
+            return self._json
+        try:
+            return read_medium(self._media[name], self._stores())
+        except MovedMediumError as error:
+            raise StageError(str(error)) from error
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._media or name == JSON_PART
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._media, JSON_PART))
+
+    def __len__(self) -> int:
+        return len(self._media) + 1
+
+
+def _shard_path(folder: Path, name: str) -> Path:
+    return folder / f"{name}.jsonl"
+
+
+def _begin_of_line(key: str) -> bytes:
+    return orjson.dumps({"key": key})[:-1] + b","
+
+
+def _line(key: str, record: bytes, task: ShardTask, rows: Sequence[Row]) -> bytes:
+    """A pack's line. Raises StageError if a sample changed since it was measured."""
+    names = media_part_names([extension for row in rows for extension in row.extensions])
+    locators = [
+        locate(row.source_id, task.sources[row.source_id], at) for row in rows for at in row.media
+    ]
+    for row in rows:
+        task.check_unchanged(row)
+    content = {"pack": orjson.Fragment(record), "media": dict(zip(names, locators, strict=True))}
+    return _begin_of_line(key) + orjson.dumps(content)[1:] + b"\n"
+
+
+def _join(folder: Path, split: str, fragments: Sequence[ShardFragment]) -> None:
+    """One file of the lines of a split's shards, and where each begins. A shard that was joined
+    before is read there."""
+    path, offsets, line = folder / f"{split}.jsonl", [0], 0
+    with atomic_file(path) as file:
+        for fragment in fragments:
+            lines = _read_lines(folder, fragment.name, split, line, fragment.num_packs)
+            if xxhash.xxh3_128_hexdigest(lines) != fragment.xxh3_128:
+                raise StageError(f"{path}: shard {fragment.name} is damaged; retry rewrites it")
+            file.write(lines)
+            offsets += [offsets[-1] + pack.offset + pack.size for pack in fragment.packs]
+            line += fragment.num_packs
+    write_atomically(path.with_suffix(".jsonl.idx"), np.array(offsets, "<u8").tobytes())
+
+
+def _lines_of(task: ShardTask) -> bytes:
+    shard = task.shard
+    return _read_lines(task.folder, shard.name, shard.split, shard.packs_before, shard.num_packs)
+
+
+def _read_lines(folder: Path, shard_name: str, split: str, first: int, count: int) -> bytes:
+    """The lines of a shard: its own file, or lines of the split's. Raises StageError if they cannot
+    be read."""
+    path, own = folder / f"{split}.jsonl", _shard_path(folder, shard_name)
+    try:
+        if own.exists():
+            return own.read_bytes()
+        offsets = np.fromfile(path.with_suffix(".jsonl.idx"), "<u8")
+        start, end = offsets[[first, first + count]].tolist()
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            if not start <= end <= size:
+                raise ValueError(f"it has {size} bytes, its .idx names {start} to {end}")
+            file.seek(start)
+            return file.read(end - start)
+    except (OSError, IndexError, ValueError) as error:
+        raise StageError(f"{path} cannot be read: {error}; retry rewrites it") from error
+
+
+def _open_stores(folder: Path, split: str) -> "Stores":
+    """The auxiliary datasets of a split, opened by Energon."""
+    from megatron.energon.metadataset import load_dataset
+
+    try:
+        loader: Any = load_dataset(folder / METADATASET)
+        return {name: aux.get_file_store() for name, aux in loader.splits[split].aux.items()}
+    except (AssertionError, KeyError, OSError, ValueError) as error:
+        raise StageError(f"{folder / METADATASET} cannot be used: {error}") from error
