@@ -13,7 +13,7 @@ the member. Which dataset an output's metadataset.yaml means by a name is Energo
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from megatron.energon.cache import FileStore
 from megatron.energon.epathlib import EPath
@@ -60,7 +60,7 @@ def read_medium(locator: Sequence[Any], stores: Stores, sample: Any = None) -> b
     return data
 
 
-def is_reference(line: Any) -> bool:
+def is_reference(line: Any) -> TypeGuard[Mapping[str, Any]]:
     """Whether a parsed line of JSON is a pack that refers to its media."""
     return isinstance(line, Mapping) and set(line) == {"key", "pack", "media"}
 

@@ -51,7 +51,8 @@ class SetAside(Savable):
         if isinstance(dataset, MapDataset):
             dataset._map_failure_handler.handler = self
         if isinstance(dataset, WebdatasetSampleLoaderDataset):
-            self._folders += (str(reader.base_path) for reader in dataset.join_readers)
+            readers = dataset.join_readers
+            self._folders += (str(getattr(one, "base_path", one)) for one in readers)
         for inner in dataset.datasets if isinstance(dataset, BaseWrapperDataset) else ():
             self.watch(inner)
 
