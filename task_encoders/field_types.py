@@ -1,10 +1,10 @@
 """Types of fields of pydantic models: numbers that are not booleans, names, paths."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 _MAX_INTEGER: Final = 2**63 - 1
 
@@ -36,6 +36,14 @@ def _expand_user(path: Any) -> Any:
     return path
 
 
+def _pairs(values: Any) -> Any:
+    return tuple(sorted(values.items())) if isinstance(values, Mapping) else values
+
+
+#: A mapping, kept as pairs so that it has a hash.
+Values = Annotated[
+    tuple[tuple[str, bool | int | float | str], ...], BeforeValidator(_pairs), PlainSerializer(dict)
+]
 LocalOrRemotePath = Annotated[str, BeforeValidator(_expand_user)]
 Count = Annotated[int, BeforeValidator(not_bool), Field(ge=1, le=_MAX_INTEGER)]
 NonNegative = Annotated[int, BeforeValidator(not_bool), Field(ge=0, le=_MAX_INTEGER)]

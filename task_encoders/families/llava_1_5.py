@@ -61,6 +61,8 @@ class Llava15Encoder(FamilyEncoder):
                 f"family {options.family} has no built-in vocabulary; name a checkpoint folder or "
                 "a hub name as processor"
             )
+        if options.template_options:
+            raise ValueError(f"family {options.family} has no template_options; remove them")
         mean, std = TOWERS[options.tower]
         super().__init__(
             options,

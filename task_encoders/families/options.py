@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from task_encoders.field_types import Count, LocalOrRemotePath, NonNegative, Number
+from task_encoders.field_types import Count, LocalOrRemotePath, NonNegative, Number, Values
 from task_encoders.media.video import VideoSettings
 from task_encoders.media.video_file import MAX_VIDEO_FRAMES
 
@@ -69,6 +69,8 @@ class ModelOptions(BaseModel):
     video_end: Literal["longer_side", "last_position"] = beside_lengths("longer_side")
     #: which answers of a conversation carry loss, if their messages do not say otherwise
     loss_on: Literal["all", "last"] = added("all")
+    #: values of variables that the chat template reads, such as {enable_thinking: false}
+    template_options: Values = added(())
 
     #: of square images of one size: side in pixels, side of a patch, and tokens (default: patches)
     image_size: NonNegative = added(0)

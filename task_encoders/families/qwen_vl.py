@@ -12,9 +12,8 @@ from task_encoders.media.pixel_values import Bytes
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SourceSample
-from task_encoders.text.chat_templates import ChatTemplate
 from task_encoders.text.pieces import Control, Piece, caption_pieces
-from task_encoders.text.qwen_vocabulary import BUILTIN, MEDIA_TOKENS
+from task_encoders.text.qwen_vocabulary import MEDIA_TOKENS
 from task_encoders.text.template_proof import load_template
 from task_encoders.text.tokenizer import load_tokenizer
 
@@ -52,10 +51,9 @@ class QwenVLEncoder(FamilyEncoder):
             patch_area=self.vision.patch_size**2,
             normalisation=patches.normalisation(self.vision),
         )
-        if options.processor == BUILTIN:
-            self.template = ChatTemplate(self.TEMPLATE)
-        else:
-            self.template, self.own_template = load_template(options.processor, self.TEMPLATE)
+        self.template, self.own_template = load_template(
+            options.processor, self.TEMPLATE, dict(options.template_options)
+        )
         ids = {name: self.tokenizer.special_id(token) for name, token in MEDIA_TOKENS.items()}
         self.media_token_ids = ids
         self.image_token_id = ids["image_token_id"]

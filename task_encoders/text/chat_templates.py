@@ -16,7 +16,7 @@ searched for control tokens, and templates decide as they would with the real te
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from task_encoders.samples import SampleError, SourceSample
@@ -81,13 +81,8 @@ _Part = Control | Text | Fixed | _Words | _AnswerControl
 class ChatTemplate:
     """Pieces of conversations, as a chat template writes them."""
 
-    def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
-        """`variables`: what else the template may refer to, such as `bos_token`.
-
-        Raises:
-            ValueError: it is not valid Jinja.
-        """
-        self.jinja = JinjaTemplate(source, variables or {})
+    def __init__(self, jinja: JinjaTemplate) -> None:
+        self.jinja = jinja
         words = "|".join(map(re.escape, self.jinja.words))
         self._words = re.compile(f"({words})") if words else None
         looks = bool(words) or self.jinja.trims

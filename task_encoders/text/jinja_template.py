@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Final
 
 from task_encoders.samples import SampleError
@@ -12,18 +13,27 @@ from task_encoders.samples import SampleError
 _TRIMS: Final = frozenset(("trim", "strip", "lstrip", "rstrip", "split", "splitlines"))
 #: A noncharacter that can be found again in what a template writes.
 _ASKED: Final = "\ufdd0"
+#: Variables that every template is given.
+_GIVEN: Final = frozenset(("messages", "tools", "add_generation_prompt"))
 
 
 class JinjaTemplate:
     """A compiled template."""
 
-    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
-        """`variables`: what else the template may refer to, such as `bos_token`.
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """`variables`: what else the template may refer to, such as `bos_token`. `options`: what it
+        is also given, if it reads them.
 
         Raises:
-            ValueError: it is not valid Jinja.
+            ValueError: it is not valid Jinja, or does not read one of the options.
         """
         import jinja2
+        from jinja2.meta import find_undeclared_variables
 
         environment = _environment()
         try:
@@ -31,21 +41,27 @@ class JinjaTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid Jinja: {error}") from error
-        self.source, self._variables = source, variables
+        reads = find_undeclared_variables(syntax) - _GIVEN - variables.keys()
+        if unread := sorted(options.keys() - reads):
+            raise ValueError(
+                f"template_options {', '.join(unread)}: the chat template reads no such variable; "
+                f"it reads {', '.join(sorted(reads)) or 'none'}"
+            )
+        self.source, self._variables, self.options = source, variables, options
         #: whether it trims texts, and the words that it searches for in them
         self.trims, self.words = _looks_at(syntax)
 
-    def __reduce__(self) -> tuple[type["JinjaTemplate"], tuple[str, Mapping[str, Any]]]:
-        return type(self), (self.source, self._variables)  # what Jinja compiles cannot be pickled
+    def __reduce__(self) -> tuple[type["JinjaTemplate"], tuple[Any, ...]]:
+        found = self.source, dict(self._variables), dict(self.options)
+        return type(self), found  # what Jinja compiles cannot be pickled
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
         """What it writes for these messages. Raises SampleError if it cannot."""
         import jinja2
 
         try:
-            return self._template.render(
-                messages=messages, tools=tools, add_generation_prompt=False, **self._variables
-            )
+            given = {"messages": messages, "tools": tools, "add_generation_prompt": False}
+            return self._template.render({**self._variables, **self.options, **given})
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise SampleError(
                 "not_in_template", f"the chat template: {' '.join(str(error).split())}"[:200]

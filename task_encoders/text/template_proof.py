@@ -10,7 +10,9 @@ import xxhash
 
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.chat_templates import ChatTemplate
+from task_encoders.text.jinja_template import JinjaTemplate
 from task_encoders.text.pieces import Control, spell, to_chat
+from task_encoders.text.qwen_vocabulary import BUILTIN
 from task_encoders.text.tokenizer import checkpoint_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -111,7 +113,11 @@ def _apply(
     try:
         return str(
             apply_chat_template(
-                messages, tools=tools, chat_template=template.jinja.source, tokenize=False
+                messages,
+                tools=tools,
+                chat_template=template.jinja.source,
+                tokenize=False,
+                **template.jinja.options,
             )
         )
     except (jinja2.TemplateError, TypeError, ValueError, KeyError):
@@ -138,21 +144,29 @@ def checkpoint_template(processor: str, tokenizer: Any) -> str | None:
     return found.get("default") if isinstance(found, dict) else found
 
 
-def load_template(processor: str, own: str) -> tuple[ChatTemplate, str]:
-    """A checkpoint's chat template, proved, and its fingerprint: "" where it writes what the
-    family's `own` does, which is also used for a checkpoint without one.
+def load_template(processor: str, own: str, options: Mapping[str, Any]) -> tuple[ChatTemplate, str]:
+    """A checkpoint's chat template with its options, proved, and its fingerprint: "" where it
+    writes what the family's `own` does, which is also used for a checkpoint without one.
 
     Raises:
-        ValueError: it cannot be cut.
+        ValueError: it cannot be cut, or does not read one of the options.
     """
-    tokenizer = checkpoint_tokenizer(processor)
-    source = checkpoint_template(processor, tokenizer)
-    if not source:
-        return ChatTemplate(own), ""
-    template = ChatTemplate(source, tokenizer.special_tokens_map)
+    tokenizer = None if processor == BUILTIN else checkpoint_tokenizer(processor)
+    source = checkpoint_template(processor, tokenizer) if tokenizer else None
+    if tokenizer is None or not source:
+        template = ChatTemplate(JinjaTemplate(own, options=options))
+        return template, _fingerprint(own, options) if options else ""
+    template = ChatTemplate(JinjaTemplate(source, tokenizer.special_tokens_map, options))
     written = prove(template, tokenizer.apply_chat_template, processor)
-    of_family = ChatTemplate(own)
+    if options:
+        return template, _fingerprint(source, options)
+    of_family = ChatTemplate(JinjaTemplate(own))
     if all(write(of_family, PROBES[i]) == text for i, text in written.items()):
         return template, ""
     logger.info("%s: its chat template differs from its family's usual one", processor)
-    return template, xxhash.xxh3_128_hexdigest(source.encode())
+    return template, _fingerprint(source, options)
+
+
+def _fingerprint(source: str, options: Mapping[str, Any]) -> str:
+    given = "\0" + json.dumps(sorted(options.items())) if options else ""
+    return xxhash.xxh3_128_hexdigest((source + given).encode())

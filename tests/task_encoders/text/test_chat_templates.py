@@ -14,10 +14,11 @@ import jinja2
 import numpy as np
 import pytest
 
-from task_encoders.families import build_sample_encoder
+from task_encoders.families import ModelSettings, build_sample_encoder
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.chat_templates import ChatTemplate
+from task_encoders.text.jinja_template import JinjaTemplate
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_templates import (
     QWEN2_VL_TEMPLATE,
@@ -216,7 +217,7 @@ def test_the_template_of_a_checkpoint_is_its_own(tmp_path: Path) -> None:
     save_with_template(tokenizer, QWEN3_VL_TEMPLATE, tmp_path)
     own = build_sample_encoder("qwen3_vl", str(tmp_path))
     save_with_template(tokenizer, marked(QWEN3_VL_TEMPLATE), tmp_path)
-    template, fingerprint = load_template(str(tmp_path), QWEN3_VL_TEMPLATE)
+    template, fingerprint = load_template(str(tmp_path), QWEN3_VL_TEMPLATE, {})
     assert ("generation" in template.jinja.source, fingerprint) == (True, "")
 
     terse = QWEN3_VL_TEMPLATE.replace("user\\n", "User:\\n")
@@ -229,6 +230,38 @@ def test_the_template_of_a_checkpoint_is_its_own(tmp_path: Path) -> None:
     assert encoded.tokens.tolist() != own.encode(PLAIN, []).tokens.tolist()
     again = pickle.loads(pickle.dumps(other)).encode(PLAIN, [])
     np.testing.assert_array_equal(again.tokens, encoded.tokens)
+
+
+def test_variables_of_a_template(tmp_path: Path) -> None:
+    """They are what transformers is given as keyword arguments; one that is not read is refused."""
+    header = "'<|im_start|>assistant\\n' +"
+    closed = "('<think>\n\n</think>\n\n' if not thinks|default(true) else '') +"
+    template = QWEN3_VL_TEMPLATE.replace(header, f"{header} {closed}")
+    assert template != QWEN3_VL_TEMPLATE
+    tokenizer = tiny_tokenizer(QWEN3_TEXT_TOKENS)
+    save_with_template(tokenizer, template, tmp_path)
+    fingerprints = set()
+    for options in ({}, {"thinks": True}, {"thinks": False}):
+        settings = ModelSettings(
+            family="qwen3_vl", processor=str(tmp_path), template_options=options
+        )
+        assert ModelSettings.model_validate_json(settings.model_dump_json()) == settings
+        assert ("template_options" in settings.model_dump()) == bool(options)
+        encoder = build_sample_encoder(settings)
+        fingerprints.add(str(encoder.fingerprint))
+        written = tokenizer.apply_chat_template(to_chat(PLAIN), tokenize=False, **options)
+        assert ("</think>" in written) == (options.get("thinks") is False)
+        expected = tokenizer(written.removesuffix("\n"))["input_ids"]
+        assert pickle.loads(pickle.dumps(encoder)).encode(PLAIN, []).tokens.tolist() == expected
+        assert encoder.measure(PLAIN, []).num_tokens == len(expected)
+    assert len(fingerprints) == 3
+    for name in ("think", "messages", "eos_token"):
+        with pytest.raises(ValueError, match=f"template_options {name}: .*; it reads thinks"):
+            build_sample_encoder("qwen3_vl", str(tmp_path), template_options={name: True})
+    with pytest.raises(ValueError, match="thinks: the chat template reads no such variable"):
+        build_sample_encoder("qwen3_vl", template_options={"thinks": False})
+    with pytest.raises(ValueError, match="family llava_1_5 has no template_options"):
+        build_sample_encoder("llava_1_5", str(tmp_path), template_options={"thinks": False})
 
 
 @pytest.mark.parametrize(
@@ -250,4 +283,4 @@ def test_the_template_of_a_checkpoint_is_its_own(tmp_path: Path) -> None:
 def test_a_template_that_cannot_be_cut_is_refused(template: str, shown: str) -> None:
     tokenizer = tiny_tokenizer()
     with pytest.raises(ValueError, match=shown):
-        prove(ChatTemplate(template), tokenizer.apply_chat_template, "a checkpoint")
+        prove(ChatTemplate(JinjaTemplate(template)), tokenizer.apply_chat_template, "a checkpoint")
