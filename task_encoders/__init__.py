@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from task_encoders.families import build_sample_encoder as build_sample_encoder
     from task_encoders.indexed_dataset import IndexedPackDataset as IndexedPackDataset
     from task_encoders.media.video import VideoSettings as VideoSettings
+    from task_encoders.model_inputs import flash_attention_kwargs as flash_attention_kwargs
     from task_encoders.model_inputs import normalise_pixels as normalise_pixels
     from task_encoders.model_inputs import required_pad_multiple as required_pad_multiple
     from task_encoders.model_inputs import to_packed_seq_params as to_packed_seq_params
@@ -41,6 +42,7 @@ _MODULE_OF = {
     "get_packed_loader": "packed_dataset",
     "get_packed_train_dataset": "packed_dataset",
     "get_packed_val_dataset": "packed_dataset",
+    "flash_attention_kwargs": "model_inputs",
     "normalise_pixels": "model_inputs",
     "required_pad_multiple": "model_inputs",
     "split_row": "concatenate",

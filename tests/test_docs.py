@@ -26,7 +26,7 @@ def test_from_python_runs_as_written(tmp_path: Path) -> None:
     """All its blocks are one program."""
     page = (ROOT / "docs/from_python.md").read_text()
     program = [block.text for block in blocks(page) if block.language == "python"]
-    assert len(program) == 6
+    assert len(program) == 8
     (tmp_path / "program.py").write_text("\n".join(program))
     done = subprocess.run(
         [sys.executable, "program.py"],

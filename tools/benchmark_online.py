@@ -1,6 +1,7 @@
 """What packing while training, and dealing packs to ranks, reach and cost.
 
 python tools/benchmark_online.py ranks
+python tools/benchmark_online.py loaders
 """
 
 import time
@@ -9,9 +10,12 @@ from typing import Any
 
 import click
 import numpy as np
-from length_laws import draw_sft
+from length_laws import draw_lengths, draw_sft
 
 from offline_packing import plan_packs
+from offline_packing.online.dynamic_batches import DynamicBatches
+from offline_packing.online.online_dataset import OnlineDataset
+from offline_packing.online.packed_dataset import PackedIterableDataset
 from offline_packing.online.ranks.rank_schedule import EpochSchedule, RankSchedule
 from offline_packing.planner.order import RankLayout, idle_share
 from task_encoders.families import FAMILIES
@@ -69,6 +73,74 @@ def _describe(epoch: EpochSchedule) -> str:
         f"{100 * epoch.idle_share:.2f}; max/mean {ratio.mean():.4f}, "
         f"{(ratio > 1.05).sum()} of {len(ratio)} steps above 1.05, worst {ratio.max():.2f}"
     )
+
+
+@main.command()
+@click.option("--samples", default=20_000, show_default=True)
+@click.option("--buffer", default=1000, show_default=True)
+@click.option(
+    "--tokens-per-second",
+    default=40_000,
+    show_default=True,
+    help="What a trainer takes: a model of 2 billion parameters at half the peak of one H200.",
+)
+def loaders(samples: int, buffer: int, tokens_per_second: int) -> None:
+    """Packs and processor time of the datasets for PyTorch's loaders, on one core: planning alone,
+    and with a state saved after every pack. Samples are only lengths."""
+    print_table(
+        [
+            {"law": law, "road": road, **_time_loader(dataset, lengths, tokens_per_second)}
+            for law in ("captions", "sft")
+            for lengths in [draw_lengths(law, samples)]
+            for road, dataset in _roads(lengths, buffer).items()
+        ]
+    )
+
+
+def _roads(lengths: np.ndarray, buffer: int) -> dict[str, OnlineDataset]:
+    samples = [{"length": length} for length in lengths.tolist()]
+
+    def packed(strategy: str, leftovers: Any) -> OnlineDataset:
+        return PackedIterableDataset(
+            samples,
+            packing_length=SEQ_LENGTH,
+            buffer_size=buffer,
+            strategy=strategy,
+            leftovers=leftovers,
+        )
+
+    return {
+        "binpack, emit": packed("binpack", "emit"),
+        "binpack, carry": packed("binpack", "carry"),
+        "sequential": packed("sequential", "carry"),
+        "auto, carry": packed("auto", "carry"),
+        "dynamic, buffer 200": DynamicBatches(samples, max_seq_len=SEQ_LENGTH, collate=list),
+    }
+
+
+def _time_loader(
+    dataset: OnlineDataset, lengths: np.ndarray, tokens_per_second: int
+) -> dict[str, Any]:
+    for _ in zip(range(2), dataset, strict=False):  # compile
+        pass
+    seconds = []
+    for saves in (False, True):
+        start = time.process_time()
+        packs = 0
+        for _ in dataset:
+            packs += 1
+            if saves:
+                dataset.state_dict()
+        seconds.append(time.process_time() - start)
+    total = int(lengths.sum())
+    return {
+        "packs": f"{packs:,}",
+        "bound": f"{-(-total // SEQ_LENGTH):,}",
+        "fill %": f"{100 * total / packs / SEQ_LENGTH:.2f}",
+        "µs per sample": f"{1e6 * seconds[0] / len(lengths):.0f}",
+        "× a trainer's need": f"{total / seconds[0] / tokens_per_second:,.0f}",
+        "with a state per pack": f"{total / seconds[1] / tokens_per_second:,.0f}",
+    }
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import logging
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -73,12 +74,14 @@ class OnlineDataset(IterableDataset[Any]):
         self._shuffle = shuffle
         self.seed = seed
         self._ranks = None if rank is None else (rank, world_size)
-        self._epoch = 0
         self._pass: _Pass | None = None
         self._saved: Mapping[str, Any] | None = None
         #: by reader and reason; in shared memory, so that the trainer sees what its workers count
         self._counts = torch.zeros(_COUNTED_READERS, len(REASONS), dtype=torch.int64)
-        self._counts.share_memory_()
+        #: shared as well, for workers that live longer than an epoch
+        self._epoch = torch.zeros((), dtype=torch.int64)
+        for tensor in (self._counts, self._epoch):
+            tensor.share_memory_()
 
     @abstractmethod
     def make_pool(self, saved: tuple[Mapping[str, Any], list[Any]] | None) -> Pool[Any]:
@@ -99,10 +102,9 @@ class OnlineDataset(IterableDataset[Any]):
         return +Counter(dict(zip(_REASON_NAMES, totals, strict=True)))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose another order for the passes that begin from now on."""
-        self._epoch = epoch
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
+        """The epoch of the passes that begin from now on: another order if samples are shuffled;
+        the dataset's own `set_epoch` is called when they begin."""
+        self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         saved, self._saved = self._saved, None
@@ -112,7 +114,7 @@ class OnlineDataset(IterableDataset[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Where this reader is; plain values and arrays, no samples."""
         if self._pass is None or self._saved is not None:
-            return dict(self._saved or {"epoch": self._epoch})
+            return dict(self._saved or {"epoch": int(self._epoch)})
         return self._pass.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -138,6 +140,8 @@ class OnlineDataset(IterableDataset[Any]):
 
     def open_source(self, shard: Shard, epoch: int, mark_every: int) -> Source:
         """The samples of a reader in an epoch."""
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
         if not self._is_indexed:
             return StreamedSamples(self._dataset, shard, split=self._split, mark_every=mark_every)
         order = np.arange(len(self._dataset))
@@ -163,7 +167,7 @@ class _Pass:
         self._owner = owner
         self._counts = owner._counts[shard.index % _COUNTED_READERS]
         self._made_with = owner.settings() | {"seed": owner.seed, **shard.__dict__}
-        self._epoch = saved["epoch"] if saved else owner._epoch
+        self._epoch = int(saved["epoch"] if saved else owner._epoch)
         self._source = owner.open_source(shard, self._epoch, owner.settings()["buffer_size"])
         self._ready: deque[list[_Sample]] = deque()
         self._position = self._failures = 0
@@ -262,14 +266,12 @@ class _Pass:
 def count_tokens(sample: Any) -> int:
     """Tokens of a sample: its `length`, or of its `input_ids` or `tokens`. Raises SampleError if it
     has none of them, or they contradict each other."""
-    fields = sample if isinstance(sample, Mapping) else getattr(sample, "__dict__", {})
-    ids = next((fields[name] for name in ("input_ids", "tokens") if name in fields), None)
-    if ids is None and hasattr(sample, "tokens"):
-        ids = sample.tokens
-    found = None if ids is None else np.shape(ids)[-1]
-    length = fields.get("length", found)
-    if length is None:
+    names = ("input_ids", "length") if isinstance(sample, Mapping) else ("tokens", "length")
+    get = sample.get if isinstance(sample, Mapping) else partial(getattr, sample)
+    ids, length = (get(name, None) for name in names)
+    found = length if ids is None else np.shape(ids)[-1]
+    if found is None:
         raise SampleError("bad_record", "it has neither length nor input_ids")
-    if found is not None and int(length) != found:
+    if length is not None and int(length) != found:
         raise SampleError("bad_record", f"its length is {length}, and it has {found} input_ids")
-    return int(length)
+    return int(found)

@@ -169,8 +169,27 @@ def test_shuffling_follows_seed_and_epoch() -> None:
     first = orders()
     assert orders() == first
     packed.set_epoch(1)
-    assert orders() != first
-    assert sorted(orders()) == sorted(first) == list(range(40))
+    second = orders()
+    assert second != first
+    assert sorted(second) == sorted(first) == list(range(40))
+
+    loader = DataLoader(packed, batch_size=None, num_workers=1, persistent_workers=True)
+    for epoch, expected in enumerate((first, second)):
+        packed.set_epoch(epoch)  # seen by the worker, which lives on
+        assert [sample["number"] for pack in loader for sample in pack] == expected
+
+
+class Epochs(Stream):
+    """Has an epoch of its own."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self._samples = self._samples[epoch:]
+
+
+def test_the_epoch_is_handed_to_the_dataset() -> None:
+    packed = PackedIterableDataset(Epochs(numbered([5, 6, 7])), packing_length=64)
+    packed.set_epoch(1)
+    assert [sample["length"] for pack in packed for sample in pack] == [7, 6]
 
 
 def test_bad_samples_are_set_aside_and_counted(caplog) -> None:
