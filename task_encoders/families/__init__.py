@@ -153,7 +153,8 @@ def _check_family(model: ModelSettings) -> None:
         config, _ = PreTrainedConfig.get_config_dict(model.processor)
     except OSError:
         return
-    found = FAMILIES.get(str(config.get("model_type")).removesuffix("_moe"))
+    name = str(config.get("model_type")).removesuffix("_moe")
+    found = next((one for one in FAMILIES.values() if name == (one.model_type or one.name)), None)
     if found is None:
         return
     lengths = [getattr(one.build, "LENGTHS_OF", None) for one in (found, FAMILIES[model.family])]

@@ -32,6 +32,8 @@ class Family:
     cost: ModelCost
     #: what transformers' classes of its model begin with; None: it has none
     transformers_name: str | None
+    #: what the config.json of its checkpoints calls it; "": its own name
+    model_type: str = ""
     #: whether published checkpoints name tensors as transformers does in memory, beginning with
     #: model.language_model and model.visual; older ones begin with model and visual
     nested_names: bool = False

@@ -188,4 +188,6 @@ PRESETS: Final = {
     )
 }
 
-LLAVA_1_5: Final = Family("llava_1_5", DEFAULTS, Llava15Encoder, COST, "Llava", presets=PRESETS)
+LLAVA_1_5: Final = Family(
+    "llava_1_5", DEFAULTS, Llava15Encoder, COST, "Llava", model_type="llava", presets=PRESETS
+)

@@ -30,5 +30,10 @@ COST: Final = ModelCost(
 
 #: Its model is not part of transformers.
 LLAVA_ONEVISION_1_5: Final = Family(
-    "llava_onevision_1_5", DEFAULTS, LlavaOneVision15Encoder, COST, None
+    "llava_onevision_1_5",
+    DEFAULTS,
+    LlavaOneVision15Encoder,
+    COST,
+    None,
+    model_type="llava_onevision1_5",
 )

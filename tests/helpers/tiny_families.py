@@ -1,4 +1,4 @@
-"""A tiny model of every family that transformers has, with a tokenizer and options that suit it."""
+"""A tiny model of every family, with a tokenizer and options that suit it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,15 +13,17 @@ from task_encoders.text.qwen_templates import (
     QWEN3_VL_TEMPLATE,
 )
 from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
+from tests.helpers.llava_onevision import LlavaOneVision15
 from tests.helpers.tiny_checkpoints import randomise
 from tests.helpers.tiny_tokenizer import save_llama_tokenizer, save_with_template, tiny_tokenizer
 
-#: Text tokens and template of a Qwen family's tokenizer.
+#: Text tokens and template of the tokenizer of a family on Qwen's vocabulary.
 QWEN: dict[str, tuple[tuple[str, ...], str]] = {
     "qwen2_vl": ((), QWEN2_VL_TEMPLATE),
     "qwen2_5_vl": (QWEN2_5_TEXT_TOKENS, QWEN2_VL_TEMPLATE),
     "qwen3_vl": (QWEN3_TEXT_TOKENS, QWEN3_VL_TEMPLATE),
     "qwen3_5": (QWEN3_TEXT_TOKENS, QWEN3_5_TEMPLATE),
+    "llava_onevision_1_5": (QWEN3_TEXT_TOKENS, QWEN2_VL_TEMPLATE),
 }
 _PIXELS: dict[str, Any] = {"min_pixels": 4096, "max_pixels": 32_768}
 _PIXELS |= {"video_min_pixels": 4096, "video_max_pixels": 65_536}
@@ -51,6 +53,8 @@ def encoder_options(family: str) -> dict[str, Any]:
 
 def tiny_model(family: str, token_ids: Mapping[str, int], *, experts: bool = False) -> Any:
     """The tiny preset on such a tokenizer; `experts`: of Qwen3.5, as a mixture of four."""
+    if family == "llava_onevision_1_5":
+        return randomise(LlavaOneVision15(token_ids))
     text = {"vocab_size": 1024}
     config = config_of_preset(family, "tiny", text, _VISION.get(family, {}), **token_ids)
     if not experts:

@@ -21,14 +21,27 @@ def test_settings_survive_json(family: str) -> None:
     assert after == before
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen3_vl_moe", "of_nobody", None])
-def test_a_checkpoint_of_another_family_is_refused(model_type: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "refused"),
+    [
+        ("qwen2_vl", {"qwen3_vl": "qwen2_vl"}),
+        ("qwen3_vl_moe", {"qwen2_5_vl": "qwen3_vl"}),
+        ("llava", {"qwen2_5_vl": "llava_1_5", "qwen3_vl": "llava_1_5"}),
+        ("llava_onevision1_5", {"qwen3_vl": "llava_onevision_1_5"}),
+        ("of_nobody", {}),
+        (None, {}),
+    ],
+)
+def test_a_checkpoint_of_another_family_is_refused(
+    model_type: str | None, refused: dict[str, str], tmp_path: Path
+) -> None:
     save_with_template(tiny_tokenizer(), QWEN2_VL_TEMPLATE, tmp_path)
     if model_type:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     for family in ("qwen2_5_vl", "qwen3_vl"):
-        if (model_type, family) in (("qwen2_vl", "qwen3_vl"), ("qwen3_vl_moe", "qwen2_5_vl")):
-            with pytest.raises(ValueError, match=f"not {family}; set model.family=qwen"):
+        if family in refused:
+            message = f"of family {refused[family]}, not {family}; set model.family="
+            with pytest.raises(ValueError, match=message):
                 build_sample_encoder(family, str(tmp_path))
         else:
             assert build_sample_encoder(family, str(tmp_path)).pad_token_id
