@@ -2,6 +2,7 @@
 
 plain   <s> image caption \\n
 v1      <s> system USER: image \\n question ASSISTANT: answer </s> USER: … </s>
+neva    as v1, but questions are as they were written: with images where they are marked
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,16 @@ from task_encoders.media.pixel_values import Bytes, Normalisation, rescale_then_
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample
-from task_encoders.text.pieces import Answer, Control, Image, Piece, Text, place_media
+from task_encoders.text.pieces import (
+    Answer,
+    Control,
+    Image,
+    Piece,
+    Text,
+    Video,
+    place_media,
+    split_at_media,
+)
 from task_encoders.text.tokenizer import BUILTIN, checkpoint_tokenizer, load_tokenizer
 
 #: Options and their defaults: CLIP ViT-L/14 at 336 pixels. No tokens_per_image: a token per patch.
@@ -95,16 +105,24 @@ class Llava15Encoder(FamilyEncoder):
         text = f"{DEFAULT_SYSTEM if sample.system is None else sample.system} "
         for turn, has_loss in zip(place_media(sample), labelled, strict=True):
             text += "USER: "
-            # Images go in front of their turn, each on a line of its own.
-            for _ in range(turn.prompt.count(IMAGE_PLACEHOLDER)):
-                yield from [Text(text)] if text else []
-                yield Image()
-                text = "\n"
-            question = turn.prompt.replace(IMAGE_PLACEHOLDER, "").strip()
-            header = f"{text}{question} ASSISTANT: "
+            for part in self._question(sample, turn.prompt):
+                if isinstance(part, str):
+                    text += part
+                else:
+                    yield from [Text(text), part] if text else [part]
+                    text = ""
+            header = f"{text} ASSISTANT: "
             yield Answer(header, turn.answer) if has_loss else Text(header + turn.answer)
             yield Control(_END.token, has_loss)
             text = ""
+
+    def _question(self, sample: SourceSample, prompt: str) -> list[str | Image | Video]:
+        """Texts and images of a prompt, in order."""
+        if self.options.template == "neva":
+            return split_at_media(sample, prompt)
+        # Images go in front of their turn, each on a line of its own.
+        count, text = prompt.count(IMAGE_PLACEHOLDER), prompt.replace(IMAGE_PLACEHOLDER, "")
+        return [*[Image(), "\n"] * count, text.strip()]
 
     def image_medium(self, height: int, width: int) -> Medium:
         return Medium(self._grid)

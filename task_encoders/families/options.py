@@ -81,7 +81,7 @@ class ModelOptions(BaseModel):
     #: whose normalisation: CLIP's or SigLIP's
     tower: Literal["", "clip", "siglip"] = added("")
     #: of conversations
-    template: Literal["", "v1", "plain"] = added("")
+    template: Literal["", "v1", "plain", "neva"] = added("")
 
     @field_validator("max_aspect_ratio")
     @classmethod
