@@ -29,6 +29,7 @@ TRAIN = [
 LOGGING = ["tensorboard>=2.16", "wandb>=0.19"]
 TRAINER = ["accelerate>=1.1"]  # transformers' Trainer needs it
 VIDEO = ["av>=18"]  # PyAV, whose wheels hold FFmpeg
+NEVA = ["sentencepiece>=0.2"]  # tools/preprocess_dataset.py: tokenizers in a .model
 TEST = [
     *TRAIN,
     *TRAINER,
@@ -42,6 +43,7 @@ TEST = [
     "pytest-xdist>=3.6",
     "ray>=2.40",
     "ruff>=0.9",
+    *NEVA,
     "torchdata>=0.11",  # StatefulDataLoader, which saves what packs while training
     "webdataset>=1.0",
 ]
@@ -67,6 +69,7 @@ setup(
         "logging": LOGGING,  # metrics.tensorboard, and others' trackers
         "trainer": [*TRAIN, *TRAINER],
         "remote": ["fsspec>=2024.6"],  # sources that are not on a local disk
+        "neva": [*TRAIN, *NEVA],
         "ray": ["ray>=2.40"],
         "gpu": [*TRAIN, "flash-attn>=2.7"],
     },

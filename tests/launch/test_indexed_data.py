@@ -12,7 +12,9 @@ from launch.data import EnergonMicroBatches, build_task_encoder
 from launch.data_manifest import read_packed_data
 from launch.indexed_loader import IndexedLoader
 from launch.parallel import initialize_parallel
+from launch.transformers_trainer import open_loader, settings_of_packs
 from task_encoders.indexed_dataset import IndexedPackDataset
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.packed_runs import (
     BMR_ENVIRONMENT,
@@ -127,3 +129,15 @@ def test_other_names_of_neva(folders: dict[str, Path], caplog: pytest.LogCapture
     config = DataConfig.model_validate(neva_names(folders["indexed"], crop_size=[336, 336]))
     build_task_encoder(config, read_packed_data(Path(config.path)))
     assert "data.crop_size [336, 336] is not used: qwen2_vl keeps each image's shape" in caplog.text
+
+
+def test_the_trainer_of_transformers_takes_a_prefix(folders: dict[str, Path]) -> None:
+    for path in (folders["indexed"], folders["indexed"] / "packed_seq_dataset"):
+        settings, seq_length = settings_of_packs(path)
+        encoder = Qwen2VLTaskEncoder(seq_length=seq_length, model=settings)
+        dataset = IndexedPackDataset(folders["indexed"] / "packed_seq_dataset", encoder)
+        rows = iter(open_loader(path, encoder))
+        for number in (*range(len(dataset)), 0):  # endless
+            row = next(rows)
+            assert row.__key__ == dataset[number].__key__
+            assert torch.equal(row.imgs, dataset[number].imgs)

@@ -1,0 +1,211 @@
+"""NeVA's command: the flags mean what they mean there, and the printed command line runs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from click.testing import CliRunner
+from transformers import AutoTokenizer
+
+from offline_packing.config.packing import load_config
+from offline_packing.engines.local import LocalEngine
+from offline_packing.runs.artifacts import open_index, open_plan
+from offline_packing.runs.run import Run
+from offline_packing.verify.verify import verify
+from task_encoders.indexed_dataset import IndexedPackDataset
+from tests.helpers.datasets import image_bytes, write_json
+from tests.helpers.markdown import blocks
+from tests.helpers.texts_and_images import random_text
+from tests.helpers.tiny_tokenizer import save_llama_tokenizer
+from tools.preprocess_dataset import configuration, main, prepare_tokenizer
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/coming_from_neva.md").read_text()
+FLAGS = {
+    "--data_path": None,
+    "--image_folder": None,
+    "--tokenizer_path": None,
+    "--output_dir": None,
+    "--max_seq_length": 4096,
+    "--packing_algorithm": "first_fit_shuffle",
+    "--hf_vision_encoder": "openai/clip-vit-large-patch14-336",
+    "--conv_template": "plain",
+    "--image_aspect_ratio": "square",
+    "--seed": 0,
+    "--hparams_file": None,
+}
+
+
+def llava_json(path: Path, images: Path, count: int = 30) -> None:
+    """Records as LLaVA's, of one image each and some of none."""
+    records: list[dict[str, Any]] = []
+    images.mkdir(parents=True)
+    for i in range(count):
+        question = (f"<image>\nWhat is {i}?", f"What is {i}?\n<image>", f"Why {i}?")[i % 3]
+        texts = [question, "It is. " * (1 + i), "And?", "So."][: 2 + 2 * (i % 2)]
+        turns = [{"from": ("human", "gpt")[j % 2], "value": text} for j, text in enumerate(texts)]
+        records.append({"id": f"r{i}", "conversations": turns})
+        if "<image>" in question:
+            records[-1]["image"] = f"coco/{i}.jpg"
+            (images / "coco").mkdir(exist_ok=True)
+            (images / f"coco/{i}.jpg").write_bytes(image_bytes(40 + i, 60))
+    write_json(path, records)
+
+
+def sentencepiece_model(path: Path) -> None:
+    """Built as LLaMA's with NeVA's special tokens."""
+    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
+    rng = np.random.default_rng(0)
+    texts = [random_text(rng, 30, chinese=i % 3 == 0).replace("\n", " ") for i in range(200)]
+    path.parent.mkdir(parents=True)
+    trainer.train(
+        sentence_iterator=iter(texts),
+        model_prefix=str(path.with_suffix("")),
+        vocab_size=700,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        split_digits=True,
+        user_defined_symbols=[f"<extra_id_{i}>" for i in range(8)],
+        minloglevel=2,
+    )
+
+
+def open_run(output: Path) -> Run:
+    return Run(load_config(output / "pack.yaml", ["engine.workers=0"]), LocalEngine(0))
+
+
+def test_the_flags_and_their_defaults() -> None:
+    options = {option.opts[0]: option for option in main.params}
+    assert list(options) == list(FLAGS)
+    for name, default in FLAGS.items():
+        assert options[name].to_info_dict()["default"] == default, name
+        assert f"`{name}`" in PAGE, name
+
+
+def test_the_command_line_of_the_document_runs(tmp_path: Path) -> None:
+    printed = next(block.text for block in blocks(PAGE) if "preprocess_dataset.py" in block.text)
+    assert printed.count("--") == 10
+    root = tmp_path / "LLaVA-Instruct-150K"
+    llava_json(root / "llava_v1_5_mix665k_filtered.json", root / "images")
+    sentencepiece_model(tmp_path / "checkpoints/tokenizer_add_special.model")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", printed.replace("/path/to", str(tmp_path))],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    output = root / "packed_seq_12288_336_v1"
+    run = open_run(output)
+    assert run.config.model.template == "neva"
+    assert (run.config.pack.seq_length, run.config.pack.seed) == (12288, 42)
+    assert verify(run, deep=True).num_samples == 30
+    assert f"data.data_prefix={output}/packed_seq_dataset data.crop_size=[336,336]" in done.stdout
+    counts = json.loads(run.workspace.manifest.read_text())["counts"]
+    per_pack = 30 / counts["packs"]["train"]
+    assert f"global_batch_size=<GBS / {per_pack:.3f}>" in done.stdout
+
+
+def test_a_converted_tokenizer_gives_the_ids_of_sentencepiece(tmp_path: Path) -> None:
+    path = tmp_path / "model/tokenizer.model"
+    sentencepiece_model(path)
+    theirs = pytest.importorskip("sentencepiece").SentencePieceProcessor(model_file=str(path))
+    folder = prepare_tokenizer(str(path), tmp_path / "tokenizer")
+    ours = AutoTokenizer.from_pretrained(folder)
+    rng = np.random.default_rng(1)
+    for i in range(500):
+        text = random_text(rng, 20, chinese=i % 3 == 0)
+        assert ours(text, add_special_tokens=False)["input_ids"] == theirs.encode(text)
+    assert ours.convert_tokens_to_ids("<image>") == theirs.get_piece_size()
+    assert prepare_tokenizer(folder, tmp_path / "again") == folder
+
+
+@pytest.mark.parametrize("template", ["plain", "v1"])
+def test_packs_are_trained(tmp_path: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process; a tokenizer's folder instead of a .model; images in places of their own."""
+    monkeypatch.setenv("OFFLINE_PACKED_DATA", "1")
+    monkeypatch.setenv("OFFLINE_PACKING_BMR", str(int(template == "v1")))
+    llava_json(tmp_path / "a.json", tmp_path / "images", 12)
+    (tmp_path / "llama").mkdir()
+    save_llama_tokenizer(tmp_path / "llama")
+    arguments = {
+        "data_path": tmp_path / "a.json",
+        "image_folder": tmp_path / "images",
+        "tokenizer_path": tmp_path / "llama",
+        "output_dir": tmp_path / "out",
+        "conv_template": template,
+        "packing_algorithm": "first_fit_decreasing",
+    }
+    given = [f"--{name}={value}" for name, value in arguments.items()]
+    result = CliRunner().invoke(main, given)
+    assert result.exit_code == 0, result.output
+    run = open_run(tmp_path / "out")
+    plan = open_plan(run).packs
+    expected = {"v1": 12, "plain": 6}[template]  # of plain: those of one turn
+    assert len(plan.sample_ids) == expected
+    lengths = open_index(run).array("num_tokens")
+    assert (np.diff(lengths[next(iter(plan))]) <= 0).all()  # longest first, as composed
+    dataset = IndexedPackDataset(tmp_path / "out/packed_seq_dataset")
+    rows = [dataset[number] for number in range(len(dataset))]
+    assert sum(len(row.sub_sample_keys) for row in rows) == expected
+    assert rows[0].imgs.shape[1] == 3 * 336 * 336
+
+
+def given(**changes: Any) -> dict[str, Any]:
+    flags = {name.removeprefix("--"): value for name, value in FLAGS.items()}
+    del flags["tokenizer_path"], flags["output_dir"]
+    return configuration(Path("out"), **{**flags, "data_path": "a.json", **changes})
+
+
+def test_vision_encoders(tmp_path: Path) -> None:
+    model = given(hf_vision_encoder="google/siglip-so400m-patch14-384")["model"]
+    assert (model["tower"], model["image_size"], model["patch_size"]) == ("siglip", 384, 14)
+    assert given(hf_vision_encoder="openai/clip-vit-large-patch14")["model"]["image_size"] == 224
+    write_json(tmp_path / "config.json", {"vision_config": {"patch_size": 16, "image_size": 256}})
+    assert given(hf_vision_encoder=str(tmp_path))["model"]["patch_size"] == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "hparams", "message"),
+    [
+        ({"image_folder": "a.tar"}, {}, "is a tar; unpack it"),
+        ({"hf_vision_encoder": "mine"}, {}, "does not end in patchN"),
+        ({}, {"model": {"mm_cfg": {"use_im_start_end": True}}}, "only False is supported"),
+        ({}, {"model": {"data": {"media_type": "video"}}}, "only image is supported"),
+        (
+            {},
+            {"model": {"mm_cfg": {"vision_encoder": {"crop_size": [224, 224]}}}},
+            r"crop_size \[224, 224\] is not that of openai/clip-vit-large-patch14-336",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_named(
+    tmp_path: Path, changes: dict[str, Any], hparams: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "llava_config.yaml"
+    path.write_text(yaml.safe_dump(hparams))
+    with pytest.raises(Exception, match=message):
+        given(**changes, hparams_file=path)
+
+
+def test_fields_of_the_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "llava_config.yaml"
+    adapter = {"model": {"mm_cfg": {"mm_mlp_adapter_type": "mlp_downsample"}}}
+    path.write_text(yaml.safe_dump(adapter))
+    assert given(hparams_file=path)["model"]["tokens_per_image"] == 144
+    fields = re.findall(r"`(model\.[a-z_.]+)[:`]", PAGE)
+    assert {"model.mm_cfg.mm_mlp_adapter_type", "model.data.sep_image_conv_front"} <= set(fields)

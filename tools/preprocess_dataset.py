@@ -1,0 +1,214 @@
+"""NeVA's `preprocess_dataset.py`: its eleven flags, in front of measure, plan and write.
+
+    python tools/preprocess_dataset.py --data_path=llava.json --image_folder=images \\
+        --tokenizer_path=tokenizer.model --output_dir=out/packed_seq_12288_336_v1 --conv_template=v1
+
+It writes OUTPUT_DIR/pack.yaml, the tokenizer as a folder, and runs three verbs of offline-packing
+on that file, which any other verb takes as well. Run it again after a kill. What its flags become
+is in docs/coming_from_neva.md.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import yaml
+
+#: Patch and image size at the end of a vision encoder's name; 224 pixels where it names none.
+_SIZES: Final = re.compile(r"patch(\d+)(?:-(\d+))?$")
+#: Fields of NeVA's YAML that would change samples, and the values that are supported.
+_SUPPORTED: Final[Mapping[str, Any]] = {
+    "model.data.is_multimodal": True,
+    "model.data.media_type": "image",
+    "model.data.sep_image_conv_front": False,
+    "model.mm_cfg.use_im_start_end": False,
+}
+#: `model.template` by --conv_template.
+_TEMPLATES: Final = {"plain": "plain", "v1": "neva"}
+
+
+@click.command(context_settings={"show_default": True, "max_content_width": 100})
+@click.option("--data_path", required=True, help="Dataset: a JSON array, or JSON Lines.")
+@click.option("--image_folder", help="Folder that images are named in; default: the dataset's.")
+@click.option(
+    "--tokenizer_path", required=True, help="SentencePiece .model, checkpoint folder or hub name."
+)
+@click.option("--output_dir", required=True, type=click.Path(path_type=Path))
+@click.option("--max_seq_length", default=4096, help="Tokens of a pack.")
+@click.option(
+    "--packing_algorithm",
+    default="first_fit_shuffle",
+    type=click.Choice(["first_fit_decreasing", "first_fit_shuffle", "shuffle_and_pack"]),
+)
+@click.option("--hf_vision_encoder", default="openai/clip-vit-large-patch14-336")
+@click.option("--conv_template", default="plain", type=click.Choice(list(_TEMPLATES)))
+@click.option("--image_aspect_ratio", default="square", type=click.Choice(["square", "pad"]))
+@click.option("--seed", default=0, help="Of the shuffle.")
+@click.option(
+    "--hparams_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="NeVA's YAML; read are patch_dim, crop_size and mm_mlp_adapter_type.",
+)
+def main(output_dir: Path, tokenizer_path: str, **flags: Any) -> None:
+    """Pack a dataset in LLaVA's form as NeVA does: token ids in OUTPUT_DIR/packed_seq_dataset."""
+    config = configuration(output_dir, **flags)
+    (output_dir / "_packing").mkdir(parents=True, exist_ok=True)  # marks the folder as an output
+    config["model"]["processor"] = prepare_tokenizer(tokenizer_path, output_dir / "tokenizer")
+    path = output_dir / "pack.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    for verb in ("measure", "plan", "write"):
+        command = [sys.executable, "-m", "offline_packing", verb, path]
+        status = subprocess.run(command, check=False).returncode
+        if status:
+            sys.exit(status)
+    click.echo(how_to_train(output_dir, config["model"]["image_size"]))
+
+
+def configuration(
+    output_dir: Path,
+    *,
+    data_path: str,
+    image_folder: str | None,
+    max_seq_length: int,
+    packing_algorithm: str,
+    hf_vision_encoder: str,
+    conv_template: str,
+    image_aspect_ratio: str,
+    seed: int,
+    hparams_file: Path | None,
+) -> dict[str, Any]:
+    """The configuration of offline-packing that the flags mean, but for the tokenizer. Raises
+    click.ClickException for what is not supported."""
+    if image_folder is not None and image_folder.endswith(".tar"):
+        raise click.ClickException(f"--image_folder {image_folder} is a tar; unpack it")
+    hparams = {} if hparams_file is None else yaml.safe_load(hparams_file.read_text())
+    is_plain = conv_template == "plain"
+    return {
+        "source": {
+            "format": "jsonl" if data_path.endswith(".jsonl") else "json",
+            "path": data_path,
+            "task": "captioning" if is_plain else "bmr",
+            "ignore_prompts": is_plain,
+            **({} if image_folder is None else {"image_root": image_folder}),
+        },
+        "model": {
+            "family": "llava_1_5",
+            "template": _TEMPLATES[conv_template],
+            "image_aspect": image_aspect_ratio,
+            **vision_options(hf_vision_encoder, hparams),
+        },
+        "pack": {
+            "seq_length": max_seq_length,
+            "strategy": packing_algorithm,
+            "seed": seed,
+            "sample_order": "composed",
+        },
+        "output": {"path": str(output_dir), "layout": "indexed"},
+    }
+
+
+def vision_options(encoder: str, hparams: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of llava_1_5 for a vision encoder, by its config.json or its name, and NeVA's YAML.
+    Raises click.ClickException for what is not supported."""
+    for field, value in _SUPPORTED.items():
+        if (given := follow(hparams, field, value)) != value:
+            raise click.ClickException(
+                f"--hparams_file: {field}={given}: only {value} is supported"
+            )
+    patch, side = sizes_of(encoder)
+    patch = follow(hparams, "model.mm_cfg.vision_encoder.patch_dim", patch)
+    crop = follow(hparams, "model.mm_cfg.vision_encoder.crop_size", [side, side])
+    if list(crop) != [side, side]:
+        raise click.ClickException(
+            f"--hparams_file: crop_size {crop} is not that of {encoder}, [{side}, {side}]; "
+            "name the encoder that is trained"
+        )
+    tower = "siglip" if "siglip" in encoder.lower() else "clip"
+    options = {"tower": tower, "image_size": side, "patch_size": patch}
+    if follow(hparams, "model.mm_cfg.mm_mlp_adapter_type", "") == "mlp_downsample":
+        options["tokens_per_image"] = (-(-(side // patch) // 2)) ** 2  # 2 x 2 patches a token
+    return options
+
+
+def sizes_of(encoder: str) -> tuple[int, int]:
+    """Patch and image size in pixels."""
+    file = Path(encoder) / "config.json"
+    if file.is_file():
+        content = json.loads(file.read_text())
+        vision = content.get("vision_config", content)
+        return vision["patch_size"], vision["image_size"]
+    match = _SIZES.search(encoder)
+    if match is None:
+        raise click.ClickException(
+            f"--hf_vision_encoder {encoder} does not end in patchN or patchN-SIZE; name a folder "
+            "that holds its config.json"
+        )
+    return int(match[1]), int(match[2] or 224)
+
+
+def follow(content: Any, field: str, default: Any) -> Any:
+    """content["a"]["b"] for "a.b"; the default where it is missing."""
+    for name in field.split("."):
+        content = content.get(name) if isinstance(content, Mapping) else None
+    return default if content is None else content
+
+
+def prepare_tokenizer(path: str, folder: Path) -> str:
+    """A folder or name of the tokenizer with a token for images: the one given, or `folder` with
+    the SentencePiece model converted or the token added. Raises click.ClickException."""
+    from transformers import AutoTokenizer
+
+    try:
+        if path.endswith(".model"):
+            tokenizer = convert_sentencepiece(path)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            if "<image>" in tokenizer.get_vocab():
+                return path
+    except (ImportError, OSError, ValueError) as error:
+        text = " ".join(str(error).split())
+        raise click.ClickException(
+            f"--tokenizer_path {path} cannot be read (a .model needs pip install sentencepiece): "
+            f"{text}"
+        ) from error
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def convert_sentencepiece(path: str) -> Any:
+    """LLaMA's kind of tokenizer, with the ids of the model; a blank goes in front of every text."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": True, **special}
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(path, Path(folder, "tokenizer.model"))
+        Path(folder, "tokenizer_config.json").write_text(json.dumps(settings))
+        converted = AutoTokenizer.from_pretrained(folder)
+    # LlamaTokenizer itself forgets `legacy` when it is saved (transformers 5.23).
+    return PreTrainedTokenizerFast(tokenizer_object=converted.backend_tokenizer, **special)
+
+
+def how_to_train(output_dir: Path, side: int) -> str:
+    """The figures of the packs, and what training is given."""
+    counts = json.loads((output_dir / "manifest.json").read_text())["counts"]
+    packs = sum(counts["packs"].values())
+    per_pack = counts["packed"] / packs
+    return (
+        f"{packs:,} packs of {per_pack:.3f} samples and {counts['tokens'] / packs:,.1f} tokens: "
+        f"micro_batch_size=1, global_batch_size=<GBS / {per_pack:.3f}>\n"
+        f"data.packed_sequence=true data.data_prefix={output_dir / 'packed_seq_dataset'} "
+        f"data.crop_size=[{side},{side}]"
+    )
+
+
+if __name__ == "__main__":
+    main()
