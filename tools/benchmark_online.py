@@ -2,10 +2,14 @@
 
 python tools/benchmark_online.py ranks
 python tools/benchmark_online.py loaders
+python tools/benchmark_online.py buffers
+python tools/benchmark_online.py roads --samples 4000 --ranks 4 --buffer 200
 """
 
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -16,8 +20,11 @@ from offline_packing import plan_packs
 from offline_packing.online.dynamic_batches import DynamicBatches
 from offline_packing.online.online_dataset import OnlineDataset
 from offline_packing.online.packed_dataset import PackedIterableDataset
+from offline_packing.online.pool import PackingPool
 from offline_packing.online.ranks.rank_schedule import EpochSchedule, RankSchedule
 from offline_packing.planner.order import RankLayout, idle_share
+from offline_packing.planner.strategies.peers.first_fit import first_fit_decreasing
+from offline_packing.planner.windows import WindowOptions
 from task_encoders.families import FAMILIES
 
 SEQ_LENGTH = 8192
@@ -141,6 +148,77 @@ def _time_loader(
         "× a trainer's need": f"{total / seconds[0] / tokens_per_second:,.0f}",
         "with a state per pack": f"{total / seconds[1] / tokens_per_second:,.0f}",
     }
+
+
+@main.command()
+@click.option("--samples", default=20_000, show_default=True)
+def buffers(samples: int) -> None:
+    """Fill of packs made from a buffer in each of N data parallel ranks' n loader processes: each
+    sees M / (N n) of the M samples."""
+    tokens = draw_sft(samples)[0]
+    rows = []
+    for readers in (1, 16, 128):
+        parts = [tokens[reader::readers] for reader in range(readers)]
+        for buffer in (50, 200, 1000, 5000):
+            plain = [
+                first_fit_decreasing(part[start : start + buffer], SEQ_LENGTH)
+                for part in parts
+                for start in range(0, len(part), buffer)
+            ]
+            carried = sum(_carried_packs(part, buffer) for part in parts)
+            rows.append(
+                {
+                    "readers, N n": readers,
+                    "samples of each, M / (N n)": samples // readers,
+                    "buffer": buffer,
+                    "each buffer for itself, fill %": _fill(
+                        tokens, sum(len(packs.pack_offsets) - 1 for packs in plain)
+                    ),
+                    "carried over, fill %": _fill(tokens, carried),
+                }
+            )
+    print_table(rows)
+    offline = _fill(tokens, plan_packs(tokens, SEQ_LENGTH).num_packs)
+    click.echo(f"\nall samples planned at once: {offline}")
+
+
+def _carried_packs(lengths: np.ndarray, buffer: int) -> int:
+    pool = PackingPool[int](WindowOptions(seq_length=SEQ_LENGTH, window=buffer))
+    ready = (len(pool.add(number, length)) for number, length in enumerate(lengths.tolist()))
+    return sum(ready) + len(pool.finish())
+
+
+def _fill(tokens: np.ndarray, packs: int) -> str:
+    return f"{100 * tokens.sum(dtype=np.int64) / (packs * SEQ_LENGTH):.2f}"
+
+
+@main.command()
+@click.option("--samples", default=4000, show_default=True)
+@click.option("--ranks", default=4, show_default=True)
+@click.option("--buffer", default=200, show_default=True)
+@click.option("--only", default="", help="roads whose name contains this")
+def roads(samples: int, ranks: int, buffer: int, only: str) -> None:
+    """The same samples through every road of packing: fill, idle ranks, start and restart."""
+    import packing_roads  # needs torch and Energon, the other commands do not
+
+    with tempfile.TemporaryDirectory() as name:
+        unpacked, packed, elsewhere = (Path(name, part) for part in ("singles", "packed", "other"))
+        sizes = packing_roads.draw_samples(unpacked, samples)
+        packing_roads.pack_offline(unpacked, elsewhere, max(1, ranks // 2))  # compiles
+        start = time.perf_counter()
+        packing_roads.pack_offline(unpacked, packed, ranks)
+        click.echo(
+            f"{samples:,} samples of {sizes[0].mean():.0f} tokens; offline packing takes "
+            f"{time.perf_counter() - start:.1f} s once\n"
+        )
+        found = packing_roads.roads(unpacked, sizes, packed, elsewhere, ranks, buffer)
+        print_table(
+            [
+                packing_roads.measure_road(road, reader, ranks, samples)
+                for road, reader in found.items()
+                if only in road
+            ]
+        )
 
 
 if __name__ == "__main__":
