@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from offline_packing.demo.training import IMAGE_TOKEN, tiny_qwen2_vl, token_losses
 from offline_packing.errors import StageError
@@ -146,6 +147,21 @@ def test_it_goes_on_where_its_state_was_taken(strategy: str, taken: int) -> None
     resumed.load_state_dict(pickle.loads(pickle.dumps(state)))
     whole = numbers(make())
     assert numbers(begin) + numbers(resumed) == whole
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stateful_loader_goes_on_with_the_pack_that_comes_next(num_workers: int) -> None:
+    def make() -> Any:
+        dataset = constant_length(Indexed(drawn(300)), buffer_size=40, queue_size=3)
+        return StatefulDataLoader(dataset, batch_size=None, num_workers=num_workers)
+
+    loader = make()
+    packs = iter(loader)
+    begin = [next(packs) for _ in range(9)]
+    state = pickle.dumps(loader.state_dict())
+    resumed = make()
+    resumed.load_state_dict(pickle.loads(state))
+    assert numbers(begin) + numbers(resumed) == numbers(make())
 
 
 def test_packed_loss_equals_unpacked_loss(tmp_path: Path) -> None:

@@ -127,6 +127,16 @@ def test_samples_keep_the_ids_they_come_with():
     assert as_lists(planner.push(np.array([4, 6]), np.array([70, 50]))) in ([[70, 50]], [[50, 70]])
 
 
+@pytest.mark.parametrize("strategy", ["knapsack", "first_fit_decreasing", "auto"])
+def test_packs_come_out_in_random_order(strategy):
+    lengths = law("sft", 400)
+    planner = WindowPlanner(WindowOptions(seq_length=8192, strategy=strategy))
+    longest = [lengths[pack].max() for pack in run(planner, lengths, [])]
+    assert len(longest) > 20
+    falls = np.mean(np.diff(longest) < 0)
+    assert 0.2 < falls < 0.8
+
+
 def test_any_composer_can_be_used():
     lengths = law("sft", 3000)
     planner = WindowPlanner(WindowOptions(seq_length=8192, strategy="best_fit_decreasing"))
