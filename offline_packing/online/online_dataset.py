@@ -166,11 +166,14 @@ class _Pass:
     def __init__(self, owner: OnlineDataset, shard: Shard, saved: Mapping[str, Any] | None) -> None:
         self._owner = owner
         self._counts = owner._counts[shard.index % _COUNTED_READERS]
+        self._is_alone = shard.count == 1
         self._made_with = owner.settings() | {"seed": owner.seed, **shard.__dict__}
         self._epoch = int(saved["epoch"] if saved else owner._epoch)
         self._source = owner.open_source(shard, self._epoch, owner.settings()["buffer_size"])
         self._ready: deque[list[_Sample]] = deque()
-        self._position = self._failures = 0
+        #: samples that were packed; set aside; that could not be read since the last that could
+        self._num_packed = self._num_set_aside = self._failures = 0
+        self._last_error: SampleError | None = None
         self._ended = False
         if saved and "source" in saved:
             self._restore(saved)
@@ -190,9 +193,7 @@ class _Pass:
     def state(self) -> dict[str, Any]:
         ready = [[[s.number, s.num_tokens] for s in pack] for pack in self._ready]
         waiting = [[s.number, s.num_tokens] for s in self._pool.waiting]
-        oldest = min(
-            (number for pack in [*ready, waiting] for number, _ in pack), default=self._position
-        )
+        oldest = min((number for pack in [*ready, waiting] for number, _ in pack), default=None)
         return {
             "epoch": self._epoch,
             "made_with": dict(self._made_with),
@@ -200,6 +201,7 @@ class _Pass:
             "waiting": waiting,
             "pool": self._pool.state(),
             "ended": self._ended,
+            "num_packed": self._num_packed,
             "set_aside": self._counts.tolist(),
             "source": self._source.state(oldest),
         }
@@ -214,7 +216,7 @@ class _Pass:
         self._counts.copy_(torch.tensor(saved["set_aside"]))
         wanted = dict(pair for pack in [*saved["ready"], saved["waiting"]] for pair in pack)
         found: dict[int, _Sample] = {}
-        self._ended = saved["ended"]
+        self._ended, self._num_packed = saved["ended"], saved["num_packed"]
         if wanted or not self._ended:
             loads = self._source.restore(saved["source"], wanted.keys())
             found = {number: self._read_again(number, wanted[number], loads) for number in wanted}
@@ -237,11 +239,9 @@ class _Pass:
     def _read_one(self) -> None:
         found = self._source.next()
         if found is None:
-            self._ended = True
-            self._ready.extend(self._pool.finish())
+            self._end()
             return
         number, load = found
-        self._position = number + 1
         try:
             try:
                 sample = self._owner.read(number, load)
@@ -250,11 +250,24 @@ class _Pass:
                 raise
             self._failures = 0
             self._ready.extend(self._pool.add(sample, sample.num_tokens))
+            self._num_packed += 1
         except SampleError as error:
             self._set_aside(number, error)
 
+    def _end(self) -> None:
+        self._ended = True
+        self._ready.extend(self._pool.finish())
+        # One of many readers may have had only a few samples.
+        if self._is_alone and self._last_error is not None and not self._num_packed:
+            raise StageError(
+                f"none of {self._num_set_aside} samples can be used, the last one because of "
+                f"{self._last_error}; check the dataset, and the length of packs"
+            )
+
     def _set_aside(self, number: int, error: SampleError) -> None:
         logger.warning("set aside sample %d: %s", number, error)
+        self._num_set_aside += 1
+        self._last_error = error
         self._counts[_REASON_NAMES.index(error.reason)] += 1
         if self._failures == MAX_FAILURES_IN_A_ROW:
             raise StageError(

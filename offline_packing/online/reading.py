@@ -38,13 +38,13 @@ class Shard:
 
 
 class Source(Protocol):
-    """The samples of one reader, each with a number."""
+    """The samples of one reader, each with its number in the dataset."""
 
     def next(self) -> tuple[int, Load] | None:
         """The next sample; None at the end. Raises StageError if the dataset fails or is empty."""
 
-    def state(self, oldest: int) -> dict[str, Any]:
-        """What `restore` needs to return samples from number `oldest` on; plain values."""
+    def state(self, oldest: int | None) -> dict[str, Any]:
+        """What `restore` needs to return samples again, the first of them `oldest`; plain."""
 
     def restore(self, state: Mapping[str, Any], numbers: Collection[int]) -> dict[int, Load]:
         """Go on where `state` was taken; the samples of these numbers again."""
@@ -64,10 +64,11 @@ class IndexedSamples:
         """See Source."""
         if self._position == len(self._order):
             return None
+        number = int(self._order[self._position])
         self._position += 1
-        return self._position - 1, self._load(self._position - 1)
+        return number, self._load(number)
 
-    def state(self, oldest: int) -> dict[str, Any]:
+    def state(self, oldest: int | None) -> dict[str, Any]:
         """See Source."""
         return {"position": self._position}
 
@@ -77,7 +78,7 @@ class IndexedSamples:
         return {number: self._load(number) for number in numbers}
 
     def _load(self, number: int) -> Load:
-        return partial(self._dataset.__getitem__, int(self._order[number]))
+        return partial(self._dataset.__getitem__, number)
 
 
 class StreamedSamples:
@@ -108,9 +109,10 @@ class StreamedSamples:
                 return number, partial(_loaded, sample)
         return None
 
-    def state(self, oldest: int) -> dict[str, Any]:
+    def state(self, oldest: int | None) -> dict[str, Any]:
         """See Source."""
-        while len(self._marks) > 1 and self._marks[1][0] <= oldest:
+        first = self._position if oldest is None else oldest
+        while len(self._marks) > 1 and self._marks[1][0] <= first:
             del self._marks[0]
         return {"position": self._position, "mark": list(self._marks[0])}
 

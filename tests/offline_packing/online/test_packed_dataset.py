@@ -221,6 +221,7 @@ def test_samples_of_a_stream_are_encoded_by_their_reader(caplog) -> None:
     assert [sample["length"] for sample in found] == [10]
     assert encoded == [0, 6]
     assert packed.set_aside == {"bad_record": 1}
+    assert "sample 1: bad_record: ZeroDivisionError" in caplog.text
 
 
 class Short(Stream):
@@ -242,6 +243,11 @@ def failing():
         (Stream([]), "the dataset is empty"),
         (Short(numbered([3] * 3)), "the dataset ended after 3 samples, and its length is 5"),
         (failing(), "the dataset failed after 1 samples: OSError: connection reset"),
+        (
+            numbered([65, 70]),
+            "none of 2 samples can be used, the last one because of overlong: 70 tokens, a pack "
+            "holds 64",
+        ),
         (
             Indexed([OSError("disk gone")] * 200),
             f"{MAX_FAILURES_IN_A_ROW} samples in a row cannot be read, the last one, 99, with "
