@@ -237,11 +237,10 @@ def nested_name(name: str) -> str:
     return name
 
 
-def published_shapes(hf_config: Any, model_class: Any) -> dict[str, tuple[int, ...]]:
-    """Every tensor a checkpoint of this config must have. Takes no memory."""
-    with torch.device("meta"):
-        state = model_class(hf_config).state_dict()
+def published_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of a model of transformers must have."""
+    state = model.state_dict()
     shapes = {published_name(name): tuple(tensor.shape) for name, tensor in state.items()}
-    if hf_config.tie_word_embeddings:
+    if model.config.tie_word_embeddings:
         shapes.pop("lm_head.weight", None)
     return shapes

@@ -218,9 +218,9 @@ def build_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> 
         ValueError: the checkpoint or the sizes cannot be used.
     """
     hf_config = config.build_transformers_config()
-    classes = transformers_classes(config.family)
     dtype = config.resolve_dtype(device)
-    shapes = published_shapes(hf_config, classes.model)
+    outline = transformers_classes(config.family).without_memory(hf_config)
+    shapes = published_shapes(outline)
     language_model = build_language_model(
         hf_config,
         dtype=dtype,
@@ -229,7 +229,7 @@ def build_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> 
         recompute=config.recompute == "full",
         qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in shapes),
     )
-    visual = _build_vision_tower(config, hf_config, dtype, device)
+    visual = _build_vision_tower(type(outline.model.visual), config, hf_config, dtype, device)
     model = PackedQwen2VL(hf_config, language_model, visual).to(device)
     if config.checkpoint is None:
         random = RandomWeights(hf_config, shapes, seed=seed, device=device)
@@ -243,9 +243,8 @@ def build_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> 
 
 
 def _build_vision_tower(
-    config: ModelConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
+    tower: Any, config: ModelConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    tower = transformers_classes(config.family).vision_tower(hf_config)
     with torch.device(device):
         visual = tower._from_config(
             copy.deepcopy(hf_config.vision_config), dtype=dtype, attn_implementation="sdpa"

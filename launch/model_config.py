@@ -28,10 +28,10 @@ class TransformersClasses:
     config: Any
     model: Any
 
-    def vision_tower(self, hf_config: Any) -> Any:
-        """The class of the vision tower, found in a model built without memory."""
+    def without_memory(self, hf_config: Any) -> Any:
+        """A model that has shapes, but no weights."""
         with torch.device("meta"):
-            return type(self.model(hf_config).model.visual)
+            return self.model(hf_config)
 
 
 def transformers_classes(family: str) -> TransformersClasses:

@@ -121,8 +121,8 @@ class Llava15Encoder(FamilyEncoder):
         if self.options.template == "neva":
             return split_at_media(sample, prompt)
         # Images go in front of their turn, each on a line of its own.
-        count, text = prompt.count(IMAGE_PLACEHOLDER), prompt.replace(IMAGE_PLACEHOLDER, "")
-        return [*[Image(), "\n"] * count, text.strip()]
+        front: list[str | Image | Video] = [Image(), "\n"] * prompt.count(IMAGE_PLACEHOLDER)
+        return [*front, prompt.replace(IMAGE_PLACEHOLDER, "").strip()]
 
     def image_medium(self, height: int, width: int) -> Medium:
         return Medium(self._grid)
