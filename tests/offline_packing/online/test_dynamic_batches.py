@@ -81,7 +81,7 @@ def test_padding_after_merging(lengths, options, input_ids, cu_seqlens, pad_toke
 
 
 def test_batches_are_those_of_veomni() -> None:
-    """The case of its own test, and the batches that its 0.1.11 makes of the whole of it."""
+    """The case of its own test, and the batches that its 0.1.12 makes of the whole of it."""
     found = numbers(range(1, 51), max_seq_len=32, buffer_size=10)
     tokens = [sum(number + 1 for number in batch) for batch in found]
     assert tokens[:5] == [28, 27, 23, 27, 31]
