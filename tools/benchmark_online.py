@@ -2,6 +2,7 @@
 
 python tools/benchmark_online.py ranks
 python tools/benchmark_online.py loaders
+python tools/benchmark_online.py planning
 python tools/benchmark_online.py buffers
 python tools/benchmark_online.py roads --samples 4000 --ranks 4 --buffer 200
 """
@@ -148,6 +149,54 @@ def _time_loader(
         "× a trainer's need": f"{total / seconds[0] / tokens_per_second:,.0f}",
         "with a state per pack": f"{total / seconds[1] / tokens_per_second:,.0f}",
     }
+
+
+@main.command()
+@click.option("--samples", default=20_000, show_default=True)
+@click.option(
+    "--tokens-per-second",
+    default=320_000,
+    show_default=True,
+    help="What the trainer takes: eight of the GPUs that `loaders` feeds.",
+)
+def planning(samples: int, tokens_per_second: int) -> None:
+    """Samples that a `PackingPool` plans a second on one core, with and without a budget of images,
+    against what a trainer takes."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for law in ("captions", "sft"):
+        lengths, images = draw_lengths(law, samples), rng.integers(0, 5, samples)
+        need = tokens_per_second / lengths.mean()
+        for strategy in ("auto", "knapsack", "to_constant_volume"):
+            for budgets in ({}, {"images": 18}):
+                row = {
+                    "law": law,
+                    "strategy": strategy,
+                    "images per pack": budgets.get("images", ""),
+                    "needed": f"{need:,.0f}",
+                }
+                for buffer in (128, 200, 1000):
+                    options = WindowOptions(
+                        seq_length=SEQ_LENGTH,
+                        window=buffer,
+                        strategy=strategy,
+                        budgets=budgets,
+                        min_fill=0.0 if strategy == "knapsack" else 1.0,
+                    )
+                    _plan(options, lengths[:5000], images)  # compile
+                    start = time.process_time()
+                    _plan(options, lengths, images)
+                    speed = samples / (time.process_time() - start)
+                    row[f"buffer {buffer}"] = f"{speed:,.0f}, {speed / need:,.0f} ×"
+                rows.append(row)
+    print_table(rows)
+
+
+def _plan(options: WindowOptions, lengths: np.ndarray, images: np.ndarray) -> None:
+    pool = PackingPool[int](options)
+    for length, count in zip(lengths.tolist(), images.tolist(), strict=False):
+        pool.add(length, length, {"images": count})
+    pool.finish()
 
 
 @main.command()

@@ -4,11 +4,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOOL = Path(__file__).parents[2] / "tools" / "benchmark_online.py"
 
 
-def test_loaders_prints_a_table() -> None:
-    arguments = ["loaders", "--samples", "200", "--buffer", "50"]
+@pytest.mark.parametrize(
+    ("arguments", "rows"),
+    [
+        (
+            ["loaders", "--samples", "200", "--buffer", "50"],
+            ["binpack, carry", "auto, carry", "dynamic, buffer 200"],
+        ),
+        (["planning", "--samples", "200"], ["auto |  |", "knapsack | 18 |"]),
+    ],
+)
+def test_it_prints_a_table(arguments: list[str], rows: list[str]) -> None:
     result = subprocess.run(
         [sys.executable, str(TOOL), *arguments],
         check=False,
@@ -17,5 +28,5 @@ def test_loaders_prints_a_table() -> None:
         timeout=300,
     )
     assert result.returncode == 0, result.stderr
-    for road in ("binpack, carry", "auto, carry", "dynamic, buffer 200"):
-        assert f"| captions | {road} |" in result.stdout
+    for row in rows:
+        assert f"| captions | {row}" in result.stdout
