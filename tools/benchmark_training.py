@@ -26,7 +26,7 @@ import torch
 from gpu_monitor import GpuMonitor
 from model_flops import peak_flops, row_flops
 from training_loaders import MODES, build_loader, write_unpacked
-from training_report import draw, render_table, summarize
+from training_report import draw, gains, render_table, summarize
 
 from launch.loss import shift_labels
 from launch.model import build_model
@@ -73,6 +73,16 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
 @click.option("--workers", default=0, show_default=True, help="Loader processes.")
 @click.option("--padded-batch", type=int, help="Samples per padded row; default: as in a pack.")
 @click.option("--buffer", default=100, show_default=True, help="Samples the online packer buffers.")
+@click.option(
+    "--indexed",
+    type=click.Path(path_type=Path),
+    help="Prefix of the same packs as token ids: one more mode.",
+)
+@click.option(
+    "--at-least",
+    default=0.0,
+    help="Fail if packs gain less than this share of what the padding that they save predicts.",
+)
 @click.option("--output", type=click.Path(path_type=Path), default=Path("out/benchmark_training"))
 def main(
     packed: Path,
@@ -81,6 +91,8 @@ def main(
     workers: int,
     padded_batch: int | None,
     buffer: int,
+    indexed: Path | None,
+    at_least: float,
     output: Path,
 ) -> None:
     """Train on the samples of PACKED, a folder written by offline-packing, in each mode."""
@@ -95,18 +107,23 @@ def main(
             "num_workers": workers,
             "padded_batch_size": padded_batch or round(samples / packs),
             "buffer_size": buffer,
+            "indexed": indexed,
         }
         results = {}
-        for mode in MODES:
+        for mode in [*MODES, *(["indexed"] if indexed else [])]:
             # Unlike a Pool's, its processes may have children: the loader's.
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 results[mode] = pool.submit(run_mode, mode, shapes, steps, loader_options).result()
             click.echo(f"{mode}: {results[mode]['summary']['samples_per_second']:.2f} samples/s")
     (output / "results.json").write_text(json.dumps(results))
-    table = render_table({mode: result["summary"] for mode, result in results.items()})
+    summaries = {mode: result["summary"] for mode, result in results.items()}
+    table = render_table(summaries)
     (output / "table.md").write_text(table)
     draw(results, output / "steps.png")
     click.echo(f"\n{table}\nwritten to {output}")
+    gain, predicted = gains(summaries)["offline"]
+    if gain < at_least * predicted:
+        raise click.ClickException(f"packs gain {gain:.2f}, {predicted:.2f} were predicted")
 
 
 def run_mode(

@@ -4,7 +4,7 @@ All three are rows of the same kind for the same model and kernels; only the con
 differs. A padded batch of B samples is a row of B segments of the same length, padding included.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.energon import (
-    SavableDataLoader,
     WorkerConfig,
     get_savable_loader,
     get_train_dataset,
@@ -20,12 +19,14 @@ from megatron.energon import (
 )
 from torch.nn import functional as F
 
+from launch.indexed_loader import IndexedLoader
 from offline_packing.layouts.energon_metadata import index_pack_folder
 from offline_packing.storage.files import read_json
 from offline_packing.storage.tars import TarShardWriter, scan_tar
 from task_encoders.concatenate import PackedRow, merge_rows
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.families import ModelSettings
+from task_encoders.indexed_dataset import IndexedPackDataset
 from task_encoders.pack_format import (
     JSON_PART,
     PackedSubSample,
@@ -159,14 +160,19 @@ def build_loader(
     num_workers: int,
     padded_batch_size: int,
     buffer_size: int,
-) -> SavableDataLoader[PackedBatch]:
-    """One pass over the samples in a mode of MODES."""
+    indexed: Path | None = None,
+) -> Iterable[PackedBatch]:
+    """One pass over the samples in a mode of MODES, or of packs as token ids (`indexed`)."""
     manifest = read_json(packed / "manifest.json")
     model = ModelSettings.model_validate(manifest["config"]["model"])
     options: dict[str, Any] = {"model": model}
     task = manifest["task"]
     options["settings"] = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
     options["seq_length"] = manifest["seq_length"]
+    if mode == "indexed":
+        assert indexed is not None
+        rows = IndexedPackDataset(indexed, Qwen2VLTaskEncoder(**options))
+        return IndexedLoader(rows, num_workers=num_workers)
     worker_config = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
     if mode == "offline":
         dataset = get_packed_train_dataset(

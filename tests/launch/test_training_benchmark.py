@@ -80,3 +80,5 @@ def test_the_table_compares_with_padding() -> None:
     assert padded["padding"] == pytest.approx(0.5)
     table = report.render_table({"padded": padded, "offline": offline | {"memory_gib": 0.5}})
     assert "| offline | 4.00 | 2.00 | 2.00 |" in table
+    assert "| NeVA, TP 8 | 89.16 | 1.40 |" in table
+    assert "| NeVA, TP 4, PP 2 | 93.84 | 1.47 |" in table

@@ -43,7 +43,7 @@ needs_nemo = pytest.mark.skipif("NEMO" not in os.environ, reason="NEMO names no 
 def draw_dialogues(template: str) -> list[SourceSample]:
     """300 conversations with 0 to 4 images, at any place in a question; or 300 captions."""
     rng = np.random.default_rng(7)
-    found = []
+    found: list[SourceSample] = []
     while len(found) < 300:
         if template == "plain":
             turns: tuple[Turn, ...] = (Turn("<image>", random_text(rng, int(rng.integers(1, 40)))),)
