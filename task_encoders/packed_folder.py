@@ -8,37 +8,31 @@
 
     DataLoader(folder, batch_sampler=…, collate_fn=folder.collate)      encodes in its workers
 
-Opening reads only the `.tar.idx` beside each shard: the offset of each pack's first header, and the
-end. No file stays open, so that a folder can be pickled and forked.
+Opening reads only the `.idx` beside each shard: where each pack begins, and the end. No file stays
+open, so that a folder can be pickled and forked.
 """
 
 import io
-import json
-import logging
 import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
-import yaml
+import orjson
+
+from task_encoders.folder_shards import PackedFolderError, Shard, find_shards, read_index
+from task_encoders.pack_format import JSON_PART
 
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedBatch, PackedRowSample
     from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 
-logger = logging.getLogger(__name__)
-
 #: Key and part of a member, as Energon parts them; and members that Energon takes for notes.
 _MEMBER: Final = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
 _NOTE: Final = re.compile(r"__[^/]*__($|/)")
-#: Twenty times as fast, where PyYAML was built with it.
-_YAML_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class PackedFolderError(ValueError):
-    """A folder whose packs cannot be found, or read."""
 
 
 class RawPack(NamedTuple):
@@ -53,15 +47,6 @@ class RawPack(NamedTuple):
     subflavors: Mapping[str, Any]
 
 
-class Shard(NamedTuple):
-    """The packs [start, end) of one shard."""
-
-    path: Path
-    subflavors: Mapping[str, Any]
-    start: int
-    end: int
-
-
 class PackedFolder:
     """The packs of one split, in written order. Implements torch's protocol of map-style datasets.
 
@@ -70,7 +55,8 @@ class PackedFolder:
     numbers of packs are warned of.
 
     Args:
-        path: a local folder, or a metadataset YAML (which needs Energon, a folder does not).
+        path: a local folder, or a metadataset YAML. A folder of packs that refer to their media,
+            and a metadataset, need Energon.
         task_encoder: for rows and batches; its settings are compared with the folder's.
         split: train, val or test.
 
@@ -88,11 +74,9 @@ class PackedFolder:
     ) -> None:
         self.path = Path(path)
         self.task_encoder = task_encoder
-        if (self.path / ".nv-meta").is_dir():
-            self.shards = _shards_of_folder(self.path, split)
-        else:
-            self.shards = _shards_of_metadataset(self.path, split)
-        indices = [_read_index(shard) for shard in self.shards]
+        self.split = split
+        self.shards = find_shards(self.path, split)
+        indices = [read_index(shard) for shard in self.shards]
         #: number of the first pack of each shard, and of all packs
         self._firsts = np.cumsum([0, *(len(index) - 1 for index in indices)])
         #: one more per shard than it has packs
@@ -114,8 +98,21 @@ class PackedFolder:
         with open(shard.path, "rb") as file:
             file.seek(start)
             data = file.read(end - start)
-        key, members = _members_of(data, f"{shard.path}, bytes {start} to {end}", end - start)
+        where = f"{shard.path}, bytes {start} to {end}"
+        if len(data) < end - start:
+            raise PackedFolderError(
+                f"{where}: the file ends {end - start - len(data)} bytes early; offline-packing "
+                "verify names the remedy"
+            )
+        if shard.stores is None:
+            key, members = _members_of_tar(data, where)
+        else:
+            key, members = _members_of_line(data, where, shard.stores)
         return RawPack(key, members, wanted, shard.subflavors)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Opened anew where it is unpickled: Energon's readers of references cannot be pickled."""
+        return partial(type(self), split=self.split), (self.path, self.task_encoder)
 
     def __iter__(self) -> Iterator[RawPack]:
         return map(self.__getitem__, range(len(self)))
@@ -162,29 +159,24 @@ def _check(shards: Sequence[Shard], task_encoder: "Qwen2VLTaskEncoder") -> None:
         task_encoder.check_manifest(folder)
 
 
-def _read_index(shard: Shard) -> np.ndarray:
-    """Offsets of a shard's packs and the end of the last, int64."""
-    path = shard.path.with_name(f"{shard.path.name}.idx")
+def _members_of_line(
+    data: bytes, where: str, stores: Mapping[str, Any]
+) -> tuple[str, dict[str, bytes]]:
+    """The key and the members of one pack, whose media its line refers to."""
+    from task_encoders.references import is_reference, read_medium
+
     try:
-        offsets = np.fromfile(path, "<u8").astype(np.int64)
-    except FileNotFoundError:
-        raise PackedFolderError(f"{path} is missing; offline-packing retry writes it") from None
-    own = offsets[shard.start : shard.end + 1]
-    if len(own) != shard.end - shard.start + 1 or (np.diff(own) <= 0).any():
-        raise PackedFolderError(
-            f"{path} does not index the {shard.end} packs that .nv-meta/.info.json counts; "
-            "offline-packing retry writes it"
-        )
-    return own
+        line = orjson.loads(data)
+        if not is_reference(line):
+            raise ValueError("no pack with references")
+        media = {name: read_medium(at, stores) for name, at in line["media"].items()}
+    except ValueError as error:
+        raise PackedFolderError(f"{where}: {error}") from error
+    return line["key"], {**media, JSON_PART: orjson.dumps(line["pack"])}
 
 
-def _members_of(data: bytes, where: str, size: int) -> tuple[str, dict[str, bytes]]:
+def _members_of_tar(data: bytes, where: str) -> tuple[str, dict[str, bytes]]:
     """The key and the members of one pack, from its part of a tar."""
-    if len(data) < size:
-        raise PackedFolderError(
-            f"{where}: the shard ends {size - len(data)} bytes early; offline-packing verify names "
-            "the remedy"
-        )
     found: dict[str, dict[str, bytes]] = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
@@ -198,77 +190,3 @@ def _members_of(data: bytes, where: str, size: int) -> tuple[str, dict[str, byte
     if len(found) != 1:
         raise PackedFolderError(f"{where}: {len(found)} packs instead of one; verify the folder")
     return next(iter(found.items()))
-
-
-def _shards_of_folder(path: Path, split: str) -> list[Shard]:
-    meta = path / ".nv-meta"
-    try:
-        splits = yaml.load((meta / "split.yaml").read_bytes(), _YAML_LOADER)  # safe loaders, both
-        dataset = yaml.load((meta / "dataset.yaml").read_bytes(), _YAML_LOADER)
-        counts = json.loads((meta / ".info.json").read_bytes())["shard_counts"]
-        names, exclude = splits["split_parts"], splits.get("exclude")
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise PackedFolderError(f"{meta} cannot be read ({error})") from error
-    if split not in names:
-        raise PackedFolderError(f"{path} has no split {split!r}, only {', '.join(names)}")
-    if exclude or not counts.keys() >= set(names[split]):  # a name with braces is several
-        return _shards_of_metadataset(path, split)
-    flavors = dataset.get("subflavors") or {}
-    return [Shard(path / name, flavors, 0, counts[name]) for name in names[split]]
-
-
-def _shards_of_metadataset(path: Path, split: str) -> list[Shard]:
-    """The shards as Energon resolves them."""
-    try:
-        from megatron.energon import WorkerConfig
-        from megatron.energon.metadataset import load_dataset
-    except ImportError as error:
-        raise PackedFolderError(f"{path} is no plain folder of packs: install Energon") from error
-
-    if not path.exists():
-        raise PackedFolderError(f"{path} is neither a packed folder nor a metadataset YAML")
-    loaded = load_dataset(str(path)).get_datasets(
-        training=split == "train",
-        split_part=split,
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
-        max_samples_per_sequence=None,
-        decoder=None,
-    )
-    shards: list[Shard] = []
-    weights = []
-    for entry in loaded.datasets:
-        own = _shards_of_dataset(entry.dataset)
-        repetitions = 1 if entry.repetitions is None else entry.repetitions
-        if repetitions != int(repetitions):
-            raise PackedFolderError(
-                f"{path} repeats {entry.dataset.path} {repetitions} times; only whole numbers of "
-                "repetitions have a fixed number of packs"
-            )
-        shards += own * int(repetitions)
-        if entry.weight is not None:
-            weights.append(entry.weight / max(1, len(entry.dataset)))
-    if weights and max(weights) > 1.01 * min(weights):
-        logger.warning(
-            "%s: weights are not the numbers of packs; here every pack comes once all the same; "
-            "blend_epochized repeats datasets",
-            path,
-        )
-    return shards
-
-
-def _shards_of_dataset(dataset: Any) -> list[Shard]:
-    """The shards of one dataset, cut to its subset."""
-    if dataset.sample_excludes:
-        raise PackedFolderError(
-            f"{dataset.path}: split.yaml excludes single packs; a map-style dataset would read "
-            "them: pack again without these samples"
-        )
-    size = len(dataset)
-    start, end = (0, size) if dataset.subset is None else dataset.subset.compute_subset(size)
-    shards, first = [], 0
-    for shard in dataset.shards:
-        own = max(0, start - first), min(shard.count, end - first)
-        if own[0] < own[1]:
-            shards.append(Shard(Path(str(shard.path)), dataset.subflavors or {}, *own))
-        first += shard.count
-    return shards

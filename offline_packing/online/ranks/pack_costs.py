@@ -40,7 +40,9 @@ def pack_costs(
         outputs[root] = _of_output(root, manifest, model)
         ends = np.cumsum([shard["packs"] for shard in manifest["shards"]])
         for shard, end in zip(manifest["shards"], ends.tolist(), strict=True):
-            places[root / shard["name"]] = end - shard["packs"]
+            first = end - shard["packs"]
+            places[root / shard["name"]] = first
+            places.setdefault(root / f"{shard['split']}.jsonl", first)  # of references
     columns: tuple[list[Any], list[Any]] = [np.empty(0, np.int64)], [np.empty(0)]
     for shard in folder.shards:
         first = places[shard.path]

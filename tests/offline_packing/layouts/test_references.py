@@ -2,12 +2,14 @@
 
 import dataclasses
 import os
+import pickle
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -17,11 +19,13 @@ from megatron.energon.errors import FatalSampleError
 from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
+from offline_packing.online.ranks.pack_costs import pack_costs
 from offline_packing.runs.run import Run
 from offline_packing.upkeep.blend import blend
 from offline_packing.verify.verify import verify
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.packed_dataset import PackedLoader, get_packed_loader, get_packed_train_dataset
+from task_encoders.packed_folder import PackedFolder, PackedFolderError
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers import formats
@@ -106,6 +110,28 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_batches_are_those_of_the_copied_packs(both: list[Run], workers: int) -> None:
     expected, found = (batches(run.workspace.root, run, workers) for run in both)
     assert_same(found, expected)
+
+
+def test_packs_by_number_are_those_of_the_loader(both: list[Run]) -> None:
+    copied, run = both
+    settings = PackingSettings(packed=True, bmr=True)
+    encoder = Qwen2VLTaskEncoder(seq_length=400, model=run.config.model, settings=settings)
+    folder = pickle.loads(pickle.dumps(PackedFolder(run.workspace.root, encoder)))
+    assert_same([folder.batch([i]) for i in range(len(folder))], batches(folder.path, run))
+    names = [sorted(pack.members) for pack in PackedFolder(copied.workspace.root)]
+    assert [sorted(pack.members) for pack in folder] == names
+    assert all(map(np.array_equal, *map(pack_costs, (folder, PackedFolder(copied.workspace.root)))))
+
+
+def test_a_medium_that_changed_is_named_by_number(run: Run) -> None:
+    pack_all(run)
+    for path in (run.workspace.root.parent / "data").rglob("*.jpg"):
+        path.write_bytes(path.read_bytes() + b"x")
+    folder = PackedFolder(run.workspace.root, split="val")
+    with pytest.raises(
+        PackedFolderError, match=r"val\.jsonl, bytes .* changed since it was packed"
+    ):
+        list(folder)
 
 
 def test_verify_reads_them(both: list[Run]) -> None:
