@@ -4,6 +4,7 @@ python tools/benchmark_online.py ranks
 python tools/benchmark_online.py loaders
 python tools/benchmark_online.py planning
 python tools/benchmark_online.py buffers
+python tools/benchmark_online.py windows | energon
 python tools/benchmark_online.py roads --samples 4000 --ranks 4 --buffer 200
 """
 
@@ -24,6 +25,7 @@ from offline_packing.online.packed_dataset import PackedIterableDataset
 from offline_packing.online.pool import PackingPool
 from offline_packing.online.ranks.rank_schedule import EpochSchedule, RankSchedule
 from offline_packing.planner.order import RankLayout, idle_share
+from offline_packing.planner.strategies.histogram import count_lengths, lower_bound
 from offline_packing.planner.strategies.peers.first_fit import first_fit_decreasing
 from offline_packing.planner.windows import WindowOptions
 from task_encoders.families import FAMILIES
@@ -266,6 +268,56 @@ def roads(samples: int, ranks: int, buffer: int, only: str) -> None:
                 packing_roads.measure_road(road, reader, ranks, samples)
                 for road, reader in found.items()
                 if only in road
+            ]
+        )
+
+
+@main.command()
+@click.option("--samples", default=20_000, show_default=True)
+@click.option("--law", "laws", multiple=True, default=("captions", "sft"), show_default=True)
+@click.option("--buffer", "buffers", multiple=True, default=(128, 200, 1000), show_default=True)
+def windows(samples: int, laws: Sequence[str], buffers: Sequence[int]) -> None:
+    """Packs of a stream: windows that carry over, and first-fit-decreasing on each buffer alone."""
+    print_table([count_packs(law, samples, buffer) for law in laws for buffer in buffers])
+
+
+def count_packs(law: str, samples: int, buffer: int) -> dict[str, Any]:
+    """A row of `windows`."""
+    lengths = draw_lengths(law, samples)
+    for _ in range(2):  # the first time, functions are compiled
+        start = time.perf_counter()
+        pool = PackingPool[int](WindowOptions(seq_length=SEQ_LENGTH, window=buffer))
+        packs = [pack for i, n in enumerate(lengths.tolist()) for pack in pool.add(i, n)]
+        packs += pool.finish()
+        seconds = time.perf_counter() - start
+    assert sorted(i for pack in packs for i in pack) == list(range(samples))
+    parts = np.split(lengths, range(buffer, samples, buffer))
+    return {
+        "law": law,
+        "buffer": buffer,
+        "lower bound": lower_bound(count_lengths(lengths, SEQ_LENGTH)),
+        "packs": len(packs),
+        "first-fit-decreasing per buffer": sum(
+            first_fit_decreasing(part, SEQ_LENGTH).num_packs for part in parts
+        ),
+        "seconds": f"{seconds:.2f}",
+    }
+
+
+@main.command()
+@click.option("--buffer", default=1000, show_default=True)
+@click.option("--side", default=448, show_default=True, help="Of the images, in pixels.")
+@click.option("--seq-length", default=4096, show_default=True)
+def energon(buffer: int, side: int, seq_length: int) -> None:
+    """Memory and time of Energon's own packing buffer, and of ours, over the same images."""
+    import energon_buffers  # needs torch and Energon, the other commands do not
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = energon_buffers.write_images(Path(folder), 2 * buffer, side)
+        print_table(
+            [
+                energon_buffers.pack_images(road, path, buffer, seq_length)
+                for road in energon_buffers.ROADS
             ]
         )
 

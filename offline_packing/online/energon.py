@@ -117,9 +117,8 @@ def get_online_train_dataset(
     Args:
         path: a folder prepared for Energon, or a metadataset YAML.
         buffer: samples that each worker takes in before it plans again.
-        strategy: of the planner; see `offline_packing.planner.strategies`.
+        strategy, seed: of the planner; the seed is also that of the order of a window's packs.
         budgets: what a pack holds at most beside tokens: vision_patches, images, videos.
-        seed: of the planner, and of the order of a window's packs.
         kwargs: any other argument of `megatron.energon.get_train_dataset`; the others are those of
             `get_packed_train_dataset`.
 
