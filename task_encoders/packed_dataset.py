@@ -1,6 +1,7 @@
 """Energon's dataset and loader with what packs need: their order, checks, and exact states."""
 
 import gc
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,16 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
         if self._epoch_iterator is None and self._has_workers:
             self._last_of_pass_before = list(self._worker_sample_counters)
         return super().__iter__()
+
+    def _epoch_iter(self) -> Any:
+        try:
+            yield from super()._epoch_iter()
+        except (ConnectionError, EOFError) as error:
+            # A worker that dies while it sends a batch: torch would notice on the next one only.
+            workers = getattr(_running(self), "_workers", [])
+            if not wait([worker.sentinel for worker in workers], timeout=1):
+                raise
+            raise RuntimeError(f"a loader worker exited unexpectedly: {error}") from error
 
     def _get_iterator(self) -> Any:
         if not self._has_workers:

@@ -141,7 +141,7 @@ def get_online_train_dataset(
 class OnlinePacks(BaseWrapperDataset[Sample, PackedRowSample]):
     """One pass over samples, as rows of packs; the passes after it are the next epochs'."""
 
-    _savable_fields = ("_ready", "_source_ended", "_num_rows", "_set_aside")
+    _savable_fields = ("_source_ended", "_num_rows", "_set_aside")
 
     def __init__(
         self,
@@ -173,10 +173,12 @@ class OnlinePacks(BaseWrapperDataset[Sample, PackedRowSample]):
 
     def save_state(self) -> FlexState:
         state = super().save_state()
-        return FlexState(**state, pool=self._pool.state(), waiting=self._pool.waiting)
+        ready = [list(keys) for keys in self._ready]
+        return FlexState(**state, ready=ready, pool=self._pool.state(), waiting=self._pool.waiting)
 
     def restore_state(self, state: FlexState) -> None:
         super().restore_state(state)
+        self._ready = [list(keys) for keys in state["ready"]]
         self._pool = PackingPool.from_state(state["pool"], state["waiting"])
         if self._pool.options != self._encoder.windows:
             raise ValueError(
