@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from offline_packing.errors import StageError
 from offline_packing.online.ranks.pack_costs import pack_costs
-from offline_packing.online.ranks.rank_schedule import RankSchedule
+from offline_packing.online.ranks.rank_schedule import RankSampler, RankSchedule
 from offline_packing.online.ranks.scheduled_loader import ScheduledLoader
 from task_encoders.families import FAMILIES
 from task_encoders.pack_format import parse_json
@@ -98,6 +99,33 @@ def test_samples_under_a_budget_of_tokens() -> None:
     tokens = [token for own in rows for row in own for token in row]
     assert np.bincount(tokens).tolist() == lengths.tolist()
     assert max(len(row) for own in rows for row in own) <= 100
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_saves_its_sampler(workers: int) -> None:
+    """torchdata's: it rewinds the sampler to what its workers delivered."""
+    lengths = np.arange(1, 60)
+
+    def make() -> StatefulDataLoader[Any]:
+        sampler = RankSampler(RankSchedule(lengths, None, 3, budget=100), 1)
+        data = Samples(lengths.tolist())
+        return StatefulDataLoader(
+            data,
+            batch_sampler=sampler,
+            collate_fn=data.collate,
+            num_workers=workers,
+        )
+
+    loader = make()
+    states, rows = [loader.state_dict()], []
+    for row in loader:
+        rows.append(row)
+        states.append(loader.state_dict())
+    assert len(rows) == 6
+    for step in range(0, len(rows), 1 if workers == 0 else 2):
+        restored = make()
+        restored.load_state_dict(states[step])
+        assert list(restored) == rows[step:], step
 
 
 def end_process(samples: Any) -> None:
