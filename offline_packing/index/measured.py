@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntFlag
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 import xxhash
@@ -30,8 +30,7 @@ _LIKE_CHANNELS: Final = frozenset((1, 3))
 _locator_values = attrgetter(*(field.name for field in LOCATOR_FIELDS))
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredSample:
+class MeasuredSample(NamedTuple):
     """One row of the index. `media` holds locator and extension of each image, then of each video;
     `stamp` changes when a file of the sample is written to."""
 

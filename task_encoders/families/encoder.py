@@ -127,8 +127,7 @@ class FamilyEncoder(ABC):
         videos: Sequence[VideoHeader] = (),
     ) -> SampleLength:
         images = [self.image_medium(height, width) for height, width in image_sizes]
-        sampled = [self.sample_video(header) for header in videos]
-        clips = [Medium(video.grid, video) for video in sampled]
+        clips = [Medium(video.grid, video) for video in map(self.sample_video, videos)]
         spans = self._layout(sample, images, clips)
         num_tokens = sum([span.num_tokens for span in spans])
         without_loss = sum([span.loss_from for span in spans])

@@ -9,7 +9,7 @@ import io
 import math
 import warnings
 from dataclasses import KW_ONLY, dataclass
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, NamedTuple
 
 from PIL import ExifTags, Image, ImageOps
 
@@ -31,8 +31,7 @@ _END_BYTES: Final = 16
 _JPEG_END: Final = b"\xff\xd9"
 
 
-@dataclass(frozen=True, slots=True)
-class ImageHeader:
+class ImageHeader(NamedTuple):
     """Size in pixels with EXIF orientation applied, and Pillow's name of the format."""
 
     height: int

@@ -24,11 +24,13 @@ def jpeg_size(head: bytes) -> tuple[int, int] | None:
     if not head.startswith(b"\xff\xd8\xff"):
         return None
     size: tuple[int, int] | None = None
-    begin, end = 0, 2  # of the last segment
-    while end + 4 <= len(head):
+    available = len(head)
+    end = 2  # of the last segment
+    while end + 4 <= available:
+        begin = end + 4
         marker, length = _segment(head, end)
-        begin, end = end + 4, end + 2 + length
-        if length < 2 or end > len(head):
+        end += 2 + length
+        if length < 2 or end > available:
             return None
         if marker in _SKIPPED:  # as Pillow does
             continue

@@ -1,7 +1,6 @@
 """Sources elsewhere (fsspec), of one's own (plug-in), and with fields of their own."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def test_remote_sources(tmp_path: Path, name: str) -> None:
 
 def _without_stamp(row: MeasuredSample | None) -> MeasuredSample:
     assert row is not None
-    return replace(row, stamp=0)
+    return row._replace(stamp=0)
 
 
 def test_remote_paths_stay_inside() -> None:
