@@ -10,12 +10,13 @@
     pack          JSON in UTF-8, filled up with blanks: what the pack is, and where its media lie
 
     {"key": "ps_00000000", "images": [["img000.jpg"], []], "videos": [[], []],
-     "media": [["/data/images/17.jpg", null, 81204, 5, 576]],
+     "media": [["/data/images/17.jpg", null, 81204, 1763766381000000000, 5, 576]],
      "meta": {"task": "bmr", "keys": [...], "num_tokens": [...], "tokenized_with": ..., "loss": []}}
 
 `media` says for each image, then for each video, in which file its bytes lie, from which offset on
-(null: it is the whole file), how many bytes and, in `tokens`, where it stands and how many tokens
-it takes. `meta` is that of a tokenized pack (pack_format.py), whose `token_ids` follow from these.
+(null: it is the whole file), how many bytes, when the file was last written to (in ns; 0 of a
+remote one) and, in `tokens`, where it stands and how many tokens it takes. `meta` is that of a
+tokenized pack (pack_format.py), whose `token_ids` follow from these.
 
 Written and read with numpy: neither needs megatron-core, which opens the files as its own.
 """
@@ -69,25 +70,31 @@ class StoredMedium(NamedTuple):
     #: None: it is the whole file
     offset: int | None
     size: int
+    #: modification time of the file; 0 of a remote one
+    mtime_ns: int
 
     def read(self) -> bytes:
         """The bytes. Raises PackFormatError if they no longer exist, or the file has another
-        size."""
-        begin = self.offset or 0
+        size or was written to."""
+        begin, mtime_ns = self.offset or 0, 0
         try:
             if "://" in self.path:
                 data, file_size = _read_remote(self.path, begin, self.size)
             else:
                 with open(self.path, "rb", buffering=0) as file:
                     data = os.pread(file.fileno(), self.size, begin)
-                    file_size = os.fstat(file.fileno()).st_size
+                    found = os.fstat(file.fileno())
+                file_size, mtime_ns = found.st_size, found.st_mtime_ns
         except OSError as error:
             why = error.strerror or error
             raise PackFormatError(f"{self.path} cannot be read: {why}; restore it") from error
-        if len(data) != self.size or (self.offset is None and file_size != self.size):
+        is_cut = len(data) != self.size or (self.offset is None and file_size != self.size)
+        if is_cut or mtime_ns != self.mtime_ns:
+            what = f"{file_size} bytes, were {begin + self.size}" if is_cut else "another time"
             raise PackFormatError(
-                f"{self.path} is not what was packed: it has {file_size} bytes, "
-                f"{begin + self.size} were expected; restore it, or pack again"
+                f"{self.path} changed since it was packed ({what}); restore it (cp -a and rsync -t "
+                "keep times), or pack again, with --accept-mismatch modification_time if only its "
+                "time differs"
             )
         return data
 
@@ -239,8 +246,8 @@ class IndexedPack(Mapping[str, bytes]):
     def __getitem__(self, name: str) -> bytes:
         if name == JSON_PART:
             return orjson.dumps(self._pack())
-        path, offset, size, *_ = self._media[name]
-        return StoredMedium(path, offset, size).read()
+        *stored, _, _ = self._media[name]
+        return StoredMedium(*stored).read()
 
     def _pack(self) -> dict[str, Any]:
         """The pack's JSON, as a tokenized pack has it, without texts."""

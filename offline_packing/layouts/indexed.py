@@ -21,12 +21,15 @@ import pyarrow.compute as pc
 import xxhash
 
 from offline_packing.errors import StageError
+from offline_packing.index.measured import modification_time
 from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index
 from offline_packing.layouts.base import Layout, encoder_of
 from offline_packing.layouts.shard_tasks import Row, ShardTask
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.sources import Locator
+from offline_packing.sources.reading.remote import Root
 from offline_packing.storage.files import atomic_file, read_json, write_atomically
 from offline_packing.storage.tars import PackEntry, Part
 from task_encoders.indexed_packs import (
@@ -230,15 +233,14 @@ def _sub_sample(task: ShardTask, row: Row, encoder: SampleEncoder) -> IndexedSub
             f"sample {row.key!r} changed since it was measured: it has {len(expanded.tokens)} "
             f"tokens, was {row.num_tokens}; restore it, or pack again with another output.path"
         )
-    media = [
-        StoredMedium(
-            source.media_root(at).path(at.container),
-            None if at.kind == "file" else at.offset,
-            at.size,
-        )
-        for at in row.media
-    ]
+    media = [_stored(source.media_root(at), at) for at in row.media]
     return IndexedSubSample(row.key, text, expanded, row.extensions, media)
+
+
+def _stored(root: Root, at: Locator) -> StoredMedium:
+    offset = None if at.kind == "file" else at.offset
+    time = modification_time(root, at.container)
+    return StoredMedium(root.path(at.container), offset, at.size, time)
 
 
 def _videos(task: ShardTask, row: Row, encoder: SampleEncoder) -> list[SampledVideo]:
