@@ -15,6 +15,7 @@ import torch
 
 from task_encoders.model_inputs import flash_attention_kwargs
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
+from task_encoders.samples import SampleError
 
 #: Fields with one value per token beside input_ids and position_ids, and their value in padding.
 _PER_TOKEN: Final = {
@@ -28,6 +29,21 @@ _PER_TOKEN: Final = {
 _ZERO_BY_DEFAULT: Final = ("mm_token_type_ids", "token_type_ids")
 #: The boundaries replace them.
 _LEFT_OUT: Final = ("attention_mask", "length", "lengths")
+
+
+def count_tokens(sample: Any) -> int:
+    """Tokens of a sample: its `length`, or of its `input_ids` or `tokens`. Raises SampleError if it
+    has none of them, or they contradict each other."""
+    if isinstance(sample, Mapping):
+        ids, length = sample.get("input_ids"), sample.get("length")
+    else:
+        ids, length = getattr(sample, "tokens", None), getattr(sample, "length", None)
+    found = length if ids is None else np.shape(ids)[-1]
+    if found is None:
+        raise SampleError("bad_record", "it has neither length nor input_ids")
+    if length is not None and int(length) != found:
+        raise SampleError("bad_record", f"its length is {length}, and it has {found} input_ids")
+    return int(found)
 
 
 def padding_free_collator(

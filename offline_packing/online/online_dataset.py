@@ -8,9 +8,8 @@ StatefulDataLoader saves names samples by number; their contents are read again.
 import logging
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -19,7 +18,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from offline_packing.errors import StageError
 from offline_packing.online.matching import Pool
-from offline_packing.online.reading import IndexedSamples, Load, Shard, Source, StreamedSamples
+from offline_packing.online.reading import (
+    Load,
+    Sample,
+    Shard,
+    has_indices,
+    open_source,
+    read_sample,
+)
 from task_encoders.samples import REASONS, SampleError
 
 logger = logging.getLogger(__name__)
@@ -30,12 +36,6 @@ _REASON_NAMES: Final = tuple(REASONS)
 _COUNTED_READERS: Final = 256
 
 
-class _Sample(NamedTuple):
-    number: int
-    num_tokens: int
-    content: Any
-
-
 class OnlineDataset(IterableDataset[Any]):
     """Packs the samples of a dataset while they are read.
 
@@ -43,6 +43,8 @@ class OnlineDataset(IterableDataset[Any]):
         dataset: map-style, or iterable. A map-style one is split among ranks and workers by index.
         encode: applied to a reader's own samples; what it raises sets the sample aside.
         split: for an iterable dataset: False if it gives each rank and worker its own part itself.
+        lengths: tokens of each sample of a map-style dataset, if they are known: samples are then
+            read when their pack is made, and none wait in memory or are read again on resuming.
         shuffle: read a map-style dataset in an order of `seed` and the epoch (see `set_epoch`).
         rank, world_size: default: those of torch.distributed when the loader starts.
     """
@@ -53,6 +55,7 @@ class OnlineDataset(IterableDataset[Any]):
         *,
         encode: Callable[[Any], Any] | None = None,
         split: bool = True,
+        lengths: Sequence[int] | np.ndarray | None = None,
         shuffle: bool = False,
         seed: int = 0,
         rank: int | None = None,
@@ -63,15 +66,17 @@ class OnlineDataset(IterableDataset[Any]):
             raise ValueError("rank and world_size go together; give both or neither")
         if rank is not None and world_size is not None and not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}, not in 0..world_size - 1 = {world_size - 1}")
-        self._dataset = dataset
-        has_indices = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-        # torch's iterable datasets inherit a __getitem__ that only raises.
-        self._is_indexed = has_indices and not isinstance(dataset, IterableDataset)
-        if shuffle and not self._is_indexed:
+        self.dataset = dataset
+        if shuffle and not has_indices(dataset):
             raise ValueError("shuffle needs a dataset with indices; shuffle the stream itself")
-        self._encode = encode
-        self._split = split
-        self._shuffle = shuffle
+        if lengths is not None and (not has_indices(dataset) or len(lengths) != len(dataset)):
+            raise ValueError(
+                f"{len(lengths)} lengths: give one for each sample of a dataset with indices"
+            )
+        self.lengths = lengths
+        self.encode = encode
+        self.split = split
+        self.shuffle = shuffle
         self.seed = seed
         self._ranks = None if rank is None else (rank, world_size)
         self._pass: _Pass | None = None
@@ -138,27 +143,6 @@ class OnlineDataset(IterableDataset[Any]):
         rank, world_size = self._rank_and_size() or (0, 1)
         return Shard(rank, world_size, worker, num_workers)
 
-    def open_source(self, shard: Shard, epoch: int, mark_every: int) -> Source:
-        """The samples of a reader in an epoch."""
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
-        if not self._is_indexed:
-            return StreamedSamples(self._dataset, shard, split=self._split, mark_every=mark_every)
-        order = np.arange(len(self._dataset))
-        if self._shuffle:
-            order = np.random.default_rng([self.seed, epoch]).permutation(order)
-        return IndexedSamples(self._dataset, shard, order)
-
-    def read(self, number: int, load: Load) -> _Sample:
-        """Load and encode a sample. Raises SampleError for one that cannot be used."""
-        try:
-            content = load() if self._encode is None else self._encode(load())
-            return _Sample(number, count_tokens(content), content)
-        except SampleError:
-            raise
-        except Exception as error:
-            raise SampleError("bad_record", f"{type(error).__name__}: {error}") from error
-
 
 class _Pass:
     """One reader's pass over its samples: an iterator over packs."""
@@ -167,12 +151,20 @@ class _Pass:
         self._owner = owner
         self._counts = owner._counts[shard.index % _COUNTED_READERS]
         self._is_alone = shard.count == 1
-        self._made_with = owner.settings() | {"seed": owner.seed, **shard.__dict__}
+        order = {"shuffle": owner.shuffle, "seed": owner.seed}
+        self._made_with = owner.settings() | order | vars(shard)
         self._epoch = int(saved["epoch"] if saved else owner._epoch)
-        self._source = owner.open_source(shard, self._epoch, owner.settings()["buffer_size"])
-        self._ready: deque[list[_Sample]] = deque()
-        #: samples that were packed; set aside; that could not be read since the last that could
-        self._num_packed = self._num_set_aside = self._failures = 0
+        self._source = open_source(
+            owner.dataset,
+            shard,
+            epoch=self._epoch,
+            shuffle_seed=owner.seed if owner.shuffle else None,
+            split=owner.split,
+            mark_every=owner.settings()["buffer_size"],
+        )
+        self._ready: deque[list[Sample]] = deque()
+        #: samples that were packed; that could not be read since the last that could
+        self._num_packed = self._failures = 0
         self._last_error: SampleError | None = None
         self._ended = False
         if saved and "source" in saved:
@@ -184,11 +176,29 @@ class _Pass:
         return self
 
     def __next__(self) -> Any:
-        while not self._ready and not self._ended:
-            self._read_one()
-        if not self._ready:
-            raise StopIteration
-        return self._owner.collate([sample.content for sample in self._ready.popleft()])
+        while True:
+            while not self._ready and not self._ended:
+                self._read_one()
+            if not self._ready:
+                raise StopIteration
+            if contents := self._contents(self._ready.popleft()):
+                return self._owner.collate(contents)
+
+    def _contents(self, pack: list[Sample]) -> list[Any]:
+        """The samples of a pack, but for those that prove not to be usable when they are read."""
+        if self._owner.lengths is None:
+            return [sample.content for sample in pack]
+        contents = []
+        for number, num_tokens, load in pack:
+            try:
+                _, found, content = self._read(number, load)
+                if found != num_tokens:
+                    detail = f"{found} tokens, and its length was given as {num_tokens}"
+                    raise SampleError("bad_record", detail)
+                contents.append(content)
+            except SampleError as error:
+                self._set_aside(number, error)
+        return contents
 
     def state(self) -> dict[str, Any]:
         ready = [[[s.number, s.num_tokens] for s in pack] for pack in self._ready]
@@ -207,15 +217,15 @@ class _Pass:
         }
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
-        for name, value in saved["made_with"].items():
-            if value != self._made_with.get(name):
+        for name, now in self._made_with.items():
+            if (then := saved["made_with"].get(name)) != now:
                 raise StageError(
-                    f"the saved state is of {name} {value!r}, and now it is "
-                    f"{self._made_with.get(name)!r}; resume with the same settings"
+                    f"the saved state is of {name} {then!r}, and now it is {now!r}; resume with "
+                    "the same settings"
                 )
         self._counts.copy_(torch.tensor(saved["set_aside"]))
         wanted = dict(pair for pack in [*saved["ready"], saved["waiting"]] for pair in pack)
-        found: dict[int, _Sample] = {}
+        found = {}
         self._ended, self._num_packed = saved["ended"], saved["num_packed"]
         if wanted or not self._ended:
             loads = self._source.restore(saved["source"], wanted.keys())
@@ -224,9 +234,11 @@ class _Pass:
         waiting = [found[number] for number, _ in saved["waiting"]]
         self._pool = self._owner.make_pool((saved["pool"], waiting))
 
-    def _read_again(self, number: int, num_tokens: int, loads: Mapping[int, Load]) -> _Sample:
+    def _read_again(self, number: int, num_tokens: int, loads: Mapping[int, Load]) -> Sample:
+        if self._owner.lengths is not None:
+            return Sample(number, num_tokens, loads[number])
         try:
-            sample = self._owner.read(number, loads[number])
+            sample = read_sample(number, loads[number], self._owner.encode)
         except SampleError as error:
             raise StageError(f"sample {number} was readable before the restart: {error}") from error
         if sample.num_tokens != num_tokens:
@@ -242,17 +254,25 @@ class _Pass:
             self._end()
             return
         number, load = found
+        lengths = self._owner.lengths
         try:
-            try:
-                sample = self._owner.read(number, load)
-            except SampleError:
-                self._failures += 1
-                raise
-            self._failures = 0
+            if lengths is None:
+                sample = self._read(number, load)
+            else:
+                sample = Sample(number, int(lengths[number]), load)
             self._ready.extend(self._pool.add(sample, sample.num_tokens))
             self._num_packed += 1
         except SampleError as error:
             self._set_aside(number, error)
+
+    def _read(self, number: int, load: Load) -> Sample:
+        try:
+            sample = read_sample(number, load, self._owner.encode)
+        except SampleError:
+            self._failures += 1
+            raise
+        self._failures = 0
+        return sample
 
     def _end(self) -> None:
         self._ended = True
@@ -260,13 +280,12 @@ class _Pass:
         # One of many readers may have had only a few samples.
         if self._is_alone and self._last_error is not None and not self._num_packed:
             raise StageError(
-                f"none of {self._num_set_aside} samples can be used, the last one because of "
-                f"{self._last_error}; check the dataset, and the length of packs"
+                f"no sample can be used, the last one because of {self._last_error}; check the "
+                "dataset, and the length of packs"
             )
 
     def _set_aside(self, number: int, error: SampleError) -> None:
         logger.warning("set aside sample %d: %s", number, error)
-        self._num_set_aside += 1
         self._last_error = error
         self._counts[_REASON_NAMES.index(error.reason)] += 1
         if self._failures == MAX_FAILURES_IN_A_ROW:
@@ -274,17 +293,3 @@ class _Pass:
                 f"{self._failures} samples in a row cannot be read, the last one, {number}, with "
                 f"{error}; check the dataset"
             ) from error
-
-
-def count_tokens(sample: Any) -> int:
-    """Tokens of a sample: its `length`, or of its `input_ids` or `tokens`. Raises SampleError if it
-    has none of them, or they contradict each other."""
-    names = ("input_ids", "length") if isinstance(sample, Mapping) else ("tokens", "length")
-    get = sample.get if isinstance(sample, Mapping) else partial(getattr, sample)
-    ids, length = (get(name, None) for name in names)
-    found = length if ids is None else np.shape(ids)[-1]
-    if found is None:
-        raise SampleError("bad_record", "it has neither length nor input_ids")
-    if length is not None and int(length) != found:
-        raise SampleError("bad_record", f"its length is {length}, and it has {found} input_ids")
-    return int(found)

@@ -7,11 +7,14 @@ get them again: by number from a dataset with indices, by reading on from a mark
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from torch.utils.data import IterableDataset
 
 from offline_packing.errors import StageError
+from offline_packing.online.collate import count_tokens
+from task_encoders.samples import SampleError
 
 #: Reads one sample; a stream has done so already.
 Load = Callable[[], Any]
@@ -35,6 +38,26 @@ class Shard:
     def count(self) -> int:
         """All readers."""
         return self.world_size * self.num_workers
+
+
+class Sample(NamedTuple):
+    """A sample on its way into a pack."""
+
+    number: int
+    num_tokens: int
+    #: a `Load` where lengths are known beforehand
+    content: Any
+
+
+def read_sample(number: int, load: Load, encode: Callable[[Any], Any] | None) -> Sample:
+    """Load and encode a sample. Raises SampleError for one that cannot be used."""
+    try:
+        content = load() if encode is None else encode(load())
+        return Sample(number, count_tokens(content), content)
+    except SampleError:
+        raise
+    except Exception as error:
+        raise SampleError("bad_record", f"{type(error).__name__}: {error}") from error
 
 
 class Source(Protocol):
@@ -161,6 +184,32 @@ class StreamedSamples:
                 f"the dataset ended after {self._position} samples, and its length is "
                 f"{self._length}; its source is incomplete"
             )
+
+
+def has_indices(dataset: Any) -> bool:
+    """Whether it is map-style. torch's iterable datasets inherit a __getitem__ that only raises."""
+    is_sized = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return is_sized and not isinstance(dataset, IterableDataset)
+
+
+def open_source(
+    dataset: Any,
+    shard: Shard,
+    *,
+    epoch: int,
+    shuffle_seed: int | None,
+    split: bool,
+    mark_every: int,
+) -> Source:
+    """The samples of a reader in an epoch."""
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+    if not has_indices(dataset):
+        return StreamedSamples(dataset, shard, split=split, mark_every=mark_every)
+    order = np.arange(len(dataset))
+    if shuffle_seed is not None:
+        order = np.random.default_rng([shuffle_seed, epoch]).permutation(order)
+    return IndexedSamples(dataset, shard, order)
 
 
 def _loaded(sample: Any) -> Any:

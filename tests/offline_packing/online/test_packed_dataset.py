@@ -208,6 +208,24 @@ def test_bad_samples_are_set_aside_and_counted(caplog) -> None:
     assert packed.set_aside["overlong"] == 2  # counted in a worker, and seen here
 
 
+def test_with_lengths_samples_are_read_when_their_pack_is_made(caplog) -> None:
+    lengths = [30, 34, 65, 20, 44, 1]
+    samples: list[Any] = numbered(lengths)
+    samples[3] = OSError("no such file")
+    samples[5]["length"] = 2
+    dataset = Indexed(samples)
+    packed = PackedIterableDataset(dataset, packing_length=64, buffer_size=5, lengths=lengths)
+    packs = iter(packed)
+    assert [sample["number"] for sample in next(packs)] == [4]  # without 3, which cannot be read
+    assert dataset.asked == [4, 3]
+    assert [[sample["number"] for sample in pack] for pack in packs] == [[1, 0]]
+    assert sorted(dataset.asked) == [0, 1, 3, 4, 5]  # 2 is too long for any pack
+    assert packed.set_aside == {"overlong": 1, "bad_record": 2}
+    assert "sample 5: bad_record: 2 tokens, and its length was given as 1" in caplog.text
+    with pytest.raises(ValueError, match="1 lengths: give one for each sample"):
+        PackedIterableDataset(dataset, packing_length=64, lengths=[3])
+
+
 def test_samples_of_a_stream_are_encoded_by_their_reader(caplog) -> None:
     def encode(length: int) -> dict[str, int]:
         encoded.append(length)
@@ -245,8 +263,7 @@ def failing():
         (failing(), "the dataset failed after 1 samples: OSError: connection reset"),
         (
             numbered([65, 70]),
-            "none of 2 samples can be used, the last one because of overlong: 70 tokens, a pack "
-            "holds 64",
+            "no sample can be used, the last one because of overlong: 70 tokens, a pack holds 64",
         ),
         (
             Indexed([OSError("disk gone")] * 200),

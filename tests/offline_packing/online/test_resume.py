@@ -57,6 +57,7 @@ MAKERS = {
     "sequential": lambda kind, **o: packed(kind, strategy="sequential", **o),
     "emit": lambda kind, **o: packed(kind, leftovers="emit", **o),
     "auto": lambda kind, **o: packed(kind, strategy="auto", **o),
+    "lengths": lambda kind, **o: packed(kind, strategy="auto", lengths=LENGTHS, **o),
     "dynamic": lambda kind, **o: dynamic(kind, **o),
     "fixed": lambda kind, **o: dynamic(kind, dyn_bsz=False, micro_batch_size=3, **o),
 }
@@ -133,7 +134,18 @@ def test_a_stream_with_a_state_is_not_read_from_its_beginning() -> None:
     resumed = loader_of(packed(SavableStream, strategy="auto"))
     resumed.load_state_dict(pickle.loads(pickle.dumps(loader.state_dict())))
     assert numbers(resumed) == numbers(iterator)
-    assert resumed.dataset._dataset.given < len(LENGTHS) * 3 / 4
+    assert resumed.dataset.dataset.given < len(LENGTHS) * 3 / 4
+
+
+def test_samples_of_known_length_are_not_read_again() -> None:
+    iterator = iter(dataset := packed(lengths=LENGTHS))
+    for _ in range(9):
+        next(iterator)
+    resumed = packed(lengths=LENGTHS)
+    resumed.load_state_dict(dataset.state_dict())
+    again = iter(resumed)
+    assert resumed.dataset.asked == []
+    assert numbers(again) == numbers(iterator)
 
 
 def test_states_hold_no_samples() -> None:
@@ -151,6 +163,7 @@ def test_other_settings_readers_and_samples_are_refused() -> None:
     for options, message in (
         ({"buffer_size": 8}, "the saved state is of buffer_size 7, and now it is 8"),
         ({"strategy": "auto"}, "of strategy 'binpack', and now it is 'auto'"),
+        ({"shuffle": True}, "of shuffle False, and now it is True"),
         ({"rank": 0, "world_size": 2}, "of world_size 1, and now it is 2"),
     ):
         other = packed(**options)
