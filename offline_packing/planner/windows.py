@@ -181,9 +181,7 @@ class WindowPlanner:
             | (carried > options.max_carried)
             | last
         )
-        apart = 1  # from the strategy's own random stream, or the two shuffles undo each other
-        shuffle = np.random.default_rng([options.seed, window, apart])
-        order = shuffle.permutation(np.flatnonzero(ready))
+        order = np.random.default_rng([options.seed, window]).permutation(np.flatnonzero(ready))
         given_out = reorder_packs(packs, order)
         self._pool = np.delete(self._pool, given_out.sample_ids, axis=1)
         return given_out.of(ids)

@@ -213,6 +213,15 @@ def test_a_peer_packs_under_a_budget_what_is_not_set_aside() -> None:
     assert [num_images[plan.pack(i)].sum() for i in range(plan.num_packs)] == [4, 4]
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_packs_are_in_random_order_whatever_the_strategy(strategy: str) -> None:
+    lengths = np.random.default_rng(0).integers(50, 2000, 3000)
+    plan = plan_packs(lengths, 4096, strategy=strategy)
+    longest = [lengths[pack].max() for pack in plan]
+    assert len(longest) > 700
+    assert 0.3 < np.mean(np.diff(longest) < 0) < 0.7
+
+
 def test_budget_that_no_sample_meets_sets_all_aside() -> None:
     plan = plan_packs(np.array([3, 4]), 10, budgets={"patches": (np.array([8, 9]), 7)})
     assert plan.num_packs == 0

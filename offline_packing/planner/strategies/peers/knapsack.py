@@ -57,5 +57,6 @@ def knapsack(
     order = np.argsort(-sizes[:, 0], kind="stable")
     pack_of = place_samples(sizes[order], limits, LIGHTEST, num_packs + options.extra_packs)
     used, pack_of = np.unique(pack_of, return_inverse=True)  # packs that stayed empty drop out
-    shuffled = np.random.default_rng(seed).permutation(len(used))
+    # Not the stream of `seed` alone: a caller who shuffles the packs with it would sort them again.
+    shuffled = np.random.default_rng([seed, 1]).permutation(len(used))
     return group_into_packs(order, shuffled[pack_of], len(used))
