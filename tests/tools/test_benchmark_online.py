@@ -14,9 +14,15 @@ TOOL = Path(__file__).parents[2] / "tools" / "benchmark_online.py"
     [
         (
             ["loaders", "--samples", "200", "--buffer", "50"],
-            ["binpack, carry", "auto, carry", "dynamic, buffer 200"],
+            ["captions | binpack, carry", "captions | auto, carry", "sft | dynamic, buffer 200"],
         ),
-        (["planning", "--samples", "200"], ["auto |  |", "knapsack | 18 |"]),
+        (["planning", "--samples", "200"], ["captions | auto |  |", "captions | knapsack | 18 |"]),
+        (["ranks", "--samples", "500"], ["Σ l² | 8 |", "operations | 64 |"]),
+        (["buffers", "--samples", "300"], ["1 | 300 | 50 |", "128 | 2 | 5000 |"]),
+        (
+            "roads --samples 60 --ranks 2 --buffer 20 --only balanced".split(),
+            ["offline, balanced |"],
+        ),
     ],
 )
 def test_it_prints_a_table(arguments: list[str], rows: list[str]) -> None:
@@ -29,4 +35,4 @@ def test_it_prints_a_table(arguments: list[str], rows: list[str]) -> None:
     )
     assert result.returncode == 0, result.stderr
     for row in rows:
-        assert f"| captions | {row}" in result.stdout
+        assert f"| {row}" in result.stdout

@@ -62,8 +62,8 @@ class RankSchedule:
         cost: (num_items,) of training on each; default: the length squared. See
             `task_encoders.families.model_cost` for samples, `pack_costs` for packs.
         num_ranks: data parallel ranks. Workers of their loaders change nothing.
-        budget: tokens of a micro batch, made of several items, in new company in each epoch; longer
-            items are in `set_aside_ids`. None: each item is a micro batch, as packs are.
+        budget: tokens of a micro batch, made of several items, in new company in each epoch; items
+            that do not fit are in `set_aside_ids`. None: each item is a micro batch, as packs are.
         seed: decides every random choice, together with the epoch.
 
     Raises:
@@ -78,24 +78,24 @@ class RankSchedule:
         budget: int | None = None,
         seed: int = 0,
     ) -> None:
-        self.lengths = np.asarray(lengths)
-        self.cost = np.asarray(lengths if cost is None else cost, np.float64)
-        if cost is None:
-            self.cost **= 2
+        self.lengths = np.asarray(lengths, np.int64)
+        self.cost = np.asarray(self.lengths**2.0 if cost is None else cost, np.float64)
         self.num_ranks, self.budget, self.seed = num_ranks, budget, seed
         if self.cost.shape != self.lengths.shape or self.lengths.ndim != 1:
-            raise ValueError(f"cost {self.cost.shape} must have a value per length {lengths.shape}")
+            raise ValueError(
+                f"cost {self.cost.shape} must have a value per length {self.lengths.shape}"
+            )
         if num_ranks < 1:
             raise ValueError(f"num_ranks {num_ranks} must be at least 1")
-        fits = self.lengths <= (np.inf if budget is None else budget)
-        #: int64 (n,): items longer than the budget
+        fits = (self.lengths >= 1) & (self.lengths <= (np.inf if budget is None else budget))
+        #: int64 (n,): items without tokens, or longer than the budget
         self.set_aside_ids = np.flatnonzero(~fits)
         self._ids = np.flatnonzero(fits)
         if not len(self._ids):
             raise ValueError(f"none of {len(fits)} items to schedule fits the budget {budget}")
         if len(self.set_aside_ids):
             logger.warning(
-                "%d of %d items are set aside: longer than the budget %d",
+                "%d of %d items are set aside: without tokens, or longer than the budget %s",
                 len(self.set_aside_ids),
                 len(fits),
                 budget,
@@ -104,7 +104,7 @@ class RankSchedule:
     @cached_property
     def digest(self) -> str:
         """Identifies what is scheduled, with any number of ranks."""
-        found = hashlib.sha256(repr((self.budget, self.seed, self.lengths.dtype.str)).encode())
+        found = hashlib.sha256(repr((self.budget, self.seed)).encode())
         found.update(self.lengths.tobytes() + self.cost.tobytes())
         return found.hexdigest()[:16]
 

@@ -83,6 +83,7 @@ def test_eight_ranks_cost_the_same_at_each_step() -> None:
         assert ratio.mean() <= 1.005
         assert (ratio <= 1.05).mean() >= 0.99
         assert epoch.cost.sum() == pytest.approx((TOKENS**2.0 if cost is None else cost).sum())
+        assert cost is None or ratio.max() <= 1.05
         assert len(ratio) > 900
 
 
@@ -155,10 +156,17 @@ def test_another_number_of_ranks_trains_the_rest_of_the_epoch(budget: int | None
 
 def test_what_is_longer_than_the_budget_is_set_aside(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        schedule = RankSchedule(np.array([5, 9, 3, 12]), None, 1, budget=8)
-    assert schedule.set_aside_ids.tolist() == [1, 3]
-    assert "2 of 4 items are set aside: longer than the budget 8" in caplog.text
+        schedule = RankSchedule(np.array([5, 9, 3, 12, 0]), None, 1, budget=8)
+    assert schedule.set_aside_ids.tolist() == [1, 3, 4]
+    assert "3 of 5 items are set aside: without tokens, or longer than the budget 8" in caplog.text
     assert [sorted(items) for items in RankSampler(schedule, 0)] == [[0, 2]]
+
+
+def test_arguments_stay_as_they_are() -> None:
+    lengths = np.array([2.0, 3.0])
+    schedule = RankSchedule(lengths)
+    assert lengths.tolist() == [2, 3]
+    assert schedule.cost.tolist() == [4, 9]
 
 
 def test_bad_arguments_are_named() -> None:
