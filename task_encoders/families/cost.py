@@ -73,7 +73,7 @@ class ModelCost:
 
 
 def cost_of_checkpoint(folder: str) -> ModelCost | None:
-    """That of the model in a checkpoint folder, by its config.json; None where it has none.
+    """The cost of the model in a checkpoint folder, from its config.json; None if it has none.
 
     Raises:
         ValueError: the config.json is damaged.
@@ -112,8 +112,8 @@ def _language(config: Mapping[str, Any]) -> TransformerShape:
 
 
 def _vision(config: Mapping[str, Any]) -> TransformerShape:
-    """A tower's sizes, under the names of Qwen's configs or of CLIP's and SigLIP's. What Qwen2-VL's
-    leave out are transformers' defaults."""
+    """A tower's sizes, under the names of Qwen's configs or of CLIP's and SigLIP's. What
+    Qwen2-VL's omit has transformers' defaults."""
     width = config.get("embed_dim", config.get("hidden_size", 1280))
     return TransformerShape(
         width,

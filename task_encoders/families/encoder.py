@@ -43,11 +43,11 @@ class FamilyEncoder(ABC):
     but the media carries loss. In conversations answers and their end tokens carry loss.
     """
 
-    #: Families of one name have the same lengths, by construction.
+    #: Families with the same name here have the same lengths, by construction.
     LENGTHS_OF: ClassVar[str]
-    #: Raised by one whenever a change alters any sample's tokens: old artifacts are refused then.
+    #: Raised by one with every change that alters a sample's tokens: older artifacts are refused.
     TEMPLATE_VERSION: ClassVar[int] = 1
-    #: Fingerprint of a checkpoint's chat template that writes otherwise than the family's.
+    #: Fingerprint of a checkpoint's chat template, if it writes something else than the family's.
     own_template: str = ""
     #: Rows of position_ids.
     POSITION_ROWS: ClassVar[int] = 3
@@ -115,7 +115,7 @@ class FamilyEncoder(ABC):
                 for name in self._lengths_follow
                 if changes_lengths(name)
             },
-            # Only where they are not as ever: what was written before stays what it is.
+            # Only where they differ from the default: fingerprints written before them stay valid.
             **({"chat_template": self.own_template} if self.own_template else {}),
             **({"loss_on": self.options.loss_on} if self.options.loss_on != "all" else {}),
         }

@@ -1,4 +1,4 @@
-"""What stands in FAMILIES: a family's name, its options, what makes its encoder, its models."""
+"""An entry of FAMILIES: a family's name, its options, what builds its encoder, its models."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ class Preset:
 
     text: Mapping[str, Any]
     vision: Mapping[str, Any]
-    #: those of the whole: ids of special tokens, tie_word_embeddings
+    #: fields of the whole config: ids of special tokens, tie_word_embeddings
     whole: Mapping[str, Any]
 
 
@@ -26,9 +26,9 @@ class Family:
     name: str
     #: the options of `ModelOptions` that it has, each with its default
     defaults: Mapping[str, Any]
-    #: makes its encoder. Raises ValueError where the options or the checkpoint do not fit
+    #: builds its encoder. Raises ValueError where the options or the checkpoint do not fit
     build: Callable[[ModelOptions], SampleEncoder]
-    #: what its usual model costs, where no checkpoint says more
+    #: what its usual model costs, used where no checkpoint says otherwise
     cost: ModelCost
     #: what transformers' classes of its model begin with; None: it has none
     transformers_name: str | None

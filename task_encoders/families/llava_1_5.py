@@ -1,4 +1,4 @@
-"""LLaVA-1.5, and its like on other vision towers: every image is a square of as many tokens.
+"""LLaVA-1.5, also with other vision towers: every image is a square of the same size.
 
 plain   <s> image caption \\n
 v1      <s> system USER: image \\n question ASSISTANT: answer </s> USER: … </s>

@@ -13,14 +13,14 @@ from task_encoders.media.video_file import MAX_VIDEO_FRAMES
 
 
 def added(default: Any, **extra: Any) -> Any:
-    """An option that is stored only where it is not the default: what was written before there was
-    such an option stays what it is."""
+    """An option that is stored only where it differs from its default, so that artifacts written
+    before it existed stay valid."""
     return Field(default, exclude_if=lambda value: value == default, **extra)
 
 
 def beside_lengths(default: Any) -> Any:
-    """An `added` option that changes no length, but pixels or positions, which stand in no
-    artifact: it is in no fingerprint."""
+    """An `added` option that changes pixels or positions but no length. No artifact contains
+    those, so it is in no fingerprint."""
     return added(default, json_schema_extra={"changes_lengths": False})
 
 
@@ -50,7 +50,7 @@ class ModelOptions(BaseModel):
     max_aspect_ratio: Number = 0.0
     #: an image with more pixels in its file is set aside (default: Pillow's bomb threshold)
     max_image_pixels: Count | None = None
-    #: frames taken of a second of video, and of a whole one, as far as it has them
+    #: frames taken per second of video, and limits for a whole one, as far as it has them
     video_fps: Number = 0.0
     video_min_frames: NonNegative = 0
     video_max_frames: NonNegative = 0
@@ -64,23 +64,23 @@ class ModelOptions(BaseModel):
     #: how images and frames are resized: by Pillow, or by torch, five times as fast, with other
     #: values; each as one of transformers' two backends. Lengths do not depend on it.
     resize: Literal["pil", "torch"] = beside_lengths("pil")
-    #: where text goes on behind a video: behind the longer side of its grid, as in transformers
-    #: from 5 on, or behind its last position, as in transformers 4 and the trainers built on it
+    #: position of the text after a video: after the longer side of its grid, as in transformers
+    #: from 5 on, or after its last position, as in transformers 4 and the trainers built on it
     video_end: Literal["longer_side", "last_position"] = beside_lengths("longer_side")
     #: which answers of a conversation carry loss, if their messages do not say otherwise
     loss_on: Literal["all", "last"] = added("all")
     #: values of variables that the chat template reads, such as {enable_thinking: false}
     template_options: Values = added(())
 
-    #: of square images of one size: side in pixels, side of a patch, and tokens (default: patches)
+    #: square images of one size: side in pixels, side of a patch, tokens (default: one per patch)
     image_size: NonNegative = added(0)
     patch_size: NonNegative = added(0)
     tokens_per_image: NonNegative = added(0)
-    #: other aspects: padded with the mean colour, or as the tower's own processor does it
+    #: images that are not square: padded with the mean colour, or as the tower's processor does it
     image_aspect: Literal["", "pad", "square"] = added("")
-    #: whose normalisation: CLIP's or SigLIP's
+    #: whose normalisation is used: CLIP's or SigLIP's
     tower: Literal["", "clip", "siglip"] = added("")
-    #: of conversations
+    #: how conversations are written
     template: Literal["", "v1", "plain", "neva"] = added("")
 
     @field_validator("max_aspect_ratio")

@@ -138,7 +138,7 @@ QWEN2_5_VL_PRESETS: Final = {
 }
 
 #: Of both 7B models: their language model is the same, and the gated feed-forward layer of
-#: Qwen2.5-VL's tower costs as much; that some of its layers look at windows only is left out.
+#: Qwen2.5-VL's tower costs as much. That some of its layers see only windows is ignored.
 COST: Final = ModelCost(
     "Qwen2-VL-7B",
     TransformerShape(3584, 28, 18944, kv_share=4 / 28),

@@ -138,8 +138,8 @@ def timestamps(video: SampledVideo, depth: int) -> list[float]:
 
 
 class Qwen35Encoder(Qwen3VLEncoder):
-    """Another template: contents without white space around them, and what was thought in the
-    answers behind the last question, if it is nothing."""
+    """Another template: it trims contents, and writes the thoughts of the answers after the last
+    question even where there are none."""
 
     LENGTHS_OF = "qwen3_5"
     TEMPLATE = QWEN3_5_TEMPLATE

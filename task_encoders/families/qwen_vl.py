@@ -26,9 +26,9 @@ class QwenVLEncoder(FamilyEncoder):
     PATCH_SIZE: ClassVar[int]
     MEAN: ClassVar[tuple[float, float, float]]
     STD: ClassVar[tuple[float, float, float]]
-    #: What the built-in vocabulary holds behind its special tokens.
+    #: What follows the special tokens in the built-in vocabulary.
     TEXT_TOKENS: ClassVar[tuple[str, ...]] = ()
-    #: What published checkpoints write, in Jinja; a checkpoint's own goes before it.
+    #: The chat template of published checkpoints, in Jinja; a checkpoint's own takes precedence.
     TEMPLATE: ClassVar[str]
 
     def __init__(self, options: ModelOptions, defaults: Mapping[str, Any]) -> None:
