@@ -130,7 +130,10 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _count(manifest: Mapping[str, Any], what: str, split: str = "train") -> int:
-    return sum(shard[what] for shard in manifest["shards"] if shard["split"] == split)
+    """Of one epoch, in the mean, where each has packs of its own."""
+    epochs = manifest.get("epochs", {}).get(split, [0])
+    total = sum(shard[what] for shard in manifest["shards"] if shard["split"] == split)
+    return -(-total // len(epochs))
 
 
 def _common_hash(hashes: Sequence[str]) -> str:
@@ -140,7 +143,8 @@ def _common_hash(hashes: Sequence[str]) -> str:
 def _folders_of_blend(path: Path) -> list[tuple[Path, float]]:
     """(folder, weight per pack) of a metadataset, as Energon resolves it."""
     loaded = _load_blend(path, "train")
-    folders = [Path(str(entry.dataset.path)) for entry in loaded.datasets]
+    paths = [Path(str(entry.dataset.path)) for entry in loaded.datasets]
+    folders = [path.parent if path.suffix == ".jsonl" else path for path in paths]
     if any(entry.weight is None for entry in loaded.datasets):  # blend_epochized: by repetitions
         sizes = [_count(_read_manifest(folder), "packs") for folder in folders]
         repetitions = [entry.repetitions or 1 for entry in loaded.datasets]

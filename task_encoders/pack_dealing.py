@@ -7,7 +7,7 @@ which Energon's own loader forgets: it would begin again.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.energon import SavableDataset, WorkerConfig
 from megatron.energon.flavors.webdataset.sample_loader import (
@@ -20,6 +20,7 @@ from megatron.energon.state import FlexState
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from task_encoders.energon_samples import PackedBatch
+from task_encoders.settings import packs_of_epochs
 
 
 def deal_evenly(
@@ -43,14 +44,39 @@ def deal_evenly(
     if reader.shuffle_over_epochs is not None or len(reader.join_readers) != 1:
         return dataset
     subset = getattr(factory, "subset", None)
-    size = len(factory)
-    start, end = (0, size) if subset is None else subset.compute_subset(size)
-    wrapper.datasets = (DealtPacks(reader, start, end, first_turn),)
+    ranges, begin = [], 0
+    for size in packs_of_epochs(factory.paths[0]) or [len(factory)]:
+        start, end = (0, size) if subset is None else subset.compute_subset(size)
+        ranges.append((begin + start, begin + end))
+        begin += size
+    wrapper.datasets = (DealtPacks(reader, ranges, first_turn),)
     return dataset
 
 
+class _Deal(NamedTuple):
+    """How the packs of an epoch are dealt to all workers."""
+
+    #: where each worker's block begins, rank by rank, as Energon splits
+    starts: Sequence[int]
+    #: packs of each
+    block: int
+    left_over: list[int]
+
+    @classmethod
+    def of(cls, start: int, end: int, config: WorkerConfig, first_turn: int) -> "_Deal":
+        ranks, per_rank = config.world_size, max(1, config.num_workers)
+        workers = ranks * per_rank
+        everyone = WorkerConfig(rank=0, world_size=1, num_workers=workers)
+        starts = Sharder.split_samples_to_workers(start, end, everyone, rotation_offset=first_turn)
+        block = (end - start) // workers
+        by_turn = (rank * per_rank + worker for worker in range(per_rank) for rank in range(ranks))
+        longer = (one for one in by_turn if starts[one + 1] - starts[one] > block)
+        return cls(starts, block, [starts[one] + block for one in longer])
+
+
 class DealtPacks(WebdatasetSampleLoaderDataset):
-    """The packs [start, end) of one folder, as one worker reads them.
+    """The packs of one folder, as one worker reads them: in each epoch those of its range
+    [start, end), and after the last range the first again.
 
     Each worker has the block that Energon would give it, cut to the length of the shortest. The
     packs left over are dealt to the workers in turn, continuing from epoch to epoch:
@@ -67,26 +93,15 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
     _savable_fields = ("_epoch", "_index", "_is_over")
 
     def __init__(
-        self, reader: WebdatasetSampleLoaderDataset, start: int, end: int, first_turn: int
+        self,
+        reader: WebdatasetSampleLoaderDataset,
+        ranges: Sequence[tuple[int, int]],
+        first_turn: int,
     ) -> None:
         config = reader.worker_config
-        ranks, per_rank = config.world_size, max(1, config.num_workers)
-        self._workers = ranks * per_rank
+        self._workers = config.world_size * max(1, config.num_workers)
         self._first_turn = first_turn
-        #: where each worker's block begins, rank by rank, as Energon splits
-        self._starts: Sequence[int] = Sharder.split_samples_to_workers(
-            start,
-            end,
-            WorkerConfig(rank=0, world_size=1, num_workers=self._workers),
-            rotation_offset=first_turn,
-        )
-        self._block = (end - start) // self._workers
-        by_turn = (rank * per_rank + worker for worker in range(per_rank) for rank in range(ranks))
-        self._left_over = [
-            self._starts[worker] + self._block
-            for worker in by_turn
-            if self._starts[worker + 1] - self._starts[worker] > self._block
-        ]
+        self._deals = [_Deal.of(start, end, config, first_turn) for start, end in ranges]
         super().__init__(reader.join_readers, reader.workers_slice_offsets, worker_config=config)
 
     def reset_state_own(self) -> None:
@@ -96,7 +111,7 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
         self._is_over = False
 
     def worker_has_samples(self) -> bool:
-        return self._block + len(self._left_over) > 0
+        return any(deal.block + len(deal.left_over) > 0 for deal in self._deals)
 
     def __iter__(self) -> Iterator[RawSampleData]:
         if self._is_over:
@@ -113,12 +128,15 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
         """This worker's packs, by their place in the folder."""
         self.worker_config.assert_worker()
         worker, ranks = self.worker_config.rank_worker_id(), self.worker_config.world_size
-        start = self._starts[self.worker_config.rank * (self._workers // ranks) + worker]
-        packs = list(range(start, start + self._block))
+        cycles, number = divmod(self._epoch, len(self._deals))
+        deal = self._deals[number]
+        start = deal.starts[self.worker_config.rank * (self._workers // ranks) + worker]
+        packs = list(range(start, start + deal.block))
         turn = worker * ranks + self.worker_config.rank
-        dealt = self._first_turn + self._epoch * len(self._left_over)
-        number = (turn - dealt) % self._workers
-        return packs + self._left_over[number : number + 1]
+        before = [*self._deals * cycles, *self._deals[:number]]
+        dealt = self._first_turn + sum(len(one.left_over) for one in before)
+        place = (turn - dealt) % self._workers
+        return packs + deal.left_over[place : place + 1]
 
 
 class OnePass(BaseWrapperDataset[PackedBatch, PackedBatch]):

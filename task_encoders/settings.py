@@ -138,6 +138,16 @@ def check_manifest(
         )
 
 
+def packs_of_epochs(path: Any) -> list[int]:
+    """The packs of each epoch in a JSONL of packs, a Path or EPath; empty if all are of one. Raises
+    PackingSettingsError as `check_manifest`."""
+    file = path.parent / "manifest.json"
+    if not path.name.endswith(".jsonl") or not file.is_file():
+        return []
+    found = _read_manifest(file).get("epochs", {}).get(path.name.removesuffix(".jsonl"), [])
+    return list(map(int, found))
+
+
 def _read_manifest(file: Any) -> Any:
     try:
         manifest = json.loads(file.read_text())

@@ -103,7 +103,7 @@ def _sections_of_lengths(lengths: Path | None, **_: Any) -> dict[str, Any]:
     if lengths is None:
         return {}
     source = {"format": "jsonl", "path": str(lengths), "task": "bmr"}  # which is never opened
-    return {"source": source, "output": {"path": "out"}}
+    return {"source": source, "output": {"path": "out", "layout": "references"}}
 
 
 @verb("plan", params=[*_PLAN], more_help=_strategy_options, stand_in=_sections_of_lengths)

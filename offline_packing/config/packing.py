@@ -23,7 +23,7 @@ from pydantic import (
 
 from offline_packing.engines import ENGINES
 from offline_packing.layouts import LAYOUTS
-from offline_packing.planner.request import check_combination
+from offline_packing.planner.request import check_combination, check_epochs
 from offline_packing.sources import SourceOptions, parse_options
 from offline_packing.sources.options import listed
 from offline_packing.storage.yaml_file import explain_value_error, read_config, validate
@@ -80,6 +80,8 @@ class PackConfig(_Config):
     min_samples: Count = 1
     #: the same for packs with fewer tokens than this share of seq_length
     min_fill: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.0
+    #: plans for so many epochs, each with other packs of the train split, as full as the first's
+    epochs: Count = 1
     #: `run` stops before writing if a larger share of the samples is set aside
     max_set_aside: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.05
 
@@ -100,6 +102,7 @@ class PackConfig(_Config):
                 "fit a pack"
             )
         limits = [*self.budgets, *(["samples"] if self.max_samples else [])]
+        check_epochs(self.epochs, self.assignment, self.min_fill, self.min_samples)
         check_combination(
             strategy=self.strategy,
             assignment=self.assignment,
@@ -242,6 +245,12 @@ class PackingConfig(_Config):
                     f"output.path {self.output.path!r} lies inside source.path {source.path!r}; "
                     "choose a folder outside"
                 )
+        if self.pack.epochs > 1 and LAYOUTS[self.output.layout].COPIES_MEDIA:
+            raise ValueError(
+                f"pack.epochs={self.pack.epochs} plans other packs for each epoch, and "
+                f"output.layout={self.output.layout!r} would copy all data for each; choose "
+                "output.layout=references, or pack.epochs=1"
+            )
         tasks = LAYOUTS[self.output.layout].TASKS
         if self.task not in tasks:
             raise ValueError(

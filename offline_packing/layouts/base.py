@@ -37,6 +37,8 @@ class Layout(ABC):
     TASKS: ClassVar[Sequence[str]] = TASKS
     #: token ids in its packs: never, if `output.pretokenize` asks for them, or always
     TOKEN_IDS: ClassVar[Literal["never", "if_asked", "always"]] = "if_asked"
+    #: whether packs of another epoch are another copy of the data
+    COPIES_MEDIA: ClassVar[bool] = True
     #: what `finish` writes, relative to the output
     METADATA: ClassVar[Sequence[str]] = ()
 

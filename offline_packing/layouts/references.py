@@ -43,6 +43,8 @@ _OWN_FILE: Final = re.compile(r"[A-Za-z0-9_]+(-\d{6})?\.jsonl(\.idx)?")
 class ReferencesLayout(Layout):
     """One line per pack; nothing is copied but text."""
 
+    COPIES_MEDIA = False
+
     def shard_file(self, shard_name: str) -> str:
         return shard_name
 

@@ -1,7 +1,7 @@
 """Which samples are packed, how often and in which split; what the planner makes of them."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -57,33 +57,43 @@ def _pack_uses(
     # Its compiled parts take time to import.
     from offline_packing.planner.plan_packs import plan_packs
 
-    seq_length = run.config.pack.seq_length
-    plans = []
+    pack = run.config.pack
+    plans: dict[str, list[PackPlan]] = {}
     try:
-        for rows in uses.rows.values():
+        for name, rows in uses.rows.items():
             copy_of = rows if uses.repeated else None
             arguments = plan_arguments(run.config, samples, rows)
-            plan = plan_packs(num_tokens[rows], seq_length, copy_of=copy_of, **arguments)
-            ids = {"sample_ids": rows[plan.sample_ids], "set_aside_ids": rows[plan.set_aside_ids]}
-            plans.append(replace(plan, **ids))
+            for epoch in range(1 if plans else pack.epochs):
+                other = {"seed": pack.seed + epoch, "exchange": pack.epochs > 1}
+                plan = plan_packs(
+                    num_tokens[rows], pack.seq_length, copy_of=copy_of, **(arguments | other)
+                )
+                ids = {
+                    "sample_ids": rows[plan.sample_ids],
+                    "set_aside_ids": rows[plan.set_aside_ids],
+                }
+                plans.setdefault(name, []).append(replace(plan, **ids))
     except (TypeError, ValueError) as error:  # TypeError: an option that the strategy has not
         raise StageError(f"plan: {' '.join(str(error).split())}") from error
-    if not uses.repeated:
-        return plans[0]
-    splits = dict(zip(uses.rows, plans, strict=True)) if len(plans) > 1 else {}
-    return _without_doubles(_join_plans(plans, {name: p.num_packs for name, p in splits.items()}))
+    if not uses.repeated and pack.epochs == 1:
+        return plans[""][0]
+    return _without_doubles(_join_plans(plans))
 
 
-def _join_plans(plans: Sequence[PackPlan], splits: dict[str, int]) -> PackPlan:
-    """One plan after the other; `splits` are the packs of each."""
+def _join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
+    """The plans of all splits and epochs, one after the other."""
     from offline_packing.planner.strategies.strategy import Packs, join_packs
 
+    plans = [plan for own in planned.values() for plan in own]
+    sizes = {name: [plan.num_packs for plan in own] for name, own in planned.items()}
+    first = next(iter(sizes.values()))
     packs = join_packs([Packs(plan.sample_ids, plan.pack_offsets) for plan in plans])
     info = replace(
         plans[0].info,
         num_tokens=sum(plan.info.num_tokens for plan in plans),
         lower_bound=sum(plan.info.lower_bound for plan in plans),
-        splits=splits,
+        splits={name: sum(own) for name, own in sizes.items()} if len(sizes) > 1 else {},
+        epochs=first if len(first) > 1 else [],
     )
     return PackPlan(
         *packs,

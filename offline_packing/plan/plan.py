@@ -86,11 +86,15 @@ def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> StoredPla
     text = summary_text(run, samples, planned.packs, planned.set_aside.reasons)
     write_atomically(folder / "summary.txt", text.encode())
     files = {name: hash_file(folder / name) for name in PLAN_FILES}
+    first_split = next(iter(run.config.output.split))
+    counts = planned.packs.info.epochs
+    epochs = {"epochs": {first_split: counts}} if counts else {}
     document = {
         "fingerprint": plan_fingerprint(run),
         "hash": plan_identity(files),
         "set_aside": dict(planned.set_aside.reasons),
         "copies": planned.packs.info.num_copies,
+        **epochs,
         "files": files,
     }
     write_atomically(folder / run.workspace.plan_info.name, to_json(document))

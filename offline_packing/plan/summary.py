@@ -50,6 +50,7 @@ def _plan_figures(packs: PackPlan, found: Mapping[str, int | float]) -> list[tup
     return [
         ("packed samples", f"{num_samples:,}"),
         ("tokens", f"{tokens:,} (mean {tokens / num_samples:,.1f} per sample)"),
+        *([("epochs", f"{len(info.epochs)}, all counted below")] if info.epochs else []),
         ("packs", f"{packs.num_packs:,} of {info.seq_length:,} tokens, strategy {info.strategy}"),
         ("lower bound", f"{info.lower_bound:,} (gap {packs.gap:.3%})"),
         ("fill", f"{tokens / room:.2%}"),

@@ -41,7 +41,9 @@ def choose_uses(config: PackingConfig, samples: Index, kept: Rows) -> Uses:
     where one is used several times, all its uses are in one split. Raises StageError if the weights
     ask for too many copies of a sample."""
     repeats = [source.repeat for source in config.source]
-    if not any(source.weight for source in config.source) and set(repeats) == {1}:
+    is_split = len(config.output.split) > 1
+    are_once = not any(source.weight for source in config.source) and set(repeats) == {1}
+    if are_once and not (is_split and config.pack.epochs > 1):
         return Uses({"": kept}, False, AsideRows.merge([]))
     source_ids = samples.array("source_id")[kept]
     hashes = samples.array("key_hash")[kept]
@@ -56,7 +58,7 @@ def choose_uses(config: PackingConfig, samples: Index, kept: Rows) -> Uses:
     ]
     repeated = int(uses.max(initial=0)) > 1
     parts = {"": np.flatnonzero(~unused)}
-    if repeated and len(config.output.split) > 1:
+    if is_split and (repeated or config.pack.epochs > 1):
         parts = assign_splits(hashes, parts[""], config.output.split, config.pack.seed)
     rows = {name: kept[in_rounds(part, uses[part])] for name, part in parts.items()}
     return Uses(rows, repeated, AsideRows.merge(not_drawn))

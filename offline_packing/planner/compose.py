@@ -44,7 +44,7 @@ def _pack(request: PlanRequest) -> tuple[Packs, int]:
     else:
         packs = _compose_apart(request, min(most_copies, bound // _PART_PACKS))
     reach = request.window_packs if request.windowed else None
-    sizes, limits = _limited(request)
+    sizes, limits = limited(request)
     return separate_copies(packs, sizes, limits, request.copy_of, reach, request.seed), bound
 
 
@@ -58,7 +58,7 @@ def _compose_apart(request: PlanRequest, num_parts: int) -> Packs:
     assert request.copy_of is not None
     part_of = deal_out_copies(request.copy_of, num_parts, request.seed)
     packs = join_packs([_compose_some(request, part_of == part) for part in range(num_parts)])
-    sizes, limits = _limited(request)
+    sizes, limits = limited(request)
     poor = (packs.sums(sizes) / limits).max(axis=1) < _FULL
     if not 0 < poor.sum() <= _MOST_POOR * packs.num_packs:
         return packs
@@ -73,7 +73,7 @@ def _compose_some(request: PlanRequest, chosen: np.ndarray) -> Packs:
     return packs.of(ids)
 
 
-def _limited(request: PlanRequest) -> tuple[np.ndarray, np.ndarray]:
+def limited(request: PlanRequest) -> tuple[np.ndarray, np.ndarray]:
     """Sizes int64 (num_samples, num_limits), tokens first, and the limits of a pack."""
     columns = [request.lengths, *(array for array, _ in request.sizes.values())]
     limits = [request.seq_length, *(limit for _, limit in request.sizes.values())]

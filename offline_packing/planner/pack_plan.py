@@ -39,6 +39,8 @@ class PlanInfo:
     num_copies: int = 0
     #: packs of each split, in order, where samples were dealt out to splits; else empty
     splits: dict[str, int] = field(default_factory=dict)
+    #: packs of each epoch, in order, where each has its own; of the first split only
+    epochs: list[int] = field(default_factory=list)
     #: further settings in words, for the report: budgets, assignment, order
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -100,13 +102,15 @@ class PackPlan:
         return self.sample_ids[self.pack_offsets[index] : self.pack_offsets[index + 1]]
 
     def copy_numbers(self) -> np.ndarray | None:
-        """How often each of ``sample_ids`` stands there before, int32 (num_packed,): 0 for the
-        first use of a sample. None where none is used twice."""
+        """How often each of ``sample_ids`` stands there before in its epoch, int32 (num_packed,): 0
+        for the first use of a sample. None where none is used twice."""
         if self.info.num_copies == 0:
             return None
         from offline_packing.planner.copies import rounds_of_copies  # compiled: takes time
 
-        return rounds_of_copies(self.sample_ids)
+        ends = self.pack_offsets[np.cumsum(self.info.epochs, dtype=np.int64)]
+        numbers = [rounds_of_copies(some) for some in np.split(self.sample_ids, ends)]
+        return np.concatenate(numbers) if any(some.any() for some in numbers) else None
 
     def set_aside_counts(self) -> dict[str, int]:
         """How many samples were set aside for each reason."""

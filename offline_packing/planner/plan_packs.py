@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from offline_packing.planner.compose import pack_request, packs_bound
+from offline_packing.planner.compose import limited, pack_request, packs_bound
+from offline_packing.planner.epochs import exchange_samples
 from offline_packing.planner.order import (
     RankLayout,
     cost_grouped_order,
@@ -55,6 +56,7 @@ def plan_packs(
     min_fill: float = 0.0,
     window_packs: int = 1000,
     sample_order: str = "random",
+    exchange: bool = False,
     strategy_options: Mapping[str, Any] | None = None,
 ) -> PackPlan:
     """Pack samples into sequences of ``seq_length`` tokens. Samples that fit no pack are set aside,
@@ -89,6 +91,8 @@ def plan_packs(
         window_packs: packs that locality and mix compose at a time; best the packs of a shard.
         sample_order: how samples stand inside a pack: random, longest_first, or composed (as the
             strategy placed them).
+        exchange: part the packs anew at random, as full as they are, for a further epoch (see
+            epochs.py); this undoes assignment balance.
         strategy_options: keyword arguments of the strategy; arrays may be per sample.
     """
     announce_compilation()
@@ -126,6 +130,8 @@ def plan_packs(
     packs, dissolved, reasons = _dissolve_poor(packs, request)
     if len(dissolved):
         bound = packs_bound(request.subset(packs.sample_ids))
+    if exchange:
+        packs = _exchange(packs, request)
     if request.order is not None:
         packs = reorder_packs(packs, _cost_order(packs, request))
     elif "shuffle" in chosen and not request.windowed:
@@ -156,6 +162,21 @@ def _dissolve_poor(packs: Packs, request: PlanRequest) -> tuple[Packs, np.ndarra
     in_poor = np.repeat(poor, sizes)
     reasons = np.repeat(np.where(empty, 0, 1), sizes)[in_poor].astype(np.uint8)
     return reorder_packs(packs, np.flatnonzero(~poor)), packs.sample_ids[in_poor], reasons
+
+
+def _exchange(packs: Packs, request: PlanRequest) -> Packs:
+    """Other packs, under the same limits."""
+    sizes, limits = limited(request)
+    return exchange_samples(
+        packs,
+        sizes,
+        limits,
+        seed=request.seed,
+        groups=request.groups if request.homogeneous else None,
+        copy_of=request.copy_of,
+        min_samples=request.min_samples,
+        window=request.window_packs if request.windowed else None,
+    )
 
 
 def _cost_order(packs: Packs, request: PlanRequest) -> np.ndarray:

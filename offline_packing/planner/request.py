@@ -164,6 +164,17 @@ def check_combination(
         )
 
 
+def check_epochs(
+    epochs: int, assignment: Collection[str], min_fill: float, min_samples: int
+) -> None:
+    """Raise ValueError for what cannot be kept while epochs exchange samples."""
+    if epochs > 1 and (min_fill > 0 or min_samples > 1 or "balance" in assignment):
+        raise ValueError(
+            f"epochs {epochs} exchanges samples between packs; min_fill and min_samples would set "
+            "others aside each time, and assignment balance is undone: leave these out"
+        )
+
+
 def admit_samples(
     num_tokens: np.ndarray, seq_length: int, pad_multiple: int = 1, budgets: Budgets | None = None
 ) -> Admission:

@@ -138,6 +138,8 @@ def plan_fingerprint(run: Run, found: Fingerprint | None = None) -> Fingerprint:
         is_older and "sample_order" not in config.pack.model_fields_set
     ):
         del pack["sample_order"]
+    if config.pack.epochs == 1:
+        del pack["epochs"]
     fields = {
         name: value if isinstance(value, str | int) else to_json(value).decode()
         for name, value in pack.items()
@@ -159,7 +161,7 @@ def _uses_fingerprint(config: PackingConfig) -> dict[str, str | int]:
         if source.weight:
             fields[f"source.{i}.weight"] = str(source.weight)
             fields["pack.weight_by"] = config.pack.weight_by
-    if fields and len(config.output.split) > 1:
+    if (fields or config.pack.epochs > 1) and len(config.output.split) > 1:
         fields["output.split"] = to_json(config.output.split).decode()
     return fields
 

@@ -92,6 +92,7 @@ def build_manifest(
                 for split in run.config.output.split
             },
         },
+        **({"epochs": plan["epochs"]} if plan.get("epochs") else {}),
         "shards": shards,
         "fingerprint": index.fingerprint,
         "config": stored_config(run.config),
@@ -153,6 +154,8 @@ def stored_config(config: PackingConfig) -> dict[str, Any]:
     # The same of other sections: what decides nothing, or is what older versions did.
     if not config.source[0].weight:
         del content["pack"]["weight_by"]
+    if config.pack.epochs == 1:
+        del content["pack"]["epochs"]
     if config.pack.sample_order == "composed":
         del content["pack"]["sample_order"]
     if not config.output.pretokenize:

@@ -159,7 +159,8 @@ def _check_each_once(
     if len(plan.sample_ids) - len(np.unique(plan.sample_ids)) != plan.info.num_copies:
         total.problem("the plan holds a sample twice")
     lost = len(np.setdiff1d(expected, found))
-    repeated = len(found) - len(np.unique(found))
+    # A sample is in several epochs.
+    repeated = len(found) - len(np.unique(found)) - len(expected) + len(np.unique(expected))
     if repeated or not np.array_equal(expected, found):
         total.problem(
             f"{lost:,} samples are in no pack, {repeated:,} in more than one",

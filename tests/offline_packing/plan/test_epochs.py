@@ -1,0 +1,152 @@
+"""pack.epochs: every epoch has its own packs of the same samples, and the loader follows."""
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from megatron.energon import WorkerConfig
+
+from launch.data_manifest import read_packed_data
+from offline_packing.errors import ConfigError
+from offline_packing.runs.artifacts import open_plan
+from offline_packing.runs.run import Run
+from offline_packing.verify.verify import verify
+from task_encoders.packed_dataset import (
+    PackedLoader,
+    get_packed_loader,
+    get_packed_train_dataset,
+    get_packed_val_dataset,
+)
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.settings import PackingSettings
+from tests.helpers.datasets import captioning_pairs, make_run, pack_all, plan_summary
+
+EPOCHS = 3
+COUNT = 96
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("epochs")
+    data = captioning_pairs(folder / "data", COUNT)
+    source = {"format": "pairs", "path": str(data), "task": "captioning"}
+    run = make_run(
+        [{**source, "repeat": 1}],
+        folder / "out",
+        pack={"epochs": EPOCHS, "seq_length": 256},
+        output={"layout": "references", "split": {"train": 0.8, "val": 0.2}, "packs_per_shard": 7},
+    )
+    pack_all(run)
+    return run
+
+
+def make_loader(run: Run, num_workers: int, state: Any = None, **options: Any) -> PackedLoader:
+    settings = PackingSettings(packed=True)
+    encoder = Qwen2VLTaskEncoder(seq_length=256, model=run.config.model, settings=settings)
+    config = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
+    dataset = get_packed_train_dataset(run.workspace.root, encoder, worker_config=config, **options)
+    loader = get_packed_loader(dataset)
+    loader.restore_state_rank(state)
+    return loader
+
+
+def keys_of(batches: Any) -> list[tuple[str, ...]]:
+    return [tuple(batch.sub_sample_keys) for batch in batches]
+
+
+def samples_of(run: Run, split: str) -> list[list[str]]:
+    lines = (run.workspace.root / f"{split}.jsonl").read_bytes().splitlines()
+    return [orjson.loads(line)["pack"]["meta"]["keys"] for line in lines]
+
+
+def test_each_epoch_has_every_sample_once(packed: Run) -> None:
+    plan = open_plan(packed).packs
+    manifest = orjson.loads(packed.workspace.manifest.read_bytes())
+    assert manifest["epochs"] == {"train": plan.info.epochs}
+    packs, val = samples_of(packed, "train"), samples_of(packed, "val")
+    assert len(packs) == sum(plan.info.epochs) == EPOCHS * plan.info.epochs[0]
+    ends = [0, *itertools.accumulate(plan.info.epochs)]
+    epochs = [packs[start:end] for start, end in itertools.pairwise(ends)]
+    keys = [sorted(itertools.chain(*epoch)) for epoch in epochs]
+    assert keys[0] == keys[1] == keys[2]
+    assert len(set(keys[0])) == len(keys[0])
+    held_out = sorted(itertools.chain(*val))
+    assert sorted(keys[0] + held_out) == sorted({*keys[0], *held_out})
+    assert len(keys[0]) + len(held_out) == COUNT
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert verify(packed, deep=True).problems == []
+    assert "epochs                  3, all counted below" in plan_summary(packed)
+    assert read_packed_data(packed.workspace.root).num_packs == plan.info.epochs[0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_loader_moves_from_one_to_the_next(packed: Run, num_workers: int) -> None:
+    expected = Counter(key for pack in samples_of(packed, "train") for key in pack)
+    assert set(expected.values()) == {EPOCHS}
+    loader = make_loader(packed, num_workers, repeat=False)
+    passes = [keys_of(loader) for _ in range(EPOCHS + 1)]
+    PackedLoader.close(loader)
+    for one in passes:
+        assert Counter(itertools.chain(*one)) == dict.fromkeys(expected, 1)
+    assert len({frozenset(one) for one in passes}) == EPOCHS
+    assert set(passes[0]) == set(passes[EPOCHS])  # the first again
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_restored_at_each_step_around_the_edge(packed: Run, num_workers: int) -> None:
+    edge = open_plan(packed).packs.info.epochs[0]
+    loader = make_loader(packed, num_workers)
+    batches, keys, states = iter(loader), [], []
+    for step in range(edge + 20):
+        keys += keys_of([next(batches)])
+        if edge - 10 <= step < edge + 10:
+            states.append((step, loader.save_state_rank()))
+    PackedLoader.close(loader)
+    assert len(states) == 20
+    for step, state in states[:: 1 if num_workers == 0 else 4]:
+        again = make_loader(packed, num_workers, state)
+        tail = keys_of(itertools.islice(iter(again), len(keys) - step - 1))
+        PackedLoader.close(again)
+        assert tail == keys[step + 1 :]
+
+
+def test_validation_has_one_epoch(packed: Run) -> None:
+    encoder = Qwen2VLTaskEncoder(
+        seq_length=256, model=packed.config.model, settings=PackingSettings(packed=True)
+    )
+    dataset = get_packed_val_dataset(
+        packed.workspace.root,
+        encoder,
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+    )
+    found = Counter(itertools.chain(*keys_of(get_packed_loader(dataset))))
+    assert found == Counter(itertools.chain(*samples_of(packed, "val")))
+
+
+def test_copies_are_numbered_within_an_epoch(tmp_path: Path) -> None:
+    data = captioning_pairs(tmp_path / "data", 12)
+    source = {"format": "pairs", "path": str(data), "task": "captioning", "repeat": 2}
+    run = make_run(source, tmp_path / "out", pack={"epochs": 2}, output={"layout": "references"})
+    counts = pack_all(run)["counts"]
+    assert counts["packed"] == counts["samples"] == 48
+    assert verify(run, deep=True).problems == []
+    found = Counter(key for pack in samples_of(run, "train") for key in pack)
+    assert len(found) == 24
+    assert set(found.values()) == {2}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"output": {"layout": "energon"}}, r"pack\.epochs=2 .* would copy all data for each"),
+        ({"output": {"layout": "indexed"}}, r"pack\.epochs=2 .* would copy all data for each"),
+        ({"pack": {"epochs": 2, "min_fill": 0.5}}, "epochs 2 exchanges samples"),
+        ({"pack": {"epochs": 2, "assignment": "balance"}}, "epochs 2 exchanges samples"),
+    ],
+)
+def test_what_does_not_go_together(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_run(tmp_path, tmp_path.parent / "out", **({"pack": {"epochs": 2}} | sections))
