@@ -24,7 +24,7 @@ Written and read with numpy: neither needs megatron-core, which opens the files 
 import itertools
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -155,11 +155,10 @@ def _fill(data: bytes, filler: bytes) -> bytes:
     return data + filler * (-len(data) % _ITEM.itemsize)
 
 
-def index_file(documents: Iterable[Sequence[int]]) -> bytes:
-    """The .idx of documents, each given by the bytes of its sequences."""
-    sizes = [list(sequences) for sequences in documents]
-    ends = np.cumsum([0, *map(len, sizes)], dtype="<i8")
-    flat = np.array([size for sequences in sizes for size in sequences], dtype="<i8")
+def index_file(sizes: Sequence[npt.NDArray[np.integer]]) -> bytes:
+    """The .idx of documents; `sizes` are arrays (packs, sequences) of bytes, one after another."""
+    flat = np.concatenate([some.reshape(-1) for some in sizes], dtype="<i8")
+    ends = np.arange(0, len(flat) + 1, len(SEQUENCES), dtype="<i8")
     lengths = (flat // _ITEM.itemsize).astype("<i4")
     offsets = np.cumsum(flat, dtype="<i8") - flat
     counts = struct.pack("<QQ", len(flat), len(ends))

@@ -111,26 +111,22 @@ class IndexedLayout(Layout):
     def finish(self, folder: Path, manifest: Mapping[str, Any], fragments: Sequence[Path]) -> None:
         """Put the shards of each split together: pieces just written, and stretches of what was
         put together before."""
-        pieces = []
-        for split in dict.fromkeys(line["split"] for line in manifest["shards"]):
-            own = [
-                ShardFragment.load(path)
-                for path, line in zip(fragments, manifest["shards"], strict=True)
-                if line["split"] == split
-            ]
-            joined = folder / f"{_prefix(split)}.bin"
+        shards = list(zip(fragments, manifest["shards"], strict=True))
+        for split in dict.fromkeys(line["split"] for _, line in shards):
+            joined, begin, sizes = folder / f"{_prefix(split)}.bin", 0, []
             with atomic_file(joined) as file:
-                begin = 0
-                for shard in own:
+                for shard in (
+                    ShardFragment.load(at) for at, one in shards if one["split"] == split
+                ):
                     piece = folder / _piece(shard.name)
                     is_new = piece.exists()
                     _copy(piece if is_new else joined, 0 if is_new else begin, shard, file)
                     begin += shard.num_bytes
-                    pieces.append(piece)
-            sizes = ([part.size for part in pack.parts] for shard in own for pack in shard.packs)
+                    own = [[part.size for part in pack.parts] for pack in shard.packs]
+                    sizes.append(np.array(own))
             write_atomically(joined.with_suffix(".idx"), index_file(sizes))
-        for piece in pieces:
-            piece.unlink(missing_ok=True)
+        for _, line in shards:
+            (folder / _piece(line["name"])).unlink(missing_ok=True)
 
     def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
         path, begin = _place(task)
