@@ -6,14 +6,17 @@ The data pipeline of nanoVLM: samples that alone are too long or have too many i
 a buffer of the others is packed by a balanced knapsack, and a thread does so ahead of the trainer.
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, get_args
 
 from offline_packing.online.collate import padding_free_collator
 from offline_packing.online.matching import Pool
 from offline_packing.online.online_dataset import OnlineDataset
+from offline_packing.online.packed_dataset import Yields
 from offline_packing.online.pool import PackingPool
 from offline_packing.online.prefetch import Prefetched
+from offline_packing.planner.request import check_known
 from offline_packing.planner.windows import WindowOptions
 from task_encoders.samples import SampleError
 
@@ -33,7 +36,7 @@ class ConstantLengthDataset(Prefetched):
         delta: packs that the knapsack makes beyond those that the tokens need.
         queue_size: packs that wait for the trainer at most.
         yields: "samples": packs are lists of samples; "rows": one row of ``seq_length`` tokens by
-            `padding_free_collator`, padded at its end.
+            `padding_free_collator`, its end filled with ``pad_token_id``.
         options: those of `OnlineDataset`.
     """
 
@@ -50,7 +53,8 @@ class ConstantLengthDataset(Prefetched):
         delta: int = 5,
         seed: int = 0,
         queue_size: int = 8,
-        yields: Literal["samples", "rows"] = "samples",
+        yields: Yields = "samples",
+        pad_token_id: int = 0,
         **options: Any,
     ) -> None:
         even = strategy == "knapsack"
@@ -67,7 +71,10 @@ class ConstantLengthDataset(Prefetched):
             max_images_per_sample if max_images_per_sample is not None else max_images_per_pack
         )
         alone = (max_sample_length or seq_length, most_images)
-        packs = _ImagePacks(dataset, packing, alone, yields == "rows", seed=seed, **options)
+        as_row = partial(padding_free_collator, pad_to_length=seq_length, pad_token_id=pad_token_id)
+        check_known("yields", yields, get_args(Yields))
+        join = as_row if yields == "rows" else list
+        packs = _ImagePacks(dataset, packing, alone, join, seed=seed, **options)
         super().__init__(packs, queue_size=queue_size)
 
     @property
@@ -84,13 +91,13 @@ class _ImagePacks(OnlineDataset):
         dataset: Any,
         packing: WindowOptions,
         alone: tuple[int, int],
-        as_rows: bool,
+        join: Callable[[list[Any]], Any],
         **options: Any,
     ) -> None:
         super().__init__(dataset, **options)
         self._packing = packing
         self._alone = alone
-        self._as_rows = as_rows
+        self._join = join
 
     def settings(self) -> dict[str, Any]:
         """See OnlineDataset."""
@@ -109,9 +116,7 @@ class _ImagePacks(OnlineDataset):
 
     def collate(self, samples: list[Any]) -> Any:
         """See OnlineDataset."""
-        if not self._as_rows:
-            return samples
-        return padding_free_collator(samples, pad_to_length=self._packing.seq_length)
+        return self._join(samples)
 
 
 class _LimitedPool:

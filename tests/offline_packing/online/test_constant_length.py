@@ -85,7 +85,9 @@ def test_limits_of_a_sample_set_it_aside_and_count_it() -> None:
 
 def test_rows_have_one_length() -> None:
     given = [{"input_ids": torch.full((length,), length)} for length in (5, 9, 3, 7, 6)]
-    rows = list(constant_length(Indexed(given), seq_length=12, delta=0, yields="rows"))
+    rows = list(
+        constant_length(Indexed(given), seq_length=12, delta=0, yields="rows", pad_token_id=99)
+    )
     assert [row["input_ids"].shape for row in rows] == [(1, 12)] * 3
     found = []
     for row in rows:
@@ -93,6 +95,9 @@ def test_rows_have_one_length() -> None:
         assert row["position_ids"].tolist() == [[i for n in lengths for i in range(n)]]
         found += [n for n in lengths if (row["input_ids"] == n).sum() == n]
     assert sorted(found) == [3, 5, 6, 7, 9]
+    assert sum(int((row["input_ids"] == 99).sum()) for row in rows) == 3 * 12 - 30
+    with pytest.raises(ValueError, match="yields 'row' is unknown; choose one of samples, rows"):
+        constant_length(Indexed(given), yields="row")
 
 
 def test_faults_of_the_source_are_one_clear_error_at_the_trainer() -> None:
