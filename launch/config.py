@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from launch.model_config import ModelConfig
 from offline_packing.storage.yaml_file import read_config
+from task_encoders.families import ModelSettings
 from task_encoders.indexed_packs import find_prefix
 from task_encoders.media.pixel_values import PixelTransport
 
@@ -29,6 +30,19 @@ Rate = Annotated[float, BeforeValidator(_not_bool), Field(ge=0)]
 
 class _Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class OnlineConfig(_Config):
+    """How data are packed that are not packed: while training, by the loader's processes."""
+
+    seq_length: Count
+    #: samples that a process takes in before it plans again
+    buffer: Count = 1000
+    strategy: str = "auto"
+    #: what a pack holds at most beside tokens
+    budgets: dict[Literal["vision_patches", "images", "videos"], Count] = {}
+    #: how samples are encoded, as in the configuration of a packing run
+    model: ModelSettings = ModelSettings()
 
 
 class DataConfig(_Config):
@@ -66,6 +80,8 @@ class DataConfig(_Config):
     packed_sequence: bool = True
     #: height and width of images, compared with what the packs were measured with
     crop_size: tuple[Count, Count] | None = None
+    #: the path holds data that Energon reads and that are not packed; null: packs
+    online: OnlineConfig | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -214,6 +230,15 @@ class LaunchConfig(_Config):
     validation: ValidationConfig = ValidationConfig()
     metrics: MetricsConfig = MetricsConfig()
     output: OutputConfig
+
+    @model_validator(mode="after")
+    def _check_online(self) -> "LaunchConfig":
+        if self.data.online and (self.data.order != "written" or self.validation.every):
+            raise ValueError(
+                "data.online has packs while training only: set data.order=written and "
+                "validation.every=0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_normalization(self) -> "LaunchConfig":

@@ -21,6 +21,7 @@ from launch.data_manifest import PackedData
 from launch.dynamic_rows import DynamicRows
 from launch.indexed_loader import IndexedLoader, leave_group
 from launch.loader_state import from_plain, to_plain
+from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import ModelSettings
 from task_encoders.indexed_dataset import IndexedPackDataset
@@ -70,7 +71,8 @@ def build_task_encoder(
     changes = {name: value for name, value in instead.items() if value is not None}
     model = ModelSettings.model_validate({**data.model.model_dump(), **changes})
     _check_crop_size(config, model)
-    return Qwen2VLTaskEncoder(
+    kind = Qwen2VLTaskEncoder if config.online is None else OnlineTaskEncoder
+    return kind(
         seq_length=data.seq_length,
         pad_to_seq_length=config.pad_to_seq_length,
         cross_sample_attention=config.cross_sample_attention,
@@ -180,10 +182,14 @@ def _build_loader(
             get_packed_val_dataset, path, task_encoder, limit=limit, **size, **options
         )
     options["repeat"] = repeat
+    get_dataset: Callable[..., Any] = get_packed_train_dataset
+    if config.online is not None:
+        windows = config.online.model_dump(include={"buffer", "strategy", "budgets"})
+        get_dataset = partial(get_online_train_dataset, **windows)
     if not config.dyn_bsz:
-        return _open_loader(get_packed_train_dataset, path, task_encoder, **size, **options)
+        return _open_loader(get_dataset, path, task_encoder, **size, **options)
     options["micro_batch_size"] = None
-    one_by_one = partial(_open_loader, get_packed_train_dataset, path, task_encoder, **options)
+    one_by_one = partial(_open_loader, get_dataset, path, task_encoder, **options)
     budget = config.micro_batch_size * task_encoder.seq_length
     return DynamicRows(one_by_one, budget, config.dyn_bsz_buffer_size)
 

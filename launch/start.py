@@ -50,7 +50,8 @@ def _check(arguments: Sequence[str]) -> None:
 
     config = load_config(arguments[0], arguments[1:])
     PackingSettings.from_env()
-    read_packed_data(Path(config.data.path))
+    if config.data.online is None:
+        read_packed_data(Path(config.data.path))
 
 
 if __name__ == "__main__":

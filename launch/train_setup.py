@@ -11,8 +11,9 @@ from torch import distributed
 from launch.checkpoint import CheckpointFolder
 from launch.config import LaunchConfig
 from launch.data import EnergonMicroBatches, build_task_encoder
-from launch.data_manifest import PackedData, check_validation, read_packed_data
+from launch.data_manifest import PackedData, check_validation
 from launch.model import PackedQwen2VL, build_model, save_hf_checkpoint
+from launch.online_data import read_data
 from launch.optimizer import ShardedAdamW
 from launch.parallel import initialize_parallel, shutdown_parallel
 from launch.train_plan import TrainPlan, plan_training
@@ -54,7 +55,7 @@ def run(config: LaunchConfig) -> bool:
 
 def build_trainer(config: LaunchConfig, device: torch.device) -> tuple[Trainer, PackedQwen2VL]:
     """The trainer of this rank, and its model. Needs `initialize_parallel`."""
-    data = read_packed_data(Path(config.data.path))
+    data = read_data(config.data)
     if config.validation.every:
         check_validation(Path(config.data.path))
     plan = plan_training(config, data, parallel_state.get_data_parallel_world_size())
@@ -133,6 +134,7 @@ def build_checkpoints(config: LaunchConfig, data: PackedData, plan: TrainPlan) -
             "data.repeat": config.data.repeat,
             # None: as in checkpoints from before there was a choice
             "data.order": None if config.data.order == "written" else config.data.order,
+            "data.online": str(config.data.online) if config.data.online else None,
             "data.dyn_bsz": config.data.dyn_bsz_buffer_size if config.data.dyn_bsz else None,
             "packs per step": plan.packs_per_step,
             "parallel.tensor": config.parallel.tensor,

@@ -10,16 +10,23 @@ its pack is final. The key is also all that a saved state holds of it.
 """
 
 import copy
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
-from megatron.energon import Sample, SavableDataset, WorkerConfig, get_train_dataset
+from megatron.energon import (
+    Sample,
+    SavableDataset,
+    WorkerConfig,
+    get_loader,
+    get_train_dataset,
+)
 from megatron.energon.errors import ErrorContext, FatalSampleError
 from megatron.energon.flavors.base_dataset import set_sample_restore_key
 from megatron.energon.state import FlexState
+from megatron.energon.wrappers import MapDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset
 from megatron.energon.wrappers.repeat_dataset import RepeatDataset
 
@@ -59,7 +66,7 @@ class OnlineTaskEncoder(Qwen2VLTaskEncoder):
             SampleError: it cannot be used.
             FatalSampleError: the environment contradicts it.
         """
-        taken: Counter[str] = Counter()
+        taken = dict.fromkeys(("tokens", "vision_patches", "images", "videos"), 0)
         sub_samples = self.sub_samples(sample)
         for sub_sample in sub_samples:
             try:
@@ -136,6 +143,32 @@ def get_online_train_dataset(
         worker_config=worker_config or WorkerConfig.default_worker_config(num_workers=2),
         **(order | kwargs),
     )
+
+
+class MeasuringTaskEncoder(OnlineTaskEncoder):
+    """Gives what samples take of a pack instead of rows, to know the data before training."""
+
+    def build_encode_sample(
+        self, dataset: SavableDataset[Any], *, worker_config: WorkerConfig
+    ) -> SavableDataset[Any]:
+        """Energon's hook."""
+        measured = MapDataset(dataset, self.measure, worker_config=worker_config)
+        SetAside(worker_config.global_error_handler).watch(measured)
+        return measured
+
+    def build_batch(self, *args: Any, **kwargs: Any) -> SavableDataset[Any]:
+        """Energon's hook."""
+        return args[0]
+
+
+def measure_some(
+    path: str | Path, task_encoder: MeasuringTaskEncoder, count: int = 1000
+) -> tuple[list[Mapping[str, int]], int]:
+    """What the first samples take of a pack, in the shuffled order of `get_online_train_dataset`;
+    and how many samples there are, good or bad."""
+    here = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    dataset = get_online_train_dataset(path, task_encoder, worker_config=here, repeat=False)
+    return list(islice(get_loader(dataset), count)), len(dataset)
 
 
 class OnlinePacks(BaseWrapperDataset[Sample, PackedRowSample]):

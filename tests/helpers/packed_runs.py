@@ -9,8 +9,8 @@ from megatron.core import parallel_state
 
 from launch.config import LaunchConfig
 from launch.data import EnergonMicroBatches, build_task_encoder
-from launch.data_manifest import read_packed_data
 from launch.metrics import read_metrics
+from launch.online_data import read_data
 from launch.parallel import initialize_parallel
 from launch.train_plan import plan_training
 from launch.train_setup import build_checkpoints, build_model, build_optimizer
@@ -131,15 +131,17 @@ def make_trainer(
 ) -> tuple[Trainer, RecordedBatches, torch.nn.Module]:
     """A trainer as `launch.train_setup` makes it, whose packs are recorded."""
     device = initialize_parallel(config.parallel.tensor, seed=config.train.seed)
-    data = read_packed_data(Path(config.data.path))
+    data = read_data(config.data)
     plan = plan_training(config, data, parallel_state.get_data_parallel_world_size())
     task_encoder = build_task_encoder(config.data, data)
     if batches is None:
         batches = EnergonMicroBatches(config.data, task_encoder, device)
     recorded = RecordedBatches(batches, fail_at)
-    validation = RecordedBatches(
-        EnergonMicroBatches(config.data, task_encoder, device, split="val")
-    )
+    validation = None
+    if config.data.online is None:
+        validation = RecordedBatches(
+            EnergonMicroBatches(config.data, task_encoder, device, split="val")
+        )
     model = build_model(config.model, device=device, seed=config.train.seed)
     model.hf_config.image_token_id = IMAGE_TOKEN
     trainer = Trainer(
