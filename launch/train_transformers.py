@@ -18,7 +18,6 @@ from transformers import (
     TrainingArguments,
 )
 
-from launch.data_manifest import read_packed_data
 from launch.hf_checkpoint import copy_companions
 from launch.model_config import (
     ELSEWHERE,
@@ -26,34 +25,11 @@ from launch.model_config import (
     family_of_checkpoint,
     transformers_classes,
 )
+from launch.open_packs import open_packs, settings_of_packs
 from launch.train import failing_in_one_line
 from launch.trainers.transformers_trainer import PackedTrainer
 from task_encoders.families import FAMILIES, ModelSettings
-from task_encoders.indexed_dataset import IndexedPackDataset
-from task_encoders.indexed_packs import find_prefix
-from task_encoders.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
-
-
-def settings_of_packs(path: Path, **options: Any) -> tuple[ModelSettings, int]:
-    """Settings of the model and seq_length of packs, as their manifest says, but for options that
-    are not None. Packs written by others have no manifest: the rest is the family's defaults."""
-    given = {name: value for name, value in options.items() if value is not None}
-    path = path if (prefix := find_prefix(path)) is None else prefix.parent
-    seq_length = given.pop("seq_length", None)
-    if path.is_dir() and not (path / "manifest.json").is_file():
-        return ModelSettings.model_validate(given), seq_length or 2048
-    data = read_packed_data(path)
-    model = ModelSettings.model_validate({**data.model.model_dump(), **given})
-    return model, seq_length or data.seq_length
-
-
-def open_packs(path: Path, task_encoder: Qwen2VLTaskEncoder) -> PackedFolder | IndexedPackDataset:
-    """The packs at a path, by their numbers."""
-    prefix = find_prefix(path)
-    if prefix is None:
-        return PackedFolder(path, task_encoder)
-    return IndexedPackDataset(prefix, task_encoder)
 
 
 def make_model(settings: ModelSettings, token_ids: Mapping[str, Any]) -> PreTrainedModel:
@@ -78,7 +54,7 @@ def _make_trainer(name: str, output: str, steps: int, learning_rate: float) -> A
     if name == "trl":
         from trl import SFTConfig
 
-        from launch.trainers.trl import PackedSFTTrainer
+        from launch.trainers.trl_trainer import PackedSFTTrainer
 
         trainer, make_arguments = PackedSFTTrainer, SFTConfig
     args = make_arguments(

@@ -11,13 +11,12 @@ What goes wrong without a word otherwise, and is taken care of here:
 - torch's DataParallel slices along the first dimension, which of position_ids is not the batch
 - a pack without images leaves the vision tower without gradients, for which DDP would wait
 - recurrent layers carry their state across samples (`isolate_segments`)
-- resuming finds none of the weights of Qwen2-VL and Qwen2.5-VL, whose names in checkpoints differ
-  from those in the model, and goes on with the weights it began with
+- resuming goes on with the weights it began with, where names differ when saved (Qwen2-VL, 2.5-VL)
 
 A checkpoint's step says which packs are done: resuming skips them unread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch.utils.data import Dataset, SequentialSampler
@@ -32,9 +31,7 @@ class Packs(Protocol):
     """`PackedFolder` or `IndexedPackDataset`, with a task encoder."""
 
     def __len__(self) -> int: ...
-
-    def batch(self, numbers: Sequence[int], /) -> PackedBatch:
-        """Packs in one row."""
+    def batch(self, numbers: Sequence[int], /) -> PackedBatch: ...
 
 
 class UnreadPacks(Dataset[dict[str, Any]]):
@@ -58,6 +55,20 @@ def collate_packed(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     packs: Packs = items[0]["packs"]
     return to_transformers_kwargs(packs.batch([item["number"] for item in items]))
+
+
+def by_saved_names(load: Callable[..., None]) -> Callable[..., None]:
+    """`Trainer._load_from_checkpoint` for models whose weights have other names when saved."""
+
+    def mended(trainer: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        target = trainer.model if model is None else model
+        if trainer.is_fsdp_enabled or not isinstance(target, PreTrainedModel):
+            load(trainer, resume_from_checkpoint, model)
+        else:
+            saved = type(target).from_pretrained(resume_from_checkpoint, dtype=target.dtype)
+            target.load_state_dict(saved.state_dict())
+
+    return mended
 
 
 class TrainsPacks:
@@ -100,13 +111,7 @@ class TrainsPacks:
         isolate_segments(model)
         return model
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        target = self.model if model is None else model  # type: ignore[attr-defined]
-        if self.is_fsdp_enabled or not isinstance(target, PreTrainedModel):  # type: ignore[attr-defined]
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-        else:
-            saved = type(target).from_pretrained(resume_from_checkpoint, dtype=target.dtype)
-            target.load_state_dict(saved.state_dict())
+    _load_from_checkpoint = by_saved_names(Trainer._load_from_checkpoint)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from launch.train_transformers import main
-from launch.trainers.trl import PackedSFTTrainer
+from launch.trainers.trl_trainer import PackedSFTTrainer
 from offline_packing.demo.training import tiny_qwen2_vl
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.sample_encoder import IGNORE_INDEX

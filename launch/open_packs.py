@@ -1,0 +1,32 @@
+"""Packs by their numbers, encoded as they were measured: for trainers that want `len` and `[i]`."""
+
+from pathlib import Path
+from typing import Any
+
+from launch.data_manifest import read_packed_data
+from task_encoders.families import ModelSettings
+from task_encoders.indexed_dataset import IndexedPackDataset
+from task_encoders.indexed_packs import find_prefix
+from task_encoders.packed_folder import PackedFolder
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+
+
+def settings_of_packs(path: Path, **options: Any) -> tuple[ModelSettings, int]:
+    """Settings of the model and seq_length of packs, as their manifest says, but for options that
+    are not None. Packs written by others have no manifest: the rest is the family's defaults."""
+    given = {name: value for name, value in options.items() if value is not None}
+    path = path if (prefix := find_prefix(path)) is None else prefix.parent
+    seq_length = given.pop("seq_length", None)
+    if path.is_dir() and not (path / "manifest.json").is_file():
+        return ModelSettings.model_validate(given), seq_length or 2048
+    data = read_packed_data(path)
+    model = ModelSettings.model_validate({**data.model.model_dump(), **given})
+    return model, seq_length or data.seq_length
+
+
+def open_packs(path: Path, task_encoder: Qwen2VLTaskEncoder) -> PackedFolder | IndexedPackDataset:
+    """The packs at a path, by their numbers."""
+    prefix = find_prefix(path)
+    if prefix is None:
+        return PackedFolder(path, task_encoder)
+    return IndexedPackDataset(prefix, task_encoder)

@@ -1,0 +1,97 @@
+"""Packs in ms-swift and Megatron-SWIFT, in place of their own packing. This file is a plugin:
+
+    OFFLINE_PACKED_DATA=1 swift sft --external_plugins launch/trainers/ms_swift.py \\
+        --model FOLDER --dataset out/packed --packing true --attn_impl flash_attn \\
+        --train_dataloader_shuffle false --per_device_train_batch_size 1
+
+`--dataset` is a folder of packs, `--val_dataset` one whose val split is evaluated; anything else
+goes ms-swift's way. Nothing is measured or packed at the start. `--train_dataloader_shuffle false`
+keeps the order that packs were written in; rank r of W trains packs r, r + W, ..., and what does
+not divide evenly at the end of an epoch is left out by ms-swift. Resuming finds the weights of
+Qwen2-VL and Qwen2.5-VL, which transformers' Trainer alone does not.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from swift.pipelines.train.sft import SwiftSft
+from torch.utils.data import Dataset
+from transformers import Trainer
+
+from launch.open_packs import settings_of_packs
+from launch.trainers.transformers_trainer import by_saved_names
+from task_encoders.concatenate import PackedRow, split_row
+from task_encoders.packed_folder import PackedFolder
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.sample_encoder import SampleEncoder
+
+
+class SwiftPacks(Dataset[list[dict[str, Any]]]):
+    """Packs as ms-swift's `PackingDataset` has them: lists of encoded samples, which its collator
+    concatenates. It finds positions itself, with the model's `get_rope_index`."""
+
+    def __init__(self, packs: PackedFolder, encoder: SampleEncoder) -> None:
+        self._packs = packs
+        ids, family = encoder.media_token_ids, encoder.fingerprint["family"]
+        self._types = {ids["image_token_id"]: 1, ids["video_token_id"]: 2}
+        self._places_videos = family != "qwen2_5_vl"
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    def __getitem__(self, number: int) -> list[dict[str, Any]]:
+        return [self._sample(row) for row in split_row(self._packs.row(number).row)]
+
+    def _sample(self, row: PackedRow) -> dict[str, Any]:
+        tokens = row.tokens
+        types = sum((tokens == token).long() * kind for token, kind in self._types.items())
+        sample = {
+            "input_ids": tokens.tolist(),
+            "labels": row.labels.tolist(),
+            "length": len(tokens),
+            "mm_token_type_ids": types,
+        }
+        if len(row.image_grid_thw):
+            sample |= {
+                "pixel_values": row.pixel_values,
+                "image_grid_thw": row.image_grid_thw.long(),
+            }
+        if len(row.video_grid_thw):
+            if not self._places_videos:
+                raise ValueError(
+                    "ms-swift places Qwen2.5-VL's videos by seconds, not kept in packs"
+                )
+            sample["pixel_values_videos"] = row.pixel_values_videos
+            sample["video_grid_thw"] = row.video_grid_thw.long()
+        return sample
+
+
+def packs_for(pipeline: SwiftSft, path: str, split: str) -> SwiftPacks:
+    """The packs at a path, for a pipeline that has its template.
+
+    Raises:
+        ValueError: the pipeline does not pack: attention would cross samples.
+        PackingSettingsError: the packs were measured with another tokenizer than the model's.
+    """
+    if not pipeline.args.packing:
+        raise ValueError(f"{path} holds packs; set --packing true")
+    pipeline.template.packing = pipeline.template.padding_free = True
+    settings, seq_length = settings_of_packs(Path(path), processor=pipeline.args.model_dir)
+    task_encoder = Qwen2VLTaskEncoder(seq_length=seq_length, model=settings)
+    return SwiftPacks(PackedFolder(path, task_encoder, split=split), task_encoder.encoder)
+
+
+_swifts_own = SwiftSft._prepare_dataset
+
+
+def _prepare_dataset(pipeline: SwiftSft) -> list[Any]:
+    """Train and val dataset."""
+    args = pipeline.args
+    if len(args.dataset) != 1 or not (Path(args.dataset[0]) / ".nv-meta").is_dir():
+        return _swifts_own(pipeline)
+    validation = packs_for(pipeline, args.val_dataset[0], "val") if args.val_dataset else None
+    return [packs_for(pipeline, args.dataset[0], "train"), validation]
+
+
+SwiftSft._prepare_dataset = _prepare_dataset
+Trainer._load_from_checkpoint = by_saved_names(Trainer._load_from_checkpoint)

@@ -1,0 +1,252 @@
+"""ms-swift on packs, and against what its own template makes of the same samples."""
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import swift
+import torch
+from PIL import Image, ImageOps
+from swift.arguments import SftArguments
+from swift.model import get_model_processor
+from swift.pipelines.train.sft import SwiftSft
+from swift.template import get_template
+from swift.utils import import_external_file
+from transformers import AttentionInterface, AutoTokenizer, Qwen2VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+from launch.packed_attention import vision_attention
+from offline_packing.demo.training import tiny_qwen2_vl
+from task_encoders.families.builtin_processor import builtin_processor
+from task_encoders.samples import SourceSample
+from task_encoders.text.pieces import place_media
+from tests.helpers.hf_trainers import number_of
+from tests.helpers.packed_runs import BMR_ENVIRONMENT
+from tests.helpers.peers import (
+    assert_same,
+    largest_difference,
+    open_packs,
+    our_losses,
+    small_checkpoint,
+    small_packs,
+    stored_samples,
+)
+from tests.helpers.rank_processes import run_ranks
+from tests.helpers.tiny_families import encoder_options
+
+Say = Callable[[str], None]
+#: Their rows need flash attention; on a CPU this does the same.
+ATTENTION = "segments"
+VERSION = f"ms-swift {swift.__version__}"
+PLUGIN = Path(__file__).parents[2] / "launch/trainers/ms_swift.py"
+LENGTH = {"return_length": True}
+END, NEWLINE = 151645, 198
+
+
+def segment_attention(module: Any, *args: Any, is_causal: Any = None, **kwargs: Any) -> Any:
+    """Every token to its own segment."""
+    causal = module.is_causal if is_causal is None else is_causal
+    return vision_attention(module, *args, is_causal=causal, **kwargs)
+
+
+class CPUArguments(SftArguments):
+    """Without the check for flash attention."""
+
+    def _check_padding_free(self) -> None:
+        self.padding_free = True
+
+
+class Pipeline(SwiftSft):
+    """Stops at the trainer."""
+
+    args_class = CPUArguments
+
+    def train(self, trainer: Any) -> Any:
+        return trainer
+
+
+def save_processor(folder: Path, tokenizer: Any, template: str, **limits: int) -> None:
+    """A checkpoint's whole processor: with torchvision it can be built."""
+    images = Qwen2VLImageProcessorPil(**limits)
+    videos = Qwen2VLVideoProcessor()
+    Qwen2VLProcessor(images, tokenizer, videos, chat_template=template).save_pretrained(folder)
+
+
+def make_trainer(checkpoint: Path, packed: Path, output: Path, **options: Any) -> Any:
+    """ms-swift's trainer as `swift sft` makes it from its arguments."""
+    import_external_file(str(PLUGIN))
+    AttentionInterface.register(ATTENTION, segment_attention)
+    args = CPUArguments(
+        model=str(checkpoint),
+        model_type="qwen2_vl",
+        template="qwen2_vl",
+        dataset=[str(packed)],
+        output_dir=str(output),
+        add_version=False,
+        packing=True,
+        attn_impl="sdpa",
+        torch_dtype="float32",
+        tuner_type="full",
+        freeze_vit=False,
+        freeze_aligner=False,
+        train_dataloader_shuffle=False,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+        gradient_checkpointing=False,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        warmup_ratio=0.0,
+        weight_decay=0.0,
+        dataloader_num_workers=0,
+        logging_steps=1,
+        report_to=["none"],
+        use_cpu=True,
+        **options,
+    )
+    pipeline = Pipeline(args)
+    pipeline.model.set_attn_implementation({"text_config": ATTENTION, "vision_config": "sdpa"})
+    return pipeline.run()
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in BMR_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("case")
+    checkpoint = small_checkpoint("qwen2_vl", root / "checkpoint")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    limits = {name: encoder_options("qwen2_vl")[name] for name in ("min_pixels", "max_pixels")}
+    save_processor(checkpoint, tokenizer, tokenizer.chat_template, **limits)
+    return checkpoint, small_packs("qwen2_vl", checkpoint, root)
+
+
+def recorded_run(
+    checkpoint: Path, packed: Path, output: Path, **options: Any
+) -> tuple[list[int], list[float], list[torch.Tensor]]:
+    """Packs and loss of each of six steps, and the weights at the end."""
+    packs = open_packs(packed)
+    trainer = make_trainer(checkpoint, packed, output, max_steps=6, save_steps=3, **options)
+    seen: list[int] = []
+    trainer.model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(number_of(kwargs["input_ids"], packs)),
+        with_kwargs=True,
+    )
+    trainer.train(options.get("resume_from_checkpoint"))
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return seen, losses, [weight.detach().clone() for weight in trainer.model.parameters()]
+
+
+def test_steps_are_those_of_our_own_trainer_and_are_resumed(
+    case: Any, tmp_path: Path, say: Say
+) -> None:
+    packs, losses, weights = recorded_run(*case, tmp_path / "whole")
+    assert packs == list(range(6))
+    difference = largest_difference(our_losses(case[1], case[0], tmp_path / "ours"), losses)
+    resumed = recorded_run(
+        *case, tmp_path / "again", resume_from_checkpoint=str(tmp_path / "whole/checkpoint-3")
+    )
+    assert resumed[0] == packs[3:]
+    assert resumed[1] == losses  # those of the first three are in the checkpoint
+    assert all(map(torch.equal, resumed[2], weights))
+    say(
+        f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e}), "
+        "6 steps resumed after 3 to the last bit"
+    )
+
+
+def numbers_read(checkpoint: Path, packed: Path, output: Path) -> list[int]:
+    """Numbers of the packs that this rank trains on in an epoch."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    packs = open_packs(packed)
+    trainer = make_trainer(checkpoint, packed, output)
+    return [number_of(row["input_ids"], packs) for row in trainer.get_train_dataloader()]
+
+
+def test_order(case: Any, tmp_path: Path, say: Say) -> None:
+    size = len(open_packs(case[1]))
+    for world_size in (1, 2, 4):
+        root = tmp_path / f"ranks{world_size}"
+        read = run_ranks(world_size, root, numbers_read, *case, root / "out")
+        whole = size // world_size * world_size
+        assert read == [list(range(rank, whole, world_size)) for rank in range(world_size)]
+    say(f"{VERSION}: order of packs kept on 1, 2 and 4 ranks")
+
+
+def own_samples(template: Any, sample: SourceSample, media: list[bytes]) -> dict[str, Any]:
+    """What ms-swift makes of a sample, but for the newline that it trains behind every answer."""
+    # It does not turn images upright by their EXIF orientation.
+    images = [ImageOps.exif_transpose(Image.open(io.BytesIO(data))) for data in media]
+    if sample.task == "captioning":
+        caption = "<image>" * len(images) + sample.turns[0].answer
+        return template.encode({"messages": [assistant(caption)], "images": images}, **LENGTH)
+    turns = place_media(sample)
+    messages = [] if sample.system is None else [{"role": "system", "content": sample.system}]
+    for turn in turns:
+        messages += [{"role": "user", "content": turn.prompt}, assistant(turn.answer)]
+    encoded = template.encode({"messages": messages, "images": images}, **LENGTH)
+    assert encoded["input_ids"][-2:] == [END, NEWLINE] == encoded["labels"][-2:]
+    tokens = encoded["input_ids"]
+    pairs = zip([None, *tokens], tokens, encoded["labels"], strict=False)
+    encoded["labels"] = [-100 if before == END else label for before, _, label in pairs][:-1]
+    encoded["input_ids"] = tokens[:-1]
+    if "mm_token_type_ids" in encoded:
+        encoded["mm_token_type_ids"] = encoded["mm_token_type_ids"][:-1]
+    return encoded | {"length": len(encoded["input_ids"])}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model with the whole vocabulary, and its processor, as ms-swift loads them."""
+    import_external_file(str(PLUGIN))
+    folder = tmp_path_factory.mktemp("model")
+    builtin = builtin_processor(min_pixels=3136, max_pixels=100352)
+    tiny_qwen2_vl().save_pretrained(folder)
+    save_processor(folder, builtin.tokenizer, builtin.chat_template)
+    with pytest.MonkeyPatch.context() as patch:  # it takes limits of images from the environment
+        patch.setenv("IMAGE_MIN_TOKEN_NUM", str(3136 // 28**2))
+        patch.setenv("IMAGE_MAX_TOKEN_NUM", str(100352 // 28**2))
+        model, processor = get_model_processor(str(folder), model_type="qwen2_vl")
+    # The backend that the packs name: torchvision's values differ in the last bits.
+    processor.image_processor = builtin.image_processor
+    return model, processor
+
+
+@pytest.mark.parametrize("task", ["captioning", "vqa", "bmr"])
+def test_every_demo_pack_is_what_its_packing_would_give(
+    task: str, demo: dict[str, Path], loaded: Any, say: Say
+) -> None:
+    """The collator's rows of our packs, and of the same samples encoded by its template."""
+    model, processor = loaded
+    swift_packs = sys.modules[SwiftSft._prepare_dataset.__module__].SwiftPacks
+    template = get_template(
+        processor, template_type="qwen2_vl", use_chat_template=task != "captioning"
+    )
+    template.set_mode("train")
+    template.model = model
+    template.packing = template.padding_free = True
+    num_packs = 0
+    for split in ("train", "val"):
+        packs = open_packs(demo[task], split)
+        dataset = swift_packs(packs, packs.task_encoder.encoder)
+        for number, pack in enumerate(packs):
+            own = [own_samples(template, *sample) for sample in stored_samples(pack)]
+            theirs = template.data_collator([own])
+            ours = template.data_collator([dataset[number]])
+            assert ours.keys() == theirs.keys()
+            assert_same(ours, theirs, f"{task} {split} {number}")
+            num_packs += 1
+    assert num_packs > 5
+    say(f"{VERSION}: {num_packs} packs of {task} are what its own packing makes of their samples")
