@@ -4,8 +4,7 @@
 
 What goes wrong without a word otherwise, and is taken care of here:
 
-- three M-RoPE rows as position_ids, or a cache left on: tokens attend across samples
-  (`to_transformers_kwargs` adds the row that makes transformers cut at boundaries)
+- three M-RoPE rows as position_ids, or a cache: attention crosses samples (`to_transformers_kwargs`)
 - Trainer shuffles; here rank r of W trains packs r, r + W, r + 2·W, ..., in the order written
 - Trainer's own collator pads and stacks; k packs are one longer row instead
 - torch's DataParallel slices along the first dimension, which of position_ids is not the batch
@@ -13,7 +12,7 @@ What goes wrong without a word otherwise, and is taken care of here:
 - recurrent layers carry their state across samples (`isolate_segments`)
 - resuming goes on with the weights it began with, where names differ when saved (Qwen2-VL, 2.5-VL)
 
-A checkpoint's step says which packs are done: resuming skips them unread.
+Resuming skips the packs that are done unread.
 """
 
 from collections.abc import Callable, Sequence
@@ -118,4 +117,4 @@ class TrainsPacks:
 
 
 class PackedTrainer(TrainsPacks, Trainer):
-    """transformers' Trainer on packs."""
+    """Trainer on packs."""
