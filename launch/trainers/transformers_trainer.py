@@ -4,7 +4,7 @@
 
 What goes wrong without a word otherwise, and is taken care of here:
 
-- three M-RoPE rows as position_ids, or a cache: attention crosses samples (`to_transformers_kwargs`)
+- three M-RoPE rows as position_ids, or a cache: attention crosses samples; `to_transformers_kwargs`
 - Trainer shuffles; here rank r of W trains packs r, r + W, r + 2·W, ..., in the order written
 - Trainer's own collator pads and stacks; k packs are one longer row instead
 - torch's DataParallel slices along the first dimension, which of position_ids is not the batch
