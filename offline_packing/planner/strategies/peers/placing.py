@@ -2,8 +2,8 @@
 
 Packs are the leaves of a tree. A node holds, for each limit, the least that a pack below it uses,
 and the lowest score of these packs; so a search passes by whatever has no room, or is no better
-than what it has found. It looks at O(log n) nodes per sample, and only where a second limit is
-scarce at many of them.
+than what it has found. It looks at about log n nodes per sample; at more where a second limit is
+scarce, and never at more than a scan of all packs does twice.
 """
 
 from typing import Final
@@ -65,7 +65,8 @@ def place_samples(
     ``num_open`` packs are open from the beginning and may stay empty.
     """
     num_samples, score = sizes.shape
-    # No two packs have room for one another, so that half of them are full by their limits' shares.
+    # A pack is opened when no other has room, so that any two together are over some limit: there
+    # are at most twice as many as the shares of all limits add up to.
     most_packs = num_open + min(num_samples, 2 + int(2 * (sizes.sum(axis=0) / limits).sum()))
     num_leaves = 1
     height = 3
