@@ -133,7 +133,7 @@ class EnergonMicroBatches:
             self._ended = batch is None
         if batch is not None:
             for line in batch.dropped:
-                logger.warning("left out of pack %s: %s", ", ".join(batch.__key__), line)
+                logger.warning("left out, in pack %s or before: %s", ", ".join(batch.__key__), line)
             if self._pads:
                 batch = pad_batch(batch, self._row_length, self._pad_token_id)
         return broadcast_batch(batch, self._device)

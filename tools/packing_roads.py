@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from megatron.energon import WorkerConfig, get_train_dataset
 from PIL import Image
-from training_loaders import OnlinePackingEncoder, PaddingEncoder
+from training_loaders import PaddingEncoder
 
 from offline_packing.config.packing import parse_config
 from offline_packing.engines.local import LocalEngine
@@ -175,7 +175,7 @@ def roads(
     return {
         "padded to the longest of 8": partial(hook, PaddingEncoder, {"batch_size": 8}),
         "Energon's own packing buffer": partial(
-            hook, OnlinePackingEncoder, {"batch_size": 1, "packing_buffer_size": buffer}
+            hook, Qwen2VLTaskEncoder, {"batch_size": 1, "packing_buffer_size": buffer}
         ),
         "dynamic batches": partial(pytorch, dynamic),
         "online, PyTorch, as ms-swift": partial(pytorch, partial(packs, buffer_size=buffer)),

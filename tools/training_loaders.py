@@ -23,7 +23,7 @@ from launch.indexed_loader import IndexedLoader
 from offline_packing.layouts.energon_metadata import index_pack_folder
 from offline_packing.storage.files import read_json
 from offline_packing.storage.tars import TarShardWriter, scan_tar
-from task_encoders.concatenate import PackedRow, merge_rows
+from task_encoders.concatenate import PackedRow
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.families import ModelSettings
 from task_encoders.indexed_dataset import IndexedPackDataset
@@ -106,31 +106,6 @@ class PaddingEncoder(Qwen2VLTaskEncoder):
         return batch_rows(padded, IGNORE_INDEX)
 
 
-class OnlinePackingEncoder(Qwen2VLTaskEncoder):
-    """Energon's plain hook: a buffer of encoded samples is packed whenever it is full."""
-
-    def select_samples_to_pack(self, samples: list[PackedRowSample]) -> list[list[PackedRowSample]]:
-        """First-fit decreasing over the buffer, as packers built on the hook commonly do."""
-        packs: list[list[PackedRowSample]] = []
-        room: list[int] = []
-        for sample in sorted(samples, key=lambda s: len(s.row.tokens), reverse=True):
-            length = len(sample.row.tokens)
-            i = next((i for i, free in enumerate(room) if free >= length), len(packs))
-            if i == len(packs):
-                packs.append([])
-                room.append(self.seq_length)
-            packs[i].append(sample)
-            room[i] -= length
-        return packs
-
-    @stateless
-    def pack_selected_samples(self, samples: list[PackedRowSample]) -> PackedRowSample:
-        """One pack to one row."""
-        row = merge_rows([sample.row for sample in samples])
-        keys = [key for sample in samples for key in sample.sub_sample_keys]
-        return PackedRowSample.derive_from(samples[0], row=row, sub_sample_keys=keys, dropped=[])
-
-
 def replace_row(sample: PackedRowSample, row: PackedRow) -> PackedRowSample:
     """The sample with another row."""
     return PackedRowSample.derive_from(
@@ -181,7 +156,7 @@ def build_loader(
         return get_savable_loader(dataset)
     encoder, batch_size, packing_buffer_size = {
         "padded": (PaddingEncoder, padded_batch_size, None),
-        "online": (OnlinePackingEncoder, 1, buffer_size),
+        "online": (Qwen2VLTaskEncoder, 1, buffer_size),
     }[mode]
     dataset = get_train_dataset(
         unpacked,

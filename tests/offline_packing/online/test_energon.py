@@ -20,7 +20,7 @@ from megatron.energon.errors import FatalSampleError
 from launch.loader_state import from_plain, to_plain
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
-from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
+from task_encoders.energon_samples import BATCH_TENSORS, MultiMixQASample, PackedBatch
 from task_encoders.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
@@ -29,6 +29,7 @@ from tests.helpers.legacy_packs import CRUDE_YAML, legacy_vqa_folder
 from tests.helpers.parity import Gradients
 from tests.helpers.tiny_families import encoder_options, save_tokenizer, tiny_model
 from tests.helpers.unpacked_folders import blend_of, crude_folder, folder_of, words
+from tests.helpers.videos import make_video
 
 SEQ_LENGTH = 128
 NUM_SAMPLES = 180
@@ -227,6 +228,41 @@ def test_a_blend_with_packs(texts: Path, tmp_path: Path) -> None:
     assert len(keys) == len(set(keys))
     assert len(keys) > NUM_SAMPLES + 5
     assert set(KEYS) < set(keys)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_blend_by_weights_never_ends(num_workers: int, texts: Path, tmp_path: Path) -> None:
+    other = crude_folder(tmp_path / "crude", 20)
+    blend = blend_of(tmp_path / "blend.yaml", [texts, other])
+    options: dict[str, Any] = {
+        "encoder": task_encoder(seq_length=512),
+        "num_workers": num_workers,
+        "repeat": True,
+    }
+    with loading(blend, **options) as loader:
+        rows = iter(loader)
+        first = keys_of(list(itertools.islice(rows, 20)))
+        state = loader.save_state_rank()
+        rest = keys_of(list(itertools.islice(rows, 20)))
+    assert keys_of(batches(blend, 20, state=state, **options)) == rest
+    assert sum(map(len, first + rest)) > 2 * 20  # the smaller comes again
+
+
+def test_measured_is_encoded() -> None:
+    """Pictures, a video, padding: what is planned is what the row takes."""
+    encoder = task_encoder(pad_multiple=16, seq_length=4096, max_pixels=28 * 28 * 64)
+    media: dict[str, Any] = {"image": [image_bytes(56, 140), image_bytes(90, 84)]}
+    media["video"] = make_video(8, 4)
+    sample = MultiMixQASample(
+        __key__="s",
+        __restore_key__=(),
+        messages=dialogue("<image>and<image>, then <video>?", "So.", "Why?", "Thus."),
+        **media,
+    )
+    taken, row = encoder.measure(sample), encoder.encode_sample(sample).row
+    assert taken["tokens"] == len(row.tokens)
+    assert taken["vision_patches"] == len(row.pixel_values) + len(row.pixel_values_videos)
+    assert (taken["images"], taken["videos"]) == (2, 1)
 
 
 def test_one_row_can_be_restored_by_its_key(texts: Path) -> None:
