@@ -182,6 +182,9 @@ def roads(
         "online, PyTorch, auto": partial(
             pytorch, partial(packs, buffer_size=buffer, strategy="auto")
         ),
+        "online, PyTorch, auto, lengths known": partial(
+            pytorch, partial(packs, buffer_size=buffer, strategy="auto", lengths=sizes[0])
+        ),
         "online, Energon": online,
         "samples scheduled by length": partial(scheduled, unpacked, SEQ_LENGTH),
         "offline, written for half the ranks": partial(offline, elsewhere),

@@ -16,6 +16,7 @@ from launch.parallel import initialize_parallel
 from offline_packing.online.ranks.pack_costs import pack_costs
 from task_encoders.packed_folder import PackedFolder
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder, losses, make_config, make_trainer
+from tests.helpers.rank_processes import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,31 @@ def test_a_run_trains_on_it_and_resumes(folder: Path, tmp_path: Path) -> None:
     assert second.run()
     assert before.keys + after.keys == seen.keys
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def train_an_epoch(folder: Path, output: Path) -> list[str]:
+    """As one rank of a group; returns the packs that it trained on."""
+    num_packs = len(PackedFolder(folder))
+    config = make_config(
+        folder,
+        output,
+        data={"order": "balanced", "num_workers": 0},
+        batch={"global_batch_packs": 2},
+        train={"iterations": -(-num_packs // 2)},
+    )
+    trainer, seen, _ = make_trainer(config)
+    assert trainer.run()
+    return seen.keys
+
+
+def test_two_processes_share_an_epoch(folder: Path, tmp_path: Path) -> None:
+    """Each makes the schedule for itself: no pack is given to both, none is left out."""
+    keys = run_ranks(2, tmp_path / "group", train_an_epoch, folder, tmp_path / "run")
+    packs = sorted(pack.key for pack in PackedFolder(folder))
+    assert len(keys[0]) == len(keys[1]) == -(-len(packs) // 2)
+    times = collections.Counter([*keys[0], *keys[1]])
+    assert sorted(times) == packs
+    assert times.total() - len(packs) == len(packs) % 2
 
 
 def test_packs_as_token_ids_are_refused() -> None:
