@@ -244,7 +244,10 @@ class IndexedPack(Mapping[str, bytes]):
 
     def __getitem__(self, name: str) -> bytes:
         if name == JSON_PART:
-            return orjson.dumps(self._pack())
+            try:
+                return orjson.dumps(self._pack())
+            except (LookupError, ValueError, TypeError) as error:
+                raise PackFormatError(f"pack {self.key!r} is damaged: {error}") from error
         *stored, _, _ = self._media[name]
         return StoredMedium(*stored).read()
 

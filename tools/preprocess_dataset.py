@@ -180,7 +180,7 @@ def prepare_tokenizer(path: str, folder: Path) -> str:
         ) from error
     tokenizer.add_tokens(["<image>"], special_tokens=True)
     tokenizer.save_pretrained(folder)
-    return str(folder)
+    return str(folder.resolve())  # training may begin elsewhere
 
 
 def convert_sentencepiece(path: str) -> Any:

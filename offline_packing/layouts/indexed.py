@@ -113,17 +113,16 @@ class IndexedLayout(Layout):
         put together before."""
         shards = list(zip(fragments, manifest["shards"], strict=True))
         for split in dict.fromkeys(line["split"] for _, line in shards):
-            joined, begin, sizes = folder / f"{_prefix(split)}.bin", 0, []
+            joined, sizes = folder / f"{_prefix(split)}.bin", []
+            own = [(at, line) for at, line in shards if line["split"] == split]
+            places = _find_pieces(folder, joined, own)
             with atomic_file(joined) as file:
-                for shard in (
-                    ShardFragment.load(at) for at, one in shards if one["split"] == split
-                ):
-                    piece = folder / _piece(shard.name)
-                    is_new = piece.exists()
-                    _copy(piece if is_new else joined, 0 if is_new else begin, shard, file)
-                    begin += shard.num_bytes
-                    own = [[part.size for part in pack.parts] for pack in shard.packs]
-                    sizes.append(np.array(own))
+                for (at, line), (path, begin) in zip(own, places, strict=True):
+                    with open(path, "rb") as piece:
+                        for block in _blocks(piece, begin, line["bytes"]):
+                            file.write(block)
+                    packs = ShardFragment.load(at).packs
+                    sizes.append(np.array([[part.size for part in pack.parts] for pack in packs]))
             write_atomically(joined.with_suffix(".idx"), index_file(sizes))
         for _, line in shards:
             (folder / _piece(line["name"])).unlink(missing_ok=True)
@@ -155,7 +154,7 @@ class IndexedLayout(Layout):
                         [np.frombuffer(data[a:b], "<i4") for a, b in itertools.pairwise(bounds)]
                     )
                     yield pack.key, pack
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise StageError(f"{path} cannot be read: {error}") from error
 
     def read_pack(self, folder: Path, shard_file: str, key: str) -> Mapping[str, bytes]:
@@ -197,16 +196,31 @@ def _place(task: ShardTask) -> tuple[Path, int]:
     return task.folder / f"{_prefix(task.shard.split)}.bin", begin
 
 
-def _copy(path: Path, begin: int, shard: ShardFragment, target: BinaryIO) -> None:
-    """Append a shard's bytes. Raises StageError if they are not there."""
-    copied = 0
-    if path.exists():
-        with open(path, "rb") as file:
-            for block in _blocks(file, begin, shard.num_bytes):
-                target.write(block)
-                copied += len(block)
-    if copied != shard.num_bytes:
-        raise StageError(f"{path} lacks packs of shard {shard.name}; retry writes them again")
+def _find_pieces(
+    folder: Path, joined: Path, shards: Sequence[tuple[Path, Mapping[str, Any]]]
+) -> list[tuple[Path, int]]:
+    """For each shard of a split, a file that holds its bytes, and from where on: its piece, or what
+    was put together before. Raises StageError where there is neither; such shards are unfinished
+    then. `shards`: fragments, and lines of the manifest."""
+    ends = list(itertools.accumulate(line["bytes"] for _, line in shards))
+    is_there = joined.stat().st_size if joined.exists() else 0
+    found, lost = [], []
+    for (at, line), end in zip(shards, ends, strict=True):
+        piece = folder / _piece(line["name"])
+        if piece.exists():
+            found.append((piece, 0))
+        elif end <= is_there:
+            found.append((joined, end - line["bytes"]))
+        else:
+            lost.append(at)
+    for at in lost:
+        at.unlink()
+    if lost:
+        raise StageError(
+            f"{joined} cannot be put together: {len(lost)} shards are gone, the first of them "
+            f"{_piece(lost[0].stem)}; run write again, which writes them anew"
+        )
+    return found
 
 
 def _blocks(file: BinaryIO, begin: int, size: int) -> Iterator[bytes]:
