@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from megatron.energon import (
     Sample,
@@ -31,6 +31,7 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 from megatron.energon.wrappers.repeat_dataset import RepeatDataset
 
 from offline_packing.online.pool import PackingPool
+from offline_packing.planner.request import check_known
 from offline_packing.planner.windows import WindowOptions
 from task_encoders.energon_samples import PackedBatch, PackedRowSample
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
@@ -39,6 +40,8 @@ from task_encoders.rows.sub_samples import measure
 from task_encoders.samples import SampleError
 
 RestoreKey = tuple[Any, ...]
+#: What a pack may be limited by beside tokens.
+_BUDGETS: Final = ("vision_patches", "images", "videos")
 
 
 class OnlineTaskEncoder(Qwen2VLTaskEncoder):
@@ -57,6 +60,8 @@ class OnlineTaskEncoder(Qwen2VLTaskEncoder):
         """The same encoder with other options of `windows`. Raises ValueError for a bad one."""
         other = copy.copy(self)
         other.windows = replace(self.windows, **changes)
+        for name in other.windows.budgets:
+            check_known("budget", name, _BUDGETS)
         return other
 
     def measure(self, sample: Sample) -> Mapping[str, int]:
@@ -66,7 +71,7 @@ class OnlineTaskEncoder(Qwen2VLTaskEncoder):
             SampleError: it cannot be used.
             FatalSampleError: the environment contradicts it.
         """
-        taken = dict.fromkeys(("tokens", "vision_patches", "images", "videos"), 0)
+        taken = dict.fromkeys(("tokens", *_BUDGETS), 0)
         sub_samples = self.sub_samples(sample)
         for sub_sample in sub_samples:
             try:
@@ -85,11 +90,11 @@ class OnlineTaskEncoder(Qwen2VLTaskEncoder):
         self, dataset: SavableDataset[Any], *, worker_config: WorkerConfig
     ) -> SavableDataset[PackedRowSample]:
         """Energon's hook."""
-        if not isinstance(dataset, RepeatDataset):
-            return OnlinePacks(dataset, self, worker_config=worker_config)
-        # What repeats are the packs: so those left over come out at the end of each epoch.
-        packs = OnlinePacks(dataset.dataset, self, worker_config=worker_config)
-        return RepeatDataset(packs, repeats=dataset.repeats, worker_config=worker_config)
+        if isinstance(dataset, RepeatDataset) and dataset.repeats is None:
+            # What repeats are the packs: so those left over come out at the end of each epoch.
+            packs = OnlinePacks(dataset.dataset, self, worker_config=worker_config)
+            return RepeatDataset(packs, worker_config=worker_config)
+        return OnlinePacks(dataset, self, worker_config=worker_config)
 
     def build_batch(
         self, *args: Any, packing_buffer_size: int | None = None, **kwargs: Any

@@ -188,6 +188,8 @@ def test_budgets_and_strategies(texts: Path) -> None:
     assert sorted(itertools.chain(*keys_of(few))) == KEYS
     with pytest.raises(ValueError, match="strategy 'best' is unknown; choose one of auto"):
         batches(texts, strategy="best")
+    with pytest.raises(ValueError, match="budget 'pixels' is unknown; choose one of vision_patc"):
+        batches(texts, budgets={"pixels": 9})
 
 
 def test_padded_lengths_are_planned(texts: Path) -> None:
@@ -246,6 +248,11 @@ def test_a_blend_by_weights_never_ends(num_workers: int, texts: Path, tmp_path: 
         rest = keys_of(list(itertools.islice(rows, 20)))
     assert keys_of(batches(blend, 20, state=state, **options)) == rest
     assert sum(map(len, first + rest)) > 2 * 20  # the smaller comes again
+
+
+def test_repetitions_of_a_blend_are_part_of_its_epoch(texts: Path, tmp_path: Path) -> None:
+    blend = blend_of(tmp_path / "blend.yaml", [texts], epochs=2)
+    assert Counter(itertools.chain(*keys_of(batches(blend)))) == Counter(KEYS * 2)
 
 
 def test_measured_is_encoded() -> None:
