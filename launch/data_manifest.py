@@ -176,4 +176,5 @@ def _shards_of_blend(path: Path, split: str) -> set[tuple[str, str]]:
         entries = _load_blend(path, split).datasets
     except (KeyError, AssertionError):  # from metadatasets of version 2 and 1
         return set()
-    return {(str(e.dataset.path), file) for e in entries for file in e.dataset.split_part_files}
+    files = ((e.dataset, getattr(e.dataset, "split_part_files", [""])) for e in entries)
+    return {(str(dataset.path), file) for dataset, names in files for file in names}

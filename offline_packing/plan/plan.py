@@ -66,11 +66,13 @@ def _warn_of_uneven_packs(config: PackingConfig, packs: PackPlan) -> None:
         return
     readers = order.num_ranks * max(1, order.num_workers)
     for split, own in splits_of_plan(packs, config.output.split).items():
-        if len(own) % readers:
+        counts = packs.info.epochs if own.start == 0 else []
+        count = next((n for n in counts or [len(own)] if n % readers), 0)
+        if count:
             logger.warning(
                 "plan: %s packs of split %s do not divide evenly among %d ranks x %d workers; "
                 "the balance of pack.order holds for the first epoch only",
-                f"{len(own):,}",
+                f"{count:,}",
                 split,
                 order.num_ranks,
                 max(1, order.num_workers),

@@ -46,11 +46,12 @@ def render_summary(
 
 def _plan_figures(packs: PackPlan, found: Mapping[str, int | float]) -> list[tuple[str, str]]:
     info, tokens, num_samples = packs.info, found["tokens"], len(packs.sample_ids)
+    span = "in all epochs" if info.epochs else "per epoch"
     room = packs.num_packs * info.seq_length
     return [
+        *([("epochs", f"{len(info.epochs)}, all counted below")] if info.epochs else []),
         ("packed samples", f"{num_samples:,}"),
         ("tokens", f"{tokens:,} (mean {tokens / num_samples:,.1f} per sample)"),
-        *([("epochs", f"{len(info.epochs)}, all counted below")] if info.epochs else []),
         ("packs", f"{packs.num_packs:,} of {info.seq_length:,} tokens, strategy {info.strategy}"),
         ("lower bound", f"{info.lower_bound:,} (gap {packs.gap:.3%})"),
         ("fill", f"{tokens / room:.2%}"),
@@ -62,9 +63,9 @@ def _plan_figures(packs: PackPlan, found: Mapping[str, int | float]) -> list[tup
         ),
         (
             "iterations",
-            "{iterations_before:,} -> {iterations_after:,} per epoch at global batch size "
+            "{iterations_before:,} -> {iterations_after:,} {span} at global batch size "
             "{global_batch_size:,} (global batch size {equal_batch_size:,} keeps the samples per "
-            "step)".format_map(found),
+            "step)".format_map({**found, "span": span}),
         ),
     ]
 

@@ -16,6 +16,7 @@ import yaml
 from megatron.energon import WorkerConfig
 from megatron.energon.errors import FatalSampleError
 
+from launch.data_manifest import check_validation, read_packed_data
 from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
@@ -288,5 +289,10 @@ def test_blend(tmp_path: Path) -> None:
     )
     weights = [entry["path"] for entry in yaml.safe_load(blend(roots))["splits"]["train"]["blend"]]
     assert weights == [f"{root}/metadataset.yaml" for root in roots]
-    keys = [key for batch in batches(tmp_path / "blend.yaml", run) for key in batch.__key__]
-    assert {key[0] for key in keys} == {"a", "b"}
+    (tmp_path / "same.yaml").write_text(blend(roots))
+    found = batches(tmp_path / "blend.yaml", run)
+    assert {key[0] for batch in found for key in batch.__key__} == {"a", "b"}
+    counts = [read_packed_data(tmp_path / f"{name}.yaml").num_packs for name in ("same", "blend")]
+    assert counts[0] == counts[1] > 2
+    with pytest.raises(StageError, match="has no packs in its val split"):
+        check_validation(tmp_path / "same.yaml")

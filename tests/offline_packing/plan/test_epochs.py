@@ -11,6 +11,7 @@ from megatron.energon import WorkerConfig
 
 from launch.data_manifest import read_packed_data
 from offline_packing.errors import ConfigError
+from offline_packing.measure.measure import measure
 from offline_packing.runs.artifacts import open_plan
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
@@ -22,7 +23,7 @@ from task_encoders.packed_dataset import (
 )
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
-from tests.helpers.datasets import captioning_pairs, make_run, pack_all, plan_summary
+from tests.helpers.datasets import captioning_pairs, make_run, pack_all, plan_index, plan_summary
 
 EPOCHS = 3
 COUNT = 96
@@ -124,6 +125,20 @@ def test_validation_has_one_epoch(packed: Run) -> None:
     )
     found = Counter(itertools.chain(*keys_of(get_packed_loader(dataset))))
     assert found == Counter(itertools.chain(*samples_of(packed, "val")))
+
+
+@pytest.mark.parametrize(("num_workers", "is_warned"), [(1, False), (5, True)])
+def test_packs_of_an_epoch_that_do_not_divide_evenly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_workers: int, is_warned: bool
+) -> None:
+    data = captioning_pairs(tmp_path / "data", 24)
+    order = {"num_ranks": 1, "num_workers": num_workers}
+    pack = {"epochs": 5, "order": order}
+    run = make_run(data, tmp_path / "out", pack=pack, output={"layout": "references"})
+    measure(run)
+    (count, *_) = plan_index(run).packs.info.epochs
+    assert count % 5  # or the test says nothing: five epochs divide evenly
+    assert (f"plan: {count} packs of split train do not divide evenly" in caplog.text) is is_warned
 
 
 def test_copies_are_numbered_within_an_epoch(tmp_path: Path) -> None:
