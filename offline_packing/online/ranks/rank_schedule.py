@@ -202,11 +202,11 @@ class RankSampler:
         return len(self._scheduled().table) - self._step
 
     def __iter__(self) -> Iterator[list[int]]:
-        scheduled = self._scheduled()
-        while self._step < len(scheduled.table):
-            self._step += 1
-            yield scheduled.items(self._step - 1, self.rank).tolist()
-        self._epoch, self._step, self._earlier = self._epoch + 1, 0, ()
+        epoch, scheduled = self._epoch, self._scheduled()
+        for step in range(self._step, len(scheduled.table)):
+            self._step = step + 1
+            yield scheduled.items(step, self.rank).tolist()
+        self._epoch, self._step, self._earlier = epoch + 1, 0, ()
 
     def state_dict(self) -> dict[str, Any]:
         """Of plain values; the same on all ranks at the same step."""

@@ -54,7 +54,7 @@ class ScheduledLoader:
         for batch in self._loader:
             self._state["step"] += 1
             yield batch
-        self._state = self._sampler.state_dict()
+        self._state |= {"epoch": self._state["epoch"] + 1, "step": 0, "earlier": []}
 
     def close(self) -> None:
         """End the workers; another iteration would start new ones."""

@@ -77,6 +77,19 @@ def test_an_iteration_that_is_left_goes_on(texts: PackedFolder) -> None:
     assert keys_of([first, *loader]) == whole
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_its_length_may_be_asked_at_any_time(workers: int, texts: PackedFolder) -> None:
+    """Also while workers read ahead."""
+    plain, asked = make_loader(texts, 0, 0), make_loader(texts, 0, workers)
+    for _ in range(2):
+        left = len(asked)
+        assert left == 5
+        for batch, expected in zip(asked, plain, strict=True):
+            left -= 1
+            assert len(asked) == left
+            assert batch.__key__ == expected.__key__
+
+
 class Samples:
     """A map-style dataset of samples that are no packs."""
 
