@@ -16,12 +16,15 @@ from swift.model import get_model_processor
 from swift.pipelines.train.sft import SwiftSft
 from swift.template import get_template
 from swift.utils import import_external_file
+from torch.utils.data import Dataset
 from transformers import AttentionInterface, AutoTokenizer, Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
 from launch.packed_attention import vision_attention
 from offline_packing.demo.training import tiny_qwen2_vl
+from offline_packing.online.collate import padding_free_collator
+from offline_packing.online.packed_dataset import PackedDatasetWrapper
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import place_media
@@ -250,3 +253,45 @@ def test_every_demo_pack_is_what_its_packing_would_give(
             num_packs += 1
     assert num_packs > 5
     say(f"{VERSION}: {num_packs} packs of {task} are what its own packing makes of their samples")
+
+
+class Encoded(Dataset[dict[str, Any]]):
+    """Samples that its template encodes when they are asked for, some with an image."""
+
+    def __init__(self, template: Any) -> None:
+        self._template = template
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        images = [Image.new("RGB", (80, 60 + 20 * (number % 4)), "red")] * min(number % 3, 1)
+        question = "<image>" * len(images) + f"What is {number}?"
+        turns = [{"role": "user", "content": question}, assistant("bar " * (1 + number % 30))]
+        sample = self._template.encode({"messages": turns, "images": images}, **LENGTH)
+        tokens = torch.tensor(sample["input_ids"])
+        sample["mm_token_type_ids"] = (tokens == self._template.model.config.image_token_id).long()
+        return sample
+
+
+def test_packs_made_while_training_are_joined_as_by_its_collator(loaded: Any, say: Say) -> None:
+    model, processor = loaded
+    template = get_template(processor, template_type="qwen2_vl")
+    template.set_mode("train")
+    template.model = model
+    packs = list(PackedDatasetWrapper(Encoded(template), template, 256, 16))
+    assert sum(map(len, packs)) == 40
+    for pack in packs:
+        theirs = template.data_collator([[dict(sample) for sample in pack]])
+        for sample in pack:
+            inputs = {"input_ids": torch.tensor(sample["input_ids"])[None]}
+            inputs["mm_token_type_ids"] = sample["mm_token_type_ids"][None]
+            sample |= template._get_position_ids({**sample, **inputs})
+        ours = padding_free_collator(pack)
+        theirs["position_ids"] = torch.cat(
+            [theirs.pop("text_position_ids")[None], theirs["position_ids"]]
+        )
+        assert theirs.keys() == ours.keys() - {"use_cache"}
+        for name, value in theirs.items():
+            assert torch.equal(torch.as_tensor(ours[name]).to(value.dtype), value), name
+    say(f"{VERSION}: {len(packs)} packs of PackedDatasetWrapper joined alike by both collators")
