@@ -5,6 +5,7 @@ the same one. So there is one loader per data parallel rank, and no pack is deco
 """
 
 import logging
+import pkgutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -72,6 +73,8 @@ def build_task_encoder(
     model = ModelSettings.model_validate({**data.model.model_dump(), **changes})
     _check_crop_size(config, model)
     kind = Qwen2VLTaskEncoder if config.online is None else OnlineTaskEncoder
+    if config.task_encoder is not None:
+        kind = _load_class(config.task_encoder)
     return kind(
         seq_length=data.seq_length,
         pad_to_seq_length=config.pad_to_seq_length,
@@ -80,6 +83,14 @@ def build_task_encoder(
         encode_threads=config.encode_threads,
         model=model,
     )
+
+
+def _load_class(name: str) -> type[Qwen2VLTaskEncoder]:
+    try:
+        found: type[Qwen2VLTaskEncoder] = pkgutil.resolve_name(name)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ValueError(f"data.task_encoder {name!r}: {error}; name a 'module:Class'") from error
+    return found
 
 
 def _check_crop_size(config: DataConfig, model: ModelSettings) -> None:

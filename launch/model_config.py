@@ -17,7 +17,7 @@ TRAINED: Final = tuple(name for name, family in FAMILIES.items() if family.megat
 
 #: What is left to do with a model that transformers has not.
 ELSEWHERE: Final = (
-    "train it with its own code, on batches as launch/megatron_lm_batch.py takes them"
+    "train it with its own code, on batches as launch/trainers/megatron_lm.py takes them"
 )
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from launch.megatron_lm_batch import forward_step, get_batch, main
 from launch.model import build_model
 from launch.model_config import ModelConfig
 from launch.parallel import initialize_parallel
+from launch.trainers.megatron_lm import forward_step, get_batch, main
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.sample_encoder import IGNORE_INDEX

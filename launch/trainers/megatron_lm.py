@@ -1,12 +1,13 @@
-"""The batch in a Megatron-LM pretrain script: `get_batch`, `loss_func` and `forward_step`.
+"""Packs in a Megatron-LM pretrain script: `get_batch`, `loss_func` and `forward_step`, in the form
+that its `pretrain()` calls; `megatron_lm_data` has the dataloaders.
 
-These three have the form that Megatron-LM's `pretrain()` calls, and can be copied into a
-`pretrain_*.py` beside its own `model_provider`. Run as a module, they train a few steps on packs:
+Run as a module, they train a few steps on packs:
 
     OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_VQA=1 \\
-        torchrun --nproc-per-node 2 -m launch.megatron_lm_batch out/packed --tensor-parallel 2
+        torchrun --nproc-per-node 2 -m launch.trainers.megatron_lm out/packed --tensor-parallel 2
 """
 
+import argparse
 import dataclasses
 import functools
 import logging
@@ -15,10 +16,10 @@ from typing import Any
 
 import click
 import torch
-from megatron.core import parallel_state
 
 from launch.broadcast import broadcast_batch
 from launch.loss import shift_labels
+from launch.trainers.megatron_lm_data import build_dataloaders
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import ModelSettings
 from task_encoders.model_inputs import to_packed_seq_params
@@ -87,27 +88,17 @@ def forward_step(
 )
 def main(path: str, tensor_parallel: int, steps: int, seq_length: int, max_pixels: int) -> None:
     """Train a tiny random model on the packs in PATH for a few steps."""
-    from megatron.energon import WorkerConfig, get_loader
-
     from launch.model import build_model
     from launch.model_config import ModelConfig
     from launch.parallel import initialize_parallel
-    from task_encoders.packed_dataset import get_packed_train_dataset
     from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 
     device = initialize_parallel(tensor_parallel)
     model = build_model(ModelConfig(), device=device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data_iterator = None
-    if parallel_state.get_tensor_model_parallel_rank() == 0:
-        worker_config = WorkerConfig(
-            rank=parallel_state.get_data_parallel_rank(),
-            world_size=parallel_state.get_data_parallel_world_size(),
-            num_workers=0,
-        )
-        task_encoder = Qwen2VLTaskEncoder(seq_length=seq_length, max_pixels=max_pixels)
-        dataset = get_packed_train_dataset(path, task_encoder, worker_config=worker_config)
-        data_iterator = iter(get_loader(dataset))
+    task_encoder = Qwen2VLTaskEncoder(seq_length=seq_length, max_pixels=max_pixels)
+    args = argparse.Namespace(data_path=path, micro_batch_size=1, num_workers=0, eval_iters=0)
+    data_iterator, _, _ = build_dataloaders(args, task_encoder)
     for step in range(steps):
         output_tensor, reduce = forward_step(data_iterator, model)
         loss, num_tokens, _ = reduce(output_tensor)
