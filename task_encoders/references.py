@@ -32,7 +32,8 @@ def metadataset_of(path: str | Path | EPath) -> EPath:
     """What Energon reads of an output: its folder, or the metadataset in one with references."""
     folder = EPath(path)
     inside = folder / METADATASET
-    return inside if inside.is_file() else folder
+    has_shards = (folder / ".nv-meta" / "dataset.yaml").is_file()
+    return inside if inside.is_file() and not has_shards else folder
 
 
 def read_medium(locator: Sequence[Any], stores: Stores, sample: Any = None) -> bytes:
