@@ -20,7 +20,7 @@ from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.settings import PACKED, PackingSettings, PackingSettingsError
 from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all
-from tests.helpers.legacy_packs import CRUDE_YAML, legacy_vqa_folder
+from tests.helpers.legacy_packs import CRUDE_YAML, DATASET_YAML, legacy_vqa_folder, vqa_pack
 from tests.helpers.unpacked_folders import (
     CAPTIONING_YAML,
     MESSAGES_YAML,
@@ -232,6 +232,19 @@ def test_a_member_that_energon_misses_is_listed_too(tmp_path: Path) -> None:
     assert [row.__key__ for row in rows] == [["a"], ["c"]]
     (line,) = rows[1].dropped
     assert line.startswith("b: bad_record: ")
+
+
+@pytest.mark.parametrize("yaml", [DATASET_YAML, CRUDE_YAML], ids=["typed", "crude"])
+def test_a_pack_that_cannot_be_parsed_is_listed_too(yaml: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    packs = {f"ps_0000000{i}": vqa_pack(rng, "x", 2) for i in range(3)}
+    packs["ps_00000001"]["json"] = b"{"
+    folder = folder_of(tmp_path / "packs", packs, yaml)
+    settings = PackingSettings(packed=True, vqa=True)
+    rows = list(batches(folder, task_encoder(settings, seq_length=2048)))
+    assert [row.__key__ for row in rows] == [["ps_00000000"], ["ps_00000002"]]
+    (line,) = rows[1].dropped
+    assert line.startswith("ps_00000001: bad_record: pack 'ps_00000001': JSON cannot be parsed")
 
 
 def test_first_fit_decreasing_takes_the_first_pack_with_room() -> None:
