@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from click.testing import CliRunner
 from transformers import AutoTokenizer
 
-from offline_packing.config.packing import load_config
+from offline_packing.config.packing import load_config, parse_config
 from offline_packing.engines.local import LocalEngine
 from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders.indexed_dataset import IndexedPackDataset
-from tests.helpers.datasets import image_bytes, write_json
+from tests.helpers.datasets import image_bytes, pack_all, write_json
 from tests.helpers.markdown import blocks
 from tests.helpers.texts_and_images import random_text
 from tests.helpers.tiny_tokenizer import save_llama_tokenizer
@@ -141,17 +140,16 @@ def test_captions_with_a_tokenizer_that_is_a_folder(
     llava_json(tmp_path / "a.json", tmp_path / "images", 12)
     (tmp_path / "llama").mkdir()
     save_llama_tokenizer(tmp_path / "llama")
-    arguments = {
-        "data_path": tmp_path / "a.json",
-        "image_folder": tmp_path / "images",
-        "tokenizer_path": tmp_path / "llama",
-        "output_dir": tmp_path / "out",
-        "packing_algorithm": "first_fit_decreasing",
-    }
-    given = [f"--{name}={value}" for name, value in arguments.items()]
-    result = CliRunner().invoke(main, given)
-    assert result.exit_code == 0, result.output
-    run = open_run(tmp_path / "out")
+    output = tmp_path / "out"
+    config = given(
+        data_path=str(tmp_path / "a.json"),
+        image_folder=str(tmp_path / "images"),
+        packing_algorithm="first_fit_decreasing",
+        output_dir=output,
+    )
+    config["model"]["processor"] = prepare_tokenizer(str(tmp_path / "llama"), output / "tokenizer")
+    run = Run(parse_config({**config, "engine": {"workers": 0}}), LocalEngine(0))
+    pack_all(run)
     plan = open_plan(run).packs
     lengths = open_index(run).array("num_tokens")
     assert (np.diff(lengths[next(iter(plan))]) <= 0).all()  # longest first, as composed
@@ -163,8 +161,9 @@ def test_captions_with_a_tokenizer_that_is_a_folder(
 
 def given(**changes: Any) -> dict[str, Any]:
     flags = {name.removeprefix("--"): value for name, value in FLAGS.items()}
-    del flags["tokenizer_path"], flags["output_dir"]
-    return configuration(Path("out"), **{**flags, "data_path": "a.json", **changes})
+    del flags["tokenizer_path"]
+    fixed = {"output_dir": Path("out"), "data_path": "a.json"}
+    return configuration(**{**flags, **fixed, **changes})
 
 
 def test_vision_encoders(tmp_path: Path) -> None:
