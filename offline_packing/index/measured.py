@@ -101,6 +101,8 @@ class Trait(IntFlag):
     THIN_IMAGE = 4
     #: it has tools, thoughts, other roles than a user and an assistant, or answers without loss
     NOT_PLAIN = 8
+    #: an answer carries no loss, or a system or developer message is not the first message
+    UNTRAINED_OR_ROLES = 16
 
 
 _NO_TRAIT: Final = Trait(0)
@@ -121,6 +123,9 @@ def sample_traits(sample: SourceSample, image_sizes: Sequence[tuple[int, int]]) 
         traits |= Trait.CONTROL_TEXT
     if not sample.is_plain:
         traits |= Trait.NOT_PLAIN
+    roles = {role for turn in sample.turns for role, _ in (*turn.before, (turn.role, ""))}
+    if roles & {"system", "developer"} or not all(turn.trained for turn in sample.turns):
+        traits |= Trait.UNTRAINED_OR_ROLES
     if not _LIKE_CHANNELS.isdisjoint(itertools.chain(*image_sizes)):
         traits |= Trait.THIN_IMAGE
     return traits

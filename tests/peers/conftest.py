@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.peers import demo_folders
-
 _LINES = pytest.StashKey[list[str]]()
 
 
@@ -47,4 +45,6 @@ def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Packed folders by task: those of `make demo`, or of a smaller one."""
+    from tests.helpers.peers import demo_folders  # not in every environment
+
     return demo_folders(tmp_path_factory.mktemp("demo"))
