@@ -2,6 +2,7 @@
 arguments."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +169,17 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
         **flash_attention_kwargs(batch.cu_lengths),
         **_media_kwargs(batch),
     }
+
+
+def token_types(tokens: torch.Tensor, media_token_ids: Mapping[str, int]) -> torch.Tensor:
+    """transformers' `mm_token_type_ids` of any shape: 0 text, 1 image, 2 video.
+
+    `media_token_ids` are those of a sample encoder."""
+    types = torch.zeros_like(tokens)
+    for kind, name in ((1, "image_token_id"), (2, "video_token_id")):
+        if name in media_token_ids:
+            types[tokens == media_token_ids[name]] = kind
+    return types
 
 
 def _media_kwargs(batch: "PackedBatch") -> dict[str, Any]:

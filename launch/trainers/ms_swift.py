@@ -21,6 +21,7 @@ from transformers import Trainer
 from launch.open_packs import settings_of_packs
 from launch.trainers.transformers_trainer import by_saved_names
 from task_encoders.concatenate import PackedRow, split_row
+from task_encoders.model_inputs import token_types
 from task_encoders.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.sample_encoder import SampleEncoder
@@ -32,9 +33,8 @@ class SwiftPacks(Dataset[list[dict[str, Any]]]):
 
     def __init__(self, packs: PackedFolder, encoder: SampleEncoder) -> None:
         self._packs = packs
-        ids, family = encoder.media_token_ids, encoder.fingerprint["family"]
-        self._types = {ids["image_token_id"]: 1, ids["video_token_id"]: 2}
-        self._places_videos = family != "qwen2_5_vl"
+        self._token_ids = encoder.media_token_ids
+        self._places_videos = encoder.fingerprint["family"] != "qwen2_5_vl"
 
     def __len__(self) -> int:
         return len(self._packs)
@@ -44,12 +44,11 @@ class SwiftPacks(Dataset[list[dict[str, Any]]]):
 
     def _sample(self, row: PackedRow) -> dict[str, Any]:
         tokens = row.tokens
-        types = sum((tokens == token).long() * kind for token, kind in self._types.items())
         sample = {
             "input_ids": tokens.tolist(),
             "labels": row.labels.tolist(),
             "length": len(tokens),
-            "mm_token_type_ids": types,
+            "mm_token_type_ids": token_types(tokens, self._token_ids),
         }
         if len(row.image_grid_thw):
             sample |= {

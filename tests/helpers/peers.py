@@ -49,6 +49,15 @@ def demo_folders(scratch: Path, num_samples: int = 120) -> dict[str, Path]:
     return {task: scratch / task for task in SOURCES}
 
 
+def task_environment(task: str) -> dict[str, str]:
+    """The variables with which packs of a task are read."""
+    return {
+        "OFFLINE_PACKED_DATA": "1",
+        "OFFLINE_PACKING_VQA": str(int(task == "vqa")),
+        "OFFLINE_PACKING_BMR": str(int(task == "bmr")),
+    }
+
+
 def open_packs(path: Path, split: str = "train", **options: Any) -> PackedFolder:
     """The packs of a split, encoded as they were measured; options are the task encoder's."""
     data = read_packed_data(path)
