@@ -3,8 +3,9 @@
 With two sizes per sample hardly two samples are alike, so packs are made of samples rather than of
 counts. A pack starts with the largest sample left, takes random ones while more than about two more
 are needed, and ends with the pair that fills every scarce budget best, found through a grid over
-the two scarcest. Several such tries are made per pack and the best is kept. Random choice leaves
-the mix of what is left as it was, so that the last packs are nearly as full as the first.
+the two scarcest; then with another one, as long as that helps. Several such tries are made per pack
+and the best is kept. Random choice leaves the mix of what is left as it was, so that the last packs
+are nearly as full as the first.
 """
 
 from typing import NamedTuple
@@ -235,7 +236,10 @@ def _pack_pool(pool: SamplePool, seeds: np.ndarray, state: np.ndarray) -> Packs:
             room = np.ones(num_limits)
             size = _join(pool, seed, room, pack, 0)
             size = _draw_middle(pool, room, pack, size, state)
-            size, loss = _close(pool, room, pack, size, state)
+            before, loss = -1, np.inf
+            while loss >= _GOOD_ENOUGH and size != before:  # a limit that is not scarce hides pairs
+                before = size
+                size, loss = _close(pool, room, pack, size, state)
             pool.chosen[pack[:size]] = False
             if loss < least:
                 least = loss

@@ -34,6 +34,14 @@ def test_tokens_and_patches_near_the_bound() -> None:
     assert packs.num_packs <= 1.003 * bound
 
 
+@pytest.mark.parametrize("number", [10, 31, 2000])
+@pytest.mark.parametrize("most", [2, 3, 4, 8])
+def test_packs_are_filled_where_tokens_are_not_scarce(number, most) -> None:
+    sizes = np.stack([np.random.default_rng(0).integers(50, 150, number), np.ones(number, int)], 1)
+    packs = pack_budgets(sizes, np.array([8192, most]), seed=0)
+    assert packs.num_packs == -(-number // most)
+
+
 @pytest.mark.parametrize("num_limits", [1, 2, 4])
 def test_any_number_of_limits(num_limits) -> None:
     sizes = np.random.default_rng(3).integers(0, 40, (500, num_limits))
