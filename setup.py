@@ -24,7 +24,7 @@ TRAIN = [
     "megatron-energon>=7.4,<8",
     "safetensors>=0.5",
     "torch>=2.11",
-    "transformers>=5.20,<6",
+    "transformers>=5.18,<6",
 ]
 LOGGING = ["tensorboard>=2.16", "wandb>=0.19"]
 TRAINER = ["accelerate>=1.1"]  # transformers' Trainer needs it

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import (
     Lfm2Config,
     Lfm2ForCausalLM,
@@ -67,8 +68,9 @@ def test_short_segments_also_where_activations_are_computed_again() -> None:
 def test_boundaries_that_are_given() -> None:
     model = tiny_model()
     boundaries = torch.tensor([0, *LENGTHS]).cumsum(0)
-    with pytest.raises(ValueError, match="can't keep packed sequences apart"):  # transformers
-        model(**row(), cu_seq_lens_q=boundaries)
+    if transformers.__version__ >= "5.20":  # 5.18 leaks instead
+        with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+            model(**row(), cu_seq_lens_q=boundaries)
     isolate_segments(model)
     with torch.no_grad():
         found = model(**row(), cu_seq_lens_q=boundaries, seq_idx=boundaries[None]).logits
