@@ -87,7 +87,8 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
         cross_sample_attention: let a pack's samples attend to each other.
         pixel_transport: "uint8" sends pixels as bytes, an eighth of what their values take;
             `normalise_pixels(batch)` computes the same values on the device.
-        encode_threads: how many sub-samples of a pack are encoded at the same time.
+        encode_threads: how many sub-samples of a pack are encoded at the same time; a process
+            keeps these threads, and up to two decoded images for each.
         check_lengths: compare each sub-sample's tokens with the length stored in the pack, and
             stop on the first that differs: the shards were measured with other settings.
         settings: instead of the environment variables.

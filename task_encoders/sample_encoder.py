@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from task_encoders.media.pixel_values import Normalisation
 from task_encoders.media.video import SampledVideo
@@ -114,16 +115,20 @@ class SampleEncoder(Protocol):
             image_grids: (t, h, w) in patches, as measured.
         """
 
+    def decode_image(self, data: bytes) -> Image.Image:
+        """The first half of encoding an image. Raises SampleError."""
+
     def encode(
         self,
         sample: SourceSample,
-        images: Sequence[bytes],
+        images: Sequence[bytes | Image.Image],
         videos: Sequence[bytes] = (),
         tokenized: TokenizedText | None = None,
     ) -> EncodedSample:
         """Arrays of a sample whose images and videos are these files.
 
         Args:
+            images: or what `decode_image` returned for them.
             tokenized: what `tokenize` returned for it, with an encoder of the same fingerprint.
 
         Raises:

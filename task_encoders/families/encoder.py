@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image as PillowImage
 
 from task_encoders.families.options import ModelOptions, changes_lengths
 from task_encoders.families.spans import (
@@ -19,7 +20,7 @@ from task_encoders.families.spans import (
     position_ids,
     stored_parts,
 )
-from task_encoders.media.image import MAX_IMAGE_PIXELS
+from task_encoders.media.image import MAX_IMAGE_PIXELS, decode_image
 from task_encoders.media.pixel_values import Bytes, Normalisation
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
@@ -86,8 +87,8 @@ class FamilyEncoder(ABC):
         """Of an image of this size. Raises SampleError where it cannot be used."""
 
     @abstractmethod
-    def encode_image(self, data: bytes) -> tuple[Bytes, Medium]:
-        """Patches (P, C·p·p) of an image file. Raises SampleError."""
+    def encode_image(self, image: PillowImage.Image) -> tuple[Bytes, Medium]:
+        """Patches (P, C·p·p) of a decoded image. Raises SampleError."""
 
     @abstractmethod
     def sample_video(self, header: VideoHeader) -> SampledVideo:
@@ -168,14 +169,20 @@ class FamilyEncoder(ABC):
             start += num_tokens
         return ExpandedText(*_tokens_and_labels(spans), places[IMAGE_ID], places[VIDEO_ID])
 
+    def decode_image(self, data: bytes) -> PillowImage.Image:
+        return decode_image(data, max_image_pixels=self.max_image_pixels)
+
     def encode(
         self,
         sample: SourceSample,
-        images: Sequence[bytes],
+        images: Sequence[bytes | PillowImage.Image],
         videos: Sequence[bytes] = (),
         tokenized: TokenizedText | None = None,
     ) -> EncodedSample:
-        image_rows = [self.encode_image(data) for data in images]
+        image_rows = [
+            self.encode_image(self.decode_image(image) if isinstance(image, bytes) else image)
+            for image in images
+        ]
         video_rows = [self.encode_video(data) for data in videos]
         image_media = [medium for _, medium in image_rows]
         video_media = [medium for _, medium in video_rows]

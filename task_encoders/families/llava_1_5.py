@@ -16,7 +16,6 @@ from task_encoders.families.encoder import FamilyEncoder
 from task_encoders.families.family import Family, Preset
 from task_encoders.families.options import ModelOptions
 from task_encoders.families.spans import Medium, Span
-from task_encoders.media.image import decode_image
 from task_encoders.media.pixel_values import Bytes, Normalisation, rescale_then_normalise
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
@@ -130,8 +129,7 @@ class Llava15Encoder(FamilyEncoder):
     def medium_spans(self, medium: Medium) -> Iterable[Span]:
         return [self._image_span]
 
-    def encode_image(self, data: bytes) -> tuple[Bytes, Medium]:
-        image = decode_image(data, max_image_pixels=self.max_image_pixels)
+    def encode_image(self, image: PillowImage.Image) -> tuple[Bytes, Medium]:
         pixels = np.asarray(self._square(image)).transpose(2, 0, 1)
         return pixels.reshape(1, -1), Medium(self._grid)
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+from PIL import Image as PillowImage
+
 from task_encoders.families.encoder import FamilyEncoder
 from task_encoders.families.options import ModelOptions
 from task_encoders.families.spans import Medium, Span, patch_spans
@@ -69,8 +71,8 @@ class QwenVLEncoder(FamilyEncoder):
     def image_medium(self, height: int, width: int) -> Medium:
         return Medium(image.image_grid(height, width, self.vision))
 
-    def encode_image(self, data: bytes) -> tuple[Bytes, Medium]:
-        rows, grid = patches.image_patches(data, self.vision)
+    def encode_image(self, image: PillowImage.Image) -> tuple[Bytes, Medium]:
+        rows, grid = patches.image_patches(image, self.vision)
         return rows, Medium(grid)
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from task_encoders.media.image import VisionSettings, decode_image, image_grid
+from task_encoders.media.image import VisionSettings, image_grid
 from task_encoders.media.pixel_values import (
     Bytes,
     Normalisation,
@@ -21,17 +21,18 @@ from task_encoders.media.pixel_values import (
 )
 
 
-def image_patches(data: bytes, settings: VisionSettings) -> tuple[Bytes, tuple[int, int, int]]:
-    """An image file as patches, in the order the vision tower merges them.
+def image_patches(
+    image: Image.Image, settings: VisionSettings
+) -> tuple[Bytes, tuple[int, int, int]]:
+    """A decoded image as patches, in the order the vision tower merges them.
 
     Returns:
         bytes (t·h·w, C·p·p) and the grid (t, h, w). `normalisation` turns them into pixel values,
         bit-identical to those of transformers' image processor with the same backend.
 
     Raises:
-        SampleError: as read_image_header, or aspect_ratio.
+        SampleError: aspect_ratio.
     """
-    image = decode_image(data, max_image_pixels=settings.max_image_pixels)
     grid = image_grid(image.height, image.width, settings)
     return frame_patches([image], grid, 1, settings), grid
 

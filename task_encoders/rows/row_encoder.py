@@ -1,19 +1,24 @@
 """Sub-samples to a row: each is encoded, and those that can be used are concatenated."""
 
 import logging
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import get_args
+from functools import cache
+from typing import Any, Final, get_args
 
-from task_encoders.concatenate import Map, PackedRow, concatenate
+from task_encoders.concatenate import PackedRow, concatenate
 from task_encoders.media.pixel_values import PixelTransport
-from task_encoders.rows.sub_samples import SubSample, encode
+from task_encoders.rows.sub_samples import SubSample, decode_first, encode
 from task_encoders.sample_encoder import EncodedSample, SampleEncoder
 from task_encoders.samples import SampleError
 
 logger = logging.getLogger(__name__)
+
+#: Sub-samples, each with one decoded image. With more, threads wait hardly less.
+_BEGUN_PER_THREAD: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,33 +54,28 @@ class RowEncoder:
             SampleError: none can be used.
             FatalSampleError: see `sub_samples.encode`.
         """
-        with self._mapping() as map_:
-            encoded, dropped = self._encode(sub_samples, map_)
-            if not encoded:
-                raise SampleError("bad_record", f"nothing of it can be used: {'; '.join(dropped)}")
-            row = concatenate(
-                encoded,
-                pad_token_id=self.encoder.pad_token_id,
-                pad_multiple=self.pad_multiple,
-                pad_to_length=self.seq_length if self.pad_to_seq_length else None,
-                cross_sample_attention=self.cross_sample_attention,
-                pixel_transport=self.pixel_transport,
-                map_=map_,
-            )
+        pool = _pool(self.encode_threads)
+        encoded, dropped = self._encode(sub_samples, pool)
+        if not encoded:
+            raise SampleError("bad_record", f"nothing of it can be used: {'; '.join(dropped)}")
+        row = concatenate(
+            encoded,
+            pad_token_id=self.encoder.pad_token_id,
+            pad_multiple=self.pad_multiple,
+            pad_to_length=self.seq_length if self.pad_to_seq_length else None,
+            cross_sample_attention=self.cross_sample_attention,
+            pixel_transport=self.pixel_transport,
+            map_=pool.map,
+        )
         return row, [one.key for one in encoded], dropped
 
     def _encode(
-        self, sub_samples: Sequence[SubSample], map_: Map
+        self, sub_samples: Sequence[SubSample], pool: Executor
     ) -> tuple[list[EncodedSample], list[str]]:
-        def encode_one(number: int) -> EncodedSample | SampleError:
-            try:
-                return encode(sub_samples[number], self.encoder, check_length=self.check_lengths)
-            except SampleError as error:
-                return error
-
         # Threads end together if the largest begin first.
         order = sorted(range(len(sub_samples)), key=lambda i: -sub_samples[i].num_bytes)
-        results = dict(zip(order, map_(encode_one, order), strict=True))
+        in_order = self._encode_each([sub_samples[number] for number in order], pool)
+        results = dict(zip(order, in_order, strict=True))
         encoded: list[EncodedSample] = []
         dropped: list[str] = []
         room = self.seq_length
@@ -94,11 +94,50 @@ class RowEncoder:
             logger.warning("dropped from its pack %s", dropped[-1])
         return encoded, dropped
 
-    @contextmanager
-    def _mapping(self) -> Iterator[Map]:
-        """`map`, or a thread pool's, started for each pack: a loader forks its workers."""
-        if self.encode_threads == 1:
-            yield map
-        else:
-            with ThreadPoolExecutor(self.encode_threads) as pool:
-                yield pool.map
+    def _encode_each(
+        self, sub_samples: Sequence[SubSample], pool: Executor
+    ) -> Iterator[EncodedSample | SampleError]:
+        """Each in two tasks, neither of which waits: what follows the decoding of an image queues
+        behind images that are still to be decoded, so that threads end closer together."""
+
+        def begin(sub_sample: SubSample) -> Future[EncodedSample]:
+            decoded = decode_first(sub_sample, self.encoder)
+            return pool.submit(
+                encode, sub_sample, decoded, self.encoder, check_length=self.check_lengths
+            )
+
+        begun: deque[Future[Future[EncodedSample]]] = deque()
+        for sub_sample in sub_samples:
+            if len(begun) == _BEGUN_PER_THREAD * self.encode_threads:
+                yield _end(begun.popleft())
+            begun.append(pool.submit(begin, sub_sample))
+        yield from map(_end, begun)
+
+
+def _end(begun: Future[Future[EncodedSample]]) -> EncodedSample | SampleError:
+    try:
+        return begun.result().result()
+    except SampleError as error:
+        return error
+
+
+class _Here(Executor):
+    """Runs what it is given at once."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - raised by result()
+            future.set_exception(error)
+        return future
+
+
+@cache
+def _pool(num_threads: int) -> Executor:
+    """Kept from row to row: new threads get new memory, and wait for its page faults."""
+    return ThreadPoolExecutor(num_threads) if num_threads > 1 else _Here()
+
+
+# Threads do not survive a fork, by which a loader starts its workers.
+os.register_at_fork(after_in_child=_pool.cache_clear)

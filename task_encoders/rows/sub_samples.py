@@ -1,9 +1,11 @@
 """The sub-samples of an Energon sample: those of a pack, or the one that an unpacked sample is."""
 
 import io
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron.energon.errors import FatalSampleError
+from PIL import Image
 
 from task_encoders.energon_samples import PackedSample
 from task_encoders.families import ModelSettings
@@ -99,8 +101,24 @@ def measure(sub_sample: SubSample, encoder: SampleEncoder, model: ModelSettings)
     return encoder.measure(sub_sample.sample, sizes, videos)
 
 
-def encode(sub_sample: SubSample, encoder: SampleEncoder, *, check_length: bool) -> EncodedSample:
+def decode_first(sub_sample: SubSample, encoder: SampleEncoder) -> tuple[Image.Image, ...]:
+    """Its first image, if it has one: half of the work for most. Raises SampleError."""
+    if isinstance(sub_sample.sample, SampleError):
+        raise sub_sample.sample
+    return tuple(map(encoder.decode_image, sub_sample.images[:1]))
+
+
+def encode(
+    sub_sample: SubSample,
+    decoded: Sequence[Image.Image],
+    encoder: SampleEncoder,
+    *,
+    check_length: bool,
+) -> EncodedSample:
     """Its arrays.
+
+    Args:
+        decoded: the first of its images, any number of them.
 
     Raises:
         SampleError: it cannot be used.
@@ -111,7 +129,8 @@ def encode(sub_sample: SubSample, encoder: SampleEncoder, *, check_length: bool)
     key, sample, images, videos, tokenized, measured = sub_sample
     assert isinstance(sample, SourceSample)
     try:
-        encoded = encoder.encode(sample, images, videos, tokenized)
+        pictures: tuple[bytes | Image.Image, ...] = (*decoded, *images[len(decoded) :])
+        encoded = encoder.encode(sample, pictures, videos, tokenized)
     except MissingPyAVError as error:
         raise FatalSampleError(str(error)) from error
     if check_length and measured not in (None, len(encoded.tokens)):

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from task_encoders.families import ModelSettings, build_sample_encoder
-from task_encoders.media.image import image_grid
+from task_encoders.media.image import decode_image, image_grid
 from task_encoders.media.patches import BACKENDS, frame_patches, image_patches, normalisation
 
 FAMILIES = ("qwen2_vl", "qwen3_vl")
@@ -45,7 +45,7 @@ def test_torch_resizes_as_transformers_torch_backend(family: str) -> None:
     for _ in range(20):
         width, height = (int(side) for side in rng.integers(20, 500, 2))
         data = png(rng, width, height)
-        rows, grid = image_patches(data, vision)
+        rows, grid = image_patches(decode_image(data), vision)
         values = normalisation(vision).image_values(rows)
         np.testing.assert_array_equal(values, by_torch(data, grid, vision))
 
@@ -85,7 +85,7 @@ def test_torch_equals_transformers_itself(family: str) -> None:
         width, height = (int(side) for side in rng.integers(20, 500, 2))
         data = png(rng, width, height)
         expected = processor([Image.open(io.BytesIO(data))], return_tensors="np")
-        values = normalisation(vision).image_values(image_patches(data, vision)[0])
+        values = normalisation(vision).image_values(image_patches(decode_image(data), vision)[0])
         np.testing.assert_array_equal(values, expected["pixel_values"])
 
 
