@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AttentionInterface, AutoModelForImageTextToText
 
+from launch.packed_attention import vision_attention
 from task_encoders.packed_folder import PackedFolder
 from tests.helpers.peers import open_packs
 from tests.helpers.rank_processes import run_ranks
@@ -92,3 +93,14 @@ def check_resuming(
     assert rest[1] == losses  # the log of the first three is in the checkpoint
     assert all(map(torch.equal, rest[2], weights))
     return packs, losses
+
+
+def use_segment_attention(model: Any) -> None:
+    """Rows of trainers that need flash attention, on a CPU: every token attends to its segment."""
+    AttentionInterface.register("segments", _segment_attention)
+    model.set_attn_implementation({"text_config": "segments", "vision_config": "sdpa"})
+
+
+def _segment_attention(module: Any, *args: Any, is_causal: Any = None, **kwargs: Any) -> Any:
+    causal = module.is_causal if is_causal is None else is_causal
+    return vision_attention(module, *args, is_causal=causal, **kwargs)

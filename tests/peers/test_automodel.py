@@ -206,11 +206,9 @@ def numbers_read(packed: Path) -> list[int]:
 
 
 def pack_number(batch: dict[str, Any], packed: Path) -> int:
-    found = [
-        number
-        for number, item in enumerate(PacksConfig(str(packed)).build())
-        if torch.equal(item["input_ids"], batch["input_ids"][0])
-    ]
+    packs = PacksConfig(str(packed)).build()
+    tokens = batch["input_ids"][0]
+    found = [i for i in range(len(packs)) if torch.equal(packs[i]["input_ids"], tokens)]
     assert len(found) == 1
     return found[0]
 

@@ -17,18 +17,17 @@ from swift.pipelines.train.sft import SwiftSft
 from swift.template import get_template
 from swift.utils import import_external_file
 from torch.utils.data import Dataset
-from transformers import AttentionInterface, AutoTokenizer, Qwen2VLProcessor
+from transformers import AutoTokenizer, Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
-from launch.packed_attention import vision_attention
 from offline_packing.demo.training import tiny_qwen2_vl
 from offline_packing.online.collate import padding_free_collator
 from offline_packing.online.packed_dataset import PackedDatasetWrapper
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import place_media
-from tests.helpers.hf_trainers import number_of
+from tests.helpers.hf_trainers import number_of, use_segment_attention
 from tests.helpers.packed_runs import BMR_ENVIRONMENT
 from tests.helpers.peers import (
     assert_same,
@@ -43,18 +42,10 @@ from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_families import encoder_options
 
 Say = Callable[[str], None]
-#: Their rows need flash attention; on a CPU this does the same.
-ATTENTION = "segments"
 VERSION = f"ms-swift {swift.__version__}"
 PLUGIN = Path(__file__).parents[2] / "launch/trainers/ms_swift.py"
 LENGTH = {"return_length": True}
 END, NEWLINE = 151645, 198
-
-
-def segment_attention(module: Any, *args: Any, is_causal: Any = None, **kwargs: Any) -> Any:
-    """Every token to its own segment."""
-    causal = module.is_causal if is_causal is None else is_causal
-    return vision_attention(module, *args, is_causal=causal, **kwargs)
 
 
 class CPUArguments(SftArguments):
@@ -83,7 +74,6 @@ def save_processor(folder: Path, tokenizer: Any, template: str, **limits: int) -
 def make_trainer(checkpoint: Path, packed: Path, output: Path, **options: Any) -> Any:
     """ms-swift's trainer as `swift sft` makes it from its arguments."""
     import_external_file(str(PLUGIN))
-    AttentionInterface.register(ATTENTION, segment_attention)
     args = CPUArguments(
         model=str(checkpoint),
         model_type="qwen2_vl",
@@ -112,7 +102,7 @@ def make_trainer(checkpoint: Path, packed: Path, output: Path, **options: Any) -
         **options,
     )
     pipeline = Pipeline(args)
-    pipeline.model.set_attn_implementation({"text_config": ATTENTION, "vision_config": "sdpa"})
+    use_segment_attention(pipeline.model)
     return pipeline.run()
 
 

@@ -1,0 +1,228 @@
+"""VeOmni on packs, and against what its own transform and collator make of the same samples."""
+
+import io
+from collections.abc import Callable
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image, ImageOps
+from torch import distributed
+from veomni.data import build_data_transform, build_dataloader, build_dataset
+from veomni.data.chat_template import build_chat_template
+from veomni.data.data_collator import MainCollator
+from veomni.data.multimodal.preprocess import PREPROCESSOR_REGISTRY
+from veomni.distributed.parallel_state import init_parallel_state
+from veomni.models.transformers.qwen2_vl.generated.patched_modeling_qwen2_vl_gpu import (
+    Qwen2VLForConditionalGeneration,
+)
+from veomni.ops.kernels.cross_entropy import ForCausalLMLoss
+
+import launch.trainers.veomni  # noqa: F401
+from launch.parallel import initialize_parallel
+from offline_packing.demo.training import tiny_qwen2_vl
+from task_encoders.families.builtin_processor import builtin_processor
+from task_encoders.samples import SourceSample
+from task_encoders.text.pieces import to_chat
+from tests.helpers.hf_trainers import number_of, use_segment_attention
+from tests.helpers.packed_runs import BMR_ENVIRONMENT
+from tests.helpers.peers import (
+    assert_same,
+    largest_difference,
+    open_packs,
+    our_losses,
+    small_checkpoint,
+    small_packs,
+    stored_samples,
+    task_environment,
+)
+from tests.helpers.rank_processes import run_ranks
+
+Say = Callable[[str], None]
+VERSION = f"VeOmni {version('veomni')}"
+START, END, NEWLINE = 151644, 151645, 198
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    initialize_parallel(1)  # its loader asks for the rank
+    for name, value in BMR_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("case")
+    checkpoint = small_checkpoint("qwen2_vl", root / "checkpoint")
+    return checkpoint, small_packs("qwen2_vl", checkpoint, root)
+
+
+def make_loader(packed: Path, accumulated: int = 1, **options: Any) -> Any:
+    """Packs through VeOmni's loader, as its trainer makes it."""
+    dataset = build_dataset("mapping", train_path=str(packed), transform=None, seed=1)
+    world_size = distributed.get_world_size() if distributed.is_initialized() else 1
+    return build_dataloader(
+        "native",
+        dataset=dataset,
+        micro_batch_size=1,
+        global_batch_size=accumulated * world_size,
+        dataloader_batch_size=accumulated,
+        max_seq_len=0,
+        train_steps=0,
+        num_workers=0,
+        prefetch_factor=None,
+        pin_memory=False,
+        **{"dyn_bsz": False, **options},
+    )
+
+
+@PREPROCESSOR_REGISTRY.register("messages")
+def _messages(conversations: Any, **_: Any) -> Any:
+    """Chats with parts, as VeOmni's templates take them."""
+    return conversations
+
+
+def png(data: bytes) -> bytes:
+    """Upright: VeOmni does not turn images by their EXIF orientation."""
+    file = io.BytesIO()
+    ImageOps.exif_transpose(Image.open(io.BytesIO(data))).save(file, "PNG")
+    return file.getvalue()
+
+
+def own_sample(transform: Any, sample: SourceSample, media: list[bytes]) -> dict[str, Any]:
+    """What VeOmni makes of a sample, in the form of its template's own trainers."""
+    if sample.task == "captioning":
+        images: list[Any] = [("image", None)] * len(media)
+        chat = [["assistant", *images, ("text", sample.turns[0].answer)]]
+    else:
+        chat = [
+            [message["role"], *parts(message["content"])]
+            for message in to_chat(sample)
+            if message["role"] != "system"  # its template has one, the same for all samples
+        ]
+    template = transform.keywords["chat_template"]
+    template.system_prompt = (
+        type(template).system_prompt if sample.system is None else sample.system
+    )
+    given = {"conversations": chat, "images": [png(data) for data in media], "source": "messages"}
+    (made,) = transform(given)
+    tokens, labels = made["input_ids"], made["labels"]
+    # It trains the newline behind every answer, and keeps the last.
+    labels[tokens.roll(1) == END] = -100
+    first = 0
+    end = len(tokens) - 1
+    if sample.task == "captioning":  # it has headers round captions
+        first = int((tokens == START).nonzero()[1]) + 3
+        labels[made["image_mask"].roll(-1) | made["image_mask"] | made["image_mask"].roll(1)] = -100
+    for name in ("input_ids", "attention_mask", "labels", "image_mask", "video_mask"):
+        made[name] = made[name][first:end]
+    made["position_ids"] = made["position_ids"][..., first:end] - first
+    made.pop("mm_token_type_ids")  # not concatenated by its collator
+    made["labels"][0] = -100
+    return made
+
+
+def parts(content: Any) -> list[tuple[str, Any]]:
+    if isinstance(content, str):
+        return [("text", content)]
+    return [(part["type"], part.get("text")) for part in content]
+
+
+@pytest.fixture(scope="module")
+def transform() -> Any:
+    processor = builtin_processor(min_pixels=3136, max_pixels=100352)
+    positions = Qwen2VLForConditionalGeneration.get_position_id_func(
+        SimpleNamespace(config=tiny_qwen2_vl().config)
+    )
+    template = build_chat_template("qwen2vl", processor)
+    return build_data_transform(
+        "qwen2_vl", processor=processor, chat_template=template, position_id_func=positions
+    )
+
+
+@pytest.mark.parametrize("task", ["captioning", "vqa", "bmr"])
+def test_every_demo_pack_is_what_its_collator_makes_of_its_samples(
+    task: str, demo: dict[str, Path], transform: Any, monkeypatch: pytest.MonkeyPatch, say: Say
+) -> None:
+    for name, value in task_environment(task).items():
+        monkeypatch.setenv(name, value)
+    packs, collate = open_packs(demo[task]), MainCollator()
+    loader = make_loader(demo[task])
+    assert len(loader) == len(packs) > 5
+    for pack, (ours,) in zip(packs, loader, strict=True):
+        theirs = collate([own_sample(transform, *sample) for sample in stored_samples(pack)])
+        assert ours.keys() == theirs.keys()
+        assert_same(ours, theirs, f"{task} {pack.number}")
+    say(f"{VERSION}: {len(packs)} packs of {task} are what its collator makes of their samples")
+
+
+def numbers_read(packed: Path) -> list[int]:
+    """Numbers of the packs that this rank trains on in an epoch."""
+    init_parallel_state(
+        dp_size=distributed.get_world_size(),
+        dp_shard_size=distributed.get_world_size(),
+        device_type="cpu",
+    )
+    packs = open_packs(packed)
+    return [number_of(with_media(row, packs), packs) for (row,) in make_loader(packed)]
+
+
+def with_media(row: dict[str, Any], packs: Any) -> torch.Tensor:
+    ids = packs.task_encoder.encoder.media_token_ids
+    tokens: torch.Tensor = row["input_ids"].masked_fill(row["image_mask"], ids["image_token_id"])
+    return tokens
+
+
+def test_order(case: Any, tmp_path: Path, say: Say) -> None:
+    _, packed = case
+    size = len(open_packs(packed))
+    for world_size in (1, 2, 4):
+        read = run_ranks(world_size, tmp_path / f"ranks{world_size}", numbers_read, packed)
+        rounds = -(-size // world_size)  # the first few are repeated if the last is not full
+        expected = [[(r + i * world_size) % size for i in range(rounds)] for r in range(world_size)]
+        assert read == expected
+    say(f"{VERSION}: order of packs kept on 1, 2 and 4 ranks")
+
+
+def test_its_loader_goes_on_where_it_was_saved(case: Any, say: Say) -> None:
+    _, packed = case
+    whole = list(make_loader(packed, accumulated=2))
+    loader = make_loader(packed, accumulated=2)
+    first = list(islice(loader, 3))
+    resumed = make_loader(packed, accumulated=2)
+    resumed.load_state_dict(loader.state_dict())
+    rest = list(resumed)
+    assert rest
+    for step, (found, expected) in enumerate(zip([*first, *rest], whole, strict=True)):
+        assert len(found) == len(expected) == 2
+        for row, other in zip(found, expected, strict=True):
+            assert_same(row, other, f"step {step}")
+    say(f"{VERSION}: its loader, saved in the middle of an epoch, goes on exactly")
+
+
+def test_packs_are_not_packed_again(case: Any) -> None:
+    with pytest.raises(ValueError, match=r"set train\.dyn_bsz false"):
+        make_loader(case[1], dyn_bsz=True)
+
+
+def test_steps_are_those_of_our_own_trainer(case: Any, tmp_path: Path, say: Say) -> None:
+    """On VeOmni's own model and loss; its trainer needs a GPU."""
+    checkpoint, packed = case
+    model = Qwen2VLForConditionalGeneration.from_pretrained(checkpoint)
+    use_segment_attention(model)
+    model.loss_function = ForCausalLMLoss
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    losses = []
+    for (row,) in islice(make_loader(packed), 2):
+        loss = model(**row, use_cache=False).loss
+        losses.append(loss.item())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    difference = largest_difference(our_losses(packed, checkpoint, tmp_path / "ours"), losses)
+    say(f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e})")
