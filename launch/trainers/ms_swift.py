@@ -34,7 +34,7 @@ class SwiftPacks(Dataset[list[dict[str, Any]]]):
     def __init__(self, packs: PackedFolder, encoder: SampleEncoder) -> None:
         self._packs = packs
         self._token_ids = encoder.media_token_ids
-        self._places_videos = encoder.fingerprint["family"] != "qwen2_5_vl"
+        self._places_videos = not hasattr(encoder, "tokens_per_second")
 
     def __len__(self) -> int:
         return len(self._packs)

@@ -1,6 +1,7 @@
 """The five stages in examples/knapsack: what the document prints, their pictures, less padding."""
 
 import importlib
+import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -32,7 +33,10 @@ def programs() -> Iterator[dict[str, Any]]:
     """The modules of the stages, imported as their folder's programs are."""
     folder = str(Path(__file__).parents[2] / "examples" / "knapsack")
     sys.path.insert(0, folder)
+    logger = logging.getLogger("offline_packing")  # the programs log less
+    level = logger.level
     yield {name: importlib.import_module(name) for name in STAGES}
+    logger.setLevel(level)
     sys.path.remove(folder)
     for name in (*STAGES, "common"):
         del sys.modules[name]
