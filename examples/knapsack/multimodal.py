@@ -18,7 +18,7 @@ from common import (
 )
 from torch.utils.data import DataLoader
 
-from offline_packing.online.constant_length import ConstantLengthDataset
+from offline_packing.online import ConstantLengthDataset
 from task_encoders.sample_encoder import EncodedSample
 
 

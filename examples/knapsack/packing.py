@@ -9,8 +9,7 @@ import torch
 from common import CONTENT, CONTENT_BESIDE, PADDING, save_picture, stage
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from offline_packing.online.packed_dataset import PackedIterableDataset
-from offline_packing.online.prefetch import Prefetched
+from offline_packing.online import PackedIterableDataset, Prefetched
 
 MAX_LENGTH = 100
 #: the document's names and ours

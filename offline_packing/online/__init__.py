@@ -1,1 +1,47 @@
 """Packing while training: samples that cannot be packed beforehand, with the same planner."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from offline_packing.online.collate import padding_free_collator as padding_free_collator
+    from offline_packing.online.constant_length import (
+        ConstantLengthDataset as ConstantLengthDataset,
+    )
+    from offline_packing.online.dynamic_batches import DynamicBatches as DynamicBatches
+    from offline_packing.online.energon import OnlineTaskEncoder as OnlineTaskEncoder
+    from offline_packing.online.energon import get_online_train_dataset as get_online_train_dataset
+    from offline_packing.online.packed_dataset import PackedDatasetWrapper as PackedDatasetWrapper
+    from offline_packing.online.packed_dataset import PackedIterableDataset as PackedIterableDataset
+    from offline_packing.online.packed_dataset import PackingBlock as PackingBlock
+    from offline_packing.online.pool import PackingPool as PackingPool
+    from offline_packing.online.prefetch import Prefetched as Prefetched
+    from offline_packing.online.ranks.pack_costs import pack_costs as pack_costs
+    from offline_packing.online.ranks.rank_schedule import RankSampler as RankSampler
+    from offline_packing.online.ranks.rank_schedule import RankSchedule as RankSchedule
+    from offline_packing.online.ranks.scheduled_loader import ScheduledLoader as ScheduledLoader
+
+_MODULES: Final = {
+    "ConstantLengthDataset": "constant_length",
+    "DynamicBatches": "dynamic_batches",
+    "OnlineTaskEncoder": "energon",
+    "PackedDatasetWrapper": "packed_dataset",
+    "PackedIterableDataset": "packed_dataset",
+    "PackingBlock": "packed_dataset",
+    "PackingPool": "pool",
+    "Prefetched": "prefetch",
+    "RankSampler": "ranks.rank_schedule",
+    "RankSchedule": "ranks.rank_schedule",
+    "ScheduledLoader": "ranks.scheduled_loader",
+    "get_online_train_dataset": "energon",
+    "pack_costs": "ranks.pack_costs",
+    "padding_free_collator": "collate",
+}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use (PEP 562): schedules need no PyTorch, and PyTorch's roads no Energon."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -98,3 +98,14 @@ def test_the_block_works(config: str) -> None:
     result = run_blocked(("tiktoken",), "measure", config)
     assert result.returncode != 0
     assert "tiktoken was imported" in result.stderr
+
+
+def test_names_of_online_packing_are_imported_when_asked_for() -> None:
+    import offline_packing.online as online
+
+    for name in online.__all__:
+        assert getattr(online, name).__name__ == name
+    result = run_program(
+        (*BLOCKED, "torchdata"), "from offline_packing.online import RankSchedule, PackingPool"
+    )
+    assert result.returncode == 0, result.stderr
