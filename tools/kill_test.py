@@ -35,7 +35,7 @@ from offline_packing.runs.run import Run, build_engine, open_encoder
 from offline_packing.write.write import write
 
 #: Gone when a stage is complete: what a measure has to do, and shards that are not joined yet.
-_PASSING = re.compile(r"\.tmp$|_total\.json$|-\d{6}\.(jsonl|bin)$")
+_PASSING = re.compile(r"\.tmp(-journal)?$|_total\.json$|-\d{6}\.(jsonl|bin)$")
 _WORDS = "a red circle stands left of the small blue square below two green stars".split()
 
 

@@ -68,14 +68,19 @@ def test_thin_images(sizes: list[tuple[int, int]], expected: Trait) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "more"),
     [
-        {"tools": "[{}]"},
-        {"turns": (Turn("a", "b", thought="c"),)},
-        {"turns": (Turn("a", "b", trained=False), Turn("c", "d"))},
+        ({"tools": "[{}]"}, PLAIN),
+        ({"turns": (Turn("a", "b", thought="c"),)}, PLAIN),
+        (
+            {"turns": (Turn("a", "b", trained=False), Turn("c", "d"))},
+            Trait.UNTRAINED_OR_ROLES,
+        ),
     ],
 )
-def test_samples_that_are_more_than_prompts_and_answers(fields: dict[str, Any]) -> None:
+def test_samples_that_are_more_than_prompts_and_answers(
+    fields: dict[str, Any], more: Trait
+) -> None:
     sample = SourceSample("k", "bmr", (Turn("a", "b"),))
     assert sample_traits(sample, []) == PLAIN
-    assert sample_traits(replace(sample, **fields), []) == Trait.NOT_PLAIN
+    assert sample_traits(replace(sample, **fields), []) == Trait.NOT_PLAIN | more
