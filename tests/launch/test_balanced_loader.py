@@ -5,16 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pydantic import ValidationError
 
 from launch.balanced_loader import BalancedLoader
 from launch.config import DataConfig
-from launch.data import EnergonMicroBatches, build_task_encoder
+from launch.data import build_task_encoder
 from launch.data_manifest import read_packed_data
-from launch.parallel import initialize_parallel
 from offline_packing.online.ranks.pack_costs import pack_costs
 from task_encoders.packed_folder import PackedFolder
+from tests.helpers.loader_states import check_states
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder, losses, make_config, make_trainer
 from tests.helpers.rank_processes import run_ranks
 
@@ -36,33 +35,10 @@ def test_a_state_of_any_step_gives_the_rest(
 ) -> None:
     config = DataConfig(path=str(folder), num_workers=num_workers, repeat=repeat, order="balanced")
     encoder = build_task_encoder(config, read_packed_data(folder))
-    device = initialize_parallel()
-
-    def open_batches(state: Any = None) -> EnergonMicroBatches:
-        batches = EnergonMicroBatches(config, encoder, device)
-        if state is not None:
-            batches.restore(state)
-        return batches
-
-    def keys(batches: EnergonMicroBatches, count: int) -> list[str]:
-        rows = [batches.next() for _ in range(count)]
-        return [key for row in rows if row is not None for key in row.__key__]
-
     num_packs = len(PackedFolder(folder))
-    whole = open_batches()
-    states, seen = [], []
-    for _ in range(num_packs + 2):
-        torch.save(whole.state(), tmp_path / "state.pt")
-        states.append(torch.load(tmp_path / "state.pt", weights_only=True))
-        seen += keys(whole, 1)
-    seen += keys(whole, 2)
-    whole.close()
-    assert len(seen) == (num_packs + 4 if repeat else num_packs)
-    assert sorted(seen[:num_packs]) == sorted(pack.key for pack in PackedFolder(folder))
-    for step in range(len(states)) if num_workers == 0 else (0, 3, num_packs, num_packs + 1):
-        restored = open_batches(states[step])
-        assert keys(restored, 2) == seen[step : step + 2], step
-        restored.close()
+    steps = None if num_workers == 0 else (0, 3, num_packs, num_packs + 1)
+    seen = check_states(config, encoder, num_packs, tmp_path, steps=steps)
+    assert sorted(seen) == sorted(pack.key for pack in PackedFolder(folder))
 
 
 def test_ranks_have_rows_of_as_many_packs_and_similar_cost(folder: Path) -> None:

@@ -8,14 +8,14 @@ import torch
 from pydantic import ValidationError
 
 from launch.config import DataConfig
-from launch.data import EnergonMicroBatches, build_task_encoder
+from launch.data import build_task_encoder
 from launch.data_manifest import read_packed_data
 from launch.indexed_loader import IndexedLoader
-from launch.parallel import initialize_parallel
 from launch.train_transformers import open_packs, settings_of_packs
 from task_encoders.indexed_dataset import IndexedPackDataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
+from tests.helpers.loader_states import check_states
 from tests.helpers.packed_runs import (
     BMR_ENVIRONMENT,
     SEQ_LENGTH,
@@ -73,33 +73,10 @@ def test_a_state_of_any_step_gives_the_rest(
     names = neva_names(folders["indexed"], num_workers=num_workers, repeat=repeat)
     config = DataConfig.model_validate(names)
     encoder = build_task_encoder(config, read_packed_data(Path(config.path)))
-    device = initialize_parallel()
-
-    def open_batches(state: Any = None) -> EnergonMicroBatches:
-        batches = EnergonMicroBatches(config, encoder, device)
-        if state is not None:
-            batches.restore(state)
-        return batches
-
-    def keys(batches: EnergonMicroBatches, count: int) -> list[str]:
-        rows = [batches.next() for _ in range(count)]
-        return [key for row in rows if row is not None for key in row.__key__]
-
     num_packs = len(IndexedPackDataset(names["data_prefix"], encoder))
-    whole, states, seen = open_batches(), [], []
-    for _ in range(num_packs + 2):
-        torch.save(whole.state(), tmp_path / "state.pt")
-        states.append(torch.load(tmp_path / "state.pt", weights_only=True))
-        seen += keys(whole, 1)
-    seen += keys(whole, 2)
-    whole.close()
-    assert len(seen) == (num_packs + 4 if repeat else num_packs)
-    assert len(set(seen)) == num_packs > 8
-    chosen = range(len(states)) if num_workers == 0 else (0, 3, num_packs + 1)
-    for step in chosen:
-        restored = open_batches(states[step])
-        assert keys(restored, 2) == seen[step : step + 2], step
-        restored.close()
+    assert num_packs > 8
+    steps = None if num_workers == 0 else (0, 3, num_packs + 1)
+    check_states(config, encoder, num_packs, tmp_path, steps=steps)
 
 
 def test_ranks_share_the_packs(folders: dict[str, Path]) -> None:
