@@ -11,7 +11,6 @@ from transformers import AttentionInterface, AutoModelForImageTextToText
 from launch.packed_attention import vision_attention
 from task_encoders.packed_folder import PackedFolder
 from tests.helpers.peers import open_packs
-from tests.helpers.rank_processes import run_ranks
 
 #: (output folder, model, folder of packs, arguments) to a trainer
 MakeTrainer = Callable[..., Any]
@@ -41,26 +40,13 @@ def number_of(input_ids: torch.Tensor, packs: PackedFolder) -> int:
     return found[0]
 
 
-def numbers_read(make: MakeTrainer, checkpoint: Path, packed: Path, output: Path) -> list[int]:
+def numbers_read(packed: Path, make: MakeTrainer, checkpoint: Path, output: Path) -> list[int]:
     """Numbers of the packs that this rank trains on in an epoch."""
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # accelerate asks, and joins
     packs = open_packs(packed)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
     trainer = make(output, model, packs, checkpoint)
     return [number_of(row["input_ids"], packs) for row in trainer.get_train_dataloader()]
-
-
-def check_order(make: MakeTrainer, checkpoint: Path, packed: Path, root: Path) -> None:
-    """Rank r of W trains packs r, r + W, ...; the first few are repeated if the last round is not
-    full."""
-    size = len(open_packs(packed))
-    for world_size in (1, 2, 4):
-        folder = root / f"ranks{world_size}"
-        read = run_ranks(world_size, folder, numbers_read, make, checkpoint, packed, folder / "out")
-        rounds = -(-size // world_size)
-        expected = [[(r + i * world_size) % size for i in range(rounds)] for r in range(world_size)]
-        assert read == expected
-        assert sorted({number for numbers in read for number in numbers}) == list(range(size))
 
 
 def recorded_run(

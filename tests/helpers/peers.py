@@ -1,7 +1,8 @@
 """Packs for the trainers of others, the samples in them, and one step of our own trainer."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from task_encoders.samples import SourceSample
 from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.packed_runs import make_config
+from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_families import encoder_options, save_tokenizer, tiny_model
 
 DEMO_OUTPUT = Path(__file__).parents[2] / "demo_output"
 
 
-def demo_folders(scratch: Path, num_samples: int = 120) -> dict[str, Path]:
+def demo_folders(scratch: Path, num_samples: int = 400) -> dict[str, Path]:
     """Packed folders by task, of `make demo` where it was run."""
     found = {task: DEMO_OUTPUT / task for task in SOURCES}
     if all((folder / "manifest.json").is_file() for folder in found.values()):
@@ -97,6 +99,41 @@ def small_packs(family: str, checkpoint: Path, root: Path, samples: int = 40) ->
     model = {"family": family, "processor": str(checkpoint)} | encoder_options(family)
     pack_all(make_run(source, root / "packed", model=model, pack={"seq_length": 512}))
     return root / "packed"
+
+
+def check_order(
+    packed: Path,
+    scratch: Path,
+    numbers_read: Callable[..., list[int]],
+    *args: Any,
+    drop_last: bool = False,
+) -> None:
+    """Rank r of W trains packs r, r + W, ... in an epoch, as `numbers_read(packed, *args)` says on
+    each of 1, 2 and 4 ranks. Where the last round is not full, the first few are repeated, or it is
+    dropped."""
+    size = len(open_packs(packed))
+    for world_size in (1, 2, 4):
+        read = run_ranks(world_size, scratch / f"ranks{world_size}", numbers_read, packed, *args)
+        rounds = size // world_size if drop_last else -(-size // world_size)
+        expected = [[(r + i * world_size) % size for i in range(rounds)] for r in range(world_size)]
+        assert read == expected
+
+
+def two_losses(
+    model: torch.nn.Module, batches: Iterable[Any], loss_of: Callable[[Any], torch.Tensor]
+) -> list[float]:
+    """Loss of the first batch, and of the second after a step with the optimizer of `our_losses`;
+    for trainers whose own loop needs a GPU."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    losses = []
+    for batch in islice(batches, 2):
+        loss = loss_of(batch)
+        losses.append(loss.item())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 def our_losses(packed: Path, checkpoint: Path, output: Path) -> list[float]:

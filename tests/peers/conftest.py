@@ -42,6 +42,29 @@ def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
     return request.config.stash[_LINES].append
 
 
+@pytest.fixture(autouse=True)
+def _packs_of_dialogues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the environment says of the packs of `case`."""
+    monkeypatch.setenv("OFFLINE_PACKED_DATA", "1")
+    monkeypatch.setenv("OFFLINE_PACKING_BMR", "1")
+
+
+@pytest.fixture(scope="module")
+def family() -> str:
+    """That of `case`; a module of tests may name another."""
+    return "qwen2_5_vl"
+
+
+@pytest.fixture(scope="module")
+def case(family: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny checkpoint, and packs of dialogues with no picture, one, or two for it."""
+    from tests.helpers.peers import small_checkpoint, small_packs  # not in every environment
+
+    root = tmp_path_factory.mktemp(family)
+    checkpoint = small_checkpoint(family, root / "checkpoint")
+    return checkpoint, small_packs(family, checkpoint, root)
+
+
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Packed folders by task: those of `make demo`, or of a smaller one."""

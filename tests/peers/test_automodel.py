@@ -33,18 +33,16 @@ from offline_packing.demo.training import tiny_qwen2_vl
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.samples import SourceSample, Turn
 from task_encoders.text.pieces import to_chat
-from tests.helpers.packed_runs import BMR_ENVIRONMENT
 from tests.helpers.peers import (
     assert_same,
+    check_order,
     largest_difference,
     open_packs,
     our_losses,
-    small_checkpoint,
-    small_packs,
     stored_samples,
     task_environment,
+    two_losses,
 )
-from tests.helpers.rank_processes import run_ranks
 
 Say = Callable[[str], None]
 VERSION = f"NeMo AutoModel {version('nemo-automodel')}"
@@ -54,19 +52,6 @@ CAPTION_TEMPLATE = (
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
     "<|im_end|>"
 )
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in BMR_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    root = tmp_path_factory.mktemp("case")
-    checkpoint = small_checkpoint("qwen2_5_vl", root / "checkpoint")
-    return checkpoint, small_packs("qwen2_5_vl", checkpoint, root)
 
 
 def _processor(**_: Any) -> Any:
@@ -214,13 +199,7 @@ def pack_number(batch: dict[str, Any], packed: Path) -> int:
 
 
 def test_order(case: Any, tmp_path: Path, say: Say) -> None:
-    _, packed = case
-    size = len(open_packs(packed))
-    for world_size in (1, 2, 4):
-        read = run_ranks(world_size, tmp_path / f"ranks{world_size}", numbers_read, packed)
-        rounds = -(-size // world_size)  # the first few are repeated if the last is not full
-        expected = [[(r + i * world_size) % size for i in range(rounds)] for r in range(world_size)]
-        assert read == expected
+    check_order(case[1], tmp_path, numbers_read)
     say(f"{VERSION}: order of packs kept on 1, 2 and 4 ranks")
 
 
@@ -246,24 +225,20 @@ def test_steps_are_those_of_our_own_trainer(case: Any, tmp_path: Path, say: Say)
     checkpoint, packed = case
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="sdpa")
     contract = configure_packing_for_models([model])
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    losses = []
-    for batch in islice(make_loader(packed, packing_contract=contract), 2):
+
+    def loss_of(batch: dict[str, Any]) -> torch.Tensor:
         labels = batch.pop("labels")
-        count = int((labels != -100).sum())
         output = model(**filter_forward_kwargs(model, batch), use_cache=False)
-        loss = calculate_loss(
+        loss: torch.Tensor = calculate_loss(
             MaskedCrossEntropy(),
             logits=output.logits,
             labels=labels,
             model=model,
-            num_label_tokens=count,
+            num_label_tokens=int((labels != -100).sum()),
         )
-        losses.append(loss.item())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        return loss
+
+    losses = two_losses(model, make_loader(packed, packing_contract=contract), loss_of)
     difference = largest_difference(our_losses(packed, checkpoint, tmp_path / "ours"), losses)
     say(f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e})")
 

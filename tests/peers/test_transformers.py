@@ -10,24 +10,15 @@ import transformers
 from transformers import TrainingArguments
 
 from launch.trainers.transformers_trainer import PackedTrainer
-from tests.helpers.hf_trainers import QUIET, check_order, check_resuming
-from tests.helpers.packed_runs import BMR_ENVIRONMENT
-from tests.helpers.peers import largest_difference, our_losses, small_checkpoint, small_packs
+from tests.helpers.hf_trainers import QUIET, check_resuming, numbers_read
+from tests.helpers.peers import check_order, largest_difference, our_losses
 
 Say = Callable[[str], None]
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    root = tmp_path_factory.mktemp(request.param)
-    checkpoint = small_checkpoint(request.param, root / "checkpoint")
-    return request.param, checkpoint, small_packs(request.param, checkpoint, root)
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in BMR_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
+def family(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
 def make(output: Path, model: Any, packs: Any, checkpoint: Path, **options: Any) -> PackedTrainer:
@@ -36,9 +27,9 @@ def make(output: Path, model: Any, packs: Any, checkpoint: Path, **options: Any)
 
 
 def test_steps_are_those_of_our_own_trainer_and_are_resumed(
-    case: Any, tmp_path: Path, say: Say
+    family: str, case: Any, tmp_path: Path, say: Say
 ) -> None:
-    family, checkpoint, packed = case
+    checkpoint, packed = case
     _, losses = check_resuming(make, checkpoint, packed, tmp_path)
     difference = largest_difference(our_losses(packed, checkpoint, tmp_path / "ours"), losses)
     say(
@@ -47,9 +38,9 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
     )
 
 
-def test_order(case: Any, tmp_path: Path, say: Say) -> None:
-    family, checkpoint, packed = case
+def test_order(family: str, case: Any, tmp_path: Path, say: Say) -> None:
+    checkpoint, packed = case
     if family != "qwen2_vl":
         pytest.skip("order does not depend on the model")
-    check_order(make, checkpoint, packed, tmp_path)
+    check_order(packed, tmp_path, numbers_read, make, checkpoint, tmp_path / "out")
     say(f"transformers {transformers.__version__}: order of packs kept on 1, 2 and 4 ranks")

@@ -20,15 +20,13 @@ from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import to_chat
-from tests.helpers.hf_trainers import QUIET, check_order, check_resuming
-from tests.helpers.packed_runs import BMR_ENVIRONMENT
+from tests.helpers.hf_trainers import QUIET, check_resuming, numbers_read
 from tests.helpers.peers import (
     assert_same,
+    check_order,
     largest_difference,
     open_packs,
     our_losses,
-    small_checkpoint,
-    small_packs,
     stored_samples,
 )
 
@@ -36,19 +34,6 @@ Say = Callable[[str], None]
 VERSION = f"TRL {trl.__version__}"
 TEMPLATE = (Path(trl.__file__).parent / "chat_templates/qwen2_5_vl_training.jinja").read_text()
 END = 151645  # <|im_end|>
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in BMR_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    root = tmp_path_factory.mktemp("case")
-    checkpoint = small_checkpoint("qwen2_5_vl", root / "checkpoint")
-    return checkpoint, small_packs("qwen2_5_vl", checkpoint, root)
 
 
 def make(
@@ -152,7 +137,8 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
 
 
 def test_order(case: Any, tmp_path: Path, say: Say) -> None:
-    check_order(make, *case, tmp_path)
+    checkpoint, packed = case
+    check_order(packed, tmp_path, numbers_read, make, checkpoint, tmp_path / "out")
     say(f"{VERSION}: order of packs kept on 1, 2 and 4 ranks")
 
 
