@@ -1,7 +1,7 @@
 # make demo   the whole road on generated data, with a few training steps
 # make test   all tests
 # make lint   ruff and mypy
-# make peers  packs in the trainers of others, each in an environment of its own in .peers
+# make peers  packs in the trainers of others, each in an environment of its own in PEERS (.peers)
 # Each sets up what it needs in .venv on a machine with Python 3.11 and pip, and reuses it.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -12,7 +12,9 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-PEERS := $(basename $(notdir $(wildcard tests/peers/*.txt)))
+# The folder of the environments, which other checkouts may share.
+export PEERS ?= .peers
+TRAINERS := $(basename $(notdir $(wildcard tests/peers/*.txt)))
 
 .PHONY: demo test lint format peers clean
 
@@ -31,11 +33,11 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-peers: $(PEERS:%=peers-%)
+peers: $(VENV)/.test
+	tests/peers/run.sh $(TRAINERS)
 
 peers-%: $(VENV)/.test
-	tests/peers/environment.sh $*
-	OMP_NUM_THREADS=1 .peers/$*/bin/python -m pytest tests/peers/test_$*.py
+	tests/peers/run.sh $*
 
 clean:
 	rm -rf $(VENV) .peers demo_output build *.egg-info

@@ -1,5 +1,5 @@
-"""Packs in the trainers of others. test_NAME.py runs in the environment .peers/NAME, which `make
-peers` makes from NAME.txt, and is skipped in any other."""
+"""Packs in the trainers of others. test_NAME.py and test_NAME_*.py run in the environment that
+`make peers` makes from NAME.txt, and are skipped in any other."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -19,8 +19,8 @@ def pytest_pycollect_makemodule(
     module_path: Path, parent: pytest.Collector
 ) -> pytest.Module | None:
     """Modules of other environments are not imported."""
-    name = module_path.stem.removeprefix("test_")
-    if module_path.parent != Path(__file__).parent or Path(sys.prefix).name == name:
+    of_environment = f"{module_path.stem}_".startswith(f"test_{Path(sys.prefix).name}_")
+    if module_path.parent != Path(__file__).parent or of_environment:
         return None
     return _OfAnotherEnvironment.from_parent(parent, path=module_path)
 

@@ -1,16 +1,23 @@
 #!/usr/bin/env bash
-# environment.sh NAME: make .peers/NAME, where the packages of NAME.txt stand before those of .venv.
+# environment.sh NAME: make $PEERS/NAME, where the packages of NAME.txt stand before those of .venv.
 # Nothing else is installed twice. What NAME.txt leaves out of a trainer's requirements, its data
 # code does not import.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-list=tests/peers/$1.txt folder=.peers/$1
+list=tests/peers/$1.txt folder=${PEERS:-.peers}/$1
+wanted=$(.venv/bin/python --version; cat "$list")
 
-cmp --silent "$list" "$folder/installed.txt" && exit
-rm -rf "$folder"
-.venv/bin/python -m venv --without-pip "$folder"
-shared=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-own=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+is_made() { [ "$(cat "$folder/installed.txt" 2> /dev/null)" = "$wanted" ]; }
+
+if ! is_made; then
+    rm -rf "$folder"
+    .venv/bin/python -m venv --without-pip "$folder"
+fi
+# Always: it may have been made by another checkout, which has a .venv of its own.
+site='import sysconfig; print(sysconfig.get_path("purelib"))'
+shared=$(.venv/bin/python -c "$site") own=$("$folder/bin/python" -c "$site")
 echo "import site; site.addsitedir('$shared')" > "$own/shared.pth"
-"$folder/bin/python" -m pip install --quiet --no-deps --requirement "$list"
-cp "$list" "$folder/installed.txt"
+if ! is_made; then
+    "$folder/bin/python" -m pip install --quiet --no-deps --requirement "$list"
+    echo "$wanted" > "$folder/installed.txt"
+fi
