@@ -37,7 +37,7 @@ class ConstantLengthDataset(Prefetched):
         queue_size: packs that wait for the trainer at most.
         yields: "samples": packs are lists of samples; "rows": one row of ``seq_length`` tokens by
             `padding_free_collator`, its end filled with ``pad_token_id``.
-        options: those of `OnlineDataset`.
+        options: those of `OnlineDataset`, but for lengths: images are counted in what is read.
     """
 
     def __init__(
@@ -73,6 +73,8 @@ class ConstantLengthDataset(Prefetched):
         alone = (max_sample_length or seq_length, most_images)
         as_row = partial(padding_free_collator, pad_to_length=seq_length, pad_token_id=pad_token_id)
         check_known("yields", yields, get_args(Yields))
+        if options.get("lengths") is not None:
+            raise ValueError("lengths tell of no images, which count here: leave them out")
         join = as_row if yields == "rows" else list
         packs = _ImagePacks(dataset, packing, alone, join, seed=seed, **options)
         super().__init__(packs, queue_size=queue_size)

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import distributed
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from offline_packing.errors import StageError
 from offline_packing.online.matching import Pool
@@ -22,9 +21,13 @@ from offline_packing.online.reading import (
     Load,
     Sample,
     Shard,
+    check_ranks,
     has_indices,
     open_source,
+    rank_and_size,
+    read_again,
     read_sample,
+    this_reader,
 )
 from task_encoders.samples import REASONS, SampleError
 
@@ -33,7 +36,12 @@ logger = logging.getLogger(__name__)
 #: Samples in a row that may fail to be read before the run ends, as in Energon.
 MAX_FAILURES_IN_A_ROW: Final = 100
 _REASON_NAMES: Final = tuple(REASONS)
-_COUNTED_READERS: Final = 256
+_COUNTED_WORKERS: Final = 256
+_UNEQUAL: Final = (
+    "each of %d ranks packs its own samples and may have more packs than another; one that ends "
+    "early leaves the others waiting: set repeat=True, and count steps. Where one loader's packs "
+    "are dealt to all ranks (accelerate, ms-swift), set rank=0, world_size=1"
+)
 
 
 class OnlineDataset(IterableDataset[Any]):
@@ -46,7 +54,10 @@ class OnlineDataset(IterableDataset[Any]):
         lengths: tokens of each sample of a map-style dataset, if they are known: samples are then
             read when their pack is made, and none wait in memory or are read again on resuming.
         shuffle: read a map-style dataset in an order of `seed` and the epoch (see `set_epoch`).
-        rank, world_size: default: those of torch.distributed when the loader starts.
+        repeat: begin the next epoch at the end of one, without end. Ranks make unequal numbers of
+            packs of an epoch; this way each takes as many steps as the trainer counts.
+        rank, world_size: default: those of torch.distributed when the loader starts. 0 and 1 where
+            one loader's packs are dealt to all ranks, as by accelerate and ms-swift.
     """
 
     def __init__(
@@ -58,14 +69,11 @@ class OnlineDataset(IterableDataset[Any]):
         lengths: Sequence[int] | np.ndarray | None = None,
         shuffle: bool = False,
         seed: int = 0,
+        repeat: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
         super().__init__()
-        if (rank is None) != (world_size is None):
-            raise ValueError("rank and world_size go together; give both or neither")
-        if rank is not None and world_size is not None and not 0 <= rank < world_size:
-            raise ValueError(f"rank is {rank}, not in 0..world_size - 1 = {world_size - 1}")
         self.dataset = dataset
         if shuffle and not has_indices(dataset):
             raise ValueError("shuffle needs a dataset with indices; shuffle the stream itself")
@@ -78,11 +86,12 @@ class OnlineDataset(IterableDataset[Any]):
         self.split = split
         self.shuffle = shuffle
         self.seed = seed
-        self._ranks = None if rank is None else (rank, world_size)
+        self.repeat = repeat
+        self._ranks = check_ranks(rank, world_size)
         self._pass: _Pass | None = None
         self._saved: Mapping[str, Any] | None = None
-        #: by reader and reason; in shared memory, so that the trainer sees what its workers count
-        self._counts = torch.zeros(_COUNTED_READERS, len(REASONS), dtype=torch.int64)
+        #: by worker and reason; in shared memory, so that the trainer sees what its workers count
+        self._counts = torch.zeros(_COUNTED_WORKERS, len(REASONS), dtype=torch.int64)
         #: shared as well, for workers that live longer than an epoch
         self._epoch = torch.zeros((), dtype=torch.int64)
         for tensor in (self._counts, self._epoch):
@@ -103,8 +112,7 @@ class OnlineDataset(IterableDataset[Any]):
     @property
     def set_aside(self) -> Counter[str]:
         """Samples that could not be used, by reason, over all workers of this rank."""
-        totals = self._counts.sum(dim=0).tolist()
-        return +Counter(dict(zip(_REASON_NAMES, totals, strict=True)))
+        return +Counter(dict(zip(_REASON_NAMES, self._counts.sum(dim=0).tolist(), strict=True)))
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the passes that begin from now on: another order if samples are shuffled;
@@ -113,7 +121,7 @@ class OnlineDataset(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         saved, self._saved = self._saved, None
-        self._pass = _Pass(self, self._shard(), saved)
+        self._pass = _Pass(self, this_reader(self._ranks), saved)
         return self._pass
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,22 +134,12 @@ class OnlineDataset(IterableDataset[Any]):
         """Go on with the next pass where `state` was taken. Raises StageError, when the pass
         begins, if the settings or the readers are others."""
         self._saved = state
-        self.set_epoch(state["epoch"])
+        # Loaders load when they begin; an epoch set before that is the trainer's word.
+        self.set_epoch(max(int(self._epoch), state["epoch"]))
 
     def __getstate__(self) -> dict[str, Any]:
         """For a spawned worker, which is in no process group."""
-        return self.__dict__ | {"_ranks": self._rank_and_size(), "_pass": None}
-
-    def _rank_and_size(self) -> Any:
-        if self._ranks is None and distributed.is_available() and distributed.is_initialized():
-            return distributed.get_rank(), distributed.get_world_size()
-        return self._ranks
-
-    def _shard(self) -> Shard:
-        info = get_worker_info()
-        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
-        rank, world_size = self._rank_and_size() or (0, 1)
-        return Shard(rank, world_size, worker, num_workers)
+        return self.__dict__ | {"_ranks": rank_and_size(self._ranks), "_pass": None}
 
 
 class _Pass:
@@ -149,38 +147,49 @@ class _Pass:
 
     def __init__(self, owner: OnlineDataset, shard: Shard, saved: Mapping[str, Any] | None) -> None:
         self._owner = owner
-        self._counts = owner._counts[shard.index % _COUNTED_READERS]
-        self._is_alone = shard.count == 1
+        self._shard = shard
+        if shard.world_size > 1 and shard.index == 0 and not (owner.repeat or saved):
+            logger.warning(_UNEQUAL, shard.world_size)
+        self._counts = owner._counts[shard.worker % _COUNTED_WORKERS]
         order = {"shuffle": owner.shuffle, "seed": owner.seed}
+        order |= {"num_samples": len(owner.dataset)} if owner.shuffle else {}
         self._made_with = owner.settings() | order | vars(shard)
-        self._epoch = int(saved["epoch"] if saved else owner._epoch)
+        self._ready: deque[list[Sample]] = deque()
+        self._failures = 0  # to read samples, since the last that could be read
+        self._last_error: SampleError | None = None
+        self._begin(int(saved["epoch"] if saved else owner._epoch))
+        if saved and "source" in saved:
+            self._restore(saved)
+
+    def _begin(self, epoch: int) -> None:
+        """Its first sample is next."""
+        owner = self._owner
+        self._epoch = epoch
         self._source = open_source(
             owner.dataset,
-            shard,
-            epoch=self._epoch,
+            self._shard,
+            epoch=epoch,
             shuffle_seed=owner.seed if owner.shuffle else None,
             split=owner.split,
             mark_every=owner.settings()["buffer_size"],
         )
-        self._ready: deque[list[Sample]] = deque()
-        #: samples that were packed; that could not be read since the last that could
-        self._num_packed = self._failures = 0
-        self._last_error: SampleError | None = None
+        self._pool = owner.make_pool(None)
+        #: samples of this epoch that were packed
+        self._num_packed = 0
         self._ended = False
-        if saved and "source" in saved:
-            self._restore(saved)
-        else:
-            self._pool = owner.make_pool(None)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         while True:
-            while not self._ready and not self._ended:
-                self._read_one()
-            if not self._ready:
-                raise StopIteration
+            while not self._ready:
+                if not self._ended:
+                    self._read_one()
+                elif self._owner.repeat:
+                    self._begin(self._epoch + 1)
+                else:
+                    raise StopIteration
             if contents := self._contents(self._ready.popleft()):
                 return self._owner.collate(contents)
 
@@ -237,16 +246,7 @@ class _Pass:
     def _read_again(self, number: int, num_tokens: int, loads: Mapping[int, Load]) -> Sample:
         if self._owner.lengths is not None:
             return Sample(number, num_tokens, loads[number])
-        try:
-            sample = read_sample(number, loads[number], self._owner.encode)
-        except SampleError as error:
-            raise StageError(f"sample {number} was readable before the restart: {error}") from error
-        if sample.num_tokens != num_tokens:
-            raise StageError(
-                f"sample {number} has {sample.num_tokens} tokens, and had {num_tokens} before the "
-                "restart; encode the same sample in the same way every time"
-            )
-        return sample
+        return read_again(number, loads[number], self._owner.encode, num_tokens)
 
     def _read_one(self) -> None:
         found = self._source.next()
@@ -277,12 +277,17 @@ class _Pass:
     def _end(self) -> None:
         self._ended = True
         self._ready.extend(self._pool.finish())
+        if self._num_packed:
+            return
         # One of many readers may have had only a few samples.
-        if self._is_alone and self._last_error is not None and not self._num_packed:
+        if self._shard.count == 1 and self._last_error is not None:
             raise StageError(
                 f"no sample can be used, the last one because of {self._last_error}; check the "
                 "dataset, and the length of packs"
             )
+        if self._owner.repeat:
+            reader = f"worker {self._shard.worker} of rank {self._shard.rank}"
+            raise StageError(f"{reader} has no sample to repeat; take fewer workers")
 
     def _set_aside(self, number: int, error: SampleError) -> None:
         logger.warning("set aside sample %d: %s", number, error)

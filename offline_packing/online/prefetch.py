@@ -26,7 +26,8 @@ class Prefetched(IterableDataset[Any]):
     ends with the pass, when the trainer drops or closes the iterator, and when the dataset raises:
     the error is raised where the trainer takes the next item.
 
-    The state is that of the last item taken; what waits in the queue is produced again.
+    The state is that of the last item taken; what waits in the queue is produced again. A dataset
+    without a state is read from its beginning up to there.
     """
 
     def __init__(self, dataset: Any, *, queue_size: int = 8) -> None:
@@ -36,59 +37,71 @@ class Prefetched(IterableDataset[Any]):
         self.dataset = dataset
         self.queue_size = queue_size
         self._state: Mapping[str, Any] | None = None
+        #: items that the next pass leaves out, of a dataset without a state
+        self._skipped = 0
 
     def __iter__(self) -> Iterator[Any]:
         source = iter(self.dataset)
-        self._state = self._read_state()  # before the producer moves on
-        return self._consume(source)
+        skipped, self._skipped = self._skipped, 0
+        self._state = self._state_after(skipped)  # before the producer moves on
+        return self._consume(source, skipped)
 
     def state_dict(self) -> dict[str, Any]:
         """The dataset's state behind the last item taken."""
-        return dict(self.dataset.state_dict() if self._state is None else self._state)
+        return dict(self._state_after(0) if self._state is None else self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on behind that item with the next pass."""
-        self.dataset.load_state_dict(state)
+        if hasattr(self.dataset, "load_state_dict"):
+            self.dataset.load_state_dict(state)
+        else:
+            self._skipped = state["taken"]
         self._state = state
 
     def set_epoch(self, epoch: int) -> None:
-        """That of the dataset."""
-        self.dataset.set_epoch(epoch)
+        """That of the dataset, if it has any."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
 
-    def _consume(self, source: Iterator[Any]) -> Iterator[Any]:
+    def _consume(self, source: Iterator[Any], skipped: int) -> Iterator[Any]:
         queue: Queue[_Produced] = Queue(self.queue_size)
         stop = threading.Event()
         producer = threading.Thread(
-            target=self._produce, args=(source, queue, stop), name="prefetch", daemon=True
+            target=self._produce, args=(source, skipped, queue, stop), name="prefetch", daemon=True
         )
         producer.start()
         try:
             while True:
-                item, self._state, error = queue.get()
-                if isinstance(error, StopIteration):
-                    return
-                if error is not None:
+                item, state, error = queue.get()
+                if error is not None and not isinstance(error, StopIteration):
                     raise error
+                self._state = state
+                if error is not None:
+                    return
                 yield item
         finally:
             stop.set()
             producer.join(timeout=1)  # it takes longer only while the dataset reads a sample
 
     def _produce(
-        self, source: Iterator[Any], queue: Queue[_Produced], stop: threading.Event
+        self, source: Iterator[Any], skipped: int, queue: Queue[_Produced], stop: threading.Event
     ) -> None:
         """Runs in the producer thread."""
+        taken = 0
         try:
-            for item in source:
-                if not _put(queue, _Produced(item, self._read_state()), stop):
+            for taken, item in enumerate(source, start=1):
+                produced = _Produced(item, self._state_after(taken))
+                if taken > skipped and not _put(queue, produced, stop):
                     return
-            end = _Produced(None, self._read_state(), StopIteration())
+            end = _Produced(None, self._state_after(taken), StopIteration())
         except BaseException as error:  # noqa: BLE001 (whatever it is, it is the trainer's to handle)
             end = _Produced(error=error)
         _put(queue, end, stop)
 
-    def _read_state(self) -> Mapping[str, Any] | None:
-        return self.dataset.state_dict() if hasattr(self.dataset, "state_dict") else None
+    def _state_after(self, taken: int) -> Mapping[str, Any]:
+        """The dataset's present state; or how many items of the pass came so far."""
+        has_state = hasattr(self.dataset, "state_dict")
+        return self.dataset.state_dict() if has_state else {"taken": taken}
 
 
 def _put(queue: Queue[_Produced], produced: _Produced, stop: threading.Event) -> bool:

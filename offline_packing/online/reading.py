@@ -5,12 +5,15 @@ get them again: by number from a dataset with indices, by reading on from a mark
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from torch.utils.data import IterableDataset
+from torch import distributed
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from offline_packing.errors import StageError
 from offline_packing.online.collate import count_tokens
@@ -40,6 +43,32 @@ class Shard:
         return self.world_size * self.num_workers
 
 
+def check_ranks(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
+    """Both, or None if neither is given. Raises ValueError if they do not go together."""
+    if rank is None and world_size is None:
+        return None
+    if rank is None or world_size is None:
+        raise ValueError("rank and world_size go together; give both or neither")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank}, not in 0..world_size - 1 = {world_size - 1}")
+    return rank, world_size
+
+
+def rank_and_size(given: tuple[int, int] | None) -> tuple[int, int] | None:
+    """As given, or of torch.distributed; None if there is no process group."""
+    if given is None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return given
+
+
+def this_reader(given: tuple[int, int] | None) -> Shard:
+    """The present process; rank and number of ranks as `rank_and_size` says."""
+    info = get_worker_info()
+    worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+    rank, world_size = rank_and_size(given) or (0, 1)
+    return Shard(rank, world_size, worker, num_workers)
+
+
 class Sample(NamedTuple):
     """A sample on its way into a pack."""
 
@@ -58,6 +87,22 @@ def read_sample(number: int, load: Load, encode: Callable[[Any], Any] | None) ->
         raise
     except Exception as error:
         raise SampleError("bad_record", f"{type(error).__name__}: {error}") from error
+
+
+def read_again(
+    number: int, load: Load, encode: Callable[[Any], Any] | None, num_tokens: int
+) -> Sample:
+    """`read_sample` on resuming. Raises StageError if the sample is not what it was."""
+    try:
+        sample = read_sample(number, load, encode)
+    except SampleError as error:
+        raise StageError(f"sample {number} was readable before the restart: {error}") from error
+    if sample.num_tokens != num_tokens:
+        raise StageError(
+            f"sample {number} has {sample.num_tokens} tokens, and had {num_tokens} before the "
+            "restart; encode the same sample in the same way every time"
+        )
+    return sample
 
 
 class Source(Protocol):
@@ -110,12 +155,15 @@ class StreamedSamples:
 
     Args:
         split: every reader sees all samples and keeps its own; otherwise the dataset itself gives
-            each reader its part.
+            each reader its part, which may be nothing.
     """
 
     def __init__(self, dataset: Any, shard: Shard, *, split: bool, mark_every: int) -> None:
         self._dataset = dataset
+        self._split = split
         self._keeps = (shard.index, shard.count) if split else (0, 1)
+        #: where the end comes at once, the dataset has no samples for anybody
+        self._must_give = split or shard.count == 1
         self._length = len(dataset) if split and hasattr(dataset, "__len__") else None
         self._mark_every = mark_every if hasattr(dataset, "state_dict") else 0
         self._iterator: Iterator[Any] | None = None
@@ -160,9 +208,10 @@ class StreamedSamples:
     def _read(self) -> tuple[int, Any] | None:
         number = self._position
         try:
-            if self._iterator is None:
-                self._iterator = iter(self._dataset)
-            sample = next(self._iterator)
+            with _as_only_worker() if self._split else nullcontext():
+                if self._iterator is None:
+                    self._iterator = iter(self._dataset)
+                sample = next(self._iterator)
         except StopIteration:
             self._check_end()
             return None
@@ -177,13 +226,25 @@ class StreamedSamples:
         return number, sample
 
     def _check_end(self) -> None:
-        if self._position == 0:
+        if self._position == 0 and self._must_give:
             raise StageError("the dataset is empty; give one with samples")
         if self._length is not None and self._position < self._length:
             raise StageError(
                 f"the dataset ended after {self._position} samples, and its length is "
                 f"{self._length}; its source is incomplete"
             )
+
+
+@contextmanager
+def _as_only_worker() -> Iterator[None]:
+    """A dataset that divides itself among a loader's workers (Hugging Face's streams do so unasked)
+    gives all samples here: a reader that keeps its own of a part would lose the others'."""
+    info = torch_worker._worker_info  # torch has no public way to set it
+    torch_worker._worker_info = None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info
 
 
 def has_indices(dataset: Any) -> bool:

@@ -83,6 +83,13 @@ def test_limits_of_a_sample_set_it_aside_and_count_it() -> None:
     assert sorted(chain(*numbers(constant_length(Indexed(given))))) == [0, 1, 2, 3, 5]
 
 
+def test_lengths_without_images_are_refused() -> None:
+    """Packs would hold more images than their budget."""
+    dataset = drawn(20)
+    with pytest.raises(ValueError, match="lengths tell of no images"):
+        constant_length(dataset, lengths=[sample["length"] for sample in dataset])
+
+
 def test_rows_have_one_length() -> None:
     given = [{"input_ids": torch.full((length,), length)} for length in (5, 9, 3, 7, 6)]
     rows = list(

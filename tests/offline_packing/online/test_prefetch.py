@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from offline_packing.online.prefetch import Prefetched
 
@@ -107,6 +109,25 @@ def test_the_state_is_that_of_the_last_item_taken(taken: int) -> None:
     resumed = Prefetched(Counting(30), queue_size=4)
     resumed.load_state_dict(dataset.state_dict())
     assert list(resumed) == list(range(taken, 30))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_without_a_state_or_epochs(num_workers: int) -> None:
+    """It is read again up to the last item taken."""
+
+    def make() -> Any:
+        plain = torch.utils.data.ChainDataset([Counting(20)])
+        assert not hasattr(plain, "state_dict")
+        return StatefulDataLoader(Prefetched(plain), batch_size=None, num_workers=num_workers)
+
+    loader = make()
+    loader.dataset.set_epoch(1)
+    items = iter(loader)
+    assert [next(items) for _ in range(7)] == list(range(7))
+    resumed = make()
+    resumed.load_state_dict(loader.state_dict())
+    assert list(resumed) == list(range(7, 20))
+    assert list(resumed) == list(range(20))
 
 
 def test_a_queue_without_room_is_refused() -> None:

@@ -1,0 +1,153 @@
+"""What datasets that pack while reading share: epochs, ranks, streams that divide themselves."""
+
+import logging
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from offline_packing.errors import StageError
+from offline_packing.online.online_dataset import _Pass
+from offline_packing.online.packed_dataset import PackedIterableDataset
+from offline_packing.online.prefetch import Prefetched
+from offline_packing.online.reading import Shard
+from tests.helpers.online_samples import Indexed, SavableStream, Stream, numbered
+
+LENGTHS = np.random.default_rng(3).integers(1, 50, 41)
+
+
+def packed(kind: Any = Indexed, lengths: Any = LENGTHS, **options: Any) -> PackedIterableDataset:
+    defaults = {"packing_length": 64, "buffer_size": 7, "strategy": "auto"}
+    return PackedIterableDataset(kind(numbered(lengths)), **{**defaults, **options})
+
+
+def loader_of(dataset: Any, num_workers: int = 0) -> Any:
+    return StatefulDataLoader(dataset, batch_size=None, num_workers=num_workers)
+
+
+def numbers(packs: Any) -> list[list[int]]:
+    return [[sample["number"] for sample in pack] for pack in packs]
+
+
+class Divided(IterableDataset[Any]):
+    """Gives each worker its own part, as Hugging Face's streams do."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        yield from self._samples[info.id :: info.num_workers] if info else self._samples
+
+
+@pytest.mark.parametrize("num_workers", [0, 2, 3])
+def test_no_sample_is_lost_of_a_stream_that_divides_itself(num_workers: int) -> None:
+    """It would, and the readers would keep their own part of each part."""
+    for split in (True, False):
+        dataset = packed(Divided, split=split)
+        loader = DataLoader(dataset, batch_size=None, num_workers=num_workers)
+        assert sorted(chain(*numbers(loader))) == list(range(len(LENGTHS)))
+    found = []
+    for rank in range(2):
+        dataset = packed(Divided, rank=rank, world_size=2)
+        loader = DataLoader(dataset, batch_size=None, num_workers=num_workers)
+        found += chain(*numbers(loader))
+    assert sorted(found) == list(range(len(LENGTHS)))
+
+
+def test_a_worker_whose_own_part_is_empty_has_no_packs() -> None:
+    dataset = packed(Divided, LENGTHS[:3], split=False)
+    loader = DataLoader(dataset, batch_size=None, num_workers=4)
+    assert sorted(chain(*numbers(loader))) == [0, 1, 2]
+    with pytest.raises(StageError, match="the dataset is empty"):
+        list(packed(Divided, [], split=False))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_an_epoch_set_on_resuming_is_that_of_the_next_pass(num_workers, prefetched) -> None:
+    """Loaders restore the dataset after the trainer has set the epoch."""
+
+    def make() -> Any:
+        dataset: Any = packed(shuffle=True)
+        return loader_of(Prefetched(dataset) if prefetched else dataset, num_workers)
+
+    loader = make()
+    first = numbers(loader)
+    state = pickle.dumps(loader.state_dict())  # at the end of epoch 0
+    loader.dataset.set_epoch(1)
+    second = numbers(loader)
+    assert first != second
+    resumed = make()
+    resumed.load_state_dict(pickle.loads(state))
+    resumed.dataset.set_epoch(1)
+    assert numbers(resumed) == second
+
+
+@pytest.mark.parametrize("kind", [Indexed, Stream, SavableStream])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_repeating_ranks_take_as_many_steps_as_they_are_asked(kind, num_workers, caplog) -> None:
+    """And resume exactly, in any epoch."""
+    options = {"repeat": True, "shuffle": kind is Indexed, "world_size": 2}
+    times: Counter[int] = Counter()
+    for rank in range(2):
+        loader = loader_of(packed(kind, rank=rank, **options), num_workers)
+        steps, states = [], {}
+        for step, pack in enumerate(islice(loader, 40), start=1):
+            steps += numbers([pack])
+            if step % 13 == 0:
+                states[step] = pickle.dumps(loader.state_dict())
+        assert len(steps) == 40
+        times.update(chain(*steps))
+        for step, state in states.items():
+            resumed = loader_of(packed(kind, rank=rank, **options), num_workers)
+            resumed.load_state_dict(pickle.loads(state))
+            assert numbers(islice(resumed, 40 - step)) == steps[step:]
+    assert len(times) == len(LENGTHS)
+    assert min(times.values()) > 1
+    assert max(times.values()) - min(times.values()) <= 2
+    assert not caplog.records
+
+
+def test_ranks_that_may_end_unequally_are_told_before_the_first_step(caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        next(iter(packed(rank=0, world_size=2)))
+    (record,) = caplog.records
+    assert "each of 2 ranks packs its own samples" in record.getMessage()
+    assert "set repeat=True" in record.getMessage()
+    caplog.clear()
+    for options in ({"rank": 1, "world_size": 2}, {"rank": 0, "world_size": 1}):
+        next(iter(packed(**options)))
+    assert not caplog.records
+
+
+def test_a_reader_with_nothing_to_repeat_is_one_error() -> None:
+    few = packed(Indexed, LENGTHS[:2], repeat=True, rank=2, world_size=3)
+    with pytest.raises(StageError, match="worker 0 of rank 2 has no sample to repeat; take fewer"):
+        next(iter(few))
+
+
+def test_a_shuffled_dataset_that_has_grown_is_refused() -> None:
+    """Its order is another one: some samples would be trained twice, others never."""
+    iterator = iter(dataset := packed(shuffle=True))
+    next(iterator)
+    grown = packed(Indexed, [*LENGTHS, 5], shuffle=True)
+    grown.load_state_dict(dataset.state_dict())
+    with pytest.raises(StageError, match="of num_samples 41, and now it is 42"):
+        iter(grown)
+
+
+def test_workers_of_many_ranks_count_for_themselves() -> None:
+    """Whatever the number of ranks, no worker's state counts what another set aside."""
+    dataset = packed(Indexed, [*LENGTHS, *[99] * 600])
+    readers = [_Pass(dataset, Shard(5, 256, worker, 2), None) for worker in range(2)]
+    for reader in readers:
+        list(reader)
+    assert [sum(reader.state()["set_aside"]) for reader in readers] == [1, 1]
+    assert dataset.set_aside == {"overlong": 2}
