@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -21,7 +22,6 @@ from launch.broadcast import broadcast_batch
 from launch.loss import shift_labels
 from launch.trainers.megatron_lm_data import build_dataloaders
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.families import ModelSettings
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.sample_encoder import IGNORE_INDEX
 
@@ -82,23 +82,23 @@ def forward_step(
 @click.argument("path")
 @click.option("--tensor-parallel", default=1)
 @click.option("--steps", default=2)
-@click.option("--seq-length", default=2048)
-@click.option(
-    "--max-pixels", default=ModelSettings().max_pixels, help="as when the packs were measured"
-)
-def main(path: str, tensor_parallel: int, steps: int, seq_length: int, max_pixels: int) -> None:
+@click.option("--task-encoder", help="'module:Class', with Qwen2VLTaskEncoder's arguments")
+def main(path: str, tensor_parallel: int, steps: int, task_encoder: str | None) -> None:
     """Train a tiny random model on the packs in PATH for a few steps."""
+    from launch.config import DataConfig
+    from launch.data import build_task_encoder
+    from launch.data_manifest import read_packed_data
     from launch.model import build_model
     from launch.model_config import ModelConfig
     from launch.parallel import initialize_parallel
-    from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 
     device = initialize_parallel(tensor_parallel)
-    model = build_model(ModelConfig(), device=device).train()
+    data = read_packed_data(Path(path))
+    encoder = build_task_encoder(DataConfig(path=path, task_encoder=task_encoder), data)
+    model = build_model(ModelConfig(family=data.model.family), device=device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    task_encoder = Qwen2VLTaskEncoder(seq_length=seq_length, max_pixels=max_pixels)
     args = argparse.Namespace(data_path=path, micro_batch_size=1, num_workers=0, eval_iters=0)
-    data_iterator, _, _ = build_dataloaders(args, task_encoder)
+    data_iterator, _, _ = build_dataloaders(args, encoder)
     for step in range(steps):
         output_tensor, reduce = forward_step(data_iterator, model)
         loss, num_tokens, _ = reduce(output_tensor)

@@ -1,0 +1,300 @@
+"""Megatron-LM's multimodal example on packs, and against what its own code makes of their samples.
+
+It is no package: MEGATRON_LM names a checkout. Its tiles stand for merged patches here, one
+embedding each, and its tokenizer has Qwen2-VL's words, so that rows are of one length in both.
+"""
+# ruff: noqa: E402  the checkout's folders come first
+
+import io
+import os
+import subprocess
+import sys
+import typing
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import typing_extensions
+from PIL import Image, ImageOps
+
+if not os.environ.get("MEGATRON_LM"):
+    pytest.skip("MEGATRON_LM=DIR names no checkout of Megatron-LM", allow_module_level=True)
+CHECKOUT = Path(os.environ["MEGATRON_LM"])
+EXAMPLE = CHECKOUT / "examples/multimodal"
+OWN_PATHS = [str(CHECKOUT), str(EXAMPLE)]  # first, for the core that the example was written for
+sys.path[:0] = OWN_PATHS
+os.environ["PYTHONPATH"] = os.pathsep.join([*OWN_PATHS, *sys.path])  # of the ranks' server
+typing.override = typing_extensions.override  # type: ignore[attr-defined]  # before Python 3.12
+
+import dataset_helpers
+import energon_util
+import train as example
+from megatron.core.models.multimodal.llava_model import IMAGE_TOKEN, LLaVAModel
+from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.tokenizers.vision.libraries import multimodal_tokenizer
+from megatron.energon import VQASample
+from megatron.training import global_vars
+from megatron.training.checkpointing import get_checkpoint_name, maybe_save_dataloader_state
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from launch.parallel import initialize_parallel
+from launch.trainers.megatron_lm import get_batch
+from launch.trainers.megatron_lm_data import build_dataloaders
+from offline_packing.demo.run import MODEL, SEQ_LENGTH
+from task_encoders.families.builtin_processor import builtin_processor
+from task_encoders.model_inputs import to_packed_seq_params
+from task_encoders.packed_folder import PackedFolder
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.samples import SourceSample
+from task_encoders.settings import PackingSettings
+from task_encoders.text.pieces import place_media
+from tests.helpers.legacy_packs import text_folder
+from tests.helpers.peers import assert_same, open_packs, stored_samples
+from tests.helpers.rank_processes import run_ranks
+
+_HEAD = ["git", "-C", str(CHECKOUT), "rev-parse", "--short", "HEAD"]
+VERSION = f"Megatron-LM {subprocess.check_output(_HEAD, text=True).strip()}"
+Say = Callable[[str], None]
+Batch = dict[str, torch.Tensor]
+END, NEWLINE, IMAGE_PAD = 151645, 198, 151655
+SYSTEM = "You are a helpful assistant."
+#: An image and a caption, without headers: packs of captions are that.
+CAPTIONS = (
+    "{% for m in messages %}{{ m.content | trim }}"
+    "{% if m.role == 'assistant' %}<|im_end|>\n{% endif %}{% endfor %}"
+)
+NAMES = ("tokens", "labels", "loss_mask", "cu_seqlens", "max_seqlen")
+SWITCHED_OFF = (
+    "use_area_weighted_aspect_ratio use_tiling use_tile_tags use_thumbnail pixel_shuffle freeze_LM "
+    "fp8 use_torch_fsdp2 sequence_parallel"
+)
+ONE_EMBEDDING = {"img_h": 14, "img_w": 14, "patch_dim": 14, "disable_vision_class_token": True}
+ARGS: dict[str, Any] = {
+    "prompt_path": EXAMPLE / "manual_prompts.json",
+    "dataloader_seq_length": None,
+    "packing_seq_length": 2 * SEQ_LENGTH,  # for the newlines behind the samples
+    "packing_buffer_size": None,
+    "decoder_seq_length": 2 * SEQ_LENGTH,
+    "context_parallel_size": 1,
+    "tensor_model_parallel_size": 1,
+    "tokenizer_prompt_format": "qwen2p0",
+    "vision_model_type": "clip",
+    "max_num_tiles": 1,
+    **ONE_EMBEDDING,
+    **dict.fromkeys(SWITCHED_OFF.split(), False),
+}
+
+
+def tiles(image: Image.Image, *_: Any, **__: Any) -> list[torch.Tensor]:
+    """In place of its image transform: one per merged patch of Qwen2-VL."""
+    limits = {"min_pixels": 3136, "max_pixels": MODEL["max_pixels"]}
+    height, width = smart_resize(image.height, image.width, **limits)
+    return [torch.zeros(3, 1, 1)] * (height * width // 28**2)
+
+
+def broadcast_to_one(keys: list[str], data: Any, dtype: torch.dtype) -> Batch:
+    """In place of megatron-core's, which goes through a GPU."""
+    assert all(data[key].dtype == dtype for key in keys), keys
+    return {key: data[key] for key in keys}
+
+
+@pytest.fixture
+def args(monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    """The example's arguments, as long as the test lasts."""
+    given = Namespace(**ARGS)
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", given)
+    return given
+
+
+@pytest.fixture
+def encoder(args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Its task encoder, with the tokenizer of our packs."""
+    initialize_parallel()
+    builtin_processor(min_pixels=3136, max_pixels=100352).tokenizer.save_pretrained(tmp_path)
+    around = {"qwen2_vl": ("<|vision_start|>", "<|vision_end|>")}
+    monkeypatch.setattr(multimodal_tokenizer, "IMAGE_TAGS", around)
+    tokenizer = multimodal_tokenizer.MegatronMultimodalTokenizer(
+        str(tmp_path), "qwen2p0", [IMAGE_TOKEN], "qwen2_vl", force_system_message=True
+    )
+    monkeypatch.setattr(global_vars, "_GLOBAL_TOKENIZER", tokenizer)
+    monkeypatch.setattr(example.tensor_parallel, "broadcast_data", broadcast_to_one)
+    made = dataset_helpers.TaskEncoder()
+    assert made.num_image_embeddings_per_tile == 1
+    made.transform_img = tiles
+    return made
+
+
+def own_sample(sample: SourceSample, media: list[bytes]) -> Any:
+    """A sample as its datasets give it out: of a caption, what it knows as LLaVA's pretraining."""
+    images = [ImageOps.exif_transpose(Image.open(io.BytesIO(data))) for data in media]
+    base: dict[str, Any] = {"__key__": "k", "__restore_key__": (), "__subflavors__": {}}
+    if sample.task == "captioning":
+        base["__subflavors__"] = {"is_llava_training": True}
+        return VQASample(image=images[0], context="", answers=sample.turns[0].answer, **base)
+    texts = []
+    for turn in place_media(sample):
+        texts += [{"from": "human", "value": turn.prompt}, {"from": "gpt", "value": turn.answer}]
+    base |= {"__subflavor__": None, "target_aspect_ratio": []}
+    return energon_util.OfflineTargetAspectRatioSample(images=images, texts=texts, **base)
+
+
+def encode(encoder: Any, sample: SourceSample, media: list[bytes]) -> Any:
+    """A sample as its task encoder encodes it."""
+    own = own_sample(sample, media)
+    if sample.task == "captioning":
+        return encoder.encode_llava_pretrain(own)
+    config = encoder.tokenizer._prompt_config
+    config.system_default = {"role": "system", "content": sample.system or SYSTEM}
+    return encoder.encode_llava_sft(own, truncate_for_sample_list_packing=True)
+
+
+def own_batch(encoder: Any, samples: list[Any]) -> Batch:
+    """The batch of one pack as its dataloader gives it out."""
+    return encoder.encode_batch(encoder.batch([encoder.pack_selected_samples(samples)]))
+
+
+def given_to_its_model(encoder: Any, batch: Batch) -> Batch:
+    """By its get_batch, and then by the model's own code: embeddings in the place of tiles."""
+    given = example.get_batch(iter([batch]), encoder.img_token_id, 1)
+    tokens, labels, loss_mask, _, _, _, num_tiles, packing = given
+    model: Any = SimpleNamespace(
+        add_decoder=True,
+        pre_process=False,
+        post_process=True,
+        img_seq_len=1,
+        context_parallel_lm=1,
+        _language_max_sequence_length=2 * SEQ_LENGTH,
+        _dynamic_resolution=False,
+        _language_is_pipeline_parallel=False,
+    )
+    text = (tokens, loss_mask, labels, False, None, encoder.img_token_id, num_tiles)
+    _, labels, loss_mask, tokens, _ = LLaVAModel._preprocess_data(model, None, None, *text)
+    trained = labels[0].where(loss_mask[0] > 0, IGNORE_INDEX)
+    row = (tokens[0], trained, loss_mask[0], packing.cu_seqlens_q, packing.max_seqlen_q)
+    return dict(zip(NAMES, row, strict=True))
+
+
+def without_newlines(row: Batch) -> Batch:
+    """But for the newline behind every end token, which its template trains, also the last one."""
+    last = row["cu_seqlens"][1:].long() - 1
+    assert bool((row["tokens"][last] == NEWLINE).all())
+    kept = torch.ones_like(row["tokens"], dtype=torch.bool)
+    kept[last] = False
+    trained = (row["tokens"] == END) & (row["labels"] == NEWLINE)
+    assert trained.sum() >= len(last)
+    return {
+        "tokens": row["tokens"][kept],
+        "labels": row["labels"].masked_fill(trained, IGNORE_INDEX)[kept],
+        "loss_mask": row["loss_mask"].masked_fill(trained, 0)[kept],
+        "cu_seqlens": row["cu_seqlens"] - torch.arange(len(last) + 1),
+        "max_seqlen": row["max_seqlen"] - 1,
+    }
+
+
+def our_row(folder: PackedFolder, number: int) -> Batch:
+    """A pack as our get_batch gives it to a model, but for the id at an image's place."""
+    batch = get_batch(iter([folder.batch([number])]), torch.device("cpu"))
+    packing = to_packed_seq_params(batch)
+    tokens = batch.tokens[0].masked_fill(batch.tokens[0] == IMAGE_PAD, 0)
+    row = (tokens, batch.labels[0], batch.loss_mask[0], packing.cu_seqlens_q, packing.max_seqlen_q)
+    return dict(zip(NAMES, row, strict=True))
+
+
+@pytest.mark.parametrize("task", ["captioning", "vqa", "bmr"])
+def test_every_demo_pack_is_what_its_task_encoder_makes_of_its_samples(
+    task: str, demo: dict[str, Path], encoder: Any, say: Say
+) -> None:
+    if task == "captioning":
+        config = encoder.tokenizer._prompt_config
+        config.custom_chat_template, config.assistant_prefix_len = CAPTIONS, 0
+        config.force_system_message = False
+    num_packs = num_tokens = 0
+    for split in ("train", "val"):
+        folder = open_packs(demo[task], split)
+        for number, pack in enumerate(folder):
+            samples = [encode(encoder, *sample) for sample in stored_samples(pack)]
+            theirs = given_to_its_model(encoder, own_batch(encoder, samples))
+            ours = our_row(folder, number)
+            assert_same(ours, without_newlines(theirs), f"{task} {split} {number}")
+            num_packs += 1
+            num_tokens += len(ours["tokens"])
+    assert num_packs > 2
+    say(
+        f"{VERSION}: {num_packs} packs of {task}, {num_tokens} tokens, are what its "
+        "task encoder, get_batch and LLaVAModel make of their samples"
+    )
+
+
+def test_its_sequence_parallelism_forgets_the_boundaries(
+    demo: dict[str, Path], encoder: Any, args: Namespace, say: Say
+) -> None:
+    """What docs/trainers.md says of it: one segment from end to end. Ours keeps them."""
+    folder = open_packs(demo["vqa"])
+    samples = [encode(encoder, *sample) for sample in stored_samples(folder[0])]
+    batch = own_batch(encoder, samples)
+    kept = given_to_its_model(encoder, batch)["cu_seqlens"]
+    assert kept.tolist() == batch["cu_lengths"][0].tolist()
+    args.sequence_parallel = True
+    *_, packing = example.get_batch(iter([batch]), encoder.img_token_id, 1)
+    assert len(batch["cu_lengths"][0]) > 3
+    assert packing.cu_seqlens_q.tolist() == [0, batch["cu_lengths"][0, -1]]
+    assert packing.qkv_format == "sbhd"
+    say(f"{VERSION}: --sequence-parallel trains across the samples of a pack")
+
+
+def test_its_lists_lose_what_does_not_fit(
+    demo: dict[str, Path], encoder: Any, capsys: pytest.CaptureFixture[str], say: Say
+) -> None:
+    """Its own offline packs, of as many tokens as ours: the newlines push samples out."""
+    encoder.packing_seq_length = SEQ_LENGTH
+    encoder.tokenizer._prompt_config.system_default = {"role": "system", "content": SYSTEM}
+    given = kept = 0
+    for pack in open_packs(demo["vqa"]):
+        samples = [own_sample(*sample) for sample in stored_samples(pack)]
+        base: dict[str, Any] = {"__key__": "k", "__restore_key__": ()}
+        packed = encoder.encode_sample_list(energon_util.SampleListSample(samples=samples, **base))
+        given += len(samples)
+        kept += len(packed.cu_lengths) - 1
+    lost = given - kept
+    assert lost >= capsys.readouterr().out.count("stopped at") > 0
+    say(f"{VERSION}: its lists of {given} samples lose {lost}, which ours hold")
+
+
+def rest_after_saving(folder: Path, root: Path, count: int, more: int) -> list[list[str]]:
+    """Keys that this rank reads after its state was saved, and those after it was read back."""
+    initialize_parallel()
+    args = Namespace(data_path=str(folder), micro_batch_size=1, num_workers=1, eval_iters=0)
+    task_encoder = Qwen2VLTaskEncoder(seq_length=64, settings=PackingSettings(True, bmr=True))
+
+    def keys(data: Iterator[Any]) -> list[str]:
+        return [key for _ in range(more) for key in next(data).__key__]
+
+    data, _, _ = build_dataloaders(args, task_encoder)
+    train = RerunDataIterator(data)
+    for _ in range(count):
+        next(train)
+    maybe_save_dataloader_state(train, count, str(root))
+    rank = torch.distributed.get_rank()
+    saved = get_checkpoint_name(
+        str(root), count, pipeline_rank=0, basename=f"train_dataloader_dprank{rank:03d}.pt"
+    )
+    restored, _, _ = build_dataloaders(args, task_encoder, saved)
+    return [keys(train), keys(restored)]
+
+
+def test_its_saving_of_dataloaders_gives_the_rest(tmp_path: Path, say: Say) -> None:
+    folder = text_folder(tmp_path / "packs", 16)
+    for world_size in (1, 2, 4):
+        root = tmp_path / f"ranks{world_size}"
+        share = 16 // world_size
+        found = run_ranks(world_size, root, rest_after_saving, folder, root / "out", 2, share)
+        for rank, (went_on, restored) in enumerate(found):
+            slice_of_rank = list(range(rank * share, (rank + 1) * share))
+            expected = [f"{i:02d}" for i in slice_of_rank[2:] + slice_of_rank[:2]]
+            assert went_on == restored == expected
+    say(f"{VERSION}: maybe_save_dataloader_state restored in an epoch, on 1, 2, 4 ranks")
