@@ -2,21 +2,35 @@
 
 import logging
 import re
+from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from click.testing import CliRunner
+from megatron.energon import stateless
 
+from launch.config import DataConfig
+from launch.data import build_task_encoder
+from launch.data_manifest import read_packed_data
 from launch.model import build_model
 from launch.model_config import ModelConfig
 from launch.parallel import initialize_parallel
 from launch.trainers.megatron_lm import forward_step, get_batch, main
+from launch.trainers.megatron_lm_data import build_dataloaders
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.sample_encoder import IGNORE_INDEX
-from tests.helpers.legacy_packs import legacy_vqa_folder
+from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder
+from tests.helpers.peers import (
+    largest_difference,
+    our_losses,
+    small_checkpoint,
+    small_packs,
+    two_losses,
+)
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_checkpoints import (
     ROWS,
@@ -104,18 +118,62 @@ def test_a_batch_is_what_its_record_says() -> None:
                 assert sizes.setdefault("S", found[spec.shape.index("S")]) == found[-1]
 
 
+class OwnTaskEncoder(Qwen2VLTaskEncoder):
+    """Somebody's: it notes what it encodes."""
+
+    seen: ClassVar[list[str]] = []
+
+    @stateless
+    def encode_sample(self, sample: Any) -> Any:
+        self.seen.append(sample.__key__)
+        return super().encode_sample(sample)
+
+
+OWN = f"{__name__}:OwnTaskEncoder"
+
+
+@pytest.fixture
+def dialogues(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in BMR_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
 def test_the_example_trains_on_packs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, dialogues: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("OFFLINE_PACKED_DATA", "1")
-    monkeypatch.setenv("OFFLINE_PACKING_VQA", "1")
-    folder = legacy_vqa_folder(tmp_path / "vqa")
+    """With a task encoder of one's own."""
+    folder = bmr_folder(tmp_path)
+    OwnTaskEncoder.seen.clear()
     with caplog.at_level(logging.INFO):
-        CliRunner().invoke(main, [str(folder), "--steps", "6"], catch_exceptions=False)
+        arguments = [str(folder), "--steps", "6", "--task-encoder", OWN]
+        CliRunner().invoke(main, arguments, catch_exceptions=False)
     steps = [record for record in caplog.records if record.msg.startswith("step")]
     losses = [
         float(word) for record in steps for word in re.findall(r"loss ([0-9.]+)", record.message)
     ]
-    assert len(losses) == 6
+    assert len(losses) == len(OwnTaskEncoder.seen) == 6
     assert 11 < losses[0] < 12.5  # about ln 151,936 = 11.93
     assert losses[-1] < losses[0] - 0.1
+
+
+def test_steps_are_those_of_launch(tmp_path: Path, dialogues: None) -> None:
+    checkpoint = small_checkpoint("qwen2_5_vl", tmp_path / "checkpoint")
+    packed = small_packs("qwen2_5_vl", checkpoint, tmp_path)
+    OwnTaskEncoder.seen.clear()
+    encoder = build_task_encoder(
+        DataConfig(path=str(packed), task_encoder=OWN), read_packed_data(packed)
+    )
+    device = initialize_parallel(1)
+    args = Namespace(data_path=str(packed), micro_batch_size=1, num_workers=0, eval_iters=0)
+    data_iterator, _, _ = build_dataloaders(args, encoder)
+    model = build_model(ModelConfig(checkpoint=checkpoint, family="qwen2_5_vl"), device=device)
+
+    def loss_of(batch: PackedBatch) -> torch.Tensor:
+        output_tensor, reduce = forward_step(iter([batch]), model)
+        loss, num_tokens, _ = reduce(output_tensor)
+        return loss / num_tokens
+
+    assert data_iterator is not None
+    losses = two_losses(model.train(), data_iterator, loss_of)
+    largest_difference(our_losses(packed, checkpoint, tmp_path / "ours"), losses)
+    assert len(OwnTaskEncoder.seen) == 2
