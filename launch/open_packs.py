@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.data_manifest import read_packed_data
-from task_encoders.families import ModelSettings
+from task_encoders.families import ModelSettings, family_of_processor
+from task_encoders.folder_shards import PackedFolderError
 from task_encoders.indexed_dataset import IndexedPackDataset
 from task_encoders.indexed_packs import find_prefix
 from task_encoders.packed_folder import PackedFolder
@@ -30,3 +31,27 @@ def open_packs(path: Path, task_encoder: Qwen2VLTaskEncoder) -> PackedFolder | I
     if prefix is None:
         return PackedFolder(path, task_encoder)
     return IndexedPackDataset(prefix, task_encoder)
+
+
+def open_as_measured(
+    path: Path, *, split: str = "train", processor: str | None = None
+) -> tuple[PackedFolder, Qwen2VLTaskEncoder]:
+    """The packs of a folder or metadataset, with the task encoder that their manifest describes.
+
+    Args:
+        processor: the model's folder or hub name, instead of the one that measured them. Its family
+            may be another, if that has the same lengths: positions are its own.
+
+    Raises:
+        PackedFolderError: there is no such split, or nothing in it.
+        PackingSettingsError: the environment or the processor contradict the packs.
+    """
+    family = family_of_processor(processor) if processor else None
+    settings, seq_length = settings_of_packs(path, processor=processor, family=family)
+    task_encoder = Qwen2VLTaskEncoder(seq_length=seq_length, model=settings)
+    packs = PackedFolder(path, task_encoder, split=split)
+    if not len(packs):
+        raise PackedFolderError(
+            f"{path} has no packs in its {split} split; pack with output.split={{{split}: 0.01, …}}"
+        )
+    return packs, task_encoder

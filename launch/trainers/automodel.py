@@ -1,28 +1,26 @@
-"""Packs in NeMo AutoModel, in place of its own packing. In a recipe for vision models:
+"""Packs in NeMo AutoModel, in place of its own packing; docs/trainers.md has a whole recipe.
 
-    dataset:
-      _target_: launch.trainers.automodel.PacksConfig
-      path: out/packed
+    dataset: {_target_: launch.trainers.automodel.PacksConfig, path: out/packed}
     packed_sequence: {pack_size: 8192}
-    dataloader: {shuffle: false, drop_last: true}
-
-    OFFLINE_PACKED_DATA=1 automodel recipe.yaml
+    dataloader: {shuffle: false}
 
 AutoModel's own collator, loader and attention take it from there. No length is estimated and no
-sample replaced or dropped. `shuffle: false` keeps the order that packs were written in; rank r of W
-trains packs r, r + W, ... Validation: `split: val`, under `validation_dataset`.
+sample replaced or dropped. Rank r of W trains packs r, r + W, ..., in the order written; with
+`local_batch_size: k`, k packs are k rows. `validation_dataset` is the same with `split: val`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from nemo_automodel.components.datasets.packing import DEFAULT_PACKED_SEQUENCE_CONTRACT
+from nemo_automodel.components.datasets.vlm.datasets import PreTokenizedDatasetWrapperConfig
+from nemo_automodel.components.datasets.vlm.loader import VlmDataloaderConfig
 from nemo_automodel.components.datasets.vlm.neat_packing_vlm import NeatPackConfig
 from torch.utils.data import Dataset
 
-from launch.open_packs import settings_of_packs
+from launch.open_packs import open_as_measured, settings_of_packs
 from task_encoders.model_inputs import to_transformers_kwargs, token_types
 from task_encoders.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
@@ -35,35 +33,33 @@ class AutoModelPacks(Dataset[dict[str, Any]]):
     """Packs as AutoModel's `PackedDatasetWrapper` has them: labels shifted within every sample,
     whose last token is left out."""
 
-    def __init__(self, packs: PackedFolder, token_ids: Mapping[str, int]) -> None:
+    def __init__(self, packs: PackedFolder, task_encoder: Qwen2VLTaskEncoder) -> None:
         self._packs = packs
-        self._token_ids = token_ids
+        self._token_ids = task_encoder.encoder.media_token_ids
 
     def __len__(self) -> int:
         return len(self._packs)
 
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        batch = self._packs.batch([number])
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        batch = self._packs.batch([index])
         row = to_transformers_kwargs(batch)
         tokens, real = batch.tokens[0], ~batch.attn_mask[0]
         lengths = batch.cu_lengths[0].diff()
-        sample = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), lengths)
+        sample = torch.repeat_interleave(lengths)  # [2, 3] -> 0 0 1 1 1
         # every token with another one behind it in its sample
         kept = torch.zeros_like(real)
         kept[:-1] = real[:-1] & real[1:] & (sample[:-1] == sample[1:])
-        # of segments that are not padding only
-        counts = [count for count in torch.bincount(sample[kept]).tolist() if count]
+        # segments of nothing but padding are gone
+        _, number, counts = sample[kept].unique_consecutive(return_inverse=True, return_counts=True)
         positions = batch.position_ids[:, 0, kept]
         return {
             "input_ids": tokens[kept],
             "labels": batch.labels[0].roll(-1)[kept],
-            "attention_mask": torch.repeat_interleave(
-                torch.arange(1, len(counts) + 1), torch.tensor(counts)
-            ),
+            "attention_mask": number + 1,
             "position_ids": positions[0] if len(positions) == 1 else positions,
             "mm_token_type_ids": token_types(tokens[kept], self._token_ids),
-            "seq_lens": counts,
-            "seq_lens_padded": counts,
+            "seq_lens": counts.tolist(),
+            "seq_lens_padded": counts.tolist(),
             "n_images": len(batch.image_grid_thw),
             "n_videos": len(batch.video_grid_thw),
             **{name: row.get(name) for name in _MEDIA},
@@ -72,39 +68,52 @@ class AutoModelPacks(Dataset[dict[str, Any]]):
 
 @dataclass
 class PacksConfig:
-    """A recipe's `dataset` section.
-
-    Args:
-        path: a folder of packs.
-        split: train, val or test.
-        processor: the model's, where its folder is not the one that packs were measured with.
-    """
+    """A recipe's `dataset` section. `path`: a folder of packs, or a metadataset YAML; `processor`:
+    where it is not in the model's folder."""
 
     path: str
     split: str = "train"
     processor: str | None = None
 
     def build(self) -> AutoModelPacks:
-        """Raises PackingSettingsError where the environment or the processor contradict packs."""
-        settings, seq_length = settings_of_packs(Path(self.path), processor=self.processor)
-        task_encoder = Qwen2VLTaskEncoder(seq_length=seq_length, model=settings)
-        packs = PackedFolder(self.path, task_encoder, split=self.split)
-        return AutoModelPacks(packs, task_encoder.encoder.media_token_ids)
-
-
-_automodels_own = NeatPackConfig.build
-
-
-def _build(config: NeatPackConfig, *, ds_raw: Any = None, cp_size: int = 1, **options: Any) -> Any:
-    """Packs stay as they are; anything else goes AutoModel's way."""
-    if not isinstance(ds_raw, AutoModelPacks):
-        return _automodels_own(config, ds_raw=ds_raw, cp_size=cp_size, **options)
-    if cp_size > 1 and config.packing_format == "thd":
-        raise ValueError(
-            f"packing_format thd with context parallelism {cp_size} needs samples padded by "
-            "AutoModel; set packing_format: neat"
+        """Raises as `open_as_measured`."""
+        return AutoModelPacks(
+            *open_as_measured(Path(self.path), split=self.split, processor=self.processor)
         )
-    return ds_raw
 
 
-NeatPackConfig.build = _build
+class _PackedAlready(NeatPackConfig):
+    def build(self, *, ds_raw: Any = None, **_: Any) -> Any:
+        return ds_raw
+
+
+_automodels_own = VlmDataloaderConfig.build
+
+
+def _build(config: VlmDataloaderConfig, **options: Any) -> Any:
+    """AutoModel's loader over packs; anything else goes AutoModel's way. Raises ValueError where a
+    recipe asks for what packs do not do."""
+    packs, packing = config.dataset_config, config.packing
+    if not isinstance(packs, PacksConfig):
+        return _automodels_own(config, **options)
+    packs = replace(packs, processor=packs.processor or options["pretrained_model_name_or_path"])
+    _, seq_length = settings_of_packs(Path(packs.path))
+    contract = options.get("packing_contract", DEFAULT_PACKED_SEQUENCE_CONTRACT)
+    if packing is None and contract is not DEFAULT_PACKED_SEQUENCE_CONTRACT:
+        # Validation: AutoModel reads packed_sequence for training only, which has set the contract.
+        packing, config = NeatPackConfig(seq_length), replace(config, shuffle=False)
+    if packing is None or (packing.pack_size, packing.max_packs) != (seq_length, None):
+        wrong = f"set packed_sequence: {{pack_size: {seq_length}}}, and no max_packs"
+    elif config.shuffle:
+        wrong = "in the order to be trained in; set dataloader: {shuffle: false}"
+    elif packing.packing_format == "thd" and options.get("cp_size", 1) > 1:
+        wrong = "packing_format thd with cp_size > 1 pads every sample; set packing_format: neat"
+    else:
+        packing = _PackedAlready(**asdict(packing))
+        tokenized = PreTokenizedDatasetWrapperConfig()  # not used, but asked for
+        config = replace(config, dataset_config=packs, packing=packing, pretokenization=tokenized)
+        return _automodels_own(config, **options)
+    raise ValueError(f"{packs.path} is packed already: {wrong}")
+
+
+VlmDataloaderConfig.build = _build

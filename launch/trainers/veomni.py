@@ -1,14 +1,16 @@
-"""Packs in VeOmni, in place of its dynamic batches:
+"""Packs in VeOmni, in place of its dynamic batches; docs/trainers.md has a whole recipe:
 
-    OFFLINE_PACKED_DATA=1 torchrun -m launch.trainers.veomni recipe.yaml \\
+    OFFLINE_PACKED_DATA=1 torchrun --nproc-per-node 8 -m launch.trainers.veomni recipe.yaml \\
         --data.train_path out/packed --train.micro_batch_size 1 --train.dyn_bsz false
 
 The rest of the recipe is VeOmni's. A `train_path` that is no folder of packs goes VeOmni's way.
 VeOmni always shuffles; packs keep the order that they were written in: rank r of W trains packs
-r, r + W, ... `micro_batch_size: k` puts k packs into one row. `data.mm_configs` and
-`data.chat_template` have no effect: packs keep what they were measured with.
+r, r + W, ... `micro_batch_size: k` puts k packs into one row. `data.mm_configs`, `max_seq_len` and
+`chat_template` have no effect: packs keep what they were measured with.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from veomni.arguments import parse_args
 from veomni.data.data_loader import DATALOADER_REGISTRY
 from veomni.data.dataset import DATASET_REGISTRY
 
-from launch.open_packs import settings_of_packs
+from launch.open_packs import open_as_measured
 from task_encoders.model_inputs import to_transformers_kwargs, token_types
 from task_encoders.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
@@ -54,18 +56,25 @@ class VeOmniPacks(Dataset[list[dict[str, torch.Tensor]]]):
         return [pack | {name: row[name] for name in _MEDIA if name in row}]
 
 
-_veomnis_dataset = DATASET_REGISTRY["mapping"]
-_veomnis_loader = DATALOADER_REGISTRY["native"]
+def build_dataset(kind: str, build: Callable[..., Any], *, train_path: str, **options: Any) -> Any:
+    """Packs, if the path is a folder of them.
 
+    Args:
+        kind: VeOmni's `datasets_type`.
+        build: VeOmni's own function for it.
 
-def build_dataset(train_path: str, **options: Any) -> Any:
-    """Packs, if the path is a folder of them."""
+    Raises:
+        ValueError: VeOmni would take the packs for a stream, and count the steps of an epoch wrong;
+            or see `open_as_measured`.
+    """
     path = Path(train_path)
     if not (path / ".nv-meta").is_dir():
-        return _veomnis_dataset(train_path=train_path, **options)
-    settings, seq_length = settings_of_packs(path)
-    task_encoder = Qwen2VLTaskEncoder(seq_length=seq_length, model=settings)
-    return VeOmniPacks(PackedFolder(path, task_encoder), task_encoder)
+        return build(train_path=train_path, **options)
+    if kind != "mapping":
+        raise ValueError(f"{path} holds packs; set data.datasets_type mapping, not {kind}")
+    processor = getattr(options.get("transform"), "keywords", {}).get("processor")
+    model = processor.tokenizer.name_or_path if processor else None
+    return VeOmniPacks(*open_as_measured(path, processor=model or None))
 
 
 def build_loader(dataset: Any, **options: Any) -> Any:
@@ -81,7 +90,9 @@ def build_loader(dataset: Any, **options: Any) -> Any:
     return _veomnis_loader(dataset=dataset, **options)
 
 
-DATASET_REGISTRY.register("mapping", build_dataset)
+for name, own in DATASET_REGISTRY.items():
+    DATASET_REGISTRY.register(name, partial(build_dataset, name, own))
+_veomnis_loader = DATALOADER_REGISTRY["native"]
 DATALOADER_REGISTRY.register("native", build_loader)
 
 

@@ -143,23 +143,29 @@ def build_sample_encoder(
     return FAMILIES[model.family].build(model)
 
 
-def _check_family(model: ModelSettings) -> None:
-    """Refuse a checkpoint whose config.json names a family that gives samples other lengths."""
-    if model.processor == BUILTIN:
-        return
+def family_of_processor(processor: str) -> str | None:
+    """The family that a checkpoint's config.json names, where it has one of a family here."""
+    if processor == BUILTIN:
+        return None
     from transformers import PreTrainedConfig
 
     try:
-        config, _ = PreTrainedConfig.get_config_dict(model.processor)
+        config, _ = PreTrainedConfig.get_config_dict(processor)
     except OSError:
-        return
+        return None
     name = str(config.get("model_type")).removesuffix("_moe")
-    found = next((one for one in FAMILIES.values() if name == (one.model_type or one.name)), None)
+    found = (one.name for one in FAMILIES.values() if name == (one.model_type or one.name))
+    return next(found, None)
+
+
+def _check_family(model: ModelSettings) -> None:
+    """Refuse a checkpoint whose config.json names a family that gives samples other lengths."""
+    found = family_of_processor(model.processor)
     if found is None:
         return
-    lengths = [getattr(one.build, "LENGTHS_OF", None) for one in (found, FAMILIES[model.family])]
+    lengths = [getattr(FAMILIES[name].build, "LENGTHS_OF", None) for name in (found, model.family)]
     if lengths[0] != lengths[1]:
         raise ValueError(
-            f"checkpoint {model.processor!r} is of family {found.name}, not {model.family}; set "
-            f"model.family={found.name}, or name a checkpoint of {model.family}"
+            f"checkpoint {model.processor!r} is of family {found}, not {model.family}; set "
+            f"model.family={found}, or name a checkpoint of {model.family}"
         )

@@ -28,6 +28,7 @@ from transformers import AutoModelForImageTextToText, Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
+from launch.data_manifest import read_packed_data
 from launch.trainers.automodel import PacksConfig
 from offline_packing.demo.training import tiny_qwen2_vl
 from task_encoders.families.builtin_processor import builtin_processor
@@ -66,11 +67,11 @@ def make_loader(
         dataset_config=PacksConfig(str(packed), split),
         processor_config=VlmProcessorConfig(_processor),  # it asks for one
         pretokenization=PreTokenizedDatasetWrapperConfig(),
-        packing=NeatPackConfig(),
+        packing=NeatPackConfig(read_packed_data(packed).seq_length),
         shuffle=False,
     )
     built = config.build(
-        pretrained_model_name_or_path="",
+        pretrained_model_name_or_path=None,  # the packs name theirs
         dp_rank=rank,
         dp_world_size=world_size,
         batch_size=1,
@@ -241,10 +242,3 @@ def test_steps_are_those_of_our_own_trainer(case: Any, tmp_path: Path, say: Say)
     losses = two_losses(model, make_loader(packed, packing_contract=contract), loss_of)
     difference = largest_difference(our_losses(packed, checkpoint, tmp_path / "ours"), losses)
     say(f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e})")
-
-
-def test_packs_that_cannot_be_aligned_are_refused(case: Any) -> None:
-    with pytest.raises(ValueError, match="set packing_format: neat"):
-        NeatPackConfig(packing_format="thd").build(
-            dataset=None, padding_idx=0, ds_raw=PacksConfig(str(case[1])).build(), cp_size=2
-        )
