@@ -32,7 +32,6 @@ from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
 from task_encoders.text.builtin_tokenizer import builtin_tokenizer
 from tests.helpers.datasets import (
-    dialogue,
     image_bytes,
     make_run,
     outcomes,
@@ -40,43 +39,17 @@ from tests.helpers.datasets import (
     write_json,
 )
 from tests.helpers.elements import Elements
-from tests.helpers.videos import make_video
+from tests.helpers.videos import make_video, video_pairs
 
 SEQ_LENGTH = 1024
 MODEL = {"max_pixels": 28 * 28 * 16, "video_min_pixels": 784, "video_max_pixels": 784 * 9}
 VIDEO = VideoSettings(min_pixels=784, max_pixels=784 * 9)
 
 
-def write_samples(root: Path) -> Path:
-    """Twelve of videos, of images and videos, of images, and of text."""
-    for i in range(12):
-        text = dialogue(f"What happens in number {i}?", f"A bar moves {i} steps to the right.")
-        record: dict[str, Any] = {"messages": text}
-        stem = f"output_{i:08d}"
-        if i % 4 == 0:  # a video of the record's name
-            stem = f"{i:04d}"
-            suffix = ("mp4", "webm", "avi")[i // 4]
-            container = {"mp4": "mp4", "webm": "webm", "avi": "avi"}[suffix]
-            (root / f"{stem}.{suffix}").write_bytes(make_video(5 + i, container=container))
-        elif i % 4 == 1:
-            stem = f"{i:04d}"
-            record["images"], record["videos"] = [f"{i}_a.jpg"], [f"{i}_b.mp4", f"{i}_c.mov"]
-            text[0]["content"] = "<video> or <image>? <video>"
-            (root / f"{i}_a.jpg").write_bytes(image_bytes(70, 56))
-            (root / f"{i}_b.mp4").write_bytes(make_video(4, width=80))
-            (root / f"{i}_c.mov").write_bytes(make_video(3 + i, container="mov", rotation=90))
-        elif i % 4 == 2:
-            stem = f"{i:04d}"
-            (root / f"{stem}.jpg").write_bytes(image_bytes(56, 28 * (i % 5 + 2)))
-        write_json(root / f"{stem}.json", record)
-    return root
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("videos")
-    (root / "data").mkdir()
-    source = {"format": "pairs", "path": str(write_samples(root / "data")), "task": "bmr"}
+    source = {"format": "pairs", "path": str(video_pairs(root / "data")), "task": "bmr"}
     run = make_run(source, root / "out", model=MODEL, pack={"seq_length": SEQ_LENGTH})
     pack_all(run)
     return run

@@ -50,9 +50,14 @@ def numbers_read(packed: Path, make: MakeTrainer, checkpoint: Path, output: Path
 
 
 def recorded_run(
-    make: MakeTrainer, checkpoint: Path, packed: Path, output: Path, resume: Path | None = None
+    make: MakeTrainer,
+    checkpoint: Path,
+    packed: Path,
+    output: Path,
+    resume: Path | None = None,
+    steps: int = 6,
 ) -> tuple[list[int], list[float], Sequence[torch.Tensor]]:
-    """Packs and loss of each of six steps, and the weights at the end."""
+    """Packs and loss of each step, and the weights at the end."""
     packs = open_packs(packed)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
     seen: list[int] = []
@@ -60,7 +65,7 @@ def recorded_run(
         lambda _, args, kwargs: seen.append(number_of(kwargs["input_ids"], packs)),
         with_kwargs=True,
     )
-    trainer = make(output, model, packs, checkpoint, max_steps=6, save_steps=3, **OPTIMIZER)
+    trainer = make(output, model, packs, checkpoint, max_steps=steps, save_steps=3, **OPTIMIZER)
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return seen, losses, [weight.detach().clone() for weight in model.parameters()]

@@ -95,8 +95,16 @@ def small_checkpoint(family: str, folder: Path) -> Path:
 
 def small_packs(family: str, checkpoint: Path, root: Path, samples: int = 40) -> Path:
     """Packed dialogues with no picture, one, or two, for that checkpoint."""
-    source = {"format": "pairs", "path": str(mixed_pairs(root / "source", samples)), "task": "bmr"}
+    return pack_dialogues(mixed_pairs(root / "source", samples), family, checkpoint, root)
+
+
+def pack_dialogues(
+    pairs: Path, family: str, checkpoint: Path, root: Path, resize: str = "pil"
+) -> Path:
+    """Packs of a folder's dialogues, for that checkpoint."""
     model = {"family": family, "processor": str(checkpoint)} | encoder_options(family)
+    model |= {"resize": resize}
+    source = {"format": "pairs", "path": str(pairs), "task": "bmr"}
     pack_all(make_run(source, root / "packed", model=model, pack={"seq_length": 512}))
     return root / "packed"
 

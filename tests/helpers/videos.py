@@ -1,4 +1,5 @@
-"""Small videos, drawn and encoded with PyAV, and the boxes of an MP4, to damage it by."""
+"""Small videos, drawn and encoded with PyAV, samples with them, and the boxes of an MP4, to damage
+it by."""
 
 import io
 import os
@@ -7,9 +8,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
+
+from tests.helpers.datasets import dialogue, image_bytes, write_json
 
 os.environ.setdefault("SVT_LOG", "1")  # the AV1 encoder would print its settings
 
@@ -66,6 +70,32 @@ def make_video(
         out.mux(stream.encode())
         out.close()
         return Path(file.name).read_bytes()
+
+
+def video_pairs(root: Path, count: int = 12) -> Path:
+    """Dialogues: of videos, of images and videos, of images, and of text."""
+    root.mkdir(parents=True)
+    for i in range(count):
+        text = dialogue(f"What happens in number {i}?", f"A bar moves {i} steps to the right.")
+        record: dict[str, Any] = {"messages": text}
+        stem = f"output_{i:08d}"
+        if i % 4 == 0:  # a video of the record's name
+            stem = f"{i:04d}"
+            suffix = ("mp4", "webm", "avi")[i // 4 % 3]
+            container = {"mp4": "mp4", "webm": "webm", "avi": "avi"}[suffix]
+            (root / f"{stem}.{suffix}").write_bytes(make_video(5 + 8 * i, container=container))
+        elif i % 4 == 1:
+            stem = f"{i:04d}"
+            record["images"], record["videos"] = [f"{i}_a.jpg"], [f"{i}_b.mp4", f"{i}_c.mov"]
+            text[0]["content"] = "<video> or <image>? <video>"
+            (root / f"{i}_a.jpg").write_bytes(image_bytes(70, 56))
+            (root / f"{i}_b.mp4").write_bytes(make_video(4, width=80))
+            (root / f"{i}_c.mov").write_bytes(make_video(3 + i, container="mov", rotation=90))
+        elif i % 4 == 2:
+            stem = f"{i:04d}"
+            (root / f"{stem}.jpg").write_bytes(image_bytes(56, 28 * (i % 5 + 2)))
+        write_json(root / f"{stem}.json", record)
+    return root
 
 
 def make_audio(container: str = "mp4") -> bytes:

@@ -4,6 +4,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,17 @@ def case(family: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
     root = tmp_path_factory.mktemp(family)
     checkpoint = small_checkpoint(family, root / "checkpoint")
     return checkpoint, small_packs(family, checkpoint, root)
+
+
+@pytest.fixture(scope="module")
+def video_packs(family: str, case: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packs of dialogues with videos, images, and both for that checkpoint. Frames are resized as
+    transformers' video processors do."""
+    from tests.helpers.peers import pack_dialogues
+    from tests.helpers.videos import video_pairs
+
+    root = tmp_path_factory.mktemp("videos")
+    return pack_dialogues(video_pairs(root / "source", 16), family, case[0], root, resize="torch")
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ import transformers
 from transformers import TrainingArguments
 
 from launch.trainers.transformers_trainer import PackedTrainer
-from tests.helpers.hf_trainers import QUIET, check_resuming, numbers_read
-from tests.helpers.peers import check_order, largest_difference, our_losses
+from tests.helpers.hf_trainers import QUIET, check_resuming, numbers_read, recorded_run
+from tests.helpers.peers import check_order, largest_difference, open_packs, our_losses
 
 Say = Callable[[str], None]
 
@@ -35,6 +35,20 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
     say(
         f"transformers {transformers.__version__}, {family}: loss before and after a step as "
         f"launch.train's (to {difference:.0e}), 6 steps resumed after 3 to the last bit"
+    )
+
+
+def test_a_step_on_videos_is_that_of_our_own_trainer(
+    family: str, case: Any, video_packs: Path, tmp_path: Path, say: Say
+) -> None:
+    checkpoint, _ = case
+    assert all(len(open_packs(video_packs).row(number).row.video_grid_thw) for number in (0, 1))
+    packs, losses, _ = recorded_run(make, checkpoint, video_packs, tmp_path / "theirs", steps=2)
+    assert packs == [0, 1]
+    difference = largest_difference(our_losses(video_packs, checkpoint, tmp_path / "ours"), losses)
+    say(
+        f"transformers {transformers.__version__}, {family}, videos: loss before and after a step "
+        f"as launch.train's (to {difference:.0e})"
     )
 
 

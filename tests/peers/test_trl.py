@@ -14,6 +14,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from launch.train_transformers import main
+from launch.trainers.transformers_trainer import collate_packed
 from launch.trainers.trl_trainer import PackedSFTTrainer
 from offline_packing.demo.training import tiny_qwen2_vl
 from task_encoders.families.builtin_processor import builtin_processor
@@ -21,6 +22,7 @@ from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import to_chat
 from tests.helpers.hf_trainers import QUIET, check_resuming, numbers_read
+from tests.helpers.hf_videos import processor_of, video_files
 from tests.helpers.peers import (
     assert_same,
     check_order,
@@ -32,8 +34,12 @@ from tests.helpers.peers import (
 
 Say = Callable[[str], None]
 VERSION = f"TRL {trl.__version__}"
-TEMPLATE = (Path(trl.__file__).parent / "chat_templates/qwen2_5_vl_training.jinja").read_text()
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+TEMPLATE = (TEMPLATES / "qwen2_5_vl_training.jinja").read_text()
 END = 151645  # <|im_end|>
+MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+#: What positions depend on.
+PLACES = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 
 
 def make(
@@ -44,50 +50,59 @@ def make(
     return PackedSFTTrainer(args=args, model=model, train_dataset=packs, processing_class=tokenizer)
 
 
-def own_batch(processor: Any, sample: SourceSample, media: list[bytes]) -> Any:
-    """What TRL makes of a sample."""
-    images = [Image().decode_example({"bytes": data, "path": None}) for data in media]
+def own_batch(
+    processor: Any,
+    sample: SourceSample,
+    media: list[bytes],
+    template: str = TEMPLATE,
+    scratch: Path = Path(),
+) -> Any:
+    """What TRL makes of a sample. `scratch` is for its videos."""
+    num_images = len(sample.images)
+    images = [Image().decode_example({"bytes": d, "path": None}) for d in media[:num_images]]
     if sample.task == "captioning":
         collator = DataCollatorForVisionLanguageModeling(processor, completion_only_loss=True)
         front = "<|vision_start|><|image_pad|><|vision_end|>" * len(images)
         caption = f"{sample.turns[0].answer}<|im_end|>"
         return collator([{"images": images, "prompt": front, "completion": caption}])
     collator = DataCollatorForVisionLanguageModeling(
-        processor, assistant_only_loss=True, chat_template=TEMPLATE
+        processor, assistant_only_loss=True, chat_template=template
     )
-    messages = to_chat(sample)
-    for message in messages:  # in a plain string TRL would look for room for the images
-        if isinstance(message["content"], str):
+    messages, videos = to_chat(sample), iter(video_files(media[num_images:], scratch))
+    for message in messages:
+        if isinstance(message["content"], str):  # where TRL would look for room for the images
             message["content"] = [{"type": "text", "text": message["content"]}]
+        for part in message["content"]:
+            if part["type"] == "video":
+                part["video"] = next(videos)
     return collator([{"images": images, "messages": messages}])
 
 
-def expected_row(model: Any, batches: list[Any]) -> dict[str, Any]:
+def expected_row(model: Any, batches: list[Any], end_token: int = END) -> dict[str, Any]:
     """Batches of one sample each, one behind the other as packing has to put them."""
     tokens, labels, positions = [], [], []
     for batch in batches:
         # TRL keeps the newline behind the last end token, and trains those behind all of them,
         # which no model has to write.
-        after_end = batch["input_ids"].roll(1) == END
+        after_end = batch["input_ids"].roll(1) == end_token
         batch["labels"][after_end] = IGNORE_INDEX
         end = batch["input_ids"].shape[1] - int(after_end[0, -1])
-        grid = batch.get("image_grid_thw")
         ids = batch["input_ids"][:, :end]
         types = batch["mm_token_type_ids"][:, :end]
-        found, _ = model.model.get_rope_index(ids, types, image_grid_thw=grid)
+        places = {name: batch[name] for name in PLACES if name in batch}
+        found, _ = model.model.get_rope_index(ids, types, **places)
         positions.append(torch.cat([torch.arange(end)[None, None], found]))
         tokens.append(ids)
         labels.append(batch["labels"][:, :end])
     lengths = torch.tensor([0, *(ids.shape[1] for ids in tokens)])
-    images = [batch for batch in batches if "pixel_values" in batch]
-    vision = ("pixel_values", "image_grid_thw") if images else ()
+    media = {name: [batch[name] for batch in batches if name in batch] for name in MEDIA}
     return {
         "input_ids": torch.cat(tokens, dim=1),
         "labels": torch.cat(labels, dim=1),
         "position_ids": torch.cat(positions, dim=2),
         "cu_seq_lens_q": lengths.cumsum(0),
         "max_length_q": int(lengths.max()),
-        **{name: torch.cat([batch[name] for batch in images]) for name in vision},
+        **{name: torch.cat(parts) for name, parts in media.items() if parts},
     }
 
 
@@ -112,6 +127,33 @@ def test_every_demo_pack_holds_what_its_collator_makes_of_the_samples(
             num_packs += 1
     assert num_samples > num_packs > 5
     say(f"{VERSION}: {num_packs} packs of {task} hold what its collator makes of their samples")
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"], scope="module")
+def test_packs_with_videos_hold_what_its_collator_makes_of_the_samples(
+    family: str, case: Any, video_packs: Path, tmp_path: Path, say: Say
+) -> None:
+    """With the checkpoint's whole processor, which TRL's collator lets read the videos."""
+    model = AutoModelForImageTextToText.from_pretrained(case[0])
+    tokenizer = AutoTokenizer.from_pretrained(case[0])
+    packs = open_packs(video_packs)
+    processor = processor_of(family, packs.task_encoder.encoder, tokenizer)
+    same = family.replace("qwen2_vl", "qwen2_5_vl")  # has the same template
+    template = (TEMPLATES / f"{same}_training.jinja").read_text()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    num_videos = 0
+    for number, pack in enumerate(packs):
+        batches = [
+            own_batch(processor, *sample, template, tmp_path) for sample in stored_samples(pack)
+        ]
+        row = collate_packed([{"packs": packs, "number": number}])
+        assert_same(row, expected_row(model, batches, end), f"{family} {number}")
+        num_videos += len(row.get("video_grid_thw", ()))
+    assert num_videos > 10
+    say(
+        f"{VERSION}, {family}: {len(packs)} packs with {num_videos} videos hold what its collator "
+        "makes of their samples"
+    )
 
 
 def test_it_refuses_to_pack_pictures_itself(case: Any, tmp_path: Path) -> None:
