@@ -2,6 +2,7 @@
 a state to go on from. Any number of ranks gets as much work each, whatever order packs were written
 in; see `offline_packing.online.ranks`."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from offline_packing.online.ranks.scheduled_loader import ScheduledLoader
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.settings import packs_of_epochs
+
+logger = logging.getLogger(__name__)
 
 
 class BalancedLoader:
@@ -39,6 +43,16 @@ class BalancedLoader:
         timeout: int = 0,
     ) -> None:
         folder = PackedFolder(path, task_encoder)
+        epochs = max(len(packs_of_epochs(shard.path)) for shard in folder.shards)
+        if epochs > 1 and rank == 0:
+            logger.warning(
+                "%s has packs of %d epochs, which order=balanced deals as one: within fewer than "
+                "%d epochs some samples come more often than others; set order=written, or pack "
+                "with pack.epochs=1",
+                path,
+                epochs,
+                epochs,
+            )
         _, cost = pack_costs(folder)
         # Lengths and budget in packs: a row holds as many as asked.
         ones = np.ones(len(folder), np.int64)

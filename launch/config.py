@@ -91,14 +91,28 @@ class DataConfig(_Config):
         """`path` is the folder of the prefix, which holds the manifest; or what leads to one."""
         if not isinstance(given, Mapping):
             return given
-        if given.get("packed_sequence") is False:
-            raise ValueError("packed_sequence=false: only packs are trained; set it to true")
         prefix = given.get("data_prefix") or find_prefix(str(given.get("path")))
         if prefix is None:
             return given
         if given.get("order") == "balanced":
             raise ValueError("order=balanced: packs as token ids come as written; pack to shards")
         return {**given, "data_prefix": str(prefix), "path": str(Path(prefix).parent)}
+
+    @field_validator("packed_sequence")
+    @classmethod
+    def _needs_packs(cls, packed_sequence: bool) -> bool:
+        if not packed_sequence:
+            raise ValueError("packed_sequence=false: only packs are trained; set it to true")
+        return packed_sequence
+
+    @model_validator(mode="after")
+    def _check_online_packs(self) -> "DataConfig":
+        if self.online is not None and self.data_prefix is not None:
+            raise ValueError(
+                f"online packs data that are not packed, and {self.data_prefix} holds packs as "
+                "token ids; remove one of the two"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_dyn_bsz(self) -> "DataConfig":

@@ -6,6 +6,7 @@ SIGTERM or Ctrl-C after saving.
 
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ import click
 from offline_packing.errors import ConfigError, StageError
 
 STOPPED: Final = 128 + 15
+#: The exception behind the last frame of a traceback.
+_RAISED: Final = re.compile(r"^[\w.]+: (.*)", re.DOTALL | re.MULTILINE)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -43,11 +46,20 @@ def failing_in_one_line(*, debug: bool) -> Iterator[None]:
         if debug:
             raise
         known = isinstance(error, StageError | ValueError | RuntimeError | OSError)
-        text = str(error) if known else f"{type(error).__name__}: {error} (--debug shows where)"
+        text = reason(error) if known else f"{type(error).__name__}: {error} (--debug shows where)"
         is_alike = isinstance(error, StageError | ValueError)
         if os.environ.get("LOCAL_RANK", "0") == "0" or not is_alike:
             click.echo(f"error: {' '.join(text.split())}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def reason(error: Exception) -> str:
+    """What an error says. Of one from a loader's worker torch makes a text with the whole
+    traceback, and Energon puts the sample's fields in front of what stopped it."""
+    text = str(error)
+    _, traceback, rest = text.rpartition('\n  File "')
+    raised = _RAISED.search(rest) if traceback else None
+    return (raised[1] if raised else text).rpartition("failed due to system exception: ")[2]
 
 
 def start_logging() -> None:

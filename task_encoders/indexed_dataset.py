@@ -49,6 +49,8 @@ class IndexedPackDataset(Dataset[PackedBatch]):
         folder = Path(prefix).parent
         self.task_encoder = task_encoder or _task_encoder_of(folder)
         self.task_encoder.check_manifest(folder)
+        if len(self._file):
+            self.task_encoder.settings.resolve_task(self._file[0].task)
         self._digest = fingerprint_digest(self.task_encoder.encoder.fingerprint)
 
     def __len__(self) -> int:

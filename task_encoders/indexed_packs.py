@@ -229,6 +229,11 @@ class IndexedPack(Mapping[str, bytes]):
         return str(self._record["meta"]["tokenized_with"])
 
     @property
+    def task(self) -> str:
+        """What the pack is trained as."""
+        return str(self._record["meta"]["task"])
+
+    @property
     def loss_mask(self) -> npt.NDArray[np.uint8]:
         """(S,) 1 where there is a label."""
         return np.ascontiguousarray(self._mask).view(np.uint8)[: len(self.tokens)]

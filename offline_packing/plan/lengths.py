@@ -9,6 +9,7 @@ Further columns of a table are read under the names that they have in an index: 
 several, for their repeats and weights: their names.
 """
 
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,6 +85,7 @@ def write_assignment(samples: Index, plan: PackPlan, path: Path) -> None:
 def _index_of_lengths(config: PackingConfig, path: Path) -> Iterator[Index]:
     """An index of lengths, in a folder that vanishes with the block."""
     table = _with_sources(config, path, _read(path))
+    _check_counts(config, path, table)
     with tempfile.TemporaryDirectory(prefix="offline-packing-") as name:
         part_rows = []
         for number, batch in enumerate(table.to_batches(_ROWS_AT_ONCE)):
@@ -99,7 +101,9 @@ def _read(path: Path) -> pa.Table:
         if path.suffix == ".parquet":
             table = pq.read_table(path)
         elif path.suffix == ".csv":
-            table = pa.csv.read_csv(path)
+            as_text = dict.fromkeys((*_NAMES["key"], "source"), pa.string())  # "007" is no 7
+            convert = pa.csv.ConvertOptions(column_types=as_text)
+            table = pa.csv.read_csv(path, convert_options=convert)
         else:
             table = _read_lines(path)
     except (OSError, pa.ArrowException) as error:
@@ -112,20 +116,23 @@ def _read(path: Path) -> pa.Table:
                 f"{name} (or {', '.join(others[1:])})"
             )
         table = table.rename_columns({found: name})
+    has_key = pc.greater(pc.utf8_length(table["key"].cast(pa.large_string())), 0)
+    if not pc.all(pc.fill_null(has_key, False)).as_py():
+        raise StageError(f"lengths {path}: a sample has no key; give each one its own")
     return table.set_column(
         table.column_names.index("num_tokens"), "num_tokens", _checked_lengths(path, table)
     )
 
 
 def _read_lines(path: Path) -> pa.Table:
-    """A sample a line; the first line may be a heading."""
+    """A sample a line; the first line may be a heading, which has no number."""
     one_column = pa.csv.ParseOptions(delimiter="\x01", quote_char=False)
     names = pa.csv.ReadOptions(column_names=["line"])
     as_text = pa.csv.ConvertOptions(column_types={"line": pa.string()})
     lines = pa.csv.read_csv(path, names, one_column, as_text)["line"].combine_chunks()
     found = pc.extract_regex(lines, _LINE)
     bad = np.flatnonzero(found.is_null().to_numpy(zero_copy_only=False))
-    if len(bad) and bad[-1] > 0:
+    if len(bad) and (bad[-1] > 0 or re.search(r"\d", lines[0].as_py())):
         raise StageError(
             f"lengths {path}: {lines[bad[-1]].as_py()[:80]!r} is not name<TAB>tokens nor "
             "name:tokens; a table with a heading is to be called .csv or .parquet"
@@ -147,8 +154,18 @@ def _checked_lengths(path: Path, table: pa.Table) -> pa.ChunkedArray:
 
 def _with_sources(config: PackingConfig, path: Path, table: pa.Table) -> pa.Table:
     """The table with `source_id`, by the names in its column `source`, where it has one."""
-    names = config.source_names()
-    if len(names) == 1 or "source" not in table.column_names:
+    names, is_known = config.source_names(), "source" in table.column_names
+    is_mixed = "mix" in config.pack.assignment
+    if (
+        len(names) > 1
+        and not is_known
+        and (is_mixed or any(s.weight or s.repeat != 1 for s in config.source))
+    ):
+        raise StageError(
+            f"lengths {path}: no column source says whose repeat or weight a sample has; add it, "
+            f"with {', '.join(names)}"
+        )
+    if len(names) == 1 or not is_known:
         ids = pa.repeat(pa.scalar(0, pa.int32()), len(table))
     else:
         ids = pc.index_in(table["source"], pa.array(names))
@@ -159,6 +176,24 @@ def _with_sources(config: PackingConfig, path: Path, table: pa.Table) -> pa.Tabl
                 f"{', '.join(names)}"
             )
     return table.append_column("source_id", ids)
+
+
+def _check_counts(config: PackingConfig, path: Path, table: pa.Table) -> None:
+    """Raise StageError if packs depend on something that is not known of every sample."""
+    pack, media = config.pack, ["num_images", "num_videos"]
+    found = [name for name in (*media, "num_vision_patches") if name in table.column_names]
+    needed = [f"num_{name}" for name in pack.budgets]
+    needed += ["num_vision_patches"] if "balance" in pack.assignment else []
+    needed += ["num_images"] if pack.homogeneous and not {*media} & {*found} else []
+    missing = next((name for name in needed if name not in found), None)
+    if missing is not None:
+        raise StageError(
+            f"lengths {path}: pack.budgets, pack.homogeneous or pack.assignment needs a column "
+            f"{missing}; add it"
+        )
+    for name in found:
+        if table[name].null_count:
+            raise StageError(f"lengths {path}: {name} is empty; write 0 where there are none")
 
 
 def _as_part(config: PackingConfig, rows: pa.Table) -> pa.Table:

@@ -4,7 +4,7 @@
       train:
         blend:
         - path: /data/out/first
-          weight: 1200        # its packs in this split
+          weight: 1200        # its packs in this split, and in one epoch
 
 A weight is the share of packs that are drawn from an output. With the number of its packs as
 weight, each pack of any output comes once per epoch, on average; since packs are full, that
@@ -42,7 +42,7 @@ def blend(folders: Sequence[Path]) -> str:
         )
     _check_same(outputs)
     _check_keys_apart(outputs)
-    packs = {root: manifest["counts"]["packs"] for root, manifest in outputs.items()}
+    packs = {root: _packs_of_an_epoch(manifest) for root, manifest in outputs.items()}
     splits = {}
     for split in dict.fromkeys(split for counts in packs.values() for split in counts):
         weights = {root: counts.get(split, 0) for root, counts in packs.items()}
@@ -53,6 +53,13 @@ def blend(folders: Sequence[Path]) -> str:
     head = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}
     about = "# Weights are numbers of packs: each pack comes once per epoch, on average.\n"
     return about + yaml.safe_dump(head, sort_keys=False)
+
+
+def _packs_of_an_epoch(manifest: Mapping[str, Any]) -> dict[str, int]:
+    """By split; the mean, rounded up, where each epoch has packs of its own."""
+    epochs = manifest.get("epochs", {})
+    counts = manifest["counts"]["packs"]
+    return {split: -(-count // len(epochs.get(split, [0]))) for split, count in counts.items()}
 
 
 def _read_manifest(root: Path) -> Mapping[str, Any]:

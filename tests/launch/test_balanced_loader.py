@@ -13,6 +13,7 @@ from launch.data import build_task_encoder
 from launch.data_manifest import read_packed_data
 from offline_packing.online.ranks.pack_costs import pack_costs
 from task_encoders.packed_folder import PackedFolder
+from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.loader_states import check_states
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder, losses, make_config, make_trainer
 from tests.helpers.rank_processes import run_ranks
@@ -56,6 +57,19 @@ def test_ranks_have_rows_of_as_many_packs_and_similar_cost(folder: Path) -> None
     cost = [[sum(by_key[key] for key in row.__key__) for row in own] for own in rows]
     full = [step for step in zip(*cost, strict=True) if min(step) > 0.8 * max(step)]
     assert len(full) >= len(rows[0]) - 1  # one step may share what did not divide
+
+
+def test_packs_of_several_epochs_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "source", 20)), "task": "bmr"}
+    pack = {"seq_length": 256, "epochs": 2}
+    run = make_run(source, tmp_path / "packed", output={"layout": "references"}, pack=pack)
+    pack_all(run)
+    data = read_packed_data(tmp_path / "packed")
+    config = DataConfig(path=str(tmp_path / "packed"))
+    BalancedLoader(tmp_path / "packed", build_task_encoder(config, data))
+    assert "has packs of 2 epochs, which order=balanced deals as one" in caplog.text
 
 
 def test_a_run_trains_on_it_and_resumes(folder: Path, tmp_path: Path) -> None:

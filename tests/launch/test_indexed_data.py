@@ -14,6 +14,7 @@ from launch.indexed_loader import IndexedLoader
 from launch.train_transformers import open_packs, settings_of_packs
 from task_encoders.indexed_dataset import IndexedPackDataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.settings import PackingSettingsError
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.loader_states import check_states
 from tests.helpers.packed_runs import (
@@ -101,11 +102,24 @@ def test_other_names_of_neva(folders: dict[str, Path], caplog: pytest.LogCapture
     by_folder = DataConfig(path=str(folders["indexed"]))
     by_prefix = DataConfig.model_validate({"path": "demo", **neva_names(folders["indexed"])})
     assert by_folder == by_prefix
-    with pytest.raises(ValidationError, match="packed_sequence=false: only packs are trained"):
-        DataConfig.model_validate({"path": "out", "packed_sequence": False})
+    for value in (False, 0, "false"):
+        with pytest.raises(ValidationError, match="packed_sequence=false: only packs are trained"):
+            DataConfig.model_validate({"path": "out", "packed_sequence": value})
+    with pytest.raises(ValidationError, match="online packs data that are not packed"):
+        DataConfig.model_validate({"path": str(folders["indexed"]), "online": {"seq_length": 512}})
     config = DataConfig.model_validate(neva_names(folders["indexed"], crop_size=[336, 336]))
     build_task_encoder(config, read_packed_data(Path(config.path)))
     assert "data.crop_size [336, 336] is not used: qwen2_vl keeps each image's shape" in caplog.text
+
+
+def test_variables_that_contradict_the_packs_are_refused_when_they_are_opened(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a model is read."""
+    for variable in ("OFFLINE_PACKING_BMR", "OFFLINE_PACKED_DATA"):
+        monkeypatch.delenv(variable)
+        with pytest.raises(PackingSettingsError, match="set OFFLINE_PACKED_DATA=1 OFFLINE_PACKING"):
+            IndexedPackDataset(folders["indexed"] / "packed_seq_dataset")
 
 
 def test_the_trainer_of_transformers_takes_a_prefix(folders: dict[str, Path]) -> None:

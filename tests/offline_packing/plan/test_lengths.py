@@ -101,14 +101,48 @@ def test_copies_budgets_and_set_asides(tmp_path: Path) -> None:
         ("a.txt", "name\ttokens\na\t1\nb\n", "'b' is not name<TAB>tokens nor name:tokens"),
         ("a.parquet", "no Parquet", "cannot be read"),
         ("a.csv", "key,tokens\na,1000\n", "nothing to pack .* overlong 1"),
+        # the first line is no heading where it has a number
+        ("a.txt", "a\t10.0\nb\t20\n", "10.0' is not name<TAB>tokens nor name:tokens"),
+        ("a.csv", "key,tokens\na,1\n,2\n", "a sample has no key"),
+        ("a.csv", "key,tokens,num_images\na,1,2\nb,1,\n", "num_images is empty; write 0"),
     ],
 )
 def test_bad_lengths(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
-    paths = [f"{one}.jsonl" for one in "xy"]
-    sources = [{"format": "jsonl", "path": path, "task": "bmr"} for path in paths]
     with pytest.raises(StageError, match=message):
-        plan_lengths(make_run(sources, tmp_path / "out"), tmp_path / name, None)
+        plan_lengths(make_run(two_sources(), tmp_path / "out"), tmp_path / name, None)
+
+
+def two_sources(**options: Any) -> list[dict[str, Any]]:
+    paths = [f"{one}.jsonl" for one in "xy"]
+    return [{"format": "jsonl", "path": path, "task": "bmr", **options} for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("pack", "source", "column"),
+    [
+        ({"budgets": {"images": 3}}, {}, "num_images"),
+        ({"homogeneous": True}, {}, "num_images"),
+        ({"assignment": "balance"}, {}, "num_vision_patches"),
+        ({"assignment": "mix"}, {}, "source"),
+        ({}, {"repeat": 2}, "source"),
+    ],
+)
+def test_what_packs_depend_on_must_be_known(
+    tmp_path: Path, pack: dict[str, Any], source: dict[str, Any], column: str
+) -> None:
+    (tmp_path / "l.tsv").write_text("a\t10\nb\t20\n")
+    run = make_run(two_sources(**source), tmp_path / "out", pack=pack)
+    with pytest.raises(StageError, match=f"column {column}"):
+        plan_lengths(run, tmp_path / "l.tsv", None)
+
+
+def test_keys_that_look_like_numbers_stay_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "l.csv").write_text("key,tokens\n001,10\n1,10\n1.0,10\nNA,10\n")
+    run = make_run(two_sources()[0], tmp_path / "out")
+    plan_lengths(run, tmp_path / "l.csv", tmp_path / "out.parquet")
+    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert {row["key"] for row in rows if row["pack"] == 0} == {"001", "1", "1.0", "NA"}
 
 
 def test_command(tmp_path: Path) -> None:

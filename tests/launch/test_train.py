@@ -1,0 +1,37 @@
+"""What a run says when it fails."""
+
+import pytest
+from megatron.energon.errors import FatalSampleError
+from torch.utils.data import DataLoader, Dataset
+
+from launch.train import failing_in_one_line
+
+
+class Moved(Dataset[int]):
+    """Fails as Energon's datasets do."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, number: int) -> int:
+        try:
+            raise FatalSampleError("pack 'ps_1': a b.jpg changed: x, y; restore it")
+        except FatalSampleError as error:
+            sample = {"__key__": "ps_1", "json": "…" * 99}
+            text = f"MapDataset(cook) failed due to system exception: {error}"
+            raise FatalSampleError.from_sample(sample, text) from error
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_a_loader_is_said_without_its_traceback(
+    workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit), failing_in_one_line(debug=False):
+        list(DataLoader(Moved(), num_workers=workers))
+    assert capsys.readouterr().err == "error: pack 'ps_1': a b.jpg changed: x, y; restore it\n"
+
+
+def test_other_errors_keep_their_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), failing_in_one_line(debug=False):
+        raise ValueError("data.path: no such folder")
+    assert capsys.readouterr().err == "error: data.path: no such folder\n"
