@@ -16,14 +16,22 @@ import io
 import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, SupportsIndex
 
 import numpy as np
 import orjson
 
-from task_encoders.folder_shards import PackedFolderError, Shard, find_shards, read_index
+from task_encoders.folder_shards import (
+    PackedFolderError,
+    Shard,
+    find_shards,
+    path_of,
+    read_index,
+)
 from task_encoders.pack_format import JSON_PART
 
 if TYPE_CHECKING:
@@ -50,13 +58,13 @@ class RawPack(NamedTuple):
 class PackedFolder:
     """The packs of one split, in written order. Implements torch's protocol of map-style datasets.
 
-    The datasets of a blend follow each other, and each pack comes once, or as often as a
-    `blend_epochized` repeats its dataset. Energon draws by weight instead; weights other than the
-    numbers of packs are warned of.
+    Of a blend, it is an epoch: the datasets' packs are spread over it evenly, each pack as often
+    as a `blend_epochized` repeats its dataset, or by the weights of a `blend`, once at least;
+    packs that come more often are warned of. Of other splits than train, they follow each other.
 
     Args:
-        path: a local folder, or a metadataset YAML. A folder of packs that refer to their media,
-            and a metadataset, need Energon.
+        path: a folder or a metadataset YAML, remote ones as msc://PROFILE/PATH. All but local
+            folders of packs that hold their media need Energon.
         task_encoder: for rows and batches; its settings are compared with the folder's.
         split: train, val or test.
 
@@ -72,12 +80,14 @@ class PackedFolder:
         *,
         split: str = "train",
     ) -> None:
-        self.path = Path(path)
+        self.path = path_of(path)
         self.task_encoder = task_encoder
         self.split = split
-        self.shards = find_shards(self.path, split)
-        indices = [read_index(shard) for shard in self.shards]
-        #: number of the first pack of each shard, and of all packs
+        #: and the place of each pack among all in the shards, (len,)
+        self.shards, self.order = find_shards(path, split)
+        with ThreadPoolExecutor(16) as pool:  # remote ones take their time
+            indices = list(pool.map(read_index, self.shards))
+        #: place of the first pack of each shard, and the number of all
         self._firsts = np.cumsum([0, *(len(index) - 1 for index in indices)])
         #: one more per shard than it has packs
         self._offsets = np.concatenate([np.empty(0, np.int64), *indices])
@@ -85,20 +95,27 @@ class PackedFolder:
             _check(self.shards, task_encoder)
 
     def __len__(self) -> int:
-        return int(self._firsts[-1])
+        return len(self.order)
 
-    def __getitem__(self, number: int) -> RawPack:
+    def __getitem__(self, number: SupportsIndex) -> RawPack:
         """Raises IndexError, and PackedFolderError where a shard is cut or damaged."""
-        wanted = number + len(self) if number < 0 else number
-        if not 0 <= wanted < len(self):
-            raise IndexError(f"{self.path} has {len(self)} packs, no number {number}")
-        place = int(np.searchsorted(self._firsts, wanted, "right")) - 1
-        start, end = self._offsets[wanted + place : wanted + place + 2].tolist()
-        shard = self.shards[place]
-        with open(shard.path, "rb") as file:
-            file.seek(start)
-            data = file.read(end - start)
+        wanted = index(number)
+        if not -len(self) <= wanted < len(self):
+            raise IndexError(f"{self.path} has {len(self)} packs, no number {wanted}")
+        wanted %= len(self)
+        place = int(self.order[wanted])
+        shard_number = int(np.searchsorted(self._firsts, place, "right")) - 1
+        start, end = self._offsets[place + shard_number :][:2].tolist()
+        shard = self.shards[shard_number]
         where = f"{shard.path}, bytes {start} to {end}"
+        try:
+            with shard.path.open("rb") as file:
+                file.seek(start)
+                data = file.read(end - start)
+        except OSError as error:
+            raise PackedFolderError(
+                f"{where}: {error.strerror or error}; offline-packing retry restores it"
+            ) from error
         if len(data) < end - start:
             raise PackedFolderError(
                 f"{where}: the file ends {end - start - len(data)} bytes early; offline-packing "
@@ -112,7 +129,7 @@ class PackedFolder:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Opened anew where it is unpickled: Energon's readers of references cannot be pickled."""
-        return partial(type(self), split=self.split), (self.path, self.task_encoder)
+        return partial(type(self), split=self.split), (str(self.path), self.task_encoder)
 
     def __iter__(self) -> Iterator[RawPack]:
         return map(self.__getitem__, range(len(self)))

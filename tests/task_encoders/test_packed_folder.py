@@ -1,6 +1,5 @@
 """Packs by their number equal those of Energon's loader, bytes and tensors."""
 
-import logging
 import pickle
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all, vqa_pairs
 from tests.helpers.legacy_packs import legacy_vqa_folder, text_folder
+from tests.helpers.unpacked_folders import blend_of
 
 SEQ_LENGTH = 512
 MODEL: dict[str, Any] = {"min_pixels": 3136, "max_pixels": 28 * 28 * 64}
@@ -93,8 +93,10 @@ def test_bytes_equal_the_shards(task: str, packed: Path) -> None:
         assert pack.key == members["__key__"]
         assert pack.members == {k: v for k, v in members.items() if not k.startswith("__")}
     assert folder[-1] == packs[-1]
-    with pytest.raises(IndexError, match=f"has {len(packs)} packs, no number {len(packs)}"):
-        folder[len(packs)]
+    for number in (len(packs), -len(packs) - 1):
+        with pytest.raises(IndexError, match=f"has {len(packs)} packs, no number {number}"):
+            folder[number]
+    assert type(folder[np.int64(1)].number) is int
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -137,50 +139,34 @@ def test_it_is_pickled_small(packed: Path) -> None:
     assert list(pickle.loads(data)) == list(folder)
 
 
-def blend(path: Path, kind: str, entries: str) -> Path:
-    path.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
-        f"  train:\n    {kind}:\n{entries}"
-    )
-    return path
-
-
-def test_a_blend(packed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each pack once, whatever the order that Energon draws in."""
-    sizes = {task: len(PackedFolder(packed / task)) for task in ("captioning", "bmr")}
-    entries = "".join(
-        f"      - {{path: {packed / task}, weight: {size}}}\n" for task, size in sizes.items()
-    )
-    path = blend(tmp_path / "blend.yaml", "blend", entries)
+def test_a_blend(packed: Path, tmp_path: Path) -> None:
+    """Each pack once, and the datasets mixed."""
+    single = {
+        task: energon_batches(packed / task, task_encoder(task)) for task in ("captioning", "bmr")
+    }
+    path = blend_of(tmp_path / "blend.yaml", [packed / task for task in single], epochs=1)
     encoder = Qwen2VLTaskEncoder(
         seq_length=SEQ_LENGTH, settings=PackingSettings(packed=True), **MODEL
     )
     folder = PackedFolder(path, encoder)
-    assert len(folder) == sum(sizes.values())
-    assert not caplog.records
     found = [folder.batch([number]) for number in range(len(folder))]
-    for task in sizes:
-        single = energon_batches(packed / task, task_encoder(task))
-        start = 0 if task == "captioning" else sizes["captioning"]
-        for ours, theirs in zip(found[start:], single, strict=False):
+    origins = [batch.__subflavors__[0]["offline_packing"] for batch in found]
+    assert len(found) == sum(map(len, single.values()))
+    for task, own in single.items():
+        for ours, theirs in zip(
+            (b for b, o in zip(found, origins, strict=True) if o == task), own, strict=True
+        ):
             assert_same(ours, theirs)
-    blend(path, "blend", entries.replace(f"weight: {sizes['bmr']}", "weight: 1"))
-    with caplog.at_level(logging.WARNING):
-        assert len(PackedFolder(path)) == sum(sizes.values())
-    assert "weights are not the numbers of packs" in caplog.text
+        assert task in origins[: len(origins) // 2]
+        assert task in origins[len(origins) // 2 :]
 
 
-def test_subsets_and_repetitions(packed: Path, tmp_path: Path) -> None:
-    keys = [pack.key for pack in PackedFolder(packed / "captioning")]
-    entries = (
-        f"      - {{path: {packed / 'captioning'}, repetitions: 2, subset: {{range: [1, 4]}}}}\n"
-        f"      - {{path: {packed / 'captioning'}, subset: {{range: [3, end]}}}}\n"
-    )
-    path = blend(tmp_path / "blend.yaml", "blend_epochized", entries)
-    assert [pack.key for pack in PackedFolder(path)] == [*keys[1:4], *keys[1:4], *keys[3:]]
-    blend(path, "blend_epochized", entries.replace("repetitions: 2", "repetitions: 1.5"))
-    with pytest.raises(PackedFolderError, match=r"repeats .* 1\.5 times"):
-        PackedFolder(path)
+def test_remote_folders(packed: Path, tmp_path: Path) -> None:
+    local = PackedFolder(packed / "vqa", task_encoder("vqa"))
+    url = f"msc://__filesystem__{packed / 'vqa'}"
+    folder = PackedFolder(url, task_encoder("vqa"))
+    assert list(pickle.loads(pickle.dumps(folder))) == list(local)
+    assert_same(folder.batch([1, 0]), local.batch([1, 0]))
 
 
 def test_folders_of_others(tmp_path: Path) -> None:
@@ -234,13 +220,6 @@ def test_what_is_damaged_is_named(texts: Path) -> None:
     index.unlink()
     with pytest.raises(PackedFolderError, match=r"shard_0\.tar\.idx is missing"):
         PackedFolder(texts)
-
-
-def test_what_is_no_folder_is_named(texts: Path) -> None:
-    with pytest.raises(PackedFolderError, match="no split 'dev', only train"):
-        PackedFolder(texts, split="dev")
-    with pytest.raises(PackedFolderError, match="neither a packed folder nor a metadataset"):
-        PackedFolder(texts / "nothing")
-    (texts / ".nv-meta" / "split.yaml").write_text("split_parts: [")
-    with pytest.raises(PackedFolderError, match=r"\.nv-meta cannot be read"):
-        PackedFolder(texts)
+    tar.unlink()
+    with pytest.raises(PackedFolderError, match=r"shard_0\.tar, bytes .* retry restores it"):
+        folder[0]

@@ -48,7 +48,7 @@ def pack_costs(
         first = places[shard.path]
         for column, values in zip(columns, outputs[shard.path.parent], strict=True):
             column.append(values[first + shard.start : first + shard.end])
-    return np.concatenate(columns[0]), np.concatenate(columns[1])
+    return np.concatenate(columns[0])[folder.order], np.concatenate(columns[1])[folder.order]
 
 
 def _of_output(
