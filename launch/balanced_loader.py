@@ -27,6 +27,7 @@ class BalancedLoader:
     Args:
         path: a written folder with its index and plan, or a blend of such.
         repeat: begin again at the end; otherwise a pass ends there.
+        seed: decides the order, together with the epoch.
         timeout: seconds without a row from a worker that are taken for a hang.
     """
 
@@ -40,6 +41,7 @@ class BalancedLoader:
         micro_batch_size: int = 1,
         num_workers: int = 0,
         repeat: bool = False,
+        seed: int = 0,
         timeout: int = 0,
     ) -> None:
         folder = PackedFolder(path, task_encoder)
@@ -58,7 +60,7 @@ class BalancedLoader:
         ones = np.ones(len(folder), np.int64)
         self._rows = ScheduledLoader(
             folder,
-            RankSchedule(ones, cost, world_size, micro_batch_size),
+            RankSchedule(ones, cost, world_size, micro_batch_size, seed),
             rank,
             num_workers=num_workers,
             timeout=timeout if num_workers else 0,

@@ -145,6 +145,7 @@ class TrainConfig(_Config):
     iterations: Count | None = None
     #: what weighs the same in a step: every labelled token, or every sample
     normalization: Literal["token", "sample"] = "token"
+    #: of random weights, and of every order of the data that is drawn
     seed: NonNegative = 0
 
 
@@ -249,10 +250,11 @@ class LaunchConfig(_Config):
 
     @model_validator(mode="after")
     def _check_online(self) -> "LaunchConfig":
-        if self.data.online and (self.data.order != "written" or self.validation.every):
+        others = self.data.order != "written" or self.data.data_prefix or self.validation.every
+        if self.data.online and others:
             raise ValueError(
-                "data.online has packs while training only: set data.order=written and "
-                "validation.every=0"
+                "data.online has packs while training only: set data.order=written, "
+                "validation.every=0 and no data.data_prefix"
             )
         return self
 

@@ -74,7 +74,10 @@ def build_task_encoder(
     _check_crop_size(config, model)
     kind = Qwen2VLTaskEncoder if config.online is None else OnlineTaskEncoder
     if config.task_encoder is not None:
-        kind = _load_class(config.task_encoder)
+        own = _load_class(config.task_encoder)
+        if not issubclass(own, kind):
+            raise ValueError(f"data.task_encoder {config.task_encoder!r} is no {kind.__name__}")
+        kind = own
     return kind(
         seq_length=data.seq_length,
         pad_to_seq_length=config.pad_to_seq_length,
@@ -114,6 +117,7 @@ class EnergonMicroBatches:
     Args:
         split: "train" repeats as `config.repeat` says; "val" reads every pack once per `restart`.
         limit: micro batches per rank and pass, for "val".
+        seed: of every order that is drawn.
     """
 
     def __init__(
@@ -124,6 +128,7 @@ class EnergonMicroBatches:
         *,
         split: str = "train",
         limit: int | None = None,
+        seed: int = 0,
     ) -> None:
         self._device = device
         self._pad_token_id = task_encoder.encoder.pad_token_id
@@ -133,7 +138,7 @@ class EnergonMicroBatches:
         self._iterator: Any = None
         self._loader: Any = None
         if parallel_state.get_tensor_model_parallel_rank() == 0:
-            self._loader = _build_loader(config, task_encoder, split, limit)
+            self._loader = _build_loader(config, task_encoder, split, limit, seed)
 
     def next(self) -> PackedBatch | None:
         batch = None
@@ -169,7 +174,11 @@ class EnergonMicroBatches:
 
 
 def _build_loader(
-    config: DataConfig, task_encoder: Qwen2VLTaskEncoder, split: str, limit: int | None
+    config: DataConfig,
+    task_encoder: Qwen2VLTaskEncoder,
+    split: str,
+    limit: int | None,
+    seed: int,
 ) -> Any:
     ranks: dict[str, Any] = {
         "rank": parallel_state.get_data_parallel_rank(),
@@ -185,9 +194,9 @@ def _build_loader(
     path = Path(config.path)
     if split == "train" and config.order == "balanced":
         return BalancedLoader(
-            path, task_encoder, repeat=repeat, timeout=FIRST_ROW_TIMEOUT, **size, **ranks
+            path, task_encoder, repeat=repeat, seed=seed, timeout=FIRST_ROW_TIMEOUT, **size, **ranks
         )
-    options: dict[str, Any] = {"worker_config": WorkerConfig(**ranks)}
+    options: dict[str, Any] = {"worker_config": WorkerConfig(**ranks, seed_offset=seed)}
     if split == "val":
         return _open_loader(
             get_packed_val_dataset, path, task_encoder, limit=limit, **size, **options
@@ -196,7 +205,7 @@ def _build_loader(
     get_dataset: Callable[..., Any] = get_packed_train_dataset
     if config.online is not None:
         windows = config.online.model_dump(include={"buffer", "strategy", "budgets"})
-        get_dataset = partial(get_online_train_dataset, **windows)
+        get_dataset = partial(get_online_train_dataset, seed=seed, **windows)
     if not config.dyn_bsz:
         return _open_loader(get_dataset, path, task_encoder, **size, **options)
     options["micro_batch_size"] = None

@@ -4,6 +4,8 @@ no manifest tells it."""
 import logging
 from pathlib import Path
 
+from megatron.energon.errors import FatalSampleError
+
 from launch.config import DataConfig
 from launch.data_manifest import PackedData, read_packed_data
 from offline_packing.errors import StageError
@@ -33,7 +35,10 @@ def _estimate(config: DataConfig) -> PackedData:
     own = {} if config.processor is None else {"processor": config.processor}
     model = ModelSettings.model_validate({**online.model.model_dump(), **own})
     encoder = MeasuringTaskEncoder(seq_length=online.seq_length, model=model)
-    measured, num_samples = measure_some(config.path, encoder)
+    try:
+        measured, num_samples = measure_some(config.path, encoder)
+    except FatalSampleError as error:  # Energon's text repeats the whole sample
+        raise StageError(f"{config.path}: {error.__context__ or error}") from error
     windows = online.model_dump(include={"strategy", "budgets"})
     whole = WindowOptions(online.seq_length, window=len(measured) + 1, **windows)
     pool = PackingPool[int](whole)

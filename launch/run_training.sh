@@ -21,7 +21,8 @@ NPROC_PER_NODE=${NPROC_PER_NODE:-$({ nvidia-smi --list-gpus 2>/dev/null || true;
 export PATH=$ROOT/.venv/bin:$PATH
 # Our packages, not any that happen to be in the caller's folder.
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
-# What each pack is: see task_encoders/settings.py.
+# What each pack is: see task_encoders/settings.py. 0 is for data that are packed here (data.online).
+[ "$OFFLINE_PACKED_DATA" = 1 ] || OFFLINE_PACKING_VQA=0 OFFLINE_PACKING_BMR=0
 export OFFLINE_PACKED_DATA OFFLINE_PACKING_VQA OFFLINE_PACKING_BMR
 # Two OpenMP pools that spin while they wait slow each other down many times over.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}

@@ -61,7 +61,7 @@ def build_trainer(config: LaunchConfig, device: torch.device) -> tuple[Trainer, 
     plan = plan_training(config, data, parallel_state.get_data_parallel_world_size())
     # The environment is checked here, before a checkpoint of many gigabytes is read.
     task_encoder = build_task_encoder(config.data, data, config.model.family)
-    train_data = EnergonMicroBatches(config.data, task_encoder, device)
+    train_data = EnergonMicroBatches(config.data, task_encoder, device, seed=config.train.seed)
     validation_data = None
     if config.validation.every and not data.num_val_packs:
         logger.warning("no validation: %s has no packs in its val split", config.data.path)

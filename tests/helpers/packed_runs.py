@@ -135,7 +135,7 @@ def make_trainer(
     plan = plan_training(config, data, parallel_state.get_data_parallel_world_size())
     task_encoder = build_task_encoder(config.data, data)
     if batches is None:
-        batches = EnergonMicroBatches(config.data, task_encoder, device)
+        batches = EnergonMicroBatches(config.data, task_encoder, device, seed=config.train.seed)
     recorded = RecordedBatches(batches, fail_at)
     validation = None
     if config.data.online is None:

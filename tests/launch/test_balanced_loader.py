@@ -11,6 +11,8 @@ from launch.balanced_loader import BalancedLoader
 from launch.config import DataConfig
 from launch.data import build_task_encoder
 from launch.data_manifest import read_packed_data
+from launch.parallel import initialize_parallel
+from launch.train_setup import build_trainer
 from offline_packing.online.ranks.pack_costs import pack_costs
 from task_encoders.packed_folder import PackedFolder
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
@@ -70,6 +72,23 @@ def test_packs_of_several_epochs_are_warned_of(
     config = DataConfig(path=str(tmp_path / "packed"))
     BalancedLoader(tmp_path / "packed", build_task_encoder(config, data))
     assert "has packs of 2 epochs, which order=balanced deals as one" in caplog.text
+
+
+@pytest.mark.parametrize("order", ["balanced", "written"])
+def test_the_seed_of_a_run_decides_its_order(order: str, folder: Path, tmp_path: Path) -> None:
+    """But for packs in the order written."""
+    orders = []
+    for seed in (0, 0, 7):
+        sections: dict[str, Any] = {
+            "data": {"order": order, "repeat": False},
+            "train": {"seed": seed},
+        }
+        config = make_config(folder, tmp_path, **sections)
+        trainer, _ = build_trainer(config, initialize_parallel())
+        orders.append([row.__key__ for row in iter(trainer._train_data.next, None)])
+    assert orders[0] == orders[1]
+    assert sorted(orders[0]) == sorted(orders[2])
+    assert (orders[0] == orders[2]) == (order == "written")
 
 
 def test_a_run_trains_on_it_and_resumes(folder: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from launch.metrics import read_metrics
 from launch.train_setup import run
 from tests.helpers.datasets import captioning_pairs
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder, captioning_folder, losses
+from tests.helpers.unpacked_folders import crude_folder
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -183,6 +184,21 @@ def test_stage_1_5_refuses_packs_of_another_task(dialogues: Path, tmp_path: Path
     assert process.returncode != 0
     (line,) = [line for line in text.splitlines() if line.startswith("error:")]
     assert "OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_BMR=1" in line
+
+
+def test_data_that_are_not_packed(tmp_path: Path) -> None:
+    folder = crude_folder(tmp_path / "crude", 20)
+    online = "data.online={seq_length: 512, model: {max_pixels: 50176}}"
+    arguments = (f"data.path={folder}", online, f"output.path={tmp_path}", *SMALL)
+    process = start("sft_qwen2_vl.sh", *arguments, "train.iterations=1", OFFLINE_PACKED_DATA="0")
+    text = finish(process)
+    assert process.returncode == 0, text
+    assert len(losses(tmp_path)) == 1
+    process = start("sft_qwen2_vl.sh", *arguments)
+    text = finish(process)
+    assert process.returncode == 1, text
+    (line,) = [line for line in text.splitlines() if line.startswith("error:")]
+    assert line.startswith(f"error: {folder}: OFFLINE_PACKED_DATA=1, but sample ")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from launch.data import EnergonMicroBatches, build_task_encoder
 from launch.online_data import read_data
 from launch.parallel import initialize_parallel
 from launch.train_plan import plan_training
+from launch.train_setup import build_trainer
 from offline_packing.errors import StageError
 from task_encoders.settings import BMR, PACKED, VQA
 from tests.helpers.legacy_packs import CRUDE_YAML
@@ -77,11 +78,31 @@ def test_a_run_trains_and_resumes(folder: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "twice") == losses(tmp_path / "once")
 
 
+def test_the_seed_of_a_run_decides_the_packs(folder: Path, tmp_path: Path) -> None:
+    packs = []
+    for seed in (0, 0, 7):
+        sections: dict[str, Any] = {
+            "data": {"online": ONLINE, "repeat": False},
+            "train": {"seed": seed},
+        }
+        trainer, _ = build_trainer(make_config(folder, tmp_path, **sections), initialize_parallel())
+        packs.append([row.sub_sample_keys for row in iter(trainer._train_data.next, None)])
+    assert packs[0] == packs[1]
+    assert sorted(itertools.chain(*packs[0])) == sorted(itertools.chain(*packs[2]))
+    assert list(itertools.chain(*packs[0])) != list(itertools.chain(*packs[2]))
+
+
 def test_what_online_data_have_not_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.online has packs while training only: set"):
         make_config(folder, tmp_path, data={"online": ONLINE, "order": "balanced"})
     with pytest.raises(ValueError, match=r"validation\.every=0"):
         make_config(folder, tmp_path, data={"online": ONLINE}, validation={"every": 2})
+    with pytest.raises(ValueError, match=r"no data\.data_prefix"):
+        make_config(folder, tmp_path, data={"online": ONLINE, "data_prefix": str(folder / "x")})
+    own = {"online": ONLINE, "task_encoder": "task_encoders:Qwen2VLTaskEncoder"}
+    config = make_config(folder, tmp_path, data=own).data
+    with pytest.raises(ValueError, match="'task_encoders:Qwen2VLTaskEncoder' is no OnlineTaskEnc"):
+        build_task_encoder(config, read_data(config))
 
 
 def test_data_without_a_usable_sample_are_one_error(tmp_path: Path) -> None:

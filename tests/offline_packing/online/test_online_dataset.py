@@ -53,7 +53,7 @@ def test_no_sample_is_lost_of_a_stream_that_divides_itself(num_workers: int) -> 
         dataset = packed(Divided, split=split)
         loader = DataLoader(dataset, batch_size=None, num_workers=num_workers)
         assert sorted(chain(*numbers(loader))) == list(range(len(LENGTHS)))
-    found = []
+    found: list[int] = []
     for rank in range(2):
         dataset = packed(Divided, rank=rank, world_size=2)
         loader = DataLoader(dataset, batch_size=None, num_workers=num_workers)
@@ -71,7 +71,9 @@ def test_a_worker_whose_own_part_is_empty_has_no_packs() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("prefetched", [False, True])
-def test_an_epoch_set_on_resuming_is_that_of_the_next_pass(num_workers, prefetched) -> None:
+def test_an_epoch_set_on_resuming_is_that_of_the_next_pass(
+    num_workers: int, prefetched: bool
+) -> None:
     """Loaders restore the dataset after the trainer has set the epoch."""
 
     def make() -> Any:
@@ -92,7 +94,9 @@ def test_an_epoch_set_on_resuming_is_that_of_the_next_pass(num_workers, prefetch
 
 @pytest.mark.parametrize("kind", [Indexed, Stream, SavableStream])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_repeating_ranks_take_as_many_steps_as_they_are_asked(kind, num_workers, caplog) -> None:
+def test_repeating_ranks_take_as_many_steps_as_they_are_asked(
+    kind: Any, num_workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """And resume exactly, in any epoch."""
     options = {"repeat": True, "shuffle": kind is Indexed, "world_size": 2}
     times: Counter[int] = Counter()
@@ -115,7 +119,9 @@ def test_repeating_ranks_take_as_many_steps_as_they_are_asked(kind, num_workers,
     assert not caplog.records
 
 
-def test_ranks_that_may_end_unequally_are_told_before_the_first_step(caplog) -> None:
+def test_ranks_that_may_end_unequally_are_told_before_the_first_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING):
         next(iter(packed(rank=0, world_size=2)))
     (record,) = caplog.records
