@@ -250,11 +250,10 @@ class LaunchConfig(_Config):
 
     @model_validator(mode="after")
     def _check_online(self) -> "LaunchConfig":
-        others = self.data.order != "written" or self.data.data_prefix or self.validation.every
-        if self.data.online and others:
+        if self.data.online and (self.data.order != "written" or self.validation.every):
             raise ValueError(
-                "data.online has packs while training only: set data.order=written, "
-                "validation.every=0 and no data.data_prefix"
+                "data.online has packs while training only: set data.order=written and "
+                "validation.every=0"
             )
         return self
 

@@ -97,8 +97,6 @@ def test_what_online_data_have_not_is_refused(folder: Path, tmp_path: Path) -> N
         make_config(folder, tmp_path, data={"online": ONLINE, "order": "balanced"})
     with pytest.raises(ValueError, match=r"validation\.every=0"):
         make_config(folder, tmp_path, data={"online": ONLINE}, validation={"every": 2})
-    with pytest.raises(ValueError, match=r"no data\.data_prefix"):
-        make_config(folder, tmp_path, data={"online": ONLINE, "data_prefix": str(folder / "x")})
     own = {"online": ONLINE, "task_encoder": "task_encoders:Qwen2VLTaskEncoder"}
     config = make_config(folder, tmp_path, data=own).data
     with pytest.raises(ValueError, match="'task_encoders:Qwen2VLTaskEncoder' is no OnlineTaskEnc"):
