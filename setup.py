@@ -1,5 +1,7 @@
 """Package metadata. Tool settings live in pyproject.toml, tested versions in constraints.txt."""
 
+from runpy import run_path
+
 from setuptools import find_packages, setup
 
 CORE = [
@@ -10,6 +12,7 @@ CORE = [
     "numba>=0.61",
     "numpy>=1.26",
     "orjson>=3.10",
+    "packaging>=24.0",
     "pillow>=11.2",
     "pyarrow>=17.0",
     "pydantic>=2.9",
@@ -19,12 +22,12 @@ CORE = [
     "tqdm>=4.66",
     "xxhash>=3.4",
 ]
+#: The code itself refuses others than these.
+SUPPORTED = run_path("task_encoders/versions.py")["SUPPORTED"]
 TRAIN = [
-    "megatron-core>=0.16",
-    "megatron-energon>=7.4,<8",
+    *(name + accepted for name, accepted in SUPPORTED.items()),
     "safetensors>=0.5",
     "torch>=2.11",
-    "transformers>=5.18,<6",
 ]
 LOGGING = ["tensorboard>=2.16", "wandb>=0.19"]
 TRAINER = ["accelerate>=1.1"]  # transformers' Trainer needs it

@@ -16,6 +16,7 @@ from typing import Final
 import click
 
 from offline_packing.errors import ConfigError, StageError
+from task_encoders.versions import SUPPORTED, UnsupportedVersionError, require_supported
 
 STOPPED: Final = 128 + 15
 #: The exception behind the last frame of a traceback.
@@ -39,15 +40,17 @@ def cli(config: str, overrides: tuple[str, ...], debug: bool) -> None:
 
 @contextmanager
 def failing_in_one_line(*, debug: bool) -> Iterator[None]:
-    """End the process on an error. An error that all ranks of a node have is printed by one."""
+    """End the process on an error, the first of which is a package's unsupported version. An error
+    that all ranks of a node have is printed by one."""
     try:
+        require_supported(*SUPPORTED)
         yield
     except Exception as error:
         if debug:
             raise
-        known = isinstance(error, StageError | ValueError | RuntimeError | OSError)
+        is_alike = isinstance(error, StageError | ValueError | UnsupportedVersionError)
+        known = is_alike or isinstance(error, RuntimeError | OSError)
         text = reason(error) if known else f"{type(error).__name__}: {error} (--debug shows where)"
-        is_alike = isinstance(error, StageError | ValueError)
         if os.environ.get("LOCAL_RANK", "0") == "0" or not is_alike:
             click.echo(f"error: {' '.join(text.split())}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -1,17 +1,19 @@
 """What a sample and a pack are, and how they become tensors.
 
-In data order: `settings` (environment), `samples`, `pack_format` (pack <-> bytes), `media/`,
-`text/`, `records/` (JSON -> sample), `sample_encoder` (interface), `families/` (one module per
-model family), `concatenate` (samples -> row), `model_inputs` (row -> what a model takes),
-`energon_samples`, `pack_dealing`, `packed_task_encoder` and `packed_dataset` (the only modules that
-know Energon), `packed_folder` (packs by number, without a loader), `indexed_packs` and
-`indexed_dataset` (packs as token ids).
+In data order: `versions` (of training's packages), `settings` (environment), `samples`,
+`pack_format` (pack <-> bytes), `media/`, `text/`, `records/` (JSON -> sample), `sample_encoder`
+(interface), `families/` (one module per model family), `concatenate` (samples -> row),
+`model_inputs` (row -> what a model takes), `energon_samples`, `pack_dealing`, `packed_task_encoder`
+and `packed_dataset` (the only modules that know Energon), `packed_folder` (packs by number, without
+a loader), `indexed_packs` and `indexed_dataset` (packs as token ids).
 
 Names below are imported on first use: measuring and planning need neither torch nor Energon.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from task_encoders.versions import require_supported
 
 if TYPE_CHECKING:
     from task_encoders.concatenate import split_row as split_row
@@ -50,9 +52,12 @@ _MODULE_OF = {
     "to_transformers_kwargs": "model_inputs",
 }
 __all__ = list(_MODULE_OF)
+_OF_ENERGON = ("energon_samples", "packed_dataset", "packed_task_encoder")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _MODULE_OF[name] in _OF_ENERGON:
+        require_supported("megatron-energon")
     return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

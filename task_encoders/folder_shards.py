@@ -14,6 +14,7 @@ import numpy.typing as npt
 import yaml
 
 from task_encoders.pack_format import METADATASET
+from task_encoders.versions import require_supported
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +157,7 @@ def _load_datasets(path: Any, split: str) -> list[Any]:
             f"{path} is neither a packed folder nor a metadataset YAML; offline-packing retry "
             "completes a run, and index describes packs of others"
         )
+    require_supported("megatron-energon")
     try:
         from megatron.energon import WorkerConfig
         from megatron.energon.metadataset import load_dataset

@@ -24,6 +24,9 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from launch.segments import isolate_segments
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_transformers_kwargs
+from task_encoders.versions import require_supported
+
+require_supported("transformers")
 
 
 class Packs(Protocol):

@@ -19,6 +19,7 @@ from offline_packing.cli import verbs  # noqa: F401 - they register themselves
 from offline_packing.cli.verb import OUTPUT_OPTIONS, cli
 from offline_packing.errors import ConfigError, ShareDoneError, StageError
 from task_encoders.samples import TASKS
+from task_encoders.versions import UnsupportedVersionError
 
 #: They end a run as an exception: locks, worker processes and half-written files are cleaned up on
 #: its way out.
@@ -136,7 +137,7 @@ def main() -> None:
     except Exception as error:
         if "--debug" in sys.argv[1:]:
             raise
-        known = isinstance(error, StageError | OSError)
+        known = isinstance(error, StageError | OSError | UnsupportedVersionError)
         cause = error.__cause__ if isinstance(error, click.Abort) else error  # of an EOFError
         text = str(error) if known else f"{type(cause).__name__}: {cause} (--debug shows where)"
         click.echo(f"error: {' '.join(text.split())}", err=True)

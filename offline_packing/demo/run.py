@@ -29,6 +29,7 @@ from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import verify
 from offline_packing.write.write import write
 from task_encoders.families import ModelSettings
+from task_encoders.versions import require_supported
 
 if TYPE_CHECKING:
     from offline_packing.demo.training import LossDifference
@@ -81,6 +82,7 @@ class TaskResult:
 def main(folder: Path, *, num_samples: int, seed: int) -> None:
     """Run the demo in `folder`; what an earlier run completed is not repeated. Raises StageError if
     a stage failed, or a figure misses what the demo promises."""
+    require_supported("megatron-energon", "transformers")
     progress = sys.stderr.isatty()
     generate_demo_dataset(folder / "data", seed=seed, num_samples=num_samples, progress=progress)
     results = {task: _run_task(folder, task, seed, progress) for task in SOURCES}

@@ -36,6 +36,7 @@ from offline_packing.storage.files import (
 from offline_packing.storage.tars import PackEntry, index_bytes, scan_tar
 from task_encoders.pack_format import JSON_PART, PackFormatError, parse_json, restore_pack
 from task_encoders.samples import TASKS
+from task_encoders.versions import SUPPORTED, require_supported
 
 #: Named in every split.yaml, empty or not: `energon lint` asks for all of them.
 _DEFAULT_SPLITS: Final = ("train", "val", "test")
@@ -63,12 +64,15 @@ _SAMPLE_LOADER: Final = (
 
 
 def check_energon() -> None:
-    """Raise StageError if Energon is not installed: to be known before any shard is written."""
-    if importlib.util.find_spec("megatron.energon") is None:
+    """Raise StageError if Energon is not installed, or in a version that is not supported: to be
+    known before any shard is written."""
+    if not (importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.energon")):
         raise StageError(
-            "shards are described and read with megatron-energon; "
-            "pip install 'megatron-energon>=7.4,<8' (in a clone: pip install -e '.[train]')"
+            "shards are described and read with megatron-energon; pip install "
+            f"'megatron-energon{SUPPORTED['megatron-energon']}' "
+            "(in a clone: pip install -e '.[train]')"
         )
+    require_supported("megatron-energon")
 
 
 def write_energon_metadata(

@@ -26,6 +26,7 @@ from task_encoders.media.video import VideoSettings
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.text.hub import require_hub
 from task_encoders.text.qwen_vocabulary import BUILTIN
+from task_encoders.versions import require_supported
 
 #: A model family is one module, and its name here.
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -147,6 +148,7 @@ def family_of_processor(processor: str) -> str | None:
     """The family that a checkpoint's config.json names, where it has one of a family here."""
     if processor == BUILTIN:
         return None
+    require_supported("transformers")
     from transformers import PreTrainedConfig
 
     try:

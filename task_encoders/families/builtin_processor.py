@@ -6,6 +6,7 @@ from task_encoders.families import build_sample_encoder
 from task_encoders.families.qwen2_vl import Qwen2VLEncoder
 from task_encoders.text.builtin_tokenizer import builtin_tokenizer
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
+from task_encoders.versions import require_supported
 
 
 def builtin_processor(family: str | None = None, **options: Any) -> Any:
@@ -18,6 +19,7 @@ def builtin_processor(family: str | None = None, **options: Any) -> Any:
     Raises:
         ValueError: the family has another template, or none of that name is known.
     """
+    require_supported("transformers")
     from transformers import Qwen2VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 

@@ -10,12 +10,14 @@ from typing import Any
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import QWEN_SPECIAL_TOKENS, qwen_ranks
 from task_encoders.text.tokenizer import byte_level_alphabet
+from task_encoders.versions import require_supported
 
 
 @functools.cache
 def builtin_tokenizer(text_tokens: tuple[str, ...] = ()) -> Any:
     """`Qwen2Tokenizer` (fast) with the ids of every published Qwen2-VL checkpoint; `text_tokens`
     as in `load_tokenizer`."""
+    require_supported("transformers")
     from transformers import AddedToken, Qwen2Tokenizer
 
     ranks = qwen_ranks()

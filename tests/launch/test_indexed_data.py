@@ -11,7 +11,7 @@ from launch.config import DataConfig
 from launch.data import build_task_encoder
 from launch.data_manifest import read_packed_data
 from launch.indexed_loader import IndexedLoader
-from launch.train_transformers import open_packs, settings_of_packs
+from launch.open_packs import open_packs, settings_of_packs
 from task_encoders.indexed_dataset import IndexedPackDataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettingsError

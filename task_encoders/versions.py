@@ -1,0 +1,44 @@
+"""The packages of training, in the versions that our tests ran with (docs/training.md).
+
+setup.py runs this file for its extras: nothing but Python's own modules is imported at the top.
+"""
+
+import functools
+from importlib import metadata
+from typing import Final
+
+#: Distribution -> accepted versions.
+SUPPORTED: Final = {
+    "megatron-core": ">=0.16",
+    "megatron-energon": ">=7.4,<8",
+    "transformers": ">=5.18,<6",
+}
+
+
+class UnsupportedVersionError(ImportError):
+    """A package is installed in a version that is not accepted."""
+
+
+@functools.cache
+def require_supported(*packages: str) -> None:
+    """Refuse packages of SUPPORTED that are installed in another version. Call it before their own
+    modules are imported: what those lack would be a traceback.
+
+    One that is absent, or on PYTHONPATH without metadata, is left to its import.
+
+    Raises:
+        UnsupportedVersionError: names package, version, accepted versions and the remedy.
+    """
+    for package in packages:
+        accepted = SUPPORTED[package]
+        try:
+            installed = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        from packaging.specifiers import SpecifierSet
+
+        if not SpecifierSet(accepted).contains(installed, prereleases=True):
+            raise UnsupportedVersionError(
+                f"{package} {installed} is installed, offline-packing needs {accepted}; "
+                f"pip install '{package}{accepted}'"
+            )

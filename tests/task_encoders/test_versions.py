@@ -1,0 +1,117 @@
+"""Unsupported versions of packages are refused by name, before their code is imported."""
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from task_encoders.versions import SUPPORTED, UnsupportedVersionError, require_supported
+
+TOO_OLD = {"megatron-core": "0.14.0", "megatron-energon": "7.0.0", "transformers": "4.57.1"}
+
+
+def install(package: str, version: str, folder: Path) -> Path:
+    """What pip leaves of a package, but for its code."""
+    information = folder / f"{package.replace('-', '_')}-{version}.dist-info"
+    information.mkdir()
+    text = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+    (information / "METADATA").write_text(text)
+    return folder
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python, with the packages of a folder before all others."""
+    path = os.pathsep.join([str(folder), str(Path(__file__).parents[2])])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def refusal(package: str) -> str:
+    accepted = SUPPORTED[package]
+    return (
+        f"{package} {TOO_OLD[package]} is installed, offline-packing needs {accepted}; "
+        f"pip install '{package}{accepted}'"
+    )
+
+
+def test_what_is_installed_is_supported() -> None:
+    require_supported(*SUPPORTED)
+
+
+@pytest.mark.parametrize(
+    ("package", "version"),
+    [("megatron-energon", "8.0.0.dev3"), ("transformers", "6.0.0rc1"), ("transformers", "5.9")],
+)
+def test_versions_outside(
+    package: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(install(package, version, tmp_path))
+    require_supported.cache_clear()
+    with pytest.raises(UnsupportedVersionError, match=f"^{package} {version} is installed, "):
+        require_supported(package)
+
+
+@pytest.mark.parametrize("version", ["5.99.0", "5.40.0.dev0"])
+def test_versions_inside(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a checkout of its development branch too."""
+    monkeypatch.syspath_prepend(install("transformers", version, tmp_path))
+    require_supported.cache_clear()
+    assert metadata.version("transformers") == version
+    require_supported("transformers")
+
+
+def test_an_absent_package_is_left_to_its_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    require_supported.cache_clear()
+    require_supported(*SUPPORTED)
+
+
+@pytest.mark.parametrize("package", SUPPORTED)
+def test_training_says_so_in_one_line(package: str, tmp_path: Path) -> None:
+    install(package, TOO_OLD[package], tmp_path)
+    for module in ("launch.start", "launch.train_transformers"):
+        arguments = ["--", "none.yaml"] if module == "launch.start" else ["none", "out"]
+        ran = run(tmp_path, "-m", module, *arguments)
+        assert ran.stderr == f"error: {refusal(package)}\n"
+        assert ran.returncode == 1
+
+
+@pytest.mark.parametrize("package", ["megatron-energon", "transformers"])
+def test_the_command_line_says_so_in_one_line(package: str, tmp_path: Path) -> None:
+    """Before the demo draws its data."""
+    install(package, TOO_OLD[package], tmp_path)
+    ran = run(tmp_path, "-m", "offline_packing", "demo", str(tmp_path / "demo"))
+    assert ran.stderr == f"error: {refusal(package)}\n"
+    assert ran.returncode == 1
+    assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.parametrize(
+    ("package", "use"),
+    [
+        ("megatron-energon", "task_encoders.Qwen2VLTaskEncoder"),
+        ("megatron-energon", "task_encoders.get_packed_train_dataset"),
+        ("transformers", "task_encoders.build_sample_encoder('qwen2_vl', '/checkpoint')"),
+    ],
+)
+def test_names_to_import_say_so(package: str, use: str, tmp_path: Path) -> None:
+    install(package, TOO_OLD[package], tmp_path)
+    ran = run(tmp_path, "-c", f"import task_encoders; {use}")
+    last = ran.stderr.splitlines()[-1]
+    assert last == f"task_encoders.versions.UnsupportedVersionError: {refusal(package)}"
+
+
+def test_measuring_asks_for_no_package_of_training(tmp_path: Path) -> None:
+    for package, version in TOO_OLD.items():
+        install(package, version, tmp_path)
+    ran = run(tmp_path, "-c", "import task_encoders; task_encoders.build_sample_encoder()")
+    assert ran.returncode == 0, ran.stderr
