@@ -1,5 +1,6 @@
 # make demo   the whole road on generated data, with a few training steps
 # make test   all tests
+# make test-versions  the same with the oldest and newest packages, in VERSIONS (.versions)
 # make lint   ruff and mypy
 # make peers  packs in the trainers of others, each in an environment of its own in PEERS (.peers)
 # Each sets up what it needs in .venv on a machine with Python 3.11 and pip, and reuses it.
@@ -16,13 +17,16 @@ export HF_HUB_OFFLINE := 1
 export PEERS ?= .peers
 TRAINERS := $(basename $(notdir $(wildcard tests/peers/*.txt)))
 
-.PHONY: demo test lint format peers clean
+.PHONY: demo test test-versions lint format peers clean
 
 demo: $(VENV)/.demo
 	$(BIN)/offline-packing demo
 
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-versions: $(VENV)/.test
+	tests/versions/run.sh
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -40,7 +44,7 @@ peers-%: $(VENV)/.test
 	tests/peers/run.sh $*
 
 clean:
-	rm -rf $(VENV) .peers demo_output build *.egg-info
+	rm -rf $(VENV) .peers .versions demo_output build *.egg-info
 
 $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -1,18 +1,31 @@
-"""Functions of transformers' video processors: without torchvision their modules do not import.
-That has no build that goes with PyTorch's for CPUs; the functions need only torch and numpy."""
+"""What transformers itself makes of samples, where ours are held against it."""
 
 import ast
 import math
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from packaging.version import Version
+
+VERSION = Version(metadata.version("transformers"))
+
+
+def needs_transformers(version: str, differs: str) -> None:
+    """Skip a test that compares with what an older transformers, which trains our packs all the
+    same, makes otherwise."""
+    if Version(version) > VERSION:
+        pytest.skip(f"transformers {VERSION} < {version} {differs}")
 
 
 def transformers_function(family: str, name: str, method_of: str | None = None) -> Any:
-    """A function, or a method without its class, of a family's video processor."""
+    """A function, or a method without its class, of a family's video processor. Without torchvision
+    its module does not import, and that has no build that goes with PyTorch's for CPUs; the
+    functions need only torch and numpy."""
     spec: Any = find_spec("transformers")
     folder = Path(spec.submodule_search_locations[0])
     path = folder / f"models/{family}/video_processing_{family}.py"

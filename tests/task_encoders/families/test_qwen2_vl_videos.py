@@ -22,6 +22,7 @@ from task_encoders.samples import SampleError, SourceSample, Turn, check_sample
 from task_encoders.text.pieces import to_chat
 from tests.helpers.datasets import image_bytes
 from tests.helpers.tiny_checkpoints import TEXT
+from tests.helpers.transformers_sources import needs_transformers
 from tests.helpers.videos import make_video
 
 VIDEO = VideoSettings(min_pixels=28 * 28, max_pixels=28 * 28 * 12, max_frames=40)
@@ -97,6 +98,8 @@ def expected_ids(processor: Any, sample: SourceSample, grids: Sequence[Any]) -> 
 @pytest.mark.parametrize("name", [name for name in SAMPLES if name != "control_text"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_array_equals_transformers(name: str, family: str) -> None:
+    if (family, name) == ("qwen2_5_vl", "images_in_front"):
+        needs_transformers("5.18", "rounds the time of a video's steps otherwise")
     processor = builtin_processor(min_pixels=56 * 56, max_pixels=MAX_PIXELS)
     sample, images, videos = make_sample(name)
     encoded = encoder_of(family).encode(sample, images, videos)

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# run.sh: the suite with the oldest and with the newest packages that setup.py accepts, each time
+# in an environment of its own in $VERSIONS, on the Pythons that this machine has. uv resolves.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+folder=${VERSIONS:-.versions}
+export OMP_NUM_THREADS=1
+said=()
+
+.venv/bin/python -m venv "$folder/uv"
+"$folder/uv/bin/python" -m pip install --quiet uv
+PATH=$PWD/$folder/uv/bin:$PATH
+
+for name in 3.11-lowest-direct 3.11-highest 3.12-highest 3.13-highest; do
+    interpreter=python${name%%-*} own=$folder/$name
+    if ! "$interpreter" --version > /dev/null 2>&1; then
+        said+=("$name: skipped, there is no $interpreter")
+        continue
+    fi
+    "$interpreter" -m venv "$own"
+    python=$own/bin/python
+    uv pip compile --quiet setup.py --extra test --resolution "${name#*-}" --python "$python" \
+        --output-file "$own/installed.txt"
+    uv pip sync --quiet --python "$python" "$own/installed.txt"
+    uv pip install --quiet --python "$python" --no-deps --editable .
+    packages=$(grep -E '^(megatron-|torch==|transformers)' "$own/installed.txt" | paste -sd ' ')
+    verdict=failed
+    "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder && verdict=passed
+    said+=("$name: $verdict with $packages")
+done
+printf '%s\n' "${said[@]}"
+[[ ${said[*]} != *': failed'* ]]
