@@ -19,7 +19,7 @@ for name in 3.11-lowest-direct 3.11-highest 3.12-highest 3.13-highest; do
     fi
     "$interpreter" -m venv "$own"
     python=$own/bin/python
-    uv pip compile --quiet setup.py --extra test --resolution "${name#*-}" --python "$python" \
+    uv pip compile --quiet --upgrade setup.py --extra test --resolution "${name#*-}" --python "$python" \
         --output-file "$own/installed.txt"
     uv pip sync --quiet --python "$python" "$own/installed.txt"
     uv pip install --quiet --python "$python" --no-deps --editable .
