@@ -9,7 +9,9 @@ is in docs/coming_from_neva.md.
 """
 
 import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +22,9 @@ from typing import Any, Final
 
 import click
 import yaml
+
+from offline_packing.storage.files import write_atomically
+from task_encoders.indexed_packs import PREFIX
 
 #: Patch and image size at the end of a vision encoder's name; 224 pixels where it names none.
 _SIZES: Final = re.compile(r"patch(\d+)(?:-(\d+))?$")
@@ -59,14 +64,20 @@ _TEMPLATES: Final = {"plain": "plain", "v1": "neva"}
 def main(output_dir: Path, tokenizer_path: str, **flags: Any) -> None:
     """Pack a dataset in LLaVA's form as NeVA does: token ids in OUTPUT_DIR/packed_seq_dataset."""
     config = configuration(output_dir, **flags)
+    check_folder(output_dir)
     (output_dir / "_packing").mkdir(parents=True, exist_ok=True)  # marks the folder as an output
     config["model"]["processor"] = prepare_tokenizer(tokenizer_path, output_dir / "tokenizer")
     path = output_dir / "pack.yaml"
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    save_configuration(config, path)
     for verb in ("measure", "plan", "write"):
         command = [sys.executable, "-m", "offline_packing", verb, path]
         status = subprocess.run(command, check=False).returncode
         if status:
+            click.echo(
+                f"to go on with other settings: offline-packing run {shlex.quote(str(path))} "
+                "key.sub=value",
+                err=True,
+            )
             sys.exit(status)
     click.echo(how_to_train(output_dir, config["model"]["image_size"]))
 
@@ -93,10 +104,10 @@ def configuration(
     return {
         "source": {
             "format": "jsonl" if data_path.endswith(".jsonl") else "json",
-            "path": data_path,
+            "path": absolute(data_path),
             "task": "captioning" if is_plain else "bmr",
             "ignore_prompts": is_plain,
-            **({} if image_folder is None else {"image_root": image_folder}),
+            **({} if image_folder is None else {"image_root": absolute(image_folder)}),
         },
         "model": {
             "family": "llava_1_5",
@@ -110,8 +121,39 @@ def configuration(
             "seed": seed,
             "sample_order": "composed",
         },
-        "output": {"path": str(output_dir), "layout": "indexed"},
+        "output": {"path": absolute(str(output_dir)), "layout": "indexed"},
     }
+
+
+def check_folder(output_dir: Path) -> None:
+    """Raise click.ClickException if there is something else in the folder."""
+    is_own = not output_dir.exists() or (output_dir / "_packing").is_dir()
+    if not is_own and any(output_dir.iterdir()):
+        raise click.ClickException(
+            f"--output_dir {output_dir} is not empty and holds no earlier run; choose another"
+        )
+
+
+def save_configuration(config: Mapping[str, Any], path: Path) -> None:
+    """Write pack.yaml. Raises click.ClickException if that of complete packs has other settings."""
+    if path.exists() and path.with_name("manifest.json").exists():
+        before = yaml.safe_load(path.read_text())
+        fields = {
+            f"{part}.{name}" for one in (before, config) for part in one for name in one[part]
+        }
+        for field in sorted(fields):
+            was, now = follow(before, field, None), follow(config, field, None)
+            if was != now:
+                raise click.ClickException(
+                    f"{path.parent} was packed with {field}={was}, and the flags now mean {now}; "
+                    "choose another --output_dir, or remove this one"
+                )
+    write_atomically(path, yaml.safe_dump(config, sort_keys=False).encode())
+
+
+def absolute(path: str) -> str:
+    """Of a local path, so that pack.yaml means the same in any folder."""
+    return path if "://" in path else os.path.abspath(path)
 
 
 def vision_options(encoder: str, hparams: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +213,7 @@ def prepare_tokenizer(path: str, folder: Path) -> str:
         else:
             tokenizer = AutoTokenizer.from_pretrained(path)
             if "<image>" in tokenizer.get_vocab():
-                return path
+                return absolute(path) if Path(path).is_dir() else path
     except (ImportError, OSError, ValueError) as error:
         text = " ".join(str(error).split())
         raise click.ClickException(
@@ -180,7 +222,7 @@ def prepare_tokenizer(path: str, folder: Path) -> str:
         ) from error
     tokenizer.add_tokens(["<image>"], special_tokens=True)
     tokenizer.save_pretrained(folder)
-    return str(folder.resolve())  # training may begin elsewhere
+    return absolute(str(folder))  # training may begin elsewhere
 
 
 def convert_sentencepiece(path: str) -> Any:
@@ -205,7 +247,7 @@ def how_to_train(output_dir: Path, side: int) -> str:
     return (
         f"{packs:,} packs of {per_pack:.3f} samples and {counts['tokens'] / packs:,.1f} tokens: "
         f"micro_batch_size=1, global_batch_size=<GBS / {per_pack:.3f}>\n"
-        f"data.packed_sequence=true data.data_prefix={output_dir / 'packed_seq_dataset'} "
+        f"data.packed_sequence=true data.data_prefix={shlex.quote(str(output_dir / PREFIX))} "
         f"data.crop_size=[{side},{side}]"
     )
 

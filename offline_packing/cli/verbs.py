@@ -138,12 +138,15 @@ def plan_verb(
 def write_verb(run: Run, dry_run: bool) -> None:
     """Write the packs as tar shards, with the metadata that Megatron-Energon needs."""
     from offline_packing.runs.artifacts import open_index, open_plan
+    from offline_packing.runs.losses import check_losses
     from offline_packing.write.write import preview_write, write
 
     samples, made = open_index(run), open_plan(run)
     if dry_run:
         click.echo(preview_write(run, samples, made.packs))
         return
+    if not run.workspace.manifest.exists():
+        check_losses(run)
     counts = write(run, samples, made)["counts"]
     packs = ", ".join(f"{name} {count:,}" for name, count in counts["packs"].items())
     click.echo(f"wrote {counts['packed']:,} samples to {run.workspace.root}; packs: {packs}")
@@ -201,8 +204,6 @@ def preview_verb(run: Run, dry_run: bool, full: bool, html: Path | None, **which
 @verb("run", params=[_DEEP])
 def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     """Do measure, plan, write, verify and report; skip what is complete."""
-    from offline_packing.runs.losses import check_losses
-
     manifest = run.workspace.manifest
     steps: tuple[tuple[Verb, Path | None, dict[str, bool]], ...] = (
         (measure_verb, None, {}),
@@ -215,8 +216,6 @@ def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
         if dry_run and needed is not None and not needed.exists():
             click.echo(f"the later stages depend on {needed}, which does not exist yet")
             return
-        if step is write_verb and not dry_run and not manifest.exists():
-            check_losses(run)
         step.function(run, dry_run, **options)
 
 

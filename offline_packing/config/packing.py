@@ -82,7 +82,7 @@ class PackConfig(_Config):
     min_fill: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.0
     #: plans for so many epochs, each with other packs of the train split, as full as the first's
     epochs: Count = 1
-    #: `run` stops before writing if a larger share of the samples is set aside
+    #: nothing is written if a larger share of the samples is set aside
     max_set_aside: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.05
 
     @field_validator("strategy")

@@ -64,13 +64,22 @@ def locate(source_id: int, source: Source, at: Locator) -> list[str | int]:
     """What a line holds of a medium. Raises StageError if its file has another size, or the tar was
     prepared when it was another."""
     root = source.media_root(at)
-    time = modification_time(root, at.container)
+    time = time_of_medium(root, at)
     if at.kind != "file":
         _check_prepared(root, at)
         return [f"tars{source_id}", at.container, at.size, time, at.column]
-    if isinstance(root, MediaRoot) and (not time or root.entry(at.container)[1] != at.size):
-        raise ChangedError(root.path(at.container))
     return [f"files{source_id}", at.container, at.size, time]
+
+
+def time_of_medium(root: Root, at: Locator) -> int:
+    """Modification time in ns of the file that a medium lies in; 0 of a remote one. Raises
+    ChangedError if it is gone, or is the medium alone and has another size than when measured."""
+    time = modification_time(root, at.container)
+    if isinstance(root, MediaRoot):
+        is_whole = at.kind == "file"
+        if not time or (is_whole and root.entry(at.container)[1] != at.size):
+            raise ChangedError(root.path(at.container))
+    return time
 
 
 def _check_prepared(root: Root, at: Locator) -> None:

@@ -21,9 +21,9 @@ import pyarrow.compute as pc
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.index.measured import modification_time
 from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index
+from offline_packing.layouts.addresses import time_of_medium
 from offline_packing.layouts.base import Layout, encoder_of
 from offline_packing.layouts.shard_tasks import Row, ShardTask
 from offline_packing.layouts.shards import ShardFragment
@@ -249,8 +249,7 @@ def _sub_sample(task: ShardTask, row: Row, encoder: SampleEncoder) -> IndexedSub
 
 def _stored(root: Root, at: Locator) -> StoredMedium:
     offset = None if at.kind == "file" else at.offset
-    time = modification_time(root, at.container)
-    return StoredMedium(root.path(at.container), offset, at.size, time)
+    return StoredMedium(root.path(at.container), offset, at.size, time_of_medium(root, at))
 
 
 def _videos(task: ShardTask, row: Row, encoder: SampleEncoder) -> list[SampledVideo]:

@@ -37,7 +37,8 @@ from task_encoders.pack_format import JSON_PART, METADATASET, media_part_names
 if TYPE_CHECKING:
     from task_encoders.references import Stores
 
-_OWN_FILE: Final = re.compile(r"[A-Za-z0-9_]+(-\d{6})?\.jsonl(\.idx)?")
+#: Beside the splits' own lines, which are known by their offsets.
+_OWN_FILE: Final = re.compile(r"[A-Za-z0-9_]+(-\d{6}\.jsonl|\.jsonl\.idx)")
 
 
 class ReferencesLayout(Layout):
@@ -127,8 +128,10 @@ class ReferencesLayout(Layout):
         raise StageError(f"{folder / split}.jsonl holds no pack {key!r}; verify lists all damage")
 
     def remove(self, folder: Path) -> None:
-        for path in folder.iterdir():
-            if path.name == METADATASET or _OWN_FILE.fullmatch(path.name):
+        joined = {path.stem for path in folder.glob("*.jsonl.idx")}
+        for path in list(folder.iterdir()):
+            is_own = path.name in joined or _OWN_FILE.fullmatch(path.name)
+            if path.name == METADATASET or is_own:
                 path.unlink()
 
 

@@ -27,7 +27,7 @@ from offline_packing.errors import ConfigError, StageError
 from offline_packing.index.measured import MODIFICATION_TIME
 from offline_packing.layouts import LAYOUTS
 from offline_packing.sources import Source, open_source
-from offline_packing.storage.files import hold_lock, remove_temporaries
+from offline_packing.storage.files import hold_lock, read_json, remove_temporaries
 from task_encoders.families import ModelSettings, build_sample_encoder
 from task_encoders.sample_encoder import SampleEncoder
 
@@ -157,8 +157,11 @@ class Run:
         """Remove the shards; the manifest, which says that they are complete, goes first."""
         self.workspace.manifest.unlink(missing_ok=True)
         if self.workspace.write.exists():
-            for layout in LAYOUTS.values():
-                layout.remove(self.workspace.root)
+            # Of no other layout: a file whose name it would use is the user's own.
+            started = read_json(self.workspace.started)
+            names = LAYOUTS if started is None else [started["output.layout"]]
+            for name in names:
+                LAYOUTS[name].remove(self.workspace.root)
             shutil.rmtree(self.workspace.write)
 
     @contextmanager

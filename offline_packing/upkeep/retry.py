@@ -17,6 +17,7 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan, restore_plan
 from offline_packing.runs.artifacts import open_index, open_plan
+from offline_packing.runs.losses import check_losses
 from offline_packing.runs.manifest import Manifest, finish_layout, read_manifest
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.runs.tasks import plan_shards
@@ -62,7 +63,10 @@ def _go_on(run: Run) -> Manifest:
         with _set_apart(run.workspace, _index_files(run.workspace, damage)):
             measure(run)
     samples = open_index(run)
-    return write(run, samples, plan(run, samples))
+    planned = plan(run, samples)
+    if not run.workspace.write.exists():
+        check_losses(run)
+    return write(run, samples, planned)
 
 
 def _repair(run: Run, manifest: Manifest) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from click import ClickException
+from click.testing import CliRunner
 from transformers import AutoTokenizer
 
 from offline_packing.config.packing import load_config, parse_config
@@ -23,7 +25,7 @@ from tests.helpers.datasets import image_bytes, pack_all, write_json
 from tests.helpers.markdown import blocks
 from tests.helpers.texts_and_images import random_text
 from tests.helpers.tiny_tokenizer import save_llama_tokenizer
-from tools.preprocess_dataset import configuration, main, prepare_tokenizer
+from tools.preprocess_dataset import configuration, main, prepare_tokenizer, save_configuration
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/coming_from_neva.md").read_text()
@@ -131,6 +133,50 @@ def test_a_converted_tokenizer_gives_the_ids_of_sentencepiece(tmp_path: Path) ->
         assert ours(text, add_special_tokens=False)["input_ids"] == theirs.encode(text)
     assert ours.convert_tokens_to_ids("<image>") == theirs.get_piece_size()
     assert prepare_tokenizer(folder, tmp_path / "again") == folder
+
+
+def test_packs_of_half_the_data_are_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Half of the records have more than one turn, which captions cannot hold. Paths are relative,
+    and what is written holds elsewhere too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    llava_json(tmp_path / "a.json", tmp_path / "images", 12)
+    (tmp_path / "llama").mkdir()
+    save_llama_tokenizer(tmp_path / "llama")
+    flags = {"data_path": "a.json", "image_folder": "images", "tokenizer_path": "llama"}
+    arguments = [f"--{name}={value}" for name, value in (flags | {"output_dir": "my out"}).items()]
+    assert CliRunner().invoke(main, arguments).exit_code == 1
+    assert "6 of 12 samples (50.0%) are set aside, more than" in capfd.readouterr().err
+    assert not (tmp_path / "my out/manifest.json").exists()
+    config = load_config(tmp_path / "my out/pack.yaml").model_dump()
+    paths = [config["source"][0][name] for name in ("path", "image_root")]
+    paths += [config["output"]["path"], config["model"]["processor"]]
+    assert [Path(path).relative_to(tmp_path).parts[0] for path in paths] == [
+        *("a.json", "images"),
+        *("my out", "llama"),
+    ]
+
+
+def test_the_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[]")
+    flags = ["--data_path=a.json", "--tokenizer_path=t", f"--output_dir={tmp_path}"]
+    result = CliRunner().invoke(main, flags)
+    assert result.exit_code == 1
+    assert "is not empty and holds no earlier run; choose another" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_the_configuration_of_complete_packs_stays(tmp_path: Path) -> None:
+    path = tmp_path / "pack.yaml"
+    save_configuration(given(seed=1), path)
+    save_configuration(given(seed=2), path)
+    (tmp_path / "manifest.json").write_text("{}")
+    save_configuration(given(seed=2), path)
+    with pytest.raises(ClickException, match=r"was packed with pack\.seed=2, and .* now mean 3"):
+        save_configuration(given(seed=3), path)
+    assert yaml.safe_load(path.read_text())["pack"]["seed"] == 2
 
 
 def test_captions_with_a_tokenizer_that_is_a_folder(

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,19 @@ def test_what_a_kill_leaves_is_completed(tmp_path: Path) -> None:
         write_planned(run)
     write_planned(run)
     assert output_files(run) == expected
+
+
+def test_a_medium_of_another_size_is_not_packed(tmp_path: Path) -> None:
+    """Not even where modification times are not looked at: training would refuse it."""
+    data = mixed_pairs(tmp_path / "data", 12)
+    run = indexed_run({"format": "pairs", "path": str(data), "task": "bmr"}, tmp_path / "out")
+    measure(run)
+    plan_index(run)
+    path = data / "0001_0.jpg"
+    path.write_bytes(path.read_bytes() + b"\0")
+    accepting = replace(run, accept_mismatch=frozenset({"modification_time"}))
+    with pytest.raises(StageError, match=r"0001_0\.jpg changed since it was measured"):
+        write_planned(accepting)
 
 
 def test_a_medium_that_is_gone_or_has_changed_is_named(tmp_path: Path) -> None:

@@ -109,6 +109,21 @@ def test_raw_packing_overwritten(raw: Run) -> None:
     assert all(name.startswith("new-ps_") for name in tar_content(other))
 
 
+@pytest.mark.parametrize("layout", ["energon", "references"])
+def test_what_is_not_ours_stays_when_packs_are_overwritten(tmp_path: Path, layout: str) -> None:
+    """Though other layouts, or other splits, would give their files such names."""
+    source = captioning_pairs(tmp_path / "data", 12)
+    pack_all(make_run(source, tmp_path / "out", output={"layout": layout}))
+    others = [tmp_path / "out" / name for name in ("notes.jsonl", "packed_seq_dataset_my.bin")]
+    for path in others:
+        path.write_text("mine")
+    output = {"layout": layout, "key_prefix": "new-", "overwrite": True}
+    again = make_run(source, tmp_path / "out", output=output)
+    pack_all(again)
+    assert verify(again).ok
+    assert [path.read_text() for path in others] == ["mine", "mine"]
+
+
 @pytest.mark.parametrize("task", ["captioning", "vqa"])
 def test_llava_onevision(tmp_path: Path, task: str) -> None:
     root = tmp_path / "data"
