@@ -6,7 +6,7 @@ group after group is read back and put in order.
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -55,6 +55,20 @@ def rows_of_shards(
 def name_rows(samples: Index, rows: SampleIds) -> pa.Table:
     """source_id and key of some rows, in the given order."""
     return next(rows_of_shards(samples, ("source_id", "key"), [rows], Path()))
+
+
+def sum_over_grids(
+    samples: Index, of_grids: Callable[[npt.NDArray[np.integer]], npt.NDArray[np.integer]]
+) -> npt.NDArray[np.int64]:
+    """(num_samples,) sum over the media of each sample of a number that follows from a medium's
+    grid: `of_grids` takes (num_media, 3), (t, h, w) in patches, and gives (num_media,)."""
+    sums = [np.empty(0, np.int64)]
+    for table in samples.parts("grid_thw"):
+        grids = table["grid_thw"].combine_chunks()
+        numbers = of_grids(grids.flatten().to_numpy().reshape(-1, 3))
+        until = np.concatenate([[0], np.cumsum(numbers, dtype=np.int64)])
+        sums.append(np.diff(until[np.cumsum([0, *grids.value_lengths().to_numpy() // 3])]))
+    return np.concatenate(sums)
 
 
 def name_copies(rows: pa.Table, copies: SampleIds) -> pa.Table:

@@ -37,6 +37,8 @@ class Layout(ABC):
     TASKS: ClassVar[Sequence[str]] = TASKS
     #: token ids in its packs: never, if `output.pretokenize` asks for them, or always
     TOKEN_IDS: ClassVar[Literal["never", "if_asked", "always"]] = "if_asked"
+    #: whether all samples of a pack must have images, or videos, or neither
+    ONE_MEDIUM: ClassVar[bool] = False
     #: whether packs of another epoch are another copy of the data
     COPIES_MEDIA: ClassVar[bool] = True
     #: what `finish` writes, relative to the output
@@ -58,6 +60,11 @@ class Layout(ABC):
         """What the layout cannot hold, and the affected rows of an index, ascending. Such
         samples are set aside when planning; `write` meets none."""
         yield from ()
+
+    def added_tokens(self, samples: Index) -> npt.NDArray[np.int64] | int:
+        """By how many tokens at most its reader makes each sample longer than it was measured;
+        plans leave room for them."""
+        return 0
 
     def check_ready(self) -> None:  # noqa: B027 - most need nothing
         """Raise StageError if something that `finish` needs is not installed."""

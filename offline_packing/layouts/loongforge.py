@@ -1,35 +1,42 @@
-"""Shards as LoongForge reads them, as `packed_chat_mix`, through its Energon (5.0).
+"""Shards as LoongForge reads them, through its Energon (5.0).
 
     train-000000.tar     as in the energon layout, with three more fields in KEY.json:
     KEY.json             {"messages": [{"messages": [{"role", "content"}, ...], "tools"}, ...],
-                          "media_files": [["img000.jpg"], ...], "media_type": "image" | "text"}
+                          "media_files": [["img000.jpg"], ...], "media_type": "image", ...}
     .nv-meta/.info.yaml  its Energon does not read the .json
 
-Tools need one of its `*-hf` chat templates. A pack has media of one type, and each of its samples
-has some; `find_unfit` finds those that have not.
+It reads them as `packed_chat_mix`, in its phase sft. Packs have media of one type in all their
+samples, or none: a sample without an image among others loses it the pack, as does a pack that
+it makes longer than its `--seq-length`. `added_tokens` leaves room for what it adds.
+
+Captions are `packed_captioning`, in its phase pretrain: the members of the llava_onevision layout.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 import yaml
 
 from offline_packing.index.measured import Trait
-from offline_packing.index.rows import SampleIds
+from offline_packing.index.rows import SampleIds, sum_over_grids
 from offline_packing.index.table import Index
 from offline_packing.layouts.base import Member
 from offline_packing.layouts.energon import EnergonLayout
+from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout
 from offline_packing.layouts.shard_tasks import Row, ShardTask
 from offline_packing.storage.files import write_atomically
-from task_encoders.pack_format import JSON_PART, restore_pack
+from task_encoders.pack_format import JSON_PART, is_video_name, restore_pack
 from task_encoders.samples import SampleError, SourceSample
 from task_encoders.text.pieces import place_media, to_messages
 
+_CAPTIONS: Final = LlavaOneVisionLayout()
 _UNFIT_TRAITS: Final[Mapping[Trait, str]] = {
     # It renders the template to one string and tokenizes that.
     Trait.CONTROL_TEXT: "text that spells control tokens, nor <image> in an answer",
@@ -37,49 +44,94 @@ _UNFIT_TRAITS: Final[Mapping[Trait, str]] = {
     Trait.UNTRAINED_OR_ROLES: "answer without loss, nor system or developer message further on",
     Trait.THIN_IMAGE: "image 1 or 3 pixels high or wide",
 }
+#: Extensions of videos that its Energon leaves undecoded, and of the same containers ones it knows.
+_READ_AS: Final = {"m4v": "mp4", "3gp": "mp4", "mkv": "webm"}
+#: Families whose images it resizes twice, to multiples of 28 and of 32, and whose videos it takes
+#: frames from twice.
+_RESIZED_TWICE: Final = ("qwen3_vl", "qwen3_5")
 
 
 class LoongForgeLayout(EnergonLayout):
     """Tar shards whose packs also hold LoongForge's fields."""
 
-    TASKS: ClassVar[Sequence[str]] = ("vqa", "bmr")
     METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")
+    ONE_MEDIUM = True
 
     def find_unfit(self, samples: Index) -> Iterator[tuple[str, SampleIds]]:
-        yield "video", np.flatnonzero(samples.array("num_videos"))
-        num_images = samples.array("num_images")
-        if num_images.any():
-            yield "sample without an image among others", np.flatnonzero(num_images == 0)
+        if _are_captions(samples):
+            yield from _CAPTIONS.find_unfit(samples)
+            return
+        num_videos = samples.array("num_videos")
+        both = (num_videos > 0) & (samples.array("num_images") > 0)
+        yield "sample with images and videos", np.flatnonzero(both)
+        if _family(samples) in _RESIZED_TWICE:
+            yield f"video for {_family(samples)}", np.flatnonzero(num_videos)
         traits = samples.array("traits")
         for trait, what in _UNFIT_TRAITS.items():
             yield what, np.flatnonzero(traits & trait)
 
+    def added_tokens(self, samples: Index) -> npt.NDArray[np.int64] | int:
+        if _are_captions(samples):
+            return 0
+        newline = 1  # its templates *-hf keep the one behind the last answer
+        if _family(samples) not in _RESIZED_TWICE:
+            return newline
+        smallest = int(samples.info.fingerprint["model.min_pixels"]) / 32**2
+        return newline + sum_over_grids(samples, partial(_room_of_images, smallest=smallest))
+
     def members(self, task: ShardTask, rows: Sequence[Row]) -> list[Member]:
+        if task.task == "captioning":
+            return _CAPTIONS.members(task, rows)
+        read_as = [tuple(_READ_AS.get(name, name) for name in row.extensions) for row in rows]
+        rows = [replace(row, extensions=own) for row, own in zip(rows, read_as, strict=True)]
         *media, (_, packed) = super().members(task, rows)
         samples = []
         for sample in restore_pack(packed, "").sub_samples:
             if isinstance(sample, SampleError):
                 raise sample  # planned, so it was fit
             samples.append(sample)
+        kinds = {"video" if is_video_name(name) else "image" for name, _ in media}
         fields = {
             "messages": list(map(_conversation, samples)),
-            "media_files": [list(sample.images) for sample in samples],
-            "media_type": "image" if media else "text",
+            "media_files": [list(sample.media) for sample in samples],
+            "media_type": min(kinds, default="text"),  # there is one at most: ONE_MEDIUM
         }
         return [*media, (JSON_PART, orjson.dumps(orjson.loads(packed) | fields))]
 
+    def stored_form(self, sample: SourceSample) -> SourceSample:
+        return _CAPTIONS.stored_form(sample) if sample.task == "captioning" else sample
+
     def finish(self, folder: Path, manifest: Mapping[str, Any], fragments: Sequence[Path]) -> None:
         super().finish(folder, manifest, fragments)
-        meta = folder / ".nv-meta"
+        meta, task = folder / ".nv-meta", manifest["task"]
+        sample_type = "packed_captioning" if task == "captioning" else "packed_chat_mix"
         dataset = {
             "__module__": "megatron.energon",
             "__class__": "CrudeWebdataset",
-            "subflavors": {"sample_type": "packed_chat_mix", "offline_packing": manifest["task"]},
+            "subflavors": {"sample_type": sample_type, "offline_packing": task},
         }
         counts = {shard["name"]: shard["packs"] for shard in manifest["shards"]}
         info = yaml.safe_dump({"shard_counts": counts}, sort_keys=False)
         write_atomically(meta / "dataset.yaml", yaml.safe_dump(dataset, sort_keys=False).encode())
         write_atomically(meta / ".info.yaml", info.encode())
+
+
+def _are_captions(samples: Index) -> bool:
+    return samples.info.fingerprint.get("source.0.task") == "captioning"
+
+
+def _family(samples: Index) -> str | int:
+    """Whose lengths they are; '' where lengths were given by the user."""
+    return samples.info.fingerprint.get("model.family", "")
+
+
+def _room_of_images(grids: npt.NDArray[np.integer], smallest: float) -> npt.NDArray[np.integer]:
+    """(num_images,) tokens that images may gain where they are resized to multiples of 28 pixels
+    before those of 32: one row and column; half where they have to grow to the `smallest` number of
+    tokens. `grids` (num_images, 3) are in patches, two by two a token."""
+    sides = grids[:, 1:].astype(np.int64) // 2
+    tokens = sides.prod(1)
+    return sides.sum(1) + 1 + np.where(tokens <= 1.25 * smallest, tokens // 2, 0)
 
 
 def _conversation(sample: SourceSample) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
-from offline_packing.index.rows import name_rows
+from offline_packing.index.rows import name_rows, sum_over_grids
 from offline_packing.index.set_aside import AsideRows, find_duplicates, group_set_aside
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
@@ -23,7 +23,7 @@ from task_encoders.families import model_cost
 
 #: Fields of PackConfig that are arguments of `plan_packs` as they are.
 _PASSED_ON: Final = (
-    *("strategy", "seed", "pad_multiple", "strategy_options", "assignment", "homogeneous"),
+    *("strategy", "seed", "pad_multiple", "strategy_options", "assignment"),
     *("max_samples", "min_samples", "min_fill", "sample_order"),
 )
 
@@ -39,7 +39,8 @@ class Planned:
 def make_plan(run: Run, samples: Index) -> Planned:
     """Plan without writing. Raises StageError where there is nothing to pack, an over-long sample
     under on_overlong: error, or an option that the strategy does not have."""
-    num_tokens = samples.array("num_tokens")
+    layout = LAYOUTS[run.config.output.layout]
+    num_tokens = samples.array("num_tokens") + layout.added_tokens(samples)
     aside = _find_set_aside(run, samples)
     kept = np.delete(np.arange(len(num_tokens)), aside.rows)
     uses = choose_uses(run.config, samples, kept)
@@ -180,8 +181,9 @@ def plan_arguments(
         name: (column(f"num_{name}"), limit) for name, limit in pack.budgets.items()
     }
     # Which sample of a length goes where, and in which order packs are written:
-    if pack.homogeneous:
-        arguments["groups"] = (column("num_images") + column("num_videos") > 0).astype(np.int32)
+    groups = _media_groups(config, column("num_images"), column("num_videos"))
+    if groups is not None:
+        arguments |= {"homogeneous": True, "groups": groups}
     if "mix" in pack.assignment:
         arguments["groups"] = column("source_id")  # repeats make their sizes follow the weights
     if "locality" in pack.assignment:
@@ -196,14 +198,28 @@ def plan_arguments(
     return arguments
 
 
+def _media_groups(
+    config: PackingConfig, num_images: npt.NDArray[np.integer], num_videos: npt.NDArray[np.integer]
+) -> npt.NDArray[np.int32] | None:
+    """Samples that may share a pack by their media have one number; None: all may. Raises
+    StageError if packs shall be mixed from sources, and cannot be."""
+    with_media = (num_images + num_videos > 0).astype(np.int32)
+    if config.pack.homogeneous or not LAYOUTS[config.output.layout].ONE_MEDIUM:
+        return with_media if config.pack.homogeneous else None
+    groups = with_media + (num_videos > 0)
+    if len(np.unique(groups)) < 2:
+        return None
+    if "mix" in config.pack.assignment:
+        raise StageError(
+            f"layout {config.output.layout} holds packs of one type of media, and assignment mix "
+            "would mix them; leave it out, or pack images, videos and text by themselves"
+        )
+    return groups
+
+
 def num_pictures(samples: Index) -> npt.NDArray[np.int64]:
     """(num_samples,) pictures within which patches attend: images, and steps of videos' grids."""
-    counts = [np.empty(0, np.int64)]
-    for table in samples.parts("grid_thw"):
-        grids = table["grid_thw"].combine_chunks()
-        steps = np.concatenate([[0], np.cumsum(grids.flatten().to_numpy()[::3], dtype=np.int64)])
-        counts.append(np.diff(steps[np.cumsum([0, *grids.value_lengths().to_numpy() // 3])]))
-    return np.concatenate(counts)
+    return sum_over_grids(samples, lambda grids: grids[:, 0])
 
 
 def set_aside_reason(name: str, num_tokens: int, config: PackingConfig) -> tuple[str, str]:
