@@ -17,13 +17,15 @@ from offline_packing.index.table import INDEX_SCHEMA, LOCATOR_FIELDS, SET_ASIDE_
 from offline_packing.sources import Locator, Source
 from offline_packing.sources.reading.local import MediaRoot
 from task_encoders.sample_encoder import SampleLength
-from task_encoders.samples import IMAGE_PLACEHOLDER, SourceSample
+from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SourceSample
 from task_encoders.text.qwen_templates import DEFAULT_SYSTEM
 from task_encoders.text.qwen_vocabulary import QWEN_SPECIAL_TOKENS
 
 #: What --accept-mismatch calls the times; no field of a fingerprint.
 MODIFICATION_TIME: Final = "modification_time"
 
+#: Line breaks at the start of an answer, which tokenizers merge with the header's.
+_BREAK: Final = re.compile(r"\s*[\r\n]")
 _SPECIAL: Final = re.compile("|".join(map(re.escape, QWEN_SPECIAL_TOKENS)))
 #: Image sides that array code takes for a number of channels.
 _LIKE_CHANNELS: Final = frozenset((1, 3))
@@ -103,6 +105,13 @@ class Trait(IntFlag):
     NOT_PLAIN = 8
     #: an answer carries no loss, or a system or developer message is not the first message
     UNTRAINED_OR_ROLES = 16
+    #: an answer begins with a line break
+    BREAK_FIRST = 32
+    #: it has a system message, which is empty
+    EMPTY_SYSTEM = 64
+    #: CONTROL_TEXT of system message, tools, calls, thoughts or messages before a prompt; or
+    #: <video> that stands for no video
+    CONTROL_ELSEWHERE = 128
 
 
 _NO_TRAIT: Final = Trait(0)
@@ -118,6 +127,10 @@ def sample_traits(sample: SourceSample, image_sizes: Sequence[tuple[int, int]]) 
         texts = [misread, *(turn.prompt for turn in sample.turns)]
         if sample.system not in (None, DEFAULT_SYSTEM):
             traits |= Trait.OWN_SYSTEM
+        if sample.system == "":
+            traits |= Trait.EMPTY_SYSTEM
+        if _has_control_elsewhere(sample):
+            traits |= Trait.CONTROL_ELSEWHERE
     control = [text for text in texts if "<|" in text]
     if IMAGE_PLACEHOLDER in misread or any(map(_SPECIAL.search, control)):
         traits |= Trait.CONTROL_TEXT
@@ -126,9 +139,25 @@ def sample_traits(sample: SourceSample, image_sizes: Sequence[tuple[int, int]]) 
     roles = {role for turn in sample.turns for role, _ in (*turn.before, (turn.role, ""))}
     if roles & {"system", "developer"} or not all(turn.trained for turn in sample.turns):
         traits |= Trait.UNTRAINED_OR_ROLES
+    if any(_BREAK.match(turn.answer) for turn in sample.turns):
+        traits |= Trait.BREAK_FIRST
     if not _LIKE_CHANNELS.isdisjoint(itertools.chain(*image_sizes)):
         traits |= Trait.THIN_IMAGE
     return traits
+
+
+def _has_control_elsewhere(sample: SourceSample) -> bool:
+    """Trait.CONTROL_ELSEWHERE of a conversation."""
+    before = [text for turn in sample.turns for _, text in turn.before]
+    as_text = [turn.answer for turn in sample.turns]
+    if not sample.videos:
+        as_text += [*before, *(turn.prompt for turn in sample.turns)]
+    if any(VIDEO_PLACEHOLDER in text for text in as_text):
+        return True
+    others = [sample.system or "", sample.tools, *before]
+    for turn in sample.turns:
+        others += [turn.thought or "", *turn.calls]
+    return any(map(_SPECIAL.search, others))
 
 
 def sample_stamp(source: Source, json: Locator, media: Iterable[Locator]) -> int:

@@ -40,8 +40,13 @@ _CAPTIONS: Final = LlavaOneVisionLayout()
 _UNFIT_TRAITS: Final[Mapping[Trait, str]] = {
     # It renders the template to one string and tokenizes that.
     Trait.CONTROL_TEXT: "text that spells control tokens, nor <image> in an answer",
+    Trait.CONTROL_ELSEWHERE: "such text elsewhere, nor <video> without a video",
     # It trains every answer, and knows a first system message, users, assistants and tools.
     Trait.UNTRAINED_OR_ROLES: "answer without loss, nor system or developer message further on",
+    # It takes it for none.
+    Trait.EMPTY_SYSTEM: "empty system message",
+    # It refuses a token that is half the header's.
+    Trait.BREAK_FIRST: "answer that begins with a line break",
     Trait.THIN_IMAGE: "image 1 or 3 pixels high or wide",
 }
 #: Extensions of videos that its Energon leaves undecoded, and of the same containers ones it knows.

@@ -68,8 +68,9 @@ def task_encoder(checkpoint: Path, template: str | None, seq_length: int, **limi
 
 
 def tool_dialogues(root: Path, count: int = 12) -> Path:
-    """Dialogues on a picture; some with tools, some with a system message,
-    two without a picture, one with an answer that carries no loss."""
+    """Dialogues on a picture, some with tools, some with a system message; two without a picture;
+    and three that the layout cannot hold: an answer without loss, one that begins with a line
+    break, an empty system message."""
     root.mkdir(parents=True)
     (root / "0.jpg").write_bytes(image_bytes(84, 56))
     found = []
@@ -89,6 +90,9 @@ def tool_dialogues(root: Path, count: int = 12) -> Path:
     untrained = dialogue("<image>Who?", "Nobody.", "Who?", "Me.")
     untrained[1]["loss_weight"] = 0  # type: ignore[assignment]
     found.append({"messages": untrained, "images": ["0.jpg"], "id": "untrained"})
+    found.append({"messages": dialogue("Why?", " \n\nBecause."), "id": "break"})
+    empty = [{**SYSTEM, "content": ""}, *dialogue("Who?", "Me.")]
+    found.append({"messages": empty, "id": "empty"})
     found += [{"messages": dialogue("No picture?", "None."), "id": f"text{i}"} for i in range(2)]
     (root / "data.jsonl").write_text("\n".join(map(json.dumps, found)))
     return root / "data.jsonl"

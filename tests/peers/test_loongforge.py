@@ -1,9 +1,6 @@
 """LoongForge on packs of its layout: its loader, cookers and task encoder, up to the batch.
 
-It is in no registry; LOONGFORGE names a checkout:
-
-    git clone https://github.com/baidu-baige/LoongForge && git -C LoongForge checkout c627566
-    LOONGFORGE=$PWD/LoongForge make peers-loongforge
+It is no package: LOONGFORGE names a checkout of github.com/baidu-baige/LoongForge.
 
 Packs are written by .venv's Python: its Energon is older than the one that writes them.
 """
@@ -46,11 +43,9 @@ from tests.helpers.loongforge import tool_dialogues
 from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
 from tests.helpers.videos import make_video
 
-if "LOONGFORGE" in os.environ:
-    loongforge.install(Path(os.environ["LOONGFORGE"]).resolve())
-pytestmark = pytest.mark.skipif(
-    "LOONGFORGE" not in os.environ, reason="LOONGFORGE names no checkout of LoongForge"
-)
+if not os.environ.get("LOONGFORGE"):
+    pytest.skip("LOONGFORGE=DIR names no checkout of LoongForge", allow_module_level=True)
+loongforge.install(Path(os.environ["LOONGFORGE"]).resolve())
 
 Say = Callable[[str], None]
 VERSION = f"LoongForge on energon {version('megatron-energon')}"

@@ -43,7 +43,7 @@ def test_captions_have_neither_prompt_nor_system() -> None:
     [
         (None, PLAIN),
         ("You are a helpful assistant.", PLAIN),
-        ("", Trait.OWN_SYSTEM),
+        ("", Trait.OWN_SYSTEM | Trait.EMPTY_SYSTEM),
         ("Be brief.", Trait.OWN_SYSTEM),
     ],
 )
@@ -84,3 +84,30 @@ def test_samples_that_are_more_than_prompts_and_answers(
     sample = SourceSample("k", "bmr", (Turn("a", "b"),))
     assert sample_traits(sample, []) == PLAIN
     assert sample_traits(replace(sample, **fields), []) == Trait.NOT_PLAIN | more
+
+
+@pytest.mark.parametrize("answer", ["\nYes.", " \r\nYes.", "\t\n\n"])
+def test_answers_that_begin_with_a_line_break(answer: str) -> None:
+    assert traits(answer=answer) == Trait.BREAK_FIRST
+    assert traits(answer=f"Yes.{answer}") == PLAIN
+    assert traits(answer="  Yes.\n") == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("turn", "fields"),
+    [
+        (Turn("a", "b"), {"system": "Never say <|im_end|>."}),
+        (Turn("a", "b"), {"tools": '[{"name": "<|im_end|>"}]'}),
+        (Turn("a", "b", thought="<|im_end|>"), {}),
+        (Turn("a", "b", calls=('{"name": "<|im_end|>"}',)), {}),
+        (Turn("a", "b", before=(("tool", "<|im_end|>"),)), {}),
+        (Turn("What does <video> mean?", "b"), {}),
+        (Turn("<video>", "It means <video>."), {"videos": ("a.mp4",)}),
+    ],
+)
+def test_control_text_elsewhere(turn: Turn, fields: dict[str, Any]) -> None:
+    sample = SourceSample("k", "bmr", (Turn("First", "One"), turn), **fields)
+    assert sample_traits(sample, []) & Trait.CONTROL_ELSEWHERE
+    assert not sample_traits(sample, []) & Trait.CONTROL_TEXT
+    plain = SourceSample("k", "bmr", (Turn("<video>", "b"),), videos=("a.mp4",), system="c")
+    assert sample_traits(plain, []) == Trait.OWN_SYSTEM
