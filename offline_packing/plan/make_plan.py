@@ -40,7 +40,8 @@ def make_plan(run: Run, samples: Index) -> Planned:
     """Plan without writing. Raises StageError where there is nothing to pack, an over-long sample
     under on_overlong: error, or an option that the strategy does not have."""
     layout = LAYOUTS[run.config.output.layout]
-    num_tokens = samples.array("num_tokens") + layout.added_tokens(samples)
+    measured: npt.NDArray[np.int64] = samples.array("num_tokens")
+    num_tokens = measured + layout.added_tokens(samples)
     aside = _find_set_aside(run, samples)
     kept = np.delete(np.arange(len(num_tokens)), aside.rows)
     uses = choose_uses(run.config, samples, kept)
