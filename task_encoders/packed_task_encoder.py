@@ -195,6 +195,12 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
     ) -> SavableDataset[PackedBatch]:
         """Energon's hook: checks the datasets, and keeps the end of those that do not repeat."""
         self._check_datasets(datasets)
+        if self.settings.packed and kwargs.get("shuffle_buffer_size"):
+            logger.warning(
+                "shuffle_buffer_size %d undoes the order packs were written in, which gives ranks "
+                "equal work; set it to None",
+                kwargs["shuffle_buffer_size"],
+            )
         built = super().build_train_datasets(datasets=datasets, repeat=repeat, **kwargs)
         return built if repeat else OnePass(built)
 
@@ -227,6 +233,11 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
         **kwargs: Any,
     ) -> SavableDataset[PackedBatch]:
         """Energon's hook."""
+        if packing_buffer_size is not None and self.settings.packed and not self.is_blend:
+            raise ValueError(
+                f"packing_buffer_size {packing_buffer_size}: the data are packed already; leave it "
+                "out"
+            )
         if packing_buffer_size is not None and (
             self._rows.pad_to_seq_length or self._rows.cross_sample_attention
         ):
@@ -247,6 +258,11 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
         datasets declare."""
         # Never unset: Energon's get_val_datasets hands over the datasets of a blend one by one.
         self.is_blend = self.is_blend or len(datasets) > 1
+        if self.settings.packed and not isinstance(self.decoder, TextDecoder | None):
+            raise PackingSettingsError(
+                f"{type(self).__name__}.decoder is a {type(self.decoder).__name__}: packs take the "
+                "bytes of media, which are decoded as they were measured; remove it"
+            )
         for loaded in datasets:
             factory = loaded.dataset
             subflavors = getattr(factory, "subflavors", None) or {}

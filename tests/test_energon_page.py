@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from megatron.energon import WorkerConfig
+import torch
+from megatron.energon import SampleDecoder, WorkerConfig, get_train_dataset
 from megatron.energon.errors import FatalSampleError
 
 from launch.parallel import initialize_parallel
@@ -142,3 +143,91 @@ def test_what_the_variables_do(line: int, folder: Path, monkeypatch: pytest.Monk
             dataset = get_packed_train_dataset(path, copy.copy(encoder), worker_config=config)
             batches = list(itertools.islice(get_packed_loader(dataset), 12))
             assert not any(batch.dropped for batch in batches)
+
+
+def open_captions(
+    options: dict[str, Any] | None = None, encoder: type[Qwen2VLTaskEncoder] = Qwen2VLTaskEncoder
+) -> list[Any]:
+    """What Energon's own call gives of packed captions, with these arguments for it."""
+    sizes = {"seq_length": 512, "max_pixels": LIMITS["max_pixels"]}
+    given = dict(options or {})
+    sizes |= {name: given.pop(name) for name in list(given) if name in sizes}
+    order: dict[str, Any] = {
+        "batch_size": 1,
+        "shuffle_buffer_size": None,
+        "max_samples_per_sequence": None,
+        "shuffle_over_epochs_multiplier": None,
+        "parallel_shard_iters": 1,
+    }
+    dataset = get_train_dataset(
+        "out/captioning",
+        task_encoder=encoder(**sizes),
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+        repeat=False,
+        **(order | given),
+    )
+    return list(get_packed_loader(dataset))
+
+
+@pytest.fixture
+def captions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for name, value in ((PACKED, "1"), (VQA, "0"), (BMR, "0")):
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"packing_buffer_size": 100}, "packing_buffer_size 100: the data are packed already"),
+        ({"image_decode": "pil"}, "already has a decoder"),
+        ({"seq_length": 256}, "seq_length 512 tokens > the task encoder's seq_length 256"),
+        ({"max_pixels": 100352}, "measured with max_pixels 4014080, the task encoder has 100352"),
+    ],
+)
+def test_what_stops(options: dict[str, Any], said: str, captions: None) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        open_captions(options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_decoder_of_ones_own_stops(captions: None) -> None:
+    class OwnTaskEncoder(Qwen2VLTaskEncoder):
+        decoder = SampleDecoder(image_decode="pil")
+
+    with pytest.raises(PackingSettingsError, match=r"OwnTaskEncoder\.decoder is a SampleDecoder"):
+        open_captions(encoder=OwnTaskEncoder)
+
+
+def test_variables_that_contradict_each_other_stop(
+    captions: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for names in ((VQA, BMR), (PACKED, VQA, BMR)):
+        for name in (PACKED, VQA, BMR):
+            monkeypatch.setenv(name, str(int(name in names)))
+        with pytest.raises(PackingSettingsError, match="OFFLINE_PACK"):
+            open_captions()
+
+
+def test_what_trains_the_same(captions: None, caplog: pytest.LogCaptureFixture) -> None:
+    """Two packs in a row, a greater length, and another order, of which a warning speaks."""
+    rows = open_captions()
+    assert len(rows) > 3
+    longer = open_captions({"seq_length": 1024})
+    assert [row.tokens.tolist() for row in longer] == [row.tokens.tolist() for row in rows]
+    pairs = open_captions({"batch_size": 2})
+    tokens, segments = ([t.flatten().tolist() for t in of] for of in _joined(rows, pairs))
+    assert tokens[0] == tokens[1]
+    assert segments[0] == segments[1]
+    one_by_one = open_captions({"batch_size": None})
+    assert [one.row.tokens.tolist() for one in one_by_one] == [r.tokens[0].tolist() for r in rows]
+    assert not caplog.records
+    shuffled = open_captions({"shuffle_buffer_size": 100})
+    assert {row.__key__[0] for row in shuffled} == {row.__key__[0] for row in rows}
+    assert "shuffle_buffer_size 100 undoes the order" in caplog.text
+
+
+def _joined(*runs: list[Any]) -> Any:
+    """Tokens, and lengths of segments, of whole runs."""
+    yield [torch.cat([row.tokens[0] for row in run]) for run in runs]
+    yield [torch.cat([row.cu_lengths[0].diff() for row in run]) for run in runs]
