@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from torch import distributed
@@ -19,6 +19,7 @@ from offline_packing.errors import StageError
 from offline_packing.online.collate import count_tokens
 from task_encoders.samples import SampleError
 
+_MOST_MARKS: Final = 64
 #: Reads one sample; a stream has done so already.
 Load = Callable[[], Any]
 
@@ -223,6 +224,8 @@ class StreamedSamples:
         self._position += 1
         if self._mark_every and self._position % self._mark_every == 0:
             self._marks.append((self._position, self._dataset.state_dict()))
+            if len(self._marks) > _MOST_MARKS:  # nobody asks for a state: fewer of them will do
+                del self._marks[1::2]
         return number, sample
 
     def _check_end(self) -> None:

@@ -1,5 +1,6 @@
 """What datasets that pack while reading share: epochs, ranks, streams that divide themselves."""
 
+import gc
 import logging
 import pickle
 from collections import Counter
@@ -157,3 +158,28 @@ def test_workers_of_many_ranks_count_for_themselves() -> None:
         list(reader)
     assert [sum(reader.state()["set_aside"]) for reader in readers] == [1, 1]
     assert dataset.set_aside == {"overlong": 2}
+
+
+class TrackedState(dict[str, int]):
+    """Of which it can be told how many there are."""
+
+
+class TrackedStream(SavableStream):
+    """Its states are tracked."""
+
+    def state_dict(self) -> dict[str, int]:
+        return TrackedState(super().state_dict())
+
+
+def test_states_of_a_stream_do_not_pile_up_where_nobody_saves() -> None:
+    def make() -> PackedIterableDataset:
+        return packed(TrackedStream, np.resize(LENGTHS, 5000))
+
+    iterator = iter(dataset := make())
+    taken = len(list(islice(iterator, 1500)))
+    assert taken == 1500
+    assert sum(isinstance(one, TrackedState) for one in gc.get_objects()) < 80
+    resumed = make()
+    resumed.load_state_dict(dataset.state_dict())
+    assert numbers(resumed) == numbers(iterator)
+    assert resumed.dataset.given < 5000
