@@ -14,6 +14,7 @@ Qwen2-VL and Qwen2.5-VL, which transformers' Trainer alone does not.
 from pathlib import Path
 from typing import Any
 
+import torch
 from swift.pipelines.train.sft import SwiftSft
 from torch.utils.data import Dataset
 from transformers import Trainer
@@ -29,12 +30,11 @@ from task_encoders.sample_encoder import SampleEncoder
 
 class SwiftPacks(Dataset[list[dict[str, Any]]]):
     """Packs as ms-swift's `PackingDataset` has them: lists of encoded samples, which its collator
-    concatenates. It finds positions itself, with the model's `get_rope_index`."""
+    concatenates."""
 
     def __init__(self, packs: PackedFolder, encoder: SampleEncoder) -> None:
         self._packs = packs
         self._token_ids = encoder.media_token_ids
-        self._places_videos = not hasattr(encoder, "tokens_per_second")
 
     def __len__(self) -> int:
         return len(self._packs)
@@ -50,19 +50,29 @@ class SwiftPacks(Dataset[list[dict[str, Any]]]):
             "length": len(tokens),
             "mm_token_type_ids": token_types(tokens, self._token_ids),
         }
+        if len(row.position_ids) == 3:  # else they count tokens, which ms-swift does itself
+            sample["position_ids"] = row.position_ids[:, None]
         if len(row.image_grid_thw):
             sample |= {
                 "pixel_values": row.pixel_values,
                 "image_grid_thw": row.image_grid_thw.long(),
             }
         if len(row.video_grid_thw):
-            if not self._places_videos:
-                raise ValueError(
-                    "ms-swift places Qwen2.5-VL's videos by seconds, not kept in packs"
-                )
-            sample["pixel_values_videos"] = row.pixel_values_videos
-            sample["video_grid_thw"] = row.video_grid_thw.long()
+            sample |= {
+                "pixel_values_videos": row.pixel_values_videos,
+                "video_grid_thw": row.video_grid_thw.long(),
+            }
         return sample
+
+
+def positions_of_packs(inputs: dict[str, Any]) -> dict[str, Any]:
+    """In place of a template's `_get_position_ids`, which would work those of a sample out again,
+    for Qwen2.5-VL's videos from a time that packs do not keep. With a first row for attention,
+    (4, 1, S); what context parallelism padded the sample by goes on behind."""
+    length, positions = inputs["input_ids"].shape[1], inputs["position_ids"]
+    behind = positions.max() + 1 + torch.arange(length - positions.shape[2])
+    positions = torch.cat([positions, behind.expand(3, 1, -1)], dim=2)
+    return {"position_ids": torch.cat([torch.arange(length)[None, None], positions])}
 
 
 def packs_for(pipeline: SwiftSft, path: str, split: str) -> SwiftPacks:
@@ -75,6 +85,7 @@ def packs_for(pipeline: SwiftSft, path: str, split: str) -> SwiftPacks:
     if not pipeline.args.packing:
         raise ValueError(f"{path} holds packs; set --packing true")
     pipeline.template.packing = pipeline.template.padding_free = True
+    pipeline.template._get_position_ids = positions_of_packs
     settings, seq_length = settings_of_packs(Path(path), processor=pipeline.args.model_dir)
     task_encoder = Qwen2VLTaskEncoder(seq_length=seq_length, model=settings)
     return SwiftPacks(PackedFolder(path, task_encoder, split=split), task_encoder.encoder)

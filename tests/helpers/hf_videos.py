@@ -25,6 +25,18 @@ def video_files(videos: Sequence[bytes], folder: Path) -> list[str]:
     return [str(path) for path in paths]
 
 
+def decoded_video(path: str) -> tuple[np.ndarray, float]:
+    """Frames (T, H, W, 3), upright, and their rate."""
+    with av.open(path) as file:
+        rate = file.streams.video[0].average_rate
+        assert rate is not None
+        frames = [
+            np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+            for frame in file.decode(video=0)
+        ]
+    return np.stack(frames), float(rate)
+
+
 class _FromPyAV:
     """Decodes with PyAV: the default needs FFmpeg's libraries; transformers' own reader for PyAV
     neither turns videos upright nor finds frames in WebM."""
@@ -34,15 +46,10 @@ class _FromPyAV:
             return list(
                 zip(*[self.fetch_videos(v, sample_indices_fn) for v in videos], strict=True)
             )
-        with av.open(videos) as file:
-            rate = float(file.streams.video[0].average_rate)
-            frames = [
-                np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
-                for frame in file.decode(video=0)
-            ]
+        frames, rate = decoded_video(videos)
         metadata = VideoMetadata(len(frames), fps=rate)
         metadata.frames_indices = sample_indices_fn(metadata=metadata)
-        return np.stack([frames[i] for i in metadata.frames_indices]), metadata
+        return frames[metadata.frames_indices], metadata
 
 
 class _Qwen2VLVideos(_FromPyAV, Qwen2VLVideoProcessor):

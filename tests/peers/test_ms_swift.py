@@ -1,8 +1,6 @@
 """ms-swift on packs, and against what its own template makes of the same samples."""
 
-import io
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,24 +8,29 @@ from typing import Any
 import pytest
 import swift
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from swift.arguments import SftArguments
 from swift.model import get_model_processor
 from swift.pipelines.train.sft import SwiftSft
 from swift.template import get_template
 from swift.utils import import_external_file
 from torch.utils.data import Dataset
-from transformers import AutoTokenizer, Qwen2VLProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+from transformers import AutoTokenizer
 
 from offline_packing.demo.training import tiny_qwen2_vl
 from offline_packing.online.collate import padding_free_collator
 from offline_packing.online.packed_dataset import PackedDatasetWrapper
 from task_encoders.families.builtin_processor import builtin_processor
-from task_encoders.samples import SourceSample
-from task_encoders.text.pieces import place_media
 from tests.helpers.hf_trainers import number_of, use_segment_attention
+from tests.helpers.ms_swift import (
+    LENGTH,
+    PLUGIN,
+    assistant,
+    make_template,
+    own_sample,
+    packs_of_plugin,
+    save_processor,
+)
 from tests.helpers.peers import (
     assert_same,
     check_order,
@@ -35,14 +38,12 @@ from tests.helpers.peers import (
     open_packs,
     our_losses,
     stored_samples,
+    task_environment,
 )
 from tests.helpers.tiny_families import encoder_options
 
 Say = Callable[[str], None]
 VERSION = f"ms-swift {swift.__version__}"
-PLUGIN = Path(__file__).parents[2] / "launch/trainers/ms_swift.py"
-LENGTH = {"return_length": True}
-END, NEWLINE = 151645, 198
 
 
 class CPUArguments(SftArguments):
@@ -59,13 +60,6 @@ class Pipeline(SwiftSft):
 
     def train(self, trainer: Any) -> Any:
         return trainer
-
-
-def save_processor(folder: Path, tokenizer: Any, template: str, **limits: int) -> None:
-    """A checkpoint's whole processor: with torchvision it can be built."""
-    images = Qwen2VLImageProcessorPil(**limits)
-    videos = Qwen2VLVideoProcessor()
-    Qwen2VLProcessor(images, tokenizer, videos, chat_template=template).save_pretrained(folder)
 
 
 def make_trainer(checkpoint: Path, packed: Path, output: Path, **options: Any) -> Any:
@@ -165,32 +159,6 @@ def test_order(case: Any, tmp_path: Path, say: Say) -> None:
     say(f"{VERSION}: order of packs kept on 1, 2 and 4 ranks")
 
 
-def own_samples(template: Any, sample: SourceSample, media: list[bytes]) -> dict[str, Any]:
-    """What ms-swift makes of a sample, but for the newline that it trains behind every answer."""
-    # It does not turn images upright by their EXIF orientation.
-    images = [ImageOps.exif_transpose(Image.open(io.BytesIO(data))) for data in media]
-    if sample.task == "captioning":
-        caption = "<image>" * len(images) + sample.turns[0].answer
-        return template.encode({"messages": [assistant(caption)], "images": images}, **LENGTH)
-    turns = place_media(sample)
-    messages = [] if sample.system is None else [{"role": "system", "content": sample.system}]
-    for turn in turns:
-        messages += [{"role": "user", "content": turn.prompt}, assistant(turn.answer)]
-    encoded = template.encode({"messages": messages, "images": images}, **LENGTH)
-    assert encoded["input_ids"][-2:] == [END, NEWLINE] == encoded["labels"][-2:]
-    tokens = encoded["input_ids"]
-    pairs = zip([None, *tokens], tokens, encoded["labels"], strict=False)
-    encoded["labels"] = [-100 if before == END else label for before, _, label in pairs][:-1]
-    encoded["input_ids"] = tokens[:-1]
-    if "mm_token_type_ids" in encoded:
-        encoded["mm_token_type_ids"] = encoded["mm_token_type_ids"][:-1]
-    return encoded | {"length": len(encoded["input_ids"])}
-
-
-def assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A model with the whole vocabulary, and its processor, as ms-swift loads them."""
@@ -199,10 +167,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     builtin = builtin_processor(min_pixels=3136, max_pixels=100352)
     tiny_qwen2_vl().save_pretrained(folder)
     save_processor(folder, builtin.tokenizer, builtin.chat_template)
-    with pytest.MonkeyPatch.context() as patch:  # it takes limits of images from the environment
-        patch.setenv("IMAGE_MIN_TOKEN_NUM", str(3136 // 28**2))
-        patch.setenv("IMAGE_MAX_TOKEN_NUM", str(100352 // 28**2))
-        model, processor = get_model_processor(str(folder), model_type="qwen2_vl")
+    model, processor = get_model_processor(str(folder), model_type="qwen2_vl")
     # The backend that the packs name: torchvision's values differ in the last bits.
     processor.image_processor = builtin.image_processor
     return model, processor
@@ -210,25 +175,25 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("task", ["captioning", "vqa", "bmr"])
 def test_every_demo_pack_is_what_its_packing_would_give(
-    task: str, demo: dict[str, Path], loaded: Any, say: Say
+    task: str, demo: dict[str, Path], loaded: Any, monkeypatch: pytest.MonkeyPatch, say: Say
 ) -> None:
     """The collator's rows of our packs, and of the same samples encoded by its template."""
+    for name, value in task_environment(task).items():
+        monkeypatch.setenv(name, value)
     model, processor = loaded
-    swift_packs = sys.modules[SwiftSft._prepare_dataset.__module__].SwiftPacks
-    template = get_template(
-        processor, template_type="qwen2_vl", use_chat_template=task != "captioning"
-    )
-    template.set_mode("train")
-    template.model = model
-    template.packing = template.padding_free = True
+    dialogue = {"use_chat_template": task != "captioning"}
+    template = make_template(model, processor, "qwen2_vl", **dialogue)
     num_packs = 0
     for split in ("train", "val"):
         packs = open_packs(demo[task], split)
-        dataset = swift_packs(packs, packs.task_encoder.encoder)
+        vision = packs.task_encoder.encoder.vision
+        limits = {"min_pixels": vision.min_pixels, "max_pixels": vision.max_pixels}
+        plugged = make_template(model, processor, "qwen2_vl", **dialogue)
+        dataset = packs_of_plugin(plugged, model.model_dir, demo[task], split)
         for number, pack in enumerate(packs):
-            own = [own_samples(template, *sample) for sample in stored_samples(pack)]
+            own = [own_sample(template, *sample, limits) for sample in stored_samples(pack)]
             theirs = template.data_collator([own])
-            ours = template.data_collator([dataset[number]])
+            ours = plugged.data_collator([dataset[number]])
             assert ours.keys() == theirs.keys()
             assert_same(ours, theirs, f"{task} {split} {number}")
             num_packs += 1
