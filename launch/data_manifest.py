@@ -10,13 +10,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from offline_packing.errors import StageError
 from offline_packing.storage.files import hash_bytes, read_json
 from task_encoders.families import ModelSettings
+from task_encoders.pack_format import METADATASET
 
 logger = logging.getLogger(__name__)
+
+#: Layouts that are not for the trainers here.
+_ELSEWHERE: Final = ("raw_packing", "llava_onevision")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,11 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} has no manifest.json; write it with offline-packing, or wait until that is "
             "finished"
         )
+    if manifest.get("layout") in _ELSEWHERE:
+        raise StageError(
+            f"{folder} has output.layout={manifest['layout']}, which other trainers read; pack it "
+            "with output.layout=energon"
+        )
     if not _count(manifest, "packs"):
         raise StageError(f"{folder} has no packs in its train split; pack it with output.split")
     return manifest
@@ -141,8 +150,16 @@ def _common_hash(hashes: Sequence[str]) -> str:
 
 
 def _folders_of_blend(path: Path) -> list[tuple[Path, float]]:
-    """(folder, weight per pack) of a metadataset, as Energon resolves it."""
-    loaded = _load_blend(path, "train")
+    """(folder, weight per pack) of a metadataset, as Energon resolves it. Raises StageError."""
+    try:
+        loaded = _load_blend(path, "train")
+    except StageError:
+        raise
+    except Exception as error:  # Energon's parsers have many
+        raise StageError(
+            f"{path} cannot be read as a metadataset: {type(error).__name__}: {error}; a path in "
+            f"it is a folder with .nv-meta, or of references the {METADATASET} inside"
+        ) from error
     paths = [Path(str(entry.dataset.path)) for entry in loaded.datasets]
     folders = [path.parent if path.suffix == ".jsonl" else path for path in paths]
     if any(entry.weight is None for entry in loaded.datasets):  # blend_epochized: by repetitions

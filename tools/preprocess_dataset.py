@@ -99,7 +99,10 @@ def configuration(
     click.ClickException for what is not supported."""
     if image_folder is not None and image_folder.endswith(".tar"):
         raise click.ClickException(f"--image_folder {image_folder} is a tar; unpack it")
-    hparams = {} if hparams_file is None else yaml.safe_load(hparams_file.read_text())
+    try:
+        hparams = {} if hparams_file is None else yaml.safe_load(hparams_file.read_text())
+    except yaml.YAMLError as error:
+        raise click.ClickException(f"--hparams_file {hparams_file}: {error}") from error
     is_plain = conv_template == "plain"
     return {
         "source": {
@@ -167,7 +170,7 @@ def vision_options(encoder: str, hparams: Mapping[str, Any]) -> dict[str, Any]:
     patch, side = sizes_of(encoder)
     patch = follow(hparams, "model.mm_cfg.vision_encoder.patch_dim", patch)
     crop = follow(hparams, "model.mm_cfg.vision_encoder.crop_size", [side, side])
-    if list(crop) != [side, side]:
+    if crop != [side, side]:
         raise click.ClickException(
             f"--hparams_file: crop_size {crop} is not that of {encoder}, [{side}, {side}]; "
             "name the encoder that is trained"
@@ -185,6 +188,8 @@ def sizes_of(encoder: str) -> tuple[int, int]:
     if file.is_file():
         content = json.loads(file.read_text())
         vision = content.get("vision_config", content)
+        if not {"patch_size", "image_size"} <= vision.keys():
+            raise click.ClickException(f"{file} names no patch_size and image_size")
         return vision["patch_size"], vision["image_size"]
     match = _SIZES.search(encoder)
     if match is None:

@@ -77,6 +77,7 @@ def write_assignment(samples: Index, plan: PackPlan, path: Path) -> None:
     positions = [pa.array(np.arange(len(starts)) - starts), none]
     rows = rows.add_column(2, "pack", pa.chunked_array(packs))
     rows = rows.add_column(3, "position", pa.chunked_array(positions))
+    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
         pq.write_table(rows, file, compression="zstd")
 

@@ -15,6 +15,7 @@ from launch.train_setup import check_alike
 from offline_packing.errors import StageError
 from task_encoders.families import ModelSettings, build_sample_encoder
 from task_encoders.text.builtin_tokenizer import builtin_tokenizer
+from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 from tests.helpers.packed_runs import SEQ_LENGTH, bmr_folder, captioning_folder
 from tests.helpers.rank_processes import run_ranks
 
@@ -161,6 +162,32 @@ def test_what_a_recipe_does_not_get_is_a_warning(caplog: pytest.LogCaptureFixtur
     assert "global_batch_size 64 becomes about 640 samples" in caplog.text
     plan_of(data, train={"epochs": 3}, data={"path": "unused", "repeat": False})
     assert "data.repeat=false ends the run after 39 of" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "cannot be read as a metadataset: AttributeError"),
+        ("splits: [1", "cannot be read as a metadataset: ExceptionParse"),
+        (
+            BLEND.format(captions="a", dialogues="b"),
+            "FileNotFoundError: .*; a path in it is a folder with .nv-meta, or of references",
+        ),
+    ],
+)
+def test_a_blend_that_cannot_be_read_is_named(tmp_path: Path, content: str, message: str) -> None:
+    """Not only the path that it leads to."""
+    blend = tmp_path / "my_blend.yaml"
+    blend.write_text(content)
+    with pytest.raises(StageError, match=f"my_blend.yaml .*{message}"):
+        read_packed_data(blend)
+
+
+def test_a_layout_of_other_trainers_is_named(tmp_path: Path) -> None:
+    source = captioning_pairs(tmp_path / "data", 4)
+    pack_all(make_run(source, tmp_path / "out", output={"layout": "raw_packing"}))
+    with pytest.raises(StageError, match=r"layout=raw_packing, which other trainers read"):
+        read_packed_data(tmp_path / "out")
 
 
 def test_a_dataset_that_is_blended_twice_is_a_warning(

@@ -229,6 +229,11 @@ def test_vision_encoders(tmp_path: Path) -> None:
         ({}, {"model": {"data": {"media_type": "video"}}}, "only image is supported"),
         (
             {},
+            {"model": {"mm_cfg": {"vision_encoder": {"crop_size": 336}}}},
+            "crop_size 336 is not that of",
+        ),
+        (
+            {},
             {"model": {"mm_cfg": {"vision_encoder": {"crop_size": [224, 224]}}}},
             r"crop_size \[224, 224\] is not that of openai/clip-vit-large-patch14-336",
         ),
@@ -241,6 +246,15 @@ def test_what_is_not_supported_is_named(
     path.write_text(yaml.safe_dump(hparams))
     with pytest.raises(Exception, match=message):
         given(**changes, hparams_file=path)
+
+
+def test_files_that_do_not_say_what_is_needed_are_named(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {"vision_config": {}})
+    with pytest.raises(ClickException, match=r"config\.json names no patch_size and image_size"):
+        given(hf_vision_encoder=str(tmp_path))
+    (tmp_path / "bad.yaml").write_text("a: [1\n")
+    with pytest.raises(ClickException, match=r"--hparams_file .*bad\.yaml"):
+        given(hparams_file=tmp_path / "bad.yaml")
 
 
 def test_fields_of_the_yaml(tmp_path: Path) -> None:

@@ -140,8 +140,8 @@ def test_what_packs_depend_on_must_be_known(
 def test_keys_that_look_like_numbers_stay_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "l.csv").write_text("key,tokens\n001,10\n1,10\n1.0,10\nNA,10\n")
     run = make_run(two_sources()[0], tmp_path / "out")
-    plan_lengths(run, tmp_path / "l.csv", tmp_path / "out.parquet")
-    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    plan_lengths(run, tmp_path / "l.csv", tmp_path / "new/out.parquet")
+    rows = pq.read_table(tmp_path / "new/out.parquet").to_pylist()
     assert {row["key"] for row in rows if row["pack"] == 0} == {"001", "1", "1.0", "NA"}
 
 
