@@ -1,6 +1,5 @@
 """NeMo AutoModel on packs, and against what its own packing makes of the same samples."""
 
-import io
 from collections.abc import Callable
 from importlib.metadata import version
 from itertools import islice
@@ -9,31 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from nemo_automodel._transformers.utils import resolve_get_rope_index
-from nemo_automodel.components.datasets.vlm.collate_fns import neat_packed_vlm_collater
-from nemo_automodel.components.datasets.vlm.datasets import PreTokenizedDatasetWrapperConfig
-from nemo_automodel.components.datasets.vlm.loader import VlmDataloaderConfig, VlmProcessorConfig
-from nemo_automodel.components.datasets.vlm.neat_packing_vlm import (
-    NeatPackConfig,
-    PackedDatasetWrapperConfig,
-)
 from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
 from nemo_automodel.components.loss.utils import calculate_loss
 from nemo_automodel.components.models.common.packing import configure_packing_for_models
 from nemo_automodel.components.utils.model_utils import filter_forward_kwargs
-from PIL import Image, ImageOps
 from torch import distributed
-from torch.utils.data import DataLoader
 from transformers import AutoModelForImageTextToText, Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
-from launch.data_manifest import read_packed_data
 from launch.trainers.automodel import PacksConfig
 from offline_packing.demo.training import tiny_qwen2_vl
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.samples import SourceSample, Turn
 from task_encoders.text.pieces import to_chat
+from tests.helpers.automodel import (
+    CAPTION_TEMPLATE,
+    conversation,
+    make_loader,
+    own_batch,
+    without_last_newline,
+)
 from tests.helpers.peers import (
     assert_same,
     check_order,
@@ -47,80 +42,6 @@ from tests.helpers.peers import (
 
 Say = Callable[[str], None]
 VERSION = f"NeMo AutoModel {version('nemo-automodel')}"
-#: A caption behind its images, without the headers of a dialogue.
-CAPTION_TEMPLATE = (
-    "{% for part in messages[0].content %}{% if part.type == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
-    "<|im_end|>"
-)
-
-
-def _processor(**_: Any) -> Any:
-    return builtin_processor()
-
-
-def make_loader(
-    packed: Path, split: str = "train", rank: int = 0, world_size: int = 1, **options: Any
-) -> DataLoader[Any]:
-    """Packs through AutoModel's loader, as a recipe makes it."""
-    config = VlmDataloaderConfig(
-        dataset_config=PacksConfig(str(packed), split),
-        processor_config=VlmProcessorConfig(_processor),  # it asks for one
-        pretokenization=PreTokenizedDatasetWrapperConfig(),
-        packing=NeatPackConfig(read_packed_data(packed).seq_length),
-        shuffle=False,
-    )
-    built = config.build(
-        pretrained_model_name_or_path=None,  # the packs name theirs
-        dp_rank=rank,
-        dp_world_size=world_size,
-        batch_size=1,
-        **options,
-    )
-    loader: DataLoader[Any] = built.dataloader
-    return loader
-
-
-def upright(data: bytes) -> Image.Image:
-    """AutoModel does not turn images by their EXIF orientation."""
-    return ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-
-
-def conversation(sample: SourceSample, media: list[bytes]) -> dict[str, Any]:
-    """A sample as AutoModel's datasets have it."""
-    images = [{"type": "image", "image": upright(data)} for data in media]
-    if sample.task == "captioning":
-        content = [*images, {"type": "text", "text": sample.turns[0].answer}]
-        return {"conversation": [{"role": "assistant", "content": content}]}
-    messages, rest = to_chat(sample), iter(images)
-    for message in messages:
-        if isinstance(message["content"], str):
-            message["content"] = [{"type": "text", "text": message["content"]}]
-        message["content"] = [
-            next(rest) if part["type"] == "image" else part for part in message["content"]
-        ]
-    return {"conversation": messages}
-
-
-def without_last_newline(result: Any, processor: Any) -> Any:
-    """What the template puts behind the very last end of a turn."""
-    for name in ("input_ids", "attention_mask", "mm_token_type_ids"):
-        result[name] = result[name][:, :-1]
-    return result
-
-
-def own_batch(samples: list[Any], processor: Any, model: Any, **options: Any) -> dict[str, Any]:
-    """What AutoModel makes of samples in one pack."""
-    tokenized = PreTokenizedDatasetWrapperConfig(max_retries=1, **options).build(
-        dataset=samples, processor=processor
-    )
-    packed = PackedDatasetWrapperConfig(pack_size=1 << 20).build(
-        inner_dataset=tokenized,
-        bins=[list(range(len(samples)))],
-        padding_idx=0,
-        get_rope_index=resolve_get_rope_index(model),
-    )
-    return neat_packed_vlm_collater([packed[0]])
 
 
 @pytest.fixture(scope="module")

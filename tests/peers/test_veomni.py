@@ -1,6 +1,5 @@
 """VeOmni on packs, and against what its own transform and collator make of the same samples."""
 
-import io
 from collections.abc import Callable
 from importlib.metadata import version
 from itertools import islice
@@ -10,24 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image, ImageOps
 from torch import distributed
-from veomni.data import build_data_transform, build_dataloader, build_dataset
+from veomni.data import build_data_transform
 from veomni.data.chat_template import build_chat_template
 from veomni.data.data_collator import MainCollator
-from veomni.data.multimodal.preprocess import PREPROCESSOR_REGISTRY
 from veomni.distributed.parallel_state import init_parallel_state
 from veomni.models.transformers.qwen2_vl.generated.patched_modeling_qwen2_vl_gpu import (
     Qwen2VLForConditionalGeneration,
 )
 from veomni.ops.kernels.cross_entropy import ForCausalLMLoss
 
-import launch.trainers.veomni  # noqa: F401
 from launch.parallel import initialize_parallel
 from offline_packing.demo.training import tiny_qwen2_vl
 from task_encoders.families.builtin_processor import builtin_processor
-from task_encoders.samples import SourceSample
-from task_encoders.text.pieces import to_chat
 from tests.helpers.hf_trainers import number_of, use_segment_attention
 from tests.helpers.peers import (
     assert_same,
@@ -39,10 +33,10 @@ from tests.helpers.peers import (
     task_environment,
     two_losses,
 )
+from tests.helpers.veomni import make_loader, own_sample
 
 Say = Callable[[str], None]
 VERSION = f"VeOmni {version('veomni')}"
-START, END, NEWLINE = 151644, 151645, 198
 
 
 @pytest.fixture(autouse=True)
@@ -53,77 +47,6 @@ def _one_rank() -> None:
 @pytest.fixture(scope="module")
 def family() -> str:
     return "qwen2_vl"
-
-
-def make_loader(packed: Path, accumulated: int = 1, **options: Any) -> Any:
-    """Packs through VeOmni's loader, as its trainer makes it."""
-    dataset = build_dataset("mapping", train_path=str(packed), transform=None, seed=1)
-    world_size = distributed.get_world_size() if distributed.is_initialized() else 1
-    return build_dataloader(
-        "native",
-        dataset=dataset,
-        micro_batch_size=1,
-        global_batch_size=accumulated * world_size,
-        dataloader_batch_size=accumulated,
-        max_seq_len=0,
-        train_steps=0,
-        num_workers=0,
-        prefetch_factor=None,
-        pin_memory=False,
-        **{"dyn_bsz": False, **options},
-    )
-
-
-@PREPROCESSOR_REGISTRY.register("messages")
-def _messages(conversations: Any, **_: Any) -> Any:
-    """Chats with parts, as VeOmni's templates take them."""
-    return conversations
-
-
-def png(data: bytes) -> bytes:
-    """Upright: VeOmni does not turn images by their EXIF orientation. RGB: PNG has no CMYK."""
-    file = io.BytesIO()
-    ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB").save(file, "PNG")
-    return file.getvalue()
-
-
-def own_sample(transform: Any, sample: SourceSample, media: list[bytes]) -> dict[str, Any]:
-    """What VeOmni makes of a sample, in the form of its template's own trainers."""
-    if sample.task == "captioning":
-        images: list[Any] = [("image", None)] * len(media)
-        chat = [["assistant", *images, ("text", sample.turns[0].answer)]]
-    else:
-        chat = [
-            [message["role"], *parts(message["content"])]
-            for message in to_chat(sample)
-            if message["role"] != "system"  # its template has one, the same for all samples
-        ]
-    template = transform.keywords["chat_template"]
-    template.system_prompt = (
-        type(template).system_prompt if sample.system is None else sample.system
-    )
-    given = {"conversations": chat, "images": [png(data) for data in media], "source": "messages"}
-    (made,) = transform(given)
-    tokens, labels = made["input_ids"], made["labels"]
-    # It trains the newline behind every answer, and keeps the last.
-    labels[tokens.roll(1) == END] = -100
-    first = 0
-    end = len(tokens) - 1
-    if sample.task == "captioning":  # it has headers round captions
-        first = int((tokens == START).nonzero()[1]) + 3
-        labels[made["image_mask"].roll(-1) | made["image_mask"] | made["image_mask"].roll(1)] = -100
-    for name in ("input_ids", "attention_mask", "labels", "image_mask", "video_mask"):
-        made[name] = made[name][first:end]
-    made["position_ids"] = made["position_ids"][..., first:end] - first
-    made.pop("mm_token_type_ids")  # not concatenated by its collator
-    made["labels"][0] = -100
-    return made
-
-
-def parts(content: Any) -> list[tuple[str, Any]]:
-    if isinstance(content, str):
-        return [("text", content)]
-    return [(part["type"], part.get("text")) for part in content]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,105 @@
+"""NeMo AutoModel's own packing of samples, and its loader of packs."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nemo_automodel._transformers.utils import resolve_get_rope_index
+from nemo_automodel.components.datasets.vlm.collate_fns import neat_packed_vlm_collater
+from nemo_automodel.components.datasets.vlm.datasets import PreTokenizedDatasetWrapperConfig
+from nemo_automodel.components.datasets.vlm.loader import VlmDataloaderConfig, VlmProcessorConfig
+from nemo_automodel.components.datasets.vlm.neat_packing_vlm import (
+    NeatPackConfig,
+    PackedDatasetWrapperConfig,
+)
+from PIL import Image, ImageOps
+from torch.utils.data import DataLoader
+
+from launch.data_manifest import read_packed_data
+from launch.trainers.automodel import PacksConfig
+from task_encoders.families.builtin_processor import builtin_processor
+from task_encoders.samples import SourceSample
+from task_encoders.text.pieces import to_chat
+
+#: A caption behind its media, without the headers of a dialogue.
+CAPTION_TEMPLATE = (
+    "{% for part in messages[0].content %}{% if part.type == 'text' %}{{ part.text }}{% else %}"
+    "<|vision_start|><|{{ part.type }}_pad|><|vision_end|>{% endif %}{% endfor %}<|im_end|>"
+)
+
+
+def _processor(**_: Any) -> Any:
+    return builtin_processor()
+
+
+def make_loader(
+    packed: Path, split: str = "train", rank: int = 0, world_size: int = 1, **options: Any
+) -> DataLoader[Any]:
+    """Packs through AutoModel's loader, as a recipe makes it."""
+    config = VlmDataloaderConfig(
+        dataset_config=PacksConfig(str(packed), split),
+        processor_config=VlmProcessorConfig(_processor),  # it asks for one
+        pretokenization=PreTokenizedDatasetWrapperConfig(),
+        packing=NeatPackConfig(read_packed_data(packed).seq_length),
+        shuffle=False,
+    )
+    built = config.build(
+        pretrained_model_name_or_path=None,  # the packs name theirs
+        dp_rank=rank,
+        dp_world_size=world_size,
+        batch_size=1,
+        **options,
+    )
+    loader: DataLoader[Any] = built.dataloader
+    return loader
+
+
+def upright(data: bytes) -> Image.Image:
+    """AutoModel does not turn images by their EXIF orientation."""
+    return ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+
+
+def conversation(
+    sample: SourceSample,
+    media: list[bytes],
+    as_video: Callable[[bytes], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """A sample as AutoModel's datasets have it; `as_video` makes a video's part of a content."""
+    count = len(sample.images)
+    images = [{"type": "image", "image": upright(data)} for data in media[:count]]
+    videos = [as_video(data) for data in media[count:] if as_video]
+    if sample.task == "captioning":
+        content = [*images, *videos, {"type": "text", "text": sample.turns[0].answer}]
+        return {"conversation": [{"role": "assistant", "content": content}]}
+    messages = to_chat(sample)
+    rest = {"image": iter(images), "video": iter(videos)}
+    for message in messages:
+        if isinstance(message["content"], str):
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        message["content"] = [
+            next(rest[part["type"]]) if part["type"] in rest else part
+            for part in message["content"]
+        ]
+    return {"conversation": messages}
+
+
+def without_last_newline(result: Any, processor: Any) -> Any:
+    """What the template puts behind the very last end of a turn."""
+    for name in ("input_ids", "attention_mask", "mm_token_type_ids"):
+        result[name] = result[name][:, :-1]
+    return result
+
+
+def own_batch(samples: list[Any], processor: Any, model: Any, **options: Any) -> dict[str, Any]:
+    """What AutoModel makes of samples in one pack."""
+    tokenized = PreTokenizedDatasetWrapperConfig(max_retries=1, **options).build(
+        dataset=samples, processor=processor
+    )
+    packed = PackedDatasetWrapperConfig(pack_size=1 << 20).build(
+        inner_dataset=tokenized,
+        bins=[list(range(len(samples)))],
+        padding_idx=0,
+        get_rope_index=resolve_get_rope_index(model),
+    )
+    return neat_packed_vlm_collater([packed[0]])
