@@ -83,7 +83,7 @@ class PackedFolder:
         self.path = path_of(path)
         self.task_encoder = task_encoder
         self.split = split
-        #: and the place of each pack among all in the shards, (len,)
+        #: the place of each pack among all that the shards hold, (len,)
         self.shards, self.order = find_shards(path, split)
         with ThreadPoolExecutor(16) as pool:  # remote ones take their time
             indices = list(pool.map(read_index, self.shards))
