@@ -13,7 +13,7 @@ for name; do
         said+=("$name: not run, as its environment could not be made") failed=1
         continue
     fi
-    OMP_NUM_THREADS=1 "$python" -m pytest --disable-warnings tests/peers/test_"$name"*.py \
+    OMP_NUM_THREADS=1 "$python" -m pytest -rs --disable-warnings tests/peers/test_"$name"*.py \
         | tee "$folder/result.txt"
     result=${PIPESTATUS[0]}
     [ "$result" = 0 ] || [ "$result" = 5 ] || failed=1  # 5: all skipped
