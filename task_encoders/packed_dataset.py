@@ -145,6 +145,18 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
                 _begin_pass(state.worker_states[worker].state.dataset_state)
         return state
 
+    def restore_state_rank(self, state: SavableDataLoaderState | None) -> None:
+        """As Energon's. Raises ValueError for a state of another number of workers."""
+        states = [] if state is None else state.worker_states
+        then = sum(isinstance(one, SavableDatasetCheckpoint) for one in states)  # in a worker
+        now = self.worker_config.num_workers
+        if state is not None and then != now:
+            raise ValueError(
+                f"the state is of {then} loader workers, and now there are {now}; resume with as "
+                "many as before"
+            )
+        super().restore_state_rank(state)
+
     def _where_workers_begin(self, states: list[Any]) -> list[Any]:
         """The states, corrected for workers that have not begun.
 

@@ -162,6 +162,15 @@ def test_a_state_is_keys_and_numbers(texts: Path, tmp_path: Path) -> None:
         batches(texts, state=state)
 
 
+@pytest.mark.parametrize(("then", "now"), [(2, 1), (1, 0), (0, 1)])
+def test_a_state_of_another_number_of_workers_is_refused(then: int, now: int, texts: Path) -> None:
+    with loading(texts, num_workers=then) as loader:
+        next(iter(loader))
+        state = loader.save_state_rank()
+    with pytest.raises(ValueError, match=f"of {then} loader workers, and now there are {now}; res"):
+        batches(texts, num_workers=now, state=state)
+
+
 def test_each_key_once_per_epoch_on_two_ranks_of_two_workers(texts: Path) -> None:
     seen: list[Counter[str]] = [Counter(), Counter()]
     for rank in range(2):
