@@ -59,6 +59,7 @@ _RESIZED_TWICE: Final = ("qwen3_vl", "qwen3_5")
 class LoongForgeLayout(EnergonLayout):
     """Tar shards whose packs also hold LoongForge's fields."""
 
+    TOKEN_IDS = "never"
     METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")
     ONE_MEDIUM = True
 
