@@ -70,8 +70,8 @@ def positions_of_packs(inputs: dict[str, Any]) -> dict[str, Any]:
     for Qwen2.5-VL's videos from a time that packs do not keep. With a first row for attention,
     (4, 1, S); what context parallelism padded the sample by goes on behind."""
     length, positions = inputs["input_ids"].shape[1], inputs["position_ids"]
-    behind = positions.max() + 1 + torch.arange(length - positions.shape[2])
-    positions = torch.cat([positions, behind.expand(3, 1, -1)], dim=2)
+    behind = positions[:, :, -1:] + 1 + torch.arange(length - positions.shape[2])
+    positions = torch.cat([positions, behind], dim=2)
     return {"position_ids": torch.cat([torch.arange(length)[None, None], positions])}
 
 

@@ -42,22 +42,30 @@ def same_frames(encoder: Any, data: bytes) -> bool:
     return frames == spread.tolist()
 
 
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
+def family(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def loaded(family: str, case: Any) -> Any:
+    """The model and its processor, as ms-swift loads them."""
+    tokenizer = AutoTokenizer.from_pretrained(case[0])
+    save_processor(case[0], tokenizer, tokenizer.chat_template)
+    return get_model_processor(str(case[0]), model_type=family)
+
+
 @pytest.mark.usefixtures("_decoder")
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"], scope="module")
 def test_packs_with_videos_are_what_its_packing_would_give(
-    family: str, case: Any, video_packs: Path, tmp_path: Path, say: Say
+    family: str, loaded: Any, video_packs: Path, tmp_path: Path, say: Say
 ) -> None:
     """All but the pixels: it resizes images with Pillow (those are compared with the demo's packs),
     and frames in floating point, which it spreads from the first to the last."""
-    checkpoint, _ = case
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    save_processor(checkpoint, tokenizer, tokenizer.chat_template)
-    model, processor = get_model_processor(str(checkpoint), model_type=family)
     packs = open_packs(video_packs)
     encoder = packs.task_encoder.encoder
     limits = {"min_pixels": encoder.video.min_pixels, "max_pixels": encoder.video.max_pixels}
-    template, plugged = (make_template(model, processor, family) for _ in range(2))
-    dataset = packs_of_plugin(plugged, str(checkpoint), video_packs)
+    template, plugged = (make_template(*loaded, family) for _ in range(2))
+    dataset = packs_of_plugin(plugged, loaded[0].model_dir, video_packs)
     alike = others = 0
     for number, pack in enumerate(packs):
         samples = list(stored_samples(pack))
@@ -85,3 +93,20 @@ def test_packs_with_videos_are_what_its_packing_would_give(
         f"{VERSION}, {family}: {len(packs)} packs with {alike + others} videos are what its own "
         f"packing makes of their samples, but for the pixels: of {others} it takes other frames"
     )
+
+
+def test_samples_padded_for_context_parallelism_go_on_behind(
+    family: str, loaded: Any, video_packs: Path
+) -> None:
+    """As in its `_handle_megatron_cp`, which makes a sample longer and leaves its positions."""
+    template, plugged = (make_template(*loaded, family) for _ in range(2))
+    for sample in packs_of_plugin(plugged, loaded[0].model_dir, video_packs)[0]:
+        del sample["labels"], sample["length"]
+        sample["input_ids"] = torch.tensor([[*sample["input_ids"], 0, 0, 0]])
+        types = torch.nn.functional.pad(sample["mm_token_type_ids"], (0, 3))
+        sample["mm_token_type_ids"] = types[None]
+        ours = plugged._get_position_ids(sample)["position_ids"]
+        if family == "qwen2_vl" or "video_grid_thw" not in sample:  # which have no time
+            theirs = template._get_position_ids(sample)["position_ids"]
+            assert torch.equal(ours, theirs)
+        assert torch.equal(ours[:, :, -4:].diff(), torch.ones(4, 1, 3, dtype=torch.int64))
