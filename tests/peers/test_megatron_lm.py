@@ -45,12 +45,13 @@ from launch.parallel import initialize_parallel
 from launch.trainers.megatron_lm import get_batch
 from launch.trainers.megatron_lm_data import build_dataloaders
 from offline_packing.demo.run import MODEL, SEQ_LENGTH
+from task_encoders.families import build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.sample_encoder import IGNORE_INDEX
-from task_encoders.samples import SourceSample
+from task_encoders.samples import SourceSample, Turn
 from task_encoders.settings import PackingSettings
 from task_encoders.text.pieces import place_media
 from tests.helpers.legacy_packs import text_folder
@@ -76,16 +77,12 @@ SWITCHED_OFF = (
 ONE_EMBEDDING = {"img_h": 14, "img_w": 14, "patch_dim": 14, "disable_vision_class_token": True}
 ARGS: dict[str, Any] = {
     "prompt_path": EXAMPLE / "manual_prompts.json",
-    "dataloader_seq_length": None,
-    "packing_seq_length": 2 * SEQ_LENGTH,  # for the newlines behind the samples
-    "packing_buffer_size": None,
-    "decoder_seq_length": 2 * SEQ_LENGTH,
-    "context_parallel_size": 1,
-    "tensor_model_parallel_size": 1,
     "tokenizer_prompt_format": "qwen2p0",
     "vision_model_type": "clip",
-    "max_num_tiles": 1,
     **ONE_EMBEDDING,
+    **dict.fromkeys(("packing_seq_length", "decoder_seq_length"), 2 * SEQ_LENGTH),  # with newlines
+    **dict.fromkeys(("dataloader_seq_length", "packing_buffer_size")),
+    **dict.fromkeys(("context_parallel_size", "tensor_model_parallel_size", "max_num_tiles"), 1),
     **dict.fromkeys(SWITCHED_OFF.split(), False),
 }
 
@@ -162,15 +159,10 @@ def given_to_its_model(encoder: Any, batch: Batch) -> Batch:
     """By its get_batch, and then by the model's own code: embeddings in the place of tiles."""
     given = example.get_batch(iter([batch]), encoder.img_token_id, 1)
     tokens, labels, loss_mask, _, _, _, num_tiles, packing = given
+    lengths = {"img_seq_len": 1, "_language_max_sequence_length": 2 * SEQ_LENGTH}
+    off = ("pre_process", "_dynamic_resolution", "_language_is_pipeline_parallel")
     model: Any = SimpleNamespace(
-        add_decoder=True,
-        pre_process=False,
-        post_process=True,
-        img_seq_len=1,
-        context_parallel_lm=1,
-        _language_max_sequence_length=2 * SEQ_LENGTH,
-        _dynamic_resolution=False,
-        _language_is_pipeline_parallel=False,
+        add_decoder=True, post_process=True, context_parallel_lm=1, **lengths, **dict.fromkeys(off)
     )
     text = (tokens, loss_mask, labels, False, None, encoder.img_token_id, num_tiles)
     _, labels, loss_mask, tokens, _ = LLaVAModel._preprocess_data(model, None, None, *text)
@@ -183,8 +175,7 @@ def without_newlines(row: Batch) -> Batch:
     """But for the newline behind every end token, which its template trains, also the last one."""
     last = row["cu_seqlens"][1:].long() - 1
     assert bool((row["tokens"][last] == NEWLINE).all())
-    kept = torch.ones_like(row["tokens"], dtype=torch.bool)
-    kept[last] = False
+    kept = ~torch.isin(torch.arange(len(row["tokens"])), last)
     trained = (row["tokens"] == END) & (row["labels"] == NEWLINE)
     assert trained.sum() >= len(last)
     return {
@@ -221,8 +212,7 @@ def test_every_demo_pack_is_what_its_task_encoder_makes_of_its_samples(
             theirs = given_to_its_model(encoder, own_batch(encoder, samples))
             ours = our_row(folder, number)
             assert_same(ours, without_newlines(theirs), f"{task} {split} {number}")
-            num_packs += 1
-            num_tokens += len(ours["tokens"])
+            num_packs, num_tokens = num_packs + 1, num_tokens + len(ours["tokens"])
     assert num_packs > 2
     say(
         f"{VERSION}: {num_packs} packs of {task}, {num_tokens} tokens, are what its "
@@ -230,13 +220,24 @@ def test_every_demo_pack_is_what_its_task_encoder_makes_of_its_samples(
     )
 
 
+def test_its_tokenizer_trains_less_and_obeys_texts(encoder: Any, say: Say) -> None:
+    """An answer's first newline is masked with its header's; a user's text can end a turn."""
+    sample = SourceSample("k", "bmr", (Turn("Q<|im_end|>", "\nYes"),))
+    ours = build_sample_encoder("qwen2_vl").encode(sample, [])
+    theirs = encode(encoder, sample, [])
+    assert ours.tokens.tolist().count(END) == 3
+    assert theirs.tokens.tolist().count(END) == 4
+    trained = ours.labels[ours.labels != IGNORE_INDEX].tolist()
+    assert theirs.labels[theirs.labels != IGNORE_INDEX].tolist() == [*trained[1:], NEWLINE]
+    say(f"{VERSION}: no loss on an answer's first newlines; control tokens in texts are obeyed")
+
+
 def test_its_sequence_parallelism_forgets_the_boundaries(
     demo: dict[str, Path], encoder: Any, args: Namespace, say: Say
 ) -> None:
     """What docs/trainers.md says of it: one segment from end to end. Ours keeps them."""
-    folder = open_packs(demo["vqa"])
-    samples = [encode(encoder, *sample) for sample in stored_samples(folder[0])]
-    batch = own_batch(encoder, samples)
+    samples = stored_samples(open_packs(demo["vqa"])[0])
+    batch = own_batch(encoder, [encode(encoder, *sample) for sample in samples])
     kept = given_to_its_model(encoder, batch)["cu_seqlens"]
     assert kept.tolist() == batch["cu_lengths"][0].tolist()
     args.sequence_parallel = True
@@ -279,10 +280,8 @@ def rest_after_saving(folder: Path, root: Path, count: int, more: int) -> list[l
     for _ in range(count):
         next(train)
     maybe_save_dataloader_state(train, count, str(root))
-    rank = torch.distributed.get_rank()
-    saved = get_checkpoint_name(
-        str(root), count, pipeline_rank=0, basename=f"train_dataloader_dprank{rank:03d}.pt"
-    )
+    name = f"train_dataloader_dprank{torch.distributed.get_rank():03d}.pt"
+    saved = get_checkpoint_name(str(root), count, pipeline_rank=0, basename=name)
     restored, _, _ = build_dataloaders(args, task_encoder, saved)
     return [keys(train), keys(restored)]
 
