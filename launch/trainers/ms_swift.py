@@ -19,12 +19,11 @@ from swift.pipelines.train.sft import SwiftSft
 from torch.utils.data import Dataset
 from transformers import Trainer
 
-from launch.open_packs import settings_of_packs
+from launch.open_packs import open_as_measured
 from launch.trainers.transformers_trainer import by_saved_names
 from task_encoders.concatenate import PackedRow, split_row
 from task_encoders.model_inputs import token_types
 from task_encoders.packed_folder import PackedFolder
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.sample_encoder import SampleEncoder
 
 
@@ -80,25 +79,34 @@ def packs_for(pipeline: SwiftSft, path: str, split: str) -> SwiftPacks:
 
     Raises:
         ValueError: the pipeline does not pack: attention would cross samples.
-        PackingSettingsError: the packs were measured with another tokenizer than the model's.
+        PackingSettingsError: see `open_as_measured`.
     """
-    if not pipeline.args.packing:
+    args = pipeline.args
+    if not args.packing:
         raise ValueError(f"{path} holds packs; set --packing true")
     pipeline.template.packing = pipeline.template.padding_free = True
     pipeline.template._get_position_ids = positions_of_packs
-    settings, seq_length = settings_of_packs(Path(path), processor=pipeline.args.model_dir)
-    task_encoder = Qwen2VLTaskEncoder(seq_length=seq_length, model=settings)
-    return SwiftPacks(PackedFolder(path, task_encoder, split=split), task_encoder.encoder)
+    packs, task_encoder = open_as_measured(Path(path), split=split, processor=args.model_dir)
+    return SwiftPacks(packs, task_encoder.encoder)
 
 
 _swifts_own = SwiftSft._prepare_dataset
 
 
 def _prepare_dataset(pipeline: SwiftSft) -> list[Any]:
-    """Train and val dataset."""
+    """Train and val dataset. Raises ValueError where packs are mixed with other datasets, or would
+    train in another order."""
     args = pipeline.args
-    if len(args.dataset) != 1 or not (Path(args.dataset[0]) / ".nv-meta").is_dir():
+    packed = [path for path in args.dataset if (Path(path) / ".nv-meta").is_dir()]
+    if not packed:
         return _swifts_own(pipeline)
+    if len(args.dataset) > 1:
+        raise ValueError(f"{packed[0]} holds packs, which train alone; give one --dataset")
+    if args.train_dataloader_shuffle or args.group_by_length:
+        raise ValueError(
+            f"{packed[0]} holds packs in the order to train in; set --train_dataloader_shuffle "
+            "false, and no --group_by_length"
+        )
     validation = packs_for(pipeline, args.val_dataset[0], "val") if args.val_dataset else None
     return [packs_for(pipeline, args.dataset[0], "train"), validation]
 

@@ -74,17 +74,15 @@ def by_saved_names(load: Callable[..., None]) -> Callable[..., None]:
 
 
 class TrainsPacks:
-    """Put in front of Trainer, or of a class made from it, among the bases of a class.
+    """Put in front of Trainer, or of a class made from it, among the bases of a class, whose
+    arguments it takes by name.
 
-    Args:
-        args: of the trainer, by name.
-        train_dataset: the packs. The ranks need equal numbers of rows: accelerate repeats the first
-            few in the last round, unless `dataloader_drop_last` leaves it out.
-        kwargs: of the trainer.
+    The ranks need equal numbers of rows: accelerate repeats the first few in the last round, unless
+    `dataloader_drop_last` leaves it out.
 
     Raises:
-        ValueError: the process sees several GPUs, or the model cannot be trained on packs (see
-            `isolate_segments`).
+        ValueError: the process sees several GPUs, labels are to be smoothed, or the model cannot be
+            trained on packs (see `isolate_segments`).
     """
 
     def __init__(self, *, args: TrainingArguments, train_dataset: Packs, **kwargs: Any) -> None:
@@ -93,6 +91,8 @@ class TrainsPacks:
                 f"one process sees {args.n_gpu} GPUs and would slice rows over them; start with "
                 f"torchrun --nproc-per-node {args.n_gpu}"
             )
+        if args.label_smoothing_factor:
+            raise ValueError("Trainer would smooth unshifted labels; set label_smoothing_factor 0")
         args.remove_unused_columns = False
         if args.ddp_find_unused_parameters is None:
             args.ddp_find_unused_parameters = True

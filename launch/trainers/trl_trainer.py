@@ -14,17 +14,22 @@ from functools import partial
 from typing import Any
 
 from datasets import Dataset
-from transformers import TrainingArguments
-from trl import SFTTrainer
+from trl import SFTConfig, SFTTrainer
 
 from launch.trainers.transformers_trainer import Packs, TrainsPacks
 
 
 class PackedSFTTrainer(TrainsPacks, SFTTrainer):
     """TRL's SFTTrainer on packs. `processing_class` is a tokenizer: with a processor TRL would
-    prepare pictures of its own."""
+    prepare pictures of its own.
 
-    def __init__(self, *, args: TrainingArguments, **kwargs: Any) -> None:
+    Raises:
+        ValueError: TRL is asked to pack them again.
+    """
+
+    def __init__(self, *, args: SFTConfig, **kwargs: Any) -> None:
+        if args.packing or args.padding_free:
+            raise ValueError("packs are packed already; set packing and padding_free false")
         args.dataset_kwargs = {"skip_prepare_dataset": True}
         super().__init__(args=args, **kwargs)
 

@@ -166,6 +166,14 @@ def test_it_refuses_to_pack_pictures_itself(case: Any, tmp_path: Path) -> None:
         SFTTrainer(model, args, train_dataset=rows, processing_class=processor)
 
 
+@pytest.mark.parametrize("option", ["packing", "padding_free"])
+def test_packs_are_not_packed_again(option: str, case: Any, tmp_path: Path) -> None:
+    checkpoint, packed = case
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    with pytest.raises(ValueError, match="set packing and padding_free false"):
+        make(tmp_path, model, open_packs(packed), checkpoint, **{option: True})
+
+
 def test_steps_are_those_of_our_own_trainer_and_are_resumed(
     case: Any, tmp_path: Path, say: Say
 ) -> None:

@@ -107,6 +107,12 @@ def test_a_process_with_several_gpus_is_refused(
         make(tmp_path, model, packs)
 
 
+def test_smoothed_labels_are_refused(model: Any, packs: PackedFolder, tmp_path: Path) -> None:
+    """Trainer shifts labels itself for models of text only."""
+    with pytest.raises(ValueError, match="set label_smoothing_factor 0"):
+        make(tmp_path, model, packs, label_smoothing_factor=0.1)
+
+
 def test_models_with_recurrent_layers_are_made_ready(packs: PackedFolder, tmp_path: Path) -> None:
     """Given whole, or made anew for every run."""
 

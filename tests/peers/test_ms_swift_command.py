@@ -1,0 +1,98 @@
+"""Commands of ms-swift on packs: the one in docs/trainers.md, and what is wrong in others."""
+
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from swift.arguments import SftArguments
+from swift.pipelines.train.sft import SwiftSft
+from swift.utils import parse_args
+from transformers import AutoTokenizer
+
+from task_encoders.settings import PackingSettingsError
+from tests.helpers.ms_swift import save_processor
+from tests.helpers.peers import open_packs, small_checkpoint
+
+PAGE = Path(__file__).parents[2] / "docs/trainers.md"
+
+
+class CPUArguments(SftArguments):
+    """Without the check for flash attention."""
+
+    def _check_padding_free(self) -> None:
+        self.padding_free = True
+
+
+def with_processor(checkpoint: Path) -> Path:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    save_processor(checkpoint, tokenizer, tokenizer.chat_template)
+    return checkpoint
+
+
+@pytest.fixture(scope="module")
+def case(case: tuple[Path, Path]) -> tuple[Path, Path]:
+    return with_processor(case[0]), case[1]
+
+
+def datasets(checkpoint: Path, packed: Path, output: Path, *more: str) -> list[Any]:
+    """What a pipeline of the documented command trains on, and these options."""
+    (command,) = re.findall(r"`(swift sft [^`]*)`", PAGE.read_text())
+    names = {"FOLDER": str(checkpoint), "out/packed": str(packed)}
+    words = [names.get(word, word) for word in shlex.split(command)[2:]]
+    model = ["--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl"]
+    options = ["--output_dir", str(output), "--use_cpu", "true", "--torch_dtype", "float32"]
+    args, rest = parse_args(CPUArguments, [*words, *model, *options, *more])
+    assert not rest
+    return SwiftSft._prepare_dataset(SimpleNamespace(args=args, template=SimpleNamespace()))
+
+
+def test_the_documented_command_trains_every_pack(case: tuple[Path, Path], tmp_path: Path) -> None:
+    train, validation = datasets(*case, tmp_path)
+    packs = open_packs(case[1])
+    assert len(train) == len(packs) > 3
+    assert validation is None
+    for number in range(len(packs)):
+        lengths = [sample["length"] for sample in train[number]]
+        assert lengths == packs.batch([number]).cu_lengths[0].diff().tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--packing false", "set --packing true"),
+        ("--train_dataloader_shuffle true", "set --train_dataloader_shuffle false"),
+        ("--group_by_length true", "no --group_by_length"),
+        ("--dataset {packed} other.jsonl", "give one --dataset"),
+        ("--val_dataset {packed}", "no packs in its val split"),
+    ],
+)
+def test_what_packs_do_not_do_is_refused(
+    options: str, message: str, case: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        datasets(*case, tmp_path, *options.format(packed=case[1]).split())
+    assert "\n" not in str(caught.value)
+
+
+def test_packs_of_another_model_are_refused(case: tuple[Path, Path], tmp_path: Path) -> None:
+    other = small_checkpoint("qwen3_vl", tmp_path / "other")
+    with pytest.raises(PackingSettingsError, match=r"family 'qwen2_vl', .* has 'qwen3_vl'"):
+        datasets(with_processor(other), case[1], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("OFFLINE_PACKED_DATA", "0"), ("OFFLINE_PACKING_VQA", "1")]
+)
+def test_an_environment_that_contradicts_the_packs_is_refused(
+    variable: str,
+    value: str,
+    case: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(PackingSettingsError, match=f"{variable}=1"):
+        datasets(*case, tmp_path)
