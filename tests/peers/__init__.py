@@ -1,3 +1,9 @@
 """Tests in the environments of other trainers; some of these have torchvision."""
 
-import tests.helpers.torchvision_stub  # noqa: F401
+import sys
+from pathlib import Path
+
+import tests.helpers.torchvision_stub
+
+if Path(sys.prefix).name == "megatron_bridge":
+    import tests.helpers.megatron_bridge_stubs  # noqa: F401

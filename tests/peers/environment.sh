@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # environment.sh NAME: make $PEERS/NAME, where the packages of NAME.txt stand before those of .venv.
 # Nothing else is installed twice. What NAME.txt leaves out of a trainer's requirements, its data
-# code does not import.
+# code does not import; nor does it need the Python that some of them declare.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 list=tests/peers/$1.txt folder=${PEERS:-.peers}/$1
@@ -18,6 +18,6 @@ site='import sysconfig; print(sysconfig.get_path("purelib"))'
 shared=$(.venv/bin/python -c "$site") own=$("$folder/bin/python" -c "$site")
 echo "import site; site.addsitedir('$shared')" > "$own/shared.pth"
 if ! is_made; then
-    "$folder/bin/python" -m pip install --quiet --no-deps --requirement "$list"
+    "$folder/bin/python" -m pip install --quiet --no-deps --ignore-requires-python --requirement "$list"
     echo "$wanted" > "$folder/installed.txt"
 fi

@@ -1,0 +1,277 @@
+"""Megatron-Bridge on packs, and against what its own task encoder packs of the same samples."""
+
+import json
+import multiprocessing
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from megatron.bridge import AutoBridge, recipes
+from megatron.bridge.models.qwen_vl.data import collate_fn
+from megatron.bridge.models.qwen_vl.qwen3_vl_step import get_batch as qwen3_vl_get_batch
+from megatron.bridge.training.checkpointing import (
+    maybe_load_dataloader_state,
+    maybe_save_dataloader_state,
+)
+from megatron.bridge.training.state import GlobalState
+from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+from megatron.bridge.training.vlm_step import forward_step
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import distributed
+
+from launch.parallel import initialize_parallel
+from launch.trainers.megatron_bridge import main
+from launch.trainers.megatron_bridge_data import VLMIterator, to_vlm_batch
+from offline_packing.demo.run import MODEL
+from tests.helpers.datasets import make_run, mixed_pairs, pack_all
+from tests.helpers.hf_trainers import number_of
+from tests.helpers.megatron_bridge import (
+    LIMITS,
+    as_read,
+    assert_equal,
+    make_iterator,
+    make_model,
+    make_recipe,
+    own_batch,
+    own_encoder,
+    own_sample,
+    places,
+    qwen3_vl_positions,
+    qwen25_vl_positions,
+    tiny_provider,
+)
+from tests.helpers.peers import (
+    largest_difference,
+    open_packs,
+    our_losses,
+    small_checkpoint,
+    small_packs,
+    stored_samples,
+    task_environment,
+)
+from tests.helpers.rank_processes import PRELOADED, run_ranks
+
+Say = Callable[[str], None]
+VERSION = f"Megatron-Bridge {version('megatron-bridge')}, core {version('megatron-core')}"
+multiprocessing.set_forkserver_preload(
+    [*PRELOADED, "tests.peers", "launch.trainers.megatron_bridge"]
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, whose GPU is the CPU."""
+    initialize_parallel(1)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, **_: tensor)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+
+
+@pytest.mark.parametrize("task", ["captioning", "vqa", "bmr"])
+def test_every_demo_pack_is_what_its_task_encoder_packs(
+    task: str, demo: dict[str, Path], monkeypatch: pytest.MonkeyPatch, say: Say
+) -> None:
+    for name, value in task_environment(task).items():
+        monkeypatch.setenv(name, value)
+    encoder = own_encoder(task)
+    if task == "captioning":  # of which it finds no answers, as they have no headers
+        with pytest.raises(ValueError, match="did not match any loss-contributing spans"):
+            own_batch(encoder, islice(stored_samples(open_packs(demo[task])[0]), 1))
+        monkeypatch.setattr(collate_fn, "CHATML_ASSISTANT_START", "<|vision_end|>")
+        monkeypatch.setattr(collate_fn, "CHATML_ASSISTANT_END", "<|im_end|>")
+    num_packs = 0
+    for split in ("train", "val"):
+        rows = make_iterator(demo[task], validation=split == "val")
+        for pack in open_packs(demo[task], split):
+            own = own_batch(encoder, stored_samples(pack))
+            assert_equal(as_read(rows), as_read(iter([own])), f"{task} {split} {pack.number}")
+            num_packs += 1
+    assert num_packs > 2
+    say(f"{VERSION}: {num_packs} packs of {task} are what its task encoder packs")
+
+
+def test_where_its_task_encoder_differs(say: Say) -> None:
+    """It moves images to the front of their turn, and resizes them twice: to the default limits of
+    qwen-vl-utils, then to the processor's."""
+    encoder = own_encoder()
+    sample = places("Is this <image> the same as <image>?")
+    in_place = own_batch(encoder, [sample])
+    moved = encoder.batch([encoder.encode_sample(own_sample(*sample))])
+    assert moved.input_ids.tolist() != in_place["input_ids"].tolist()
+    say(f"{VERSION}: its task encoder moves images to the front of their turn")
+    chat = own_sample(*sample)
+    chat.conversation = chat.conversation.replace(json.dumps(LIMITS)[1:], '"unused": 0}')
+    twice = encoder.batch([encoder.encode_sample(chat)])
+    grids = [tuple(b.visual_inputs.image_grid_thw[0].tolist()) for b in (moved, twice)]
+    assert grids[0] != grids[1]
+    say(f"{VERSION}: it resizes images twice, for {grids[1]} patches where {grids[0]} are right")
+
+
+@pytest.mark.parametrize("task", ["captioning", "vqa", "bmr"])
+def test_its_model_places_every_demo_pack_as_we_do(
+    task: str, demo: dict[str, Path], say: Say
+) -> None:
+    packs = open_packs(demo[task])
+    for number in range(len(packs)):
+        batch = packs.batch([number])
+        assert torch.equal(qwen25_vl_positions(to_vlm_batch(batch)), batch.position_ids), number
+    say(f"{VERSION}: its model gives {len(packs)} packs of {task} our M-RoPE positions")
+
+
+def test_its_qwen3_vl_places_packs_as_we_do(tmp_path: Path, say: Say) -> None:
+    checkpoint = small_checkpoint("qwen3_vl", tmp_path / "checkpoint")
+    packs = open_packs(small_packs("qwen3_vl", checkpoint, tmp_path))
+    for number in range(len(packs)):
+        batch = packs.batch([number])
+        found = qwen3_vl_positions(checkpoint, to_vlm_batch(batch))
+        assert torch.equal(found, batch.position_ids), number
+    say(f"{VERSION}: its Qwen3-VL gives {len(packs)} packs our M-RoPE positions")
+
+
+def test_rows_padded_for_context_parallelism(tmp_path: Path, say: Say) -> None:
+    """Bridge pads with token 0, packs with the tokenizer's own; nothing else differs."""
+    source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "source", 30)), "task": "bmr"}
+    options = {"seq_length": 512, "pad_multiple": 4}
+    pack_all(make_run(source, tmp_path / "packed", model=dict(MODEL), pack=options))
+    packs = open_packs(tmp_path / "packed")
+    rows = make_iterator(tmp_path / "packed", model=make_model(context_parallel_size=2))
+    encoder = own_encoder(in_batch_packing_pad_to_multiple_of=4)
+    for pack in packs:
+        ours, own = as_read(rows), as_read(iter([own_batch(encoder, stored_samples(pack))]))
+        padding = ours["tokens"] == encoder.hf_tokenizer.pad_token_id
+        assert padding.any()
+        own["tokens"][padding] = encoder.hf_tokenizer.pad_token_id
+        assert_equal(ours, own, str(pack.number))
+    assert len(packs) > 2
+    say(f"{VERSION}: {len(packs)} packs padded to multiples of 4 are what its task encoder packs")
+
+
+def numbers_read(packed: Path) -> list[int]:
+    """Numbers of the packs that this rank trains on in an epoch."""
+    initialize_parallel(1)
+    packs = open_packs(packed)
+    rows = make_iterator(packed)
+    share = len(packs) // distributed.get_world_size()
+    return [number_of(next(rows)["tokens"], packs) for _ in range(share)]
+
+
+def test_order(case: Any, tmp_path: Path, say: Say) -> None:
+    _, packed = case
+    for world_size in (1, 2, 4):
+        read = run_ranks(world_size, tmp_path / f"ranks{world_size}", numbers_read, packed)
+        for numbers in read:  # a slice each, as Energon deals
+            assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        every = [number for numbers in read for number in numbers]
+        assert sorted(set(every)) == sorted(every)
+    say(f"{VERSION}: order of packs kept on 1, 2 and 4 ranks")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_its_checkpoint_keeps_the_place(
+    num_workers: int, case: Any, tmp_path: Path, say: Say
+) -> None:
+    """As Bridge saves and restores it, in the middle of the first epoch and of the second."""
+    _, packed = case
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    options: dict[str, Any] = {"pg_collection": groups}
+    whole = make_iterator(packed, num_workers)
+    rows = []
+    size = len(open_packs(packed))
+    for step in range(size + 5):
+        rows.append(next(whole))
+        maybe_save_dataloader_state(None, whole, step, str(tmp_path), **options)
+    for step in (2, size + 1):
+        resumed = make_iterator(packed, num_workers)
+        maybe_load_dataloader_state(resumed, step, str(tmp_path), **options)
+        for number in range(step + 1, step + 4):
+            assert_equal(as_read(resumed), as_read(iter([rows[number]])), f"row {number}")
+    say(f"{VERSION}: its checkpoint, with {num_workers} workers, goes on in the middle of an epoch")
+
+
+def test_steps_are_those_of_our_own_trainer(case: Any, tmp_path: Path, say: Say) -> None:
+    """With Bridge's recipe, model, weights, step and loss; its training loop needs a GPU."""
+    checkpoint, packed = case
+    state = GlobalState()
+    state.cfg = make_recipe(packed, tiny_provider(checkpoint))
+    provider = state.cfg.model
+    provider.finalize()
+    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    model = provider.provide(pre_process=True, post_process=True)
+    AutoBridge.from_hf_pretrained(str(checkpoint)).load_hf_weights([model])
+    rows = make_iterator(packed, model=provider)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    losses = []
+    for _ in range(2):
+        output, loss_function = forward_step(state, rows, model)
+        loss, count, _ = loss_function(output)
+        losses.append(float(loss.detach() / count))
+        (loss / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    difference = largest_difference(our_losses(packed, checkpoint, tmp_path / "ours"), losses)
+    say(f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e})")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.seq_length=4096", "model.seq_length is 4096; set 512"),
+        ("train.micro_batch_size=2", "train.micro_batch_size is 2; set 1: a pack is a full row"),
+        ("model.calculate_per_token_loss=false", "set True: rows differ in their number of labels"),
+        ("ddp.average_in_collective=true", "ddp.average_in_collective is True; set False"),
+        ("model.context_parallel_size=2", "set 1: Bridge's Qwen2.5-VL does not cut rows"),
+        ("validation.eval_iters=4", "validation.eval_iters is 4; set 0: .* has no val split"),
+    ],
+)
+def test_settings_against_packs_are_refused(override: str, message: str, case: Any) -> None:
+    """By Bridge's own validation, after overrides of the command line."""
+    recipe = make_recipe(case[1], tiny_provider(case[0]))
+    recipe.data_parallel_size = 1
+    process_config_with_overrides(recipe, cli_overrides=["train.train_iters=9"])
+    recipe.dataset.finalize()
+    process_config_with_overrides(recipe, cli_overrides=[override])
+    with pytest.raises(ValueError, match=message):
+        recipe.validate()
+
+
+def test_command(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to Bridge's training loop, which needs a GPU."""
+    given: list[Any] = []
+    loop = SimpleNamespace(finetune=lambda *arguments: given.extend(arguments))
+    monkeypatch.setitem(sys.modules, "megatron.bridge.training.finetune", loop)
+    recipe = make_recipe(case[1], tiny_provider(case[0]))
+    monkeypatch.setattr(recipes, "tiny_config", lambda: recipe, raising=False)
+    arguments = ["tiny_config", str(case[1]), "train.train_iters=7", "dataset.num_workers=1"]
+    assert CliRunner().invoke(main, arguments, catch_exceptions=False).exit_code == 0
+    config, step = given
+    assert (config.train.train_iters, config.dataset.num_workers) == (7, 1)
+    config.dataset.finalize()
+    assert step is forward_step
+    assert "has no nothing" in CliRunner().invoke(main, ["nothing", str(case[1])]).output
+    assert callable(recipes.qwen25_vl_7b_sft_config)
+    assert callable(recipes.qwen3_vl_8b_sft_config)
+
+
+def test_data_against_the_model_is_refused(case: Any) -> None:
+    _, packed = case
+    with pytest.raises(ValueError, match="qwen2_5_vl does not fit the model's patches of 16"):
+        make_iterator(packed, model=make_model(vision_config=SimpleNamespace(patch_size=16)))
+    batch = open_packs(packed).batch([0])
+    video = replace(batch, video_grid_thw=torch.ones(1, 3))
+    with pytest.raises(ValueError, match=r"places Qwen2\.5-VL's videos by seconds"):
+        next(VLMIterator([video], places_videos=False))
+    with pytest.raises(ValueError, match="does not support collate-time in-batch packing"):
+        qwen3_vl_get_batch(
+            iter([to_vlm_batch(batch)]),
+            SimpleNamespace(dataset=None),
+            is_first_pp_stage=True,
+            is_last_pp_stage=True,
+        )
