@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer
 
 from launch.open_packs import open_as_measured
-from launch.trainers.transformers_trainer import by_saved_names
+from launch.resuming import by_saved_names
 from task_encoders.concatenate import PackedRow, split_row
 from task_encoders.model_inputs import token_types
 from task_encoders.packed_folder import PackedFolder

@@ -15,12 +15,13 @@ What goes wrong without a word otherwise, and is taken care of here:
 Resuming skips the packs that are done unread.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
+from launch.resuming import by_saved_names
 from launch.segments import isolate_segments
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_transformers_kwargs
@@ -57,20 +58,6 @@ def collate_packed(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     packs: Packs = items[0]["packs"]
     return to_transformers_kwargs(packs.batch([item["number"] for item in items]))
-
-
-def by_saved_names(load: Callable[..., None]) -> Callable[..., None]:
-    """`Trainer._load_from_checkpoint` for models whose weights have other names when saved."""
-
-    def mended(trainer: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        target = trainer.model if model is None else model
-        if trainer.is_fsdp_enabled or not isinstance(target, PreTrainedModel):
-            load(trainer, resume_from_checkpoint, model)
-        else:
-            saved = type(target).from_pretrained(resume_from_checkpoint, dtype=target.dtype)
-            target.load_state_dict(saved.state_dict())
-
-    return mended
 
 
 class TrainsPacks:
