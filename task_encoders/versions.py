@@ -11,7 +11,7 @@ from typing import Final
 SUPPORTED: Final = {
     "megatron-core": ">=0.16",
     "megatron-energon": ">=7.4,<8",
-    "transformers": ">=5.10,<6",
+    "transformers": ">=5.9,<6",
 }
 
 

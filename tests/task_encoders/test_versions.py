@@ -49,7 +49,7 @@ def test_what_is_installed_is_supported() -> None:
 
 @pytest.mark.parametrize(
     ("package", "version"),
-    [("megatron-energon", "8.0.0.dev3"), ("transformers", "6.0.0rc1"), ("transformers", "5.9")],
+    [("megatron-energon", "8.0.0.dev3"), ("transformers", "6.0.0rc1"), ("transformers", "5.8")],
 )
 def test_versions_outside(
     package: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
