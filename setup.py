@@ -14,7 +14,7 @@ CORE = [
     "orjson>=3.10",
     "packaging>=24.0",
     "pillow>=11.2",
-    "pyarrow>=17.0",
+    "pyarrow>=21.0",
     "pydantic>=2.12",
     "pyyaml>=6.0",
     "scipy>=1.13",
@@ -30,7 +30,7 @@ TRAIN = [
     "torch>=2.11",
 ]
 LOGGING = ["tensorboard>=2.16", "wandb>=0.19"]
-TRAINER = ["accelerate>=1.1"]  # transformers' Trainer needs it
+TRAINER = ["accelerate>=1.3"]  # transformers' Trainer needs it
 VIDEO = ["av>=18"]  # PyAV, whose wheels hold FFmpeg
 NEVA = ["sentencepiece>=0.2"]  # tools/preprocess_dataset.py: tokenizers in a .model
 TEST = [

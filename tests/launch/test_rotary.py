@@ -5,9 +5,11 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfi
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 
 from launch.rotary import mrope_frequencies
+from tests.helpers.transformers_sources import needs_transformers
 
 
 def test_angles_equal_those_of_transformers() -> None:
+    needs_transformers("5.17", "joins the three rows' angles in its attention")
     sections = [16, 24, 24]
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
     config = Qwen2VLTextConfig(hidden_size=256, num_attention_heads=2, rope_parameters=rope)
