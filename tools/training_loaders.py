@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.energon import (
+    DefaultTaskEncoder,
     WorkerConfig,
     get_savable_loader,
     get_train_dataset,
@@ -127,6 +128,13 @@ def pad_row(row: PackedRow, length: int, pad_token_id: int) -> PackedRow:
     )
 
 
+class JoiningEncoder(Qwen2VLTaskEncoder):
+    """Joins packs of one sample each by Energon's own hooks, where packs are refused otherwise."""
+
+    def build_batch(self, dataset: Any, **options: Any) -> Any:
+        return DefaultTaskEncoder.build_batch(self, dataset, **options)
+
+
 def build_loader(
     mode: str,
     *,
@@ -156,7 +164,7 @@ def build_loader(
         return get_savable_loader(dataset)
     encoder, batch_size, packing_buffer_size = {
         "padded": (PaddingEncoder, padded_batch_size, None),
-        "online": (Qwen2VLTaskEncoder, 1, buffer_size),
+        "online": (JoiningEncoder, 1, buffer_size),
     }[mode]
     dataset = get_train_dataset(
         unpacked,

@@ -32,6 +32,7 @@ from offline_packing.layouts.energon import EnergonLayout
 from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout
 from offline_packing.layouts.shard_tasks import Row, ShardTask
 from offline_packing.storage.files import write_atomically
+from task_encoders.families import FAMILIES
 from task_encoders.pack_format import JSON_PART, is_video_name, restore_pack
 from task_encoders.samples import SampleError, SourceSample
 from task_encoders.text.pieces import place_media, to_messages
@@ -51,9 +52,9 @@ _UNFIT_TRAITS: Final[Mapping[Trait, str]] = {
 }
 #: Extensions of videos that its Energon leaves undecoded, and of the same containers ones it knows.
 _READ_AS: Final = {"m4v": "mp4", "3gp": "mp4", "mkv": "webm"}
-#: Families whose images it resizes twice, to multiples of 28 and of 32, and whose videos it takes
-#: frames from twice.
-_RESIZED_TWICE: Final = ("qwen3_vl", "qwen3_5")
+#: Pixels to whose multiples it resizes every image. Where a token of the family has another side,
+#: it resizes images a second time, to multiples of that, and takes frames of videos twice.
+_SIDE: Final = 28
 
 
 class LoongForgeLayout(EnergonLayout):
@@ -70,8 +71,9 @@ class LoongForgeLayout(EnergonLayout):
         num_videos = samples.array("num_videos")
         both = (num_videos > 0) & (samples.array("num_images") > 0)
         yield "sample with images and videos", np.flatnonzero(both)
-        if _family(samples) in _RESIZED_TWICE:
-            yield f"video for {_family(samples)}", np.flatnonzero(num_videos)
+        if _token_side(samples) != _SIDE:
+            family = samples.info.fingerprint["model.family"]
+            yield f"video for {family}", np.flatnonzero(num_videos)
         traits = samples.array("traits")
         for trait, what in _UNFIT_TRAITS.items():
             yield what, np.flatnonzero(traits & trait)
@@ -80,9 +82,10 @@ class LoongForgeLayout(EnergonLayout):
         if _are_captions(samples):
             return 0
         newline = 1  # its templates *-hf keep the one behind the last answer
-        if _family(samples) not in _RESIZED_TWICE:
+        side = _token_side(samples)
+        if side == _SIDE:
             return newline
-        smallest = int(samples.info.fingerprint["model.min_pixels"]) / 32**2
+        smallest = int(samples.info.fingerprint["model.min_pixels"]) / side**2
         return newline + sum_over_grids(samples, partial(_room_of_images, smallest=smallest))
 
     def members(self, task: ShardTask, rows: Sequence[Row]) -> list[Member]:
@@ -126,9 +129,11 @@ def _are_captions(samples: Index) -> bool:
     return samples.info.fingerprint.get("source.0.task") == "captioning"
 
 
-def _family(samples: Index) -> str | int:
-    """Whose lengths they are; '' where lengths were given by the user."""
-    return samples.info.fingerprint.get("model.family", "")
+def _token_side(samples: Index) -> int:
+    """Pixels of one token's side in the family whose lengths they are; `_SIDE` where lengths were
+    given by the user."""
+    family = samples.info.fingerprint.get("model.family")
+    return 2 * getattr(FAMILIES[str(family)].build, "PATCH_SIZE", 14) if family else _SIDE
 
 
 def _room_of_images(grids: npt.NDArray[np.integer], smallest: float) -> npt.NDArray[np.integer]:

@@ -214,14 +214,16 @@ def test_bad_samples_are_told_of_and_counted(tmp_path: Path) -> None:
     good = {"json": json.dumps({"messages": dialogue("What?", "That.")}).encode()}
     long = {"json": json.dumps({"messages": dialogue("What?", "That. " * 90)}).encode()}
     record = {"messages": dialogue("<image>", "It."), "images": ["a.jpg"]}
-    picture, shown = image_bytes(), {"json": json.dumps(record).encode()}
+    shown = {"json": json.dumps(record).encode()}
+    damaged = bytearray(image_bytes(image_format="PNG"))
+    damaged[damaged.index(b"IDAT") + 20] ^= 0xFF
     bad = {
         "bad_json": {"json": b"{"},
         "overlong": long,
         "over_budget": {"jpg": image_bytes(28 * 8, 28 * 8)} | shown,
         "missing_image": shown,
         # Its header and its end are fine: that it cannot be decoded shows when its pack is final.
-        "truncated_image": {"jpg": picture.replace(b"\xff\xda", b"\xff\x00")} | shown,
+        "truncated_image": {"jpg": bytes(damaged)} | shown,
     }
     samples = {f"good{i}": good for i in range(4)} | bad
     folder = folder_of(tmp_path / "crude", samples, CRUDE_YAML)

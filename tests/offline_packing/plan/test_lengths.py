@@ -40,7 +40,8 @@ def save_lines(separator: str) -> Callable[[pa.Table, Path], None]:
 FILES: dict[str, Callable[[pa.Table, Path], Any]] = {
     "a.tsv": save_lines("\t"),
     "token_info.txt": save_lines(":"),
-    "a.csv": pa.csv.write_csv,
+    # The writer of pyarrow 21 repeats the heading where the first chunk is empty.
+    "a.csv": lambda table, path: pa.csv.write_csv(table.combine_chunks(), path),
     "a.parquet": pq.write_table,
     "renamed.parquet": lambda table, path: pq.write_table(
         table.rename_columns(["name", "length"]), path
