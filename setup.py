@@ -44,7 +44,7 @@ TEST = [
     "pytest>=8.4",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.8",
-    "ray>=2.40",
+    "ray>=2.55",
     "ruff>=0.9",
     *NEVA,
     "torchdata>=0.11",  # StatefulDataLoader, which saves what packs while training
@@ -73,7 +73,7 @@ setup(
         "trainer": [*TRAIN, *TRAINER],
         "remote": ["fsspec>=2024.6"],  # sources that are not on a local disk
         "neva": [*TRAIN, *NEVA],
-        "ray": ["ray>=2.40"],
+        "ray": ["ray>=2.55"],
         "gpu": [*TRAIN, "flash-attn>=2.7"],
     },
     entry_points={"console_scripts": ["offline-packing = offline_packing.cli.main:main"]},

@@ -133,7 +133,7 @@ class RayEngine(Engine):
                 import ray
             except ImportError as error:
                 raise StageError(
-                    "engine.name=ray needs Ray; pip install 'ray>=2.40' (in a clone: pip install "
+                    "engine.name=ray needs Ray; pip install 'ray>=2.55' (in a clone: pip install "
                     "-e '.[ray]')"
                 ) from error
             ray.init(**settings)

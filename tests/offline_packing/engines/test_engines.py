@@ -26,7 +26,7 @@ def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         ENGINES["ray"](1) as engine,
         pytest.raises(
-            StageError, match=r"pip install 'ray>=2.40' \(in a clone: pip install -e '\.\[ray\]'\)"
+            StageError, match=r"pip install 'ray>=2.55' \(in a clone: pip install -e '\.\[ray\]'\)"
         ),
     ):
         next(engine.run(abs, [-1]))

@@ -13,7 +13,7 @@ from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError
 from tests.helpers.datasets import captioning_pairs, make_config, make_run, pack_all
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.55'")
 
 
 @pytest.fixture(scope="module")
