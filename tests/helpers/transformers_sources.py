@@ -26,6 +26,7 @@ def transformers_function(family: str, name: str, method_of: str | None = None) 
     """A function, or a method without its class, of a family's video processor. Without torchvision
     its module does not import, and that has no build that goes with PyTorch's for CPUs; the
     functions need only torch and numpy."""
+    needs_transformers("5.10", "has other functions for videos")
     spec: Any = find_spec("transformers")
     folder = Path(spec.submodule_search_locations[0])
     path = folder / f"models/{family}/video_processing_{family}.py"

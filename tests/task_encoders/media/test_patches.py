@@ -55,7 +55,7 @@ def test_images_that_pillow_holds_in_blocks(resize: str) -> None:
     """Of 5 megapixels: their memory is not handed out."""
     vision = build_sample_encoder("qwen2_vl", resize=resize, max_pixels=200_000).vision  # type: ignore[attr-defined]
     image = Image.open(io.BytesIO(png(np.random.default_rng(3), 2500, 2000)))
-    with pytest.raises(ValueError, match="not contiguous"):
+    with pytest.raises(ValueError, match=r"not contiguous|in multiple array blocks"):
         pa.array(image.convert("RGB"))
     grid = image_grid(image.height, image.width, vision)
     rows = frame_patches([image.convert("RGB")], grid, 1, vision)
