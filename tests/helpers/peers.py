@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from launch.data_manifest import read_packed_data
@@ -19,7 +20,7 @@ from task_encoders.pack_format import JSON_PART, restore_pack
 from task_encoders.packed_folder import PackedFolder, RawPack
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.samples import SourceSample
-from task_encoders.settings import PackingSettings
+from task_encoders.settings import PackingSettings, PackingSettingsError
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.packed_runs import make_config
 from tests.helpers.rank_processes import run_ranks
@@ -177,3 +178,17 @@ def assert_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str) 
         expected, found = torch.as_tensor(value), torch.as_tensor(ours[name])
         assert found.shape == expected.shape, f"{where}: {name} {found.shape} {expected.shape}"
         assert bool((found == expected).all()), f"{where}: {name} differs"
+
+
+def check_contradictions(
+    build: Callable[[Path, Path], Any], case: tuple[Path, Path], other: Path
+) -> None:
+    """A model of another family than the packs', and variables that contradict them, are refused by
+    what builds the data of a trainer from a model and packs."""
+    with pytest.raises(PackingSettingsError, match=r"family 'qwen2_vl', .* has 'qwen3_vl'"):
+        build(small_checkpoint("qwen3_vl", other), case[1])
+    for variable, value in (("OFFLINE_PACKED_DATA", "0"), ("OFFLINE_PACKING_VQA", "1")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(variable, value)
+            with pytest.raises(PackingSettingsError, match=f"{variable}=1"):
+                build(*case)

@@ -17,9 +17,8 @@ from nemo_automodel.recipes.vlm.finetune import FinetuneRecipeForVLM, _is_recipe
 from transformers import AutoModelForImageTextToText
 
 from task_encoders.families.builtin_processor import builtin_processor
-from task_encoders.settings import PackingSettingsError
 from tests.helpers.markdown import blocks
-from tests.helpers.peers import assert_same, small_checkpoint
+from tests.helpers.peers import assert_same, check_contradictions
 
 PAGE = Path(__file__).parents[2] / "docs/trainers.md"
 SEQ_LENGTH = 512
@@ -123,25 +122,14 @@ def test_what_packs_do_not_do_is_refused(
     assert str(case[1]) in str(caught.value)
 
 
-def test_packs_of_another_model_are_refused(case: tuple[Path, Path], tmp_path: Path) -> None:
-    other = small_checkpoint("qwen3_vl", tmp_path / "other")
-    with pytest.raises(PackingSettingsError, match=r"family 'qwen2_vl', .* has 'qwen3_vl'"):
-        build(parse(tmp_path / "recipe.yaml", other, case[1]))
-
-
-@pytest.mark.parametrize(
-    ("variable", "value"), [("OFFLINE_PACKED_DATA", "0"), ("OFFLINE_PACKING_VQA", "1")]
-)
-def test_an_environment_that_contradicts_the_packs_is_refused(
-    variable: str,
-    value: str,
-    case: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_packs_that_contradict_model_or_environment_are_refused(
+    case: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(PackingSettingsError, match=f"{variable}=1"):
-        build(parse(tmp_path / "recipe.yaml", *case))
+    check_contradictions(
+        lambda model, packs: build(parse(tmp_path / "recipe.yaml", model, packs)),
+        case,
+        tmp_path / "other",
+    )
 
 
 def test_other_datasets_go_automodels_way(case: tuple[Path, Path], tmp_path: Path) -> None:

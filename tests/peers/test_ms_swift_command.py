@@ -12,9 +12,8 @@ from swift.pipelines.train.sft import SwiftSft
 from swift.utils import parse_args
 from transformers import AutoTokenizer
 
-from task_encoders.settings import PackingSettingsError
 from tests.helpers.ms_swift import save_processor
-from tests.helpers.peers import open_packs, small_checkpoint
+from tests.helpers.peers import check_contradictions, open_packs
 
 PAGE = Path(__file__).parents[2] / "docs/trainers.md"
 
@@ -77,22 +76,11 @@ def test_what_packs_do_not_do_is_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_packs_of_another_model_are_refused(case: tuple[Path, Path], tmp_path: Path) -> None:
-    other = small_checkpoint("qwen3_vl", tmp_path / "other")
-    with pytest.raises(PackingSettingsError, match=r"family 'qwen2_vl', .* has 'qwen3_vl'"):
-        datasets(with_processor(other), case[1], tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("variable", "value"), [("OFFLINE_PACKED_DATA", "0"), ("OFFLINE_PACKING_VQA", "1")]
-)
-def test_an_environment_that_contradicts_the_packs_is_refused(
-    variable: str,
-    value: str,
-    case: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_packs_that_contradict_model_or_environment_are_refused(
+    case: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(PackingSettingsError, match=f"{variable}=1"):
-        datasets(*case, tmp_path)
+    check_contradictions(
+        lambda model, packs: datasets(with_processor(model), packs, tmp_path),
+        case,
+        tmp_path / "other",
+    )
