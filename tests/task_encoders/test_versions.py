@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from task_encoders.versions import SUPPORTED, UnsupportedVersionError, require_supported
 
@@ -44,7 +45,10 @@ def refusal(package: str) -> str:
 
 
 def test_what_is_installed_is_supported() -> None:
+    require_supported.cache_clear()
     require_supported(*SUPPORTED)
+    for package, accepted in SUPPORTED.items():
+        assert metadata.version(package) in SpecifierSet(accepted)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +75,9 @@ def test_versions_inside(version: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_an_absent_package_is_left_to_its_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
+    for package in SUPPORTED:
+        with pytest.raises(metadata.PackageNotFoundError):
+            metadata.version(package)
     require_supported.cache_clear()
     require_supported(*SUPPORTED)
 
