@@ -1,0 +1,1 @@
+"""Training on packs: on megatron-core, through transformers, and in the trainers of others."""

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from launch.model_config import ModelConfig
+from launch.model.config import ModelConfig
 from offline_packing.storage.yaml_file import read_config
 from task_encoders.families import ModelSettings
-from task_encoders.indexed_packs import find_prefix
 from task_encoders.media.pixel_values import PixelTransport
+from task_encoders.packs.indexed_file import find_prefix
 
 
 def _not_bool(value: Any) -> Any:

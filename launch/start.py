@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 def _check(arguments: Sequence[str]) -> None:
     """Check what can be known before any rank starts."""
     from launch.config import load_config
-    from launch.data_manifest import read_packed_data
+    from launch.data.packed_data import read_packed_data
     from task_encoders.settings import PackingSettings
 
     config = load_config(arguments[0], arguments[1:])

@@ -32,7 +32,7 @@ def cli(config: str, overrides: tuple[str, ...], debug: bool) -> None:
     start_logging()
     with failing_in_one_line(debug=debug):
         from launch.config import load_config
-        from launch.train_setup import run
+        from launch.loop.setup import run
 
         finished = run(load_config(config, overrides))
     sys.exit(0 if finished else STOPPED)

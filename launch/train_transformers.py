@@ -42,10 +42,10 @@ def main(
     with failing_in_one_line(debug=debug):
         from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-        from launch.hf_checkpoint import copy_companions
-        from launch.model_config import family_of_checkpoint
-        from launch.open_packs import open_packs, settings_of_packs
-        from launch.transformers_setup import make_model, make_trainer
+        from launch.data.open_packs import open_packs, settings_of_packs
+        from launch.model.config import family_of_checkpoint
+        from launch.model.hf_checkpoint import copy_companions
+        from launch.trainers.transformers_setup import make_model, make_trainer
         from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 
         if model is not None:

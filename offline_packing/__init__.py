@@ -10,9 +10,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PackPlan", "WindowOptions", "WindowPlanner", "plan_packs"]
 
-#: `python -m offline_packing` finds cli/__main__.py.
-__path__ = [*__path__, f"{__path__[0]}/cli"]
-
 _MODULES: Final = {
     "PackPlan": "pack_plan",
     "WindowOptions": "windows",

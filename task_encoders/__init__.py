@@ -1,11 +1,10 @@
 """What a sample and a pack are, and how they become tensors.
 
-In data order: `versions` (of training's packages), `settings` (environment), `samples`,
-`pack_format` (pack <-> bytes), `media/`, `text/`, `records/` (JSON -> sample), `sample_encoder`
-(interface), `families/` (one module per model family), `concatenate` (samples -> row),
-`model_inputs` (row -> what a model takes), `energon_samples`, `pack_dealing`, `packed_task_encoder`
-and `packed_dataset` (the only modules that know Energon), `packed_folder` (packs by number, without
-a loader), `indexed_packs` and `indexed_dataset` (packs as token ids).
+In data order: `versions` (of training's packages), `settings` (environment), `samples`, `packs/`
+(a pack on disk), `media/`, `text/`, `records/` (JSON -> sample), `sample_encoder` (interface),
+`families/` (one module per model family), `concatenate` (samples -> row), `energon_samples`,
+`model_inputs` (row -> model arguments), `rows/` (sub-samples -> row), `packed_task_encoder`, and
+`loading/` (a folder of packs -> loader).
 
 Names below are imported on first use: measuring and planning need neither torch nor Energon.
 """
@@ -19,31 +18,35 @@ if TYPE_CHECKING:
     from task_encoders.concatenate import split_row as split_row
     from task_encoders.energon_samples import PackedBatch as PackedBatch
     from task_encoders.families import build_sample_encoder as build_sample_encoder
-    from task_encoders.indexed_dataset import IndexedPackDataset as IndexedPackDataset
+    from task_encoders.loading.indexed_dataset import IndexedPackDataset as IndexedPackDataset
+    from task_encoders.loading.packed_dataset import get_packed_loader as get_packed_loader
+    from task_encoders.loading.packed_dataset import (
+        get_packed_train_dataset as get_packed_train_dataset,
+    )
+    from task_encoders.loading.packed_dataset import (
+        get_packed_val_dataset as get_packed_val_dataset,
+    )
+    from task_encoders.loading.packed_folder import PackedFolder as PackedFolder
     from task_encoders.media.video import VideoSettings as VideoSettings
     from task_encoders.model_inputs import flash_attention_kwargs as flash_attention_kwargs
     from task_encoders.model_inputs import normalise_pixels as normalise_pixels
     from task_encoders.model_inputs import required_pad_multiple as required_pad_multiple
     from task_encoders.model_inputs import to_packed_seq_params as to_packed_seq_params
     from task_encoders.model_inputs import to_transformers_kwargs as to_transformers_kwargs
-    from task_encoders.packed_dataset import get_packed_loader as get_packed_loader
-    from task_encoders.packed_dataset import get_packed_train_dataset as get_packed_train_dataset
-    from task_encoders.packed_dataset import get_packed_val_dataset as get_packed_val_dataset
-    from task_encoders.packed_folder import PackedFolder as PackedFolder
     from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder as Qwen2VLTaskEncoder
     from task_encoders.settings import PackingSettings as PackingSettings
 
 _MODULE_OF = {
-    "IndexedPackDataset": "indexed_dataset",
+    "IndexedPackDataset": "loading.indexed_dataset",
     "PackedBatch": "energon_samples",
-    "PackedFolder": "packed_folder",
+    "PackedFolder": "loading.packed_folder",
     "PackingSettings": "settings",
     "Qwen2VLTaskEncoder": "packed_task_encoder",
     "VideoSettings": "media.video",
     "build_sample_encoder": "families",
-    "get_packed_loader": "packed_dataset",
-    "get_packed_train_dataset": "packed_dataset",
-    "get_packed_val_dataset": "packed_dataset",
+    "get_packed_loader": "loading.packed_dataset",
+    "get_packed_train_dataset": "loading.packed_dataset",
+    "get_packed_val_dataset": "loading.packed_dataset",
     "flash_attention_kwargs": "model_inputs",
     "normalise_pixels": "model_inputs",
     "required_pad_multiple": "model_inputs",
@@ -52,7 +55,7 @@ _MODULE_OF = {
     "to_transformers_kwargs": "model_inputs",
 }
 __all__ = list(_MODULE_OF)
-_OF_ENERGON = ("energon_samples", "packed_dataset", "packed_task_encoder")
+_OF_ENERGON = ("energon_samples", "loading.packed_dataset", "packed_task_encoder")
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from megatron.energon import Batch, Sample
 from megatron.energon.edataclass import edataclass
 
 from task_encoders.concatenate import PackedRow, merge_rows
-from task_encoders.pack_format import JSON_PART, MEDIA_EXTENSIONS, PackFormatError, parse_json
+from task_encoders.packs.pack_format import JSON_PART, MEDIA_EXTENSIONS, PackFormatError, parse_json
 from task_encoders.versions import require_supported
 
 require_supported("megatron-energon")

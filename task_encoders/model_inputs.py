@@ -146,7 +146,8 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
     `attention_mask` is passed, as that would switch the detection off.
 
     Recurrent layers (Qwen3.5's linear attention) need more, as transformers refuses boundaries in
-    them without flash-linear-attention: give the model to `launch.segments.isolate_segments` first.
+    them without flash-linear-attention: first give the model to
+    `launch.trainers.segments.isolate_segments`.
 
     Returns:
         input_ids, labels (1, S), position_ids (4, 1, S), or (1, S) for families whose positions

@@ -37,10 +37,11 @@ from task_encoders.energon_samples import (
 )
 from task_encoders.families import ModelSettings, build_sample_encoder
 from task_encoders.media.pixel_values import PixelTransport
-from task_encoders.pack_dealing import OnePass, deal_evenly
-from task_encoders.pack_format import JSON_PART
-from task_encoders.references import is_reference, read_parts
+from task_encoders.packs.pack_format import JSON_PART
+from task_encoders.packs.references import is_reference, read_parts
+from task_encoders.packs.tokenized import fingerprint_digest
 from task_encoders.rows.encoded_rows import EncodedRows
+from task_encoders.rows.pack_dealing import OnePass, deal_evenly
 from task_encoders.rows.row_encoder import RowEncoder
 from task_encoders.rows.sub_samples import SubSample, sub_samples_of_pack
 from task_encoders.rows.unpacked import (
@@ -51,7 +52,6 @@ from task_encoders.rows.unpacked import (
 )
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.settings import PACKED, PackingSettings, PackingSettingsError, check_manifest
-from task_encoders.tokenized import fingerprint_digest
 
 logger = logging.getLogger(__name__)
 

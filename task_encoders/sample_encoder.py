@@ -16,9 +16,9 @@ from PIL import Image
 from task_encoders.media.pixel_values import Normalisation
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
+from task_encoders.packs.tokenized import ExpandedText, TokenizedText
 from task_encoders.samples import SourceSample
 from task_encoders.text.tokenizer import Tokenizer
-from task_encoders.tokenized import ExpandedText, TokenizedText
 
 #: Label of a position that carries no loss, as in torch's cross_entropy and transformers.
 IGNORE_INDEX: Final = -100

@@ -23,7 +23,7 @@ from offline_packing.runs.run import Run
 from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import verify
 from offline_packing.write.write import write
-from task_encoders.packed_dataset import get_packed_val_dataset
+from task_encoders.loading.packed_dataset import get_packed_val_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
 

@@ -14,9 +14,9 @@ import torch
 from megatron.energon import SampleDecoder, WorkerConfig, get_train_dataset
 from megatron.energon.errors import FatalSampleError
 
-from launch.parallel import initialize_parallel
+from launch.loop.parallel import initialize_parallel
 from task_encoders.families.builtin_processor import builtin_processor
-from task_encoders.packed_dataset import get_packed_loader, get_packed_train_dataset
+from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettingsError
 from task_encoders.text.builtin_tokenizer import builtin_tokenizer

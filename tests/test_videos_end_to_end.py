@@ -24,10 +24,10 @@ from offline_packing.storage.tars import scan_tar
 from offline_packing.verify.verify import verify
 from task_encoders.concatenate import split_row
 from task_encoders.energon_samples import BATCH_TENSORS
+from task_encoders.loading.packed_dataset import get_packed_train_dataset
+from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.media.video import VideoSettings
 from task_encoders.model_inputs import normalise_pixels, to_transformers_kwargs
-from task_encoders.packed_dataset import get_packed_train_dataset
-from task_encoders.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
 from task_encoders.text.builtin_tokenizer import builtin_tokenizer

@@ -30,7 +30,7 @@ from offline_packing.errors import StageError
 from offline_packing.sources import Locator, Source, SourceRecord, open_source
 from offline_packing.storage.files import write_atomically
 from task_encoders.media.image import read_image_header
-from task_encoders.pack_format import image_extension
+from task_encoders.packs.pack_format import image_extension
 from task_encoders.records.record import DIALOGUE_FIELDS, to_sample
 from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample
 from task_encoders.text.pieces import to_messages

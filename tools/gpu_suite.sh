@@ -34,12 +34,12 @@ output: {path: $DATA/packed}
 YAML
 "$PYTHON" -m offline_packing run "$DATA/bmr.yaml" --quiet
 
-timeout 240 "$PYTHON" tools/benchmark_training.py "$DATA/packed" \
+timeout 240 "$PYTHON" tools/benchmarks/benchmark_training.py "$DATA/packed" \
     --shapes "$SHAPES" --steps "$STEPS" --workers 4 --output "$OUT/benchmark"
 
 # The same on samples as LLaVA's, with 576 tokens an image, beside what NeVA's packing gained; and
 # the same packs as token ids.
-"$PYTHON" tools/llava_like.py "$DATA/llava" --samples "${LLAVA_SAMPLES:-1000}" --side 672
+"$PYTHON" tools/benchmarks/llava_like.py "$DATA/llava" --samples "${LLAVA_SAMPLES:-1000}" --side 672
 for LAYOUT in energon indexed; do
     cat > "$DATA/$LAYOUT.yaml" <<YAML
 source: {format: json, path: $DATA/llava/llava.json, task: bmr, image_root: $DATA/llava/images}
@@ -49,6 +49,6 @@ output: {path: $DATA/llava_$LAYOUT, layout: $LAYOUT}
 YAML
     "$PYTHON" -m offline_packing run "$DATA/$LAYOUT.yaml" --quiet
 done
-timeout 300 "$PYTHON" tools/benchmark_training.py "$DATA/llava_energon" \
+timeout 300 "$PYTHON" tools/benchmarks/benchmark_training.py "$DATA/llava_energon" \
     --indexed "$DATA/llava_indexed/packed_seq_dataset" --at-least 0.9 \
     --shapes "$SHAPES" --steps "$STEPS" --workers 4 --output "$OUT/neva"

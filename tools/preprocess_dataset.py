@@ -24,7 +24,7 @@ import click
 import yaml
 
 from offline_packing.storage.files import write_atomically
-from task_encoders.indexed_packs import PREFIX
+from task_encoders.packs.indexed_file import PREFIX
 
 #: Patch and image size at the end of a vision encoder's name; 224 pixels where it names none.
 _SIZES: Final = re.compile(r"patch(\d+)(?:-(\d+))?$")

@@ -20,9 +20,9 @@ from nemo_automodel.components.datasets.vlm.loader import VlmDataloaderConfig
 from nemo_automodel.components.datasets.vlm.neat_packing_vlm import NeatPackConfig
 from torch.utils.data import Dataset
 
-from launch.open_packs import open_as_measured, settings_of_packs
+from launch.data.open_packs import open_as_measured, settings_of_packs
+from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import to_transformers_kwargs, token_types
-from task_encoders.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 
 #: Names of media, as transformers' models take them; None in packs without.

@@ -17,7 +17,7 @@ import click
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
 
-from launch.data_manifest import read_packed_data
+from launch.data.packed_data import read_packed_data
 from launch.trainers.megatron_bridge_data import build_iterators
 from task_encoders.model_inputs import required_pad_multiple
 

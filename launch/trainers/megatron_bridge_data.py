@@ -9,17 +9,17 @@ from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvi
 from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 from megatron.energon import WorkerConfig
 
-from launch.data_manifest import read_packed_data
-from launch.loss import shift_labels
+from launch.data.packed_data import read_packed_data
+from launch.loop.loss import shift_labels
 from launch.trainers.megatron_lm_data import DataIterator
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.qwen_vl import QwenVLEncoder
-from task_encoders.model_inputs import to_packed_seq_params, to_transformers_kwargs
-from task_encoders.packed_dataset import (
+from task_encoders.loading.packed_dataset import (
     get_packed_loader,
     get_packed_train_dataset,
     get_packed_val_dataset,
 )
+from task_encoders.model_inputs import to_packed_seq_params, to_transformers_kwargs
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.sample_encoder import IGNORE_INDEX
 

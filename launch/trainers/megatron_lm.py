@@ -18,8 +18,8 @@ from typing import Any
 import click
 import torch
 
-from launch.broadcast import broadcast_batch
-from launch.loss import shift_labels
+from launch.data.broadcast import broadcast_batch
+from launch.loop.loss import shift_labels
 from launch.trainers.megatron_lm_data import build_dataloaders
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
@@ -86,11 +86,11 @@ def forward_step(
 def main(path: str, tensor_parallel: int, steps: int, task_encoder: str | None) -> None:
     """Train a tiny random model on the packs in PATH for a few steps."""
     from launch.config import DataConfig
-    from launch.data import build_task_encoder
-    from launch.data_manifest import read_packed_data
-    from launch.model import build_model
-    from launch.model_config import ModelConfig
-    from launch.parallel import initialize_parallel
+    from launch.data.micro_batches import build_task_encoder
+    from launch.data.packed_data import read_packed_data
+    from launch.loop.parallel import initialize_parallel
+    from launch.model.config import ModelConfig
+    from launch.model.qwen_vl import build_model
 
     device = initialize_parallel(tensor_parallel)
     data = read_packed_data(Path(path))

@@ -15,9 +15,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.energon import WorkerConfig
 
-from launch.loader_state import from_plain, to_plain
+from launch.data.loader_state import from_plain, to_plain
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.packed_dataset import (
+from task_encoders.loading.packed_dataset import (
     PackedLoader,
     get_packed_loader,
     get_packed_train_dataset,

@@ -19,11 +19,11 @@ from swift.pipelines.train.sft import SwiftSft
 from torch.utils.data import Dataset
 from transformers import Trainer
 
-from launch.open_packs import open_as_measured
-from launch.resuming import by_saved_names
+from launch.data.open_packs import open_as_measured
+from launch.trainers.resuming import by_saved_names
 from task_encoders.concatenate import PackedRow, split_row
+from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import token_types
-from task_encoders.packed_folder import PackedFolder
 from task_encoders.sample_encoder import SampleEncoder
 
 

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
 
-from launch.resuming import by_saved_names
-from launch.segments import isolate_segments
+from launch.trainers.resuming import by_saved_names
+from launch.trainers.segments import isolate_segments
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.versions import require_supported

@@ -20,9 +20,9 @@ from veomni.arguments import parse_args
 from veomni.data.data_loader import DATALOADER_REGISTRY
 from veomni.data.dataset import DATASET_REGISTRY
 
-from launch.open_packs import open_as_measured
+from launch.data.open_packs import open_as_measured
+from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import to_transformers_kwargs, token_types
-from task_encoders.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 
 _MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import FAMILIES, ModelSettings
+from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.model_inputs import to_transformers_kwargs
-from task_encoders.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.settings import PackingSettings

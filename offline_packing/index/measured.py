@@ -15,7 +15,7 @@ import xxhash
 
 from offline_packing.index.table import INDEX_SCHEMA, LOCATOR_FIELDS, SET_ASIDE_SCHEMA, key_hash
 from offline_packing.sources import Locator, Source
-from offline_packing.sources.reading.local import MediaRoot
+from offline_packing.sources.roots.local import MediaRoot
 from task_encoders.sample_encoder import SampleLength
 from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SourceSample
 from task_encoders.text.qwen_templates import DEFAULT_SYSTEM

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 from offline_packing.errors import ChangedError, StageError
 from offline_packing.index.measured import modification_time
 from offline_packing.sources import Locator, Source
-from offline_packing.sources.reading.local import MediaRoot
-from offline_packing.sources.reading.remote import Root, open_root
+from offline_packing.sources.roots.local import MediaRoot
+from offline_packing.sources.roots.remote import Root, open_root
 
 if TYPE_CHECKING:
     from megatron.energon.cache.file_store import WebdatasetFileStore

@@ -18,9 +18,9 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Source
 from offline_packing.storage.tars import PackEntry
 from task_encoders.families import build_sample_encoder
-from task_encoders.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
+from task_encoders.packs.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
+from task_encoders.packs.tokenized import TokenizedPack, fingerprint_digest
 from task_encoders.samples import TASKS, SourceSample
-from task_encoders.tokenized import TokenizedPack, fingerprint_digest
 
 #: Name of a pack's member without its key, and content.
 Member = tuple[str, bytes]

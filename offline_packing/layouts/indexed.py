@@ -29,10 +29,12 @@ from offline_packing.layouts.shard_tasks import Row, ShardTask
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Locator
-from offline_packing.sources.reading.remote import Root
+from offline_packing.sources.roots.remote import Root
 from offline_packing.storage.files import atomic_file, read_json, write_atomically
 from offline_packing.storage.tars import PackEntry, Part
-from task_encoders.indexed_packs import (
+from task_encoders.media.video import SampledVideo
+from task_encoders.media.video_file import read_video_header
+from task_encoders.packs.indexed_file import (
     NO_TEXT,
     PREFIX,
     SEQUENCES,
@@ -43,12 +45,10 @@ from task_encoders.indexed_packs import (
     index_file,
     make_document,
 )
-from task_encoders.media.video import SampledVideo
-from task_encoders.media.video_file import read_video_header
-from task_encoders.pack_format import PackFormatError
+from task_encoders.packs.pack_format import PackFormatError
+from task_encoders.packs.tokenized import fingerprint_digest
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SourceSample, Turn
-from task_encoders.tokenized import fingerprint_digest
 
 _FILE: Final = re.compile(rf"({PREFIX}(_[A-Za-z0-9_]+)?\.(bin|idx)|[A-Za-z0-9_]+-\d{{6}}\.bin)")
 #: Bytes copied at a time.

@@ -27,7 +27,7 @@ from offline_packing.layouts.base import Member
 from offline_packing.layouts.energon import EnergonLayout
 from offline_packing.layouts.shard_tasks import Row, ShardTask
 from offline_packing.storage.files import write_atomically
-from task_encoders.pack_format import JSON_PART
+from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.samples import IMAGE_PLACEHOLDER, SourceSample, Turn
 
 _SAMPLE_LOADER: Final = '''"""What Energon reads of a pack."""

@@ -21,7 +21,7 @@ from offline_packing.layouts.shard_tasks import ShardTask
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.storage.files import hash_bytes, sync_folder, translate_disk_full
 from offline_packing.storage.tars import FilePart, PackEntry
-from task_encoders.pack_format import JSON_PART
+from task_encoders.packs.pack_format import JSON_PART
 
 FOLDER: Final = "raw_packing_data"
 

@@ -1,7 +1,7 @@
 """Packs as lines of locators: texts stand in the line, media stay where they are. Energon reads it
 as a JSONL dataset with auxiliary ones.
 
-train.jsonl, train.jsonl.idx    a pack per line, see task_encoders/references.py; Energon's offsets
+train.jsonl, train.jsonl.idx    a pack per line (task_encoders.packs.references); Energon's offsets
 metadataset.yaml                which folders the locators of each split mean
 train-000000.jsonl              a shard, until all are written and joined
 """
@@ -32,10 +32,10 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Source
 from offline_packing.storage.files import atomic_file, write_atomically
 from offline_packing.storage.tars import PackEntry
-from task_encoders.pack_format import JSON_PART, METADATASET, media_part_names
+from task_encoders.packs.pack_format import JSON_PART, METADATASET, media_part_names
 
 if TYPE_CHECKING:
-    from task_encoders.references import Stores
+    from task_encoders.packs.references import Stores
 
 #: Beside the splits' own lines, which are known by their offsets.
 _OWN_FILE: Final = re.compile(r"[A-Za-z0-9_]+(-\d{6}\.jsonl|\.jsonl\.idx)")
@@ -149,7 +149,7 @@ class _ReferencedPack(Mapping[str, bytes]):
         self._stores = stores
 
     def __getitem__(self, name: str) -> bytes:
-        from task_encoders.references import MovedMediumError, read_medium
+        from task_encoders.packs.references import MovedMediumError, read_medium
 
         if name == JSON_PART:
             return self._json

@@ -21,7 +21,7 @@ from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.reading.row_files import record_columns
 from offline_packing.sources.reading.row_reader import WantedRows, rows_at_hand
 from task_encoders.families import ModelSettings
-from task_encoders.pack_format import is_video_name, pack_key
+from task_encoders.packs.pack_format import is_video_name, pack_key
 from task_encoders.samples import SourceSample
 
 #: Columns of the index that a task carries.

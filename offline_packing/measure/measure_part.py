@@ -32,7 +32,7 @@ from offline_packing.sources.lost_fields import lost_fields
 from task_encoders.families import ModelSettings
 from task_encoders.media.image import MAX_IMAGE_PIXELS, read_image_header
 from task_encoders.media.video_file import MissingPyAVError, VideoHeader, read_video_header
-from task_encoders.pack_format import image_extension, video_extension
+from task_encoders.packs.pack_format import image_extension, video_extension
 from task_encoders.sample_encoder import SampleEncoder, SampleLength
 from task_encoders.samples import SampleError, SourceSample
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from offline_packing.index.table import Index, table_writer
 from offline_packing.sources import Scan, Source
-from offline_packing.sources.reading.listing import FILES_SCHEMA, container_hash
+from offline_packing.sources.roots.listing import FILES_SCHEMA, container_hash
 
 _CHUNK: Final = 1 << 16
 #: How many file names a message lists per kind of change.

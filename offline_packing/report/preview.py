@@ -19,7 +19,13 @@ from offline_packing.runs.run import Run
 from task_encoders.families import ModelSettings
 from task_encoders.media.image import MAX_IMAGE_PIXELS, decode_image
 from task_encoders.media.video_file import decode_frames, read_video_header
-from task_encoders.pack_format import JSON_PART, is_video_name, pack_key, parse_json, restore_pack
+from task_encoders.packs.pack_format import (
+    JSON_PART,
+    is_video_name,
+    pack_key,
+    parse_json,
+    restore_pack,
+)
 from task_encoders.sample_encoder import IGNORE_INDEX, SampleEncoder
 from task_encoders.samples import SourceSample
 from task_encoders.settings import PackingSettings

@@ -28,7 +28,7 @@ from offline_packing.report.pages import render_report
 from offline_packing.runs.manifest import Manifest, stored_config
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.storage.files import hash_file, read_json, to_json, write_atomically
-from task_encoders.pack_format import pack_key
+from task_encoders.packs.pack_format import pack_key
 
 REPORT_VERSION: Final = 1
 #: Packs, and rows of padded batches, that are drawn.

@@ -20,9 +20,9 @@ import numpy.typing as npt
 from offline_packing.errors import ChangedError, StageError
 from offline_packing.sources.options import FieldMap, FieldOptions, MediaOptions, SourceOptions
 from offline_packing.sources.reading.contents import file_names, nothing_found
-from offline_packing.sources.reading.listing import walk
 from offline_packing.sources.reading.locators import Locator, read_locator
-from offline_packing.sources.reading.remote import Root, is_remote, open_root
+from offline_packing.sources.roots.listing import walk
+from offline_packing.sources.roots.remote import Root, is_remote, open_root
 from offline_packing.storage.key_set import KeySet
 from task_encoders.records.record import check_prompts_are_shown, load_json, to_sample
 from task_encoders.samples import SampleError, SourceSample

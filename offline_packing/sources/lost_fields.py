@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from offline_packing.sources.base import SourceRecord
 from offline_packing.sources.options import FieldMap
-from task_encoders.pack_format import MEDIA_EXTENSIONS
+from task_encoders.packs.pack_format import MEDIA_EXTENSIONS
 from task_encoders.records.messages import media_name
 from task_encoders.records.record import MEDIA_FIELDS, PROMPT_FIELDS, RECORD_FIELDS
 from task_encoders.samples import (

@@ -19,7 +19,7 @@ import yaml
 
 from offline_packing.errors import StageError
 from offline_packing.storage.files import read_json
-from task_encoders.pack_format import METADATASET
+from task_encoders.packs.pack_format import METADATASET
 
 #: Fields of a manifest that all outputs of a blend share: packs of one batch have one length.
 _COMMON: Final = ("layout", "seq_length", "pad_multiple")

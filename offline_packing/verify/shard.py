@@ -21,9 +21,9 @@ from offline_packing.runs.tasks import iterate_tasks
 from offline_packing.storage.files import hash_file
 from task_encoders.families import ModelSettings
 from task_encoders.media.video_file import MissingPyAVError
-from task_encoders.pack_format import JSON_PART, PackFormatError, parse_json, restore_pack
+from task_encoders.packs.pack_format import JSON_PART, PackFormatError, parse_json, restore_pack
+from task_encoders.packs.tokenized import TokenizedText
 from task_encoders.samples import SampleError, SourceSample
-from task_encoders.tokenized import TokenizedText
 
 #: Problems kept; all are counted.
 _KEPT: Final = 20

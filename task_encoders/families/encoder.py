@@ -24,17 +24,17 @@ from task_encoders.media.image import MAX_IMAGE_PIXELS, decode_image
 from task_encoders.media.pixel_values import Bytes, Normalisation
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
-from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample, SampleLength
-from task_encoders.samples import SampleError, SourceSample, check_sample
-from task_encoders.text.pieces import Image, Piece, Video
-from task_encoders.text.tokenizer import Tokenizer
-from task_encoders.tokenized import (
+from task_encoders.packs.tokenized import (
     IMAGE_ID,
     VIDEO_ID,
     ExpandedText,
     Place,
     TokenizedText,
 )
+from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample, SampleLength
+from task_encoders.samples import SampleError, SourceSample, check_sample
+from task_encoders.text.pieces import Image, Piece, Video
+from task_encoders.text.tokenizer import Tokenizer
 
 
 class FamilyEncoder(ABC):

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from task_encoders.media.video import SampledVideo
+from task_encoders.packs.tokenized import TokenizedText
 from task_encoders.text.pieces import Answer, Control, Fixed, Text
 from task_encoders.text.tokenizer import Tokenizer
-from task_encoders.tokenized import TokenizedText
 
 Grid = tuple[int, int, int]
 

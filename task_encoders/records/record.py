@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 
 import orjson
 
-from task_encoders.pack_format import is_video_name
+from task_encoders.packs.pack_format import is_video_name
 from task_encoders.records.messages import (
     Dialogue,
     kind_of,

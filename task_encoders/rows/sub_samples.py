@@ -11,10 +11,10 @@ from task_encoders.energon_samples import PackedSample
 from task_encoders.families import ModelSettings
 from task_encoders.media.image import MAX_IMAGE_PIXELS, read_image_header
 from task_encoders.media.video_file import MissingPyAVError, read_video_header
-from task_encoders.pack_format import match_images, restore_pack
+from task_encoders.packs.pack_format import match_images, restore_pack
+from task_encoders.packs.tokenized import TokenizedText
 from task_encoders.sample_encoder import EncodedSample, SampleEncoder, SampleLength
 from task_encoders.samples import SampleError, SourceSample
-from task_encoders.tokenized import TokenizedText
 
 
 class SubSample(NamedTuple):

@@ -20,7 +20,7 @@ from megatron.energon import Sample, SampleDecoder
 from megatron.energon.errors import FatalSampleError
 
 from task_encoders.energon_samples import CrudeRecord
-from task_encoders.pack_format import MEDIA_EXTENSIONS, is_video_name
+from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, is_video_name
 from task_encoders.records.record import (
     DIALOGUE_FIELDS,
     MEDIA_FIELDS,

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from launch.packed_attention import BACKENDS, KERNELS, select_backend, varlen_attention
+from launch.model.packed_attention import BACKENDS, KERNELS, select_backend, varlen_attention
 
 LENGTHS = {
     "one": [1024],

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from launch.metrics import Stopwatch
-from launch.optimizer import ShardedAdamW
+from launch.loop.metrics import Stopwatch
+from launch.loop.optimizer import ShardedAdamW
 from tests.helpers.packed_runs import (
     BMR_ENVIRONMENT,
     bmr_folder,

@@ -16,7 +16,7 @@ from nemo_automodel.components.datasets.vlm.neat_packing_vlm import (
 from PIL import Image, ImageOps
 from torch.utils.data import DataLoader
 
-from launch.data_manifest import read_packed_data
+from launch.data.packed_data import read_packed_data
 from launch.trainers.automodel import PacksConfig
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.samples import SourceSample

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AutoModelForImageTextToText
 
-from launch.packed_attention import vision_attention
-from task_encoders.packed_folder import PackedFolder
+from launch.model.packed_attention import vision_attention
+from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers.peers import open_packs
 
 #: (output folder, model, folder of packs, arguments) to a trainer

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from launch.config import DataConfig
-from launch.data import EnergonMicroBatches
-from launch.parallel import initialize_parallel
+from launch.data.micro_batches import EnergonMicroBatches
+from launch.loop.parallel import initialize_parallel
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 
 _COMPARED = 3  # packs after a restored state

@@ -28,7 +28,7 @@ from transformers import AutoConfig, Qwen2_5_VLModel, Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
-from launch.language_model import layer_spec
+from launch.model.language_model import layer_spec
 from launch.trainers.megatron_bridge import on_packs
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.samples import SourceSample, Turn

@@ -8,13 +8,13 @@ import torch
 from megatron.core import parallel_state
 
 from launch.config import LaunchConfig
-from launch.data import EnergonMicroBatches, build_task_encoder
-from launch.metrics import read_metrics
-from launch.online_data import read_data
-from launch.parallel import initialize_parallel
-from launch.train_plan import plan_training
-from launch.train_setup import build_checkpoints, build_model, build_optimizer
-from launch.trainer import Trainer
+from launch.data.micro_batches import EnergonMicroBatches, build_task_encoder
+from launch.data.online_data import read_data
+from launch.loop.metrics import read_metrics
+from launch.loop.parallel import initialize_parallel
+from launch.loop.plan import plan_training
+from launch.loop.setup import build_checkpoints, build_model, build_optimizer
+from launch.loop.trainer import Trainer
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
@@ -129,7 +129,7 @@ class KilledError(BaseException):
 def make_trainer(
     config: LaunchConfig, *, batches: Any = None, fail_at: int | None = None
 ) -> tuple[Trainer, RecordedBatches, torch.nn.Module]:
-    """A trainer as `launch.train_setup` makes it, whose packs are recorded."""
+    """A trainer as `launch.loop.setup` makes it, whose packs are recorded."""
     device = initialize_parallel(config.parallel.tensor, seed=config.train.seed)
     data = read_data(config.data)
     plan = plan_training(config, data, parallel_state.get_data_parallel_world_size())

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from launch.data_manifest import read_packed_data
-from launch.metrics import read_metrics
-from launch.parallel import initialize_parallel
-from launch.train_setup import build_trainer
+from launch.data.packed_data import read_packed_data
+from launch.loop.metrics import read_metrics
+from launch.loop.parallel import initialize_parallel
+from launch.loop.setup import build_trainer
 from offline_packing.demo.generate import generate_demo_dataset
 from offline_packing.demo.run import MODEL, SEQ_LENGTH, SOURCES
 from task_encoders.concatenate import PackedRow, split_row
-from task_encoders.pack_format import JSON_PART, restore_pack
-from task_encoders.packed_folder import PackedFolder, RawPack
+from task_encoders.loading.packed_folder import PackedFolder, RawPack
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packs.pack_format import JSON_PART, restore_pack
 from task_encoders.samples import SourceSample
 from task_encoders.settings import PackingSettings, PackingSettingsError
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all

@@ -12,7 +12,7 @@ from torch import distributed
 #: Imported once, by a server of which the ranks are forks: for each by itself it takes 5 s.
 PRELOADED = (
     "tests.helpers.torchvision_stub",
-    "launch.train_setup",
+    "launch.loop.setup",
     "tests.helpers.packed_runs",
     "tests.helpers.tiny_checkpoints",
     "transformers.models.qwen2_vl.modeling_qwen2_vl",

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from launch.hf_checkpoint import weight_files
-from launch.model_config import transformers_classes
+from launch.model.config import transformers_classes
+from launch.model.hf_checkpoint import weight_files
 from task_encoders.concatenate import concatenate
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.media.pixel_values import Normalisation

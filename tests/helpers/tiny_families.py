@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
-from launch.model_config import config_of_preset, transformers_classes
+from launch.model.config import config_of_preset, transformers_classes
 from task_encoders.text.qwen_templates import (
     QWEN2_VL_TEMPLATE,
     QWEN3_5_TEMPLATE,

@@ -14,8 +14,8 @@ import torch
 import yaml
 
 from launch.config import load_config
-from launch.metrics import read_metrics
-from launch.train_setup import run
+from launch.loop.metrics import read_metrics
+from launch.loop.setup import run
 from tests.helpers.datasets import captioning_pairs
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder, captioning_folder, losses
 from tests.helpers.unpacked_folders import crude_folder

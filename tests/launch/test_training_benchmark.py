@@ -1,4 +1,4 @@
-"""The three forms in which tools/benchmark_training.py gives the same samples to a model."""
+"""The three forms in which benchmark_training.py gives the same samples to a model."""
 
 import importlib
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from task_encoders.energon_samples import PackedBatch
 from tests.helpers.packed_runs import SEQ_LENGTH, bmr_folder
 
-TOOLS = Path(__file__).parents[2] / "tools"
+TOOLS = Path(__file__).parents[2] / "tools" / "benchmarks"
 PADDED_BATCH = 3
 
 

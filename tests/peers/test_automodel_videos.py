@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
-from launch.model_config import config_of_preset, transformers_classes
+from launch.model.config import config_of_preset, transformers_classes
 from task_encoders.families import build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.media.video_file import read_video_header

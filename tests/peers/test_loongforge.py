@@ -31,8 +31,8 @@ from offline_packing.demo.run import MODEL, SEQ_LENGTH, SOURCES
 from offline_packing.storage.files import read_json
 from task_encoders.families import ModelSettings, build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor
-from task_encoders.pack_format import JSON_PART, restore_pack
-from task_encoders.packed_folder import PackedFolder
+from task_encoders.loading.packed_folder import PackedFolder
+from task_encoders.packs.pack_format import JSON_PART, restore_pack
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
 from task_encoders.samples import SourceSample
 from task_encoders.text.qwen_templates import QWEN3_VL_TEMPLATE
@@ -81,7 +81,7 @@ def pack(root: Path, source: Any, model: dict[str, Any], seq_length: int) -> Pat
     }
     root.mkdir(exist_ok=True)
     (root / "pack.yaml").write_text(yaml.safe_dump(config))
-    command = [".venv/bin/python", "-m", "offline_packing.cli", "run", str(root / "pack.yaml")]
+    command = [".venv/bin/python", "-m", "offline_packing", "run", str(root / "pack.yaml")]
     subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
     return root / "packed"
 

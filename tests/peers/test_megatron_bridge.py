@@ -27,7 +27,7 @@ from megatron.bridge.training.vlm_step import forward_step
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import distributed
 
-from launch.parallel import initialize_parallel
+from launch.loop.parallel import initialize_parallel
 from launch.trainers.megatron_bridge import main
 from launch.trainers.megatron_bridge_data import VLMIterator, to_vlm_batch
 from offline_packing.demo.run import MODEL

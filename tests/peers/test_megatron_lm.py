@@ -41,14 +41,14 @@ from megatron.training import global_vars
 from megatron.training.checkpointing import get_checkpoint_name, maybe_save_dataloader_state
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from launch.parallel import initialize_parallel
+from launch.loop.parallel import initialize_parallel
 from launch.trainers.megatron_lm import get_batch
 from launch.trainers.megatron_lm_data import build_dataloaders
 from offline_packing.demo.run import MODEL, SEQ_LENGTH
 from task_encoders.families import build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor
+from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import to_packed_seq_params
-from task_encoders.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SourceSample, Turn

@@ -19,7 +19,7 @@ from veomni.models.transformers.qwen2_vl.generated.patched_modeling_qwen2_vl_gpu
 )
 from veomni.ops.kernels.cross_entropy import ForCausalLMLoss
 
-from launch.parallel import initialize_parallel
+from launch.loop.parallel import initialize_parallel
 from offline_packing.demo.training import tiny_qwen2_vl
 from task_encoders.families.builtin_processor import builtin_processor
 from tests.helpers.hf_trainers import number_of, use_segment_attention

@@ -16,7 +16,7 @@ from veomni.trainer.base import BaseTrainer
 from veomni.trainer.vlm_trainer import VeOmniVLMArguments
 
 import launch.trainers.veomni
-from launch.parallel import initialize_parallel
+from launch.loop.parallel import initialize_parallel
 from tests.helpers.markdown import blocks
 from tests.helpers.peers import check_contradictions, open_packs
 

@@ -19,8 +19,8 @@ from veomni.data.multimodal.video_utils import calculate_frame_indices
 from veomni.models.transformers.qwen2_5vl.generated import patched_modeling_qwen2_5_vl_gpu as vl_2_5
 from veomni.models.transformers.qwen2_vl.generated import patched_modeling_qwen2_vl_gpu as vl_2
 
-from launch.model_config import config_of_preset
-from launch.parallel import initialize_parallel
+from launch.loop.parallel import initialize_parallel
+from launch.model.config import config_of_preset
 from task_encoders.families import build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.media.video_file import decode_frames, read_video_header

@@ -13,8 +13,8 @@ from megatron.energon import WorkerConfig, get_loader, get_savable_loader, get_t
 from megatron.energon.errors import FatalSampleError
 
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
+from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.model_inputs import normalise_pixels
-from task_encoders.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).parents[2] / "tools" / "benchmark_online.py"
+TOOL = Path(__file__).parents[2] / "tools" / "benchmarks" / "benchmark_online.py"
 
 
 @pytest.mark.parametrize(

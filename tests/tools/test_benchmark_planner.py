@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-TOOL = Path(__file__).parents[2] / "tools" / "benchmark_planner.py"
+TOOL = Path(__file__).parents[2] / "tools" / "benchmarks" / "benchmark_planner.py"
 
 
 def run_tool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-TOOLS = Path(__file__).parents[2] / "tools"
+TOOLS = Path(__file__).parents[2] / "tools" / "benchmarks"
 
 
 @pytest.fixture

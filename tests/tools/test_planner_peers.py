@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-TOOLS = Path(__file__).parents[2] / "tools"
+TOOLS = Path(__file__).parents[2] / "tools" / "benchmarks"
 
 
 def test_ms_swift_carries_its_last_pack_over(monkeypatch: pytest.MonkeyPatch) -> None:

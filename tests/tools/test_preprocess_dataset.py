@@ -20,7 +20,7 @@ from offline_packing.engines.local import LocalEngine
 from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
-from task_encoders.indexed_dataset import IndexedPackDataset
+from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from tests.helpers.datasets import image_bytes, pack_all, write_json
 from tests.helpers.markdown import blocks
 from tests.helpers.texts_and_images import random_text

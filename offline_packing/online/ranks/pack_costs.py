@@ -16,7 +16,7 @@ from offline_packing.runs.run import Workspace
 from offline_packing.storage.files import hash_file, read_json
 from task_encoders.families import ModelSettings, model_cost
 from task_encoders.families.cost import ModelCost
-from task_encoders.packed_folder import PackedFolder
+from task_encoders.loading.packed_folder import PackedFolder
 
 
 def pack_costs(

@@ -20,9 +20,9 @@ from offline_packing.sources.base import Embedded, Scan, SourcePart, SourceRecor
 from offline_packing.sources.formats.webdataset import TarSample, WebDatasetSource, embedded_media
 from offline_packing.sources.options import MediaOptions
 from offline_packing.sources.reading.contents import file_names, holds_packs
-from offline_packing.sources.reading.listing import hash_files, walk
 from offline_packing.sources.reading.locators import Locator, to_json
-from task_encoders.pack_format import (
+from offline_packing.sources.roots.listing import hash_files, walk
+from task_encoders.packs.pack_format import (
     JSON_PART,
     PackFormatError,
     match_images,

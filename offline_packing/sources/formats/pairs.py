@@ -21,12 +21,12 @@ import xxhash
 
 from offline_packing.errors import StageError
 from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
-from offline_packing.sources.reading import listing
 from offline_packing.sources.reading.contents import file_names, first_character, is_pack_name
-from offline_packing.sources.reading.listing import DOT, PackedKeys
 from offline_packing.sources.reading.locators import Locator
+from offline_packing.sources.roots import listing
+from offline_packing.sources.roots.listing import DOT, PackedKeys
 from offline_packing.storage.key_set import KeySet
-from task_encoders.pack_format import MEDIA_EXTENSIONS
+from task_encoders.packs.pack_format import MEDIA_EXTENSIONS
 from task_encoders.records.record import MAX_JSON_BYTES
 from task_encoders.samples import SampleError
 

@@ -20,9 +20,9 @@ from offline_packing.errors import StageError
 from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.options import FileOptions
 from offline_packing.sources.reading import row_files
-from offline_packing.sources.reading.listing import hash_files
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.reading.row_files import RowFile
+from offline_packing.sources.roots.listing import hash_files
 from task_encoders.records.record import MAX_JSON_BYTES, own_key
 from task_encoders.samples import SampleError
 

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, Final
 
 from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.reading.contents import file_names, holds_packs
-from offline_packing.sources.reading.listing import hash_files
 from offline_packing.sources.reading.locators import Locator
+from offline_packing.sources.roots.listing import hash_files
 from offline_packing.storage.streams import (
     CODECS,
     UNREAD_SUFFIXES,
@@ -29,7 +29,7 @@ from offline_packing.storage.streams import (
     open_unpacked,
 )
 from offline_packing.storage.tars import TarMember, TarReader
-from task_encoders.pack_format import MEDIA_EXTENSIONS, is_video_name
+from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, is_video_name
 from task_encoders.records.record import MAX_JSON_BYTES, decode_text, has_answer, named_media
 from task_encoders.samples import SampleError
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from offline_packing.errors import StageError
 from offline_packing.sources.options import MediaOptions, SourceOptions
-from offline_packing.sources.reading.remote import is_remote
+from offline_packing.sources.roots.remote import is_remote
 from offline_packing.storage.streams import DamagedStreamError, open_unpacked
 from offline_packing.storage.tars import TarReader
 

@@ -17,10 +17,10 @@ from typing import Any, BinaryIO
 import orjson
 
 from offline_packing.errors import ChangedError, StageError
-from offline_packing.sources.reading.remote import Root
 from offline_packing.sources.reading.row_reader import read_value
+from offline_packing.sources.roots.remote import Root
 from offline_packing.storage.streams import unpack, unpacked_copy
-from task_encoders.pack_format import PackFormatError, restore_pack
+from task_encoders.packs.pack_format import PackFormatError, restore_pack
 from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import to_messages
 

@@ -27,7 +27,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from offline_packing.errors import ChangedError, StageError
-from offline_packing.sources.reading.remote import Root
 from offline_packing.sources.reading.row_files import (
     RowFile,
     is_record,
@@ -36,6 +35,7 @@ from offline_packing.sources.reading.row_files import (
     record_json,
     write_arrow,
 )
+from offline_packing.sources.roots.remote import Root
 from offline_packing.storage.files import translate_disk_full
 from offline_packing.storage.streams import unpacked_copy
 from task_encoders.samples import SampleError

@@ -12,11 +12,11 @@ from click.testing import CliRunner
 from megatron.energon import stateless
 
 from launch.config import DataConfig
-from launch.data import build_task_encoder
-from launch.data_manifest import read_packed_data
-from launch.model import build_model
-from launch.model_config import ModelConfig
-from launch.parallel import initialize_parallel
+from launch.data.micro_batches import build_task_encoder
+from launch.data.packed_data import read_packed_data
+from launch.loop.parallel import initialize_parallel
+from launch.model.config import ModelConfig
+from launch.model.qwen_vl import build_model
 from launch.trainers.megatron_lm import forward_step, get_batch, main
 from launch.trainers.megatron_lm_data import build_dataloaders
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from launch.config import DataConfig
-from launch.data import build_task_encoder
-from launch.data_manifest import read_packed_data
-from launch.parallel import initialize_parallel
+from launch.data.micro_batches import build_task_encoder
+from launch.data.packed_data import read_packed_data
+from launch.loop.parallel import initialize_parallel
 from launch.trainers.megatron_lm_data import build_dataloaders
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings

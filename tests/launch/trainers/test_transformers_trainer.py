@@ -8,10 +8,10 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText, TrainingArguments
 
-from launch.model_config import config_of_preset, transformers_classes
+from launch.model.config import config_of_preset, transformers_classes
 from launch.trainers.transformers_trainer import PackedTrainer, UnreadPacks, collate_packed
 from task_encoders.concatenate import split_row
-from task_encoders.packed_folder import PackedFolder
+from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.sample_encoder import IGNORE_INDEX
 from tests.helpers.hf_trainers import QUIET, check_resuming
 from tests.helpers.packed_runs import BMR_ENVIRONMENT

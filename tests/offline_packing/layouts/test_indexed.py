@@ -20,11 +20,11 @@ from offline_packing.report.preview import preview
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
-from task_encoders.indexed_dataset import IndexedPackDataset
-from task_encoders.indexed_packs import SEQUENCES, IndexedFile
-from task_encoders.pack_format import PackFormatError
-from task_encoders.packed_dataset import get_packed_train_dataset
+from task_encoders.loading.indexed_dataset import IndexedPackDataset
+from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packs.indexed_file import SEQUENCES, IndexedFile
+from task_encoders.packs.pack_format import PackFormatError
 from task_encoders.settings import PackingSettings
 from tests.helpers import formats
 from tests.helpers.datasets import (

@@ -15,8 +15,8 @@ from megatron.energon import WorkerConfig, get_loader
 from offline_packing.errors import StageError
 from offline_packing.layouts.loongforge import _room_of_images
 from offline_packing.verify.verify import verify
+from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.media.image import VisionSettings, smart_resize
-from task_encoders.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import (

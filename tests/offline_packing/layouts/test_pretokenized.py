@@ -11,7 +11,7 @@ from megatron.energon import WorkerConfig, get_loader
 from offline_packing.errors import ConfigError
 from offline_packing.verify.verify import verify
 from task_encoders.energon_samples import BATCH_TENSORS
-from task_encoders.packed_dataset import get_packed_train_dataset
+from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import make_config, make_run, mixed_pairs, pack_all

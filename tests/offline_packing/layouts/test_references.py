@@ -16,7 +16,7 @@ import yaml
 from megatron.energon import WorkerConfig
 from megatron.energon.errors import FatalSampleError
 
-from launch.data_manifest import check_validation, read_packed_data
+from launch.data.packed_data import check_validation, read_packed_data
 from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
@@ -25,8 +25,12 @@ from offline_packing.runs.run import Run
 from offline_packing.upkeep.blend import blend
 from offline_packing.verify.verify import verify
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
-from task_encoders.packed_dataset import PackedLoader, get_packed_loader, get_packed_train_dataset
-from task_encoders.packed_folder import PackedFolder, PackedFolderError
+from task_encoders.loading.packed_dataset import (
+    PackedLoader,
+    get_packed_loader,
+    get_packed_train_dataset,
+)
+from task_encoders.loading.packed_folder import PackedFolder, PackedFolderError
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers import formats

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from offline_packing.errors import StageError
 from offline_packing.sources import Source, SourceRecord, open_source
 from offline_packing.sources.formats import jsonl as jsonl_module
-from offline_packing.sources.reading import listing
-from offline_packing.sources.reading.listing import container_hash
+from offline_packing.sources.roots import listing
+from offline_packing.sources.roots.listing import container_hash
 
 
 def jsonl(path: Path, **options: str) -> Source:

@@ -17,11 +17,11 @@ import torch
 from megatron.energon import WorkerConfig
 from megatron.energon.errors import FatalSampleError
 
-from launch.loader_state import from_plain, to_plain
+from launch.data.loader_state import from_plain, to_plain
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
 from task_encoders.energon_samples import BATCH_TENSORS, MultiMixQASample, PackedBatch
-from task_encoders.packed_dataset import get_packed_loader, get_packed_train_dataset
+from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import dialogue, image_bytes

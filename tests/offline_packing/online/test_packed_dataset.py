@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tools.length_laws import draw_lengths
 from torch.utils.data import DataLoader
 
 from offline_packing.errors import ConfigError, StageError
@@ -23,7 +24,6 @@ from offline_packing.online.packed_dataset import (
 )
 from task_encoders.samples import SampleError
 from tests.helpers.online_samples import Indexed, SavableStream, Stream, lettered, numbered
-from tools.length_laws import draw_lengths
 
 
 def pack(lengths: Sequence[int], packing_length: int, **options: Any) -> list[list[int]]:

@@ -9,13 +9,13 @@ import orjson
 import pytest
 from megatron.energon import WorkerConfig
 
-from launch.data_manifest import read_packed_data
+from launch.data.packed_data import read_packed_data
 from offline_packing.errors import ConfigError
 from offline_packing.measure.measure import measure
 from offline_packing.runs.artifacts import open_plan
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
-from task_encoders.packed_dataset import (
+from task_encoders.loading.packed_dataset import (
     PackedLoader,
     get_packed_loader,
     get_packed_train_dataset,

@@ -12,7 +12,7 @@ import pytest
 from offline_packing.config.packing import load_config
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.index.measured import MeasuredSample
-from offline_packing.sources.reading.remote import RemoteRoot
+from offline_packing.sources.roots.remote import RemoteRoot
 from task_encoders.samples import SampleError
 from tests.helpers import accounting, formats
 from tests.helpers.datasets import image_bytes, make_run, outcomes, pack_all, write_json

@@ -11,7 +11,7 @@ from megatron.energon import WorkerConfig, get_loader
 from offline_packing.cli.main import cli
 from offline_packing.errors import StageError
 from offline_packing.upkeep.blend import blend
-from task_encoders.packed_dataset import get_packed_train_dataset
+from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all

@@ -23,7 +23,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.media.image import read_image_header
 from task_encoders.media.video_file import VideoHeader, read_video_header
-from task_encoders.pack_format import MEDIA_EXTENSIONS, is_video_name
+from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, is_video_name
+from task_encoders.packs.tokenized import TokenizedText
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.builtin_tokenizer import builtin_tokenizer
@@ -34,7 +35,6 @@ from task_encoders.text.qwen_templates import (
     QWEN3_VL_TEMPLATE,
 )
 from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
-from task_encoders.tokenized import TokenizedText
 from tests.helpers.texts_and_images import KINDS, random_sample, random_text
 from tests.helpers.transformers_sources import needs_transformers, transformers_function
 from tests.helpers.videos import make_video

@@ -10,7 +10,7 @@ from megatron.energon import WorkerConfig, get_loader
 from offline_packing.verify.verify import verify
 from task_encoders.families import FAMILIES
 from task_encoders.families.qwen2_vl import QWEN2_VL, Qwen2VLEncoder
-from task_encoders.packed_dataset import get_packed_train_dataset
+from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all

@@ -13,7 +13,7 @@ from megatron.energon import VQASample, WorkerConfig, get_train_dataset
 from megatron.energon.errors import FatalSampleError
 
 from task_encoders.energon_samples import CrudeRecord, MultiMixQASample, PackedBatch
-from task_encoders.packed_dataset import get_packed_loader, get_packed_train_dataset
+from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.rows.unpacked import first_fit_decreasing, unpacked_sub_sample
 from task_encoders.sample_encoder import EncodedSample

@@ -16,9 +16,9 @@ from offline_packing.online.ranks.pack_costs import pack_costs
 from offline_packing.online.ranks.rank_schedule import RankSampler, RankSchedule
 from offline_packing.online.ranks.scheduled_loader import ScheduledLoader
 from task_encoders.families import FAMILIES
-from task_encoders.pack_format import parse_json
-from task_encoders.packed_folder import PackedFolder
+from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packs.pack_format import parse_json
 from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
 from tests.helpers.legacy_packs import text_folder

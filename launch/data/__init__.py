@@ -1,0 +1,1 @@
+"""Packs, token packs and online data as the micro batches of one rank."""

@@ -1,0 +1,86 @@
+"""A loader that deals packs to the ranks by what they cost, with the calls of Energon's: rows, and
+a state to go on from. Any number of ranks gets as much work each, whatever order packs were written
+in; see `offline_packing.online.ranks`."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launch.data.indexed_loader import leave_group
+from offline_packing.online.ranks.pack_costs import pack_costs
+from offline_packing.online.ranks.rank_schedule import RankSchedule
+from offline_packing.online.ranks.scheduled_loader import ScheduledLoader
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.loading.packed_folder import PackedFolder
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.settings import packs_of_epochs
+
+logger = logging.getLogger(__name__)
+
+
+class BalancedLoader:
+    """The rows of one rank, in a new order in every epoch.
+
+    Args:
+        path: a written folder with its index and plan, or a blend of such.
+        repeat: begin again at the end; otherwise a pass ends there.
+        seed: decides the order, together with the epoch.
+        timeout: seconds without a row from a worker that are taken for a hang.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        task_encoder: Qwen2VLTaskEncoder,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        micro_batch_size: int = 1,
+        num_workers: int = 0,
+        repeat: bool = False,
+        seed: int = 0,
+        timeout: int = 0,
+    ) -> None:
+        folder = PackedFolder(path, task_encoder)
+        epochs = max(len(packs_of_epochs(shard.path)) for shard in folder.shards)
+        if epochs > 1 and rank == 0:
+            logger.warning(
+                "%s has packs of %d epochs, which order=balanced deals as one: within fewer than "
+                "%d epochs some samples come more often than others; set order=written, or pack "
+                "with pack.epochs=1",
+                path,
+                epochs,
+                epochs,
+            )
+        _, cost = pack_costs(folder)
+        # Lengths and budget in packs: a row holds as many as asked.
+        ones = np.ones(len(folder), np.int64)
+        self._rows = ScheduledLoader(
+            folder,
+            RankSchedule(ones, cost, world_size, micro_batch_size, seed),
+            rank,
+            num_workers=num_workers,
+            timeout=timeout if num_workers else 0,
+            worker_init_fn=leave_group,
+        )
+        self._repeat = repeat
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        yield from self._rows
+        while self._repeat:
+            yield from self._rows
+
+    def save_state_rank(self) -> Mapping[str, Any]:
+        """Where this rank is."""
+        return self._rows.state_dict()
+
+    def restore_state_rank(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was saved."""
+        self._rows.load_state_dict(state)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._rows.close()

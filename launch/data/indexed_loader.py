@@ -1,0 +1,90 @@
+"""A loader of packs as token ids, with the calls of Energon's: rows, and a state to go on from.
+
+Row n of an endless sequence of epochs goes to rank n modulo the number of ranks, so every epoch
+has each row once, ranks are never more than one row apart, and a rank's state is one number.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.loading.indexed_dataset import IndexedPackDataset
+
+
+class IndexedLoader:
+    """The rows of one rank, in the order that packs were written in.
+
+    Args:
+        num_workers: processes that encode; 0: the calling one does.
+        repeat: begin again at the end; otherwise a pass ends there.
+        limit: rows of a pass at most.
+        timeout: seconds without a row from a worker that are taken for a hang.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedPackDataset,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        repeat: bool = False,
+        limit: int | None = None,
+        timeout: int = 0,
+    ) -> None:
+        self._dataset = dataset
+        self._rank, self._world_size = rank, world_size
+        self._num_workers, self._timeout = num_workers, timeout
+        self._repeat, self._limit = repeat, limit
+        #: rows of this pass that were given out
+        self._delivered = 0
+        self._rows: Any = None
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        self.close()
+        self._rows = iter(
+            DataLoader(
+                self._dataset,
+                batch_size=None,
+                sampler=self._numbers(self._delivered),
+                num_workers=self._num_workers,
+                timeout=self._timeout if self._num_workers else 0,
+                worker_init_fn=leave_group,
+            )
+        )
+        for row in self._rows:
+            self._delivered += 1
+            yield row
+        self._delivered = 0
+
+    def _numbers(self, delivered: int) -> Iterator[int]:
+        """Of this rank's rows behind those that were given out."""
+        places = range(self._rank, len(self._dataset), self._world_size)
+        if self._repeat:
+            first = self._rank + delivered * self._world_size
+            return (n % len(self._dataset) for n in itertools.count(first, self._world_size))
+        return itertools.islice(places, delivered, self._limit)
+
+    def save_state_rank(self) -> Mapping[str, int]:
+        """Where this rank is."""
+        return {"delivered": self._delivered}
+
+    def restore_state_rank(self, state: Mapping[str, int]) -> None:
+        """Go on where a state was saved."""
+        self._delivered = int(state["delivered"])
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._num_workers and self._rows is not None:
+            self._rows._shutdown_workers()  # torch has no public name for it
+        self._rows = None
+
+
+def leave_group(worker_id: int) -> None:
+    """Leave the trainer's process group: torchrun sends SIGTERM to the whole group, and a trainer
+    that has to save must not find its loader dead. A worker always ends with its trainer."""
+    os.setpgid(0, 0)

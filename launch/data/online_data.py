@@ -1,0 +1,63 @@
+"""What training has to know of data that are packed while training: estimated from some samples, as
+no manifest tells it."""
+
+import logging
+from pathlib import Path
+
+from megatron.energon.errors import FatalSampleError
+
+from launch.config import DataConfig
+from launch.data.packed_data import PackedData, read_packed_data
+from offline_packing.errors import StageError
+from offline_packing.online.energon import MeasuringTaskEncoder, measure_some
+from offline_packing.online.pool import PackingPool
+from offline_packing.planner.windows import WindowOptions
+from offline_packing.storage.files import hash_bytes
+from task_encoders.families import ModelSettings
+from task_encoders.samples import SampleError
+
+logger = logging.getLogger(__name__)
+
+
+def read_data(config: DataConfig) -> PackedData:
+    """What `config.path` holds.
+
+    Raises:
+        StageError: see `read_packed_data`; or no sample can be used.
+    """
+    return read_packed_data(Path(config.path)) if config.online is None else _estimate(config)
+
+
+def _estimate(config: DataConfig) -> PackedData:
+    """The packs that 1,000 samples make, and how many of the kind all samples make."""
+    online = config.online
+    assert online is not None
+    own = {} if config.processor is None else {"processor": config.processor}
+    model = ModelSettings.model_validate({**online.model.model_dump(), **own})
+    encoder = MeasuringTaskEncoder(seq_length=online.seq_length, model=model)
+    try:
+        measured, num_samples = measure_some(config.path, encoder)
+    except FatalSampleError as error:  # Energon's text repeats the whole sample
+        raise StageError(f"{config.path}: {error.__context__ or error}") from error
+    windows = online.model_dump(include={"strategy", "budgets"})
+    whole = WindowOptions(online.seq_length, window=len(measured) + 1, **windows)
+    pool = PackingPool[int](whole)
+    for taken in measured:
+        try:
+            pool.add(taken["tokens"], taken["tokens"], taken)
+        except SampleError:
+            continue
+    packs = pool.finish()
+    if not packs:
+        raise StageError(f"{config.path}: none of {num_samples} samples can be used, see above")
+    per_pack = sum(map(len, packs)) / len(packs)
+    logger.info("about %.2f samples in a pack, by %d of %d", per_pack, len(measured), num_samples)
+    return PackedData(
+        num_packs=max(1, round(num_samples / per_pack)),
+        num_samples=num_samples,
+        samples_per_pack=per_pack,
+        seq_length=online.seq_length,
+        model=online.model,
+        content_hash=hash_bytes(repr((num_samples, measured)).encode()),
+        fill=sum(map(sum, packs)) / (len(packs) * online.seq_length),
+    )

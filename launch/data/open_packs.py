@@ -1,0 +1,57 @@
+"""Packs by their numbers, encoded as they were measured: for trainers that want `len` and `[i]`."""
+
+from pathlib import Path
+from typing import Any
+
+from launch.data.packed_data import read_packed_data
+from task_encoders.families import ModelSettings, family_of_processor
+from task_encoders.loading.folder_shards import PackedFolderError
+from task_encoders.loading.indexed_dataset import IndexedPackDataset
+from task_encoders.loading.packed_folder import PackedFolder
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packs.indexed_file import find_prefix
+
+
+def settings_of_packs(path: Path, **options: Any) -> tuple[ModelSettings, int]:
+    """Settings of the model and seq_length of packs, as their manifest says, but for options that
+    are not None. Packs written by others have no manifest: the rest is the family's defaults."""
+    given = {name: value for name, value in options.items() if value is not None}
+    path = path if (prefix := find_prefix(path)) is None else prefix.parent
+    seq_length = given.pop("seq_length", None)
+    if path.is_dir() and not (path / "manifest.json").is_file():
+        return ModelSettings.model_validate(given), seq_length or 2048
+    data = read_packed_data(path)
+    model = ModelSettings.model_validate({**data.model.model_dump(), **given})
+    return model, seq_length or data.seq_length
+
+
+def open_packs(path: Path, task_encoder: Qwen2VLTaskEncoder) -> PackedFolder | IndexedPackDataset:
+    """The packs at a path, by their numbers."""
+    prefix = find_prefix(path)
+    if prefix is None:
+        return PackedFolder(path, task_encoder)
+    return IndexedPackDataset(prefix, task_encoder)
+
+
+def open_as_measured(
+    path: Path, *, split: str = "train", processor: str | None = None
+) -> tuple[PackedFolder, Qwen2VLTaskEncoder]:
+    """The packs of a folder or metadataset, with the task encoder that their manifest describes.
+
+    Args:
+        processor: the model's folder or hub name, instead of the one that measured them. Its family
+            may be another, if that has the same lengths: positions are its own.
+
+    Raises:
+        PackedFolderError: there is no such split, or nothing in it.
+        PackingSettingsError: the environment or the processor contradict the packs.
+    """
+    family = family_of_processor(processor) if processor else None
+    settings, seq_length = settings_of_packs(path, processor=processor, family=family)
+    task_encoder = Qwen2VLTaskEncoder(seq_length=seq_length, model=settings)
+    packs = PackedFolder(path, task_encoder, split=split)
+    if not len(packs):
+        raise PackedFolderError(
+            f"{path} has no packs in its {split} split; pack with output.split={{{split}: 0.01, …}}"
+        )
+    return packs, task_encoder

@@ -1,0 +1,197 @@
+"""What a trainer takes from the manifests of its packs: how many there are, how they were measured.
+
+The steps of an epoch and the batch size follow from them. The unit of a recipe is the sample; with
+n samples per pack, a step of G samples takes G / n packs. This preserves the recipe: on average,
+each step sees as many tokens and samples as without packing.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from offline_packing.errors import StageError
+from offline_packing.storage.files import hash_bytes, read_json
+from task_encoders.families import ModelSettings
+from task_encoders.packs.pack_format import METADATASET
+
+logger = logging.getLogger(__name__)
+
+#: Layouts that are not for the trainers here.
+_ELSEWHERE: Final = ("raw_packing", "llava_onevision")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedData:
+    """A packed folder, or a blend of several, as its manifests describe it."""
+
+    #: packs and samples in the train split; in a blend, of all its datasets
+    num_packs: int
+    num_samples: int
+    #: samples per pack as drawn: in a blend, weighted by each dataset's share of the packs
+    samples_per_pack: float
+    #: of the longest packs
+    seq_length: int
+    #: how the samples were measured
+    model: ModelSettings
+    #: changes with the content of any of the datasets
+    content_hash: str
+    #: packs in the val split
+    num_val_packs: int = 0
+    #: tokens per pack as drawn, as a share of seq_length
+    fill: float = 1.0
+
+    def packs_per_step(self, global_batch_size: int, multiple: int) -> int:
+        """The packs that hold about `global_batch_size` samples, as a multiple of `multiple`."""
+        return max(1, round(global_batch_size / self.samples_per_pack / multiple)) * multiple
+
+    def iterations(self, epochs: float, packs_per_step: int) -> int:
+        """Steps of `packs_per_step` packs that see every pack `epochs` times; the last step may be
+        partial."""
+        return max(1, -(-round(epochs * self.num_packs) // packs_per_step))
+
+
+def read_packed_data(path: Path) -> PackedData:
+    """Read the manifest of a folder, or those of the folders in a metadataset YAML.
+
+    Raises:
+        StageError: a folder has no manifest, or those of a blend were measured differently.
+    """
+    folders = [(path, 1.0)] if path.is_dir() else _folders_of_blend(path)
+    for folder, count in Counter(folder.resolve() for folder, _ in folders).items():
+        if count > 1:
+            logger.warning(
+                "%s lists %s %d times: it is drawn with the sum of its weights", path, folder, count
+            )
+    manifests = [_read_manifest(folder) for folder, _ in folders]
+    models = [ModelSettings.model_validate(manifest["config"]["model"]) for manifest in manifests]
+    for (folder, _), model in zip(folders, models, strict=True):
+        for name, value in model:
+            first = getattr(models[0], name)
+            if value != first:
+                raise StageError(
+                    f"{path}: {folders[0][0]} was measured with {name} {first!r}, {folder} with "
+                    f"{value!r}; pack both with the same"
+                )
+    packs = [_count(manifest, "packs") for manifest in manifests]
+    samples = [_count(manifest, "samples") for manifest in manifests]
+    weights = [weight for _, weight in folders]
+    per_pack = [s / p for s, p in zip(samples, packs, strict=True)]
+    drawn = sum(w * n for w, n in zip(weights, per_pack, strict=True)) / sum(weights)
+    tokens = [_count(manifest, "tokens") / n for manifest, n in zip(manifests, packs, strict=True)]
+    drawn_tokens = sum(w * n for w, n in zip(weights, tokens, strict=True)) / sum(weights)
+    seq_length = max(manifest["seq_length"] for manifest in manifests)
+    return PackedData(
+        num_packs=sum(packs),
+        num_samples=sum(samples),
+        samples_per_pack=drawn,
+        seq_length=seq_length,
+        model=models[0],
+        content_hash=_common_hash([manifest["content_hash"] for manifest in manifests]),
+        num_val_packs=sum(_count(manifest, "packs", "val") for manifest in manifests),
+        fill=drawn_tokens / seq_length,
+    )
+
+
+def check_validation(path: Path) -> None:
+    """Check that there are packs to validate on, and warn if they are also trained on.
+
+    Raises:
+        StageError: there are no packs in the val split.
+    """
+    if path.is_dir():
+        manifest = _read_manifest(path)
+        found = any(shard["split"] == "val" for shard in manifest["shards"])
+        shared: set[tuple[str, str]] = set()
+    else:
+        val = _shards_of_blend(path, "val")
+        shared = val & _shards_of_blend(path, "train")
+        found = bool(val)
+    if not found:
+        raise StageError(
+            f"{path} has no packs in its val split; set validation.every=0, or pack with "
+            "output.split={train: 0.99, val: 0.01}"
+        )
+    if shared:
+        folder, shard = min(shared)
+        logger.warning(
+            "%s validates on what it trains on: %s of %s is in both splits", path, shard, folder
+        )
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    manifest = read_json(folder / "manifest.json")
+    if manifest is None:
+        raise StageError(
+            f"{folder} has no manifest.json; write it with offline-packing, or wait until that is "
+            "finished"
+        )
+    if manifest.get("layout") in _ELSEWHERE:
+        raise StageError(
+            f"{folder} has output.layout={manifest['layout']}, which other trainers read; pack it "
+            "with output.layout=energon"
+        )
+    if not _count(manifest, "packs"):
+        raise StageError(f"{folder} has no packs in its train split; pack it with output.split")
+    return manifest
+
+
+def _count(manifest: Mapping[str, Any], what: str, split: str = "train") -> int:
+    """Of one epoch, in the mean, where each has packs of its own."""
+    epochs = manifest.get("epochs", {}).get(split, [0])
+    total = sum(shard[what] for shard in manifest["shards"] if shard["split"] == split)
+    return -(-total // len(epochs))
+
+
+def _common_hash(hashes: Sequence[str]) -> str:
+    return hashes[0] if len(hashes) == 1 else hash_bytes("".join(hashes).encode())
+
+
+def _folders_of_blend(path: Path) -> list[tuple[Path, float]]:
+    """(folder, weight per pack) of a metadataset, as Energon resolves it. Raises StageError."""
+    try:
+        loaded = _load_blend(path, "train")
+    except StageError:
+        raise
+    except Exception as error:  # Energon's parsers have many
+        raise StageError(
+            f"{path} cannot be read as a metadataset: {type(error).__name__}: {error}; a path in "
+            f"it is a folder with .nv-meta, or of references the {METADATASET} inside"
+        ) from error
+    paths = [Path(str(entry.dataset.path)) for entry in loaded.datasets]
+    folders = [path.parent if path.suffix == ".jsonl" else path for path in paths]
+    if any(entry.weight is None for entry in loaded.datasets):  # blend_epochized: by repetitions
+        sizes = [_count(_read_manifest(folder), "packs") for folder in folders]
+        repetitions = [entry.repetitions or 1 for entry in loaded.datasets]
+        return [
+            (f, size * times) for f, size, times in zip(folders, sizes, repetitions, strict=True)
+        ]
+    return [(f, float(entry.weight)) for f, entry in zip(folders, loaded.datasets, strict=True)]
+
+
+def _load_blend(path: Path, split: str) -> Any:
+    """Energon's list of the datasets in one split of a metadataset."""
+    from megatron.energon import WorkerConfig
+    from megatron.energon.metadataset import load_dataset
+
+    if not path.is_file():
+        raise StageError(f"{path} is neither a packed folder nor a metadataset YAML")
+    return load_dataset(str(path)).get_datasets(
+        training=split == "train",
+        split_part=split,
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+        max_samples_per_sequence=None,
+        decoder=None,
+    )
+
+
+def _shards_of_blend(path: Path, split: str) -> set[tuple[str, str]]:
+    """(folder, shard) of all datasets; none where the metadataset has no such split."""
+    try:
+        entries = _load_blend(path, split).datasets
+    except (KeyError, AssertionError):  # from metadatasets of version 2 and 1
+        return set()
+    files = ((e.dataset, getattr(e.dataset, "split_part_files", [""])) for e in entries)
+    return {(str(dataset.path), file) for dataset, names in files for file in names}

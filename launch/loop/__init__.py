@@ -1,0 +1,1 @@
+"""One training run: its plan, steps, loss, optimizer, log and checkpoints."""

@@ -1,0 +1,91 @@
+"""How many steps a run has and what each takes, from the configuration and the manifest."""
+
+import logging
+from dataclasses import dataclass
+
+from launch.config import LaunchConfig
+from launch.data.packed_data import PackedData
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainPlan:
+    """The shape of a run."""
+
+    iterations: int
+    #: over all ranks
+    packs_per_step: int
+    #: micro batches per rank and step
+    accumulation: int
+    warmup_iterations: int
+
+
+def plan_training(config: LaunchConfig, data: PackedData, data_parallel: int) -> TrainPlan:
+    """Steps and batch of a run.
+
+    A batch size in samples becomes packs: divided by the samples in a pack, and rounded to what
+    divides evenly among the ranks. One given in packs must already be such a multiple. With
+    `data.dyn_bsz` packs are counted as their mean length lets expect.
+
+    Raises:
+        ValueError: `global_batch_packs` does not divide evenly.
+    """
+    accumulation, packs = _step_of(config, data, data_parallel)
+    iterations = config.train.iterations or data.iterations(config.train.epochs, packs)
+    logger.info(
+        "%d packs of %.2f samples each; a step takes %d packs, about %.0f samples; %d steps",
+        data.num_packs,
+        data.samples_per_pack,
+        packs,
+        packs * data.samples_per_pack,
+        iterations,
+    )
+    _warn(config, data, packs, iterations)
+    return TrainPlan(
+        iterations=iterations,
+        packs_per_step=packs,
+        accumulation=accumulation,
+        warmup_iterations=round(config.schedule.warmup * iterations),
+    )
+
+
+def _step_of(config: LaunchConfig, data: PackedData, data_parallel: int) -> tuple[int, int]:
+    """Micro batches per rank, and packs in all, that a step takes."""
+    size = config.data.micro_batch_size
+    packs = config.batch.global_batch_packs
+    if config.data.dyn_bsz:  # about as many packs to a micro batch as their mean length allows
+        wanted = packs or (config.batch.global_batch_size or 1) / data.samples_per_pack
+        per_round = data_parallel * max(size, size / data.fill)
+        accumulation = max(1, round(wanted / per_round))
+        return accumulation, round(accumulation * per_round)
+    multiple = data_parallel * size
+    if packs is None:
+        assert config.batch.global_batch_size is not None  # the config holds one of the two
+        packs = data.packs_per_step(config.batch.global_batch_size, multiple)
+    elif packs % multiple:
+        raise ValueError(
+            f"batch.global_batch_packs {packs} is not a multiple of {multiple} = {data_parallel} "
+            f"data parallel ranks × micro_batch_size {size}; set "
+            f"{-(-packs // multiple) * multiple}"
+        )
+    return packs // multiple, packs
+
+
+def _warn(config: LaunchConfig, data: PackedData, packs: int, iterations: int) -> None:
+    """Warn of what the run does differently from the recipe."""
+    asked, given = config.batch.global_batch_size, packs * data.samples_per_pack
+    if asked is not None and not 0.75 <= given / asked <= 1.25:
+        logger.warning(
+            "batch.global_batch_size %d becomes about %.0f samples, as a step takes whole packs on "
+            "every rank; set it to that, or micro_batch_size or the ranks lower",
+            asked,
+            given,
+        )
+    if not config.data.repeat and iterations * packs > data.num_packs + packs:
+        logger.warning(
+            "data.repeat=false ends the run after %d of %d steps, before the learning rate has "
+            "decayed; set data.repeat=true, or train.epochs=1",
+            -(-data.num_packs // packs),
+            iterations,
+        )

@@ -1,0 +1,298 @@
+"""The training loop: packs in, steps, checkpoints, metrics out.
+
+A step is `accumulation` micro batches on every rank. All ranks leave a step together, even if one
+has no pack left, was asked to stop, or met a gradient that is not finite.
+"""
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from megatron.core import parallel_state
+from torch import distributed
+from tqdm import tqdm
+
+from launch.config import LaunchConfig
+from launch.data.micro_batches import MicroBatches
+from launch.loop.checkpoint import CheckpointFolder
+from launch.loop.loss import loss_terms, shift_labels, weighted_sum
+from launch.loop.metrics import MetricsLog, StepCounts, StepTotals
+from launch.loop.optimizer import ShardedAdamW
+from launch.loop.parallel import on_all_ranks
+from launch.loop.plan import TrainPlan
+from launch.loop.progress import Eta, StepFlops, format_line, memory_gib, peak_flops
+from launch.loop.schedule import learning_rate
+from launch.loop.stop_request import StopRequest
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.model_inputs import to_packed_seq_params
+from task_encoders.sample_encoder import IGNORE_INDEX
+
+logger = logging.getLogger(__name__)
+
+
+class StepError(RuntimeError):
+    """A step failed. The text names the packs it was working on."""
+
+
+class ValidationBatches(MicroBatches, Protocol):
+    """Micro batches that can be read again."""
+
+    def restart(self) -> None:
+        """Begin another pass."""
+
+
+class Trainer:
+    """One rank's part of a training run.
+
+    Args:
+        config: the run.
+        plan: its steps.
+        model: a `launch.model.qwen_vl.PackedQwen2VL`; its weights belong to the optimizer.
+        train_data: this rank's packs.
+        checkpoints: where to save.
+        seq_length: capacity of a pack in tokens.
+        validation_data: packs of the val split.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        plan: TrainPlan,
+        *,
+        model: torch.nn.Module,
+        optimizer: ShardedAdamW,
+        train_data: MicroBatches,
+        checkpoints: CheckpointFolder,
+        seq_length: int,
+        device: torch.device,
+        validation_data: ValidationBatches | None = None,
+    ) -> None:
+        self._config = config
+        self._plan = plan
+        self._model = model
+        self._optimizer = optimizer
+        self._train_data = train_data
+        self._validation_data = validation_data
+        self._checkpoints = checkpoints
+        self._seq_length = seq_length
+        self._device = device
+        self._is_main = distributed.get_rank() == 0
+        self._reports = parallel_state.get_tensor_model_parallel_rank() == 0
+        self._log: MetricsLog | None = None
+        self._peak_flops = peak_flops(device)
+        self._flops = StepFlops(model) if self._peak_flops else None
+        #: the last step's line, until it is logged
+        self._line = ""
+        #: the last step after which there was a validation
+        self._validated = 0
+        #: steps done
+        self.iteration = 0
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint, if there is one. A collective."""
+        path = self._checkpoints.newest()
+        if path is None:
+            return
+        self.iteration, model_state, state = self._checkpoints.load(path)
+        self._model.load_state_dict(model_state)
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._train_data.restore(state["data"])
+        logger.info("resumed from %s", path)
+
+    def run(self) -> bool:
+        """Train to the last step, the end of the data, SIGTERM or Ctrl-C, and save. Call it once.
+
+        Returns:
+            Whether the run is finished; False where a signal stopped it.
+
+        Raises:
+            StepError: a step failed.
+        """
+        if self._is_main:
+            output, metrics = self._config.output.path, self._config.metrics
+            self._log = MetricsLog(output, metrics, iteration=self.iteration)
+        bar = tqdm(
+            total=self._plan.iterations,
+            initial=self.iteration,
+            unit="step",
+            disable=None if self._is_main else True,  # None: only on a terminal
+        )
+        self._model.train()
+        try:
+            with StopRequest() as stop, bar:
+                return self._run_steps(stop, bar)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+        self._train_data.close()
+        if self._validation_data is not None:
+            self._validation_data.close()
+
+    def _run_steps(self, stop: StopRequest, bar: Any) -> bool:
+        first = saved = self.iteration
+        stopped = 0
+        self._eta = Eta(self.iteration, self._plan.iterations)
+        while self.iteration < self._plan.iterations and not stopped:
+            totals = self._step(stop, bar)
+            if totals is None:
+                logger.info("end of the data after %d steps", self.iteration)
+                break
+            stopped = totals.stop
+            if _is_due(self.iteration, self._config.validation.every):
+                self._validate()
+            if _is_due(self.iteration, self._config.checkpoint.every):
+                saved = self._save()
+        self._log_line()
+        if saved < self.iteration:
+            self._save()
+        finished = not stopped or self.iteration == self._plan.iterations
+        is_new = first < self.iteration != self._validated
+        if finished and is_new and self._config.validation.every:
+            self._validate()
+        if not finished:
+            name = signal.Signals(stopped).name
+            logger.info("stopped by %s after %d steps; run again to continue", name, self.iteration)
+        return finished
+
+    def _step(self, stop: StopRequest, bar: Any) -> StepTotals | None:
+        """One step; None if no rank has a pack left."""
+        started = time.perf_counter()
+        counts = StepCounts(self._device)
+        pack_keys: list[str] = []
+        for _ in range(self._plan.accumulation):
+            with counts.waiting():
+                row = self._train_data.next()
+            if row is not None:
+                pack_keys += row.__key__
+                self._forward_backward(row, counts)
+            self._optimizer.accumulate()
+        totals = counts.reduce(counts=self._reports, stop=stop.received)
+        if not totals.packs:
+            return None
+        rate = self._learning_rate()
+        norm = self._optimizer.step(
+            learning_rate=rate,
+            denominator=totals.denominator,
+            max_norm=self._config.optimizer.max_grad_norm,
+        )
+        if not math.isfinite(norm):
+            raise StepError(
+                f"step {self.iteration + 1}: the gradient's norm is {norm} and the loss "
+                f"{totals.loss}; packs: {', '.join(on_all_ranks(pack_keys))}"
+            )
+        self.iteration += 1
+        seconds = time.perf_counter() - started
+        metrics = totals.metrics(seconds, self._seq_length)
+        metrics |= {"learning_rate": rate, "grad_norm": norm}
+        metrics["memory_gib"] = memory_gib(self._device)
+        if self._flops is not None and self._peak_flops is not None:
+            available = seconds * self._peak_flops * distributed.get_world_size()
+            metrics["mfu"] = self._flops.of(totals) / available
+        self._report(metrics, bar)
+        return totals
+
+    def _forward_backward(self, row: PackedBatch, counts: StepCounts) -> None:
+        try:
+            with counts.computing():
+                loss = self._count_loss(row, counts)
+                loss.backward()
+        except Exception as error:
+            raise StepError(
+                f"step {self.iteration + 1}: packs {', '.join(row.__key__)} of "
+                f"{row.tokens.shape[1]} tokens, {len(row.image_grid_thw)} images and "
+                f"{len(row.video_grid_thw)} videos, samples "
+                f"{', '.join(row.sub_sample_keys)}: {error}"
+            ) from error
+
+    def _count_loss(self, row: PackedBatch, counts: StepCounts) -> torch.Tensor:
+        """The sum of one row's weighted losses, entered into the counts."""
+        labels = shift_labels(row.labels)
+        terms = loss_terms(labels, row.cu_lengths, self._config.train.normalization)
+        token_losses = self._model(
+            tokens=row.tokens,
+            position_ids=row.position_ids,
+            packed_seq_params=to_packed_seq_params(row),
+            imgs=row.imgs,
+            image_grid_thw=row.image_grid_thw,
+            labels=labels,
+            pixel_values_videos=row.pixel_values_videos,
+            video_grid_thw=row.video_grid_thw,
+        )
+        loss = weighted_sum(token_losses, terms)
+        counts.add(
+            loss=loss,
+            denominator=terms.denominator,
+            tokens=row.num_tokens,
+            loss_tokens=(labels != IGNORE_INDEX).sum(),
+            samples=len(row.sub_sample_keys),
+            packs=len(row.__key__),
+            squares=row.cu_lengths.diff().double().square().sum(),
+            patches=int(len(row.image_grid_thw) and len(row.imgs))
+            + int(len(row.video_grid_thw) and len(row.pixel_values_videos)),
+        )
+        return loss
+
+    @torch.no_grad()
+    def _validate(self) -> None:
+        """Loss over the val split, on all ranks."""
+        if self._validation_data is None:
+            return
+        self._validated = self.iteration
+        self._model.eval()
+        counts = StepCounts(self._device)
+        while (row := self._validation_data.next()) is not None:
+            self._count_loss(row, counts)
+        self._validation_data.restart()
+        self._model.train()
+        totals = counts.reduce(counts=self._reports, stop=False)
+        logger.info("step %d: validation loss %.4f", self.iteration, totals.loss)
+        if self._log is not None:
+            self._log.write(
+                self.iteration, {"validation_loss": totals.loss, "validation_packs": totals.packs}
+            )
+
+    def _learning_rate(self) -> float:
+        schedule = self._config.schedule
+        return learning_rate(
+            self.iteration,
+            iterations=self._plan.iterations,
+            warmup_iterations=self._plan.warmup_iterations,
+            max_rate=schedule.learning_rate,
+            min_rate=schedule.min_learning_rate,
+            decay=schedule.decay,
+        )
+
+    def _report(self, metrics: Mapping[str, float], bar: Any) -> None:
+        if self._log is None:
+            return
+        self._log.write(self.iteration, metrics)
+        bar.set_postfix(loss=f"{metrics['loss']:.4f}", refresh=False)
+        bar.update()
+        eta = self._eta.seconds(self.iteration)
+        if bar.disable:
+            self._line = format_line(self.iteration, self._plan.iterations, metrics, eta)
+        if self.iteration == 1 or _is_due(self.iteration, self._config.metrics.log_every):
+            self._log_line()
+
+    def _log_line(self) -> None:
+        """Log the last step, once."""
+        if self._line:
+            logger.info(self._line)
+        self._line = ""
+
+    def _save(self) -> int:
+        state = {"optimizer": self._optimizer.state_dict(), "data": self._train_data.state()}
+        path = self._checkpoints.save(self.iteration, self._model.state_dict(), state)
+        logger.info("saved %s", path)
+        return self.iteration
+
+
+def _is_due(iteration: int, every: int) -> bool:
+    return every > 0 and iteration % every == 0

@@ -1,0 +1,180 @@
+"""Which model is trained: a checkpoint, or random weights in the sizes of a preset."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+
+from launch.model.packed_attention import BACKENDS
+from task_encoders.families import FAMILIES
+from task_encoders.field_types import one_of
+
+#: Families whose language model is built of megatron-core's layers here.
+TRAINED: Final = tuple(name for name, family in FAMILIES.items() if family.megatron_core)
+
+#: What is left to do with a model that transformers has not.
+ELSEWHERE: Final = (
+    "train it with its own code, on batches as launch/trainers/megatron_lm.py takes them"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TransformersClasses:
+    """transformers' classes of a model family."""
+
+    config: Any
+    model: Any
+
+    def without_memory(self, hf_config: Any) -> Any:
+        """A model that has shapes, but no weights."""
+        with torch.device("meta"):
+            return self.model(hf_config)
+
+
+def transformers_classes(family: str) -> TransformersClasses:
+    """The classes of a family (imported here: transformers takes seconds)."""
+    import transformers
+
+    name = FAMILIES[family].transformers_name
+    return TransformersClasses(
+        getattr(transformers, f"{name}Config"),
+        getattr(transformers, f"{name}ForConditionalGeneration"),
+    )
+
+
+def config_of_preset(
+    family: str,
+    preset: str,
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+    **whole: Any,
+) -> Any:
+    """transformers' config of a family's preset, with these fields changed."""
+    sizes = FAMILIES[family].presets[preset]
+    return transformers_classes(family).config(
+        text_config={**sizes.text, **(text or {})},
+        vision_config={**sizes.vision, **(vision or {})},
+        **{**sizes.whole, **whole},
+    )
+
+
+class ModelConfig(BaseModel):
+    """Model section of a training config."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    family: Annotated[str, one_of(FAMILIES)] = TRAINED[0]
+    #: folder of a Hugging Face checkpoint (safetensors); None: random weights
+    checkpoint: Path | None = None
+    #: without a checkpoint: sizes, a name in the family's presets
+    preset: str = "tiny"
+    #: without a checkpoint: fields of transformers' text config that differ from the preset
+    text: dict[str, Any] = {}
+    #: the same for the vision config
+    vision: dict[str, Any] = {}
+    #: without a checkpoint: one matrix for input and output embedding (None: as the preset)
+    tie_word_embeddings: bool | None = None
+    #: of the weights; the optimizer keeps a float32 copy. auto: bfloat16 on CUDA, else float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    #: a name in packed_attention.BACKENDS
+    attention: str = "auto"
+    #: full: keep only the input of every layer, and recompute the rest in the backward pass
+    recompute: Literal["none", "full"] = "none"
+    #: parts that are not trained: the projector is the vision tower's merger
+    freeze: frozenset[Literal["vision", "projector", "language"]] = frozenset()
+
+    @field_validator("family")
+    @classmethod
+    def _check_family(cls, family: str) -> str:
+        if family not in TRAINED:
+            has_model = FAMILIES[family].transformers_name is not None
+            remedy = "use python -m launch.train_transformers" if has_model else ELSEWHERE
+            raise ValueError(f"{family} is not built of megatron-core's layers here; {remedy}")
+        return family
+
+    @model_validator(mode="after")
+    def _check(self) -> "ModelConfig":
+        if self.attention not in BACKENDS:
+            raise ValueError(f"attention {self.attention!r} is not one of {', '.join(BACKENDS)}")
+        if len(self.freeze) == 3:
+            raise ValueError("freeze holds all three parts, nothing would be trained; remove one")
+        if self.checkpoint is not None:
+            if self.text or self.vision or self.tie_word_embeddings is not None:
+                raise ValueError(
+                    "text, vision and tie_word_embeddings come from the checkpoint; remove them, "
+                    "or remove checkpoint"
+                )
+            return self
+        presets = FAMILIES[self.family].presets
+        if self.preset not in presets:
+            raise ValueError(
+                f"preset {self.preset!r} of {self.family} is not known; choose one of: "
+                f"{', '.join(presets)}"
+            )
+        return self
+
+    def resolve_dtype(self, device: torch.device) -> torch.dtype:
+        """The dtype of the weights on this device."""
+        if self.dtype == "auto":
+            return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
+
+    def build_transformers_config(self) -> Any:
+        """transformers' config of this model.
+
+        Raises:
+            ValueError: the checkpoint is of another family, or a field of `text` or `vision` is
+                not one of transformers'.
+        """
+        config_class = transformers_classes(self.family).config
+        if self.checkpoint is not None:
+            return _read_config(self.checkpoint, self.family, config_class)
+        sub_configs = config_class().sub_configs
+        for part in ("text", "vision"):
+            known = {field.name for field in dataclasses.fields(sub_configs[f"{part}_config"])}
+            unknown = sorted(set(getattr(self, part)) - known)
+            if unknown:
+                raise ValueError(
+                    f"model.{part} has no field {unknown[0]!r}; choose from: "
+                    f"{', '.join(sorted(known))}"
+                )
+        tied = self.tie_word_embeddings
+        whole = {} if tied is None else {"tie_word_embeddings": tied}
+        return config_of_preset(self.family, self.preset, self.text, self.vision, **whole)
+
+
+def family_of_checkpoint(folder: Path) -> str:
+    """The family whose model in transformers a checkpoint folder holds, dense or of experts.
+
+    Raises:
+        ValueError: there is no config.json, or it names another model.
+    """
+    found = _model_type(folder)
+    for name in (name for name, family in FAMILIES.items() if family.transformers_name):
+        if transformers_classes(name).config.model_type == found.removesuffix("_moe"):
+            return name
+    raise ValueError(f"checkpoint {folder} is a {found!r}, of no family here; {ELSEWHERE}")
+
+
+def _model_type(folder: Path) -> str:
+    """What a checkpoint folder says that it holds."""
+    from transformers import PreTrainedConfig
+
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"checkpoint {folder} has no config.json; give a folder that holds a Hugging Face "
+            "checkpoint"
+        )
+    values, _ = PreTrainedConfig.get_config_dict(folder)
+    return str(values.get("model_type"))
+
+
+def _read_config(folder: Path, family: str, config_class: Any) -> Any:
+    """The config of a checkpoint folder."""
+    found = _model_type(folder)
+    if found != family:
+        raise ValueError(f"checkpoint {folder} is a {found!r}; set family: {found}")
+    return config_class.from_pretrained(folder)

@@ -1,0 +1,246 @@
+"""Hugging Face's tensors to megatron-core's parameters and back, cut over tensor parallel ranks.
+
+Names are those of Qwen's published checkpoints: `model.layers.0…`, `visual.…`, `lm_head.weight`.
+Every Hugging Face tensor is cut along one dimension or not at all, so that a rank reads only its
+own slice, and gathering is a concatenation:
+
+    mcore parameter   Hugging Face tensors   cut along   put together
+    linear_qkv        q_proj k_proj v_proj   0           per group: its query heads, key, value
+    linear_fc1        gate_proj up_proj      0           gate above up
+    linear_proj, fc2  o_proj, down_proj      1           unchanged
+    embedding, head   the same               0           unchanged
+    norms             the same               -           unchanged
+    vision tower      the same               -           unchanged
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from launch.model.language_model import head_dim_of
+
+Tensors = list[torch.Tensor]
+
+
+class WeightSource(Protocol):
+    """Where tensors come from, by their published names."""
+
+    def read(self, name: str, dim: int | None, rank: int, size: int) -> torch.Tensor:
+        """The rank-th of `size` equal slices along `dim`, or the whole tensor if `dim` is None."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightRule:
+    """How one parameter is made of Hugging Face tensors."""
+
+    names: tuple[str, ...]
+    #: dimension along which tensor parallel ranks share the tensors
+    dim: int | None
+    #: this rank's slices -> this rank's parameter, and back
+    join: Callable[[Tensors], torch.Tensor] = lambda parts: parts[0]
+    split: Callable[[torch.Tensor], Tensors] = lambda parameter: [parameter]
+
+
+def _join_rows(parts: Tensors) -> torch.Tensor:
+    return torch.cat(parts)
+
+
+def _split_halves(parameter: torch.Tensor) -> Tensors:
+    return list(parameter.chunk(2))
+
+
+def join_qkv(parts: Tensors, head_dim: int) -> torch.Tensor:
+    """Query (H·D, …), key and value (G·D, …) as megatron-core's linear_qkv: ((H + 2·G)·D, …).
+
+    For each of the G groups: its H / G query heads, then its key, then its value.
+    """
+    groups = parts[1].shape[0] // head_dim
+    grouped = [part.unflatten(0, (groups, -1)) for part in parts]
+    return torch.cat(grouped, dim=1).flatten(0, 1)
+
+
+def split_qkv(parameter: torch.Tensor, head_dim: int, heads_per_group: int) -> Tensors:
+    """The reverse of join_qkv."""
+    sizes = [heads_per_group * head_dim, head_dim, head_dim]
+    grouped = parameter.unflatten(0, (-1, sum(sizes)))
+    return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
+
+
+#: Parameters of a layer that are one tensor in both: published name, and dimension of the cut.
+_ALONE: Final = {
+    "self_attention.linear_proj": ("self_attn.o_proj", 1),
+    "self_attention.q_layernorm": ("self_attn.q_norm", None),
+    "self_attention.k_layernorm": ("self_attn.k_norm", None),
+    "mlp.linear_fc2": ("mlp.down_proj", 1),
+    "input_layernorm": ("input_layernorm", None),
+    "pre_mlp_layernorm": ("post_attention_layernorm", None),
+}
+
+
+def language_rules(text_config: Any, *, tied: bool) -> dict[str, WeightRule]:
+    """The rule of every parameter of the language model, by megatron-core's name, including
+    biases and norms that not every family has."""
+    heads, groups = text_config.num_attention_heads, text_config.num_key_value_heads
+    head_dim = head_dim_of(text_config)
+
+    def qkv(parts: Tensors) -> torch.Tensor:
+        return join_qkv(parts, head_dim)
+
+    def un_qkv(parameter: torch.Tensor) -> Tensors:
+        return split_qkv(parameter, head_dim, heads // groups)
+
+    rules = {
+        "embedding.word_embeddings.weight": WeightRule(("model.embed_tokens.weight",), 0),
+        "decoder.final_layernorm.weight": WeightRule(("model.norm.weight",), None),
+    }
+    if not tied:
+        rules["output_layer.weight"] = WeightRule(("lm_head.weight",), 0)
+    for i in range(text_config.num_hidden_layers):
+        ours, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
+        for kind in ("weight", "bias"):
+            names = tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv")
+            rules[f"{ours}self_attention.linear_qkv.{kind}"] = WeightRule(names, 0, qkv, un_qkv)
+        gate_up = (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight")
+        rules[f"{ours}mlp.linear_fc1.weight"] = WeightRule(gate_up, 0, _join_rows, _split_halves)
+        for name, (published, dim) in _ALONE.items():
+            rules[f"{ours}{name}.weight"] = WeightRule((f"{theirs}{published}.weight",), dim)
+    return rules
+
+
+def model_rules(model: torch.nn.Module, hf_config: Any) -> dict[str, WeightRule]:
+    """The rule of every parameter of a `PackedQwen2VL`."""
+    tied = hf_config.tie_word_embeddings
+    language = language_rules(hf_config.text_config, tied=tied)
+    rules = {f"language_model.{name}": rule for name, rule in language.items()}
+    for name, _ in model.named_parameters():
+        if name.startswith("visual."):
+            rules[name] = WeightRule((name,), None)
+    return rules
+
+
+@torch.no_grad()
+def load_weights(model: torch.nn.Module, hf_config: Any, source: WeightSource) -> None:
+    """Fill this rank's parameters, and mark those that tensor parallel ranks share.
+
+    Raises:
+        ValueError: a tensor of the source has another shape than the model.
+    """
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    rules = model_rules(model, hf_config)
+    for name, parameter in model.named_parameters():
+        rule = rules[name]
+        value = rule.join([source.read(part, rule.dim, rank, size) for part in rule.names])
+        if value.shape != parameter.shape:
+            raise ValueError(
+                f"{', '.join(rule.names)}: shape {tuple(value.shape)} on this rank, the model has "
+                f"{tuple(parameter.shape)}; config.json and weights do not belong together"
+            )
+        parameter.copy_(value)
+        parameter.tensor_model_parallel = rule.dim is not None and size > 1  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def gather_weights(
+    model: torch.nn.Module, hf_config: Any
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Every tensor of the model under its published name, on the CPU of tensor parallel rank 0.
+
+    All ranks of a tensor parallel group must iterate; ranks other than 0 get None.
+    """
+    rules = model_rules(model, hf_config)
+    for name, parameter in model.named_parameters():
+        rule = rules[name]
+        for hf_name, part in zip(rule.names, rule.split(parameter), strict=True):
+            yield hf_name, _gather(part, rule.dim)
+
+
+def _gather(part: torch.Tensor, dim: int | None) -> torch.Tensor | None:
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    if size == 1 or dim is None:
+        return part.to("cpu", copy=True).contiguous() if rank == 0 else None
+    part = part.contiguous()
+    parts = [torch.empty_like(part) for _ in range(size)] if rank == 0 else None
+    dist.gather(
+        part,
+        parts,
+        dst=parallel_state.get_tensor_model_parallel_src_rank(),
+        group=parallel_state.get_tensor_model_parallel_group(),
+    )
+    return None if parts is None else torch.cat([p.cpu() for p in parts], dim=dim)
+
+
+class RandomWeights:
+    """Random weights that depend on seed and name only, not on the number of ranks.
+
+    Matrices are drawn from N(0, initializer_range²), norms are 1, biases 0, as in transformers.
+    They are drawn on the training device: 2 billion take half a minute on a CPU core.
+    """
+
+    def __init__(
+        self,
+        hf_config: Any,
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self._shapes = shapes
+        self._seed = seed
+        self._device = device
+        self._std = {
+            True: hf_config.vision_config.initializer_range,
+            False: hf_config.text_config.initializer_range,
+        }
+
+    def read(self, name: str, dim: int | None, rank: int, size: int) -> torch.Tensor:
+        """See WeightSource."""
+        tensor = torch.ones(*self._shapes[name], device=self._device)
+        if tensor.ndim > 1:
+            name_seed = zlib.crc32(name.encode()) << 16
+            generator = torch.Generator(self._device).manual_seed(self._seed + name_seed)
+            tensor.normal_(0, self._std[name.startswith("visual.")], generator=generator)
+        elif name.endswith("bias"):
+            tensor.zero_()
+        return tensor if dim is None else tensor.chunk(size, dim)[rank]
+
+
+#: transformers' names in memory -> those of Qwen2-VL's checkpoints, which are used here.
+_RENAMED: Final = {"model.language_model.": "model.", "model.visual.": "visual."}
+
+
+def published_name(name: str) -> str:
+    """The name a tensor has in checkpoints of Qwen2-VL.
+
+    model.language_model.norm.weight -> model.norm.weight
+    """
+    for prefix, published in _RENAMED.items():
+        if name.startswith(prefix):
+            return published + name.removeprefix(prefix)
+    return name
+
+
+def nested_name(name: str) -> str:
+    """The reverse: the name in memory, which is that in checkpoints of Qwen3-VL.
+
+    model.norm.weight -> model.language_model.norm.weight
+    """
+    for prefix, published in _RENAMED.items():
+        if name.startswith(published):
+            return prefix + name.removeprefix(published)
+    return name
+
+
+def published_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of a model of transformers must have."""
+    state = model.state_dict()
+    shapes = {published_name(name): tuple(tensor.shape) for name, tensor in state.items()}
+    if model.config.tie_word_embeddings:
+        shapes.pop("lm_head.weight", None)
+    return shapes

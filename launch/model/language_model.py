@@ -1,0 +1,174 @@
+"""The language model: megatron-core's GPTModel with packed attention in its layer spec."""
+
+from typing import Any, Final
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import distributed
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from launch.model.packed_attention import PackedCoreAttention
+
+
+class RecomputedTransformerLayer(TransformerLayer):
+    """A layer that keeps its input only, and runs again in the backward pass.
+
+    megatron-core's own recompute saves the state of CUDA's generators and needs a CUDA device;
+    there is no dropout here, so there is no state to save.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As TransformerLayer's."""
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        return checkpoint(
+            super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+        )
+
+
+def head_dim_of(text_config: Any) -> int:
+    """Channels of one attention head."""
+    given = getattr(text_config, "head_dim", None)
+    return int(given or text_config.hidden_size // text_config.num_attention_heads)
+
+
+def layer_spec(*, backend: str, recompute: bool, qk_norm: bool) -> ModuleSpec:
+    """megatron-core's local layer spec with `PackedCoreAttention` as its core attention."""
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
+    if recompute:
+        spec.module = RecomputedTransformerLayer
+    spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
+        module=PackedCoreAttention, params={"backend": backend}
+    )
+    return spec
+
+
+#: Fusions do not exist on a CPU, and tests should run the code that trains.
+_UNFUSED: Final = {
+    "apply_rope_fusion": False,  # TransformerEngine's restarts the angles in every segment
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+}
+
+
+def transformer_config(
+    text_config: Any,
+    *,
+    tensor_parallel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    qk_norm: bool,
+) -> TransformerConfig:
+    """megatron-core's config of a Qwen2 or Qwen3 text model, without what needs a CUDA device."""
+    return TransformerConfig(
+        num_layers=text_config.num_hidden_layers,
+        hidden_size=text_config.hidden_size,
+        ffn_hidden_size=text_config.intermediate_size,
+        num_attention_heads=text_config.num_attention_heads,
+        num_query_groups=text_config.num_key_value_heads,
+        layernorm_epsilon=text_config.rms_norm_eps,
+        normalization="RMSNorm",
+        activation_func=F.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        # Qwen2 has biases here; Qwen3 has norms of queries and keys instead.
+        add_qkv_bias=not qk_norm,
+        qk_layernorm=qk_norm,
+        kv_channels=head_dim_of(text_config),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tensor_parallel,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=device.type == "cpu",
+        perform_initialization=False,  # weights are loaded, see hf_weights
+        **_UNFUSED,
+    )
+
+
+def build_language_model(
+    hf_config: Any,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: str,
+    recompute: bool,
+    qk_norm: bool,
+) -> GPTModel:
+    """This rank's part of the language model, its weights not yet set.
+
+    Args:
+        hf_config: transformers' config of the whole model.
+        backend: see `packed_attention.select_backend`.
+        recompute: whether layers run again in the backward pass instead of keeping activations.
+        qk_norm: whether queries and keys are normalised.
+
+    Raises:
+        ValueError: the config asks for something that is not built here.
+    """
+    text_config = hf_config.text_config
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    check_supported(text_config, size)
+    options = {"tensor_parallel": size, "dtype": dtype, "device": device, "qk_norm": qk_norm}
+    model = GPTModel(
+        transformer_config(text_config, **options),
+        layer_spec(backend=backend, recompute=recompute, qk_norm=qk_norm),
+        vocab_size=text_config.vocab_size,
+        max_sequence_length=text_config.max_position_embeddings,
+        share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+        position_embedding_type="none",  # M-RoPE's angles are made once per row, see rotary
+        scatter_embedding_sequence_parallel=False,
+    )
+    model = model.to(dtype)  # torch's norms do not follow params_dtype
+    _sum_norm_gradients(model)
+    return model
+
+
+def _sum_norm_gradients(language_model: GPTModel) -> None:
+    """Make the gradients of query and key norms sums over tensor parallel ranks: every rank has the
+    whole norms, but applies them to its own heads only."""
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return
+    group = parallel_state.get_tensor_model_parallel_group()
+
+    def summed(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        distributed.all_reduce(gradient, group=group)
+        return gradient
+
+    for name, parameter in language_model.named_parameters():
+        if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+            parameter.register_hook(summed)
+
+
+def check_supported(text_config: Any, tensor_parallel: int) -> None:
+    """Refuse a config that would train a model other than the one it describes."""
+    divided = {
+        "num_attention_heads": text_config.num_attention_heads,
+        "num_key_value_heads": text_config.num_key_value_heads,
+        "intermediate_size": text_config.intermediate_size,
+        "vocab_size": text_config.vocab_size,
+    }
+    for name, value in divided.items():
+        if value % tensor_parallel:
+            raise ValueError(
+                f"{name} {value} cannot be divided by tensor_parallel {tensor_parallel}; "
+                "choose a smaller tensor_parallel"
+            )
+    rope = text_config.rope_parameters
+    if rope["rope_type"] != "default" or "mrope_section" not in rope:
+        raise ValueError(
+            f"rope_parameters {rope} are not supported, only rope_type 'default' (in older files "
+            "'mrope') with an mrope_section"
+        )
+    if "sliding_attention" in (getattr(text_config, "layer_types", None) or ()):
+        raise ValueError("use_sliding_window is not supported; set it to false in config.json")

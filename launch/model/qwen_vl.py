@@ -1,0 +1,279 @@
+"""Qwen's VL models for packed rows: megatron-core's GPTModel and transformers' vision tower.
+
+patches ─▶ vision tower ─▶ features ┐ (replicated on tensor parallel ranks)
+tokens  ─▶ embedding ───────────────┴▶ decoder, attention inside segments ─▶ loss of labels
+
+In Qwen3-VL, features from inner layers of the tower are added to the outputs of the decoder's first
+layers (DeepStack).
+"""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from launch.model.config import ModelConfig, transformers_classes
+from launch.model.hf_checkpoint import CheckpointReader, write_checkpoint
+from launch.model.hf_weights import (
+    RandomWeights,
+    gather_weights,
+    load_weights,
+    nested_name,
+    published_shapes,
+)
+from launch.model.language_model import build_language_model, head_dim_of
+from launch.model.packed_attention import register_vision_attention, select_backend
+from launch.model.rotary import mrope_frequencies
+from task_encoders.families import FAMILIES
+from task_encoders.sample_encoder import IGNORE_INDEX
+
+#: Labels whose logits exist at once: in float32, 152,000 words for 2,048 labels are 1.2 GB.
+LOSS_CHUNK: Final = 2048
+
+
+#: Token id, patches and grids of one kind of media.
+_Media = tuple[int, torch.Tensor | None, torch.Tensor | None]
+
+
+class PackedQwen2VL(torch.nn.Module):
+    """A model of Qwen's VL families that reads packed rows. Made by `build_model`."""
+
+    def __init__(self, hf_config: Any, language_model: GPTModel, visual: torch.nn.Module) -> None:
+        super().__init__()
+        self.hf_config = hf_config
+        #: folder that the weights, and the tokenizer that belongs to them, came from
+        self.checkpoint: Path | None = None
+        self.language_model = language_model
+        self.visual = visual
+        text_config = hf_config.text_config
+        rope = text_config.rope_parameters
+        self._frequencies = functools.partial(
+            mrope_frequencies,
+            head_dim=head_dim_of(text_config),
+            base=rope["rope_theta"],
+            sections=rope["mrope_section"],
+            interleaved=rope.get("mrope_interleaved", False),
+        )
+        #: (S, 1, H) of the current row, for each of the first layers not yet run
+        self._deep_features: list[torch.Tensor] = []
+        deep = getattr(hf_config.vision_config, "deepstack_visual_indexes", None) or ()
+        if len(deep) > len(language_model.decoder.layers):
+            raise ValueError(
+                f"deepstack_visual_indexes {list(deep)} feed {len(deep)} layers, the language "
+                f"model has {len(language_model.decoder.layers)}"
+            )
+        for layer in language_model.decoder.layers[: len(deep)]:
+            layer.register_forward_hook(self._add_deep_features)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        packed_seq_params: PackedSeqParams,
+        imgs: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One packed row of S tokens.
+
+        Args:
+            tokens: (1, S) int64.
+            position_ids: (3, 1, S) int64.
+            packed_seq_params: the segments, see `task_encoders.to_packed_seq_params`.
+            imgs: (patches, C·T·p·p), read only if there are grids.
+            image_grid_thw: (N, 3), in patches.
+            labels: (1, S) int64, shifted: the token that follows, or IGNORE_INDEX.
+            pixel_values_videos, video_grid_thw: the same for videos.
+
+        Returns:
+            With labels the loss of every token, (1, S) float32, 0 where ignored. Without, this
+            tensor parallel rank's part of the logits, (1, S, vocab_size / TP).
+        """
+        images = (self.hf_config.image_token_id, imgs, image_grid_thw)
+        videos = (self.hf_config.video_token_id, pixel_values_videos, video_grid_thw)
+        embeddings, self._deep_features = self._embed(tokens, images, videos)
+        hidden = self.language_model.decoder(
+            hidden_states=embeddings,
+            attention_mask=None,
+            rotary_pos_emb=self._frequencies(position_ids),
+            # Angles are given per position. Under "thd" megatron-core would look them up segment by
+            # segment, which waits for the GPU 2 · layers · (segments + 1) times in a forward pass.
+            packed_seq_params=dataclasses.replace(packed_seq_params, qkv_format="sbhd"),
+        )
+        if labels is None:
+            return self._logits(hidden).transpose(0, 1)
+        return self._token_losses(hidden, labels[0])
+
+    def _add_deep_features(
+        self, _module: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]
+    ) -> tuple[torch.Tensor, Any]:
+        """A hook after each of the first layers."""
+        if not self._deep_features:
+            return outputs
+        hidden, context = outputs
+        return hidden + self._deep_features.pop(0), context
+
+    def _embed(
+        self, tokens: torch.Tensor, *media: _Media
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(S, 1, H): word embeddings, with features in the places of image and video tokens; and
+        what is added in these places after the first layers.
+
+        Images and videos go through the vision tower together, first one kind and then the other;
+        each kind's features are in the order of its tokens.
+        """
+        embeddings = self.language_model.embedding(input_ids=tokens, position_ids=None)
+        present = [
+            (token_id, patches.to(embeddings.dtype), grids.long())
+            for token_id, patches, grids in media
+            if patches is not None and grids is not None and len(grids)
+        ]
+        deep: list[torch.Tensor] = []
+        if present:
+            features = self.visual(
+                torch.cat([patches for _, patches, _ in present]),
+                grid_thw=torch.cat([grids for _, _, grids in present]),
+            )
+            merged = self.hf_config.vision_config.spatial_merge_size**2
+            counts = {token_id: len(patches) // merged for token_id, patches, _ in present}
+            embeddings = self._put_features(embeddings, tokens, counts, features.pooler_output)
+            deep = [
+                self._put_features(torch.zeros_like(embeddings), tokens, counts, some)
+                for some in getattr(features, "deepstack_features", None) or ()
+            ]
+        if self.training and not embeddings.requires_grad:
+            # Only the projector is trained, and this row has no image: keep backward() possible.
+            embeddings.requires_grad_()
+        return embeddings, deep
+
+    def _put_features(
+        self,
+        embeddings: torch.Tensor,
+        tokens: torch.Tensor,
+        counts: Mapping[int, int],
+        all_features: torch.Tensor,
+    ) -> torch.Tensor:
+        """Put features in the places of their tokens; `counts`: per token id, in order."""
+        parts = all_features.split(list(counts.values()))
+        for token_id, features in zip(counts, parts, strict=True):
+            is_medium = tokens[0] == token_id
+            if int(is_medium.sum()) != len(features):
+                kind = "image" if token_id == self.hf_config.image_token_id else "video"
+                raise ValueError(
+                    f"{int(is_medium.sum())} {kind} tokens in the row, {len(features)} {kind} "
+                    "features; tokens and media were encoded with different settings"
+                )
+            embeddings = embeddings.masked_scatter(is_medium[:, None, None], features)
+        return embeddings
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(n, 1, H) -> (n, 1, vocab_size / TP)."""
+        tied = self.language_model.share_embeddings_and_output_weights
+        weight = self.language_model.shared_embedding_or_output_weight() if tied else None
+        return self.language_model.output_layer(hidden, weight=weight)[0]
+
+    def _token_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """(S, 1, H) and (S,) -> (1, S). Logits are made for labelled positions only, in chunks."""
+
+        def chunk_losses(positions: torch.Tensor) -> torch.Tensor:
+            logits = self._logits(hidden[positions]).squeeze(1)
+            return vocab_parallel_cross_entropy(logits, labels[positions])
+
+        positions = (labels != IGNORE_INDEX).nonzero()[:, 0]
+        chunks = positions.split(LOSS_CHUNK)  # one, empty, where nothing is labelled
+        if len(chunks) == 1:
+            losses = chunk_losses(positions)
+        else:
+            recomputed = functools.partial(
+                checkpoint, chunk_losses, use_reentrant=False, preserve_rng_state=False
+            )
+            losses = torch.cat([recomputed(chunk) for chunk in chunks])
+        row = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device)
+        return row.index_copy(0, positions, losses.float())[None]
+
+
+def build_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> PackedQwen2VL:
+    """The model on this rank: its share of the language model, and the whole vision tower.
+
+    Needs `launch.loop.parallel.initialize_parallel`. Weights are the same on all data parallel
+    ranks and do not depend on tensor parallelism.
+
+    Args:
+        config: what to build.
+        device: where.
+        seed: of random weights.
+
+    Raises:
+        ValueError: the checkpoint or the sizes cannot be used.
+    """
+    hf_config = config.build_transformers_config()
+    dtype = config.resolve_dtype(device)
+    outline = transformers_classes(config.family).without_memory(hf_config)
+    shapes = published_shapes(outline)
+    language_model = build_language_model(
+        hf_config,
+        dtype=dtype,
+        device=device,
+        backend=select_backend(device, dtype, config.attention),
+        recompute=config.recompute == "full",
+        qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in shapes),
+    )
+    visual = _build_vision_tower(type(outline.model.visual), config, hf_config, dtype, device)
+    model = PackedQwen2VL(hf_config, language_model, visual).to(device)
+    if config.checkpoint is None:
+        random = RandomWeights(hf_config, shapes, seed=seed, device=device)
+        load_weights(model, hf_config, random)
+    else:
+        with CheckpointReader(config.checkpoint, shapes) as reader:
+            load_weights(model, hf_config, reader)
+        model.checkpoint = config.checkpoint
+    freeze(model, config.freeze)
+    return model
+
+
+def _build_vision_tower(
+    tower: Any, config: ModelConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
+) -> Any:
+    with torch.device(device):
+        visual = tower._from_config(
+            copy.deepcopy(hf_config.vision_config), dtype=dtype, attn_implementation="sdpa"
+        )
+    # Set afterwards: at construction transformers would look for "flash" kernels on the hub.
+    visual.config._attn_implementation = register_vision_attention()
+    if config.recompute == "full":
+        visual.gradient_checkpointing_enable({"use_reentrant": False})
+    return visual
+
+
+def freeze(model: PackedQwen2VL, parts: frozenset[str]) -> None:
+    """Take parts out of training: "vision", "projector" (the tower's mergers), "language"."""
+    for name, parameter in model.named_parameters():
+        if name.startswith(("visual.merger.", "visual.deepstack_merger_list.")):
+            part = "projector"
+        else:
+            part = "vision" if name.startswith("visual.") else "language"
+        parameter.requires_grad_(part not in parts)
+
+
+def save_hf_checkpoint(model: PackedQwen2VL, folder: str | Path) -> None:
+    """Write a folder that transformers' `from_pretrained` loads. Every rank must call this.
+
+    Tensors are gathered over the first tensor parallel group and written by rank 0.
+    """
+    if parallel_state.get_data_parallel_rank() == 0:
+        tensors = gather_weights(model, model.hf_config)
+        if FAMILIES[model.hf_config.model_type].nested_names:
+            tensors = ((nested_name(name), tensor) for name, tensor in tensors)
+        write_checkpoint(Path(folder), tensors, model.hf_config, like=model.checkpoint)
+    torch.distributed.barrier()

@@ -1,0 +1,193 @@
+"""Files under a remote folder, through fsspec: s3://bucket/data, gs://..., memory://...
+
+The packages of the storage (s3fs, gcsfs, ...) and its credentials are left to fsspec. A `Root` is
+a folder here or there: both offer the same.
+"""
+
+import posixpath
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from offline_packing.errors import ChangedError, ConfigError, StageError
+from offline_packing.sources.roots.local import MediaRoot, check_name
+from offline_packing.storage.streams import RangeFile
+from task_encoders.samples import SampleError
+
+#: Bytes per request: image headers are in the first kilobytes, so more would be wasted.
+_BLOCK: Final = 1 << 14
+#: The same for a file that is read sequentially.
+_SEQUENTIAL_BLOCK: Final = 1 << 19
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path names a storage of fsspec."""
+    return "://" in path
+
+
+class RemoteRoot:
+    """A remote folder whose files may be read; the counterpart of MediaRoot."""
+
+    def __init__(self, filesystem: Any, folder: str) -> None:
+        self._filesystem = filesystem
+        self.folder = folder.rstrip("/")
+        #: multi-storage-client decides itself how much to read ahead
+        self._is_msc = "msc" in filesystem.protocol
+        self._stamps: dict[str, str] = {}
+        self._sizes: dict[str, int] = {}
+        self._open_file: tuple[str, BinaryIO] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process opens its own connections."""
+        return {**self.__dict__, "_stamps": {}, "_sizes": {}, "_open_file": None}
+
+    @classmethod
+    def at(cls, url: str) -> tuple["RemoteRoot", str | None]:
+        """The root of a URL; of a file, its folder and its name. Raises ConfigError if there is
+        no such storage or its package is missing, StageError if there is nothing at the URL."""
+        try:
+            from fsspec.core import url_to_fs
+
+            filesystem, path = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(
+                f"source path {url!r} cannot be opened: {error}; install fsspec and the package of "
+                "this storage (s3fs, gcsfs, ...)"
+            ) from error
+        try:
+            is_folder = filesystem.isdir(path)
+            is_file = not is_folder and filesystem.isfile(path)
+        except Exception as error:  # every storage has its own: botocore's, google's, aiohttp's
+            raise StageError(
+                f"source path {url!r} cannot be reached: {type(error).__name__}: {error}; check "
+                "its address, and the credentials of the storage in the environment (of S3 "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or FSSPEC_S3_ANON=true of a public "
+                "bucket)"
+            ) from error
+        if is_folder:
+            return cls(filesystem, path), None
+        if not is_file:
+            raise StageError(f"source path {url!r} does not exist; set source.path")
+        folder, _, name = path.rpartition("/")
+        return cls(filesystem, folder), name
+
+    def path(self, container: str) -> str:
+        """URL of a file."""
+        return str(self._filesystem.unstrip_protocol(self._path(container)))
+
+    def locate(self, folder: str, name: str) -> str:
+        """Container that `name` means in `folder`. Raises SampleError as MediaRoot.locate does."""
+        check_name(name)
+        if name.startswith(self.path("")):
+            return name.removeprefix(self.path(""))
+        path = posixpath.normpath(posixpath.join(folder, name))
+        if path.startswith(("/", "..")):
+            raise SampleError("path_outside_root", f"{name!r} leads outside {self.folder!r}")
+        return path
+
+    def open(self, container: str, *, sequential: bool = False) -> BinaryIO:
+        """Open a file for reading. Raises SampleError (missing_image) if there is none."""
+        block = _SEQUENTIAL_BLOCK if sequential else _BLOCK
+        options = {} if self._is_msc else {"block_size": block}
+        with _missing(container):
+            return self._filesystem.open(self._path(container), "rb", **options)
+
+    def open_range(self, container: str, offset: int, size: int) -> BinaryIO:
+        """A file of `size` bytes at `offset` of a file, which is opened once for its ranges in
+        succession. Raises SampleError as `open`."""
+        if self._open_file is None or self._open_file[0] != container:
+            self._open_file = (container, self.open(container))
+        return RangeFile.open(self._open_file[1], offset, size, keep_open=True)
+
+    def size(self, file: BinaryIO) -> int:
+        """Bytes of an open file."""
+        position = file.tell()
+        size = file.seek(0, 2)
+        file.seek(position)
+        return size
+
+    def stamp(self, container: str) -> str:
+        """Changes when a file is replaced or written to; asked for once per task."""
+        if container not in self._stamps:
+            self._stamps[container] = str(self._filesystem.ukey(self._path(container)))
+        return self._stamps[container]
+
+    def read(self, container: str, limit: int) -> bytes:
+        """A whole file. Raises SampleError as MediaRoot.read does."""
+        with _missing(container, "bad_json"):
+            data: bytes = self._filesystem.cat_file(self._path(container), start=0, end=limit + 1)
+        if len(data) > limit:
+            raise SampleError("bad_record", f"the JSON is larger than {limit} bytes")
+        return data
+
+    def read_range(self, container: str, offset: int, size: int, *, whole: bool) -> bytes:
+        """`size` bytes at `offset`. Raises StageError as MediaRoot.read_range does."""
+        try:
+            # One byte more tells whether the file has grown, without asking for its size.
+            end = offset + size + whole
+            data: bytes = self._filesystem.cat_file(self._path(container), start=offset, end=end)
+        except OSError as error:
+            raise StageError(
+                f"{self.path(container)} cannot be read: {error}; restore it, or measure again "
+                "with output.overwrite=true"
+            ) from error
+        if len(data) != size:
+            raise ChangedError(self.path(container))
+        return data
+
+    def list_folder(self, folder: bytes) -> Iterator[tuple[bytes, int | None, int]]:
+        """(name, size, 0) of what is in a folder (b"" or b"a/b/"); None is the size of a folder,
+        and storages do not agree on a modification time. What begins with a dot is left out. Raises
+        StageError if the storage does not report the size of a file."""
+        path = f"{self.folder}/{folder.decode()}".rstrip("/")
+        for info in self._filesystem.ls(path, detail=True):
+            name = info["name"].rstrip("/").rpartition("/")[2]
+            if info["name"].rstrip("/") == path or name.startswith("."):
+                continue  # some storages list a folder as its own first entry
+            is_folder = info["type"] == "directory"
+            yield name.encode(), None if is_folder else self._size(info["name"], info["size"]), 0
+
+    def entry(self, container: str) -> tuple[str, int, int]:
+        """(container, size, 0) of a file. Raises StageError as `list_folder`."""
+        return container, self._size(self._path(container)), 0
+
+    def _size(self, path: str, listed: int | None = None) -> int:
+        """Size of a file; a plain web server lists names only, and is asked once for each."""
+        if listed is not None:
+            return int(listed)
+        if path not in self._sizes:
+            size = self._filesystem.size(path)
+            if size is None:
+                raise StageError(
+                    f"{self._filesystem.unstrip_protocol(path)}: its server does not report the "
+                    "size of the file (Content-Length); download the source, and set source.path "
+                    "to it"
+                )
+            self._sizes[path] = int(size)
+        return self._sizes[path]
+
+    def _path(self, container: str) -> str:
+        return f"{self.folder}/{container}"
+
+
+Root = MediaRoot | RemoteRoot
+
+
+def open_root(path: str) -> tuple[Root, str | None]:
+    """The root at a path or URL; of a file, its folder and name. Raises as `RemoteRoot.at`."""
+    if is_remote(path):
+        return RemoteRoot.at(path)
+    given = Path(path)
+    if not given.exists():
+        raise StageError(f"source path {path!r} does not exist; set source.path")
+    return (MediaRoot(given), None) if given.is_dir() else (MediaRoot(given.parent), given.name)
+
+
+@contextmanager
+def _missing(container: str, reason: str = "missing_image") -> Iterator[None]:
+    """A missing file is the sample's fault; a failing storage is not."""
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise SampleError(reason, f"{container!r}: {type(error).__name__}") from error

@@ -1,0 +1,218 @@
+"""Which shards a split of a packed folder or a metadataset has, and where their packs begin.
+
+A folder's own metadata are read here; whatever refers to other datasets is Energon's to resolve.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+
+from task_encoders.packs.pack_format import METADATASET
+from task_encoders.versions import require_supported
+
+logger = logging.getLogger(__name__)
+
+#: Twenty times as fast, where PyYAML was built with it.
+_YAML_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_REMEDY: Final = "offline-packing retry writes it, or index if others wrote the packs"
+
+#: Packs of an epoch, over the packs that there are: weights that ask for more are a mistake.
+MOST_PASSES: Final = 100
+
+Numbers = npt.NDArray[np.int64]
+
+
+class PackedFolderError(ValueError):
+    """A folder whose packs cannot be found, or read."""
+
+
+class Shard(NamedTuple):
+    """The packs [start, end) of one tar, or of one file of references."""
+
+    #: a local path, or Energon's of a remote one
+    path: Any
+    subflavors: Mapping[str, Any]
+    start: int
+    end: int
+    #: where references find their media: Energon's auxiliary datasets by name; None: in the tar
+    stores: Mapping[str, Any] | None = None
+
+    @property
+    def num_packs(self) -> int:
+        return self.end - self.start
+
+
+def find_shards(path: str | Path, split: str) -> tuple[list[Shard], Numbers]:
+    """The shards of a split, and the packs of an epoch, by their places in them, (num_packs,).
+
+    Raises PackedFolderError if there are none to be found.
+    """
+    root = path_of(path)
+    if (root / ".nv-meta").is_dir():
+        return _shards_of_folder(root, split)
+    inside = root / METADATASET
+    return _shards_of_metadataset(inside if inside.is_file() else root, split)
+
+
+def path_of(path: str | Path) -> Any:
+    """A local path, or Energon's of a remote one, which opens and joins alike."""
+    if "://" not in str(path):
+        return Path(path)
+    if not str(path).startswith("msc://"):
+        raise PackedFolderError(
+            f"{path} cannot be read; name it msc://PROFILE/PATH (multi-storage-client)"
+        )
+    from megatron.energon.epathlib import EPath
+
+    return EPath(path)
+
+
+def read_index(shard: Shard) -> Numbers:
+    """Offsets of a shard's packs and the end of the last."""
+    path = shard.path.parent / f"{shard.path.name}.idx"
+    try:
+        with path.open("rb") as file:
+            data = file.read()
+    except FileNotFoundError:
+        raise PackedFolderError(f"{path} is missing; {_REMEDY}") from None
+    offsets = np.frombuffer(data, "<u8", len(data) // 8).astype(np.int64)
+    own = offsets[shard.start : shard.end + 1]
+    if len(own) != shard.num_packs + 1 or (np.diff(own) <= 0).any():
+        raise PackedFolderError(
+            f"{path} does not index the {shard.end} packs that the metadata count; {_REMEDY}"
+        )
+    return own
+
+
+def spread(sizes: Sequence[int], draws: Sequence[int]) -> Numbers:
+    """The places of an epoch's packs, where `draws[i]` come from dataset i of `sizes[i]` packs.
+
+    Each dataset's come in their order, again from the first after the last, and evenly over the
+    epoch: sizes [2, 4], draws [4, 4] -> 0 2 1 3 0 4 1 5.
+    """
+    firsts = np.cumsum([0, *sizes])[:-1]
+    rounds = zip(firsts, sizes, draws, strict=True)
+    places = [first + np.arange(n) % max(1, size) for first, size, n in rounds]
+    times = [(np.arange(n) + 0.5) / max(1, n) for n in draws]
+    return np.concatenate(places)[np.argsort(np.concatenate(times), kind="stable")]
+
+
+def _shards_of_folder(path: Any, split: str) -> tuple[list[Shard], Numbers]:
+    meta = path / ".nv-meta"
+    try:
+        splits = yaml.load((meta / "split.yaml").read_bytes(), _YAML_LOADER)  # safe loaders, both
+        dataset = yaml.load((meta / "dataset.yaml").read_bytes(), _YAML_LOADER)
+        counts = json.loads((meta / ".info.json").read_bytes())["shard_counts"]
+        names, exclude = splits["split_parts"], splits.get("exclude")
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise PackedFolderError(
+            f"{meta} cannot be read ({_in_a_line(error)}); {_REMEDY}"
+        ) from error
+    if split not in names:
+        raise PackedFolderError(f"{path} has no split {split!r}, only {', '.join(names)}")
+    if exclude or not counts.keys() >= set(names[split]):  # a name with braces is several
+        return _shards_of_metadataset(path, split)
+    flavors = dataset.get("subflavors") or {}
+    shards = [Shard(path / name, flavors, 0, counts[name]) for name in names[split]]
+    return shards, np.arange(sum(shard.num_packs for shard in shards))
+
+
+def _shards_of_metadataset(path: Any, split: str) -> tuple[list[Shard], Numbers]:
+    """The shards as Energon resolves them. In training, datasets are spread over an epoch by their
+    weights or repetitions; otherwise they follow each other, each pack once."""
+    entries = _load_datasets(path, split)
+    parts = [_shards_of_dataset(entry) for entry in entries]
+    sizes = [sum(shard.num_packs for shard in part) for part in parts]
+    shards = [shard for part in parts for shard in part]
+    if split != "train":
+        return shards, np.arange(sum(sizes))
+    draws = _draws(entries, sizes)
+    if draws != sizes:
+        folders = (str(entry.dataset.path) for entry in entries)
+        each = zip(draws, sizes, folders, strict=True)
+        said = ", ".join(f"{n} of the {size} of {folder}" for n, size, folder in each)
+        if sum(draws) > MOST_PASSES * sum(sizes):
+            raise PackedFolderError(
+                f"{path}: by weight, an epoch would have {sum(draws)} packs ({said}); write a "
+                "blend_epochized with repetitions"
+            )
+        logger.warning("%s: an epoch has %d packs: %s", path, sum(draws), said)
+    return shards, spread(sizes, draws)
+
+
+def _load_datasets(path: Any, split: str) -> list[Any]:
+    if not path.is_file() and not (path / ".nv-meta").is_dir():
+        from task_encoders.packs.indexed_file import find_prefix
+
+        if find_prefix(str(path)) is not None:
+            raise PackedFolderError(f"{path} has packs as token ids; open it by IndexedPackDataset")
+        raise PackedFolderError(
+            f"{path} is neither a packed folder nor a metadataset YAML; offline-packing retry "
+            "completes a run, and index describes packs of others"
+        )
+    require_supported("megatron-energon")
+    try:
+        from megatron.energon import WorkerConfig
+        from megatron.energon.metadataset import load_dataset
+    except ImportError as error:
+        raise PackedFolderError(f"{path} is no plain folder of packs: install Energon") from error
+
+    try:
+        loaded = load_dataset(str(path)).get_datasets(
+            training=split == "train",
+            split_part=split,
+            worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+            max_samples_per_sequence=None,
+            decoder=None,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AssertionError, yaml.YAMLError) as error:
+        raise PackedFolderError(
+            f"{path}, split {split!r}: Energon cannot read it ({_in_a_line(error)})"
+        ) from error
+    return list(loaded.datasets)
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _draws(entries: Sequence[Any], sizes: Sequence[int]) -> list[int]:
+    """Packs of an epoch from each dataset of a blend. By weight, an epoch is as long as it takes
+    for each pack to come once: sizes [100, 100], weights [2, 1] -> [200, 100]."""
+    if any(entry.weight is None for entry in entries):
+        repetitions = [1 if entry.repetitions is None else entry.repetitions for entry in entries]
+        return [round(size * times) for size, times in zip(sizes, repetitions, strict=True)]
+    weights = [entry.weight for entry in entries]
+    pairs = list(zip(sizes, weights, strict=True))
+    epoch = max((size / weight for size, weight in pairs if weight), default=0)
+    return [round(epoch * weight) if size else 0 for size, weight in pairs]
+
+
+def _shards_of_dataset(entry: Any) -> list[Shard]:
+    """The shards of one dataset, cut to its subset."""
+    dataset = entry.dataset
+    size = len(dataset)
+    start, end = (0, size) if dataset.subset is None else dataset.subset.compute_subset(size)
+    flavors = getattr(dataset, "subflavors", None) or {}
+    if not hasattr(dataset, "shards"):  # a JSONL dataset
+        path = path_of(str(dataset.path))
+        return [Shard(path, flavors, start, end, entry.aux or {})]
+    if dataset.sample_excludes:
+        raise PackedFolderError(
+            f"{dataset.path}: split.yaml excludes single packs; a map-style dataset would read "
+            "them: pack again without these samples"
+        )
+    shards, first = [], 0
+    for shard in dataset.shards:
+        own = max(0, start - first), min(shard.count, end - first)
+        if own[0] < own[1]:
+            shards.append(Shard(path_of(str(shard.path)), flavors, *own))
+        first += shard.count
+    return shards

@@ -1,0 +1,99 @@
+"""A dataset of packs that are stored as token ids: the rows of the tar road, and of any order.
+
+Works with torch's DataLoader and any number of its workers; Energon's loader is not involved.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+from task_encoders.energon_samples import (
+    PackedBatch,
+    PackedRowSample,
+    PackedSample,
+    sample_loader,
+)
+from task_encoders.families import ModelSettings
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packs.indexed_file import IndexedFile, IndexedPack
+from task_encoders.packs.pack_format import PackFormatError
+from task_encoders.packs.tokenized import fingerprint_digest
+
+
+class IndexedPackDataset(Dataset[PackedBatch]):
+    """Rows of the packs in `PREFIX.bin` and `PREFIX.idx`, see `indexed_packs`.
+
+    Args:
+        prefix: path of the two files without their endings.
+        task_encoder: default: as the manifest beside the files says; the environment says what the
+            packs are, as ever.
+        micro_batch_size: packs per row; the last row may have fewer.
+
+    Raises:
+        PackFormatError: there are no such packs, or they are damaged.
+        PackingSettingsError: the environment or the task encoder contradicts them.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        task_encoder: Qwen2VLTaskEncoder | None = None,
+        *,
+        micro_batch_size: int = 1,
+    ) -> None:
+        self._file = IndexedFile(prefix)
+        self._micro_batch_size = micro_batch_size
+        folder = Path(prefix).parent
+        self.task_encoder = task_encoder or _task_encoder_of(folder)
+        self.task_encoder.check_manifest(folder)
+        if len(self._file):
+            self.task_encoder.settings.resolve_task(self._file[0].task)
+        self._digest = fingerprint_digest(self.task_encoder.encoder.fingerprint)
+
+    def __len__(self) -> int:
+        """Rows."""
+        return -(-len(self._file) // self._micro_batch_size)
+
+    def __getitem__(self, number: int) -> PackedBatch:
+        """A row. Raises PackFormatError if an image is not what was packed any more."""
+        if not 0 <= number < len(self):
+            raise IndexError(f"row {number} of {len(self)}")
+        first = number * self._micro_batch_size
+        return self.batch(range(first, min(first + self._micro_batch_size, len(self._file))))
+
+    def batch(self, packs: Iterable[int]) -> PackedBatch:
+        """Packs, by their numbers, in one row with merged cu_lengths. Raises as `[i]`."""
+        return self.task_encoder.batch([self._encode(self._file[number]) for number in packs])
+
+    def _encode(self, pack: IndexedPack) -> PackedRowSample:
+        if pack.made_with != self._digest:
+            raise PackFormatError(
+                f"the token ids of pack {pack.key!r} were made with other settings than the task "
+                "encoder has (tokenizer, template or limits of images); give it the same"
+            )
+        loaded = sample_loader({"__key__": pack.key, **pack})
+        sample = PackedSample(__key__=pack.key, __restore_key__=(), __subflavors__={}, **loaded)
+        encoded = self.task_encoder.encode_sample(sample)
+        row = encoded.row
+        kept = ~row.attn_mask
+        for name in ("tokens", "labels"):
+            stored = torch.from_numpy(getattr(pack, name).astype("int64"))
+            if not torch.equal(getattr(row, name)[kept], stored):
+                why = "; ".join(encoded.dropped) or "its media have changed"
+                raise PackFormatError(f"pack {pack.key!r} is not trained as it is stored: {why}")
+        return encoded
+
+
+def _task_encoder_of(folder: Path) -> Qwen2VLTaskEncoder:
+    """The task encoder that packs were measured with."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        model = ModelSettings.model_validate(manifest["config"]["model"])
+        return Qwen2VLTaskEncoder(seq_length=manifest["seq_length"], model=model)
+    except (OSError, KeyError) as error:
+        raise PackFormatError(
+            f"{folder} has no manifest.json of packs ({error}); give a task_encoder"
+        ) from error

@@ -1,0 +1,189 @@
+"""Energon's dataset and loader with what packs need: their order, checks, and exact states."""
+
+import gc
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from megatron.energon import (
+    SavableDataLoader,
+    SavableDataset,
+    WorkerConfig,
+    get_train_dataset,
+    get_val_dataset,
+)
+from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint
+
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packs.references import metadataset_of
+from task_encoders.rows.pack_dealing import OnePass
+
+
+def get_packed_train_dataset(
+    path: str | Path,
+    task_encoder: Qwen2VLTaskEncoder,
+    *,
+    micro_batch_size: int | None = 1,
+    worker_config: WorkerConfig | None = None,
+    **kwargs: Any,
+) -> SavableDataset[Any]:
+    """Energon's `get_train_dataset`, keeping the order in which packs were written.
+
+    With its defaults Energon shuffles shards and reads several at once, which undoes an order that
+    gives all ranks packs of similar cost. The price of keeping it: every epoch has the same order,
+    except for packs left over where they do not divide evenly (see `pack_dealing.DealtPacks`).
+
+    Args:
+        path: a written folder, or a metadataset YAML that blends several.
+        micro_batch_size: packs per row; None: packs one by one, as `PackedRowSample`.
+        worker_config: default: torch.distributed's rank and world size, two workers.
+        kwargs: any other argument of `megatron.energon.get_train_dataset`.
+
+    Raises:
+        PackingSettingsError: the environment or the task encoder contradicts the data.
+    """
+    order = {
+        "shuffle_buffer_size": None,
+        "max_samples_per_sequence": None,
+        "shuffle_over_epochs_multiplier": None,
+        "parallel_shard_iters": 1,
+    }
+    return get_train_dataset(
+        metadataset_of(path),
+        task_encoder=task_encoder,
+        batch_size=micro_batch_size,
+        worker_config=worker_config or WorkerConfig.default_worker_config(num_workers=2),
+        **(order | kwargs),
+    )
+
+
+def get_packed_val_dataset(
+    path: str | Path,
+    task_encoder: Qwen2VLTaskEncoder,
+    *,
+    micro_batch_size: int = 1,
+    worker_config: WorkerConfig | None = None,
+    **kwargs: Any,
+) -> SavableDataset[PackedBatch]:
+    """Energon's `get_val_dataset` with the same arguments."""
+    return get_val_dataset(
+        metadataset_of(path),
+        task_encoder=task_encoder,
+        batch_size=micro_batch_size,
+        worker_config=worker_config or WorkerConfig.default_worker_config(num_workers=2),
+        **kwargs,
+    )
+
+
+def get_packed_loader(dataset: SavableDataset[PackedBatch], **kwargs: Any) -> "PackedLoader":
+    """Energon's `get_savable_loader` for packs: a restored loader resumes at once and exactly.
+
+    Args:
+        dataset: of `get_packed_train_dataset` or any other Energon call with our task encoder.
+        kwargs: any other argument of `megatron.energon.get_savable_loader`.
+    """
+    return PackedLoader(dataset, **kwargs)
+
+
+class PackedLoader(SavableDataLoader[PackedBatch]):
+    """Energon's savable loader, with a state after every batch.
+
+    Energon's workers save a state once a minute; a restored loader encodes again, and discards,
+    what was delivered since. The state of packs is a few numbers, so here each batch has one.
+    """
+
+    def __init__(self, dataset: SavableDataset[PackedBatch], **kwargs: Any) -> None:
+        every_batch = {"checkpoint_every_sec": 0, "checkpoint_every_min_n_samples": 1}
+        super().__init__(dataset, **(every_batch | kwargs))
+        #: of each worker, the last batch before this pass; None in the first pass
+        self._last_of_pass_before: list[int] | None = None
+
+    def __iter__(self) -> Any:
+        if self._epoch_iterator is None and self._has_workers:
+            self._last_of_pass_before = list(self._worker_sample_counters)
+        return super().__iter__()
+
+    def _epoch_iter(self) -> Any:
+        try:
+            yield from super()._epoch_iter()
+        except (ConnectionError, EOFError) as error:
+            # A worker that dies while it sends a batch: torch would notice on the next one only.
+            workers = getattr(_running(self), "_workers", [])
+            if not wait([worker.sentinel for worker in workers], timeout=1):
+                raise
+            raise RuntimeError(f"a loader worker exited unexpectedly: {error}") from error
+
+    def _get_iterator(self) -> Any:
+        if not self._has_workers:
+            return super()._get_iterator()
+        # Garbage collection in a worker writes to, and so copies, every page shared with its
+        # parent, unless the parent froze them: eight workers then start in a sixth of the time.
+        gc.collect()
+        gc.freeze()
+        try:
+            return super()._get_iterator()
+        finally:
+            gc.unfreeze()
+
+    def save_state_rank(self) -> SavableDataLoaderState | None:
+        """As Energon's, but a worker that has delivered nothing in this pass yet is at its start,
+        not at the end of the previous one, and one that has not begun is where it will begin."""
+        # Between iter() and the first batch no worker runs yet; Energon would wait for an answer.
+        if _running(self) is None:
+            self._has_workers = False
+        state = super().save_state_rank()
+        if state is None:
+            return None
+        if self._has_workers:
+            state.worker_states = self._where_workers_begin(state.worker_states)
+        before, now = self._last_of_pass_before, self._worker_sample_counters
+        if before is None or self._epoch_iterator is None or before == now:
+            return state
+        for worker, (old, new) in enumerate(zip(before, now, strict=True)):
+            if old == new:
+                _begin_pass(state.worker_states[worker].state.dataset_state)
+        return state
+
+    def restore_state_rank(self, state: SavableDataLoaderState | None) -> None:
+        """As Energon's. Raises ValueError for a state of another number of workers."""
+        states = [] if state is None else state.worker_states
+        then = sum(isinstance(one, SavableDatasetCheckpoint) for one in states)  # in a worker
+        now = self.worker_config.num_workers
+        if state is not None and then != now:
+            raise ValueError(
+                f"the state is of {then} loader workers, and now there are {now}; resume with as "
+                "many as before"
+            )
+        super().restore_state_rank(state)
+
+    def _where_workers_begin(self, states: list[Any]) -> list[Any]:
+        """The states, corrected for workers that have not begun.
+
+        A worker asked before it has read anything returns the state None and one sample to skip:
+        that sample would be lost.
+        """
+        begin = self.dataset.get_initial_checkpoint()
+        begin = begin or [SavableDatasetCheckpoint(state=None, offset=0)] * len(states)
+        return [old if old.state else new for old, new in zip(states, begin, strict=True)]
+
+    def close(self) -> None:
+        """End the workers. Left to the garbage collector, each of them takes 5 s."""
+        workers = _running(self)
+        self._iterator = self._epoch_iterator = None
+        if workers is not None:
+            workers._shutdown_workers()
+
+
+def _running(loader: SavableDataLoader[Any]) -> Any:
+    """The iterator that drives the loader's workers (torch has no public name for it), or None."""
+    return vars(loader).get("_iterator")
+
+
+def _begin_pass(state: Any) -> None:
+    """Turn a dataset's state at the end of a pass into one at the beginning of the next."""
+    if state["__class__"] == OnePass.__name__:
+        state["_is_over"] = False
+    else:
+        for inner in state["datasets"]:
+            _begin_pass(inner)

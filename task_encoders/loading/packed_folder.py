@@ -1,0 +1,209 @@
+"""A packed folder as a map-style dataset: any pack by its number, for trainers that want `len` and
+`[i]` instead of a loader.
+
+    folder = PackedFolder("out/packed", task_encoder)
+    folder[7]               a pack's bytes, as written
+    folder.row(7)           encoded, as Energon's loader encodes it
+    folder.batch([7, 9])    both in one row
+
+    DataLoader(folder, batch_sampler=…, collate_fn=folder.collate)      encodes in its workers
+
+Opening reads only the `.idx` beside each shard: where each pack begins, and the end. No file stays
+open, so that a folder can be pickled and forked.
+"""
+
+import io
+import re
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from operator import index
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, SupportsIndex
+
+import numpy as np
+import orjson
+
+from task_encoders.loading.folder_shards import (
+    PackedFolderError,
+    Shard,
+    find_shards,
+    path_of,
+    read_index,
+)
+from task_encoders.packs.pack_format import JSON_PART
+
+if TYPE_CHECKING:
+    from task_encoders.energon_samples import PackedBatch, PackedRowSample
+    from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+
+#: Key and part of a member, as Energon parts them; and members that Energon takes for notes.
+_MEMBER: Final = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
+_NOTE: Final = re.compile(r"__[^/]*__($|/)")
+
+
+class RawPack(NamedTuple):
+    """One pack as it is stored."""
+
+    key: str
+    #: content by name: 'img000.jpg', 'json'
+    members: dict[str, bytes]
+    #: its number in the folder
+    number: int
+    #: those of its dataset
+    subflavors: Mapping[str, Any]
+
+
+class PackedFolder:
+    """The packs of one split, in written order. Implements torch's protocol of map-style datasets.
+
+    Of a blend, it is an epoch: the datasets' packs are spread over it evenly, each pack as often
+    as a `blend_epochized` repeats its dataset, or by the weights of a `blend`, once at least;
+    packs that come more often are warned of. Of other splits than train, they follow each other.
+
+    Args:
+        path: a folder or a metadataset YAML, remote ones as msc://PROFILE/PATH. All but local
+            folders of packs that hold their media need Energon.
+        task_encoder: for rows and batches; its settings are compared with the folder's.
+        split: train, val or test.
+
+    Raises:
+        PackedFolderError: there is no such split, or an index is missing or damaged.
+        PackingSettingsError: the environment or the task encoder contradicts the data.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        task_encoder: "Qwen2VLTaskEncoder | None" = None,
+        *,
+        split: str = "train",
+    ) -> None:
+        self.path = path_of(path)
+        self.task_encoder = task_encoder
+        self.split = split
+        #: the place of each pack among all that the shards hold, (len,)
+        self.shards, self.order = find_shards(path, split)
+        with ThreadPoolExecutor(16) as pool:  # remote ones take their time
+            indices = list(pool.map(read_index, self.shards))
+        #: place of the first pack of each shard, and the number of all
+        self._firsts = np.cumsum([0, *(len(index) - 1 for index in indices)])
+        #: one more per shard than it has packs
+        self._offsets = np.concatenate([np.empty(0, np.int64), *indices])
+        if task_encoder is not None:
+            _check(self.shards, task_encoder)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, number: SupportsIndex) -> RawPack:
+        """Raises IndexError, and PackedFolderError where a shard is cut or damaged."""
+        wanted = index(number)
+        if not -len(self) <= wanted < len(self):
+            raise IndexError(f"{self.path} has {len(self)} packs, no number {wanted}")
+        wanted %= len(self)
+        place = int(self.order[wanted])
+        shard_number = int(np.searchsorted(self._firsts, place, "right")) - 1
+        start, end = self._offsets[place + shard_number :][:2].tolist()
+        shard = self.shards[shard_number]
+        where = f"{shard.path}, bytes {start} to {end}"
+        try:
+            with shard.path.open("rb") as file:
+                file.seek(start)
+                data = file.read(end - start)
+        except OSError as error:
+            raise PackedFolderError(
+                f"{where}: {error.strerror or error}; offline-packing retry restores it"
+            ) from error
+        if len(data) < end - start:
+            raise PackedFolderError(
+                f"{where}: the file ends {end - start - len(data)} bytes early; offline-packing "
+                "verify names the remedy"
+            )
+        if shard.stores is None:
+            key, members = _members_of_tar(data, where)
+        else:
+            key, members = _members_of_line(data, where, shard.stores)
+        return RawPack(key, members, wanted, shard.subflavors)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Opened anew where it is unpickled: Energon's readers of references cannot be pickled."""
+        return partial(type(self), split=self.split), (str(self.path), self.task_encoder)
+
+    def __iter__(self) -> Iterator[RawPack]:
+        return map(self.__getitem__, range(len(self)))
+
+    def row(self, number: int) -> "PackedRowSample":
+        """A pack encoded; `split_row(row.row)` gives back its sub-samples, whose keys are
+        `row.sub_sample_keys`. Raises SampleError if nothing of it can be used."""
+        return self._encode(self[number])
+
+    def batch(self, numbers: Sequence[int]) -> "PackedBatch":
+        """Packs in one row with merged cu_lengths, as a micro batch of the Energon loader."""
+        return self.collate([self[number] for number in numbers])
+
+    def collate(self, packs: Sequence[RawPack]) -> "PackedBatch":
+        """The same for packs that are read: a DataLoader's `collate_fn`."""
+        return self._task_encoder.batch([self._encode(pack) for pack in packs])
+
+    @property
+    def _task_encoder(self) -> "Qwen2VLTaskEncoder":
+        if self.task_encoder is None:
+            raise PackedFolderError(f"{self.path}: rows need a task_encoder; give one")
+        return self.task_encoder
+
+    def _encode(self, pack: RawPack) -> "PackedRowSample":
+        from task_encoders.energon_samples import PackedSample, part_filter, sample_loader
+
+        parts = {name: data for name, data in pack.members.items() if part_filter(name)}
+        sample = PackedSample(
+            __key__=pack.key,
+            __restore_key__=("PackedFolder", pack.number),
+            __subflavors__=dict(pack.subflavors),
+            **sample_loader({"__key__": pack.key, **parts}),
+        )
+        return self._task_encoder.encode_sample(sample)
+
+
+def _check(shards: Sequence[Shard], task_encoder: "Qwen2VLTaskEncoder") -> None:
+    """As the task encoder checks the datasets that Energon gives it."""
+    flavors_of = {shard.path.parent: shard.subflavors for shard in shards}
+    task_encoder.is_blend = task_encoder.is_blend or len(flavors_of) > 1
+    for folder, flavors in flavors_of.items():
+        task = flavors.get("offline_packing")
+        task_encoder.settings.resolve_task(None, task, blend=task_encoder.is_blend)
+        task_encoder.check_manifest(folder)
+
+
+def _members_of_line(
+    data: bytes, where: str, stores: Mapping[str, Any]
+) -> tuple[str, dict[str, bytes]]:
+    """The key and the members of one pack, whose media its line refers to."""
+    from task_encoders.packs.references import is_reference, read_medium
+
+    try:
+        line = orjson.loads(data)
+        if not is_reference(line):
+            raise ValueError("no pack with references")
+        media = {name: read_medium(at, stores) for name, at in line["media"].items()}
+    except ValueError as error:
+        raise PackedFolderError(f"{where}: {error}") from error
+    return line["key"], {**media, JSON_PART: orjson.dumps(line["pack"])}
+
+
+def _members_of_tar(data: bytes, where: str) -> tuple[str, dict[str, bytes]]:
+    """The key and the members of one pack, from its part of a tar."""
+    found: dict[str, dict[str, bytes]] = {}
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
+            for member in tar:
+                match = _MEMBER.fullmatch(member.name)
+                content = tar.extractfile(member)
+                if match is not None and content is not None and not _NOTE.match(member.name):
+                    found.setdefault(match[1], {})[match[2]] = content.read()
+    except tarfile.TarError as error:
+        raise PackedFolderError(f"{where}: damaged ({error}); verify names the remedy") from error
+    if len(found) != 1:
+        raise PackedFolderError(f"{where}: {len(found)} packs instead of one; verify the folder")
+    return next(iter(found.items()))

@@ -1,0 +1,1 @@
+"""A pack on disk: WebDataset entries, token ids, references to media elsewhere."""

@@ -1,0 +1,286 @@
+"""Packs in the files of megatron-core's IndexedDataset: one document of int32 per pack.
+
+    PREFIX.bin    the sequences of all documents, one after another
+    PREFIX.idx    their lengths and offsets, and where documents begin
+
+    cu_lengths    (P + 1,)    boundaries of the P sub-samples
+    tokens        (S,)        as they are trained, with all tokens of the images
+    labels        (S,)        not shifted; -100 where there is no loss
+    loss_mask     (S,) bytes  1 where there is a label; four to an int32, filled up with 0
+    pack          JSON in UTF-8, filled up with blanks: what the pack is, and where its media lie
+
+    {"key": "ps_00000000", "images": [["img000.jpg"], []], "videos": [[], []],
+     "media": [["/data/images/17.jpg", null, 81204, 1763766381000000000, 5, 576]],
+     "meta": {"task": "bmr", "keys": [...], "num_tokens": [...], "tokenized_with": ..., "loss": []}}
+
+`media` says for each image, then for each video, in which file its bytes lie, from which offset on
+(null: it is the whole file), how many bytes, when the file was last written to (in ns; 0 of a
+remote one) and, in `tokens`, where it stands and how many tokens it takes. `meta` is that of a
+tokenized pack (pack_format.py), whose `token_ids` follow from these.
+
+Written and read with numpy: neither needs megatron-core, which opens the files as its own.
+"""
+
+import itertools
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from task_encoders.packs.pack_format import (
+    JSON_PART,
+    PackFormatError,
+    is_video_name,
+    media_part_names,
+    parse_json,
+)
+from task_encoders.packs.tokenized import ExpandedText, TokenizedPack, TokenizedText, collapse
+from task_encoders.sample_encoder import IGNORE_INDEX
+
+#: What NeVA calls the files of a packed dataset, without their endings.
+PREFIX: Final = "packed_seq_dataset"
+
+SEQUENCES: Final = ("cu_lengths", "tokens", "labels", "loss_mask", "pack")
+
+#: The turn of a restored sub-sample, whose text is in its token ids only.
+NO_TEXT: Final = ("", "(stored as token ids)")
+
+_HEADER: Final = b"MMIDIDX\x00\x00" + struct.pack("<QB", 1, 4)  # version; 4: int32
+_ITEM: Final = np.dtype("<i4")
+
+Sequence32 = npt.NDArray[np.int32]
+
+
+def find_prefix(path: str | Path) -> Path | None:
+    """The prefix that a path is, or that a folder holds; None: it is something else."""
+    found = (Path(path), Path(path) / PREFIX)
+    return next((one for one in found if Path(f"{one}.idx").is_file()), None)
+
+
+class StoredMedium(NamedTuple):
+    """Where the bytes of an image or a video lie."""
+
+    #: absolute, or a URL of fsspec
+    path: str
+    #: None: it is the whole file
+    offset: int | None
+    size: int
+    #: modification time of the file; 0 of a remote one
+    mtime_ns: int
+
+    def read(self) -> bytes:
+        """The bytes. Raises PackFormatError if they no longer exist, or the file has another
+        size or was written to."""
+        begin, mtime_ns = self.offset or 0, 0
+        try:
+            if "://" in self.path:
+                data, file_size = _read_remote(self.path, begin, self.size)
+            else:
+                with open(self.path, "rb", buffering=0) as file:
+                    data = os.pread(file.fileno(), self.size, begin)
+                    found = os.fstat(file.fileno())
+                file_size, mtime_ns = found.st_size, found.st_mtime_ns
+        except OSError as error:
+            why = error.strerror or error
+            raise PackFormatError(f"{self.path} cannot be read: {why}; restore it") from error
+        is_cut = len(data) != self.size or (self.offset is None and file_size != self.size)
+        if is_cut or mtime_ns != self.mtime_ns:
+            what = f"{file_size} bytes, were {begin + self.size}" if is_cut else "another time"
+            raise PackFormatError(
+                f"{self.path} changed since it was packed ({what}); restore it (cp -a and rsync -t "
+                "keep times), or pack again, with --accept-mismatch modification_time if only its "
+                "time differs"
+            )
+        return data
+
+
+def _read_remote(url: str, begin: int, size: int) -> tuple[bytes, int]:
+    """Bytes of a remote file, and its size."""
+    from fsspec.core import url_to_fs
+
+    filesystem, path = url_to_fs(url)
+    return filesystem.cat_file(path, start=begin, end=begin + size), filesystem.size(path)
+
+
+class IndexedSubSample(NamedTuple):
+    """One sub-sample on its way into a document: images come first, then videos."""
+
+    key: str
+    text: TokenizedText
+    expanded: ExpandedText
+    extensions: Sequence[str]
+    media: Sequence[StoredMedium]
+
+
+def make_document(
+    key: str, task: str, subs: Sequence[IndexedSubSample], made_with: str
+) -> list[bytes]:
+    """The bytes of a pack's SEQUENCES. `made_with`: the digest of the encoder's fingerprint."""
+    texts = [sub.expanded for sub in subs]
+    ends = np.cumsum([0, *(len(text.tokens) for text in texts)])
+    names = iter(media_part_names([e for sub in subs for e in sub.extensions]))
+    own_names = [[next(names) for _ in sub.extensions] for sub in subs]
+    media = []
+    for sub, start in zip(subs, ends.tolist(), strict=False):
+        places = (*sub.expanded.images, *sub.expanded.videos)
+        for stored, (first, count) in zip(sub.media, places, strict=True):
+            media.append([*stored, start + first, count])
+    meta = {"task": task, "keys": [sub.key for sub in subs], "num_tokens": np.diff(ends).tolist()}
+    meta |= TokenizedPack([sub.text for sub in subs], made_with).meta()
+    del meta["token_ids"]  # they follow from `tokens`
+    record = {
+        "key": key,
+        "images": [[name for name in own if not is_video_name(name)] for own in own_names],
+        "videos": [[name for name in own if is_video_name(name)] for own in own_names],
+        "media": media,
+        "meta": meta,
+    }
+    labels = np.concatenate([text.labels for text in texts])
+    return [
+        ends.astype(_ITEM).tobytes(),
+        np.concatenate([text.tokens for text in texts]).astype(_ITEM).tobytes(),
+        labels.astype(_ITEM).tobytes(),
+        _fill(bytes(labels != IGNORE_INDEX), b"\0"),
+        _fill(orjson.dumps(record), b" "),
+    ]
+
+
+def _fill(data: bytes, filler: bytes) -> bytes:
+    """Filled up to whole items."""
+    return data + filler * (-len(data) % _ITEM.itemsize)
+
+
+def index_file(sizes: Sequence[npt.NDArray[np.integer]]) -> bytes:
+    """The .idx of documents; `sizes` are arrays (packs, sequences) of bytes, one after another."""
+    flat = np.concatenate([some.reshape(-1) for some in sizes], dtype="<i8")
+    ends = np.arange(0, len(flat) + 1, len(SEQUENCES), dtype="<i8")
+    lengths = (flat // _ITEM.itemsize).astype("<i4")
+    offsets = np.cumsum(flat, dtype="<i8") - flat
+    counts = struct.pack("<QQ", len(flat), len(ends))
+    return b"".join([_HEADER, counts, lengths.tobytes(), offsets.tobytes(), ends.tobytes()])
+
+
+class IndexedFile:
+    """The documents of a prefix; cheap to send to another process.
+
+    Raises:
+        PackFormatError: there are no such files, they are damaged, or their documents are no packs.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        try:
+            index = np.fromfile(f"{prefix}.idx", dtype=np.uint8)
+            self._items = np.memmap(f"{prefix}.bin", dtype=_ITEM, mode="r")
+        except (OSError, ValueError) as error:
+            raise PackFormatError(f"{prefix}.idx and .bin cannot be read: {error}") from error
+        behind = len(_HEADER) + 16
+        if index[: len(_HEADER)].tobytes() != _HEADER or len(index) < behind:
+            raise PackFormatError(f"{prefix}.idx is no index of int32 of an IndexedDataset")
+        count, documents = struct.unpack("<QQ", index[len(_HEADER) : behind].tobytes())
+        if len(index) < behind + 12 * count + 8 * documents:
+            raise PackFormatError(f"{prefix}.idx is damaged: it ends early")
+        self._lengths = np.frombuffer(index, "<i4", count, behind)
+        self._offsets = np.frombuffer(index, "<i8", count, behind + 4 * count)
+        self._documents = np.frombuffer(index, "<i8", documents, behind + 12 * count)
+        if (np.diff(self._documents) != len(SEQUENCES)).any():
+            raise PackFormatError(
+                f"{prefix} holds documents that are no packs of {', '.join(SEQUENCES)}"
+            )
+        if int(self._lengths.sum(dtype=np.int64)) != len(self._items):
+            raise PackFormatError(f"{prefix}.bin is damaged: it is not as long as .idx says")
+
+    def __reduce__(self) -> tuple[type["IndexedFile"], tuple[str]]:
+        return type(self), (self.prefix,)
+
+    def __len__(self) -> int:
+        """Packs."""
+        return len(self._documents) - 1
+
+    def __getitem__(self, number: int) -> "IndexedPack":
+        first = int(self._documents[number])
+        some = slice(first, first + len(SEQUENCES))
+        starts = self._offsets[some] // _ITEM.itemsize
+        bounds = zip(starts.tolist(), self._lengths[some].tolist(), strict=True)
+        return IndexedPack([self._items[start : start + n] for start, n in bounds])
+
+
+class IndexedPack(Mapping[str, bytes]):
+    """A document as the members of a pack on disk: JSON, and the media, read when asked for."""
+
+    def __init__(self, sequences: Sequence[Sequence32]) -> None:
+        """Raises PackFormatError if the document is no pack."""
+        self.cu_lengths, self.tokens, self.labels, self._mask, record = sequences
+        self._record = parse_json(record.tobytes(), "document")
+        #: of the pack
+        self.key: str = self._record["key"]
+        names = [self._record[kind] for kind in ("images", "videos")]
+        self._names = [name for own in zip(*names, strict=True) for part in own for name in part]
+        self._media = dict(zip(self._names, self._record["media"], strict=True))
+
+    @property
+    def made_with(self) -> str:
+        """The digest of the settings that its token ids were made with."""
+        return str(self._record["meta"]["tokenized_with"])
+
+    @property
+    def task(self) -> str:
+        """What the pack is trained as."""
+        return str(self._record["meta"]["task"])
+
+    @property
+    def loss_mask(self) -> npt.NDArray[np.uint8]:
+        """(S,) 1 where there is a label."""
+        return np.ascontiguousarray(self._mask).view(np.uint8)[: len(self.tokens)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._names, JSON_PART])
+
+    def __len__(self) -> int:
+        return len(self._names) + 1
+
+    def __contains__(self, name: object) -> bool:
+        return name == JSON_PART or name in self._media  # Mapping's own would read the bytes
+
+    def __getitem__(self, name: str) -> bytes:
+        if name == JSON_PART:
+            try:
+                return orjson.dumps(self._pack())
+            except (LookupError, ValueError, TypeError) as error:
+                raise PackFormatError(f"pack {self.key!r} is damaged: {error}") from error
+        *stored, _, _ = self._media[name]
+        return StoredMedium(*stored).read()
+
+    def _pack(self) -> dict[str, Any]:
+        """The pack's JSON, as a tokenized pack has it, without texts."""
+        record, meta = self._record, self._record["meta"]
+        bounds = itertools.pairwise(self.cu_lengths.tolist())
+        columns = (record["images"], record["videos"], meta["loss"], bounds)
+        ids = [self._text(*own).ids for own in zip(*columns, strict=True)]
+        prompt, answer = NO_TEXT
+        return {
+            "images": record["images"],
+            "videos": record["videos"],
+            "prompt": [[prompt]] * len(ids),
+            "captions": [[answer]] * len(ids),
+            "meta": {**meta, "token_ids": ids},
+        }
+
+    def _text(
+        self,
+        images: Sequence[str],
+        videos: Sequence[str],
+        loss: Sequence[int],
+        own: tuple[int, int],
+    ) -> TokenizedText:
+        start, end = own
+        places = [
+            [(first - start, count) for *_, first, count in map(self._media.__getitem__, names)]
+            for names in (images, videos)
+        ]
+        return collapse(self.tokens[start:end], loss, *places)

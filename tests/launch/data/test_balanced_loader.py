@@ -1,0 +1,143 @@
+"""Packs dealt by cost: through the trainer's own calls, saved and restored at any step."""
+
+import collections
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from launch.config import DataConfig
+from launch.data.balanced_loader import BalancedLoader
+from launch.data.micro_batches import build_task_encoder
+from launch.data.packed_data import read_packed_data
+from launch.loop.parallel import initialize_parallel
+from launch.loop.setup import build_trainer
+from offline_packing.online.ranks.pack_costs import pack_costs
+from task_encoders.loading.packed_folder import PackedFolder
+from tests.helpers.datasets import make_run, mixed_pairs, pack_all
+from tests.helpers.loader_states import check_states
+from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder, losses, make_config, make_trainer
+from tests.helpers.rank_processes import run_ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bmr_folder(tmp_path_factory.mktemp("bmr"))
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in BMR_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(("num_workers", "repeat"), [(0, True), (2, False)])
+def test_a_state_of_any_step_gives_the_rest(
+    num_workers: int, repeat: bool, folder: Path, tmp_path: Path
+) -> None:
+    config = DataConfig(path=str(folder), num_workers=num_workers, repeat=repeat, order="balanced")
+    encoder = build_task_encoder(config, read_packed_data(folder))
+    num_packs = len(PackedFolder(folder))
+    steps = None if num_workers == 0 else (0, 3, num_packs, num_packs + 1)
+    seen = check_states(config, encoder, num_packs, tmp_path, steps=steps)
+    assert sorted(seen) == sorted(pack.key for pack in PackedFolder(folder))
+
+
+def test_ranks_have_rows_of_as_many_packs_and_similar_cost(folder: Path) -> None:
+    encoder = build_task_encoder(DataConfig(path=str(folder)), read_packed_data(folder))
+    by_key = dict(
+        zip((p.key for p in PackedFolder(folder)), pack_costs(PackedFolder(folder))[1], strict=True)
+    )
+    rows = [
+        list(BalancedLoader(folder, encoder, rank=rank, world_size=3, micro_batch_size=2))
+        for rank in range(3)
+    ]
+    assert len(rows[0]) == len(rows[1]) == len(rows[2]) == -(-len(by_key) // 6)
+    given = collections.Counter(key for own in rows for row in own for key in row.__key__)
+    assert given == dict.fromkeys(by_key, 1)
+    cost = [[sum(by_key[key] for key in row.__key__) for row in own] for own in rows]
+    full = [step for step in zip(*cost, strict=True) if min(step) > 0.8 * max(step)]
+    assert len(full) >= len(rows[0]) - 1  # one step may share what did not divide
+
+
+def test_packs_of_several_epochs_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "source", 20)), "task": "bmr"}
+    pack = {"seq_length": 256, "epochs": 2}
+    run = make_run(source, tmp_path / "packed", output={"layout": "references"}, pack=pack)
+    pack_all(run)
+    data = read_packed_data(tmp_path / "packed")
+    config = DataConfig(path=str(tmp_path / "packed"))
+    BalancedLoader(tmp_path / "packed", build_task_encoder(config, data))
+    assert "has packs of 2 epochs, which order=balanced deals as one" in caplog.text
+
+
+@pytest.mark.parametrize("order", ["balanced", "written"])
+def test_the_seed_of_a_run_decides_its_order(order: str, folder: Path, tmp_path: Path) -> None:
+    """But for packs in the order written."""
+    orders = []
+    for seed in (0, 0, 7):
+        sections: dict[str, Any] = {
+            "data": {"order": order, "repeat": False},
+            "train": {"seed": seed},
+        }
+        config = make_config(folder, tmp_path, **sections)
+        trainer, _ = build_trainer(config, initialize_parallel())
+        orders.append([row.__key__ for row in iter(trainer._train_data.next, None)])
+    assert orders[0] == orders[1]
+    assert sorted(orders[0]) == sorted(orders[2])
+    assert (orders[0] == orders[2]) == (order == "written")
+
+
+def test_a_run_trains_on_it_and_resumes(folder: Path, tmp_path: Path) -> None:
+    def config(output: Path, iterations: int) -> Any:
+        return make_config(
+            folder,
+            output,
+            data={"order": "balanced", "num_workers": 0},
+            train={"iterations": iterations},
+            schedule={"decay": "constant", "warmup": 0},
+            checkpoint={"every": 2},
+        )
+
+    whole, seen, _ = make_trainer(config(tmp_path / "whole", 4))
+    assert whole.run()
+    first, before, _ = make_trainer(config(tmp_path / "parts", 2))
+    assert first.run()
+    second, after, _ = make_trainer(config(tmp_path / "parts", 4))
+    second.resume()
+    assert second.run()
+    assert before.keys + after.keys == seen.keys
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def train_an_epoch(folder: Path, output: Path) -> list[str]:
+    """As one rank of a group; returns the packs that it trained on."""
+    num_packs = len(PackedFolder(folder))
+    config = make_config(
+        folder,
+        output,
+        data={"order": "balanced", "num_workers": 0},
+        batch={"global_batch_packs": 2},
+        train={"iterations": -(-num_packs // 2)},
+    )
+    trainer, seen, _ = make_trainer(config)
+    assert trainer.run()
+    return seen.keys
+
+
+def test_two_processes_share_an_epoch(folder: Path, tmp_path: Path) -> None:
+    """Each makes the schedule for itself: no pack is given to both, none is left out."""
+    keys = run_ranks(2, tmp_path / "group", train_an_epoch, folder, tmp_path / "run")
+    packs = sorted(pack.key for pack in PackedFolder(folder))
+    assert len(keys[0]) == len(keys[1]) == -(-len(packs) // 2)
+    times = collections.Counter([*keys[0], *keys[1]])
+    assert sorted(times) == packs
+    assert times.total() - len(packs) == len(packs) % 2
+
+
+def test_packs_as_token_ids_are_refused() -> None:
+    with pytest.raises(ValidationError, match="order=balanced: packs as token ids"):
+        DataConfig(path="packs", data_prefix="packs/packed_seq_dataset", order="balanced")

@@ -1,0 +1,135 @@
+"""Training on packs as token ids, by the names that NeVA gives them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from launch.config import DataConfig
+from launch.data.indexed_loader import IndexedLoader
+from launch.data.micro_batches import build_task_encoder
+from launch.data.open_packs import open_packs, settings_of_packs
+from launch.data.packed_data import read_packed_data
+from task_encoders.loading.indexed_dataset import IndexedPackDataset
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.settings import PackingSettingsError
+from tests.helpers.datasets import make_run, mixed_pairs, pack_all
+from tests.helpers.loader_states import check_states
+from tests.helpers.packed_runs import (
+    BMR_ENVIRONMENT,
+    SEQ_LENGTH,
+    losses,
+    make_config,
+    make_trainer,
+)
+
+LAYOUTS = ("energon", "indexed")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same packs in both layouts."""
+    root = tmp_path_factory.mktemp("indexed")
+    source = {"format": "pairs", "path": str(mixed_pairs(root / "source", 60)), "task": "bmr"}
+    output = {"packs_per_shard": 8, "split": {"train": 0.8, "val": 0.2}}
+    for layout in LAYOUTS:
+        named = {**output, "layout": layout}
+        pack_all(make_run(source, root / layout, pack={"seq_length": SEQ_LENGTH}, output=named))
+    return {layout: root / layout for layout in LAYOUTS}
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in BMR_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+def neva_names(folder: Path, **other: Any) -> dict[str, Any]:
+    return {"packed_sequence": True, "data_prefix": str(folder / "packed_seq_dataset"), **other}
+
+
+def test_the_losses_are_those_of_the_tars(folders: dict[str, Path], tmp_path: Path) -> None:
+    found = {}
+    for layout in LAYOUTS:
+        data = neva_names(folders[layout]) if layout == "indexed" else {}
+        config = make_config(
+            folders[layout],
+            tmp_path / layout,
+            data={"path": str(folders[layout]), "num_workers": 0, **data},
+            validation={"every": 8},
+        )
+        trainer, batches, _ = make_trainer(config)
+        assert trainer.run()
+        found[layout] = (batches.keys, losses(tmp_path / layout))
+    assert found["indexed"] == found["energon"]
+    assert len(found["indexed"][1]) == 8
+
+
+@pytest.mark.parametrize(("num_workers", "repeat"), [(0, False), (0, True), (2, True)])
+def test_a_state_of_any_step_gives_the_rest(
+    folders: dict[str, Path], num_workers: int, repeat: bool, tmp_path: Path
+) -> None:
+    names = neva_names(folders["indexed"], num_workers=num_workers, repeat=repeat)
+    config = DataConfig.model_validate(names)
+    encoder = build_task_encoder(config, read_packed_data(Path(config.path)))
+    num_packs = len(IndexedPackDataset(names["data_prefix"], encoder))
+    assert num_packs > 8
+    steps = None if num_workers == 0 else (0, 3, num_packs + 1)
+    check_states(config, encoder, num_packs, tmp_path, steps=steps)
+
+
+def test_ranks_share_the_packs(folders: dict[str, Path]) -> None:
+    """Each pack once an epoch, whatever the number of ranks; micro batches of two."""
+    dataset = IndexedPackDataset(folders["indexed"] / "packed_seq_dataset", micro_batch_size=2)
+    once = [
+        [row.__key__ for row in IndexedLoader(dataset, rank=rank, world_size=3)]
+        for rank in range(3)
+    ]
+    keys = sorted(key for rows in once for row in rows for key in row)
+    assert keys == sorted(key for n in range(len(dataset)) for key in dataset[n].__key__)
+    assert max(map(len, once)) - min(map(len, once)) <= 1
+    endless = [
+        iter(IndexedLoader(dataset, rank=rank, world_size=3, repeat=True)) for rank in range(3)
+    ]
+    steps = [[next(rows).__key__ for rows in endless] for _ in range(len(dataset))]
+    dealt = [key for step in steps for row in step for key in row]
+    assert {dealt.count(key) for key in keys} == {3}  # three epochs
+
+
+def test_other_names_of_neva(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    by_folder = DataConfig(path=str(folders["indexed"]))
+    by_prefix = DataConfig.model_validate({"path": "demo", **neva_names(folders["indexed"])})
+    assert by_folder == by_prefix
+    for value in (False, 0, "false"):
+        with pytest.raises(ValidationError, match="packed_sequence=false: only packs are trained"):
+            DataConfig.model_validate({"path": "out", "packed_sequence": value})
+    with pytest.raises(ValidationError, match="online packs data that are not packed"):
+        DataConfig.model_validate({"path": str(folders["indexed"]), "online": {"seq_length": 512}})
+    config = DataConfig.model_validate(neva_names(folders["indexed"], crop_size=[336, 336]))
+    build_task_encoder(config, read_packed_data(Path(config.path)))
+    assert "data.crop_size [336, 336] is not used: qwen2_vl keeps each image's shape" in caplog.text
+
+
+def test_variables_that_contradict_the_packs_are_refused_when_they_are_opened(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a model is read."""
+    for variable in ("OFFLINE_PACKING_BMR", "OFFLINE_PACKED_DATA"):
+        monkeypatch.delenv(variable)
+        with pytest.raises(PackingSettingsError, match="set OFFLINE_PACKED_DATA=1 OFFLINE_PACKING"):
+            IndexedPackDataset(folders["indexed"] / "packed_seq_dataset")
+
+
+def test_the_trainer_of_transformers_takes_a_prefix(folders: dict[str, Path]) -> None:
+    for path in (folders["indexed"], folders["indexed"] / "packed_seq_dataset"):
+        settings, seq_length = settings_of_packs(path)
+        encoder = Qwen2VLTaskEncoder(seq_length=seq_length, model=settings)
+        dataset = IndexedPackDataset(folders["indexed"] / "packed_seq_dataset", encoder)
+        packs = open_packs(path, encoder)
+        assert isinstance(packs, IndexedPackDataset)
+        assert packs[0].__key__ == dataset[0].__key__
+        assert torch.equal(
+            packs.batch([0, 1]).tokens[:, : dataset[0].num_tokens], dataset[0].tokens
+        )

@@ -1,0 +1,99 @@
+"""What a token weighs must not depend on how a step is cut into ranks and micro batches."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launch.loop.loss import Normalization, loss_terms, shift_labels, weighted_sum
+from task_encoders.sample_encoder import IGNORE_INDEX
+
+_ = IGNORE_INDEX
+
+
+def row(*samples: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(1, S) labels as the loader gives them, and (1, P + 1) boundaries."""
+    labels = torch.tensor([[label for sample in samples for label in sample]])
+    ends = np.cumsum([0, *map(len, samples)])
+    return labels, torch.tensor(ends, dtype=torch.int32)[None]
+
+
+def step_loss(
+    rows: list[tuple[torch.Tensor, torch.Tensor]],
+    losses: list[torch.Tensor],
+    normalization: Normalization,
+) -> float:
+    total = denominator = 0.0
+    for (labels, cu_lengths), token_losses in zip(rows, losses, strict=True):
+        terms = loss_terms(shift_labels(labels), cu_lengths, normalization)
+        total += float(weighted_sum(token_losses, terms))
+        denominator += float(terms.denominator)
+    return total / max(denominator, 1.0)
+
+
+def test_labels_are_shifted_within_samples_only() -> None:
+    labels, _cu = row([_, 1, 2], [_, 3])
+    assert shift_labels(labels).tolist() == [[1, 2, _, 3, _]]
+    assert labels.tolist() == [[_, 1, 2, _, 3]]  # not in place
+
+
+def test_every_labelled_token_weighs_the_same() -> None:
+    labels, cu_lengths = row([_, 1, 2, 3], [_, 4])
+    terms = loss_terms(shift_labels(labels), cu_lengths, "token")
+    assert terms.weights.tolist() == [[1, 1, 1, 0, 1, 0]]
+    assert terms.denominator == 4
+
+
+def test_every_sample_with_labels_weighs_the_same() -> None:
+    labels, cu_lengths = row([_, 1, 2, 3], [_, 4], [_, _, _])
+    terms = loss_terms(shift_labels(labels), cu_lengths, "sample")
+    assert terms.weights[0].tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0, 1, 0, 0, 0, 0])
+    assert terms.denominator == 2
+
+
+samples = st.lists(
+    st.lists(st.booleans(), min_size=1, max_size=6).map(
+        lambda flags: [_, *(7 if flag else _ for flag in flags[1:])]
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(samples=samples, seed=st.integers(0, 99), cut=st.integers(0, 8))
+@pytest.mark.parametrize("normalization", ["token", "sample"])
+def test_the_loss_does_not_depend_on_how_a_step_is_cut(
+    normalization: Normalization, samples: list[list[int]], seed: int, cut: int
+) -> None:
+    labels, cu_lengths = row(*samples)
+    token_losses = torch.rand(labels.shape, generator=torch.Generator().manual_seed(seed))
+    whole = step_loss([(labels, cu_lengths)], [token_losses], normalization)
+    parts = [part for part in (samples[:cut], samples[cut:]) if part]
+    lengths = [sum(map(len, part)) for part in parts]
+    pieces = list(token_losses.split(lengths, dim=1))
+    assert step_loss([row(*part) for part in parts], pieces, normalization) == pytest.approx(whole)
+    # ... and is what a loop over samples would give
+    split = list(token_losses.split([len(sample) for sample in samples], dim=1))
+    means = [
+        losses[0, torch.tensor(sample).roll(-1) != _]
+        for sample, losses in zip(samples, split, strict=True)
+    ]
+    labelled = [values for values in means if len(values)]
+    if normalization == "sample" and labelled:
+        assert whole == pytest.approx(float(torch.stack([v.mean() for v in labelled]).mean()))
+    elif labelled:
+        assert whole == pytest.approx(float(torch.cat(labelled).mean()))
+
+
+@pytest.mark.parametrize("normalization", ["token", "sample"])
+def test_a_row_without_labels_is_finite_and_has_no_gradient(normalization: Normalization) -> None:
+    labels, cu_lengths = row([_, _, _], [_])
+    logits = torch.randn(1, 4, requires_grad=True)
+    terms = loss_terms(shift_labels(labels), cu_lengths, normalization)
+    loss = weighted_sum(logits * torch.tensor([1.0, float("nan"), 1.0, float("inf")]), terms)
+    loss.backward()
+    assert float(loss) == 0
+    assert float(terms.denominator) == 0
+    assert logits.grad is not None

@@ -1,0 +1,196 @@
+"""Data parallel 2 × tensor parallel 2 must train as one process does on the same packs."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.energon import WorkerConfig, get_savable_loader
+from torch import distributed
+
+from launch.config import LaunchConfig
+from launch.data.broadcast import broadcast_batch
+from launch.data.micro_batches import build_task_encoder
+from launch.data.packed_data import read_packed_data
+from launch.loop.parallel import initialize_parallel, shutdown_parallel
+from launch.model.qwen_vl import save_hf_checkpoint
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.loading.packed_dataset import get_packed_train_dataset
+from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder, losses, make_config, make_trainer
+from tests.helpers.rank_processes import run_ranks
+
+STEPS = 12
+DATA_PARALLEL = 2
+PACKS_PER_STEP = 4
+
+
+def parallel_config(folder: Path, output: Path, **sections: Any) -> LaunchConfig:
+    return make_config(
+        folder,
+        output,
+        batch={"global_batch_packs": PACKS_PER_STEP},
+        train={"iterations": STEPS},
+        checkpoint={"every": STEPS // 2},
+        **sections,
+    )
+
+
+class PacksOfTwoRanks:
+    """The packs that two data parallel ranks would read, one from each in turn, in one process."""
+
+    def __init__(self, config: LaunchConfig) -> None:
+        data = read_packed_data(Path(config.data.path))
+        self._iterators = [
+            iter(
+                get_savable_loader(
+                    get_packed_train_dataset(
+                        config.data.path,
+                        build_task_encoder(config.data, data),
+                        worker_config=WorkerConfig(
+                            rank=rank, world_size=DATA_PARALLEL, num_workers=0
+                        ),
+                    )
+                )
+            )
+            for rank in range(DATA_PARALLEL)
+        ]
+        self._given = 0
+
+    def next(self) -> PackedBatch | None:
+        iterator = self._iterators[self._given % DATA_PARALLEL]
+        self._given += 1
+        return broadcast_batch(next(iterator), torch.device("cpu"))
+
+    def state(self) -> None:
+        return None
+
+    def close(self) -> None: ...
+
+
+@dataclasses.dataclass
+class RankResult:
+    rank: int
+    tensor_rank: int
+    keys: list[str]
+    resumed_keys: list[str]
+    once_keys: list[str]
+
+
+def train_on_one_rank(folder: Path, output: Path) -> RankResult:
+    """In each of four processes: a whole run, its second half again, and one pass to its end."""
+    initialize_parallel(2)
+    parallel = {"parallel": {"tensor": 2}}
+    trainer, recorded, model = make_trainer(parallel_config(folder, output / "whole", **parallel))
+    assert trainer.run()
+    save_hf_checkpoint(model, output / "hf")  # type: ignore[arg-type]
+
+    config = parallel_config(folder, output / "resumed", **parallel)
+    if distributed.get_rank() == 0:
+        checkpoints = output / "resumed" / "checkpoints"
+        checkpoints.mkdir(parents=True)
+        name = f"iter_{STEPS // 2:08d}"
+        (checkpoints / name).symlink_to(output / "whole" / "checkpoints" / name)
+    distributed.barrier()
+    resumed, resumed_batches, _ = make_trainer(config)
+    resumed.resume()
+    assert resumed.iteration == STEPS // 2
+    assert resumed.run()
+
+    # 5 packs a step on 2 ranks would not be even; 2 × 3 is, and leaves one rank short at the end.
+    once_config = make_config(
+        folder,
+        output / "once",
+        data={"repeat": False},
+        batch={"global_batch_packs": 6},
+        train={"iterations": 1000},
+        **parallel,
+    )
+    once, once_batches, _ = make_trainer(once_config)
+    assert once.run()
+    result = RankResult(
+        distributed.get_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        recorded.keys,
+        resumed_batches.keys,
+        once_batches.keys,
+    )
+    parallel_state.destroy_model_parallel()
+    return result
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bmr_folder(tmp_path_factory.mktemp("bmr"))
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    output = tmp_path_factory.mktemp("ranks")
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in BMR_ENVIRONMENT.items():
+            environment.setenv(name, value)
+        results = run_ranks(4, output / "processes", train_on_one_rank, folder, output)
+        return results, output
+
+
+@pytest.fixture
+def single_losses(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    for name, value in BMR_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    config = parallel_config(folder, tmp_path)
+    initialize_parallel()
+    trainer, _, _ = make_trainer(config, batches=PacksOfTwoRanks(config))
+    assert trainer.run()
+    shutdown_parallel()
+    return losses(tmp_path)
+
+
+def test_four_ranks_train_as_one_process(ranks: Any, single_losses: list[float]) -> None:
+    _, output = ranks
+    parallel_losses = losses(output / "whole")
+    assert len(parallel_losses) == len(single_losses) == STEPS
+    assert parallel_losses == pytest.approx(single_losses, abs=1e-4)
+    assert single_losses[-1] < single_losses[0] - 0.05  # it did train
+
+
+def test_tensor_parallel_ranks_see_the_same_packs_and_data_parallel_ranks_others(
+    ranks: Any,
+) -> None:
+    results, _ = ranks
+    first, second, third, fourth = (result.keys for result in results)
+    assert [result.tensor_rank for result in results] == [0, 1, 0, 1]
+    assert first == second
+    assert third == fourth
+    assert len(first) == len(third) == STEPS * PACKS_PER_STEP // DATA_PARALLEL
+    assert set(first[: len(set(first))]).isdisjoint(third[: len(set(third))])
+
+
+def test_four_ranks_resume_bit_by_bit(ranks: Any) -> None:
+    results, output = ranks
+    lines = (output / "resumed" / "metrics.jsonl").read_text().splitlines()
+    resumed = [json.loads(line)["loss"] for line in lines]
+    assert resumed == losses(output / "whole")[STEPS // 2 :]
+    for result in results:
+        assert result.resumed_keys == result.keys[len(result.keys) // 2 :]
+
+
+def test_one_pass_ends_on_all_ranks_with_every_pack_seen_once(folder: Path, ranks: Any) -> None:
+    results, output = ranks
+    total = read_packed_data(folder).num_packs
+    seen = results[0].once_keys + results[2].once_keys
+    assert len(seen) == len(set(seen)) == total
+    lines = (output / "once" / "metrics.jsonl").read_text().splitlines()
+    packs = [json.loads(line)["packs"] for line in lines]
+    assert sum(packs) == total
+    assert packs[-1] < 6  # the ranks did not all have packs in the last step
+
+
+def test_the_export_of_four_ranks_loads_in_transformers(ranks: Any) -> None:
+    from transformers import Qwen2VLForConditionalGeneration
+
+    _, output = ranks
+    model = Qwen2VLForConditionalGeneration.from_pretrained(output / "hf")
+    assert all(parameter.isfinite().all() for parameter in model.parameters())

@@ -1,0 +1,239 @@
+"""Steps and batch sizes from manifests."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from launch.config import DataConfig, LaunchConfig
+from launch.data.micro_batches import build_task_encoder
+from launch.data.packed_data import PackedData, check_validation, read_packed_data
+from launch.loop.plan import plan_training
+from launch.loop.setup import check_alike
+from offline_packing.errors import StageError
+from task_encoders.families import ModelSettings, build_sample_encoder
+from task_encoders.text.builtin_tokenizer import builtin_tokenizer
+from tests.helpers.datasets import captioning_pairs, make_run, pack_all
+from tests.helpers.packed_runs import SEQ_LENGTH, bmr_folder, captioning_folder
+from tests.helpers.rank_processes import run_ranks
+
+BLEND = """\
+__module__: megatron.energon
+__class__: MetadatasetV2
+splits:
+  train:
+    blend:
+      - {{path: {captions}, weight: 3}}
+      - {{path: {dialogues}, weight: 1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return captioning_folder(tmp_path_factory.mktemp("captions"))
+
+
+@pytest.fixture(scope="module")
+def dialogues(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bmr_folder(tmp_path_factory.mktemp("dialogues"))
+
+
+def plan_of(packed: PackedData, data_parallel: int = 1, /, **sections: Any) -> Any:
+    content: dict[str, Any] = {
+        "data": {"path": "unused"},
+        "batch": {"global_batch_size": 256},
+        "output": {"path": "unused"},
+    }
+    config = LaunchConfig.model_validate(content | sections)
+    return plan_training(config, packed, data_parallel)
+
+
+def data_of(num_packs: int, num_samples: int, fill: float = 1.0) -> PackedData:
+    per_pack = num_samples / num_packs
+    return PackedData(num_packs, num_samples, per_pack, 8192, {}, "0", fill=fill)
+
+
+def test_dynamic_rows_are_counted_by_the_mean_pack() -> None:
+    """Packs half full: four to a row of two, so that sixteen are two rows on each of two ranks."""
+    data = {"path": "x", "dyn_bsz": True, "micro_batch_size": 2}
+    half_full = data_of(1_000, 8_000, fill=0.5)
+    for batch in ({"global_batch_packs": 16}, {"global_batch_size": 128}):
+        plan = plan_of(half_full, 2, data=data, batch=batch)
+        assert (plan.accumulation, plan.packs_per_step, plan.iterations) == (2, 16, 63)
+
+
+def test_a_folder_is_counted_by_its_train_split(captions: Path) -> None:
+    manifest = json.loads((captions / "manifest.json").read_bytes())
+    data = read_packed_data(captions)
+    assert data.num_packs == manifest["counts"]["packs"]["train"]
+    assert manifest["counts"]["packs"]["val"] > 0
+    tokens = sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] == "train")
+    assert data.fill == tokens / data.num_packs / SEQ_LENGTH
+    assert data.num_samples < manifest["counts"]["packed"]
+    assert data.samples_per_pack == data.num_samples / data.num_packs
+    assert data.seq_length == SEQ_LENGTH
+
+
+def test_the_task_encoder_is_of_the_family_that_is_trained(captions: Path, tmp_path: Path) -> None:
+    """With one tokenizer packs fit both; positions of videos are the model's own."""
+    builtin_tokenizer().save_pretrained(tmp_path)
+    config = DataConfig(path=str(captions), processor=str(tmp_path))
+    data = read_packed_data(captions)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OFFLINE_PACKED_DATA", "1")
+        encoders = [
+            build_task_encoder(config, data, family).encoder for family in (None, "qwen2_5_vl")
+        ]
+    assert [encoder.options.family for encoder in encoders] == ["qwen2_vl", "qwen2_5_vl"]
+    assert encoders[0].fingerprint == encoders[1].fingerprint
+
+
+def test_a_blend_is_weighed_as_it_is_drawn(captions: Path, dialogues: Path, tmp_path: Path) -> None:
+    blend = tmp_path / "blend.yaml"
+    blend.write_text(BLEND.format(captions=captions, dialogues=dialogues))
+    first, second = read_packed_data(captions), read_packed_data(dialogues)
+    data = read_packed_data(blend)
+    assert data.num_packs == first.num_packs + second.num_packs
+    expected = 0.75 * first.samples_per_pack + 0.25 * second.samples_per_pack
+    assert data.samples_per_pack == pytest.approx(expected)
+    assert data.content_hash not in (first.content_hash, second.content_hash)
+
+
+def test_datasets_measured_differently_cannot_be_blended(
+    captions: Path, dialogues: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    manifest = json.loads((dialogues / "manifest.json").read_bytes())
+    manifest["config"]["model"]["max_pixels"] = 12_544
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    (other / ".nv-meta").symlink_to(dialogues / ".nv-meta")
+    for shard in dialogues.glob("*.tar*"):
+        (other / shard.name).symlink_to(shard)
+    blend = tmp_path / "blend.yaml"
+    blend.write_text(BLEND.format(captions=captions, dialogues=other))
+    with pytest.raises(StageError, match=r"max_pixels 50176, .* with 12544"):
+        read_packed_data(blend)
+
+
+def test_packs_without_manifest_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(StageError, match=r"has no manifest\.json"):
+        read_packed_data(tmp_path)
+    with pytest.raises(StageError, match="neither a packed folder nor"):
+        read_packed_data(tmp_path / "none")
+
+
+def test_the_batch_keeps_the_samples_of_the_recipe() -> None:
+    # 1,000 packs of 8 samples: 256 samples are 32 packs; an epoch of 8,000 samples is 32 steps
+    plan = plan_of(data_of(1_000, 8_000), 4)
+    assert plan.packs_per_step == 32
+    assert plan.accumulation == 8
+    assert plan.iterations == 32  # 31 whole steps, and 8 packs
+
+
+@pytest.mark.parametrize(("data_parallel", "packs"), [(1, 26), (8, 24), (16, 32), (64, 64)])
+def test_the_batch_is_shared_out_evenly(data_parallel: int, packs: int) -> None:
+    plan = plan_of(data_of(1_000, 10_000), data_parallel)  # 25.6 packs
+    assert plan.packs_per_step == packs
+    assert plan.accumulation * data_parallel == packs
+
+
+def test_epochs_and_iterations() -> None:
+    data = data_of(1_000, 8_000)
+    assert plan_of(data, train={"epochs": 2}).iterations == 63
+    assert plan_of(data, train={"epochs": 0.5}).iterations == 16
+    plan = plan_of(data, train={"iterations": 7}, schedule={"warmup": 0.3})
+    assert (plan.iterations, plan.warmup_iterations) == (7, 2)
+
+
+def test_packs_that_cannot_be_shared_out_are_refused() -> None:
+    batch = {"global_batch_packs": 10}
+    with pytest.raises(ValueError, match="is not a multiple of 8 = 4 data parallel ranks"):
+        plan_of(data_of(10, 20), 4, batch=batch, data={"path": "x", "micro_batch_size": 2})
+
+
+def test_what_a_recipe_does_not_get_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    data = data_of(1_000, 10_000)
+    plan_of(data, 8)
+    assert not caplog.records
+    plan_of(data, 64, batch={"global_batch_size": 64})
+    assert "global_batch_size 64 becomes about 640 samples" in caplog.text
+    plan_of(data, train={"epochs": 3}, data={"path": "unused", "repeat": False})
+    assert "data.repeat=false ends the run after 39 of" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "cannot be read as a metadataset: AttributeError"),
+        ("splits: [1", "cannot be read as a metadataset: ExceptionParse"),
+        (
+            BLEND.format(captions="a", dialogues="b"),
+            "FileNotFoundError: .*; a path in it is a folder with .nv-meta, or of references",
+        ),
+    ],
+)
+def test_a_blend_that_cannot_be_read_is_named(tmp_path: Path, content: str, message: str) -> None:
+    """Not only the path that it leads to."""
+    blend = tmp_path / "my_blend.yaml"
+    blend.write_text(content)
+    with pytest.raises(StageError, match=f"my_blend.yaml .*{message}"):
+        read_packed_data(blend)
+
+
+def test_a_layout_of_other_trainers_is_named(tmp_path: Path) -> None:
+    source = captioning_pairs(tmp_path / "data", 4)
+    pack_all(make_run(source, tmp_path / "out", output={"layout": "raw_packing"}))
+    with pytest.raises(StageError, match=r"layout=raw_packing, which other trainers read"):
+        read_packed_data(tmp_path / "out")
+
+
+def test_a_dataset_that_is_blended_twice_is_a_warning(
+    captions: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blend = tmp_path / "blend.yaml"
+    blend.write_text(BLEND.format(captions=captions, dialogues=captions))
+    read_packed_data(blend)
+    assert f"lists {captions} 2 times" in caplog.text
+
+
+def test_validation_needs_data_of_its_own(
+    captions: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_validation(captions)
+    blend = tmp_path / "blend.yaml"
+    content = BLEND.format(captions=captions, dialogues=captions)
+    blend.write_text(content)
+    with pytest.raises(StageError, match=r"no packs in its val split; set validation\.every=0"):
+        check_validation(blend)
+    blend.write_text(f"{content}  val: {{path: {captions}}}\n")
+    check_validation(blend)
+    assert not caplog.records
+    blend.write_text(f"{content}  val: {{path: {captions}, split_part: train}}\n")
+    check_validation(blend)
+    assert "validates on what it trains on" in caplog.text
+
+
+def alike(seed_of_rank: list[int]) -> str:
+    sections = {"data": {"path": "-"}, "batch": {"global_batch_packs": 1}, "output": {"path": "-"}}
+    seed = seed_of_rank[distributed.get_rank()]
+    try:
+        check_alike(LaunchConfig.model_validate({**sections, "train": {"seed": seed}}))
+    except StageError as error:
+        return str(error)
+    return "alike"
+
+
+def test_ranks_started_differently_stop(tmp_path: Path) -> None:
+    assert run_ranks(2, tmp_path / "a", alike, [3, 3]) == ["alike"] * 2
+    for message in run_ranks(2, tmp_path / "b", alike, [3, 4]):
+        assert message.startswith("train.seed is '3' on rank 0 and '4' on rank 1")
+
+
+def test_a_default_and_its_value_are_one_setting() -> None:
+    """What a manifest holds is read back as given; packs of the defaults must still match."""
+    given = ModelSettings.model_validate(ModelSettings().model_dump())
+    built = [build_sample_encoder(model).fingerprint for model in (ModelSettings(), given)]
+    assert built[0] == built[1]

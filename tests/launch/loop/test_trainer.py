@@ -1,0 +1,348 @@
+"""The training loop over real packs: what it counts, how it ends, what its errors say."""
+
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch.config import LaunchConfig, MetricsConfig
+from launch.data.micro_batches import EnergonMicroBatches, build_task_encoder
+from launch.data.packed_data import read_packed_data
+from launch.loop.metrics import MetricsLog, read_metrics
+from launch.loop.parallel import initialize_parallel
+from launch.loop.setup import run
+from launch.loop.trainer import StepError
+from offline_packing.errors import StageError
+from tests.helpers.packed_runs import (
+    BMR_ENVIRONMENT,
+    SEQ_LENGTH,
+    bmr_folder,
+    captioning_folder,
+    losses,
+    make_config,
+    make_trainer,
+    step_lines,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bmr_folder(tmp_path_factory.mktemp("bmr"))
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in BMR_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+def train(config: LaunchConfig) -> tuple[list[str], torch.nn.Module]:
+    """Keys of the packs trained on, and the model."""
+    trainer, recorded, model = make_trainer(config)
+    assert trainer.run()
+    return recorded.keys, model
+
+
+def train_counts(folder: Path) -> tuple[int, int, int]:
+    """Packs, samples and tokens in the train split."""
+    shards = json.loads((folder / "manifest.json").read_bytes())["shards"]
+    train = [shard for shard in shards if shard["split"] == "train"]
+    packs, samples, tokens = (
+        sum(shard[name] for shard in train) for name in ("packs", "samples", "tokens")
+    )
+    return packs, samples, tokens
+
+
+def test_one_pass_trains_on_every_pack_once_and_ends(folder: Path, tmp_path: Path) -> None:
+    packs, samples, tokens = train_counts(folder)
+    assert packs % 4  # so that the last step has fewer packs than the others
+    config = make_config(
+        folder,
+        tmp_path,
+        data={"repeat": False},
+        train={"iterations": 1000},
+        batch={"global_batch_packs": 4},
+    )
+    keys, _ = train(config)
+    assert len(keys) == len(set(keys)) == packs
+    lines = step_lines(tmp_path)
+    assert len(lines) == -(-packs // 4)
+    assert [line["packs"] for line in lines] == [4] * (packs // 4) + [packs % 4]
+    assert sum(line["sub_samples"] for line in lines) == samples
+    assert sum(line["tokens"] for line in lines) == tokens
+    for line in lines:
+        assert line["fill"] == line["tokens"] / (line["packs"] * SEQ_LENGTH)
+        assert 0 < line["loss_tokens"] < line["tokens"]
+        assert 0 <= line["data_wait"] < 1
+        assert line["rank_imbalance"] == pytest.approx(1)
+
+
+def test_an_epoch_of_the_plan_is_one_pass(folder: Path, tmp_path: Path) -> None:
+    packs, _, _ = train_counts(folder)
+    config = make_config(folder, tmp_path, data={"repeat": False}, train={"iterations": None})
+    keys, _ = train(config)
+    assert len(set(keys)) == len(keys) == packs
+
+
+def test_the_loss_falls(folder: Path, tmp_path: Path) -> None:
+    train(make_config(folder, tmp_path, train={"iterations": 16}))
+    values = losses(tmp_path)
+    assert values[-1] < values[0] - 0.1
+
+
+@pytest.mark.parametrize("normalization", ["token", "sample"])
+def test_micro_batches_do_not_change_a_step(
+    normalization: str, folder: Path, tmp_path: Path
+) -> None:
+    runs = {}
+    for size in (1, 2, 4):
+        output = tmp_path / str(size)
+        config = make_config(
+            folder,
+            output,
+            data={"micro_batch_size": size},
+            batch={"global_batch_packs": 4},
+            train={"iterations": 5, "normalization": normalization},
+        )
+        keys, _ = train(config)
+        runs[size] = losses(output), keys
+    assert runs[1][1] == runs[2][1] == runs[4][1]
+    assert runs[2][0] == pytest.approx(runs[1][0], abs=1e-5)
+    assert runs[4][0] == pytest.approx(runs[1][0], abs=1e-5)
+
+
+def test_dynamic_rows_train_on_every_pack_once(folder: Path, tmp_path: Path) -> None:
+    """Padding after merging changes no loss."""
+    packs, samples, tokens = train_counts(folder)
+    found = {}
+    for pad_to_length in (False, True):
+        data = {"dyn_bsz": True, "micro_batch_size": 2, "repeat": False}
+        config = make_config(
+            folder,
+            tmp_path / str(pad_to_length),
+            data=data | {"pad_to_length": pad_to_length},
+            train={"iterations": 1000},
+            batch={"global_batch_packs": 2},
+        )
+        keys, _ = train(config)
+        assert len(keys) == len(set(keys)) == packs
+        lines = step_lines(tmp_path / str(pad_to_length))
+        assert sum(line["sub_samples"] for line in lines) == samples
+        assert sum(line["tokens"] for line in lines) == tokens
+        found[pad_to_length] = [line["loss"] for line in lines]
+    assert found[True] == pytest.approx(found[False], abs=1e-5)
+
+
+def test_normalizations_differ(folder: Path, tmp_path: Path) -> None:
+    first = {}
+    for normalization in ("token", "sample"):
+        output = tmp_path / normalization
+        config = {"normalization": normalization, "iterations": 1}
+        train(make_config(folder, output, train=config))
+        first[normalization] = losses(output)[0]
+    assert abs(first["token"] - first["sample"]) > 1e-6
+
+
+def test_validation_sees_the_whole_val_split_each_time(folder: Path, tmp_path: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    val_packs = manifest["counts"]["packs"]["val"]
+    assert val_packs > 1
+    config = make_config(
+        folder, tmp_path, train={"iterations": 4}, validation={"every": 2}, checkpoint={"every": 0}
+    )
+    train(config)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    validations = [line for line in lines if "validation_loss" in line]
+    assert [line["iteration"] for line in validations] == [2, 4]
+    assert {line["validation_packs"] for line in validations} == {val_packs}
+    assert validations[1]["validation_loss"] < validations[0]["validation_loss"]
+
+
+class Interfering(torch.nn.Module):
+    """A model that does something in its n-th forward."""
+
+    def __init__(self, model: torch.nn.Module, at: int, action: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.model, self.at, self.action, self.calls = model, at, action, 0
+
+    def forward(self, **inputs: Any) -> torch.Tensor:
+        self.calls += 1
+        losses = self.model(**inputs)
+        return self.action(losses) if self.calls == self.at else losses
+
+
+def run_interfered(config: LaunchConfig, at: int, action: Callable[[Any], Any]) -> tuple[bool, Any]:
+    trainer, recorded, model = make_trainer(config)
+    trainer._model = Interfering(model, at, action)
+    try:
+        return trainer.run(), recorded
+    except StepError as error:
+        return False, (error, recorded)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_saves_and_stops(
+    number: signal.Signals, folder: Path, tmp_path: Path
+) -> None:
+    def terminate(losses: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return losses
+
+    config = make_config(folder, tmp_path)
+    before = signal.getsignal(number)
+    finished, recorded = run_interfered(config, at=4, action=terminate)  # first pack of step 2
+    assert not finished
+    assert len(recorded.keys) == 6
+    assert len(losses(tmp_path)) == 2
+    assert (tmp_path / "checkpoints" / "iter_00000002" / "state.json").is_file()
+    assert signal.getsignal(number) is before
+
+
+def test_a_failing_step_names_its_packs(folder: Path, tmp_path: Path) -> None:
+    def fail(losses: Any) -> Any:
+        raise ValueError("sizes do not match")
+
+    _, (error, recorded) = run_interfered(make_config(folder, tmp_path), at=5, action=fail)
+    assert "step 2: packs" in str(error)
+    assert recorded.keys[4] in str(error)
+    assert "sizes do not match" in str(error)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(folder: Path, tmp_path: Path) -> None:
+    config = make_config(folder, tmp_path)
+    _, (error, recorded) = run_interfered(config, at=5, action=lambda x: x * float("nan"))
+    assert "norm is nan" in str(error)
+    assert all(key in str(error) for key in recorded.keys[3:6])
+    assert len(losses(tmp_path)) == 1
+
+
+def test_a_step_without_any_label_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    config = make_config(folder, tmp_path, train={"iterations": 1}, optimizer={"weight_decay": 0.0})
+    trainer, recorded, model = make_trainer(config)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    give = recorded.next
+
+    def give_without_labels() -> Any:
+        row = give()
+        assert row is not None
+        row.labels.fill_(-100)
+        return row
+
+    recorded.next = give_without_labels  # type: ignore[method-assign]
+    assert trainer.run()
+    assert losses(tmp_path) == [0.0]
+    assert step_lines(tmp_path)[0]["grad_norm"] == 0
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_samples_can_be_let_attend_to_each_other(folder: Path, tmp_path: Path) -> None:
+    first = {}
+    for crossing in (False, True):
+        output = tmp_path / str(crossing)
+        data = {"cross_sample_attention": crossing}
+        train(make_config(folder, output, data=data, train={"iterations": 1}))
+        first[crossing] = step_lines(output)[0]
+    assert first[True]["loss"] != first[False]["loss"]
+    assert first[True]["loss_tokens"] == first[False]["loss_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [("torch.utils.tensorboard", {"tensorboard": True}), ("wandb", {"wandb": "packs"})],
+)
+def test_trackers_are_optional(
+    module: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    MetricsLog(tmp_path, MetricsConfig(), iteration=0)
+    with pytest.raises(ValueError, match=r"needs the \w+ package: pip install"):
+        MetricsLog(tmp_path, MetricsConfig(**options), iteration=0)
+
+
+def test_the_first_and_the_last_step_are_logged(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(folder, tmp_path, train={"iterations": 4}, validation={"every": 100})
+    with caplog.at_level(logging.INFO, "launch"):
+        train(config)
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("step ")]
+    assert [line.split(":")[0] for line in lines] == [
+        "step 1/4",
+        "step 4/4",
+        "step 4",  # a run shorter than validation.every is validated once
+    ]
+    shown = step_lines(tmp_path)[3]
+    for text in (
+        f"loss {shown['loss']:.4f}",
+        f"lr {shown['learning_rate']:.2e}",
+        f"grad norm {shown['grad_norm']:.3g}",
+        f"{shown['tokens_per_second']:,.0f} tokens/s",
+        f"data wait {shown['data_wait']:.1%}",
+        f"memory {shown['memory_gib']:.1f} GiB",
+        "ETA 0:00:00",
+    ):
+        assert text in lines[1]
+    assert "validation loss" in lines[2]
+
+
+def test_a_run_that_is_there_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
+    train(make_config(folder, tmp_path, train={"iterations": 1}))
+    with pytest.raises(StageError, match="holds another run"):
+        run(make_config(folder, tmp_path, checkpoint={"resume": False}))
+    assert len(losses(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_blend_goes_on_where_it_was(
+    num_workers: int,
+    folder: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OFFLINE_PACKING_BMR")
+    captions = captioning_folder(tmp_path_factory.mktemp("captions"))
+    blend = tmp_path / "blend.yaml"
+    blend.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
+        f"      - {{path: {folder}, weight: 1}}\n      - {{path: {captions}, weight: 2}}\n"
+    )
+    device = initialize_parallel()
+    config = make_config(blend, tmp_path, data={"num_workers": num_workers}).data
+
+    def batches() -> EnergonMicroBatches:
+        task_encoder = build_task_encoder(config, read_packed_data(blend))
+        return EnergonMicroBatches(config, task_encoder, device)
+
+    def keys(source: EnergonMicroBatches, count: int) -> list[tuple[str, ...]]:
+        rows = [source.next() for _ in range(count)]
+        return [row.sub_sample_keys for row in rows if row is not None]
+
+    first = batches()
+    keys(first, 5)
+    torch.save(first.state(), tmp_path / "state.pt")
+    expected = keys(first, 12)
+    first.close()
+    second = batches()
+    second.restore(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert keys(second, 12) == expected
+    second.close()
+
+
+def test_the_log_drops_steps_that_will_be_done_again(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, MetricsConfig(), iteration=0)
+    for iteration in range(1, 6):
+        log.write(iteration, {"loss": 1 / iteration})
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "a") as file:
+        file.write('{"iteration": 6, "lo')  # cut off by a kill
+    MetricsLog(tmp_path, MetricsConfig(), iteration=3).write(4, {"loss": 9.0})
+    assert [line["loss"] for line in read_metrics(path)] == [1, 1 / 2, 1 / 3, 9.0]

@@ -1,0 +1,206 @@
+"""Hugging Face -> megatron-core -> Hugging Face gives back every bit, whatever the sharding."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from launch.loop.parallel import initialize_parallel
+from launch.model.config import ModelConfig, transformers_classes
+from launch.model.hf_checkpoint import INDEX_FILE, SINGLE_FILE, weight_files, write_checkpoint
+from launch.model.hf_weights import gather_weights, join_qkv, split_qkv
+from launch.model.language_model import check_supported
+from launch.model.qwen_vl import build_model, save_hf_checkpoint
+from tests.helpers import tiny_checkpoints
+from tests.helpers.tiny_checkpoints import (
+    all_tensors,
+    assert_same_tensors,
+    transformers_model,
+)
+
+
+def round_trip(source: Path, family: str, target: Path, dtype: str) -> None:
+    device = initialize_parallel()
+    values = {"family": family, "checkpoint": source, "dtype": dtype}
+    config = ModelConfig.model_validate(values)
+    save_hf_checkpoint(build_model(config, device=device), target)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [("qwen2_vl", False), ("qwen2_vl", True), ("qwen2_5_vl", False), ("qwen3_vl", True)],
+)
+def test_round_trip_is_bit_identical(family: str, tied: bool, dtype: str, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    model = transformers_model(family, tied=tied).to(getattr(torch, dtype))
+    model.save_pretrained(source, max_shard_size="500KB")
+    (source / "tokenizer.json").write_text("{}")
+    assert len(weight_files(source)) > 2
+    round_trip(source, family, target, dtype)
+    assert_same_tensors(target, source)
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (target / name).read_bytes() == (source / name).read_bytes()
+
+    loaded = transformers_classes(family).model.from_pretrained(target, dtype="auto")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name])
+
+
+def test_large_checkpoints_are_written_in_shards(tmp_path: Path) -> None:
+    source = tiny_checkpoints.write_checkpoint(tmp_path / "source", "qwen2_vl", tied=True)
+    device = initialize_parallel()
+    model = build_model(ModelConfig(checkpoint=source), device=device)
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "of_an_older_run").touch()
+    tensors = gather_weights(model, model.hf_config)
+    write_checkpoint(target, tensors, model.hf_config, like=source, max_shard_bytes=500_000)
+    files = weight_files(target)
+    assert len(files) > 2
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert not (target / "of_an_older_run").exists()
+    assert_same_tensors(target, source)
+    total = sum(tensor.nbytes for tensor in all_tensors(source).values())
+    assert json.loads((target / INDEX_FILE).read_text())["metadata"]["total_size"] == total
+    transformers_classes("qwen2_vl").model.from_pretrained(target)
+
+
+def test_names_that_transformers_has_in_memory_are_read_as_well(tmp_path: Path) -> None:
+    source = tiny_checkpoints.write_checkpoint(tmp_path / "source", "qwen2_vl", tied=False)
+    renamed = tmp_path / "renamed"
+    renamed.mkdir()
+    (renamed / "config.json").write_bytes((source / "config.json").read_bytes())
+    state = transformers_model("qwen2_vl", tied=False).state_dict()
+    assert "model.language_model.norm.weight" in state
+    save_file(state, renamed / SINGLE_FILE)
+    round_trip(renamed, "qwen2_vl", tmp_path / "target", "float32")
+    assert_same_tensors(tmp_path / "target", source)
+
+
+def test_another_dtype_is_written_into_the_config(tmp_path: Path) -> None:
+    source = tiny_checkpoints.write_checkpoint(tmp_path / "source", "qwen2_vl", tied=True)
+    round_trip(source, "qwen2_vl", tmp_path / "target", "bfloat16")
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert {t.dtype for t in all_tensors(tmp_path / "target").values()} == {torch.bfloat16}
+
+
+def test_random_weights_make_a_checkpoint_that_transformers_loads(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    device = initialize_parallel()
+    model = build_model(ModelConfig(preset="tiny"), device=device, seed=3)
+    save_hf_checkpoint(model, tmp_path / "target")
+    loaded = transformers_classes("qwen2_vl").model.from_pretrained(tmp_path / "target")
+    ours = model.language_model.embedding.word_embeddings.weight
+    assert torch.equal(loaded.model.language_model.embed_tokens.weight, ours)
+    assert 0.019 < float(ours.std()) < 0.021
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "target")
+    assert tokenizer("Hello world")["input_ids"] == [9707, 1879]
+    assert (tmp_path / "target" / "preprocessor_config.json").is_file()
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(8, 8), (8, 2), (6, 1)])
+def test_qkv_splits_into_what_it_was_joined_from(heads: int, groups: int) -> None:
+    head_dim = 3
+    shapes = (heads * head_dim, 5), (groups * head_dim, 5), (groups * head_dim, 5)
+    parts = [torch.rand(shape) for shape in shapes]
+    joined = join_qkv(parts, head_dim)
+    for part, expected in zip(split_qkv(joined, head_dim, heads // groups), parts, strict=True):
+        assert torch.equal(part, expected)
+
+
+def test_qkv_is_joined_group_by_group() -> None:
+    # 4 query heads in 2 groups of one channel each
+    query, key, value = torch.arange(4), torch.tensor([10, 11]), torch.tensor([20, 21])
+    assert join_qkv([query, key, value], 1).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+
+
+def test_incomplete_checkpoints_are_refused(tmp_path: Path) -> None:
+    source = tiny_checkpoints.write_checkpoint(tmp_path / "source", "qwen2_vl", tied=False)
+    device = initialize_parallel()
+    config = ModelConfig(checkpoint=source)
+
+    tensors = load_file(source / SINGLE_FILE)
+    norm = tensors.pop("model.norm.weight")
+    save_file(tensors, source / SINGLE_FILE)
+    with pytest.raises(
+        ValueError, match=r"lacks 1 of .* tensors, the first is 'model.norm.weight'"
+    ):
+        build_model(config, device=device)
+
+    save_file({**tensors, "model.norm.weight": norm[:-1]}, source / SINGLE_FILE)
+    with pytest.raises(ValueError, match=r"model.norm.weight: shape \(127,\)"):
+        build_model(config, device=device)
+
+    (source / INDEX_FILE).write_text('{"weight_map": {"model.norm.weight": "../outside"}}')
+    with pytest.raises(ValueError, match=r"no file '\.\./outside'"):
+        build_model(config, device=device)
+
+    (source / INDEX_FILE).unlink()
+    (source / SINGLE_FILE).rename(source / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no file 'model\.safetensors'"):
+        build_model(config, device=device)
+
+
+def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path) -> None:
+    source = tiny_checkpoints.write_checkpoint(tmp_path / "source", "qwen2_vl", tied=True)
+    device = initialize_parallel()
+    config = ModelConfig(family="qwen2_5_vl", checkpoint=source)
+    with pytest.raises(ValueError, match="is a 'qwen2_vl'; set family: qwen2_vl"):
+        build_model(config, device=device)
+
+
+def test_the_flat_config_of_published_checkpoints_is_read(tmp_path: Path) -> None:
+    """config.json of Qwen2-VL-2B-Instruct, where the text model's fields are at the top."""
+    published = {
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 28,
+        "model_type": "qwen2_vl",
+        "num_attention_heads": 12,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vision_config": {
+            "depth": 32,
+            "embed_dim": 1280,
+            "hidden_size": 1536,
+            "in_chans": 3,
+            "mlp_ratio": 4,
+            "num_heads": 16,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        "vocab_size": 151936,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    found = ModelConfig(checkpoint=tmp_path).build_transformers_config()
+    check_supported(found.text_config, 2)
+    expected = ModelConfig(preset="2b").build_transformers_config()
+    assert found.tie_word_embeddings
+    assert found.image_token_id == expected.image_token_id
+    for part in ("text_config", "vision_config"):
+        ours, theirs = getattr(expected, part).to_dict(), getattr(found, part).to_dict()
+        for name in ("num_hidden_layers", "hidden_size", "num_heads", "intermediate_size", "depth"):
+            assert ours.get(name) == theirs.get(name)
+    rope = expected.text_config.rope_parameters
+    assert rope.items() <= found.text_config.rope_parameters.items()

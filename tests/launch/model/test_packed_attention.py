@@ -1,0 +1,197 @@
+"""Attention stays inside segments, whatever their lengths."""
+
+import itertools
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from launch.model.packed_attention import (
+    KERNELS,
+    PackedCoreAttention,
+    _is_importable,
+    register_vision_attention,
+    select_backend,
+    varlen_attention,
+)
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+
+
+def random_tensors(*shapes: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator) for shape in shapes]
+
+
+def masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Sequence[int],
+    *,
+    causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    """The slow oracle: the whole matrix of scores, with everything outside segments masked."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    allowed = segment[:, None] == segment[None]
+    if causal:
+        allowed = allowed.tril()
+    weights = scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def boundaries(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    groups=st.sampled_from([1, 2, 4]),
+    causal=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_segments_equal_a_masked_matrix(
+    lengths: list[int], groups: int, causal: bool, seed: int
+) -> None:
+    total = sum(lengths)
+    shapes = (total, 4, 8), (total, groups, 8), (total, groups, 8)
+    query, key, value = random_tensors(*shapes, seed=seed)
+    found = varlen_attention(
+        query,
+        key,
+        value,
+        cu_seqlens=boundaries(lengths),
+        max_seqlen=max(lengths),
+        scale=0.3,
+        causal=causal,
+        backend="sdpa",
+    )
+    expected = masked_attention(query, key, value, lengths, causal=causal, scale=0.3)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def core_attention(backend: str = "sdpa", **config: Any) -> PackedCoreAttention:
+    values = {"context_parallel_size": 1, "attention_dropout": 0.0, "kv_channels": 8, **config}
+    return PackedCoreAttention(types.SimpleNamespace(**values), 1, None, "self", backend=backend)
+
+
+def packed_seq_params(lengths: Sequence[int], **fields: Any) -> PackedSeqParams:
+    cu_seqlens = boundaries(lengths)
+    return PackedSeqParams(
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        **fields,
+    )
+
+
+def test_core_attention_takes_both_of_megatrons_layouts() -> None:
+    lengths = [3, 1, 7]
+    query, key, value = random_tensors((11, 4, 8), (11, 2, 8), (11, 2, 8))
+    attention = core_attention()
+    thd = packed_seq_params(lengths, qkv_format="thd")
+    rows = packed_seq_params(lengths, qkv_format="sbhd")
+    out_thd = attention(query, key, value, None, packed_seq_params=thd)
+    out_rows = attention(*(t[:, None] for t in (query, key, value)), None, packed_seq_params=rows)
+    expected = masked_attention(query, key, value, lengths, causal=True, scale=8**-0.5)
+    torch.testing.assert_close(out_thd, expected, atol=1e-5, rtol=1e-5)
+    assert out_rows.shape == (11, 1, 32)
+    assert torch.equal(out_rows[:, 0], out_thd.flatten(1))
+
+
+def test_padded_boundaries_are_those_of_the_row() -> None:
+    # segments of 3 and 2 tokens, padded to 4 each: [a a a _ b b _ _]
+    query, key, value = random_tensors((8, 2, 8), (8, 2, 8), (8, 2, 8))
+    padded = boundaries([4, 4])
+    params = packed_seq_params(
+        [3, 2], qkv_format="thd", cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded
+    )
+    out = core_attention()(query, key, value, None, packed_seq_params=params)
+    for start, end in ((0, 3), (4, 6)):
+        q, k, v = (t[start:end] for t in (query, key, value))
+        expected = masked_attention(q, k, v, [end - start], causal=True, scale=8**-0.5)
+        torch.testing.assert_close(out[start:end], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_boundaries_are_required() -> None:
+    query, key, value = random_tensors((4, 1, 2, 8), (4, 1, 2, 8), (4, 1, 2, 8))
+    with pytest.raises(ValueError, match="needs packed_seq_params"):
+        core_attention()(query, key, value, None)
+
+
+@pytest.mark.parametrize("config", [{"context_parallel_size": 2}, {"attention_dropout": 0.1}])
+def test_what_it_lacks_is_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="neither context parallelism nor dropout"):
+        core_attention(**config)
+
+
+def test_backend_is_the_best_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: set[str] = set()
+    monkeypatch.setattr("launch.model.packed_attention._is_importable", installed.__contains__)
+    assert select_backend(CPU, torch.bfloat16) == "sdpa"
+    assert select_backend(CUDA, torch.float32) == "sdpa"
+    assert select_backend(CUDA, torch.bfloat16) == "torch_varlen"
+    installed.add("transformer_engine")
+    assert select_backend(CUDA, torch.bfloat16) == "transformer_engine"
+    installed.add("flash_attn")
+    assert select_backend(CUDA, torch.bfloat16) == "flash_attn"
+    assert select_backend(CUDA, torch.bfloat16, "torch_varlen") == "torch_varlen"
+    assert select_backend(CPU, torch.bfloat16) == "sdpa"
+
+
+def test_a_package_that_fails_to_load_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol')\n")
+    (tmp_path / "transformer_engine.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    _is_importable.cache_clear()
+    assert select_backend(CUDA, torch.bfloat16) == "transformer_engine"
+    _is_importable.cache_clear()
+
+
+def test_a_backend_that_cannot_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="'torch_varlen' cannot be used for torch"):
+        select_backend(CPU, torch.float32, "torch_varlen")
+    with pytest.raises(ValueError, match="'fastest' is not known"):
+        select_backend(CPU, torch.float32, "fastest")
+
+
+def test_the_vision_tower_gets_the_whole_row_with_its_boundaries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import (
+        Qwen2VisionTransformerPretrainedModel,
+    )
+
+    config = Qwen2VLVisionConfig(depth=2, embed_dim=32, hidden_size=16, num_heads=2)
+    tower = Qwen2VisionTransformerPretrainedModel._from_config(config, attn_implementation="sdpa")
+    grids = torch.tensor([[1, 4, 6], [1, 2, 2], [1, 8, 4]])
+    patches = random_tensors((24 + 4 + 32, 3 * 2 * 14 * 14))[0]
+    expected = tower(patches, grid_thw=grids).pooler_output
+    calls = []
+
+    def counted(*args: Any) -> torch.Tensor:
+        calls.append(args[3].tolist())
+        return sdpa(*args)
+
+    sdpa = KERNELS["sdpa"]
+    monkeypatch.setattr("launch.model.packed_attention.KERNELS", {"sdpa": counted})
+    tower.config._attn_implementation = register_vision_attention()
+    found = tower(patches, grid_thw=grids).pooler_output
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert calls == [[0, 24, 28, 60]] * config.depth

@@ -1,0 +1,135 @@
+"""Every family: a packed row, through its encoder and
+`to_transformers_kwargs`, gives the logits, loss and gradients of its samples alone."""
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from launch.trainers.segments import isolate_segments
+from task_encoders.families import FAMILIES, build_sample_encoder
+from task_encoders.media.video_file import read_video_header
+from task_encoders.model_inputs import to_transformers_kwargs
+from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
+from task_encoders.samples import SourceSample, Turn
+from tests.helpers.texts_and_images import random_image
+from tests.helpers.tiny_checkpoints import packed_batch
+from tests.helpers.tiny_families import QWEN, encoder_options, save_tokenizer, tiny_model
+from tests.helpers.videos import make_video
+
+#: Images and videos of each sample.
+MEDIA = [(1, 0), (0, 0), (0, 1), (2, 0)]
+CLIP = make_video(12, 4)
+CASES = [(family, "") for family in (*QWEN, "llava_1_5")]
+CASES += [("qwen3_5", "experts"), ("llava_1_5", "plain")]
+
+
+def without_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments without those of flash attention."""
+    boundaries = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    assert set(boundaries) < set(kwargs)
+    return {name: value for name, value in kwargs.items() if name not in boundaries}
+
+
+@dataclass
+class Case:
+    """A tiny model, as transformers has it, and samples."""
+
+    model: Any
+    encoder: Any
+    samples: list[EncodedSample]
+
+    def packed(self, **options: Any) -> dict[str, Any]:
+        return to_transformers_kwargs(packed_batch(self.samples, **options))
+
+    def alone(self, sample: EncodedSample) -> dict[str, Any]:
+        """Without positions: the model finds them itself."""
+        kwargs = without_boundaries(to_transformers_kwargs(packed_batch([sample])))
+        del kwargs["position_ids"]
+        ids = self.encoder.media_token_ids
+        if len(sample.position_ids) == 3:
+            tokens = kwargs["input_ids"]
+            kwargs["mm_token_type_ids"] = (tokens == ids["image_token_id"]).int()
+            kwargs["mm_token_type_ids"] += 2 * (tokens == ids["video_token_id"]).int()
+        if "video_grid_thw" in kwargs and self.model.config.model_type == "qwen2_5_vl":
+            seconds = self.encoder.sample_video(read_video_header(io.BytesIO(CLIP)))
+            kwargs["second_per_grid_ts"] = torch.tensor([seconds.seconds_per_step])
+        return kwargs
+
+    @torch.no_grad()
+    def logits(self, kwargs: dict[str, Any]) -> torch.Tensor:
+        return self.model(**kwargs).logits[0]
+
+    def gradients(self, *rows: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+        """Loss per labelled token of all rows, and its gradients."""
+        counts = [int((row["labels"] != IGNORE_INDEX).sum()) for row in rows]
+        self.model.zero_grad()
+        total = 0.0
+        for row, count in zip(rows, counts, strict=True):
+            loss = self.model(**row).loss * (count / sum(counts))
+            loss.backward()
+            total += float(loss)
+        return total, {
+            name: parameter.grad.clone()
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
+
+
+def build_case(family: str, variant: str, folder: Path) -> Case:
+    save_tokenizer(family, folder)
+    options = encoder_options(family) | ({"template": "plain"} if variant == "plain" else {})
+    encoder: Any = build_sample_encoder(family, str(folder), **options)
+    rng = np.random.default_rng(0)
+    samples = []
+    for i, (num_images, num_videos) in enumerate(MEDIA):
+        num_videos = num_videos if family in QWEN else 0
+        sample = SourceSample(
+            str(i),
+            "vqa",
+            (Turn(f"What is number {i}?", f"It is bar {i} of some colour."),),
+            tuple(map(str, range(num_images))),
+            videos=("v",) * num_videos,
+        )
+        images = [random_image(rng, 100, 70) for _ in range(num_images)]
+        samples.append(encoder.encode(sample, images, [CLIP] * num_videos))
+    model = tiny_model(family, encoder.media_token_ids, experts=variant == "experts")
+    return Case(model, encoder, samples)
+
+
+@pytest.fixture(params=CASES, ids=["-".join(filter(None, case)) for case in CASES])
+def case(request: Any, tmp_path: Path) -> Case:
+    family, variant = request.param
+    return build_case(family, variant, tmp_path)
+
+
+def test_every_family_is_compared() -> None:
+    assert {family for family, _ in CASES} == FAMILIES.keys()
+
+
+def test_packed_equals_alone(case: Case) -> None:
+    if is_recurrent := case.model.config.model_type.startswith("qwen3_5"):
+        leaking = case.logits(without_boundaries(case.packed()))
+    assert (isolate_segments(case.model) > 0) == is_recurrent
+    alone = [case.alone(sample) for sample in case.samples]
+    expected = torch.cat([case.logits(row) for row in alone])
+    found = case.logits(case.packed())
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    control = case.logits(case.packed(cross_sample_attention=True))
+    assert (control - expected).abs().max() > 0.1
+    if is_recurrent:
+        assert (leaking - expected).abs().max() > 0.1
+
+    loss, gradients = case.gradients(case.packed())
+    expected_loss, expected_gradients = case.gradients(*alone)
+    assert loss == pytest.approx(expected_loss, abs=1e-5)
+    assert gradients.keys() == expected_gradients.keys()
+    assert len(gradients) > 40
+    for name, gradient in expected_gradients.items():
+        # That of a key's bias is 0 but for rounding: softmax does not see it.
+        limit = 1e-4 * gradient.norm() + 1e-8
+        assert (gradients[name] - gradient).norm() < limit, name

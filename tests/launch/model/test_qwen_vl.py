@@ -1,0 +1,220 @@
+"""The model beside parity: freezing, recompute, chunks of the loss, rows without labels, bf16."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from launch.loop.loss import shift_labels
+from launch.loop.parallel import initialize_parallel
+from launch.model.config import ModelConfig
+from launch.model.qwen_vl import PackedQwen2VL, build_model
+from launch.model.qwen_vl import qwen_vl as model_module
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.model_inputs import to_packed_seq_params
+from task_encoders.sample_encoder import IGNORE_INDEX
+from tests.helpers.tiny_checkpoints import IMAGE, packed_batch, row_samples, transformers_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _single_process() -> None:
+    initialize_parallel(1)
+
+
+def batch_of(row: str) -> PackedBatch:
+    """A row with the image token of the presets."""
+    batch = packed_batch(row_samples(transformers_model("qwen2_vl", tied=True), row))
+    batch.tokens[batch.tokens == IMAGE] = 151_655
+    return batch
+
+
+def build(**config: Any) -> PackedQwen2VL:
+    return build_model(ModelConfig(**config), device=CPU).train()
+
+
+def token_losses(
+    model: PackedQwen2VL, batch: PackedBatch, labels: torch.Tensor | None = None
+) -> torch.Tensor:
+    inputs = (batch.tokens, batch.position_ids, to_packed_seq_params(batch))
+    labels = shift_labels(batch.labels) if labels is None else labels
+    return model(
+        *inputs,
+        batch.imgs,
+        batch.image_grid_thw,
+        labels,
+        batch.pixel_values_videos,
+        batch.video_grid_thw,
+    )
+
+
+def gradients(model: PackedQwen2VL) -> dict[str, torch.Tensor]:
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_recompute_keeps_less_and_changes_no_bit(family: str) -> None:
+    batch = batch_of("mixed")
+    found, kept_bytes = {}, {}
+    for recompute in ("none", "full"):
+        vision = {"patch_size": 14} if family == "qwen3_vl" else {}  # that of the row
+        model = build(family=family, recompute=recompute, vision=vision)
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            if tensor.shape[-1:] != (151_936,):  # logits would hide everything else
+                kept[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+            return tensor
+
+        labels = shift_labels(batch.labels).index_fill(1, torch.arange(20, 100), IGNORE_INDEX)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            losses = token_losses(model, batch, labels)
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        kept_bytes[recompute] = sum(size for key, size in kept.items() if key not in weights)
+        losses.sum().backward()
+        found[recompute] = losses, gradients(model)
+    losses, expected = found["none"]
+    assert torch.equal(found["full"][0], losses)
+    assert set(found["full"][1]) == set(expected)
+    for name, gradient in expected.items():
+        assert torch.equal(found["full"][1][name], gradient), name
+    assert kept_bytes["full"] < 0.5 * kept_bytes["none"]
+
+
+def test_loss_in_chunks_is_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = build(), batch_of("mixed")
+    expected = token_losses(model, batch)
+    expected.sum().backward()
+    expected_gradients = {name: g.clone() for name, g in gradients(model).items()}
+    model.zero_grad()
+    assert int((expected > 0).sum()) > 2 * 16
+    monkeypatch.setattr(model_module, "LOSS_CHUNK", 16)
+    found = token_losses(model, batch)
+    found.sum().backward()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(gradients(model)[name], gradient, atol=1e-4, rtol=1e-4)
+
+
+class CountReads(TorchDispatchMode):
+    """Counts how often the value of a tensor is asked for, which on a GPU waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_layers_ask_for_no_value_of_a_tensor() -> None:
+    batch = batch_of("mixed")
+    params = to_packed_seq_params(batch)
+    reads = []
+    for num_layers in (1, 3):
+        model = build(text={"num_hidden_layers": num_layers})
+        with CountReads() as counter:
+            model(batch.tokens, batch.position_ids, params)
+        reads.append(counter.count)
+    assert reads[0] == reads[1]
+    with CountReads() as counter:
+        int(batch.tokens.sum())
+    assert counter.count == 1
+
+
+@pytest.mark.parametrize("row", ["mixed", "no_image"])
+def test_a_row_without_labels_is_finite(row: str) -> None:
+    model, batch = build(), batch_of(row)
+    losses = token_losses(model, batch, torch.full_like(batch.labels, IGNORE_INDEX))
+    losses.sum().backward()
+    assert losses.shape == batch.tokens.shape
+    assert not losses.any()
+    found = gradients(model)
+    assert len(found) > 12
+    assert all(not gradient.any() for gradient in found.values())
+
+
+@pytest.mark.parametrize("row", ["mixed", "no_image"])
+@pytest.mark.parametrize(
+    "parts",
+    [["vision"], ["vision", "projector"], ["projector"], ["language"], ["vision", "language"]],
+)
+def test_frozen_parts_get_no_gradient(parts: list[str], row: str) -> None:
+    model, batch = build(freeze=parts), batch_of(row)
+    token_losses(model, batch).sum().backward()
+    trained = set()
+    for name, gradient in gradients(model).items():
+        assert torch.isfinite(gradient).all()
+        if name.startswith("visual.merger."):
+            trained.add("projector")
+        else:
+            trained.add("vision" if name.startswith("visual.") else "language")
+    expected = {"vision", "projector", "language"} - set(parts)
+    assert trained == (expected if row == "mixed" else expected & {"language"})
+
+
+def test_bfloat16_is_close_to_float32() -> None:
+    batch = batch_of("mixed")
+    exact = token_losses(build(), batch)
+    model = build(dtype="bfloat16")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    rounded = token_losses(model, batch)
+    assert rounded.dtype == torch.float32
+    assert not torch.equal(rounded, exact)
+    torch.testing.assert_close(rounded, exact, atol=0.05, rtol=0)
+
+
+def test_images_that_do_not_belong_to_the_tokens_are_refused() -> None:
+    model, batch = build(), batch_of("one_image")
+    batch.tokens[0, (batch.tokens[0] == 151_655).nonzero()[0]] = 5
+    with pytest.raises(ValueError, match="28 image tokens in the row, 29 image features"):
+        token_losses(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"preset": "9b"}, "preset '9b' of qwen2_vl is not known; choose one of: tiny, 2b, 7b"),
+        ({"attention": "fast"}, "attention 'fast' is not one of"),
+        ({"freeze": ["vision", "projector", "language"]}, "nothing would be trained"),
+        ({"checkpoint": "x", "text": {"hidden_size": 8}}, "come from the checkpoint; remove"),
+        ({"sizes": {}}, "Extra inputs are not permitted"),
+    ],
+)
+def test_configs_that_cannot_be_meant_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**values)
+
+
+def test_unknown_sizes_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"text has no field 'hidden'; choose from: .*hidden_size"):
+        ModelConfig(text={"hidden": 8}).build_transformers_config()
+
+
+@pytest.mark.parametrize(
+    ("family", "preset", "billions"),
+    [
+        ("qwen2_vl", "2b", 2.209),
+        ("qwen2_vl", "7b", 8.291),
+        ("qwen2_5_vl", "3b", 3.755),
+        ("qwen2_5_vl", "7b", 8.292),
+        ("qwen3_vl", "2b", 2.128),
+        ("qwen3_vl", "8b", 8.767),
+    ],
+)
+def test_presets_have_as_many_weights_as_the_published_models(
+    family: str, preset: str, billions: float
+) -> None:
+    """The counts are those that the checkpoints' pages on the Hugging Face hub show."""
+    from launch.model.config import transformers_classes
+    from launch.model.hf_weights import published_shapes
+
+    config = ModelConfig.model_validate(
+        {"family": family, "preset": preset}
+    ).build_transformers_config()
+    shapes = published_shapes(transformers_classes(family).without_memory(config))
+    count = sum(torch.Size(shape).numel() for shape in shapes.values())
+    assert count / 1e9 == pytest.approx(billions, abs=5e-4)

@@ -1,0 +1,136 @@
+"""Two tensor parallel ranks hold one model: same weights, same gradients where they overlap."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from launch.loop.loss import shift_labels
+from launch.loop.parallel import (
+    ParallelError,
+    initialize_parallel,
+    is_sharded,
+)
+from launch.model.config import ModelConfig
+from launch.model.hf_weights import gather_weights
+from launch.model.language_model import check_supported
+from launch.model.qwen_vl import PackedQwen2VL, build_model, save_hf_checkpoint
+from task_encoders.model_inputs import to_packed_seq_params
+from tests.helpers.rank_processes import run_ranks
+from tests.helpers.tiny_checkpoints import (
+    assert_same_tensors,
+    packed_batch,
+    row_samples,
+    transformers_model,
+    write_checkpoint,
+)
+
+CONFIG = ModelConfig(preset="tiny")
+
+
+def gathered(model: PackedQwen2VL) -> dict[str, torch.Tensor]:
+    tensors = gather_weights(model, model.hf_config)
+    return {name: tensor for name, tensor in tensors if tensor is not None}
+
+
+def equal_on_all_ranks(tensor: torch.Tensor) -> bool:
+    copies = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(copies, tensor.contiguous())
+    return all(torch.equal(copy, tensor) for copy in copies)
+
+
+def examine_rank(source: Path, target: Path) -> dict[str, Any]:
+    """What one of two ranks sees of a model and its gradients. Also copies a checkpoint."""
+    device = initialize_parallel(2)
+    save_hf_checkpoint(build_model(ModelConfig(checkpoint=source), device=device), target)
+    model = build_model(CONFIG, device=device, seed=5)
+    weights = gathered(model)
+    reference = transformers_model("qwen2_vl", tied=True)  # finds positions, is not compared
+    batch = packed_batch(row_samples(reference, "mixed"))
+    batch.tokens[batch.tokens == reference.config.image_token_id] = model.hf_config.image_token_id
+    inputs = (batch.tokens, batch.position_ids, to_packed_seq_params(batch))
+    losses = model(
+        *inputs,
+        batch.imgs,
+        batch.image_grid_thw,
+        shift_labels(batch.labels),
+        batch.pixel_values_videos,
+        batch.video_grid_thw,
+    )
+    losses.sum().backward()
+
+    parameters = dict(model.named_parameters())
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    replicated = [name for name, parameter in parameters.items() if not is_sharded(parameter)]
+    same = [equal_on_all_ranks(gradients[name]) for name in replicated]
+    return {
+        "weights": weights,
+        "replicated": replicated,
+        "same": same,
+        "num_parameters": len(parameters),
+    }
+
+
+def test_two_ranks_hold_one_model(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", "qwen2_vl", tied=False)
+    target = tmp_path / "target"
+    ranks = run_ranks(2, tmp_path / "ranks", examine_rank, source, target)
+    assert len(ranks) == 2
+    assert_same_tensors(target, source)
+    _check_weights_do_not_depend_on_tensor_parallelism(ranks)
+    for rank in ranks:
+        _check_norms_and_vision_tower_are_replicated(rank)
+        assert len(rank["same"]) > 20
+        assert all(rank["same"])  # gradients of replicated parameters, without any reduction
+
+
+def _check_weights_do_not_depend_on_tensor_parallelism(ranks: list[dict[str, Any]]) -> None:
+    expected = gathered(build_model(CONFIG, device=initialize_parallel(1), seed=5))
+    assert set(ranks[0]["weights"]) == set(expected)
+    assert ranks[1]["weights"] == {}
+    for name, tensor in expected.items():
+        assert torch.equal(ranks[0]["weights"][name], tensor), name
+    other = gathered(build_model(CONFIG, device=initialize_parallel(1), seed=6))
+    name = "visual.merger.mlp.0.weight"
+    assert not torch.equal(other[name], expected[name])
+
+
+def _check_norms_and_vision_tower_are_replicated(rank: dict[str, Any]) -> None:
+    language = {name for name in rank["replicated"] if not name.startswith("visual.")}
+    norms = {
+        f"language_model.decoder.layers.{layer}.{norm}_layernorm.weight"
+        for layer in (0, 1)
+        for norm in ("input", "pre_mlp")
+    }
+    assert language == norms | {"language_model.decoder.final_layernorm.weight"}
+    # embedding, and five sharded tensors in each of two layers
+    assert rank["num_parameters"] == len(rank["replicated"]) + 1 + 2 * 5
+
+
+def test_ranks_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(ParallelError, match="tensor_parallel 2 does not divide the 1 processes"):
+        initialize_parallel(2)
+
+
+def test_sizes_that_cannot_be_divided_are_refused() -> None:
+    text_config = CONFIG.build_transformers_config().text_config
+    check_supported(text_config, 2)
+    with pytest.raises(ValueError, match="num_key_value_heads 2 cannot be divided"):
+        check_supported(text_config, 4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("rope_parameters", {"rope_type": "yarn"}, "'yarn'} are not supported"),
+        ("rope_parameters", {"rope_type": "default"}, "'default'} are not supported"),
+        ("layer_types", ["full_attention", "sliding_attention"], "use_sliding_window"),
+    ],
+)
+def test_what_the_model_does_not_compute_is_refused(field: str, value: Any, message: str) -> None:
+    text_config = CONFIG.build_transformers_config().text_config
+    setattr(text_config, field, value)
+    with pytest.raises(ValueError, match=message):
+        check_supported(text_config, 1)

@@ -1,0 +1,301 @@
+"""Order, checks and states of loaders over packs, with Energon's real workers."""
+
+import collections
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.energon import (
+    WorkerConfig,
+    get_savable_loader,
+    get_train_dataset,
+    get_val_dataset,
+    get_val_datasets,
+)
+
+from task_encoders.loading.packed_dataset import (
+    PackedLoader,
+    get_packed_loader,
+    get_packed_train_dataset,
+    get_packed_val_dataset,
+)
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
+from tests.helpers.datasets import captioning_pairs, make_run, pack_all
+from tests.helpers.legacy_packs import text_folder
+
+NUM_PACKS = 9
+SEQ_LENGTH = 512
+
+
+@pytest.fixture(scope="module")
+def text_packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_folder(tmp_path_factory.mktemp("texts") / "packs", NUM_PACKS)
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Qwen2VLTaskEncoder:
+    return Qwen2VLTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
+
+
+@contextmanager
+def loading(
+    make: Callable[..., Any],
+    folder: Path,
+    encoder: Qwen2VLTaskEncoder,
+    num_workers: int,
+    *,
+    state: Any = None,
+    rank: int = 0,
+    world_size: int = 1,
+    **options: Any,
+) -> Iterator[Any]:
+    """A loader over `folder`, with its workers ended afterwards."""
+    config = WorkerConfig(rank=rank, world_size=world_size, num_workers=num_workers)
+    loader = make(get_packed_train_dataset(folder, encoder, worker_config=config, **options))
+    loader.restore_state_rank(state)
+    try:
+        yield loader
+    finally:
+        PackedLoader.close(loader)
+
+
+def keys_of(batches: Any, count: int | None = None) -> list[str]:
+    return [" ".join(batch.__key__) for batch in itertools.islice(batches, count)]
+
+
+def states_of(loader: Any, count: int) -> tuple[list[str], list[Any]]:
+    """The first batches, and the loader's state before the first and behind each."""
+    states, keys = [loader.save_state_rank()], []
+    for batch in itertools.islice(iter(loader), count):
+        keys += keys_of([batch])
+        states.append(loader.save_state_rank())
+    return keys, states
+
+
+@pytest.mark.parametrize(
+    ("make", "num_workers", "repeat"),
+    [
+        *itertools.product([get_packed_loader], [0, 1, 2, 4, 8], [False, True]),
+        *[(get_savable_loader, 0, True), (get_savable_loader, 2, False)],
+        *[(get_savable_loader, 2, True), (get_savable_loader, 4, False)],
+    ],
+)
+def test_a_restored_loader_gives_the_rest_and_nothing_else(
+    make: Any, num_workers: int, repeat: bool, text_packs: Path, encoder: Any
+) -> None:
+    with loading(make, text_packs, encoder, num_workers, repeat=repeat) as loader:
+        keys, states = states_of(loader, NUM_PACKS + (1 if repeat else 0))
+        keys += keys_of(iter(loader), 3) if repeat else []
+    assert len(states) == NUM_PACKS + (2 if repeat else 1)
+    assert sorted(keys[:NUM_PACKS]) == [f"{i:02d}" for i in range(NUM_PACKS)]
+    for step, state in enumerate(states):
+        if make is get_savable_loader and 0 < step < num_workers:
+            continue  # Energon's own loses a sample of a worker that had not begun: see below
+        with loading(
+            make, text_packs, encoder, num_workers, state=state, repeat=repeat
+        ) as restored:
+            rest = keys[step:][: 3 if repeat else None]
+            assert keys_of(iter(restored), 3 if repeat else None) == rest, step
+
+
+def test_workers_that_begin_late_lose_nothing(
+    text_packs: Path, encoder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for its state before it had read anything, a worker skipped a pack when restored."""
+    start = threading.Thread.start
+
+    def start_late(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "command_thread":
+            info = torch.utils.data.get_worker_info()
+            time.sleep(0 if info is None or info.id == 0 else 0.3)
+
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    with loading(get_packed_loader, text_packs, encoder, 3, repeat=False) as loader:
+        keys, states = states_of(loader, 1)
+        keys += keys_of(iter(loader))
+    with loading(
+        get_packed_loader, text_packs, encoder, 3, state=states[1], repeat=False
+    ) as restored:
+        again, states = states_of(restored, 1)
+        again += keys_of(iter(restored))
+    assert again == keys[1:]
+    with loading(
+        get_packed_loader, text_packs, encoder, 3, state=states[1], repeat=False
+    ) as restored:
+        assert keys_of(restored) == keys[2:]
+
+
+@pytest.mark.parametrize(("num_workers", "saved_after"), [(2, 11), (8, 8)])
+def test_the_end_of_twelve_packs(
+    num_workers: int, saved_after: int, tmp_path: Path, encoder: Any
+) -> None:
+    """Packs came a second time, and others never."""
+    folder = text_folder(tmp_path / "packs", 12)
+    with loading(get_packed_loader, folder, encoder, num_workers, repeat=False) as loader:
+        seen = keys_of(iter(loader), saved_after)
+        state = loader.save_state_rank()
+    with loading(
+        get_packed_loader, folder, encoder, num_workers, state=state, repeat=False
+    ) as restored:
+        rest = keys_of(restored)
+    assert len(rest) == 12 - saved_after
+    assert sorted(seen + rest) == [f"{i:02d}" for i in range(12)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("repeat", [False, True])
+def test_each_rank_goes_on_from_any_step(
+    rank: int, repeat: bool, text_packs: Path, encoder: Any
+) -> None:
+    """9 packs, 2 ranks of 2 workers: one rank has a pack more."""
+    layout: dict[str, Any] = {"rank": rank, "world_size": 2, "repeat": repeat}
+    with loading(get_packed_loader, text_packs, encoder, 2, **layout) as loader:
+        keys, states = states_of(loader, 10 if repeat else NUM_PACKS)
+        keys += keys_of(iter(loader), 3) if repeat else []
+    assert repeat or len(keys) == 5 - rank
+    for step, state in enumerate(states):
+        with loading(get_packed_loader, text_packs, encoder, 2, state=state, **layout) as restored:
+            rest = keys[step:][: 3 if repeat else None]
+            assert keys_of(iter(restored), 3 if repeat else None) == rest, step
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_second_pass_is_whole_and_can_be_restored(
+    num_workers: int, text_packs: Path, encoder: Any
+) -> None:
+    with loading(get_packed_loader, text_packs, encoder, num_workers, repeat=False) as loader:
+        assert len(keys_of(loader)) == NUM_PACKS
+        between = loader.save_state_rank()
+        batches = iter(loader)
+        first = keys_of(batches, 1)
+        state = loader.save_state_rank()  # with two workers, one has given nothing of this pass
+        rest = keys_of(batches)
+    assert len({*first, *rest}) == len(first + rest) == NUM_PACKS
+    for saved, expected in ((between, []), (state, rest)):
+        with loading(
+            get_packed_loader, text_packs, encoder, num_workers, state=saved, repeat=False
+        ) as restored:
+            assert keys_of(restored) == expected
+            assert len(keys_of(restored)) == NUM_PACKS
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(8, 0), (3, 2), (2, 4), (5, 0)])
+def test_packs_come_equally_often_over_epochs(
+    ranks: int, workers: int, tmp_path: Path, encoder: Any
+) -> None:
+    """12 packs on 8 ranks: 4 of them came twice as often as the others."""
+    folder = text_folder(tmp_path / "packs", 12)
+    taken = []
+    for rank in range(ranks):
+        with loading(
+            get_packed_loader, folder, encoder, workers, rank=rank, world_size=ranks
+        ) as loader:
+            taken.append(keys_of(loader, 60 // ranks))
+    for step in range(1, 60 // ranks + 1):
+        given = collections.Counter(key for keys in taken for key in keys[:step])
+        counts = [given[f"{i:02d}"] for i in range(12)]
+        assert max(counts) - min(counts) <= 1, (step, counts)
+
+
+def blend_yaml(path: Path, folders: Sequence[Path], *, version: int = 2) -> Path:
+    """A metadataset of equal weights over train and val splits."""
+    lines = "".join(f"      - {{path: {folder}, weight: 1}}\n" for folder in folders)
+    blend = "blend:\n" if version == 2 else "datasets:\n"
+    splits = "".join(f"  {split}:\n    {blend}{lines}" for split in ("train", "val"))
+    name = "MetadatasetV2" if version == 2 else "Metadataset"
+    path.write_text(f"__module__: megatron.energon\n__class__: {name}\nsplits:\n{splits}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packs with a manifest, in a folder of their own and inside blends."""
+    root = tmp_path_factory.mktemp("measured")
+    run = make_run(
+        captioning_pairs(root / "source"),
+        root / "packed",
+        pack={"seq_length": SEQ_LENGTH, "pad_multiple": 2},
+        output={"packs_per_shard": 8, "split": {"train": 0.7, "val": 0.3}},
+    )
+    pack_all(run)
+    blend = blend_yaml(root / "v2.yaml", [root / "packed", root / "packed"])
+    blend_yaml(root / "nested.yaml", [blend, root / "packed"])
+    blend_yaml(root / "v1.yaml", [root / "packed", root / "packed"], version=1)
+    return root
+
+
+def energon_options() -> dict[str, Any]:
+    return {
+        "worker_config": WorkerConfig(rank=0, world_size=1, num_workers=0),
+        "batch_size": 1,
+    }
+
+
+def plain_train(path: Path, encoder: Any) -> Any:
+    options: dict[str, Any] = {"shuffle_buffer_size": None, "max_samples_per_sequence": None}
+    return get_train_dataset(path, task_encoder=encoder, **options, **energon_options())
+
+
+ROADS = {
+    "train": plain_train,
+    "val": lambda path, encoder: get_val_dataset(path, task_encoder=encoder, **energon_options()),
+    "vals": lambda path, encoder: get_val_datasets(path, task_encoder=encoder, **energon_options())[
+        0
+    ][0],
+    "packed_train": get_packed_train_dataset,
+    "packed_val": get_packed_val_dataset,
+}
+
+
+@functools.cache
+def captions_encoder(**options: int) -> Qwen2VLTaskEncoder:
+    """As `measured` was packed, but for `options`."""
+    packed_with = {"seq_length": SEQ_LENGTH, "max_pixels": 28 * 28 * 64, "pad_multiple": 2}
+    return Qwen2VLTaskEncoder(settings=PackingSettings(packed=True), **(packed_with | options))
+
+
+@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("name", ["packed", "v1.yaml", "v2.yaml", "nested.yaml"])
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"seq_length": SEQ_LENGTH // 2}, "seq_length 512 tokens > the task encoder's seq_length"),
+        ({"pad_multiple": 4}, "pad_multiple 2"),
+        ({"max_pixels": 28 * 28 * 32}, "max_pixels"),
+    ],
+)
+def test_every_road_checks_every_dataset(
+    road: str, name: str, options: dict[str, Any], names: str, measured: Path
+) -> None:
+    ROADS[road](measured / name, captions_encoder())
+    with pytest.raises(PackingSettingsError) as error:
+        ROADS[road](measured / name, captions_encoder(**options))
+    assert names in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_advice_for_a_blend_is_one_that_works(measured: Path) -> None:
+    blend = measured / "v2.yaml"
+    options = {"seq_length": SEQ_LENGTH, "max_pixels": 28 * 28 * 64}
+    for environment in ({}, {PACKED: "1", VQA: "1"}, {PACKED: "1", BMR: "1"}):
+        settings = PackingSettings.from_env(environment)
+        with pytest.raises(PackingSettingsError, match=f"set {PACKED}=1 alone"):
+            plain_train(blend, Qwen2VLTaskEncoder(settings=settings, **options))
+    plain_train(blend, Qwen2VLTaskEncoder(settings=PackingSettings(packed=True), **options))
+
+
+def test_a_damaged_manifest_is_named(tmp_path: Path, encoder: Any) -> None:
+    folder = text_folder(tmp_path / "packs", 2)
+    for damage in ("7", '{"seq_length": 64'):
+        (folder / "manifest.json").write_text(damage)
+        with pytest.raises(PackingSettingsError, match=r"manifest\.json is damaged"):
+            plain_train(folder, encoder)

@@ -1,0 +1,225 @@
+"""Packs by their number equal those of Energon's loader, bytes and tensors."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import webdataset
+from megatron.energon import WorkerConfig
+from torch.utils.data import DataLoader
+
+from task_encoders.concatenate import merge_rows, split_row
+from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
+from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
+from task_encoders.loading.packed_folder import PackedFolder, PackedFolderError
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.settings import PackingSettings, PackingSettingsError
+from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all, vqa_pairs
+from tests.helpers.legacy_packs import legacy_vqa_folder, text_folder
+from tests.helpers.unpacked_folders import blend_of
+
+SEQ_LENGTH = 512
+MODEL: dict[str, Any] = {"min_pixels": 3136, "max_pixels": 28 * 28 * 64}
+TASKS: dict[str, Any] = {
+    "captioning": captioning_pairs,
+    "vqa": lambda root: vqa_pairs(root, 60),
+    "bmr": mixed_pairs,
+}
+
+
+def task_encoder(task: str = "captioning", **options: Any) -> Qwen2VLTaskEncoder:
+    settings = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
+    return Qwen2VLTaskEncoder(
+        **{"seq_length": SEQ_LENGTH, "settings": settings, **MODEL, **options}
+    )
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of packs per task, of the captions a val split too."""
+    root = tmp_path_factory.mktemp("packed")
+    for task, draw in TASKS.items():
+        run = make_run(
+            {"format": "pairs", "path": str(draw(root / "data" / task)), "task": task},
+            root / task,
+            output={"split": {"train": 0.8, "val": 0.2}},
+        )
+        pack_all(run)
+    return root
+
+
+def energon_batches(path: Path, encoder: Qwen2VLTaskEncoder, **options: Any) -> list[PackedBatch]:
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    dataset = get_packed_train_dataset(path, encoder, worker_config=config, repeat=False, **options)
+    return list(get_packed_loader(dataset))
+
+
+def assert_same(ours: PackedBatch, theirs: PackedBatch) -> None:
+    for name in BATCH_TENSORS:
+        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=0, atol=0)
+    for name in ("__key__", "__subflavors__", "sub_sample_keys", "dropped", "num_tokens"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_batches_equal_the_loaders(task: str, size: int, packed: Path) -> None:
+    encoder = task_encoder(task)
+    theirs = energon_batches(packed / task, encoder, micro_batch_size=size)
+    folder = PackedFolder(packed / task, encoder)
+    assert len(folder) > 3
+    starts = range(0, len(folder), size)
+    ours = [folder.batch(range(i, min(i + size, len(folder)))) for i in starts]
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same(mine, other)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_bytes_equal_the_shards(task: str, packed: Path) -> None:
+    folder = PackedFolder(packed / task)
+    packs = list(folder)
+    assert [pack.number for pack in packs] == list(range(len(folder)))
+    stored = [
+        pack
+        for shard in sorted(folder.path.glob("train-*.tar"))
+        for pack in webdataset.WebDataset(str(shard), shardshuffle=False)
+    ]
+    assert len(stored) == len(packs) > 3
+    for pack, members in zip(packs, stored, strict=True):
+        assert pack.key == members["__key__"]
+        assert pack.members == {k: v for k, v in members.items() if not k.startswith("__")}
+    assert folder[-1] == packs[-1]
+    for number in (len(packs), -len(packs) - 1):
+        with pytest.raises(IndexError, match=f"has {len(packs)} packs, no number {number}"):
+            folder[number]
+    assert type(folder[np.int64(1)].number) is int
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_rows_are_split_into_their_sub_samples(task: str, packed: Path) -> None:
+    encoder = task_encoder(task)
+    folder = PackedFolder(packed / task, encoder)
+    images = 0
+    for number in range(len(folder)):
+        row = folder.row(number)
+        parts = split_row(row.row)
+        assert len(parts) == len(row.sub_sample_keys)
+        for part in parts:
+            patches = int((part.tokens == encoder.encoder.media_token_ids["image_token_id"]).sum())
+            assert len(part.pixel_values) == 4 * patches
+            images += len(part.image_grid_thw)
+        assert torch.equal(merge_rows(parts).pixel_values, row.row.pixel_values)
+    assert images > 5
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_dataloader_reads_it(context: str, packed: Path) -> None:
+    """torch's map-style protocol: the folder travels to the workers, which encode."""
+    folder = PackedFolder(packed / "bmr", task_encoder("bmr"))
+    numbers = [[3, 0], [1], [2, 2]]
+    loader: DataLoader[Any] = DataLoader(
+        folder,  # type: ignore[arg-type]
+        batch_sampler=numbers,
+        collate_fn=folder.collate,
+        num_workers=1,
+        multiprocessing_context=context,
+    )
+    for batch, own in zip(loader, numbers, strict=True):
+        assert_same(batch, folder.batch(own))
+
+
+def test_it_is_pickled_small(packed: Path) -> None:
+    folder = PackedFolder(packed / "vqa")
+    data = pickle.dumps(folder)
+    assert len(data) < 4000
+    assert list(pickle.loads(data)) == list(folder)
+
+
+def test_a_blend(packed: Path, tmp_path: Path) -> None:
+    """Each pack once, and the datasets mixed."""
+    single = {
+        task: energon_batches(packed / task, task_encoder(task)) for task in ("captioning", "bmr")
+    }
+    path = blend_of(tmp_path / "blend.yaml", [packed / task for task in single], epochs=1)
+    encoder = Qwen2VLTaskEncoder(
+        seq_length=SEQ_LENGTH, settings=PackingSettings(packed=True), **MODEL
+    )
+    folder = PackedFolder(path, encoder)
+    found = [folder.batch([number]) for number in range(len(folder))]
+    origins = [batch.__subflavors__[0]["offline_packing"] for batch in found]
+    assert len(found) == sum(map(len, single.values()))
+    for task, own in single.items():
+        for ours, theirs in zip(
+            (b for b, o in zip(found, origins, strict=True) if o == task), own, strict=True
+        ):
+            assert_same(ours, theirs)
+        assert task in origins[: len(origins) // 2]
+        assert task in origins[len(origins) // 2 :]
+
+
+def test_remote_folders(packed: Path, tmp_path: Path) -> None:
+    local = PackedFolder(packed / "vqa", task_encoder("vqa"))
+    url = f"msc://__filesystem__{packed / 'vqa'}"
+    folder = PackedFolder(url, task_encoder("vqa"))
+    assert list(pickle.loads(pickle.dumps(folder))) == list(local)
+    assert_same(folder.batch([1, 0]), local.batch([1, 0]))
+
+
+def test_folders_of_others(tmp_path: Path) -> None:
+    """Prepared by Energon itself; with shards left out."""
+    encoder = task_encoder("vqa", seq_length=2048, check_lengths=False)
+    legacy = legacy_vqa_folder(tmp_path / "legacy", packs=4)
+    folder = PackedFolder(legacy, encoder)
+    batches = energon_batches(legacy, encoder)
+    for number, batch in enumerate(batches):
+        assert_same(folder.batch([number]), batch)
+    assert len(batches) == len(folder) == 4
+    split = legacy / ".nv-meta" / "split.yaml"
+    text = split.read_text()
+    split.write_text(text.replace("exclude: []", "exclude: [shard_0.tar]"))
+    assert [pack.key for pack in PackedFolder(legacy)] == ["ps_00000002", "ps_00000003"]
+    split.write_text(text.replace("exclude: []", "exclude: [shard_0.tar/ps_00000000]"))
+    with pytest.raises(PackedFolderError, match="excludes single packs"):
+        PackedFolder(legacy)
+
+
+def test_its_settings_are_checked(packed: Path) -> None:
+    with pytest.raises(PackingSettingsError, match="seq_length 512 tokens >"):
+        PackedFolder(packed / "vqa", task_encoder("vqa", seq_length=256))
+    with pytest.raises(PackingSettingsError, match="holds vqa packs"):
+        PackedFolder(packed / "vqa", task_encoder("bmr"))
+    with pytest.raises(PackedFolderError, match="need a task_encoder"):
+        PackedFolder(packed / "vqa").row(0)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    return text_folder(tmp_path / "packs", 5)
+
+
+def test_what_is_damaged_is_named(texts: Path) -> None:
+    tar, index = texts / "shard_0.tar", texts / "shard_0.tar.idx"
+    whole, offsets = tar.read_bytes(), np.fromfile(index, "<u8")
+    folder = PackedFolder(texts)
+    tar.write_bytes(whole[: int(offsets[4]) + 700])
+    assert folder[3].key == "03"
+    with pytest.raises(PackedFolderError, match=r"shard_0\.tar, bytes .* ends 324 bytes early"):
+        folder[4]
+    start = int(offsets[2])
+    tar.write_bytes(whole[:start] + b"x" + whole[start + 1 :])
+    with pytest.raises(PackedFolderError, match=r"shard_0\.tar, bytes"):
+        folder[2]
+    for wrong in (offsets[:-1], np.append(offsets[:-1], offsets[3])):
+        wrong.tofile(index)
+        with pytest.raises(PackedFolderError, match=r"shard_0\.tar\.idx does not index the 5"):
+            PackedFolder(texts)
+    index.unlink()
+    with pytest.raises(PackedFolderError, match=r"shard_0\.tar\.idx is missing"):
+        PackedFolder(texts)
+    tar.unlink()
+    with pytest.raises(PackedFolderError, match=r"shard_0\.tar, bytes .* retry restores it"):
+        folder[0]

@@ -1,0 +1,326 @@
+"""What packing while training, and dealing packs to ranks, reach and cost.
+
+python tools/benchmarks/benchmark_online.py ranks
+python tools/benchmarks/benchmark_online.py loaders
+python tools/benchmarks/benchmark_online.py planning
+python tools/benchmarks/benchmark_online.py buffers
+python tools/benchmarks/benchmark_online.py windows | energon
+python tools/benchmarks/benchmark_online.py roads --samples 4000 --ranks 4 --buffer 200
+"""
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from length_laws import draw_lengths, draw_sft
+
+from offline_packing import plan_packs
+from offline_packing.online.dynamic_batches import DynamicBatches
+from offline_packing.online.online_dataset import OnlineDataset
+from offline_packing.online.packed_dataset import PackedIterableDataset
+from offline_packing.online.pool import PackingPool
+from offline_packing.online.ranks.rank_schedule import EpochSchedule, RankSchedule
+from offline_packing.planner.order import RankLayout, idle_share
+from offline_packing.planner.strategies.histogram import count_lengths, lower_bound
+from offline_packing.planner.strategies.peers.first_fit import first_fit_decreasing
+from offline_packing.planner.windows import WindowOptions
+from task_encoders.families import FAMILIES
+
+SEQ_LENGTH = 8192
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """A Markdown table, columns in the order of the first row."""
+    click.echo("| " + " | ".join(rows[0]) + " |")
+    click.echo("|---" * len(rows[0]) + "|")
+    for row in rows:
+        click.echo("| " + " | ".join(str(value) for value in row.values()) + " |")
+
+
+@click.group()
+def main() -> None:
+    """Measure packing while training."""
+
+
+@main.command()
+@click.option("--samples", default=100_000, show_default=True)
+def ranks(samples: int) -> None:
+    """Idle share of ranks with a `RankSchedule`: one packed folder, and samples under a budget."""
+    tokens, patches = draw_sft(samples)
+    rows = []
+    for law, cost in (
+        ("Σ l²", tokens.astype(np.float64) ** 2),
+        ("operations", FAMILIES["qwen2_vl"].cost.of_samples(tokens, patches)),
+    ):
+        plan = plan_packs(tokens, SEQ_LENGTH, order=RankLayout(8, 2), cost=cost)
+        packs = np.add.reduceat(cost[plan.sample_ids], plan.pack_offsets[:-1])
+        for num_ranks in (4, 8, 16, 64):
+            written = idle_share(packs, RankLayout(num_ranks, 2))
+            folder = RankSchedule(np.full(len(packs), SEQ_LENGTH), packs, num_ranks)
+            start = time.perf_counter()
+            online = RankSchedule(tokens, cost, num_ranks, SEQ_LENGTH).epoch(0)
+            seconds = time.perf_counter() - start
+            rows.append(
+                {
+                    "cost": law,
+                    "ranks": num_ranks,
+                    "written for 8 x 2, idle %": f"{100 * written:.2f}",
+                    "the same packs scheduled": _describe(folder.epoch(0)),
+                    "samples scheduled": _describe(online),
+                    "seconds": f"{seconds:.2f}",
+                }
+            )
+    print_table(rows)
+
+
+def _describe(epoch: EpochSchedule) -> str:
+    ratio = epoch.cost.max(axis=1) / epoch.cost.mean(axis=1)
+    return (
+        f"{100 * epoch.idle_share:.2f}; max/mean {ratio.mean():.4f}, "
+        f"{(ratio > 1.05).sum()} of {len(ratio)} steps above 1.05, worst {ratio.max():.2f}"
+    )
+
+
+@main.command()
+@click.option("--samples", default=20_000, show_default=True)
+@click.option("--buffer", default=1000, show_default=True)
+@click.option(
+    "--tokens-per-second",
+    default=40_000,
+    show_default=True,
+    help="What a trainer takes: a model of 2 billion parameters at half the peak of one H200.",
+)
+def loaders(samples: int, buffer: int, tokens_per_second: int) -> None:
+    """Packs and processor time of the datasets for PyTorch's loaders, on one core: planning alone,
+    and with a state saved after every pack. Samples are only lengths."""
+    print_table(
+        [
+            {"law": law, "road": road, **_time_loader(dataset, lengths, tokens_per_second)}
+            for law in ("captions", "sft")
+            for lengths in [draw_lengths(law, samples)]
+            for road, dataset in _roads(lengths, buffer).items()
+        ]
+    )
+
+
+def _roads(lengths: np.ndarray, buffer: int) -> dict[str, OnlineDataset]:
+    samples = [{"length": length} for length in lengths.tolist()]
+
+    def packed(strategy: str, leftovers: Any) -> OnlineDataset:
+        return PackedIterableDataset(
+            samples,
+            packing_length=SEQ_LENGTH,
+            buffer_size=buffer,
+            strategy=strategy,
+            leftovers=leftovers,
+        )
+
+    return {
+        "binpack, emit": packed("binpack", "emit"),
+        "binpack, carry": packed("binpack", "carry"),
+        "sequential": packed("sequential", "carry"),
+        "auto, carry": packed("auto", "carry"),
+        "dynamic, buffer 200": DynamicBatches(samples, max_seq_len=SEQ_LENGTH, collate=list),
+    }
+
+
+def _time_loader(
+    dataset: OnlineDataset, lengths: np.ndarray, tokens_per_second: int
+) -> dict[str, Any]:
+    for _ in zip(range(2), dataset, strict=False):  # compile
+        pass
+    seconds = []
+    for saves in (False, True):
+        start = time.process_time()
+        packs = 0
+        for _ in dataset:
+            packs += 1
+            if saves:
+                dataset.state_dict()
+        seconds.append(time.process_time() - start)
+    total = int(lengths.sum())
+    return {
+        "packs": f"{packs:,}",
+        "bound": f"{-(-total // SEQ_LENGTH):,}",
+        "fill %": f"{100 * total / packs / SEQ_LENGTH:.2f}",
+        "µs per sample": f"{1e6 * seconds[0] / len(lengths):.0f}",
+        "× a trainer's need": f"{total / seconds[0] / tokens_per_second:,.0f}",
+        "with a state per pack": f"{total / seconds[1] / tokens_per_second:,.0f}",
+    }
+
+
+@main.command()
+@click.option("--samples", default=20_000, show_default=True)
+@click.option(
+    "--tokens-per-second",
+    default=320_000,
+    show_default=True,
+    help="What the trainer takes: eight of the GPUs that `loaders` feeds.",
+)
+def planning(samples: int, tokens_per_second: int) -> None:
+    """Samples that a `PackingPool` plans a second on one core, with and without a budget of images,
+    against what a trainer takes."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for law in ("captions", "sft"):
+        lengths, images = draw_lengths(law, samples), rng.integers(0, 5, samples)
+        need = tokens_per_second / lengths.mean()
+        for strategy in ("auto", "knapsack", "to_constant_volume"):
+            for budgets in ({}, {"images": 18}):
+                row = {
+                    "law": law,
+                    "strategy": strategy,
+                    "images per pack": budgets.get("images", ""),
+                    "needed": f"{need:,.0f}",
+                }
+                for buffer in (128, 200, 1000):
+                    options = WindowOptions(
+                        seq_length=SEQ_LENGTH,
+                        window=buffer,
+                        strategy=strategy,
+                        budgets=budgets,
+                        min_fill=0.0 if strategy == "knapsack" else 1.0,
+                    )
+                    _plan(options, lengths[:5000], images)  # compile
+                    start = time.process_time()
+                    _plan(options, lengths, images)
+                    speed = samples / (time.process_time() - start)
+                    row[f"buffer {buffer}"] = f"{speed:,.0f}, {speed / need:,.0f} ×"
+                rows.append(row)
+    print_table(rows)
+
+
+def _plan(options: WindowOptions, lengths: np.ndarray, images: np.ndarray) -> None:
+    pool = PackingPool[int](options)
+    for length, count in zip(lengths.tolist(), images.tolist(), strict=False):
+        pool.add(length, length, {"images": count})
+    pool.finish()
+
+
+@main.command()
+@click.option("--samples", default=20_000, show_default=True)
+def buffers(samples: int) -> None:
+    """Fill of packs made from a buffer in each of N data parallel ranks' n loader processes: each
+    sees M / (N n) of the M samples."""
+    tokens = draw_sft(samples)[0]
+    rows = []
+    for readers in (1, 16, 128):
+        parts = [tokens[reader::readers] for reader in range(readers)]
+        for buffer in (50, 200, 1000, 5000):
+            plain = [
+                first_fit_decreasing(part[start : start + buffer], SEQ_LENGTH)
+                for part in parts
+                for start in range(0, len(part), buffer)
+            ]
+            carried = sum(_carried_packs(part, buffer) for part in parts)
+            rows.append(
+                {
+                    "readers, N n": readers,
+                    "samples of each, M / (N n)": samples // readers,
+                    "buffer": buffer,
+                    "each buffer for itself, fill %": _fill(
+                        tokens, sum(len(packs.pack_offsets) - 1 for packs in plain)
+                    ),
+                    "carried over, fill %": _fill(tokens, carried),
+                }
+            )
+    print_table(rows)
+    offline = _fill(tokens, plan_packs(tokens, SEQ_LENGTH).num_packs)
+    click.echo(f"\nall samples planned at once: {offline}")
+
+
+def _carried_packs(lengths: np.ndarray, buffer: int) -> int:
+    pool = PackingPool[int](WindowOptions(seq_length=SEQ_LENGTH, window=buffer))
+    ready = (len(pool.add(number, length)) for number, length in enumerate(lengths.tolist()))
+    return sum(ready) + len(pool.finish())
+
+
+def _fill(tokens: np.ndarray, packs: int) -> str:
+    return f"{100 * tokens.sum(dtype=np.int64) / (packs * SEQ_LENGTH):.2f}"
+
+
+@main.command()
+@click.option("--samples", default=4000, show_default=True)
+@click.option("--ranks", default=4, show_default=True)
+@click.option("--buffer", default=200, show_default=True)
+@click.option("--only", default="", help="roads whose name contains this")
+def roads(samples: int, ranks: int, buffer: int, only: str) -> None:
+    """The same samples through every road of packing: fill, idle ranks, start and restart."""
+    import packing_roads  # needs torch and Energon, the other commands do not
+
+    with tempfile.TemporaryDirectory() as name:
+        unpacked, packed, elsewhere = (Path(name, part) for part in ("singles", "packed", "other"))
+        sizes = packing_roads.draw_samples(unpacked, samples)
+        packing_roads.pack_offline(unpacked, elsewhere, max(1, ranks // 2))  # compiles
+        start = time.perf_counter()
+        packing_roads.pack_offline(unpacked, packed, ranks)
+        click.echo(
+            f"{samples:,} samples of {sizes[0].mean():.0f} tokens; offline packing takes "
+            f"{time.perf_counter() - start:.1f} s once\n"
+        )
+        found = packing_roads.roads(unpacked, sizes, packed, elsewhere, ranks, buffer)
+        print_table(
+            [
+                packing_roads.measure_road(road, reader, ranks, samples)
+                for road, reader in found.items()
+                if only in road
+            ]
+        )
+
+
+@main.command()
+@click.option("--samples", default=20_000, show_default=True)
+@click.option("--law", "laws", multiple=True, default=("captions", "sft"), show_default=True)
+@click.option("--buffer", "buffers", multiple=True, default=(128, 200, 1000), show_default=True)
+def windows(samples: int, laws: Sequence[str], buffers: Sequence[int]) -> None:
+    """Packs of a stream: windows that carry over, and first-fit-decreasing on each buffer alone."""
+    print_table([count_packs(law, samples, buffer) for law in laws for buffer in buffers])
+
+
+def count_packs(law: str, samples: int, buffer: int) -> dict[str, Any]:
+    """A row of `windows`."""
+    lengths = draw_lengths(law, samples)
+    for _ in range(2):  # the first time, functions are compiled
+        start = time.perf_counter()
+        pool = PackingPool[int](WindowOptions(seq_length=SEQ_LENGTH, window=buffer))
+        packs = [pack for i, n in enumerate(lengths.tolist()) for pack in pool.add(i, n)]
+        packs += pool.finish()
+        seconds = time.perf_counter() - start
+    assert sorted(i for pack in packs for i in pack) == list(range(samples))
+    parts = np.split(lengths, range(buffer, samples, buffer))
+    return {
+        "law": law,
+        "buffer": buffer,
+        "lower bound": lower_bound(count_lengths(lengths, SEQ_LENGTH)),
+        "packs": len(packs),
+        "first-fit-decreasing per buffer": sum(
+            first_fit_decreasing(part, SEQ_LENGTH).num_packs for part in parts
+        ),
+        "seconds": f"{seconds:.2f}",
+    }
+
+
+@main.command()
+@click.option("--buffer", default=1000, show_default=True)
+@click.option("--side", default=448, show_default=True, help="Of the images, in pixels.")
+@click.option("--seq-length", default=4096, show_default=True)
+def energon(buffer: int, side: int, seq_length: int) -> None:
+    """Memory and time of Energon's own packing buffer, and of ours, over the same images."""
+    import energon_buffers  # needs torch and Energon, the other commands do not
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = energon_buffers.write_images(Path(folder), 2 * buffer, side)
+        print_table(
+            [
+                energon_buffers.pack_images(road, path, buffer, seq_length)
+                for road in energon_buffers.ROADS
+            ]
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""Measure the planner and its peers: packs, gap, fill, seconds, peak memory, spread of cost.
+
+python tools/benchmarks/benchmark_planner.py speed --samples 1000000 --seq-length 8192
+python tools/benchmarks/benchmark_planner.py speed --samples 100000 --save rows.jsonl
+python tools/benchmarks/benchmark_planner.py plots rows.jsonl
+python tools/benchmarks/benchmark_planner.py scale --samples 100000000
+python tools/benchmarks/benchmark_planner.py budgets | assignment | order | streaming
+
+A law is one of length_laws.py or a measured index: a folder of Parquet parts, or an output.
+"""
+
+import json
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+import numpy as np
+from length_laws import LAWS, draw_lengths, draw_sft
+from planner_peers import OWN, PEERS, missing_packages
+from planner_plots import draw_gap, draw_seconds
+from planner_speed import WARM_UP_SAMPLES, measure, peak_mib
+
+from offline_packing import PackPlan, plan_packs
+from offline_packing.planner.order import RankLayout, idle_share
+from offline_packing.planner.strategies.budgets import size_lower_bound
+from offline_packing.planner.strategies.histogram import count_lengths, lower_bound
+from offline_packing.planner.windows import WindowOptions, WindowPlanner
+
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """A Markdown table, columns in the order of the first row."""
+    names = list(rows[0])
+    click.echo("| " + " | ".join(names) + " |")
+    click.echo("|" + "---|" * len(names))
+    for row in rows:
+        click.echo("| " + " | ".join(str(row[name]) for name in names) + " |")
+
+
+@click.group()
+def main() -> None:
+    """Benchmarks of the planner."""
+
+
+@main.command()
+@click.option("--samples", default=1_000_000, show_default=True)
+@click.option("--seq-length", default=8192, show_default=True)
+@click.option("--law", "laws", multiple=True, default=LAWS, help="A law or a measured index.")
+@click.option("--method", "methods", multiple=True, default=(*OWN, *PEERS), show_default=True)
+@click.option("--repeat", default=3, show_default=True)
+@click.option("--save", type=click.File("a"), help="Add the rows to this file, for plots.")
+def speed(
+    samples: int,
+    seq_length: int,
+    laws: Sequence[str],
+    methods: Sequence[str],
+    repeat: int,
+    save: TextIO | None,
+) -> None:
+    """Packs and time of all methods on every law; no shuffle, warm."""
+    missing = missing_packages()
+    if missing:
+        click.echo(f"not installed, so not measured: {', '.join(missing)}\n")
+    rows = []
+    for law in laws:
+        for method in methods:
+            peer = PEERS.get(method)
+            if peer and (peer.package in missing or samples > peer.max_samples):
+                continue
+            rows.append(measure(method, law, samples, seq_length, repeat))
+            click.echo(json.dumps(rows[-1]), err=True)
+            if save:
+                click.echo(json.dumps(rows[-1]), file=save)
+    print_table(rows)
+
+
+@main.command()
+@click.argument("rows", type=click.File())
+@click.option("--folder", type=click.Path(path_type=Path), default=IMAGES, show_default=True)
+def plots(rows: TextIO, folder: Path) -> None:
+    """Draw the rows that speed saved: gap and CPU seconds of all methods on every law."""
+    # If a method was measured on a law more than once, the last row counts.
+    found = {(row["law"], row["method"]): row for row in map(json.loads, rows)}
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_gap(list(found.values()), folder / "planner_gap.png")
+    draw_seconds(list(found.values()), folder / "planner_seconds.png")
+
+
+@main.command()
+@click.option("--samples", default=100_000, show_default=True)
+@click.option("--seq-length", default=8192, show_default=True)
+@click.option("--law", "laws", multiple=True, default=LAWS, help="A law or a measured index.")
+@click.option("--window", default=1000, show_default=True)
+def streaming(samples: int, seq_length: int, laws: Sequence[str], window: int) -> None:
+    """Fill and age of samples when windows are packed in sequence, with carry-over."""
+    print_table([_stream(law, samples, WindowOptions(seq_length, window)) for law in laws])
+
+
+def _stream(law: str, samples: int, options: WindowOptions) -> dict[str, Any]:
+    """One row: a whole stream, with what is pending at its end; CPU time of a warm run."""
+    lengths = draw_lengths(law, samples)
+    lengths = lengths[lengths <= options.seq_length]
+    warm = WindowPlanner(options)
+    warm.push(lengths[:WARM_UP_SAMPLES])
+    planner = WindowPlanner(options)
+    packs, oldest, most_waiting = 0, 0, 0
+    cpu_start = time.process_time()
+    for number, start in enumerate(range(0, len(lengths), options.window)):
+        ready = planner.push(lengths[start : start + options.window])
+        packs += ready.num_packs
+        oldest = max(oldest, number - int(ready.sample_ids.min(initial=start)) // options.window)
+        most_waiting = max(most_waiting, planner.num_waiting)
+    packs += planner.finish().num_packs
+    cpu_seconds = time.process_time() - cpu_start
+    bound = lower_bound(count_lengths(lengths, options.seq_length))
+    tokens = int(lengths.sum(dtype=np.int64))
+    return {
+        "law": law,
+        "packs": packs,
+        "above bound": packs - bound,
+        "fill %": round(100 * tokens / (packs * options.seq_length), 3),
+        "fill possible %": round(100 * tokens / (bound * options.seq_length), 3),
+        "oldest sample, windows": oldest,
+        "most samples waiting": most_waiting,
+        "CPU seconds": round(cpu_seconds, 2),
+    }
+
+
+@main.command()
+@click.option("--samples", default=100_000_000, show_default=True)
+@click.option("--law", default="captions", show_default=True)
+@click.option("--seq-length", default=8192, show_default=True)
+@click.option("--shuffle/--no-shuffle", default=True, show_default=True)
+@click.option("--disk/--memory", default=True, show_default=True, help="From disk to disk or not.")
+def scale(samples: int, law: str, seq_length: int, shuffle: bool, disk: bool) -> None:
+    """Time and memory of one large plan, from an array on disk to a plan on disk."""
+    with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(1) as p:
+        path = Path(folder) / "num_tokens.npy"
+        p.apply(_write_lengths, (path, law, samples))
+        with multiprocessing.get_context("spawn").Pool(1) as fresh:
+            row = fresh.apply(_scale_here, (path, seq_length, shuffle, disk))
+    print_table([{"law": law, "samples": samples, "shuffle": shuffle, "disk": disk, **row}])
+
+
+def _write_lengths(path: Path, law: str, samples: int) -> None:
+    parts = [draw_lengths(law, min(samples, 10**7), seed) for seed in range(-(-samples // 10**7))]
+    np.save(path, np.concatenate(parts)[:samples])
+
+
+def _scale_here(path: Path, seq_length: int, shuffle: bool, disk: bool) -> dict[str, Any]:
+    assignment = ("shuffle",) if shuffle else ()
+    for law in ("captions", "narrow"):
+        plan_packs(draw_lengths(law, WARM_UP_SAMPLES), seq_length, assignment=assignment)
+    lengths = None if disk else np.load(path)
+    start, cpu_start = time.perf_counter(), time.process_time()
+    if lengths is None:
+        lengths = np.load(path, mmap_mode="r")
+    plan = plan_packs(lengths, seq_length, assignment=assignment)
+    if disk:
+        plan.save(path.parent / "plan")
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    return {
+        "packs": plan.num_packs,
+        "above bound": plan.num_packs - plan.info.lower_bound,
+        "seconds": round(seconds, 2),
+        "CPU seconds": round(cpu_seconds, 2),
+        "peak MiB": round(peak_mib()),
+    }
+
+
+@main.command()
+@click.option("--samples", default=100_000, show_default=True)
+@click.option("--seq-length", default=8192, show_default=True)
+@click.option(
+    "--patches", multiple=True, type=int, default=(30_000, 22_000, 20_000, 19_500, 16_000)
+)
+def budgets(samples: int, seq_length: int, patches: Sequence[int]) -> None:
+    """Limits on tokens and on vision patches at once, SFT law."""
+    tokens, vision = draw_sft(samples)
+    plan_packs(tokens[:2000], seq_length, budgets={"patches": (vision[:2000], 22_000)})
+    rows = []
+    for limit in patches:
+        start, cpu_start = time.perf_counter(), time.process_time()
+        plan = plan_packs(tokens, seq_length, budgets={"patches": (vision, limit)})
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        kept = plan.sample_ids
+        loads = np.add.reduceat(vision[kept], plan.pack_offsets[:-1])
+        rows.append(
+            {
+                "patch limit": limit,
+                "token bound": size_lower_bound(tokens[kept], seq_length),
+                "patch bound": size_lower_bound(vision[kept], limit),
+                "packs": plan.num_packs,
+                "gap %": round(100 * plan.gap, 3),
+                "violations": int((loads > limit).sum()),
+                "set aside": len(plan.set_aside_ids),
+                "seconds": round(seconds, 2),
+                "CPU seconds": round(cpu_seconds, 2),
+            }
+        )
+    print_table(rows)
+
+
+def _pack_sums(plan: PackPlan, values: np.ndarray) -> np.ndarray:
+    return np.add.reduceat(values[plan.sample_ids].astype(np.float64), plan.pack_offsets[:-1])
+
+
+def _patches_for(law: str, tokens: np.ndarray) -> np.ndarray:
+    if law == "sft":
+        return draw_sft(len(tokens))[1]
+    share = np.random.default_rng(0).uniform(0.3, 0.98, len(tokens))
+    return (tokens * share).astype(np.int32) * 4
+
+
+@main.command()
+@click.option("--samples", default=100_000, show_default=True)
+@click.option("--packs-per-shard", default=1000, show_default=True)
+def assignment(samples: int, packs_per_shard: int) -> None:
+    """What balance and locality gain, and what they cost in packs."""
+    rows = []
+    for law in ("captions", "sft", "narrow"):
+        for seq_length in (8192, 32_768):
+            tokens = draw_lengths(law, samples)
+            patches = _patches_for(law, tokens)
+            plain = plan_packs(tokens, seq_length)
+            even = plan_packs(
+                tokens, seq_length, assignment=["shuffle", "balance"], balance_by=patches
+            )
+            spread = [_pack_sums(plan, patches) for plan in (plain, even)]
+            before, after = (float(sums.std() / sums.mean()) for sums in spread)
+            rows.append(
+                {
+                    "law": law,
+                    "seq_length": seq_length,
+                    "packs": plain.num_packs,
+                    "packs balanced": even.num_packs,
+                    "patch CV": round(before, 4),
+                    "patch CV balanced": round(after, 4),
+                    "ratio": round(before / after, 1),
+                }
+            )
+    print_table(rows)
+    click.echo()
+    print_table([_locality(law, samples, packs_per_shard) for law in LAWS])
+
+
+def _locality(law: str, samples: int, packs_per_shard: int) -> dict[str, Any]:
+    """What one output shard reads, in blocks, from source shards of twice its size."""
+    tokens = draw_lengths(law, samples)
+    plan = plan_packs(
+        tokens,
+        8192,
+        assignment="locality",
+        source_order=np.arange(samples),
+        window_packs=packs_per_shard,
+    )
+    per_shard = samples * packs_per_shard / plan.num_packs
+    shard = np.repeat(np.arange(plan.num_packs) // packs_per_shard, np.diff(plan.pack_offsets))
+    opened = np.unique(np.stack([shard, plan.sample_ids // int(2 * per_shard)]), axis=1)
+    block = max(1, int(per_shard / 1000))
+    read = np.unique(np.stack([shard, plan.sample_ids // block]), axis=1)
+    return {
+        "law": law,
+        "packs": plan.num_packs,
+        "above bound": plan.num_packs - plan.info.lower_bound,
+        "gap %": round(100 * plan.gap, 3),
+        "source shards per output shard, mean": round(opened.shape[1] / (shard.max() + 1), 2),
+        "max": int(np.bincount(opened[0]).max()),
+        "samples read per sample written": round(block * read.shape[1] / samples, 3),
+    }
+
+
+@main.command()
+@click.option("--samples", default=100_000, show_default=True)
+@click.option("--ranks", default=8, show_default=True)
+@click.option("--workers", default=2, show_default=True)
+def order(samples: int, ranks: int, workers: int) -> None:
+    """Idle share of ranks by the sum of squared lengths, SFT law, as Energon splits the packs."""
+    tokens = draw_lengths("sft", samples)
+    layouts = [RankLayout(ranks, workers), RankLayout(2 * ranks, workers)]
+    layouts += [RankLayout(max(1, ranks // 2), workers), RankLayout(ranks, 2 * workers)]
+    rows = []
+    for name, planned in (("random", None), (f"for {ranks} x {workers}", layouts[0])):
+        plan = plan_packs(tokens, 8192, order=planned)
+        cost = _pack_sums(plan, tokens.astype(np.float64) ** 2)
+        for read in layouts:
+            rows.append(
+                {
+                    "order": name,
+                    "read by ranks x workers": f"{read.num_ranks} x {read.num_workers}",
+                    "idle %": round(100 * idle_share(cost, read), 2),
+                }
+            )
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Training speed on the same samples: padded, packed online by Energon's hook, packed offline.
+
+    python tools/benchmarks/benchmark_training.py demo_output/vqa --shapes cpu
+    python tools/benchmarks/benchmark_training.py out/packed_8k --shapes 2b --steps 60
+
+Writes results.json, table.md and steps.png to --output. Each mode runs in a process of its own: one
+warm-up, then steps of one row each, forward, backward and optimizer. The vocabulary of the model
+"cpu" is folded to 1,024: after so small a decoder, an output layer for 151,936 tokens would take
+nearly all the time, and it never sees padding. On a CPU, seconds are processor seconds of one
+thread, so that a busy neighbour does not count.
+"""
+
+import contextlib
+import json
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import torch
+from gpu_monitor import GpuMonitor
+from model_flops import peak_flops, row_flops
+from training_loaders import MODES, build_loader, write_unpacked
+from training_report import draw, gains, render_table, summarize
+
+from launch.loop.loss import shift_labels
+from launch.loop.optimizer import ShardedAdamW
+from launch.loop.parallel import initialize_parallel
+from launch.model.config import ModelConfig
+from launch.model.qwen_vl import build_model
+from offline_packing.storage.files import read_json
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.model_inputs import to_packed_seq_params
+from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
+
+FOLDED_WORDS: Final = 1024
+
+#: Models by name. "cpu": its decoder takes nearly all of the time, as in a large model.
+SHAPES: Final[dict[str, dict[str, Any]]] = {
+    "cpu": {
+        "text": {
+            "vocab_size": FOLDED_WORDS,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "hidden_size": 256,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [8, 12, 12],
+            },
+        },
+        "vision": {"hidden_size": 256, "depth": 1},
+    },
+    "2b": {"preset": "2b"},
+    "7b": {"preset": "7b", "recompute": "full"},
+}
+
+
+@click.command()
+@click.argument("packed", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--shapes", type=click.Choice(list(SHAPES)), default="cpu", show_default=True)
+@click.option("--steps", type=int, help="Per mode, at most; default: one pass over the samples.")
+@click.option("--workers", default=0, show_default=True, help="Loader processes.")
+@click.option("--padded-batch", type=int, help="Samples per padded row; default: as in a pack.")
+@click.option("--buffer", default=100, show_default=True, help="Samples the online packer buffers.")
+@click.option(
+    "--indexed",
+    type=click.Path(path_type=Path),
+    help="Prefix of the same packs as token ids: one more mode.",
+)
+@click.option(
+    "--at-least",
+    default=0.0,
+    help="Fail if packs gain less than this share of what the padding that they save predicts.",
+)
+@click.option("--output", type=click.Path(path_type=Path), default=Path("out/benchmark_training"))
+def main(
+    packed: Path,
+    shapes: str,
+    steps: int | None,
+    workers: int,
+    padded_batch: int | None,
+    buffer: int,
+    indexed: Path | None,
+    at_least: float,
+    output: Path,
+) -> None:
+    """Train on the samples of PACKED, a folder written by offline-packing, in each mode."""
+    output.mkdir(parents=True, exist_ok=True)
+    train = [s for s in read_json(packed / "manifest.json")["shards"] if s["split"] == "train"]
+    samples, packs = (sum(shard[name] for shard in train) for name in ("samples", "packs"))
+    with tempfile.TemporaryDirectory() as folder:
+        write_unpacked(packed, Path(folder))
+        loader_options = {
+            "packed": packed,
+            "unpacked": Path(folder),
+            "num_workers": workers,
+            "padded_batch_size": padded_batch or round(samples / packs),
+            "buffer_size": buffer,
+            "indexed": indexed,
+        }
+        results = {}
+        for mode in [*MODES, *(["indexed"] if indexed else [])]:
+            # Unlike a Pool's, its processes may have children: the loader's.
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                results[mode] = pool.submit(run_mode, mode, shapes, steps, loader_options).result()
+            click.echo(f"{mode}: {results[mode]['summary']['samples_per_second']:.2f} samples/s")
+    (output / "results.json").write_text(json.dumps(results))
+    summaries = {mode: result["summary"] for mode, result in results.items()}
+    table = render_table(summaries)
+    (output / "table.md").write_text(table)
+    draw(results, output / "steps.png")
+    click.echo(f"\n{table}\nwritten to {output}")
+    gain, predicted = gains(summaries)["offline"]
+    if gain < at_least * predicted:
+        raise click.ClickException(f"packs gain {gain:.2f}, {predicted:.2f} were predicted")
+
+
+def run_mode(
+    mode: str, shapes: str, max_steps: int | None, loader_options: dict[str, Any]
+) -> dict[str, Any]:
+    """Steps, summary and GPU samples of one mode."""
+    device = initialize_parallel()
+    torch.set_num_threads(1)
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    model = build_model(ModelConfig(**SHAPES[shapes]), device=device).train()
+    if shapes == "cpu":
+        model.hf_config.image_token_id = FOLDED_WORDS - 1
+    optimizer = ShardedAdamW(model, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
+    is_cuda = device.type == "cuda"
+    batches = iter(build_loader(mode, **loader_options))
+    train_row(model, optimizer, next(batches), device, folded=shapes == "cpu")  # warm-up
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    steps = []
+    monitor: Any = GpuMonitor() if is_cuda else contextlib.nullcontext()
+    with monitor as gpu:
+        for wait, batch in timed(batches, clock):
+            started = clock()
+            flops = train_row(model, optimizer, batch, device, folded=shapes == "cpu")
+            seconds = wait + clock() - started
+            steps.append(count_step(batch) | {"wait": wait, "seconds": seconds, "flops": flops})
+            if len(steps) == max_steps:
+                break
+    name = torch.cuda.get_device_name() if is_cuda else "cpu"
+    summary = summarize(steps, peak_flops(name)) | {"memory_gib": peak_memory_gib(is_cuda)}
+    samples = gpu.samples if is_cuda else []
+    return {"mode": mode, "device": name, "summary": summary, "steps": steps, "gpu": samples}
+
+
+def timed(
+    batches: Iterator[PackedBatch], clock: Callable[[], float]
+) -> Iterator[tuple[float, PackedBatch]]:
+    """Each batch with the seconds it took to arrive."""
+    while True:
+        started = clock()
+        batch = next(batches, None)
+        if batch is None:
+            return
+        yield clock() - started, batch
+
+
+def train_row(
+    model: Any, optimizer: ShardedAdamW, batch: PackedBatch, device: torch.device, *, folded: bool
+) -> float:
+    """One step on one row. Returns its operations."""
+    tokens, labels = batch.tokens, shift_labels(batch.labels)
+    if folded:
+        is_image = tokens == MEDIA_TOKEN_IDS["image_token_id"]
+        tokens = (tokens % (FOLDED_WORDS - 1)).masked_fill(is_image, FOLDED_WORDS - 1)
+        labels = torch.where(labels == IGNORE_INDEX, labels, labels % (FOLDED_WORDS - 1))
+    params = to_packed_seq_params(batch)
+    num_labels = int((labels != IGNORE_INDEX).sum())
+    grids = torch.cat([batch.image_grid_thw, batch.video_grid_thw])
+    flops = row_flops(model, params.cu_seqlens_q.diff(), grids, num_labels)
+    params = to_packed_seq_params(move(batch, device))
+    losses = model(
+        tokens=tokens.to(device, non_blocking=True),
+        position_ids=batch.position_ids.to(device, non_blocking=True),
+        packed_seq_params=params,
+        imgs=batch.imgs.to(device, non_blocking=True),
+        image_grid_thw=batch.image_grid_thw.to(device, non_blocking=True),
+        labels=labels.to(device, non_blocking=True),
+        pixel_values_videos=batch.pixel_values_videos.to(device, non_blocking=True),
+        video_grid_thw=batch.video_grid_thw.to(device, non_blocking=True),
+    )
+    losses.sum().backward()
+    optimizer.accumulate()
+    optimizer.step(learning_rate=1e-5, denominator=max(num_labels, 1), max_norm=1.0)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return flops
+
+
+def move(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    """The batch with its boundaries on the device."""
+    batch.cu_lengths = batch.cu_lengths.to(device)
+    batch.attn_mask = batch.attn_mask.to(device)
+    return batch
+
+
+def count_step(batch: PackedBatch) -> dict[str, float]:
+    """Samples, real tokens, and positions that are computed."""
+    return {
+        "samples": len(batch.sub_sample_keys),
+        "tokens": int((~batch.attn_mask).sum()),
+        "positions": batch.tokens.shape[1],
+    }
+
+
+def peak_memory_gib(is_cuda: bool) -> float:
+    """Peak memory of the device, or of this process on a CPU."""
+    if is_cuda:
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+if __name__ == "__main__":
+    main()

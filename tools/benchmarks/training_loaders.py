@@ -1,0 +1,184 @@
+"""The same samples in three forms: padded to the longest of a batch, packed online, packed offline.
+
+All three are rows of the same kind for the same model and kernels; only the content of a row
+differs. A padded batch of B samples is a row of B segments of the same length, padding included.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.energon import (
+    DefaultTaskEncoder,
+    WorkerConfig,
+    get_savable_loader,
+    get_train_dataset,
+    stateless,
+)
+from torch.nn import functional as F
+
+from launch.data.indexed_loader import IndexedLoader
+from offline_packing.layouts.energon_metadata import index_pack_folder
+from offline_packing.storage.files import read_json
+from offline_packing.storage.tars import TarShardWriter, scan_tar
+from task_encoders.concatenate import PackedRow
+from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
+from task_encoders.families import ModelSettings
+from task_encoders.loading.indexed_dataset import IndexedPackDataset
+from task_encoders.loading.packed_dataset import get_packed_train_dataset
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packs.pack_format import (
+    JSON_PART,
+    PackedSubSample,
+    media_part_names,
+    pack_json,
+    restore_pack,
+)
+from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.samples import SourceSample
+from task_encoders.settings import PackingSettings
+
+Members = Mapping[str, bytes]
+
+
+def write_unpacked(packed: Path, folder: Path, seed: int = 0) -> int:
+    """Write the samples of a packed folder's train split one by one, in random order.
+
+    Every sample becomes a pack, so that the same task encoder reads it. Returns how many.
+    """
+    singles = [
+        single
+        for shard in read_json(packed / "manifest.json")["shards"]
+        if shard["split"] == "train"
+        for pack in _read_packs(packed / shard["name"])
+        for single in _singles(*pack)
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "train-000000.tar", "wb") as file:
+        writer = TarShardWriter(file)
+        for i in np.random.default_rng(seed).permutation(len(singles)):
+            writer.add(f"s{i:08d}", singles[i])
+        writer.finish()
+    index_pack_folder(folder)
+    return len(singles)
+
+
+def _read_packs(tar: Path) -> list[tuple[str, Members]]:
+    with open(tar, "rb") as file:
+
+        def content(offset: int, size: int) -> bytes:
+            file.seek(offset)
+            return file.read(size)
+
+        return [
+            (entry.key, {part.name: content(part.offset, part.size) for part in entry.parts})
+            for entry in scan_tar(tar)
+        ]
+
+
+def _singles(key: str, members: Members) -> list[list[tuple[str, bytes]]]:
+    """Members of one pack per sub-sample."""
+    pack = restore_pack(members[JSON_PART], key)
+    assert pack.task is not None  # written by this project
+    assert pack.num_tokens is not None
+    singles = []
+    for sample, num_tokens in zip(pack.sub_samples, pack.num_tokens, strict=True):
+        assert isinstance(sample, SourceSample)
+        extensions = tuple(name.rpartition(".")[2] for name in sample.media)
+        media = [members[name] for name in sample.media]
+        record = pack_json([PackedSubSample(sample, extensions, num_tokens)], pack.task)
+        names = media_part_names(extensions)
+        singles.append([*zip(names, media, strict=True), (JSON_PART, record)])
+    return singles
+
+
+class PaddingEncoder(Qwen2VLTaskEncoder):
+    """A batch is padded to its longest sample."""
+
+    @stateless
+    def batch(self, samples: list[PackedRowSample]) -> PackedBatch:
+        """B samples to one row of B equally long segments."""
+        longest = max(len(sample.row.tokens) for sample in samples)
+        pad_id = self.encoder.pad_token_id
+        padded = [replace_row(sample, pad_row(sample.row, longest, pad_id)) for sample in samples]
+        return batch_rows(padded, IGNORE_INDEX)
+
+
+def replace_row(sample: PackedRowSample, row: PackedRow) -> PackedRowSample:
+    """The sample with another row."""
+    return PackedRowSample.derive_from(
+        sample, row=row, sub_sample_keys=sample.sub_sample_keys, dropped=sample.dropped
+    )
+
+
+def pad_row(row: PackedRow, length: int, pad_token_id: int) -> PackedRow:
+    """A row of one segment, padded inside that segment."""
+    extra = length - len(row.tokens)
+    behind = int(row.position_ids.max()) + 1 + torch.arange(extra)
+    return replace(
+        row,
+        tokens=F.pad(row.tokens, (0, extra), value=pad_token_id),
+        labels=F.pad(row.labels, (0, extra), value=IGNORE_INDEX),
+        attn_mask=F.pad(row.attn_mask, (0, extra), value=True),
+        position_ids=torch.cat([row.position_ids, behind.expand(3, -1)], dim=1),
+        cu_lengths=torch.tensor([0, length], dtype=torch.int32),
+    )
+
+
+class JoiningEncoder(Qwen2VLTaskEncoder):
+    """Joins packs of one sample each by Energon's own hooks, where packs are refused otherwise."""
+
+    def build_batch(self, dataset: Any, **options: Any) -> Any:
+        return DefaultTaskEncoder.build_batch(self, dataset, **options)
+
+
+def build_loader(
+    mode: str,
+    *,
+    packed: Path,
+    unpacked: Path,
+    num_workers: int,
+    padded_batch_size: int,
+    buffer_size: int,
+    indexed: Path | None = None,
+) -> Iterable[PackedBatch]:
+    """One pass over the samples in a mode of MODES, or of packs as token ids (`indexed`)."""
+    manifest = read_json(packed / "manifest.json")
+    model = ModelSettings.model_validate(manifest["config"]["model"])
+    options: dict[str, Any] = {"model": model}
+    task = manifest["task"]
+    options["settings"] = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
+    options["seq_length"] = manifest["seq_length"]
+    if mode == "indexed":
+        assert indexed is not None
+        rows = IndexedPackDataset(indexed, Qwen2VLTaskEncoder(**options))
+        return IndexedLoader(rows, num_workers=num_workers)
+    worker_config = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
+    if mode == "offline":
+        dataset = get_packed_train_dataset(
+            packed, Qwen2VLTaskEncoder(**options), worker_config=worker_config, repeat=False
+        )
+        return get_savable_loader(dataset)
+    encoder, batch_size, packing_buffer_size = {
+        "padded": (PaddingEncoder, padded_batch_size, None),
+        "online": (JoiningEncoder, 1, buffer_size),
+    }[mode]
+    dataset = get_train_dataset(
+        unpacked,
+        task_encoder=encoder(**options),
+        batch_size=batch_size,
+        packing_buffer_size=packing_buffer_size,
+        shuffle_buffer_size=None,
+        max_samples_per_sequence=None,
+        shuffle_over_epochs_multiplier=None,
+        parallel_shard_iters=1,
+        worker_config=worker_config,
+        repeat=False,
+    )
+    return get_savable_loader(dataset)
+
+
+MODES: Sequence[str] = ("padded", "online", "offline")
