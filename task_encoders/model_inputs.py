@@ -13,6 +13,9 @@ from task_encoders.sample_encoder import IGNORE_INDEX
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedBatch
 
+#: What a row holds of pictures and videos, by the names of transformers' models.
+MEDIA_INPUTS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+
 
 def required_pad_multiple(
     *, context_parallel: int = 1, tensor_parallel: int = 1, sequence_parallel: bool = False

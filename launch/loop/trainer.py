@@ -21,11 +21,10 @@ from launch.data.micro_batches import MicroBatches
 from launch.loop.checkpoint import CheckpointFolder
 from launch.loop.loss import loss_terms, shift_labels, weighted_sum
 from launch.loop.metrics import MetricsLog, StepCounts, StepTotals
-from launch.loop.optimizer import ShardedAdamW
+from launch.loop.optimizer import ShardedAdamW, learning_rate
 from launch.loop.parallel import on_all_ranks
 from launch.loop.plan import TrainPlan
 from launch.loop.progress import Eta, StepFlops, format_line, memory_gib, peak_flops
-from launch.loop.schedule import learning_rate
 from launch.loop.stop_request import StopRequest
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params

@@ -22,11 +22,10 @@ from torch.utils.data import Dataset
 
 from launch.data.open_packs import open_as_measured, settings_of_packs
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.model_inputs import to_transformers_kwargs, token_types
+from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs, token_types
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 
 #: Names of media, as transformers' models take them; None in packs without.
-_MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
 class AutoModelPacks(Dataset[dict[str, Any]]):
@@ -62,7 +61,7 @@ class AutoModelPacks(Dataset[dict[str, Any]]):
             "seq_lens_padded": counts.tolist(),
             "n_images": len(batch.image_grid_thw),
             "n_videos": len(batch.video_grid_thw),
-            **{name: row.get(name) for name in _MEDIA},
+            **{name: row.get(name) for name in MEDIA_INPUTS},
         }
 
 

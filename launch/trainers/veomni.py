@@ -22,10 +22,8 @@ from veomni.data.dataset import DATASET_REGISTRY
 
 from launch.data.open_packs import open_as_measured
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.model_inputs import to_transformers_kwargs, token_types
+from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs, token_types
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
-
-_MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
 class VeOmniPacks(Dataset[list[dict[str, torch.Tensor]]]):
@@ -53,7 +51,7 @@ class VeOmniPacks(Dataset[list[dict[str, torch.Tensor]]]):
             "image_mask": types == 1,
             "video_mask": types == 2,
         }
-        return [pack | {name: row[name] for name in _MEDIA if name in row}]
+        return [pack | {name: row[name] for name in MEDIA_INPUTS if name in row}]
 
 
 def build_dataset(kind: str, build: Callable[..., Any], *, train_path: str, **options: Any) -> Any:

@@ -28,8 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import distributed
 
 from launch.loop.parallel import initialize_parallel
-from launch.trainers.megatron_bridge import main
-from launch.trainers.megatron_bridge_data import VLMIterator, to_vlm_batch
+from launch.trainers.megatron_bridge import VLMIterator, main, to_vlm_batch
 from offline_packing.demo.run import MODEL
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.hf_trainers import number_of

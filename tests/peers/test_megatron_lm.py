@@ -42,8 +42,7 @@ from megatron.training.checkpointing import get_checkpoint_name, maybe_save_data
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from launch.loop.parallel import initialize_parallel
-from launch.trainers.megatron_lm import get_batch
-from launch.trainers.megatron_lm_data import build_dataloaders
+from launch.trainers.megatron_lm import build_dataloaders, get_batch
 from offline_packing.demo.run import MODEL, SEQ_LENGTH
 from task_encoders.families import build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor

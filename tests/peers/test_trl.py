@@ -18,6 +18,7 @@ from launch.trainers.transformers_trainer import collate_packed
 from launch.trainers.trl_trainer import PackedSFTTrainer
 from offline_packing.demo.training import tiny_qwen2_vl
 from task_encoders.families.builtin_processor import builtin_processor
+from task_encoders.model_inputs import MEDIA_INPUTS
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import to_chat
@@ -37,7 +38,6 @@ VERSION = f"TRL {trl.__version__}"
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 TEMPLATE = (TEMPLATES / "qwen2_5_vl_training.jinja").read_text()
 END = 151645  # <|im_end|>
-MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 #: What positions depend on.
 PLACES = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 
@@ -95,7 +95,7 @@ def expected_row(model: Any, batches: list[Any], end_token: int = END) -> dict[s
         tokens.append(ids)
         labels.append(batch["labels"][:, :end])
     lengths = torch.tensor([0, *(ids.shape[1] for ids in tokens)])
-    media = {name: [batch[name] for batch in batches if name in batch] for name in MEDIA}
+    media = {name: [batch[name] for batch in batches if name in batch] for name in MEDIA_INPUTS}
     return {
         "input_ids": torch.cat(tokens, dim=1),
         "labels": torch.cat(labels, dim=1),

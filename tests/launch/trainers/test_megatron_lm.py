@@ -17,8 +17,7 @@ from launch.data.packed_data import read_packed_data
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig
 from launch.model.qwen_vl import build_model
-from launch.trainers.megatron_lm import forward_step, get_batch, main
-from launch.trainers.megatron_lm_data import build_dataloaders
+from launch.trainers.megatron_lm import build_dataloaders, forward_step, get_batch, main
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder

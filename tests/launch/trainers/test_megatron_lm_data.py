@@ -11,7 +11,7 @@ from launch.config import DataConfig
 from launch.data.micro_batches import build_task_encoder
 from launch.data.packed_data import read_packed_data
 from launch.loop.parallel import initialize_parallel
-from launch.trainers.megatron_lm_data import build_dataloaders
+from launch.trainers.megatron_lm import build_dataloaders
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers.legacy_packs import text_folder
