@@ -7,7 +7,8 @@ sample needs:
     fields: {id: image_id, images: image, caption: "captions[0].content"}
 
 A field on the left is one that `records.to_sample` reads; on the right is its place in the record.
-Fields that are not listed keep their default names.
+Fields that are not listed keep their default names. Where `question` is Alpaca's `instruction`,
+its `input` goes with it.
 """
 
 import re
@@ -24,6 +25,7 @@ from task_encoders.records.record import (
     MEDIA_FIELDS,
     PROMPT_FIELDS,
     RECORD_FIELDS,
+    with_input,
 )
 
 #: More copies of a sample than this are taken for a typing error.
@@ -67,13 +69,16 @@ class FieldMap:
         #: default names that are still read
         self._defaults = set(RECORD_FIELDS) - replaced
         self._dropped = replaced | (set(self.named.values()) - self._defaults)
+        #: that it is about, beside Alpaca's instruction
+        is_alpaca = self._steps.get("question") == ("instruction",)
+        self._input = {"input"} - set(self.named.values()) if is_alpaca else set()
 
     def __bool__(self) -> bool:
         return bool(self._steps)
 
     def columns(self) -> set[str]:
         """All of the record's own fields that may go into a sample."""
-        return {*self.named.values(), *self._defaults}
+        return {*self.named.values(), *self._defaults, *self._input}
 
     def media_columns(self) -> set[str]:
         """The record's own fields that images and videos are taken from."""
@@ -86,6 +91,12 @@ class FieldMap:
             return content
         kept = {name: value for name, value in content.items() if name not in self._dropped}
         found = {name: follow(content, steps) for name, steps in self._steps.items()}
+        if (
+            self._input
+            and isinstance(found["question"], str)
+            and isinstance(kept.get("input"), str)
+        ):
+            found["question"] = with_input(found["question"], kept.pop("input"))
         return kept | {name: value for name, value in found.items() if value is not None}
 
     def missing(self, content: Mapping[str, Any]) -> list[str]:

@@ -117,6 +117,11 @@ def check_prompts_are_shown(sample: SourceSample) -> None:
             )
 
 
+def with_input(instruction: str, given: str) -> str:
+    """Alpaca's `instruction`, and on the next line the `input` that it is about, if any."""
+    return f"{instruction}\n{given}" if instruction and given else instruction or given
+
+
 def has_answer(content: Mapping[str, Any]) -> bool:
     """Whether a record holds what is to be learned, in any of the forms."""
     return _first(content, (*DIALOGUE_FIELDS, *_ANSWERS, *_CAPTIONS)) is not None

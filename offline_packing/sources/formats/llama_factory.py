@@ -22,7 +22,7 @@ from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextSource
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.options import FieldMap, FileOptions, MediaOptions
-from task_encoders.records.record import MAX_JSON_BYTES, load_json
+from task_encoders.records.record import MAX_JSON_BYTES, load_json, with_input
 from task_encoders.samples import SampleError
 
 _INFO_NAME: Final = "dataset_info.json"
@@ -236,7 +236,7 @@ def _alpaca(named: Mapping[str, Any]) -> list[dict[str, Any]]:
     if query:
         if not isinstance(query, str):
             raise SampleError("bad_record", f"the query is {query!r:.50}, not text")
-        question = f"{question}\n{query}" if question else query
+        question = with_input(question, query)
     history = named.get("history") or []
     are_pairs = isinstance(history, list) and all(
         isinstance(turn, list) and len(turn) == 2 for turn in history

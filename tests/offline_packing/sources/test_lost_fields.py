@@ -112,6 +112,16 @@ def test_a_caption_that_is_named_has_no_prompt() -> None:
     assert (sample.turns[0].prompt, sample.turns[0].answer) == ("", "A cat.")
 
 
+@pytest.mark.parametrize("given", ["a house", "", None])
+def test_the_input_of_an_instruction_belongs_to_its_prompt(given: str | None) -> None:
+    content = {"instruction": "Translate.", "input": given, "output": "une maison"}
+    fields = {"question": "instruction", "answer": "output"}
+    sample = to_sample(FieldMap(fields).apply(content), "k", "bmr")
+    assert sample.turns[0].prompt == ("Translate.\na house" if given else "Translate.")
+    assert told(content, fields=fields) == []
+    assert "input" in FieldMap(fields).columns()
+
+
 def write_questions(folder: Path, count: int = 12) -> Path:
     """JSON Lines of q, answer, image and shot, a second picture."""
     for i in range(count):
