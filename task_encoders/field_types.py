@@ -36,6 +36,12 @@ def _expand_user(path: Any) -> Any:
     return path
 
 
+def _local(path: str) -> str:
+    if "://" in path:
+        raise ValueError("a local folder is needed; name one, and copy it from or to the storage")
+    return path
+
+
 def _pairs(values: Any) -> Any:
     return tuple(sorted(values.items())) if isinstance(values, Mapping) else values
 
@@ -45,6 +51,7 @@ Values = Annotated[
     tuple[tuple[str, bool | int | float | str], ...], BeforeValidator(_pairs), PlainSerializer(dict)
 ]
 LocalOrRemotePath = Annotated[str, BeforeValidator(_expand_user)]
+LocalPath = Annotated[LocalOrRemotePath, AfterValidator(_local)]
 Count = Annotated[int, BeforeValidator(not_bool), Field(ge=1, le=_MAX_INTEGER)]
 NonNegative = Annotated[int, BeforeValidator(not_bool), Field(ge=0, le=_MAX_INTEGER)]
 Number = Annotated[float, BeforeValidator(not_bool), Field(ge=0)]

@@ -26,8 +26,19 @@ from task_encoders.versions import UnsupportedVersionError
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def _check_path(context: click.Context, argument: click.Parameter, path: str) -> str:
+    if "://" in path:
+        raise click.BadParameter(
+            f"{path!r} is remote, and init looks at local data; copy some of them here for it, and "
+            "then set source.path to the remote ones"
+        )
+    if not Path(path).exists():
+        raise click.BadParameter(f"{path!r} does not exist")
+    return path
+
+
 @cli.command()
-@click.argument("path", type=click.Path(exists=True))
+@click.argument("path", callback=_check_path)
 @click.option("--to", type=click.Path(dir_okay=False, path_type=Path), default="pack.yaml")
 @click.option("--task", type=click.Choice(TASKS), help="Default: guessed from the records.")
 @click.option("--output", default="out/packed", help="Its output.path.")

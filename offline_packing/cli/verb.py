@@ -97,11 +97,18 @@ class Verb(click.Command):
                 formatter.write_dl(lines)
 
 
+def _is_ours(logger: str) -> bool:
+    return logger.partition(".")[0] in ("offline_packing", "task_encoders", "launch")
+
+
 def _start_logging(context: click.Context, _: click.Parameter, quiet: bool) -> None:
-    """Log to stderr, only warnings if quiet; `obj` of the context keeps which."""
+    """Log to stderr: our own messages, only warnings if quiet, and warnings of libraries. `obj` of
+    the context keeps whether it is quiet."""
     context.obj = quiet
+    shown = logging.StreamHandler(sys.stderr)
+    shown.addFilter(lambda record: record.levelno >= logging.WARNING or _is_ours(record.name))
     level = logging.WARNING if quiet else logging.INFO
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=level, format="%(message)s", handlers=[shown])
     logging.captureWarnings(True)
     # Bad pictures are found when they are measured; other warnings would break up the bar.
     warnings.filterwarnings("ignore", module=r"PIL\.")

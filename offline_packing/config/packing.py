@@ -28,7 +28,7 @@ from offline_packing.sources import SourceOptions, parse_options
 from offline_packing.sources.options import listed
 from offline_packing.storage.yaml_file import explain_value_error, read_config, validate
 from task_encoders.families import ModelSettings
-from task_encoders.field_types import Count, LocalOrRemotePath, NonNegative, not_bool, one_of
+from task_encoders.field_types import Count, LocalPath, NonNegative, not_bool, one_of
 
 
 class _Config(BaseModel):
@@ -130,7 +130,7 @@ class OutputConfig(_Config):
     """What is written, and where."""
 
     #: the folder a trainer is given
-    path: LocalOrRemotePath
+    path: LocalPath
     #: how packs lie on disk: a name in LAYOUTS
     layout: Annotated[str, one_of(LAYOUTS)] = "energon"
     packs_per_shard: Count = 1000

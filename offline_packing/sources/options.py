@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from task_encoders.field_types import LocalOrRemotePath, not_bool
+from task_encoders.field_types import LocalOrRemotePath, LocalPath, not_bool
 from task_encoders.records.record import (
     ANSWER_FIELDS,
     DIALOGUE_FIELDS,
@@ -142,7 +142,7 @@ class SourceOptions(BaseModel):
     #: of a single source nothing)
     name: str | None = None
     #: outputs whose samples, packed or set aside, are left out: these are new data
-    skip: Annotated[tuple[LocalOrRemotePath, ...], BeforeValidator(listed)] = ()
+    skip: Annotated[tuple[LocalPath, ...], BeforeValidator(listed)] = ()
     #: how often each sample is used; a fraction uses part of the samples once more
     repeat: Annotated[float, BeforeValidator(not_bool), Field(gt=0, le=MAX_REPEAT)] = 1
     #: share of all tokens that this source is to have, in proportion to the other sources' weights

@@ -1,6 +1,7 @@
 """The command line as a user sees it: output, one-line errors, exit status."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -292,3 +293,20 @@ def test_signals_end_a_run_in_one_line(
     assert stderr == (message and f"{message}run the same command again to continue\n")
     assert run.returncode == (-number if number == signal.SIGKILL else 128 + number)
     assert "measured 240 samples" in invoke("measure", config, "engine.samples_per_part=2").stdout
+
+
+def test_remarks_of_libraries_are_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """botocore tells where it found credentials, once per process."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.WARNING)
+    main(monkeypatch, capsys, "status", "no such.yaml")
+    for name in ("botocore.credentials", "offline_packing.write.write"):
+        logging.getLogger(name).info("remark of %s", name)
+        logging.getLogger(name).warning("warning of %s", name)
+    assert capsys.readouterr().err.splitlines() == [
+        "warning of botocore.credentials",
+        "remark of offline_packing.write.write",
+        "warning of offline_packing.write.write",
+    ]

@@ -83,3 +83,10 @@ def test_what_is_no_data_is_refused(tmp_path: Path) -> None:
     write_file(tmp_path / "a.pdf", b"%PDF")
     with pytest.raises(StageError, match="is of no known format; the formats are pairs, json"):
         recognise(str(tmp_path))
+
+
+def test_remote_data_are_refused_by_name(tmp_path: Path) -> None:
+    for path, message in (("s3://bucket/data", "is remote"), (f"{tmp_path}/no", "does not exist")):
+        result = CliRunner().invoke(cli, ["init", path])
+        assert result.exit_code == 2
+        assert f"'{path}' {message}" in result.output

@@ -108,6 +108,8 @@ def test_frozen(tmp_path: Path) -> None:
         ("output.split={train: 0.5}", r"shares sum to 0\.5; make them sum to 1"),
         ("output.split={train: 1.5, val: -0.5}", r"share of 'train' is 1\.5"),
         ("output.split={a/b: 1.0}", r"split name 'a/b' may hold letters"),
+        ("output.path=s3://b/x", r"output\.path='s3://b/x': a local folder is needed"),
+        ("source.skip=[s3://b/x]", r"source\.0\.skip\.0='s3://b/x': a local folder is needed"),
         ("output.key_prefix=a.b", r"key_prefix='a\.b': string should match pattern"),
         ("source.path=", r"source\.0\.path=None: .*valid string"),
         ("output=", r"output=None"),
