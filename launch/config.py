@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from launch.model.config import ModelConfig
 from offline_packing.storage.yaml_file import read_config
-from task_encoders.families import ModelSettings
+from task_encoders.families import AnyModelOptions, model_options
 from task_encoders.media.pixel_values import PixelTransport
 from task_encoders.packs.indexed_file import find_prefix
 
@@ -42,7 +42,7 @@ class OnlineConfig(_Config):
     #: what a pack holds at most beside tokens
     budgets: dict[Literal["vision_patches", "images", "videos"], Count] = {}
     #: how samples are encoded, as in the configuration of a packing run
-    model: ModelSettings = ModelSettings()
+    model: AnyModelOptions = model_options()
 
 
 class DataConfig(_Config):

@@ -35,7 +35,7 @@ from task_encoders.energon_samples import (
     merge_row_samples,
     sample_loader,
 )
-from task_encoders.families import ModelSettings, build_sample_encoder
+from task_encoders.families import ModelOptions, build_sample_encoder, model_options
 from task_encoders.media.pixel_values import PixelTransport
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.packs.references import is_reference, read_parts
@@ -101,7 +101,7 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
         self,
         *,
         seq_length: int,
-        model: ModelSettings | None = None,
+        model: ModelOptions | None = None,
         pad_multiple: int = 1,
         pad_to_seq_length: bool = False,
         cross_sample_attention: bool = False,
@@ -114,7 +114,7 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
         super().__init__()
         self.settings = settings or PackingSettings.from_env()
         self.encoder = build_sample_encoder(model, **options)
-        self.model = model or ModelSettings.model_validate(options)
+        self.model = model or model_options(**options)
         self._digest = fingerprint_digest(self.encoder.fingerprint)
         self.seq_length = seq_length
         self.pad_multiple = pad_multiple

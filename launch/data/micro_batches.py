@@ -24,7 +24,7 @@ from launch.data.loader_state import from_plain, to_plain
 from launch.data.packed_data import PackedData
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.families import ModelSettings
+from task_encoders.families import ModelOptions, model_options
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_dataset import (
     PackedLoader,
@@ -70,7 +70,7 @@ def build_task_encoder(
     """
     instead = {"family": family, "processor": config.processor}
     changes = {name: value for name, value in instead.items() if value is not None}
-    model = ModelSettings.model_validate({**data.model.model_dump(), **changes})
+    model = model_options(**{**data.model.model_dump(), **changes})
     _check_crop_size(config, model)
     kind = Qwen2VLTaskEncoder if config.online is None else OnlineTaskEncoder
     if config.task_encoder is not None:
@@ -96,9 +96,9 @@ def _load_class(name: str) -> type[Qwen2VLTaskEncoder]:
     return found
 
 
-def _check_crop_size(config: DataConfig, model: ModelSettings) -> None:
+def _check_crop_size(config: DataConfig, model: ModelOptions) -> None:
     """Raise ValueError if images are squares of another size than `data.crop_size`."""
-    side = model.image_size
+    side = model.model_dump().get("image_size")
     if config.crop_size is None or config.crop_size == (side, side):
         return
     given = list(config.crop_size)

@@ -13,7 +13,7 @@ from offline_packing.online.energon import MeasuringTaskEncoder, measure_some
 from offline_packing.online.pool import PackingPool
 from offline_packing.planner.windows import WindowOptions
 from offline_packing.storage.files import hash_bytes
-from task_encoders.families import ModelSettings
+from task_encoders.families import model_options
 from task_encoders.samples import SampleError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ def _estimate(config: DataConfig) -> PackedData:
     online = config.online
     assert online is not None
     own = {} if config.processor is None else {"processor": config.processor}
-    model = ModelSettings.model_validate({**online.model.model_dump(), **own})
+    model = model_options(**{**online.model.model_dump(), **own})
     encoder = MeasuringTaskEncoder(seq_length=online.seq_length, model=model)
     try:
         measured, num_samples = measure_some(config.path, encoder)

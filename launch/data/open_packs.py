@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.data.packed_data import read_packed_data
-from task_encoders.families import ModelSettings, family_of_processor
+from task_encoders.families import ModelOptions, family_of_processor, model_options
 from task_encoders.loading.folder_shards import PackedFolderError
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_folder import PackedFolder
@@ -12,16 +12,16 @@ from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.packs.indexed_file import find_prefix
 
 
-def settings_of_packs(path: Path, **options: Any) -> tuple[ModelSettings, int]:
+def settings_of_packs(path: Path, **options: Any) -> tuple[ModelOptions, int]:
     """Settings of the model and seq_length of packs, as their manifest says, but for options that
     are not None. Packs written by others have no manifest: the rest is the family's defaults."""
     given = {name: value for name, value in options.items() if value is not None}
     path = path if (prefix := find_prefix(path)) is None else prefix.parent
     seq_length = given.pop("seq_length", None)
     if path.is_dir() and not (path / "manifest.json").is_file():
-        return ModelSettings.model_validate(given), seq_length or 2048
+        return model_options(**given), seq_length or 2048
     data = read_packed_data(path)
-    model = ModelSettings.model_validate({**data.model.model_dump(), **given})
+    model = model_options(**{**data.model.model_dump(), **given})
     return model, seq_length or data.seq_length
 
 

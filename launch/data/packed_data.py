@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from offline_packing.errors import StageError
 from offline_packing.storage.files import hash_bytes, read_json
-from task_encoders.families import ModelSettings
+from task_encoders.families import ModelOptions, model_options
 from task_encoders.packs.pack_format import METADATASET
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class PackedData:
     #: of the longest packs
     seq_length: int
     #: how the samples were measured
-    model: ModelSettings
+    model: ModelOptions
     #: changes with the content of any of the datasets
     content_hash: str
     #: packs in the val split
@@ -66,7 +66,7 @@ def read_packed_data(path: Path) -> PackedData:
                 "%s lists %s %d times: it is drawn with the sum of its weights", path, folder, count
             )
     manifests = [_read_manifest(folder) for folder, _ in folders]
-    models = [ModelSettings.model_validate(manifest["config"]["model"]) for manifest in manifests]
+    models = [model_options(**manifest["config"]["model"]) for manifest in manifests]
     for (folder, _), model in zip(folders, models, strict=True):
         for name, value in model:
             first = getattr(models[0], name)

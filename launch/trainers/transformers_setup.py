@@ -9,10 +9,10 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from launch.model.config import ELSEWHERE, config_of_preset, transformers_classes
 from launch.trainers.transformers_trainer import PackedTrainer
-from task_encoders.families import FAMILIES, ModelSettings
+from task_encoders.families import FAMILIES, ModelOptions
 
 
-def make_model(settings: ModelSettings, token_ids: Mapping[str, Any]) -> PreTrainedModel:
+def make_model(settings: ModelOptions, token_ids: Mapping[str, Any]) -> PreTrainedModel:
     """The family's tiny preset with random weights, and with these ids of media tokens.
 
     Raises:
@@ -20,8 +20,7 @@ def make_model(settings: ModelSettings, token_ids: Mapping[str, Any]) -> PreTrai
     """
     if FAMILIES[settings.family].transformers_name is None:
         raise ValueError(f"family {settings.family} has no model in transformers; {ELSEWHERE}")
-    square = {"image_size": settings.image_size, "patch_size": settings.patch_size}
-    vision = {name: size for name, size in square.items() if size}
+    vision = settings.model_dump(include={"image_size", "patch_size"})
     config = config_of_preset(settings.family, "tiny", vision=vision, **token_ids)
     model: PreTrainedModel = transformers_classes(settings.family).model(config)
     return model

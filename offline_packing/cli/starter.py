@@ -6,7 +6,7 @@ import yaml
 
 from offline_packing.report.preview_text import first_words
 from offline_packing.sources.recognise import Example, Recognised
-from task_encoders.families import FAMILIES, ModelSettings
+from task_encoders.families import FAMILIES, model_options
 
 _TEXT_LENGTH: Final = 100
 _COMMENTS: Final = {
@@ -20,15 +20,15 @@ _COMMENTS: Final = {
 def render_config(found: Recognised, output: str) -> str:
     """A commented YAML file; all other fields have defaults."""
     source = "".join(_line(name, value) for name, value in found.options.items())
-    model = ModelSettings()
+    model = model_options().model_dump()
     return f"""\
 # All fields: docs/user_guide.md. Run it with: offline-packing run --deep THIS_FILE
 source:
 {source}model:
-  family: {model.family}  # {" | ".join(FAMILIES)}
-  processor: {model.processor}  # or the checkpoint you train (folder, hub name); it sets lengths
-  min_pixels: {model.min_pixels}  # as in training
-  max_pixels: {model.max_pixels}
+  family: {model["family"]}  # {" | ".join(FAMILIES)}
+  processor: {model["processor"]}  # or the checkpoint you train (folder, hub name); it sets lengths
+  min_pixels: {model["min_pixels"]}  # as in training
+  max_pixels: {model["max_pixels"]}
 pack:
   seq_length: 8192  # tokens of a training sequence
 output:

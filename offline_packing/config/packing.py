@@ -27,7 +27,7 @@ from offline_packing.planner.request import check_combination, check_epochs
 from offline_packing.sources import SourceOptions, parse_options
 from offline_packing.sources.options import listed
 from offline_packing.storage.yaml_file import explain_value_error, read_config, validate
-from task_encoders.families import ModelSettings
+from task_encoders.families import AnyModelOptions, model_options
 from task_encoders.field_types import Count, LocalPath, NonNegative, not_bool, one_of
 
 
@@ -190,7 +190,7 @@ class PackingConfig(_Config):
     """Everything one packed dataset is made from."""
 
     source: tuple[SerializeAsAny[Annotated[SourceOptions, BeforeValidator(parse_options)]], ...]
-    model: ModelSettings = ModelSettings()
+    model: AnyModelOptions = model_options()
     pack: PackConfig = PackConfig()
     output: OutputConfig
     engine: EngineConfig = Field(default_factory=EngineConfig)

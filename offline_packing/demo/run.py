@@ -28,14 +28,14 @@ from offline_packing.storage.files import read_json
 from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import verify
 from offline_packing.write.write import write
-from task_encoders.families import ModelSettings
+from task_encoders.families import model_options
 from task_encoders.versions import require_supported
 
 if TYPE_CHECKING:
     from offline_packing.demo.training import LossDifference
 
 SEQ_LENGTH: Final = 2048
-MODEL: Final[Mapping[str, Any]] = {"max_pixels": 32 * ModelSettings().min_pixels}
+MODEL: Final[Mapping[str, Any]] = {"max_pixels": 32 * model_options().model_dump()["min_pixels"]}
 TRAIN_STEPS: Final = 8
 COMPARED_PACKS: Final = 2
 

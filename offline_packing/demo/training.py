@@ -16,7 +16,7 @@ from megatron.energon import SavableDataset, WorkerConfig
 from torch.nn import functional as F
 
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.families import FAMILIES, ModelSettings
+from task_encoders.families import FAMILIES, model_options
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
@@ -47,7 +47,7 @@ def tiny_qwen2_vl(*, weight_std: float | None = None) -> Any:
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     torch.manual_seed(0)
-    preset = FAMILIES[ModelSettings().family].presets["tiny"]
+    preset = FAMILIES[model_options().family].presets["tiny"]
     init = {} if weight_std is None else {"initializer_range": weight_std}
     config = Qwen2VLConfig(
         text_config={**preset.text, **init},

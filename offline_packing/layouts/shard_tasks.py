@@ -20,7 +20,7 @@ from offline_packing.sources import Locator, Source
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.reading.row_files import record_columns
 from offline_packing.sources.reading.row_reader import WantedRows, rows_at_hand
-from task_encoders.families import ModelSettings
+from task_encoders.families import ModelOptions
 from task_encoders.packs.pack_format import is_video_name, pack_key
 from task_encoders.samples import SourceSample
 
@@ -70,7 +70,7 @@ class ShardTask:
     #: a name in LAYOUTS
     layout: str
     #: whose token ids the packs hold, if any
-    tokenizes: ModelSettings | None = None
+    tokenizes: ModelOptions | None = None
     #: whether a file of another modification time is refused
     check_times: bool = True
 

@@ -29,7 +29,7 @@ from offline_packing.measure.identity import NewRecords, hash_content
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
 from offline_packing.sources.lost_fields import lost_fields
-from task_encoders.families import ModelSettings
+from task_encoders.families import ModelOptions
 from task_encoders.media.image import MAX_IMAGE_PIXELS, read_image_header
 from task_encoders.media.video_file import MissingPyAVError, VideoHeader, read_video_header
 from task_encoders.packs.pack_format import image_extension, video_extension
@@ -55,7 +55,7 @@ class MeasureTask:
     source: Source
     source_id: int
     part: SourcePart
-    model: ModelSettings
+    model: ModelOptions
     index_path: Path
     set_aside_path: Path
 
@@ -129,7 +129,7 @@ class Measuring:
     """Rows of the records of a source."""
 
     def __init__(
-        self, source: Source, source_id: int, encoder: SampleEncoder, model: ModelSettings
+        self, source: Source, source_id: int, encoder: SampleEncoder, model: ModelOptions
     ) -> None:
         self.source = source
         self.source_id = source_id

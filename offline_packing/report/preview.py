@@ -16,7 +16,7 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import check_energon
 from offline_packing.runs.manifest import Manifest, require_manifest
 from offline_packing.runs.run import Run
-from task_encoders.families import ModelSettings
+from task_encoders.families import ModelOptions
 from task_encoders.media.image import MAX_IMAGE_PIXELS, decode_image
 from task_encoders.media.video_file import decode_frames, read_video_header
 from task_encoders.packs.pack_format import (
@@ -222,7 +222,7 @@ def _sub_samples(
 
 
 def _medium(
-    name: str, data: bytes, grid: tuple[int, ...], encoder: SampleEncoder, model: ModelSettings
+    name: str, data: bytes, grid: tuple[int, ...], encoder: SampleEncoder, model: ModelOptions
 ) -> MediumPreview:
     limit = model.max_image_pixels or MAX_IMAGE_PIXELS
     if not is_video_name(name):

@@ -28,7 +28,7 @@ from offline_packing.index.measured import MODIFICATION_TIME
 from offline_packing.layouts import LAYOUTS
 from offline_packing.sources import Source, open_source
 from offline_packing.storage.files import hold_lock, read_json, remove_temporaries
-from task_encoders.families import ModelSettings, build_sample_encoder
+from task_encoders.families import ModelOptions, build_sample_encoder
 from task_encoders.sample_encoder import SampleEncoder
 
 _SECONDS_BETWEEN_LINES: Final = 60
@@ -201,7 +201,7 @@ def open_sources(config: PackingConfig) -> list[Source]:
 
 
 @functools.lru_cache(maxsize=4)
-def open_encoder(model: ModelSettings) -> SampleEncoder:
+def open_encoder(model: ModelOptions) -> SampleEncoder:
     """The sample encoder of a model, built once per process. Raises ConfigError if there is no such
     model, or its limits contradict each other."""
     try:

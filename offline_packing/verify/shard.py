@@ -19,7 +19,7 @@ from offline_packing.runs.manifest import Manifest
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.runs.tasks import iterate_tasks
 from offline_packing.storage.files import hash_file
-from task_encoders.families import ModelSettings
+from task_encoders.families import ModelOptions
 from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.packs.pack_format import JSON_PART, PackFormatError, parse_json, restore_pack
 from task_encoders.packs.tokenized import TokenizedText
@@ -76,7 +76,7 @@ class VerifyTask:
     shard: ShardTask
     expected: Mapping[str, Any]
     pad_multiple: int
-    model: ModelSettings
+    model: ModelOptions
     deep: bool
 
 

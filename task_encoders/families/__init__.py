@@ -8,11 +8,8 @@ sample_encoder, field_types.
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
-from pydantic import (
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BeforeValidator, SerializeAsAny, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from task_encoders.families.cost import ModelCost, cost_of_checkpoint
 from task_encoders.families.family import Family
@@ -21,7 +18,6 @@ from task_encoders.families.llava_onevision_1_5 import LLAVA_ONEVISION_1_5
 from task_encoders.families.options import ModelOptions
 from task_encoders.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from task_encoders.families.qwen3_vl import QWEN3_5, QWEN3_VL
-from task_encoders.field_types import one_of
 from task_encoders.media.video import VideoSettings
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.text.hub import require_hub
@@ -38,62 +34,46 @@ FAMILIES: Final[Mapping[str, Family]] = {
     LLAVA_1_5.name: LLAVA_1_5,
 }
 
-#: Options that not every family has.
-_FAMILY_OPTIONS: Final = frozenset(name for one in FAMILIES.values() for name in one.defaults)
+#: Of configurations that name none.
+DEFAULT_FAMILY: Final = QWEN2_VL.name
 
 
-class ModelSettings(ModelOptions):
-    """`ModelOptions` of a known family, with its defaults filled in.
+def model_options(*, video: VideoSettings | None = None, **options: Any) -> ModelOptions:
+    """The options of a model, as its family declares them.
 
-    Also takes `video=VideoSettings(…)` for the options of videos.
+    Args:
+        video: the options of videos, whole.
+        options: `family`, a name in FAMILIES, and fields of its Options; None is the default.
 
     Raises:
         ValueError (pydantic.ValidationError): unknown family or option, a bad value, or an option
             that the family does not have.
     """
+    given = {name: value for name, value in options.items() if value is not None}
+    given = {"family": DEFAULT_FAMILY, **given, **_from_video(video)}
+    family = given["family"]
+    if not isinstance(family, str) or family not in FAMILIES:
+        message = f"not a known name; choose one of: {', '.join(FAMILIES)}"
+        raise _invalid("family", family, message)
+    declared = FAMILIES[family].Options
+    for name in given.keys() - declared.model_fields.keys():
+        if any(name in other.Options.model_fields for other in FAMILIES.values()):
+            raise _invalid(name, given[name], f"family {family} has no {name}; remove it")
+    return declared.model_validate(given)
 
-    family: Annotated[str, one_of(FAMILIES)] = ModelOptions.model_fields["family"].default
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_names(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        values = {name: value for name, value in given.items() if value is not None}
-        values |= _from_video(values.pop("video", None))
-        family = FAMILIES.get(values.get("family", cls.model_fields["family"].default))
-        if family is None:
-            return values
-        for name in _FAMILY_OPTIONS.intersection(values):
-            has_it = name in family.defaults
-            if not values[name] and has_it and not isinstance(values[name], bool):
-                raise ValueError(f"{name} {values[name]} must be above 0")
-            if values[name] and not has_it:
-                raise ValueError(f"family {family.name} has no {name}; remove it")
-        return values
+def _parse(content: Any) -> Any:
+    return model_options(**content) if isinstance(content, Mapping) else content
 
-    @model_validator(mode="after")
-    def _fill_in(self) -> "ModelSettings":
-        for name, default in FAMILIES[self.family].defaults.items():
-            if name not in self.model_fields_set:
-                self.__dict__[name] = default  # frozen for everybody else
-        if self.min_pixels > self.max_pixels:
-            raise ValueError(
-                f"min_pixels {self.min_pixels} > max_pixels {self.max_pixels}; lower min_pixels"
-            )
-        if self.video_fps:
-            _ = self.video
-        return self
 
-    @model_serializer(mode="wrap")
-    def _store(self, store: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """An `added` option that has its default is not stored; it is where the family's default is
-        another."""
-        stored: dict[str, Any] = store(self)
-        for name, default in FAMILIES[self.family].defaults.items():
-            if default != type(self).model_fields[name].default:
-                stored.setdefault(name, getattr(self, name))
-        return stored
+#: A field of a configuration that holds the options of a model.
+AnyModelOptions = SerializeAsAny[Annotated[ModelOptions, BeforeValidator(_parse)]]
+
+
+def _invalid(name: str, value: Any, message: str) -> ValidationError:
+    problem = PydanticCustomError("value_error", "{message}", {"message": message})
+    details = InitErrorDetails(type=problem, loc=(name,), input=value)
+    return ValidationError.from_exception_data("model", [details])
 
 
 def _from_video(video: VideoSettings | None) -> dict[str, Any]:
@@ -112,7 +92,7 @@ def _from_video(video: VideoSettings | None) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value}
 
 
-def model_cost(model: ModelSettings) -> ModelCost:
+def model_cost(model: ModelOptions) -> ModelCost:
     """What a model's samples cost: of the checkpoint that `model.processor` names, or, where that
     holds no config.json of a model, of the family's usual one."""
     checkpoint = None if model.processor == BUILTIN else cost_of_checkpoint(model.processor)
@@ -120,23 +100,21 @@ def model_cost(model: ModelSettings) -> ModelCost:
 
 
 def build_sample_encoder(
-    model: ModelSettings | str | None = None, processor: str | None = None, **options: Any
+    model: ModelOptions | str | None = None, processor: str | None = None, **options: Any
 ) -> SampleEncoder:
     """The sample encoder of a model.
 
     Args:
         model: its settings whole; or a name in FAMILIES, with the others.
         processor: "builtin" (the Qwen vocabulary, no hub), a checkpoint folder, or a hub name.
-        options: the other fields of ModelSettings: min_pixels, max_pixels, video, …
+        options: the other fields of ModelOptions: min_pixels, max_pixels, video, …
 
     Raises:
-        ValueError: see ModelSettings; a checkpoint of another family, one whose chat template
+        ValueError: see ModelOptions; a checkpoint of another family, one whose chat template
             cannot be cut, or one to be downloaded while the hub is out of reach.
     """
-    if not isinstance(model, ModelSettings):
-        named = {"family": model, "processor": processor}
-        given = {name: value for name, value in named.items() if value is not None}
-        model = ModelSettings.model_validate({**given, **options})
+    if not isinstance(model, ModelOptions):
+        model = model_options(**{"family": model, "processor": processor, **options})
     elif processor or options:
         raise TypeError("settings given twice: whole, and by name")
     require_hub(model.processor)
@@ -160,7 +138,7 @@ def family_of_processor(processor: str) -> str | None:
     return next(found, None)
 
 
-def _check_family(model: ModelSettings) -> None:
+def _check_family(model: ModelOptions) -> None:
     """Refuse a checkpoint whose config.json names a family that gives samples other lengths."""
     found = family_of_processor(model.processor)
     if found is None:

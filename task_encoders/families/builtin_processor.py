@@ -14,7 +14,7 @@ def builtin_processor(family: str | None = None, **options: Any) -> Any:
 
     Args:
         family: one with Qwen2-VL's template.
-        options: those of ModelSettings that images depend on.
+        options: those of ModelOptions that images depend on.
 
     Raises:
         ValueError: the family has another template, or none of that name is known.

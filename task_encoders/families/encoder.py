@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image as PillowImage
 
-from task_encoders.families.options import ModelOptions, changes_lengths
+from task_encoders.families.options import ModelOptions
 from task_encoders.families.spans import (
     Grid,
     Medium,
@@ -52,6 +52,10 @@ class FamilyEncoder(ABC):
     own_template: str = ""
     #: Rows of position_ids.
     POSITION_ROWS: ClassVar[int] = 3
+    #: Options of every family on which lengths depend in this one, beside its own.
+    LENGTHS_FOLLOW: ClassVar[tuple[str, ...]] = ()
+    #: Where the text after a video goes on, see `spans.position_ids`.
+    video_end: str = "longer_side"
     #: See SampleEncoder.
     media_token_ids: Mapping[str, int]
 
@@ -60,20 +64,17 @@ class FamilyEncoder(ABC):
         options: ModelOptions,
         tokenizer: Tokenizer,
         *,
-        lengths_follow: Iterable[str],
         pad_token: str,
         patch_area: int,
         normalisation: Normalisation,
     ) -> None:
-        """`lengths_follow`: names of the options that the family has; `patch_area`: pixels of a
-        patch."""
+        """`patch_area`: pixels of a patch."""
         self.options = options
         self.tokenizer = tokenizer
         self.pad_token_id = tokenizer.special_id(pad_token)
         self.max_image_pixels = options.max_image_pixels or MAX_IMAGE_PIXELS
         self._patch_area = patch_area
         self.normalisation = normalisation
-        self._lengths_follow = tuple(lengths_follow)
         self.texts = TextSpans(tokenizer)
 
     # What a family decides.
@@ -113,8 +114,8 @@ class FamilyEncoder(ABC):
             "max_image_pixels": self.max_image_pixels,
             **{
                 name: _stored(self.options, name)
-                for name in self._lengths_follow
-                if changes_lengths(name)
+                for name in (*self.options.own(), *self.LENGTHS_FOLLOW)
+                if self.options.changes_lengths(name)
             },
             # Only where they differ from the default: fingerprints written before them stay valid.
             **({"chat_template": self.own_template} if self.own_template else {}),
@@ -192,7 +193,7 @@ class FamilyEncoder(ABC):
             key=sample.key,
             tokens=tokens,
             labels=labels,
-            position_ids=position_ids(spans, self.POSITION_ROWS, self.options.video_end),
+            position_ids=position_ids(spans, self.POSITION_ROWS, self.video_end),
             image_pixels=self._concatenate([rows for rows, _ in image_rows], 1),
             image_grid_thw=_grid_array(image_media),
             video_pixels=self._concatenate(
@@ -285,7 +286,7 @@ def _stored(options: ModelOptions, name: str) -> str | int:
     """An option as a fingerprint holds it. Its declared type decides: a family's default may be 200
     where a configuration gives 200.0, and both are the same option."""
     value: float | str | None = getattr(options, name)
-    if ModelOptions.model_fields[name].annotation is float:
+    if type(options).model_fields[name].annotation is float:
         return f"{value:g}"
     assert not isinstance(value, float)
     return 0 if value is None else value

@@ -24,10 +24,10 @@ class Family:
     """A model family, as its own module declares it."""
 
     name: str
-    #: the options of `ModelOptions` that it has, each with its default
-    defaults: Mapping[str, Any]
+    #: its options, with their defaults
+    Options: type[ModelOptions]
     #: builds its encoder. Raises ValueError where the options or the checkpoint do not fit
-    build: Callable[[ModelOptions], SampleEncoder]
+    build: Callable[[Any], SampleEncoder]
     #: what its usual model costs, used where no checkpoint says otherwise
     cost: ModelCost
     #: what transformers' classes of its model begin with; None: it has none

@@ -6,7 +6,7 @@ neva    as v1, but questions are as they were written: with images where they ar
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Final, Literal
 
 import numpy as np
 from PIL import Image as PillowImage
@@ -16,6 +16,7 @@ from task_encoders.families.encoder import FamilyEncoder
 from task_encoders.families.family import Family, Preset
 from task_encoders.families.options import ModelOptions
 from task_encoders.families.spans import Medium, Span
+from task_encoders.field_types import Count, NonNegative
 from task_encoders.media.pixel_values import Bytes, Normalisation, rescale_then_normalise
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
@@ -31,16 +32,6 @@ from task_encoders.text.pieces import (
     split_at_media,
 )
 from task_encoders.text.tokenizer import BUILTIN, checkpoint_tokenizer, load_tokenizer
-
-#: Options and their defaults: CLIP ViT-L/14 at 336 pixels. No tokens_per_image: a token per patch.
-DEFAULTS: Final[dict[str, Any]] = {
-    "image_size": 336,
-    "patch_size": 14,
-    "tokens_per_image": 0,
-    "image_aspect": "pad",
-    "tower": "clip",
-    "template": "v1",
-}
 
 #: Mean and standard deviation of a tower's pixels.
 TOWERS: Final = {
@@ -58,13 +49,31 @@ DEFAULT_SYSTEM: Final = (
 _START, _END = Control("<s>"), Control("</s>", labelled=True)
 
 
+class Llava15Options(ModelOptions):
+    """Square images of one size: by default those of CLIP ViT-L/14 at 336 pixels."""
+
+    #: side of an image, and of a patch, in pixels
+    image_size: Count = 336
+    patch_size: Count = 14
+    #: tokens of an image; 0: one per patch
+    tokens_per_image: NonNegative = 0
+    #: images that are not square: padded with the mean colour, or as the tower's processor does it
+    image_aspect: Literal["pad", "square"] = "pad"
+    #: whose normalisation is used: CLIP's or SigLIP's
+    tower: Literal["clip", "siglip"] = "clip"
+    #: how conversations are written
+    template: Literal["v1", "plain", "neva"] = "v1"
+
+
 class Llava15Encoder(FamilyEncoder):
     """One row of pixel_values per image, which is the whole of it: (3, image_size, image_size)."""
 
     LENGTHS_OF = "llava_1_5"
     POSITION_ROWS = 1
 
-    def __init__(self, options: ModelOptions) -> None:
+    options: Llava15Options
+
+    def __init__(self, options: Llava15Options) -> None:
         if options.processor == BUILTIN:
             raise ValueError(
                 f"family {options.family} has no built-in vocabulary; name a checkpoint folder or "
@@ -76,7 +85,6 @@ class Llava15Encoder(FamilyEncoder):
         super().__init__(
             options,
             load_tokenizer(options.processor),
-            lengths_follow=DEFAULTS,
             pad_token="<unk>",
             patch_area=options.image_size**2,
             normalisation=Normalisation(rescale_then_normalise(mean, std), repeats=1),
@@ -197,13 +205,13 @@ PRESETS: Final = {
             "intermediate_size": 64,
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
-            "image_size": DEFAULTS["image_size"],
-            "patch_size": DEFAULTS["patch_size"],
+            "image_size": Llava15Options.model_fields["image_size"].default,
+            "patch_size": Llava15Options.model_fields["patch_size"].default,
         },
         {"image_token_id": 32_000, "tie_word_embeddings": False},
     )
 }
 
 LLAVA_1_5: Final = Family(
-    "llava_1_5", DEFAULTS, Llava15Encoder, COST, "Llava", model_type="llava", presets=PRESETS
+    "llava_1_5", Llava15Options, Llava15Encoder, COST, "Llava", model_type="llava", presets=PRESETS
 )

@@ -1,18 +1,12 @@
 """LLaVA-OneVision-1.5: Qwen2-VL's text and media tokens, Qwen3's vocabulary, positions that count
 tokens."""
 
-from typing import Any, Final
+from typing import Final
 
 from task_encoders.families.cost import ModelCost, TransformerShape
 from task_encoders.families.family import Family
-from task_encoders.families.qwen2_vl import DEFAULTS as QWEN2_VL_DEFAULTS
-from task_encoders.families.qwen2_vl import Qwen2VLEncoder
+from task_encoders.families.qwen2_vl import DynamicImageOptions, Qwen2VLEncoder
 from task_encoders.text.qwen_vocabulary import QWEN3_TEXT_TOKENS
-
-#: Positions count tokens, so where they go on behind a video is no question.
-DEFAULTS: Final[dict[str, Any]] = {
-    name: value for name, value in QWEN2_VL_DEFAULTS.items() if name != "video_end"
-}
 
 
 class LlavaOneVision15Encoder(Qwen2VLEncoder):
@@ -31,7 +25,7 @@ COST: Final = ModelCost(
 #: Its model is not part of transformers.
 LLAVA_ONEVISION_1_5: Final = Family(
     "llava_onevision_1_5",
-    DEFAULTS,
+    DynamicImageOptions,
     LlavaOneVision15Encoder,
     COST,
     None,

@@ -1,13 +1,14 @@
 """Qwen2-VL and Qwen2.5-VL. They have the same lengths; positions of Qwen2.5-VL's videos follow the
 time."""
 
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from task_encoders.families.cost import ModelCost, TransformerShape
 from task_encoders.families.family import Family, Preset
-from task_encoders.families.options import ModelOptions
-from task_encoders.families.qwen_vl import QwenVLEncoder
+from task_encoders.families.options import beside_lengths
+from task_encoders.families.qwen_vl import QwenVLEncoder, QwenVLOptions
 from task_encoders.families.spans import Medium
+from task_encoders.field_types import Count
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import (
     BUILTIN,
@@ -20,21 +21,24 @@ _PATCH: Final = 14
 #: Pixels of one token: a square of 2 by 2 patches.
 _TOKEN: Final = (2 * _PATCH) ** 2
 
-#: Options and their defaults: those of transformers' processors, with `video_fps` 2 as published
-#: checkpoints were trained. 5,120 tokens is what trainers give an image; their files say 16,384.
-DEFAULTS: Final[dict[str, Any]] = {
-    "min_pixels": 4 * _TOKEN,
-    "max_pixels": 5120 * _TOKEN,
-    "max_aspect_ratio": 200.0,
-    "video_fps": 2.0,
-    "video_min_frames": 4,
-    "video_max_frames": 768,
-    "video_min_pixels": 128 * _TOKEN,
-    "video_max_pixels": 768 * _TOKEN,
-    "video_max_tokens": None,
-    "video_end": "longer_side",
-    "resize": "pil",
-}
+
+class DynamicImageOptions(QwenVLOptions):
+    """Those of transformers' processors, with `video_fps` 2 as published checkpoints were trained.
+    5,120 tokens is what trainers give an image; their files say 16,384."""
+
+    min_pixels: Count = 4 * _TOKEN
+    max_pixels: Count = 5120 * _TOKEN
+    video_min_pixels: Count = 128 * _TOKEN
+    video_max_pixels: Count = 768 * _TOKEN
+
+
+class Qwen2VLOptions(DynamicImageOptions):
+    """What Qwen2-VL and Qwen2.5-VL have."""
+
+    #: position of the text after a video: after the longer side of its grid, as in transformers
+    #: from 5 on, or after its last position, as in transformers 4 and the trainers built on it
+    video_end: Literal["longer_side", "last_position"] = beside_lengths("longer_side")
+
 
 #: Positions per second of video in every published Qwen2.5-VL checkpoint.
 TOKENS_PER_SECOND: Final = 2.0
@@ -49,8 +53,10 @@ class Qwen2VLEncoder(QwenVLEncoder):
     STD = (0.26862954, 0.26130258, 0.27577711)
     TEMPLATE = QWEN2_VL_TEMPLATE
 
-    def __init__(self, options: ModelOptions) -> None:
-        super().__init__(options, DEFAULTS)
+    def __init__(self, options: DynamicImageOptions) -> None:
+        super().__init__(options)
+        if isinstance(options, Qwen2VLOptions):
+            self.video_end = options.video_end
 
 
 class Qwen25VLEncoder(Qwen2VLEncoder):
@@ -58,7 +64,7 @@ class Qwen25VLEncoder(Qwen2VLEncoder):
 
     TEXT_TOKENS = QWEN2_5_TEXT_TOKENS
 
-    def __init__(self, options: ModelOptions) -> None:
+    def __init__(self, options: Qwen2VLOptions) -> None:
         super().__init__(options)
         self.tokens_per_second = read_tokens_per_second(options.processor)
 
@@ -147,7 +153,7 @@ COST: Final = ModelCost(
 
 QWEN2_VL: Final = Family(
     "qwen2_vl",
-    DEFAULTS,
+    Qwen2VLOptions,
     Qwen2VLEncoder,
     COST,
     "Qwen2VL",
@@ -156,7 +162,7 @@ QWEN2_VL: Final = Family(
 )
 QWEN2_5_VL: Final = Family(
     "qwen2_5_vl",
-    DEFAULTS,
+    Qwen2VLOptions,
     Qwen25VLEncoder,
     COST,
     "Qwen2_5_VL",

@@ -7,15 +7,16 @@ A video is a run of steps in time, each with its time in words and vision tags o
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from task_encoders.families.cost import ModelCost, TransformerShape
 from task_encoders.families.family import Family, Preset
-from task_encoders.families.options import ModelOptions
-from task_encoders.families.qwen_vl import QwenVLEncoder
+from task_encoders.families.options import beside_lengths
+from task_encoders.families.qwen_vl import QwenVLEncoder, QwenVLOptions
 from task_encoders.families.spans import Medium, Span, patch_spans
+from task_encoders.field_types import Count
 from task_encoders.media.video import SampledVideo, seconds_per_grid
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError
@@ -32,21 +33,17 @@ _PATCH: Final = 16
 #: Pixels of one token: a square of 2 by 2 patches.
 _TOKEN: Final = (2 * _PATCH) ** 2
 
-#: Options and their defaults, those of transformers' processor classes. Limits of videos are of all
-#: frames together; published checkpoints have 4 and 24,576 tokens' pixels there. Their processors
-#: resize with torch, those of Qwen2-VL and Qwen2.5-VL with Pillow.
-DEFAULTS: Final[dict[str, Any]] = {
-    "min_pixels": 64 * _TOKEN,
-    "max_pixels": 16_384 * _TOKEN,
-    "max_aspect_ratio": 200.0,
-    "video_fps": 2.0,
-    "video_min_frames": 4,
-    "video_max_frames": 768,
-    "video_min_pixels": 128 * _TOKEN,
-    "video_max_pixels": 768 * _TOKEN,
-    "video_max_tokens": None,
-    "resize": "torch",
-}
+
+class Qwen3VLOptions(QwenVLOptions):
+    """Those of transformers' processor classes. Limits of videos are of all frames together;
+    published checkpoints have 4 and 24,576 tokens' pixels there. Their processors resize with
+    torch, those of Qwen2-VL and Qwen2.5-VL with Pillow."""
+
+    min_pixels: Count = 64 * _TOKEN
+    max_pixels: Count = 16_384 * _TOKEN
+    video_min_pixels: Count = 128 * _TOKEN
+    video_max_pixels: Count = 768 * _TOKEN
+    resize: Literal["pil", "torch"] = beside_lengths("torch", stored=True)
 
 
 class Qwen3VLEncoder(QwenVLEncoder):
@@ -57,9 +54,6 @@ class Qwen3VLEncoder(QwenVLEncoder):
     MEAN = STD = (0.5, 0.5, 0.5)
     TEXT_TOKENS = QWEN3_TEXT_TOKENS
     TEMPLATE = QWEN3_VL_TEMPLATE
-
-    def __init__(self, options: ModelOptions) -> None:
-        super().__init__(options, DEFAULTS)
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         num_sampled = self._num_sampled(header)
@@ -144,7 +138,7 @@ class Qwen35Encoder(Qwen3VLEncoder):
     LENGTHS_OF = "qwen3_5"
     TEMPLATE = QWEN3_5_TEMPLATE
 
-    def __init__(self, options: ModelOptions) -> None:
+    def __init__(self, options: Qwen3VLOptions) -> None:
         if options.processor == BUILTIN:
             raise ValueError(
                 f"family {options.family} has no built-in vocabulary; name a checkpoint folder or "
@@ -251,7 +245,7 @@ QWEN3_5_COST: Final = ModelCost(
 
 QWEN3_VL: Final = Family(
     "qwen3_vl",
-    DEFAULTS,
+    Qwen3VLOptions,
     Qwen3VLEncoder,
     COST,
     "Qwen3VL",
@@ -260,5 +254,5 @@ QWEN3_VL: Final = Family(
     megatron_core=True,
 )
 QWEN3_5: Final = Family(
-    "qwen3_5", DEFAULTS, Qwen35Encoder, QWEN3_5_COST, "Qwen3_5", presets=QWEN3_5_PRESETS
+    "qwen3_5", Qwen3VLOptions, Qwen35Encoder, QWEN3_5_COST, "Qwen3_5", presets=QWEN3_5_PRESETS
 )

@@ -1,17 +1,19 @@
 """What the Qwen-VL families share: ChatML, patches in blocks of merge_size², vision tags."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import Annotated, ClassVar, Literal, Self
 
 from PIL import Image as PillowImage
+from pydantic import Field, model_validator
 
 from task_encoders.families.encoder import FamilyEncoder
-from task_encoders.families.options import ModelOptions
+from task_encoders.families.options import ModelOptions, beside_lengths
 from task_encoders.families.spans import Medium, Span, patch_spans
+from task_encoders.field_types import Count, Number
 from task_encoders.media import image, patches, video
 from task_encoders.media.image import VisionSettings
 from task_encoders.media.pixel_values import Bytes
-from task_encoders.media.video import SampledVideo
+from task_encoders.media.video import SampledVideo, VideoSettings
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import Control, Piece, caption_pieces
@@ -20,6 +22,50 @@ from task_encoders.text.template_proof import load_template
 from task_encoders.text.tokenizer import load_tokenizer
 
 _CAPTION_END = Control("<|im_end|>", labelled=True)
+
+
+class QwenVLOptions(ModelOptions):
+    """Images and videos of any shape, resized within limits."""
+
+    #: limits of an image after resizing
+    min_pixels: Count
+    max_pixels: Count
+    #: an image longer than this in one direction is set aside
+    max_aspect_ratio: Annotated[Number, Field(ge=1)] = 200.0
+    #: frames taken per second of video, and limits for a whole one
+    video_fps: Annotated[Number, Field(gt=0)] = 2.0
+    video_min_frames: Count = 4
+    video_max_frames: Count = 768
+    #: limits of a frame (qwen3_vl: of a whole video) after resizing
+    video_min_pixels: Count
+    video_max_pixels: Count
+    #: frames of a video share 0.9 times that many tokens' pixels (default: no such limit)
+    video_max_tokens: Count | None = None
+    #: how images and frames are resized: by Pillow, or by torch, five times as fast, with other
+    #: values; each as one of transformers' two backends. Lengths do not depend on it.
+    resize: Literal["pil", "torch"] = beside_lengths("pil")
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(
+                f"min_pixels {self.min_pixels} > max_pixels {self.max_pixels}; lower min_pixels"
+            )
+        _ = self.video
+        return self
+
+    @property
+    def video(self) -> VideoSettings:
+        """The options of videos. Raises ValueError where limits contradict each other."""
+        return VideoSettings(
+            fps=self.video_fps,
+            min_frames=self.video_min_frames,
+            max_frames=self.video_max_frames,
+            min_pixels=self.video_min_pixels,
+            max_pixels=self.video_max_pixels,
+            max_tokens=self.video_max_tokens,
+            max_file_frames=self.max_video_frames,
+        )
 
 
 class QwenVLEncoder(FamilyEncoder):
@@ -33,7 +79,12 @@ class QwenVLEncoder(FamilyEncoder):
     #: The chat template of published checkpoints, in Jinja; a checkpoint's own takes precedence.
     TEMPLATE: ClassVar[str]
 
-    def __init__(self, options: ModelOptions, defaults: Mapping[str, Any]) -> None:
+    #: Frames that a video's file may have.
+    LENGTHS_FOLLOW = ("max_video_frames",)
+
+    options: QwenVLOptions
+
+    def __init__(self, options: QwenVLOptions) -> None:
         self.vision = VisionSettings(
             options.min_pixels,
             options.max_pixels,
@@ -48,7 +99,6 @@ class QwenVLEncoder(FamilyEncoder):
         super().__init__(
             options,
             load_tokenizer(options.processor, self.TEXT_TOKENS),
-            lengths_follow=(*defaults, "max_video_frames"),
             pad_token="<|endoftext|>",
             patch_area=self.vision.patch_size**2,
             normalisation=patches.normalisation(self.vision),

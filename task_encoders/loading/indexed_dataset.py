@@ -16,7 +16,7 @@ from task_encoders.energon_samples import (
     PackedSample,
     sample_loader,
 )
-from task_encoders.families import ModelSettings
+from task_encoders.families import model_options
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.packs.indexed_file import IndexedFile, IndexedPack
 from task_encoders.packs.pack_format import PackFormatError
@@ -91,7 +91,7 @@ def _task_encoder_of(folder: Path) -> Qwen2VLTaskEncoder:
     """The task encoder that packs were measured with."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-        model = ModelSettings.model_validate(manifest["config"]["model"])
+        model = model_options(**manifest["config"]["model"])
         return Qwen2VLTaskEncoder(seq_length=manifest["seq_length"], model=model)
     except (OSError, KeyError) as error:
         raise PackFormatError(

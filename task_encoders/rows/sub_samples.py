@@ -8,7 +8,7 @@ from megatron.energon.errors import FatalSampleError
 from PIL import Image
 
 from task_encoders.energon_samples import PackedSample
-from task_encoders.families import ModelSettings
+from task_encoders.families import ModelOptions
 from task_encoders.media.image import MAX_IMAGE_PIXELS, read_image_header
 from task_encoders.media.video_file import MissingPyAVError, read_video_header
 from task_encoders.packs.pack_format import match_images, restore_pack
@@ -83,7 +83,7 @@ def _files(names: tuple[str, ...], members: dict[str, Any]) -> tuple[bytes, ...]
     return tuple(members[name] for name in names)
 
 
-def measure(sub_sample: SubSample, encoder: SampleEncoder, model: ModelSettings) -> SampleLength:
+def measure(sub_sample: SubSample, encoder: SampleEncoder, model: ModelOptions) -> SampleLength:
     """What it will cost, from the headers of its media. Raises SampleError, FatalSampleError."""
     if isinstance(sub_sample.sample, SampleError):
         raise sub_sample.sample

@@ -29,7 +29,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from offline_packing.demo.generate import generate_demo_dataset
 from offline_packing.demo.run import MODEL, SEQ_LENGTH, SOURCES
 from offline_packing.storage.files import read_json
-from task_encoders.families import ModelSettings, build_sample_encoder
+from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packs.pack_format import JSON_PART, restore_pack
@@ -114,7 +114,7 @@ def compare(packed: Path, encoder: Any, model: dict[str, Any], *, newline: bool)
     """Compare every pack, sample by sample, with what we make of it. `newline`: its template writes
     one behind the last answer, and trains those behind all answers."""
     packs = {raw.key: raw.members for raw in PackedFolder(packed)}
-    ours = build_sample_encoder(ModelSettings(**model))
+    ours = build_sample_encoder(model_options(**model))
     (end,), (line,) = (encoder.tokenizer.tokenize(text) for text in ("<|im_end|>", "\n"))
     counts = dict.fromkeys(Compared._fields, 0)
     for key, batch in batches(packed, encoder):
@@ -200,7 +200,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_every_demo_pack_is_what_it_makes_of_it(
     task: str, template: str | None, demo: dict[str, Path], checkpoint: Path, say: Say
 ) -> None:
-    limits = {"min_pixels": ModelSettings().min_pixels, **MODEL}
+    limits = {"min_pixels": model_options().min_pixels, **MODEL}
     encoder = loongforge.task_encoder(checkpoint, template, SEQ_LENGTH, **limits)
     newline = template is not None and template.endswith("-hf")
     # Captions' images are resized by the checkpoint's processor alone, on transformers' default
@@ -274,7 +274,7 @@ def test_videos(checkpoint: Path, tmp_path: Path, say: Say) -> None:
     (source / "data.jsonl").write_text("\n".join(lines))
     jsonl = {"format": "jsonl", "path": str(source / "data.jsonl"), "task": "bmr"}
     packed = pack(tmp_path, jsonl, dict(MODEL), SEQ_LENGTH)
-    limits = {"min_pixels": ModelSettings().min_pixels, **MODEL}
+    limits = {"min_pixels": model_options().min_pixels, **MODEL}
     encoder = loongforge.task_encoder(checkpoint, "qwen2-vl", SEQ_LENGTH, **limits)
     compared = compare(packed, encoder, dict(MODEL), newline=False)
     assert (compared.packs, compared.samples, compared.videos) == (3, 12, 4)

@@ -37,7 +37,7 @@ from PIL import Image
 from offline_packing.measure.measure_part import MeasureTask, measure_part
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import open_source
-from task_encoders.families import ModelSettings, build_sample_encoder
+from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.text.tokenizer import load_tokenizer
 
@@ -107,7 +107,7 @@ def run_measure(folder: Path, out: Path) -> list[int]:
     """The real stage in this process: one task from scan to a part of the index."""
     source = open_source({"format": "pairs", "path": str(folder), "task": "vqa"})
     (part,) = source.scan(1 << 30).parts
-    model = ModelSettings()
+    model = model_options()
     index_path = out / "index.parquet"
     measure_part(MeasureTask(0, source, 0, part, model, index_path, out / "set_aside.parquet"))
     return pq.read_table(index_path, columns=["num_tokens"])["num_tokens"].to_pylist()
@@ -169,8 +169,8 @@ def main() -> None:
         data.mkdir()
         out.mkdir()
         draw_pairs(data, count)
-        open_encoder(ModelSettings())
-        limits = ModelSettings()
+        open_encoder(model_options())
+        limits = model_options()
         processor = builtin_processor(min_pixels=limits.min_pixels, max_pixels=limits.max_pixels)
         run_floor(data, min(count, 100))  # files and code into memory
         run_measure(data, out)

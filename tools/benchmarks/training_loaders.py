@@ -26,7 +26,7 @@ from offline_packing.storage.files import read_json
 from offline_packing.storage.tars import TarShardWriter, scan_tar
 from task_encoders.concatenate import PackedRow
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
-from task_encoders.families import ModelSettings
+from task_encoders.families import model_options
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
@@ -147,7 +147,7 @@ def build_loader(
 ) -> Iterable[PackedBatch]:
     """One pass over the samples in a mode of MODES, or of packs as token ids (`indexed`)."""
     manifest = read_json(packed / "manifest.json")
-    model = ModelSettings.model_validate(manifest["config"]["model"])
+    model = model_options(**manifest["config"]["model"])
     options: dict[str, Any] = {"model": model}
     task = manifest["task"]
     options["settings"] = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")

@@ -14,7 +14,7 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.manifest import hash_plan
 from offline_packing.runs.run import Workspace
 from offline_packing.storage.files import hash_file, read_json
-from task_encoders.families import ModelSettings, model_cost
+from task_encoders.families import model_cost, model_options
 from task_encoders.families.cost import ModelCost
 from task_encoders.loading.packed_folder import PackedFolder
 
@@ -67,7 +67,7 @@ def _of_output(
         raise StageError(f"{root}: the shards are not those of its plan and index; run write again")
     samples, plan = Index(workspace.index, info), PackPlan.load(workspace.plan)
     tokens, patches = (samples.array(name) for name in ("num_tokens", "num_vision_patches"))
-    model = model or model_cost(ModelSettings.model_validate(manifest["config"]["model"]))
+    model = model or model_cost(model_options(**manifest["config"]["model"]))
     cost = model.of_samples(tokens, patches, num_pictures(samples))
     ids, starts = plan.sample_ids, plan.pack_offsets[:-1]
     return np.add.reduceat(tokens[ids], starts), np.add.reduceat(cost[ids], starts)

@@ -13,7 +13,7 @@ from launch.data.packed_data import PackedData, check_validation, read_packed_da
 from launch.loop.plan import plan_training
 from launch.loop.setup import check_alike
 from offline_packing.errors import StageError
-from task_encoders.families import ModelSettings, build_sample_encoder
+from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.text.builtin_tokenizer import builtin_tokenizer
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 from tests.helpers.packed_runs import SEQ_LENGTH, bmr_folder, captioning_folder
@@ -234,6 +234,6 @@ def test_ranks_started_differently_stop(tmp_path: Path) -> None:
 
 def test_a_default_and_its_value_are_one_setting() -> None:
     """What a manifest holds is read back as given; packs of the defaults must still match."""
-    given = ModelSettings.model_validate(ModelSettings().model_dump())
-    built = [build_sample_encoder(model).fingerprint for model in (ModelSettings(), given)]
+    given = model_options(**model_options().model_dump())
+    built = [build_sample_encoder(model).fingerprint for model in (model_options(), given)]
     assert built[0] == built[1]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from task_encoders.families import FAMILIES, ModelSettings, model_cost
+from task_encoders.families import FAMILIES, model_cost, model_options
 from task_encoders.families.cost import cost_of_checkpoint
 from task_encoders.families.qwen2_vl import COST
 
@@ -75,7 +75,7 @@ def test_of_a_mixture_the_experts_that_a_token_meets_count(tmp_path: Path) -> No
 
 
 def test_without_a_models_config_the_family_says(tmp_path: Path) -> None:
-    assert model_cost(ModelSettings()) is COST
+    assert model_cost(model_options()) is COST
     assert cost_of_checkpoint(str(tmp_path)) is None
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_vl"}')
     assert cost_of_checkpoint(str(tmp_path)) is None

@@ -12,7 +12,7 @@ from transformers import LlavaProcessor, PreTrainedTokenizerFast
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from task_encoders.families import ModelSettings, build_sample_encoder
+from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.families.llava_1_5 import DEFAULT_SYSTEM
 from task_encoders.media.image import read_image_header
 from task_encoders.sample_encoder import IGNORE_INDEX
@@ -168,9 +168,9 @@ def test_siglip_towers_by_options(folder: Path) -> None:
 
 def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="llava_1_5 has no min_pixels"):
-        ModelSettings(family="llava_1_5", min_pixels=3136)
+        model_options(family="llava_1_5", min_pixels=3136)
     with pytest.raises(ValueError, match="qwen2_vl has no image_size"):
-        ModelSettings(image_size=336)
+        model_options(image_size=336)
     with pytest.raises(ValueError, match="no built-in vocabulary"):
         build_sample_encoder("llava_1_5")
     save_llama_tokenizer(tmp_path, legacy=False)

@@ -9,7 +9,7 @@ from megatron.energon import WorkerConfig, get_loader
 
 from offline_packing.verify.verify import verify
 from task_encoders.families import FAMILIES
-from task_encoders.families.qwen2_vl import QWEN2_VL, Qwen2VLEncoder
+from task_encoders.families.qwen2_vl import QWEN2_VL, Qwen2VLEncoder, Qwen2VLOptions
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings
@@ -25,12 +25,13 @@ class PlainEncoder(Qwen2VLEncoder):
     STD = (1.0, 1.0, 1.0)
 
 
-PLAIN_VL = dataclasses.replace(
-    QWEN2_VL,
-    name="plain_vl",
-    defaults={**QWEN2_VL.defaults, "max_pixels": 28 * 28 * 16},
-    build=PlainEncoder,
-)
+class PlainOptions(Qwen2VLOptions):
+    """With smaller images."""
+
+    max_pixels: int = 28 * 28 * 16
+
+
+PLAIN_VL = dataclasses.replace(QWEN2_VL, name="plain_vl", Options=PlainOptions, build=PlainEncoder)
 
 
 def batches_of(folder: Path, family: str, **limits: int) -> list[Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from task_encoders.families import FAMILIES, ModelSettings, build_sample_encoder
+from task_encoders.families import FAMILIES, build_sample_encoder, model_options
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
 from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
 
@@ -14,8 +14,8 @@ from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
 @pytest.mark.parametrize("family", FAMILIES)
 def test_settings_survive_json(family: str) -> None:
     """To the type: a fingerprint writes 200 and 200.0 differently."""
-    settings = ModelSettings(family=family)
-    again = ModelSettings.model_validate(json.loads(settings.model_dump_json()))
+    settings = model_options(family=family)
+    again = model_options(**json.loads(settings.model_dump_json()))
     assert again == settings
     before, after = ({name: type(value) for name, value in one} for one in (settings, again))
     assert after == before

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from task_encoders.families import ModelSettings, build_sample_encoder
+from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.media.image import decode_image, image_grid
 from task_encoders.media.patches import BACKENDS, frame_patches, image_patches, normalisation
 
@@ -101,10 +101,10 @@ def test_lengths_do_not_depend_on_the_backend(resize: str) -> None:
 def test_the_backend_is_known_from_what_is_stored(
     family: str, default: str, options: dict[str, str]
 ) -> None:
-    settings = ModelSettings.model_validate({"family": family, **options})
+    settings = model_options(**{"family": family, **options})
     assert settings.resize == options.get("resize", default)
     stored = settings.model_dump(mode="json")
-    assert ModelSettings.model_validate(stored) == settings
+    assert model_options(**stored) == settings
     assert stored.get("resize", "pil") == settings.resize
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.nn import functional as F
 
-from task_encoders.families import ModelSettings, build_sample_encoder
+from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.media import video_file
 from task_encoders.media.mp4_header import (
     _data_end,
@@ -50,7 +50,7 @@ from tests.helpers.transformers_sources import transformers_function
 from tests.helpers.videos import boxes, draw_frame, make_audio, make_video, patched
 
 VISION = build_sample_encoder(max_pixels=28 * 28 * 64).vision
-DEFAULTS = ModelSettings().video
+DEFAULTS = model_options().video
 SMALL = dataclasses.replace(DEFAULTS, min_pixels=28 * 28, max_pixels=28 * 28 * 16)
 
 

@@ -14,7 +14,7 @@ import jinja2
 import numpy as np
 import pytest
 
-from task_encoders.families import ModelSettings, build_sample_encoder
+from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.chat_templates import ChatTemplate
@@ -242,10 +242,10 @@ def test_variables_of_a_template(tmp_path: Path) -> None:
     save_with_template(tokenizer, template, tmp_path)
     fingerprints = set()
     for options in ({}, {"thinks": True}, {"thinks": False}):
-        settings = ModelSettings(
+        settings = model_options(
             family="qwen3_vl", processor=str(tmp_path), template_options=options
         )
-        assert ModelSettings.model_validate_json(settings.model_dump_json()) == settings
+        assert model_options(**settings.model_dump(mode="json")) == settings
         assert ("template_options" in settings.model_dump()) == bool(options)
         encoder = build_sample_encoder(settings)
         fingerprints.add(str(encoder.fingerprint))
