@@ -1,1 +1,1 @@
-"""Training on packs: on megatron-core, through transformers, and in the trainers of others."""
+"""Training on packs: on megatron-core, through transformers, and in other training frameworks."""

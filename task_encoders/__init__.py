@@ -1,4 +1,4 @@
-"""What a sample and a pack are, and how they become tensors.
+"""Samples and packs, and how they become tensors.
 
 In data order: `versions` (of training's packages), `settings` (environment), `samples`, `packs/`
 (a pack on disk), `media/`, `text/`, `records/` (JSON -> sample), `sample_encoder` (interface),

@@ -1,5 +1,5 @@
-"""From a batch to what a model takes: pixel values, megatron-core's PackedSeqParams, transformers'
-arguments."""
+"""Convert a batch to the arguments of a model: pixel values, megatron-core's PackedSeqParams,
+transformers' arguments."""
 
 import math
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from task_encoders.sample_encoder import IGNORE_INDEX
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedBatch
 
-#: What a row holds of pictures and videos, by the names of transformers' models.
+#: Media fields of a row, by the names of transformers' models.
 MEDIA_INPUTS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
 def required_pad_multiple(
     *, context_parallel: int = 1, tensor_parallel: int = 1, sequence_parallel: bool = False
 ) -> int:
-    """What `pack.pad_multiple` must be a multiple of, so that every sub-sample can be cut.
+    """Return the divisor that `pack.pad_multiple` needs, so that every sub-sample can be cut.
 
     Context parallelism cuts each sub-sample into 2·CP chunks; sequence parallelism cuts the row
     into TP parts. FP8 asks for 16 (or 128, by recipe) on top: pass the least common multiple.
@@ -187,7 +187,7 @@ def token_types(tokens: torch.Tensor, media_token_ids: Mapping[str, int]) -> tor
 
 
 def _media_kwargs(batch: "PackedBatch") -> dict[str, Any]:
-    """Of a batch whose pixels are values."""
+    """Media arguments of a batch whose pixels are values."""
     kwargs: dict[str, Any] = {}
     if batch.imgs.shape[0] == len(batch.image_grid_thw) > 0:  # whole images, of one size
         side = math.isqrt(batch.imgs.shape[1] // 3)

@@ -1,4 +1,4 @@
-"""What a sample is: one conversation with the names of its media, whatever file it came from.
+"""A sample: one conversation with the names of its media, whatever file it came from.
 
 Every source format and every pack is read into `SourceSample`; every sample encoder takes one. The
 media themselves travel alongside it, as bytes in the order of `SourceSample.media`.
@@ -86,7 +86,7 @@ class Turn:
 
     @property
     def details(self) -> dict[str, Any]:
-        """What it has besides a user's prompt and an answer: {} for most turns."""
+        """Everything besides a user's prompt and an answer: {} for most turns."""
         found = dict(zip(_DETAILS, _details(self), strict=True))
         return {name: value for name, value in found.items() if value != _DETAILS[name]}
 
@@ -191,7 +191,7 @@ def _check_count(sample: SourceSample, kind: str, placeholder: str, expected: in
 
 
 def count_placeholders(turns: Iterable[Turn], placeholder: str) -> int:
-    """How often a placeholder occurs in the prompts and in the messages before them."""
+    """Count a placeholder in the prompts and in the messages before them."""
     found = 0
     for turn in turns:
         found += turn.prompt.count(placeholder)

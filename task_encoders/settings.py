@@ -1,4 +1,4 @@
-"""What the environment and a folder's manifest say about packs, checked before the first is read.
+"""Settings of packs from the environment and a folder's manifest, checked before the first is read.
 
     OFFLINE_PACKED_DATA=1   the dataset holds packs
     OFFLINE_PACKING_VQA=1   ... of VQA samples
@@ -19,7 +19,7 @@ PACKED: Final = "OFFLINE_PACKED_DATA"
 VQA: Final = "OFFLINE_PACKING_VQA"
 BMR: Final = "OFFLINE_PACKING_BMR"
 
-#: What to set, by the task of the packs.
+#: Variables to set, by the task of the packs.
 ENVIRONMENT_OF_TASK: Final = {
     "captioning": f"{PACKED}=1 (and neither {VQA} nor {BMR})",
     "vqa": f"{PACKED}=1 {VQA}=1",
@@ -40,7 +40,7 @@ def _flag(environ: Mapping[str, str], name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PackingSettings:
-    """What the environment says about the data."""
+    """Description of the data in the environment."""
 
     packed: bool
     vqa: bool = False

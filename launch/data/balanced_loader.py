@@ -74,7 +74,7 @@ class BalancedLoader:
             yield from self._rows
 
     def save_state_rank(self) -> Mapping[str, Any]:
-        """Where this rank is."""
+        """State of this rank."""
         return self._rows.state_dict()
 
     def restore_state_rank(self, state: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from torch import distributed
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.model_inputs import normalise_pixels
 
-#: What is sent; Energon's own notes on where a batch came from are not.
+#: Fields that are sent; Energon's own notes on where a batch came from are not.
 _OTHERS: Final = [
     f.name
     for f in fields(PackedBatch)

@@ -43,8 +43,8 @@ class DynamicRows:
     def restore_state_rank(self, state: Mapping[str, Any]) -> None:
         """Go on where the state was saved; packs that waited are read again."""
         self._loader.restore_state_rank(state["loader"])
-        # By another loader: workers would share the files that this process has opened, and with
-        # them the place at which each reads.
+        # Another loader reads them: workers would share the files that this process has opened,
+        # and with them the place at which each reads.
         other: Any = self._open_loader()
         waiting = [other.restore_sample(key) for key in state["waiting"]]
         self._pool.restore(state["pool"], waiting)

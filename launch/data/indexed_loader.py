@@ -62,7 +62,7 @@ class IndexedLoader:
         self._delivered = 0
 
     def _numbers(self, delivered: int) -> Iterator[int]:
-        """Of this rank's rows behind those that were given out."""
+        """Row numbers this rank has yet to yield."""
         places = range(self._rank, len(self._dataset), self._world_size)
         if self._repeat:
             first = self._rank + delivered * self._world_size
@@ -70,7 +70,7 @@ class IndexedLoader:
         return itertools.islice(places, delivered, self._limit)
 
     def save_state_rank(self) -> Mapping[str, int]:
-        """Where this rank is."""
+        """State of this rank."""
         return {"delivered": self._delivered}
 
     def restore_state_rank(self, state: Mapping[str, int]) -> None:

@@ -44,13 +44,13 @@ ROW_TIMEOUT: Final = 120
 
 
 class MicroBatches(Protocol):
-    """Where a trainer gets its rows."""
+    """Source of a trainer's rows."""
 
     def next(self) -> PackedBatch | None:
         """The next row; at the end of the data None, and None again from then on."""
 
     def state(self) -> Any:
-        """What `restore` needs to continue with the next row: tensors, numbers, mappings."""
+        """State that `restore` needs to continue with the next row: tensors, numbers, mappings."""
 
     def restore(self, state: Any) -> None:
         """Resume where `state` was taken. Only before the first `next`."""

@@ -1,4 +1,4 @@
-"""What training has to know of data that are packed while training: estimated from some samples, as
+"""Size of data that are packed while training: estimated from some samples, as
 no manifest tells it."""
 
 import logging
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_data(config: DataConfig) -> PackedData:
-    """What `config.path` holds.
+    """Describe the data of `config.path`.
 
     Raises:
         StageError: see `read_packed_data`; or no sample can be used.

@@ -1,4 +1,4 @@
-"""What a trainer takes from the manifests of its packs: how many there are, how they were measured.
+"""Number of packs and the settings they were measured with, as their manifests say.
 
 The steps of an epoch and the batch size follow from them. The unit of a recipe is the sample; with
 n samples per pack, a step of G samples takes G / n packs. This preserves the recipe: on average,
@@ -139,7 +139,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _count(manifest: Mapping[str, Any], what: str, split: str = "train") -> int:
-    """Of one epoch, in the mean, where each has packs of its own."""
+    """Mean of one epoch, where each epoch has its own packs."""
     epochs = manifest.get("epochs", {}).get(split, [0])
     total = sum(shard[what] for shard in manifest["shards"] if shard["split"] == split)
     return -(-total // len(epochs))

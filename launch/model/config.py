@@ -1,4 +1,4 @@
-"""Which model is trained: a checkpoint, or random weights in the sizes of a preset."""
+"""The model to train: a checkpoint, or random weights in the sizes of a preset."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from task_encoders.field_types import one_of
 #: Families whose language model is built of megatron-core's layers here.
 TRAINED: Final = tuple(name for name, family in FAMILIES.items() if family.megatron_core)
 
-#: What is left to do with a model that transformers has not.
+#: The remedy for a model that transformers lacks.
 ELSEWHERE: Final = (
     "train it with its own code, on batches as launch/trainers/megatron_lm.py takes them"
 )
@@ -160,7 +160,7 @@ def family_of_checkpoint(folder: Path) -> str:
 
 
 def _model_type(folder: Path) -> str:
-    """What a checkpoint folder says that it holds."""
+    """Read the model type of a checkpoint folder."""
     from transformers import PreTrainedConfig
 
     if not (folder / "config.json").is_file():

@@ -28,7 +28,7 @@ Tensors = list[torch.Tensor]
 
 
 class WeightSource(Protocol):
-    """Where tensors come from, by their published names."""
+    """Source of tensors, by their published names."""
 
     def read(self, name: str, dim: int | None, rank: int, size: int) -> torch.Tensor:
         """The rank-th of `size` equal slices along `dim`, or the whole tensor if `dim` is None."""
@@ -36,7 +36,7 @@ class WeightSource(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightRule:
-    """How one parameter is made of Hugging Face tensors."""
+    """Rule that makes one parameter of Hugging Face tensors."""
 
     names: tuple[str, ...]
     #: dimension along which tensor parallel ranks share the tensors

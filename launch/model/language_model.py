@@ -24,7 +24,7 @@ class RecomputedTransformerLayer(TransformerLayer):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As TransformerLayer's."""
+        """Same as TransformerLayer's."""
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
         return checkpoint(

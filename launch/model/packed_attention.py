@@ -96,7 +96,7 @@ KERNELS: Final[Mapping[str, VarlenKernel]] = {
     "torch_varlen": _torch_varlen,
     "sdpa": _sdpa,
 }
-#: What `model.attention` in a config may be.
+#: Values of `model.attention` in a config.
 BACKENDS: Final = ("auto", "flash_attn", "transformer_engine", "torch_varlen", "sdpa")
 
 

@@ -1,1 +1,1 @@
-"""Packs in the trainers of others: one file for each, imported only where that trainer is."""
+"""Integrations with other training frameworks: one file each, imported only where that is."""

@@ -45,7 +45,7 @@ class AutoModelPacks(Dataset[dict[str, Any]]):
         tokens, real = batch.tokens[0], ~batch.attn_mask[0]
         lengths = batch.cu_lengths[0].diff()
         sample = torch.repeat_interleave(lengths)  # [2, 3] -> 0 0 1 1 1
-        # every token with another one behind it in its sample
+        # every token with another one after it in its sample
         kept = torch.zeros_like(real)
         kept[:-1] = real[:-1] & real[1:] & (sample[:-1] == sample[1:])
         # segments of nothing but padding are gone

@@ -98,7 +98,7 @@ class VLMIterator(DataIterator):
 def build_iterators(
     path: str, model: Any, context: DatasetBuildContext, *, num_workers: int, **padding: Any
 ) -> tuple[VLMIterator | None, VLMIterator | None]:
-    """To train and to validate on, if Bridge asks for samples of both; on every rank, as each of
+    """Build training and validation data, if Bridge asks for samples; on every rank, as each of
     Bridge's ranks reads for itself.
 
     Args:
@@ -171,7 +171,7 @@ class PacksConfig(DatasetProvider):
 
 
 def _needed(recipe: Any) -> dict[str, tuple[Any, str]]:
-    """What packs need of a recipe: by a field's name, its value and why."""
+    """Fields of a recipe that packs need: by name, the value and the reason."""
     data = read_packed_data(Path(recipe.dataset.path))
     full, unequal = "a pack is a full row", "rows differ in their number of labels"
     needed: dict[str, tuple[Any, str]] = {

@@ -65,12 +65,12 @@ class SwiftPacks(Dataset[list[dict[str, Any]]]):
 
 
 def positions_of_packs(inputs: dict[str, Any]) -> dict[str, Any]:
-    """In place of a template's `_get_position_ids`, which would work those of a sample out again,
+    """Replace a template's `_get_position_ids`, which would compute a sample's positions again,
     for Qwen2.5-VL's videos from a time that packs do not keep. With a first row for attention,
-    (4, 1, S); what context parallelism padded the sample by goes on behind."""
+    (4, 1, S); padding of context parallelism continues them."""
     length, positions = inputs["input_ids"].shape[1], inputs["position_ids"]
-    behind = positions[:, :, -1:] + 1 + torch.arange(length - positions.shape[2])
-    positions = torch.cat([positions, behind], dim=2)
+    after = positions[:, :, -1:] + 1 + torch.arange(length - positions.shape[2])
+    positions = torch.cat([positions, after], dim=2)
     return {"position_ids": torch.cat([torch.arange(length)[None, None], positions])}
 
 

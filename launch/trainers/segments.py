@@ -3,7 +3,7 @@
 Attention of transformers is cut where text positions restart. A gated delta net (the linear
 attention of Qwen3.5) is not: unless it is given the boundaries, and kernels of other packages that
 take them, its recurrent state and the window of its convolution run from one sample into the next,
-without a word. Here it is called once per segment, and begins each with empty states:
+silently. Here it is called once per segment, and begins each with empty states:
 
     position_ids [0 1 2 0 1 0 1 2 3] -> calls on [a a a], [b b] and [c c c c]
 
@@ -59,7 +59,7 @@ def isolate_segments(model: nn.Module) -> int:
 
 
 def _recurrent_layers(module: nn.Module) -> list[nn.Module]:
-    """Those among a decoder's layers that are recurrent."""
+    """Return the recurrent layers of a decoder."""
     layers = getattr(module, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         return []
@@ -89,7 +89,7 @@ def _hand_down_segments(
 
 
 def _segment_lengths(kwargs: dict[str, Any]) -> list[int] | None:
-    """Of a row's segments; None where it has no boundaries."""
+    """Boundaries of a row's segments; None where there are none."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     boundaries = kwargs.get("cu_seq_lens_q")
@@ -121,7 +121,7 @@ def _by_segment(
         return forward(hidden_states, **kwargs)
     if kwargs.get("cache_params") is not None:
         raise ValueError("a packed row cannot be cached; set use_cache=False")
-    for name in ("cu_seq_lens_q", "seq_idx"):  # of the row, and here is no row
+    for name in ("cu_seq_lens_q", "seq_idx"):  # they describe the row, not this segment
         kwargs.pop(name, None)
     parts = hidden_states.split(segment_lengths, dim=1)
     return torch.cat([forward(part, **kwargs) for part in parts], dim=1)

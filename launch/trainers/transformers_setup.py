@@ -1,4 +1,4 @@
-"""What a transformers training run is made of: a random model, and a trainer."""
+"""Parts of a training run in transformers: a random model, and a trainer."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -2,7 +2,7 @@
 
     PackedTrainer(args=args, model=model, train_dataset=PackedFolder("out/packed", task_encoder))
 
-What goes wrong without a word otherwise, and is taken care of here:
+These would go wrong silently, and are taken care of here:
 
 - three M-RoPE rows as position_ids, or a cache: attention crosses samples; `to_transformers_kwargs`
 - Trainer shuffles; here rank r of W trains packs r, r + W, r + 2·W, ..., in the order written
@@ -95,7 +95,7 @@ class TrainsPacks:
         return UnreadPacks(packs)
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """As Trainer's, which makes a new model for every run of `model_init`."""
+        """Same as Trainer's, which makes a new model for every run of `model_init`."""
         model = super().call_model_init(trial)  # type: ignore[misc]
         isolate_segments(model)
         return model

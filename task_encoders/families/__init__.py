@@ -34,7 +34,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     LLAVA_1_5.name: LLAVA_1_5,
 }
 
-#: Of configurations that name none.
+#: The family of configurations that name none.
 DEFAULT_FAMILY: Final = QWEN2_VL.name
 
 
@@ -93,8 +93,8 @@ def _from_video(video: VideoSettings | None) -> dict[str, Any]:
 
 
 def model_cost(model: ModelOptions) -> ModelCost:
-    """What a model's samples cost: of the checkpoint that `model.processor` names, or, where that
-    holds no config.json of a model, of the family's usual one."""
+    """Return the cost of a model's samples: that of the checkpoint in
+    `model.processor`, or of the family's usual one where that holds no config.json of a model."""
     checkpoint = None if model.processor == BUILTIN else cost_of_checkpoint(model.processor)
     return checkpoint or FAMILIES[model.family].cost
 

@@ -1,4 +1,4 @@
-"""What training on a sample costs: floating-point operations of its model, forward pass."""
+"""Cost of training on a sample: floating-point operations of its model, forward pass."""
 
 import json
 from collections.abc import Mapping

@@ -165,7 +165,7 @@ class Llava15Encoder(FamilyEncoder):
         raise SampleError("bad_video", f"family {self.options.family} takes no videos")
 
     def _check_tokenizer(self) -> None:
-        """Refuse a tokenizer that reads text behind a special token otherwise than by itself."""
+        """Refuse a tokenizer that splits text after a special token differently than alone."""
         text = "USER: What is it? ASSISTANT: A cat.</s>USER: Why? ASSISTANT: So.</s>"
         tokenizer = checkpoint_tokenizer(self.options.processor)
         theirs = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -23,8 +23,8 @@ _TOKEN: Final = (2 * _PATCH) ** 2
 
 
 class DynamicImageOptions(QwenVLOptions):
-    """Those of transformers' processors, with `video_fps` 2 as published checkpoints were trained.
-    5,120 tokens is what trainers give an image; their files say 16,384."""
+    """Options of transformers' processors, with `video_fps` 2 as published checkpoints were
+    trained. 5,120 tokens is what trainers give an image; their files say 16,384."""
 
     min_pixels: Count = 4 * _TOKEN
     max_pixels: Count = 5120 * _TOKEN
@@ -33,7 +33,7 @@ class DynamicImageOptions(QwenVLOptions):
 
 
 class Qwen2VLOptions(DynamicImageOptions):
-    """What Qwen2-VL and Qwen2.5-VL have."""
+    """Options of Qwen2-VL and Qwen2.5-VL."""
 
     #: position of the text after a video: after the longer side of its grid, as in transformers
     #: from 5 on, or after its last position, as in transformers 4 and the trainers built on it
@@ -143,7 +143,7 @@ QWEN2_5_VL_PRESETS: Final = {
     ),
 }
 
-#: Of both 7B models: their language model is the same, and the gated feed-forward layer of
+#: Cost of both 7B models: their language model is the same, and the gated feed-forward layer of
 #: Qwen2.5-VL's tower costs as much. That some of its layers see only windows is ignored.
 COST: Final = ModelCost(
     "Qwen2-VL-7B",

@@ -35,7 +35,7 @@ _TOKEN: Final = (2 * _PATCH) ** 2
 
 
 class Qwen3VLOptions(QwenVLOptions):
-    """Those of transformers' processor classes. Limits of videos are of all frames together;
+    """Options of transformers' processor classes. Limits of videos are of all frames together;
     published checkpoints have 4 and 24,576 tokens' pixels there. Their processors resize with
     torch, those of Qwen2-VL and Qwen2.5-VL with Pillow."""
 
@@ -68,7 +68,7 @@ class Qwen3VLEncoder(QwenVLEncoder):
         )
 
     def _num_sampled(self, header: VideoHeader) -> int:
-        """As transformers' Qwen3VLVideoProcessor counts frames: any number, also an odd one."""
+        """Count frames as transformers' Qwen3VLVideoProcessor does: any number, also an odd one."""
         total = header.num_frames
         if header.fps is None:
             if total == 1:
@@ -100,7 +100,7 @@ class Qwen3VLEncoder(QwenVLEncoder):
         return rows * factor, columns * factor
 
     def _max_pixels(self, num_frames: int) -> int:
-        """With video_max_tokens a frame has at most so many tokens, as transformers'
+        """Resize a frame; with video_max_tokens it has at most so many tokens, as transformers'
         cap_pixels_per_frame has it."""
         if self.video.max_tokens is None:
             return self.video.max_pixels

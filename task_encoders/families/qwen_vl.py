@@ -1,4 +1,4 @@
-"""What the Qwen-VL families share: ChatML, patches in blocks of merge_size², vision tags."""
+"""Common parts of the Qwen-VL families: ChatML, patches in blocks of merge_size², vision tags."""
 
 from collections.abc import Iterable
 from typing import Annotated, ClassVar, Literal, Self
@@ -74,7 +74,7 @@ class QwenVLEncoder(FamilyEncoder):
     PATCH_SIZE: ClassVar[int]
     MEAN: ClassVar[tuple[float, float, float]]
     STD: ClassVar[tuple[float, float, float]]
-    #: What follows the special tokens in the built-in vocabulary.
+    #: Tokens after the special ones in the built-in vocabulary.
     TEXT_TOKENS: ClassVar[tuple[str, ...]] = ()
     #: The chat template of published checkpoints, in Jinja; a checkpoint's own takes precedence.
     TEMPLATE: ClassVar[str]

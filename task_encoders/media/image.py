@@ -41,7 +41,7 @@ class ImageHeader(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VisionSettings:
-    """How a model family cuts images into patches and how large they may become."""
+    """Patches of a model family, and limits of the size of images."""
 
     min_pixels: int
     max_pixels: int

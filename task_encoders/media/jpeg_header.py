@@ -8,13 +8,13 @@ is left to Pillow: the result is the same as Pillow's, or None.
 import struct
 from typing import Final
 
-#: How many bytes at the start of a file are looked at.
+#: Bytes at the start of a file that are searched.
 HEAD_BYTES: Final = 4096
 
 _SOF: Final = frozenset((0xFFC0, 0xFFC1, 0xFFC2))  # baseline, extended, progressive
 _SOS: Final = 0xFFDA
 _SKIPPED: Final = frozenset((0xFFC4, 0xFFDD, 0xFFFE))  # Huffman tables, restart interval, comment
-_segment = struct.Struct(">HH").unpack_from  # a marker, and the length behind it
+_segment = struct.Struct(">HH").unpack_from  # a marker, and the length after it
 _frame = struct.Struct(">BHHB").unpack_from  # bits, height, width, components
 _TABLE_BYTES: Final = 65  # of an 8-bit quantization table with its number
 

@@ -1,4 +1,4 @@
-"""From the bytes of pixels to the values that a vision tower takes.
+"""Convert the bytes of pixels to the values that a vision tower takes.
 
 Media stay bytes as long as possible: an image's `pixel_values` take four bytes per value and repeat
 its frame T times, which for Qwen2-VL is eight times the size of its pixels.
@@ -14,13 +14,13 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 Values = npt.NDArray[np.float32]
 
-#: How pixels leave a loader: as what the vision tower takes, or as bytes.
+#: The form in which pixels leave a loader: values for the vision tower, or bytes.
 PixelTransport = Literal["float32", "uint8"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Normalisation:
-    """How a family turns bytes into values.
+    """Mapping of a family from bytes to values.
 
     An image's row of C·p·p bytes becomes `repeats` frames of values, C·T·p·p; a video's row of
     C·T·p·p bytes becomes as many values.

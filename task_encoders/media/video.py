@@ -28,7 +28,7 @@ from task_encoders.samples import SampleError
 
 @dataclass(frozen=True, slots=True)
 class VideoSettings:
-    """Which frames of a video are taken, and how large they may become. 0: the family's default."""
+    """Sampling of a video's frames, and limits of their size. 0: the family's default."""
 
     #: frames taken per second
     fps: float = 0
@@ -66,7 +66,7 @@ class SampledVideo(NamedTuple):
 
 
 def num_sampled_frames(header: VideoHeader, settings: VideoSettings, multiple: int = 2) -> int:
-    """How many frames are taken, as transformers' `sample_frames` counts them.
+    """Number of frames that are taken, as transformers' `sample_frames` counts them.
 
     A multiple of `multiple`, except for a video with fewer frames than that, which transformers
     refuses: then all are taken.

@@ -42,8 +42,8 @@ class MissingPyAVError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class VideoHeader:
-    """What a video's length is computed from. `fps` is the file's average, None where unknown; the
-    size is that of upright frames, rotated by `rotation` degrees clockwise."""
+    """Header of a video, from which its length is computed. `fps` is the file's average, None
+    where unknown; the size is that of upright frames, rotated by `rotation` degrees clockwise."""
 
     num_frames: int
     fps: float | None

@@ -33,11 +33,11 @@ from task_encoders.text.pieces import (
     split_at_media,
 )
 
-#: How ChatML vocabularies spell control tokens.
+#: Spelling of control tokens in ChatML vocabularies.
 _CONTROL: Final = re.compile(r"(<\|\w+\|>)")
 _START: Final = "<|im_start|>"
 _END: Final = "<|im_end|>"
-#: What precedes an answer, in the text after the start token.
+#: Text before an answer, after the start token.
 _HEADER: Final = "assistant\n"
 
 # Noncharacters, which texts do not contain: around a text's number, and for '<' in tools and calls.
@@ -47,7 +47,7 @@ _LESS: Final = "\ufdd2"
 _NUMBERED: Final = re.compile(f"{_MARK}(\\d+){_MARK_END}")
 _RESERVED: Final = re.compile(f"[{_MARK}{_MARK_END}{_LESS}]")
 
-#: How many shapes are kept; those with tools contain them in full.
+#: Number of shapes that are kept; those with tools contain them in full.
 _MAX_SHAPES: Final = 1024
 
 #: A text in which marks replace what no template looks at.
@@ -151,7 +151,7 @@ class ChatTemplate:
         return skeleton
 
     def _cut(self, shape: _Shape) -> tuple[_Part, ...]:
-        """What the template writes for a shape, cut. Raises SampleError."""
+        """Cut the text of the template for a shape. Raises SampleError."""
         tools, messages, needed = self._messages(shape)
         written = self.jinja.render(messages, tools)
         missing = needed.difference(map(int, _NUMBERED.findall(written)))
@@ -268,10 +268,10 @@ def _fill(
 ) -> None:
     """Add words to `pieces`, with the texts in their places; media split them."""
     text = words.begin
-    for number, behind in words.texts:
+    for number, after in words.texts:
         found = slots[number]
         if isinstance(found, str):
-            text += found + behind
+            text += found + after
             continue
         for piece in found:
             if isinstance(piece, str):
@@ -281,7 +281,7 @@ def _fill(
                 pieces.append(Text(text))
             text = ""
             pieces.append(piece)
-        text += behind
+        text += after
     if words.turn >= 0 and labelled[words.turn]:
         pieces.append(Answer(words.header, text))
     elif text or words.header:

@@ -56,7 +56,7 @@ class JinjaTemplate:
         return type(self), found  # what Jinja compiles cannot be pickled
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
-        """What it writes for these messages. Raises SampleError if it cannot."""
+        """Render these messages. Raises SampleError if it cannot."""
         import jinja2
 
         try:

@@ -1,4 +1,4 @@
-"""What a sample is rendered to: pieces, so that control tokens, text and answers stay apart.
+"""Pieces, which a sample is rendered to so that control tokens, text and answers stay apart.
 
 Rendering to one string and tokenizing that would turn `<|im_end|>` inside a user's text into a
 control token, and would lose where the answers are.
@@ -33,7 +33,7 @@ class Text(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """What a template writes around a sample's texts, the same in many samples."""
+    """Text of a template around a sample's texts, the same in many samples."""
 
     pieces: tuple[Control | Text, ...]
 

@@ -1,4 +1,4 @@
-"""What the chat templates of published Qwen checkpoints write, for processors that come without
+"""Chat templates of published Qwen checkpoints, for processors that come without
 one. Jinja, as transformers reads it."""
 
 from typing import Final

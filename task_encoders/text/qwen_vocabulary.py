@@ -33,7 +33,7 @@ QWEN_SPECIAL_TOKENS: Final = (
     "<|video_pad|>",
 )
 
-#: What Qwen2.5 adds, with the ids that follow: not special, so text can spell them.
+#: Tokens that Qwen2.5 adds, with the ids that follow: not special, so text can spell them.
 QWEN2_5_TEXT_TOKENS: Final = (
     "<tool_call>",
     "</tool_call>",
@@ -45,7 +45,7 @@ QWEN2_5_TEXT_TOKENS: Final = (
     "<|file_sep|>",
 )
 
-#: What Qwen3 adds after these.
+#: Tokens that Qwen3 adds after these.
 QWEN3_TEXT_TOKENS: Final = (
     *QWEN2_5_TEXT_TOKENS,
     "<tool_response>",

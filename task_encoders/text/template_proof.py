@@ -61,7 +61,7 @@ PROBES: Final = tuple(_probes())
 def prove(
     template: ChatTemplate, apply_chat_template: Callable[..., Any], name: str
 ) -> Mapping[int, str | None]:
-    """What a template writes for each probe; None where it cannot.
+    """Render each probe; None where the template cannot.
 
     Args:
         apply_chat_template: transformers' own, for this template.

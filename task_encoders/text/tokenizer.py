@@ -41,7 +41,7 @@ _PROBES: Final = (
 
 
 class Tokenizer(Protocol):
-    """What encoding needs from a tokenizer."""
+    """Interface of a tokenizer that encoding needs."""
 
     fingerprint: str
 
@@ -200,8 +200,8 @@ def load_tokenizer(processor: str, text_tokens: tuple[str, ...] = ()) -> Tokeniz
     if processor == BUILTIN:
         ranks = qwen_ranks()
         special = {token: len(ranks) + i for i, token in enumerate(QWEN_SPECIAL_TOKENS)}
-        behind = len(ranks) + len(special)
-        added = {token: behind + i for i, token in enumerate(text_tokens)}
+        first = len(ranks) + len(special)
+        added = {token: first + i for i, token in enumerate(text_tokens)}
         return TiktokenTokenizer(ranks, QWEN_PATTERN, special, added, nfc=True)
     tokenizer = checkpoint_tokenizer(processor)
     slow = TransformersTokenizer(tokenizer)
