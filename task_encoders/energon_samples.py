@@ -13,7 +13,8 @@ from megatron.energon import Batch, Sample
 from megatron.energon.edataclass import edataclass
 
 from task_encoders.concatenate import PackedRow, merge_rows
-from task_encoders.packs.pack_format import JSON_PART, MEDIA_EXTENSIONS, PackFormatError, parse_json
+from task_encoders.packs.pack import Pack, is_medium, parse_json
+from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.versions import require_supported
 
 require_supported("megatron-energon")
@@ -21,18 +22,10 @@ require_supported("megatron-energon")
 
 @edataclass
 class PackedSample(Sample):
-    """One pack, not restored yet. The lists are those of the pack's JSON, see pack_format.py."""
+    """One pack, not restored yet: the fields of packs.pack.Pack, its JSON parsed."""
 
-    #: Media by member name: bytes, or whatever the encoder's `decoder` made of them.
-    images: dict[str, Any]
-    #: Member names per sub-sample.
-    image_names: list[Any]
-    prompts: list[Any]
-    captions: list[Any]
-    #: task, keys, num_tokens, system; None in packs written by others.
-    meta: dict[str, Any] | None = None
-    #: As image_names; None in packs without videos.
-    video_names: list[Any] | None = None
+    record: Mapping[str, Any]
+    media: Mapping[str, Any]
 
 
 @edataclass
@@ -79,23 +72,13 @@ SAMPLE_CLASS_OF_TASK = {
 
 def part_filter(part: str) -> bool:
     """Which members of a pack are read: its JSON and its media."""
-    return part == JSON_PART or part.rpartition(".")[2].lower() in MEDIA_EXTENSIONS
+    return part == JSON_PART or is_medium(part)
 
 
 def sample_loader(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Energon's raw sample (member name -> bytes or decoded) to the fields of PackedSample."""
-    key = str(parts.get("__key__"))
-    if JSON_PART not in parts:
-        raise PackFormatError(f"pack {key!r} has no .json member")
-    record = parse_json(parts[JSON_PART], key)
-    return {
-        "images": {k: v for k, v in parts.items() if not k.startswith("__") and k != JSON_PART},
-        "image_names": record.get("images"),
-        "prompts": record.get("prompt", record.get("prompts")),
-        "captions": record.get("captions"),
-        "meta": record.get("meta"),
-        "video_names": record.get("videos"),
-    }
+    key, record, media = Pack.of(str(parts.get("__key__")), parts)
+    return {"record": parse_json(record, key), "media": media}
 
 
 @edataclass

@@ -6,7 +6,7 @@ Samples that are no packs become rows of one sub-sample, or packs of Energon's o
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,13 +37,13 @@ from task_encoders.energon_samples import (
 )
 from task_encoders.families import ModelOptions, build_sample_encoder, model_options
 from task_encoders.media.pixel_values import PixelTransport
+from task_encoders.packs.pack import Pack, SubSample, parse_json, sub_samples_of_pack
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.packs.references import is_reference, read_parts
 from task_encoders.packs.tokenized import fingerprint_digest
 from task_encoders.rows.encoded_rows import EncodedRows
 from task_encoders.rows.pack_dealing import OnePass, deal_evenly
 from task_encoders.rows.row_encoder import RowEncoder
-from task_encoders.rows.sub_samples import SubSample, sub_samples_of_pack
 from task_encoders.rows.unpacked import (
     TextDecoder,
     first_fit_decreasing,
@@ -150,16 +150,33 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
             fields = sample_loader({"__key__": sample.__key__, **sample.parts})
             sample = PackedSample.derive_from(sample, **fields)
         if isinstance(sample, PackedSample):
-            meta_task = (sample.meta or {}).get("task")
+            meta_task = (sample.record.get("meta") or {}).get("task")
             subflavor_task = (sample.__subflavors__ or {}).get("offline_packing")
             try:
                 task = self.settings.resolve_task(meta_task, subflavor_task, blend=self.is_blend)
             except PackingSettingsError as error:
                 raise FatalSampleError(str(error)) from error
-            return sub_samples_of_pack(sample, task, self._digest)
+            pack = Pack(sample.__key__, sample.record, sample.media)
+            return sub_samples_of_pack(pack, task, self._digest)
         if self.settings.packed and not self.is_blend:
             raise FatalSampleError(_NO_PACKS.format(f"sample {sample.__key__!r}"))
         return [unpacked_sub_sample(sample)]
+
+    def encode_pack(
+        self,
+        pack: Pack,
+        restore_key: tuple[Any, ...] = (),
+        subflavors: Mapping[str, Any] | None = None,
+    ) -> PackedRowSample:
+        """As `encode_sample`, for a pack that Energon has not read."""
+        sample = PackedSample(
+            __key__=pack.key,
+            __restore_key__=restore_key,
+            __subflavors__=dict(subflavors or {}),
+            record=parse_json(pack.record, pack.key),
+            media=pack.media,
+        )
+        return self.encode_sample(sample)
 
     def encode_row(self, sample: Sample, sub_samples: Sequence[SubSample]) -> PackedRowSample:
         """One row of all sub-samples that can be used.

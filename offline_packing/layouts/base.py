@@ -18,6 +18,7 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Source
 from offline_packing.storage.tars import PackEntry
 from task_encoders.families import build_sample_encoder
+from task_encoders.packs.pack import Pack
 from task_encoders.packs.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
 from task_encoders.packs.tokenized import TokenizedPack, fingerprint_digest
 from task_encoders.samples import TASKS, SourceSample
@@ -89,12 +90,12 @@ class Layout(ABC):
         """What is wrong with a shard as a whole: it is missing, or is not what was written."""
 
     @abstractmethod
-    def read_packs(self, task: ShardTask) -> Iterator[tuple[str, Mapping[str, bytes]]]:
-        """Key and members of each pack. Raises StageError where the shard cannot be read."""
+    def read_packs(self, task: ShardTask) -> Iterator[Pack]:
+        """The packs of a shard. Raises StageError where it cannot be read."""
 
     @abstractmethod
-    def read_pack(self, folder: Path, shard_file: str, key: str) -> Mapping[str, bytes]:
-        """Members of one pack. Raises StageError where it cannot be read."""
+    def read_pack(self, folder: Path, shard_file: str, key: str) -> Pack:
+        """One pack. Raises StageError where it cannot be read."""
 
     @abstractmethod
     def remove(self, folder: Path) -> None:

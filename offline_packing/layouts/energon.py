@@ -21,6 +21,7 @@ from offline_packing.layouts.shard_tasks import ShardTask
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.storage.files import atomic_file, hash_file, write_atomically
 from offline_packing.storage.tars import PackEntry, TarShardWriter, index_bytes, scan_tar
+from task_encoders.packs.pack import Pack
 
 _SHARD: Final = re.compile(r"[A-Za-z0-9_]+-\d{6}\.tar(\.idx)?")
 
@@ -72,19 +73,19 @@ class EnergonLayout(Layout):
             found.append(f"{path.name}.idx is missing")
         return found
 
-    def read_packs(self, task: ShardTask) -> Iterator[tuple[str, Mapping[str, bytes]]]:
+    def read_packs(self, task: ShardTask) -> Iterator[Pack]:
         path = task.folder / self.shard_file(task.shard.name)
         entries = list(scan_tar(path))
         with open(path, "rb") as file:
             for entry in entries:
-                yield entry.key, _read_members(file, entry)
+                yield _read_pack(file, entry)
 
-    def read_pack(self, folder: Path, shard_file: str, key: str) -> Mapping[str, bytes]:
+    def read_pack(self, folder: Path, shard_file: str, key: str) -> Pack:
         path = folder / shard_file
         for entry in scan_tar(path):
             if entry.key == key:
                 with open(path, "rb") as file:
-                    return _read_members(file, entry)
+                    return _read_pack(file, entry)
         raise StageError(f"{path} holds no pack {key!r}; verify lists all damage")
 
     def remove(self, folder: Path) -> None:
@@ -94,9 +95,9 @@ class EnergonLayout(Layout):
         shutil.rmtree(folder / ".nv-meta", ignore_errors=True)
 
 
-def _read_members(file: BinaryIO, entry: PackEntry) -> dict[str, bytes]:
-    """Content of each member of a pack, by name."""
+def _read_pack(file: BinaryIO, entry: PackEntry) -> Pack:
     file.seek(entry.offset)
     data = file.read(entry.size)
     starts = [(part, part.offset - entry.offset) for part in entry.parts]
-    return {part.name: data[start : start + part.size] for part, start in starts}
+    members = {part.name: data[start : start + part.size] for part, start in starts}
+    return Pack.of(entry.key, members)

@@ -34,7 +34,8 @@ from offline_packing.storage.files import (
     write_atomically,
 )
 from offline_packing.storage.tars import PackEntry, index_bytes, scan_tar
-from task_encoders.packs.pack_format import JSON_PART, PackFormatError, parse_json, restore_pack
+from task_encoders.packs.pack import PackFormatError, parse_json, restore_pack
+from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.samples import TASKS
 from task_encoders.versions import SUPPORTED, require_supported
 

@@ -45,7 +45,7 @@ from task_encoders.packs.indexed_file import (
     index_file,
     make_document,
 )
-from task_encoders.packs.pack_format import PackFormatError
+from task_encoders.packs.pack import Pack, PackFormatError
 from task_encoders.packs.tokenized import fingerprint_digest
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SourceSample, Turn
@@ -141,7 +141,7 @@ class IndexedLayout(Layout):
         first, last = task.keys()[0], task.keys()[-1]
         return [f"{path.name}: packs {first} to {last} are not what was written"]
 
-    def read_packs(self, task: ShardTask) -> Iterator[tuple[str, Mapping[str, bytes]]]:
+    def read_packs(self, task: ShardTask) -> Iterator[Pack]:
         path, begin = _place(task)
         try:
             with open(path, "rb") as file:
@@ -153,17 +153,17 @@ class IndexedLayout(Layout):
                     pack = IndexedPack(
                         [np.frombuffer(data[a:b], "<i4") for a, b in itertools.pairwise(bounds)]
                     )
-                    yield pack.key, pack
+                    yield pack.pack
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StageError(f"{path} cannot be read: {error}") from error
 
-    def read_pack(self, folder: Path, shard_file: str, key: str) -> Mapping[str, bytes]:
+    def read_pack(self, folder: Path, shard_file: str, key: str) -> Pack:
         lines = read_json(folder / "manifest.json")["shards"]
         split = next(line["split"] for line in lines if line["name"] == shard_file)
         before = itertools.takewhile(lambda line: line["split"] != split, lines)
         number = int(key.rpartition("_")[2]) - sum(line["packs"] for line in before)
         try:
-            return IndexedFile(folder / _prefix(split))[number]
+            return IndexedFile(folder / _prefix(split))[number].pack
         except (PackFormatError, LookupError) as error:
             raise StageError(f"pack {key!r} cannot be read: {error}") from error
 

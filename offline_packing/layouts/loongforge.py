@@ -33,7 +33,8 @@ from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout
 from offline_packing.layouts.shard_tasks import Row, ShardTask
 from offline_packing.storage.files import write_atomically
 from task_encoders.families import FAMILIES
-from task_encoders.packs.pack_format import JSON_PART, is_video_name, restore_pack
+from task_encoders.packs.pack import restore_pack
+from task_encoders.packs.pack_format import JSON_PART, is_video_name
 from task_encoders.samples import SampleError, SourceSample
 from task_encoders.text.pieces import place_media, to_messages
 

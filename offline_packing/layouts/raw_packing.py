@@ -9,7 +9,7 @@ A shard is then only the task that writes its packs; the manifest records the sp
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +21,7 @@ from offline_packing.layouts.shard_tasks import ShardTask
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.storage.files import hash_bytes, sync_folder, translate_disk_full
 from offline_packing.storage.tars import FilePart, PackEntry
+from task_encoders.packs.pack import Pack
 from task_encoders.packs.pack_format import JSON_PART
 
 FOLDER: Final = "raw_packing_data"
@@ -80,20 +81,21 @@ class RawPackingLayout(Layout):
             )
         return found
 
-    def read_packs(self, task: ShardTask) -> Iterator[tuple[str, Mapping[str, bytes]]]:
+    def read_packs(self, task: ShardTask) -> Iterator[Pack]:
         for entry in ShardFragment.load(task.fragment_path).packs:
             paths = {p.name: task.folder / FOLDER / f"{entry.key}.{p.name}" for p in entry.parts}
             try:
-                yield entry.key, {name: path.read_bytes() for name, path in paths.items()}
+                members = {name: path.read_bytes() for name, path in paths.items()}
             except OSError as error:
                 raise StageError(f"{error.filename} cannot be read: {error.strerror}") from error
+            yield Pack.of(entry.key, members)
 
-    def read_pack(self, folder: Path, shard_file: str, key: str) -> Mapping[str, bytes]:
+    def read_pack(self, folder: Path, shard_file: str, key: str) -> Pack:
         paths = sorted((folder / FOLDER).glob(f"{key}.*"))
         members = {path.name.partition(".")[2]: path.read_bytes() for path in paths}
         if JSON_PART not in members:
             raise StageError(f"{folder / FOLDER} holds no pack {key!r}")
-        return members
+        return Pack.of(key, members)
 
     def remove(self, folder: Path) -> None:
         shutil.rmtree(folder / FOLDER, ignore_errors=True)

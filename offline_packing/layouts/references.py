@@ -32,7 +32,8 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Source
 from offline_packing.storage.files import atomic_file, write_atomically
 from offline_packing.storage.tars import PackEntry
-from task_encoders.packs.pack_format import JSON_PART, METADATASET, media_part_names
+from task_encoders.packs.pack import Pack, StoredMedia
+from task_encoders.packs.pack_format import METADATASET, media_part_names
 
 if TYPE_CHECKING:
     from task_encoders.packs.references import Stores
@@ -112,19 +113,18 @@ class ReferencesLayout(Layout):
             return [f"{name}: {error}"]
         return [f"{name} are not what was written: their hash differs"]
 
-    def read_packs(self, task: ShardTask) -> Iterator[tuple[str, Mapping[str, bytes]]]:
+    def read_packs(self, task: ShardTask) -> Iterator[Pack]:
         stores = functools.cache(functools.partial(_open_stores, task.folder, task.shard.split))
         for line in _lines_of(task).splitlines():
-            pack = _ReferencedPack(line, stores)
-            yield pack.key, pack
+            yield _pack(line, stores)
 
-    def read_pack(self, folder: Path, shard_file: str, key: str) -> Mapping[str, bytes]:
+    def read_pack(self, folder: Path, shard_file: str, key: str) -> Pack:
         split = shard_file.rpartition("-")[0]
         begin = _begin_of_line(key)
         with open(folder / f"{split}.jsonl", "rb") as file:
             for line in file:
                 if line.startswith(begin):
-                    return _ReferencedPack(line, lambda: _open_stores(folder, split))
+                    return _pack(line, lambda: _open_stores(folder, split))
         raise StageError(f"{folder / split}.jsonl holds no pack {key!r}; verify lists all damage")
 
     def remove(self, folder: Path) -> None:
@@ -135,37 +135,24 @@ class ReferencesLayout(Layout):
                 path.unlink()
 
 
-class _ReferencedPack(Mapping[str, bytes]):
-    """The members of a pack by name; a medium is read, as in training, when it is asked for. Raises
-    StageError if that fails, or the line is damaged."""
+def _pack(line: bytes, stores: "Callable[[], Stores]") -> Pack:
+    """The pack of a line; a medium is read, as in training, when it is asked for. Raises StageError
+    if that fails, or the line is damaged."""
+    try:
+        content = orjson.loads(line)
+        key, record, places = (content[name] for name in ("key", "pack", "media"))
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise StageError(f"a line of packs is damaged: {error}; retry rewrites it") from error
 
-    def __init__(self, line: bytes, stores: "Callable[[], Stores]") -> None:
-        try:
-            content = orjson.loads(line)
-            self.key: str = content["key"]
-            self._media, self._json = content["media"], orjson.dumps(content["pack"])
-        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-            raise StageError(f"a line of packs is damaged: {error}; retry rewrites it") from error
-        self._stores = stores
-
-    def __getitem__(self, name: str) -> bytes:
+    def read(place: Sequence[Any]) -> bytes:
         from task_encoders.packs.references import MovedMediumError, read_medium
 
-        if name == JSON_PART:
-            return self._json
         try:
-            return read_medium(self._media[name], self._stores())
+            return read_medium(place, stores())
         except MovedMediumError as error:
             raise StageError(str(error)) from error
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._media or name == JSON_PART
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*self._media, JSON_PART))
-
-    def __len__(self) -> int:
-        return len(self._media) + 1
+    return Pack(key, record, StoredMedia(places, read))
 
 
 def _shard_path(folder: Path, name: str) -> Path:

@@ -36,7 +36,7 @@ from offline_packing.planner.windows import WindowOptions
 from task_encoders.energon_samples import PackedBatch, PackedRowSample
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.rows.encoded_rows import SetAside
-from task_encoders.rows.sub_samples import measure
+from task_encoders.rows.row_encoder import measure
 from task_encoders.samples import SampleError
 
 RestoreKey = tuple[Any, ...]

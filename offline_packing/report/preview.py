@@ -19,13 +19,8 @@ from offline_packing.runs.run import Run
 from task_encoders.families import ModelOptions
 from task_encoders.media.image import MAX_IMAGE_PIXELS, decode_image
 from task_encoders.media.video_file import decode_frames, read_video_header
-from task_encoders.packs.pack_format import (
-    JSON_PART,
-    is_video_name,
-    pack_key,
-    parse_json,
-    restore_pack,
-)
+from task_encoders.packs.pack import Pack, restore_pack
+from task_encoders.packs.pack_format import is_video_name, pack_key
 from task_encoders.sample_encoder import IGNORE_INDEX, SampleEncoder
 from task_encoders.samples import SourceSample
 from task_encoders.settings import PackingSettings
@@ -157,58 +152,48 @@ def _task_encoder(run: Run, manifest: Manifest) -> "Qwen2VLTaskEncoder":
 def _preview_pack(
     run: Run, manifest: Manifest, task_encoder: "Qwen2VLTaskEncoder", number: int
 ) -> PackPreview:
+    """A pack as the row that the loader's task encoder makes of it. Raises StageError if it cannot
+    be used."""
+    from megatron.energon.errors import FatalSampleError
+
     shards = manifest["shards"]
     ends = np.cumsum([shard["packs"] for shard in shards])
     shard = shards[int(np.searchsorted(ends, number, side="right"))]
     key = pack_key(number, manifest["config"]["output"]["key_prefix"])
-    members = LAYOUTS[manifest["layout"]].read_pack(run.workspace.root, shard["name"], key)
-    row = _encode_pack(task_encoder, key, members)
+    pack = LAYOUTS[manifest["layout"]].read_pack(run.workspace.root, shard["name"], key)
+    try:
+        row = task_encoder.encode_pack(pack)
+    except (FatalSampleError, ValueError) as error:
+        raise StageError(f"pack {key!r} cannot be trained on: {error}") from error
     return PackPreview(
         key=key,
         shard=shard["name"],
         split=shard["split"],
         seq_length=manifest["seq_length"],
         cu_lengths=tuple(row.row.cu_lengths.tolist()),
-        sub_samples=tuple(_sub_samples(run, task_encoder, row, members)),
+        sub_samples=tuple(_sub_samples(run, task_encoder, row, pack)),
         dropped=tuple(row.dropped),
     )
-
-
-def _encode_pack(
-    task_encoder: "Qwen2VLTaskEncoder", key: str, members: Mapping[str, bytes]
-) -> "PackedRowSample":
-    """A pack's members as the row that the loader's task encoder makes of them. Raises StageError
-    if the pack cannot be used."""
-    from megatron.energon.errors import FatalSampleError
-
-    from task_encoders.energon_samples import PackedSample, part_filter, sample_loader
-
-    parts = {name: data for name, data in members.items() if part_filter(name)}
-    try:
-        loaded = sample_loader({"__key__": key, **parts})
-        sample = PackedSample(__key__=key, __restore_key__=(), __subflavors__={}, **loaded)
-        return task_encoder.encode_sample(sample)
-    except (FatalSampleError, ValueError) as error:
-        raise StageError(f"pack {key!r} cannot be trained on: {error}") from error
 
 
 def _sub_samples(
     run: Run,
     task_encoder: "Qwen2VLTaskEncoder",
     row: "PackedRowSample",
-    members: Mapping[str, bytes],
+    pack: Pack,
 ) -> Iterator[SubSamplePreview]:
     """What the row's segments were made from, next to the result."""
-    key, encoder = row.__key__, task_encoder.encoder
-    restored = restore_pack(parse_json(members[JSON_PART], key), key)
-    samples = (sub for sub in restored.sub_samples if isinstance(sub, SourceSample))
+    encoder = task_encoder.encoder
+    restored = restore_pack(pack.record, pack.key).sub_samples
+    samples = (sub for sub in restored if isinstance(sub, SourceSample))
     grids = [iter(grids.tolist()) for grids in (row.row.image_grid_thw, row.row.video_grid_thw)]
     bounds = itertools.pairwise(row.row.cu_lengths.tolist())
     for sub_key, (start, end) in zip(row.sub_sample_keys, bounds, strict=True):
         sample = next(sample for sample in samples if sample.key == sub_key)
         images, videos = (
             tuple(
-                _medium(n, members[n], tuple(next(own)), encoder, run.config.model) for n in names
+                _medium(name, pack.media[name], tuple(next(own)), encoder, run.config.model)
+                for name in names
             )
             for names, own in zip((sample.images, sample.videos), grids, strict=True)
         )

@@ -21,7 +21,7 @@ from offline_packing.runs.tasks import iterate_tasks
 from offline_packing.storage.files import hash_file
 from task_encoders.families import ModelOptions
 from task_encoders.media.video_file import MissingPyAVError
-from task_encoders.packs.pack_format import JSON_PART, PackFormatError, parse_json, restore_pack
+from task_encoders.packs.pack import Pack, PackFormatError, restore_pack
 from task_encoders.packs.tokenized import TokenizedText
 from task_encoders.samples import SampleError, SourceSample
 
@@ -133,14 +133,14 @@ def _verify_packs(task: VerifyTask, report: VerifyResult) -> None:
     planned = task.shard.packs()
     try:
         with task.shard.rows_at_hand() if task.deep else nullcontext():
-            for key, parts in layout.read_packs(task.shard):
+            for pack in layout.read_packs(task.shard):
                 planned_key, rows = next(planned, ("", []))
-                if key != planned_key:
+                if pack.key != planned_key:
                     report.problem(f"{name} does not hold the packs {keys[0]} to {keys[-1]}")
                     return
                 report.num_packs += 1
-                for text in _pack_problems(task, key, parts, rows, report):
-                    report.problem(f"{name}: {key}: {text}")
+                for text in _pack_problems(task, pack, rows, report):
+                    report.problem(f"{name}: {pack.key}: {text}")
     except StageError as error:
         if not report.num_problems:
             report.problem(str(error))
@@ -150,16 +150,12 @@ def _verify_packs(task: VerifyTask, report: VerifyResult) -> None:
 
 
 def _pack_problems(
-    task: VerifyTask,
-    key: str,
-    parts: Mapping[str, bytes],
-    rows: Sequence[Row],
-    report: VerifyResult,
+    task: VerifyTask, stored: Pack, rows: Sequence[Row], report: VerifyResult
 ) -> Iterator[str]:
     """Compare one pack with its rows of the index, and with their sources if the task is deep."""
     try:
-        pack = restore_pack(parse_json(parts[JSON_PART], key), key, None)
-    except (KeyError, PackFormatError) as error:
+        pack = restore_pack(stored.record, stored.key)
+    except PackFormatError as error:
         yield f"no usable JSON: {error}"
         return
     if pack.task != task.shard.task:
@@ -178,7 +174,7 @@ def _pack_problems(
     report.num_samples += len(rows)
     texts = pack.tokenized.texts if pack.tokenized else [None] * len(rows)
     for row, sub, text in zip(rows, pack.sub_samples, texts, strict=True):
-        problem = _sub_sample_problem(task, row, sub, text, parts, report)
+        problem = _sub_sample_problem(task, row, sub, text, stored.media, report)
         if problem is not None:
             yield f"{row.key!r}: {problem}"
 
@@ -188,7 +184,7 @@ def _sub_sample_problem(
     row: Row,
     sub: SourceSample | SampleError,
     text: TokenizedText | None,
-    parts: Mapping[str, bytes],
+    media: Mapping[str, bytes],
     report: VerifyResult,
 ) -> str | None:
     """Compare one sub-sample with its row, and if the task is deep with its source, and encode
@@ -196,23 +192,23 @@ def _sub_sample_problem(
     if isinstance(sub, SampleError):
         return str(sub)
     counts = (len(sub.media), len(sub.videos))
-    if any(name not in parts for name in sub.media) or counts != (len(row.media), row.num_videos):
+    if any(name not in media for name in sub.media) or counts != (len(row.media), row.num_videos):
         return "its media are not those that were measured"
     if not task.deep:
         return None
     encoder = open_encoder(task.model)
     try:
-        images = [parts[name] for name in sub.images]
-        videos = [parts[name] for name in sub.videos]
+        images = [media[name] for name in sub.images]
+        videos = [media[name] for name in sub.videos]
         measured = task.shard.read_sample(row)
         source = LAYOUTS[task.shard.layout].stored_form(measured)
         if (sub.turns, sub.system, sub.tools) != (source.turns, source.system, source.tools):
             return "text differs from the source"
         if text is not None and text != encoder.tokenize(measured):
             return "token ids differ from those of the source"
-        media = task.shard.read_media(row)
-        if images + videos != media:
-            kind = "image" if images != media[: len(images)] else "video"
+        originals = task.shard.read_media(row)
+        if images + videos != originals:
+            kind = "image" if images != originals[: len(images)] else "video"
             return f"{kind} bytes differ from the source"
         num_tokens = len(encoder.encode(sub, images, videos, text).tokens)
     except (SampleError, StageError, MissingPyAVError, PackFormatError) as error:

@@ -10,16 +10,11 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-from task_encoders.energon_samples import (
-    PackedBatch,
-    PackedRowSample,
-    PackedSample,
-    sample_loader,
-)
+from task_encoders.energon_samples import PackedBatch, PackedRowSample
 from task_encoders.families import model_options
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.packs.indexed_file import IndexedFile, IndexedPack
-from task_encoders.packs.pack_format import PackFormatError
+from task_encoders.packs.pack import PackFormatError
 from task_encoders.packs.tokenized import fingerprint_digest
 
 
@@ -74,9 +69,7 @@ class IndexedPackDataset(Dataset[PackedBatch]):
                 f"the token ids of pack {pack.key!r} were made with other settings than the task "
                 "encoder has (tokenizer, template or limits of images); give it the same"
             )
-        loaded = sample_loader({"__key__": pack.key, **pack})
-        sample = PackedSample(__key__=pack.key, __restore_key__=(), __subflavors__={}, **loaded)
-        encoded = self.task_encoder.encode_sample(sample)
+        encoded = self.task_encoder.encode_pack(pack.pack)
         row = encoded.row
         kept = ~row.attn_mask
         for name in ("tokens", "labels"):

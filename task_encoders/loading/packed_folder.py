@@ -32,7 +32,7 @@ from task_encoders.loading.folder_shards import (
     path_of,
     read_index,
 )
-from task_encoders.packs.pack_format import JSON_PART
+from task_encoders.packs.pack import Pack
 
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedBatch, PackedRowSample
@@ -47,8 +47,10 @@ class RawPack(NamedTuple):
     """One pack as it is stored."""
 
     key: str
-    #: content by name: 'img000.jpg', 'json'
-    members: dict[str, bytes]
+    #: its JSON: parsed, or as bytes
+    record: Any
+    #: content by name: 'img000.jpg'
+    media: Mapping[str, bytes]
     #: its number in the folder
     number: int
     #: those of its dataset
@@ -122,10 +124,10 @@ class PackedFolder:
                 "verify names the remedy"
             )
         if shard.stores is None:
-            key, members = _members_of_tar(data, where)
+            pack = _pack_of_tar(data, where)
         else:
-            key, members = _members_of_line(data, where, shard.stores)
-        return RawPack(key, members, wanted, shard.subflavors)
+            pack = _pack_of_line(data, where, shard.stores)
+        return RawPack(*pack, wanted, shard.subflavors)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Opened anew where it is unpickled: Energon's readers of references cannot be pickled."""
@@ -154,16 +156,9 @@ class PackedFolder:
         return self.task_encoder
 
     def _encode(self, pack: RawPack) -> "PackedRowSample":
-        from task_encoders.energon_samples import PackedSample, part_filter, sample_loader
-
-        parts = {name: data for name, data in pack.members.items() if part_filter(name)}
-        sample = PackedSample(
-            __key__=pack.key,
-            __restore_key__=("PackedFolder", pack.number),
-            __subflavors__=dict(pack.subflavors),
-            **sample_loader({"__key__": pack.key, **parts}),
-        )
-        return self._task_encoder.encode_sample(sample)
+        *stored, number, subflavors = pack
+        where = "PackedFolder", number
+        return self._task_encoder.encode_pack(Pack(*stored), where, subflavors)
 
 
 def _check(shards: Sequence[Shard], task_encoder: "Qwen2VLTaskEncoder") -> None:
@@ -176,10 +171,8 @@ def _check(shards: Sequence[Shard], task_encoder: "Qwen2VLTaskEncoder") -> None:
         task_encoder.check_manifest(folder)
 
 
-def _members_of_line(
-    data: bytes, where: str, stores: Mapping[str, Any]
-) -> tuple[str, dict[str, bytes]]:
-    """The key and the members of one pack, whose media its line refers to."""
+def _pack_of_line(data: bytes, where: str, stores: Mapping[str, Any]) -> Pack:
+    """A pack whose media its line refers to."""
     from task_encoders.packs.references import is_reference, read_medium
 
     try:
@@ -189,11 +182,11 @@ def _members_of_line(
         media = {name: read_medium(at, stores) for name, at in line["media"].items()}
     except ValueError as error:
         raise PackedFolderError(f"{where}: {error}") from error
-    return line["key"], {**media, JSON_PART: orjson.dumps(line["pack"])}
+    return Pack(line["key"], line["pack"], media)
 
 
-def _members_of_tar(data: bytes, where: str) -> tuple[str, dict[str, bytes]]:
-    """The key and the members of one pack, from its part of a tar."""
+def _pack_of_tar(data: bytes, where: str) -> Pack:
+    """A pack from its part of a tar."""
     found: dict[str, dict[str, bytes]] = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
@@ -206,4 +199,4 @@ def _members_of_tar(data: bytes, where: str) -> tuple[str, dict[str, bytes]]:
         raise PackedFolderError(f"{where}: damaged ({error}); verify names the remedy") from error
     if len(found) != 1:
         raise PackedFolderError(f"{where}: {len(found)} packs instead of one; verify the folder")
-    return next(iter(found.items()))
+    return Pack.of(*next(iter(found.items())))

@@ -24,21 +24,16 @@ Written and read with numpy: neither needs megatron-core, which opens the files 
 import itertools
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
-from task_encoders.packs.pack_format import (
-    JSON_PART,
-    PackFormatError,
-    is_video_name,
-    media_part_names,
-    parse_json,
-)
+from task_encoders.packs.pack import Pack, PackFormatError, StoredMedia, parse_json
+from task_encoders.packs.pack_format import is_video_name, media_part_names
 from task_encoders.packs.tokenized import ExpandedText, TokenizedPack, TokenizedText, collapse
 from task_encoders.sample_encoder import IGNORE_INDEX
 
@@ -210,77 +205,49 @@ class IndexedFile:
         return IndexedPack([self._items[start : start + n] for start, n in bounds])
 
 
-class IndexedPack(Mapping[str, bytes]):
-    """A document as the members of a pack on disk: JSON, and the media, read when asked for."""
+class IndexedPack:
+    """A document: the arrays of a row, and the pack that it was made from, without texts."""
 
     def __init__(self, sequences: Sequence[Sequence32]) -> None:
         """Raises PackFormatError if the document is no pack."""
-        self.cu_lengths, self.tokens, self.labels, self._mask, record = sequences
-        self._record = parse_json(record.tobytes(), "document")
+        self.cu_lengths, self.tokens, self.labels, self._mask, document = sequences
+        self._stored = parse_json(document.tobytes(), "document")
         #: of the pack
-        self.key: str = self._record["key"]
-        names = [self._record[kind] for kind in ("images", "videos")]
-        self._names = [name for own in zip(*names, strict=True) for part in own for name in part]
-        self._media = dict(zip(self._names, self._record["media"], strict=True))
-
-    @property
-    def made_with(self) -> str:
-        """The digest of the settings that its token ids were made with."""
-        return str(self._record["meta"]["tokenized_with"])
-
-    @property
-    def task(self) -> str:
-        """What the pack is trained as."""
-        return str(self._record["meta"]["task"])
+        self.key: str = self._stored["key"]
+        meta = self._stored["meta"]
+        #: the digest of the settings that its token ids were made with
+        self.made_with: str = meta["tokenized_with"]
+        #: what the pack is trained as
+        self.task: str = meta["task"]
 
     @property
     def loss_mask(self) -> npt.NDArray[np.uint8]:
         """(S,) 1 where there is a label."""
         return np.ascontiguousarray(self._mask).view(np.uint8)[: len(self.tokens)]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter([*self._names, JSON_PART])
-
-    def __len__(self) -> int:
-        return len(self._names) + 1
-
-    def __contains__(self, name: object) -> bool:
-        return name == JSON_PART or name in self._media  # Mapping's own would read the bytes
-
-    def __getitem__(self, name: str) -> bytes:
-        if name == JSON_PART:
-            try:
-                return orjson.dumps(self._pack())
-            except (LookupError, ValueError, TypeError) as error:
-                raise PackFormatError(f"pack {self.key!r} is damaged: {error}") from error
-        *stored, _, _ = self._media[name]
-        return StoredMedium(*stored).read()
-
-    def _pack(self) -> dict[str, Any]:
-        """The pack's JSON, as a tokenized pack has it, without texts."""
-        record, meta = self._record, self._record["meta"]
-        bounds = itertools.pairwise(self.cu_lengths.tolist())
-        columns = (record["images"], record["videos"], meta["loss"], bounds)
-        ids = [self._text(*own).ids for own in zip(*columns, strict=True)]
+    @property
+    def pack(self) -> Pack:
+        """As a tokenized pack is. Raises PackFormatError if it is damaged."""
+        stored = self._stored
+        try:
+            images, videos, meta = (stored[name] for name in ("images", "videos", "meta"))
+            kinds = list(zip(images, videos, strict=True))
+            names = (name for own in kinds for some in own for name in some)
+            media = dict(zip(names, stored["media"], strict=True))
+            ids = []
+            bounds = itertools.pairwise(self.cu_lengths.tolist())
+            for own, loss, (start, end) in zip(kinds, meta["loss"], bounds, strict=True):
+                at = [[media[name][-2:] for name in some] for some in own]
+                places = [[(first - start, count) for first, count in some] for some in at]
+                ids.append(collapse(self.tokens[start:end], loss, *places).ids)
+        except (LookupError, ValueError, TypeError) as error:
+            raise PackFormatError(f"pack {self.key!r} is damaged: {error}") from error
         prompt, answer = NO_TEXT
-        return {
-            "images": record["images"],
-            "videos": record["videos"],
+        record = {
+            "images": images,
+            "videos": videos,
             "prompt": [[prompt]] * len(ids),
             "captions": [[answer]] * len(ids),
             "meta": {**meta, "token_ids": ids},
         }
-
-    def _text(
-        self,
-        images: Sequence[str],
-        videos: Sequence[str],
-        loss: Sequence[int],
-        own: tuple[int, int],
-    ) -> TokenizedText:
-        start, end = own
-        places = [
-            [(first - start, count) for *_, first, count in map(self._media.__getitem__, names)]
-            for names in (images, videos)
-        ]
-        return collapse(self.tokens[start:end], loss, *places)
+        return Pack(self.key, record, StoredMedia(media, lambda at: StoredMedium(*at[:4]).read()))

@@ -18,7 +18,7 @@ from megatron.energon.wrappers import MapDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from task_encoders.energon_samples import PackedRowSample
-from task_encoders.packs.pack_format import PackFormatError
+from task_encoders.packs.pack import PackFormatError
 from task_encoders.samples import SampleError
 
 logger = logging.getLogger(__name__)

@@ -1,5 +1,6 @@
 """Sub-samples to a row: each is encoded, and those that can be used are concatenated."""
 
+import io
 import logging
 import os
 from collections import deque
@@ -9,11 +10,17 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, get_args
 
+from megatron.energon.errors import FatalSampleError
+from PIL import Image
+
 from task_encoders.concatenate import PackedRow, concatenate
+from task_encoders.families import ModelOptions
+from task_encoders.media.image import MAX_IMAGE_PIXELS, read_image_header
 from task_encoders.media.pixel_values import PixelTransport
-from task_encoders.rows.sub_samples import SubSample, decode_first, encode
-from task_encoders.sample_encoder import EncodedSample, SampleEncoder
-from task_encoders.samples import SampleError
+from task_encoders.media.video_file import MissingPyAVError, read_video_header
+from task_encoders.packs.pack import SubSample
+from task_encoders.sample_encoder import EncodedSample, SampleEncoder, SampleLength
+from task_encoders.samples import SampleError, SourceSample
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +59,7 @@ class RowEncoder:
 
         Raises:
             SampleError: none can be used.
-            FatalSampleError: see `sub_samples.encode`.
+            FatalSampleError: see `_encode_one`.
         """
         pool = _pool(self.encode_threads)
         encoded, dropped = self._encode(sub_samples, pool)
@@ -73,7 +80,8 @@ class RowEncoder:
         self, sub_samples: Sequence[SubSample], pool: Executor
     ) -> tuple[list[EncodedSample], list[str]]:
         # Threads end together if the largest begin first.
-        order = sorted(range(len(sub_samples)), key=lambda i: -sub_samples[i].num_bytes)
+        sizes = [-sum(map(len, one.images + one.videos)) for one in sub_samples]
+        order = sorted(range(len(sub_samples)), key=sizes.__getitem__)
         in_order = self._encode_each([sub_samples[number] for number in order], pool)
         results = dict(zip(order, in_order, strict=True))
         encoded: list[EncodedSample] = []
@@ -101,10 +109,10 @@ class RowEncoder:
         behind images that are still to be decoded, so that threads end closer together."""
 
         def begin(sub_sample: SubSample) -> Future[EncodedSample]:
-            decoded = decode_first(sub_sample, self.encoder)
-            return pool.submit(
-                encode, sub_sample, decoded, self.encoder, check_length=self.check_lengths
-            )
+            if isinstance(sub_sample.sample, SampleError):
+                raise sub_sample.sample
+            first = list(map(self.encoder.decode_image, sub_sample.images[:1]))
+            return pool.submit(self._encode_one, sub_sample, first)
 
         begun: deque[Future[Future[EncodedSample]]] = deque()
         for sub_sample in sub_samples:
@@ -112,6 +120,46 @@ class RowEncoder:
                 yield _end(begun.popleft())
             begun.append(pool.submit(begin, sub_sample))
         yield from map(_end, begun)
+
+    def _encode_one(self, sub_sample: SubSample, decoded: Sequence[Image.Image]) -> EncodedSample:
+        """The arrays of a sub-sample whose first images are decoded.
+
+        Raises:
+            SampleError: it cannot be used.
+            FatalSampleError: PyAV is missing; or its length is not the one stored in its pack.
+        """
+        key, sample, images, videos, tokenized, measured = sub_sample
+        assert isinstance(sample, SourceSample)
+        try:
+            pictures: tuple[bytes | Image.Image, ...] = (*decoded, *images[len(decoded) :])
+            encoded = self.encoder.encode(sample, pictures, videos, tokenized)
+        except MissingPyAVError as error:
+            raise FatalSampleError(str(error)) from error
+        if self.check_lengths and measured not in (None, len(encoded.tokens)):
+            raise FatalSampleError(
+                f"sub-sample {key!r} has {len(encoded.tokens)} tokens but was measured with "
+                f"{measured}; give the task encoder the processor and pixel limits of the folder's "
+                "manifest.json"
+            )
+        return encoded
+
+
+def measure(sub_sample: SubSample, encoder: SampleEncoder, model: ModelOptions) -> SampleLength:
+    """What it will cost, from the headers of its media. Raises SampleError, FatalSampleError."""
+    if isinstance(sub_sample.sample, SampleError):
+        raise sub_sample.sample
+    max_pixels = model.max_image_pixels or MAX_IMAGE_PIXELS
+    limits = {"max_frame_pixels": max_pixels, "max_frames": model.max_video_frames}
+    try:
+        headers = [
+            read_image_header(io.BytesIO(image), max_image_pixels=max_pixels)
+            for image in sub_sample.images
+        ]
+        videos = [read_video_header(io.BytesIO(video), **limits) for video in sub_sample.videos]
+    except MissingPyAVError as error:
+        raise FatalSampleError(str(error)) from error
+    sizes = [(header.height, header.width) for header in headers]
+    return encoder.measure(sub_sample.sample, sizes, videos)
 
 
 def _end(begun: Future[Future[EncodedSample]]) -> EncodedSample | SampleError:

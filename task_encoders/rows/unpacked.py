@@ -20,6 +20,7 @@ from megatron.energon import Sample, SampleDecoder
 from megatron.energon.errors import FatalSampleError
 
 from task_encoders.energon_samples import CrudeRecord
+from task_encoders.packs.pack import SubSample
 from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, is_video_name
 from task_encoders.records.record import (
     DIALOGUE_FIELDS,
@@ -31,7 +32,6 @@ from task_encoders.records.record import (
     load_json,
     to_sample,
 )
-from task_encoders.rows.sub_samples import SubSample
 from task_encoders.samples import SampleError
 
 _TEXT_PARTS: Final = ("txt", "caption", "text")

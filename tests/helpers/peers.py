@@ -18,7 +18,7 @@ from offline_packing.demo.run import MODEL, SEQ_LENGTH, SOURCES
 from task_encoders.concatenate import PackedRow, split_row
 from task_encoders.loading.packed_folder import PackedFolder, RawPack
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
-from task_encoders.packs.pack_format import JSON_PART, restore_pack
+from task_encoders.packs.pack import restore_pack
 from task_encoders.samples import SourceSample
 from task_encoders.settings import PackingSettings, PackingSettingsError
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
@@ -74,9 +74,9 @@ def open_packs(path: Path, split: str = "train", **options: Any) -> PackedFolder
 
 def stored_samples(pack: RawPack) -> Iterator[tuple[SourceSample, list[bytes]]]:
     """The samples of a pack as they were before packing, with their media."""
-    for sample in restore_pack(pack.members[JSON_PART], pack.key).sub_samples:
+    for sample in restore_pack(pack.record, pack.key).sub_samples:
         assert isinstance(sample, SourceSample)
-        yield sample, [pack.members[name] for name in sample.media]
+        yield sample, [pack.media[name] for name in sample.media]
 
 
 def sub_samples(folder: PackedFolder, number: int) -> list[PackedRow]:

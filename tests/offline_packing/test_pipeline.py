@@ -26,7 +26,7 @@ from offline_packing.verify.verify import verify
 from offline_packing.write import write as write_module
 from offline_packing.write.write import write_shard
 from task_encoders.families.encoder import FamilyEncoder
-from task_encoders.packs.pack_format import parse_json, restore_pack
+from task_encoders.packs.pack import parse_json, restore_pack
 from task_encoders.sample_encoder import SampleLength
 from task_encoders.samples import SourceSample
 from tests.helpers.datasets import (

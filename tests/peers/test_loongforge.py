@@ -32,7 +32,7 @@ from offline_packing.storage.files import read_json
 from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.packs.pack_format import JSON_PART, restore_pack
+from task_encoders.packs.pack import restore_pack
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
 from task_encoders.samples import SourceSample
 from task_encoders.text.qwen_templates import QWEN3_VL_TEMPLATE
@@ -113,18 +113,18 @@ def batches(packed: Path, encoder: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 def compare(packed: Path, encoder: Any, model: dict[str, Any], *, newline: bool) -> Compared:
     """Compare every pack, sample by sample, with what we make of it. `newline`: its template writes
     one behind the last answer, and trains those behind all answers."""
-    packs = {raw.key: raw.members for raw in PackedFolder(packed)}
+    packs = {raw.key: raw for raw in PackedFolder(packed)}
     ours = build_sample_encoder(model_options(**model))
     (end,), (line,) = (encoder.tokenizer.tokenize(text) for text in ("<|im_end|>", "\n"))
     counts = dict.fromkeys(Compared._fields, 0)
     for key, batch in batches(packed, encoder):
-        members, bounds = packs.pop(key), batch["cu_lengths"][0].tolist()
-        samples = restore_pack(members[JSON_PART], key).sub_samples
+        pack, bounds = packs.pop(key), batch["cu_lengths"][0].tolist()
+        samples = restore_pack(pack.record, key).sub_samples
         images = pictures(batch["image_grid_thw"], batch["imgs"])
         clips = pictures(batch["video_grid_thw"], batch["pixel_values_videos"])
         for sample, (first, after) in zip(samples, pairwise(bounds), strict=True):
             assert isinstance(sample, SourceSample)
-            files = [members[name] for name in sample.media]
+            files = [pack.media[name] for name in sample.media]
             num_images = len(sample.images)
             one = ours.encode(sample, files[:num_images], files[num_images:])
             tokens = torch.tensor([*one.tokens, *[line] * newline])

@@ -69,11 +69,13 @@ def make_packs(encoder: Any, files: list[bytes]) -> list[PackedSample]:
         PackedSample(
             __key__=f"pack{number}",
             __restore_key__=(),
-            images={f"{i}.jpg": files[i] for i in numbers},
-            image_names=[[f"{i}.jpg"] for i in numbers],
-            prompts=[[f"<image>{TEXT}"] for _ in numbers],
-            captions=[[f"{TEXT} {i}"] for i in numbers],
-            meta={"task": "vqa", "keys": [f"s{i}" for i in numbers]},
+            record={
+                "images": [[f"{i}.jpg"] for i in numbers],
+                "prompt": [[f"<image>{TEXT}"] for _ in numbers],
+                "captions": [[f"{TEXT} {i}"] for i in numbers],
+                "meta": {"task": "vqa", "keys": [f"s{i}" for i in numbers]},
+            },
+            media={f"{i}.jpg": files[i] for i in numbers},
         )
         for number, numbers in enumerate(packs)
     ]

@@ -30,13 +30,8 @@ from task_encoders.families import model_options
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
-from task_encoders.packs.pack_format import (
-    JSON_PART,
-    PackedSubSample,
-    media_part_names,
-    pack_json,
-    restore_pack,
-)
+from task_encoders.packs.pack import restore_pack
+from task_encoders.packs.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SourceSample
 from task_encoders.settings import PackingSettings

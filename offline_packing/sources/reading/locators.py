@@ -20,7 +20,7 @@ from offline_packing.errors import ChangedError, StageError
 from offline_packing.sources.reading.row_reader import read_value
 from offline_packing.sources.roots.remote import Root
 from offline_packing.storage.streams import unpack, unpacked_copy
-from task_encoders.packs.pack_format import PackFormatError, restore_pack
+from task_encoders.packs.pack import PackFormatError, restore_pack
 from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import to_messages
 

@@ -76,8 +76,9 @@ def test_energon_loads_every_pack(packed: Run, split: str) -> None:
     manifest = json.loads(packed.workspace.manifest.read_text())
     assert len(packs) == manifest["counts"]["packs"][split]
     for pack in packs:
-        assert len(pack.captions) == len(pack.image_names) == len(pack.meta["keys"])
-        assert all(isinstance(pack.images[name], bytes) for name in pack.image_names)
+        images, captions, meta = (pack.record[name] for name in ("images", "captions", "meta"))
+        assert len(captions) == len(images) == len(meta["keys"])
+        assert all(isinstance(pack.media[name], bytes) for name in images)
 
 
 def test_uuid_follows_the_content(packed: Run, tmp_path: Path) -> None:

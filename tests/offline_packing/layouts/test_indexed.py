@@ -24,7 +24,7 @@ from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.packs.indexed_file import SEQUENCES, IndexedFile
-from task_encoders.packs.pack_format import PackFormatError
+from task_encoders.packs.pack import PackFormatError
 from task_encoders.settings import PackingSettings
 from tests.helpers import formats
 from tests.helpers.datasets import (

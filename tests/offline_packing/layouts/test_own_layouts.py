@@ -1,7 +1,7 @@
 """A layout of one's own is one class, and its name in LAYOUTS."""
 
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from offline_packing.storage.files import hash_bytes
 from offline_packing.storage.tars import PackEntry, Part
 from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import verify
+from task_encoders.packs.pack import Pack
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 
 
@@ -46,16 +47,16 @@ class ZipLayout(Layout):
         same = hash_bytes(path.read_bytes()) == expected_hash
         return [] if same else [f"{path.name} is not what was written"]
 
-    def read_packs(self, task: ShardTask) -> Iterator[tuple[str, Mapping[str, bytes]]]:
+    def read_packs(self, task: ShardTask) -> Iterator[Pack]:
         name, keys = self.shard_file(task.shard.name), task.keys()
         for key in keys:
-            yield key, self.read_pack(task.folder, name, key)
+            yield self.read_pack(task.folder, name, key)
 
-    def read_pack(self, folder: Path, shard_file: str, key: str) -> Mapping[str, bytes]:
+    def read_pack(self, folder: Path, shard_file: str, key: str) -> Pack:
         try:
             with zipfile.ZipFile(folder / shard_file) as file:
                 names = [name for name in file.namelist() if name.startswith(f"{key}.")]
-                return {name.partition(".")[2]: file.read(name) for name in names}
+                return Pack.of(key, {name.partition(".")[2]: file.read(name) for name in names})
         except (OSError, zipfile.BadZipFile) as error:
             raise StageError(f"{shard_file} cannot be read: {error}") from error
 

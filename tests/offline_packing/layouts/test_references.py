@@ -123,8 +123,8 @@ def test_packs_by_number_are_those_of_the_loader(both: list[Run]) -> None:
     encoder = Qwen2VLTaskEncoder(seq_length=400, model=run.config.model, settings=settings)
     folder = pickle.loads(pickle.dumps(PackedFolder(run.workspace.root, encoder)))
     assert_same([folder.batch([i]) for i in range(len(folder))], batches(folder.path, run))
-    names = [sorted(pack.members) for pack in PackedFolder(copied.workspace.root)]
-    assert [sorted(pack.members) for pack in folder] == names
+    names = [sorted(pack.media) for pack in PackedFolder(copied.workspace.root)]
+    assert [sorted(pack.media) for pack in folder] == names
     assert all(map(np.array_equal, *map(pack_costs, (folder, PackedFolder(copied.workspace.root)))))
 
 

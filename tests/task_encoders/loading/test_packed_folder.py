@@ -91,7 +91,9 @@ def test_bytes_equal_the_shards(task: str, packed: Path) -> None:
     assert len(stored) == len(packs) > 3
     for pack, members in zip(packs, stored, strict=True):
         assert pack.key == members["__key__"]
-        assert pack.members == {k: v for k, v in members.items() if not k.startswith("__")}
+        assert {**pack.media, "json": pack.record} == {
+            name: data for name, data in members.items() if not name.startswith("__")
+        }
     assert folder[-1] == packs[-1]
     for number in (len(packs), -len(packs) - 1):
         with pytest.raises(IndexError, match=f"has {len(packs)} packs, no number {number}"):

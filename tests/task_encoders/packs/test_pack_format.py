@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 
+from task_encoders.packs.pack import PackFormatError, match_images, parse_json, restore_pack
 from task_encoders.packs.pack_format import (
     PackedSubSample,
-    PackFormatError,
     image_extension,
-    match_images,
     media_part_names,
     pack_json,
     pack_key,
-    parse_json,
-    restore_pack,
     video_extension,
 )
 from task_encoders.samples import SampleError, SourceSample, Turn

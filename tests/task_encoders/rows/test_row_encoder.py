@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from task_encoders.families import build_sample_encoder
+from task_encoders.packs.pack import SubSample
 from task_encoders.rows.row_encoder import RowEncoder
-from task_encoders.rows.sub_samples import SubSample
 from task_encoders.samples import SampleError, SourceSample, Turn
 
 THREADS = 2

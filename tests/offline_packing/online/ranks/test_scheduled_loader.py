@@ -18,7 +18,7 @@ from offline_packing.online.ranks.scheduled_loader import ScheduledLoader
 from task_encoders.families import FAMILIES
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
-from task_encoders.packs.pack_format import parse_json
+from task_encoders.packs.pack import parse_json
 from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
 from tests.helpers.legacy_packs import text_folder
@@ -165,7 +165,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tokens_of(folder: PackedFolder) -> list[int]:
     """As the packs themselves say."""
-    return [sum(parse_json(p.members["json"], p.key)["meta"]["num_tokens"]) for p in folder]
+    return [sum(parse_json(p.record, p.key)["meta"]["num_tokens"]) for p in folder]
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from offline_packing.verify.verify import verify
-from task_encoders.packs.pack_format import restore_pack
+from task_encoders.packs.pack import restore_pack
 from task_encoders.samples import SourceSample
 from tests.helpers.datasets import image_bytes, index_rows, make_run, pack_all
 

@@ -1,0 +1,261 @@
+"""A pack in memory: its JSON, parsed once, and its media; and the sub-samples in it.
+
+Packs of tars, single files, lines of references and token ids all become a `Pack`.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from task_encoders.packs.pack_format import JSON_PART, MEDIA_EXTENSIONS
+from task_encoders.packs.tokenized import TokenizedPack, TokenizedText
+from task_encoders.samples import SampleError, SourceSample, check_sample, make_turn
+
+#: An image member by its number in the pack: 'img0.jpg', 'img000.png'.
+_NUMBERED: Final = re.compile(r"img(\d+)\.[^.]+")
+
+
+class PackFormatError(ValueError):
+    """A pack whose JSON cannot be aligned with its sub-samples at all."""
+
+
+class Pack(NamedTuple):
+    """One pack."""
+
+    key: str
+    #: its JSON, see pack_format.py: parsed, or still as bytes where nothing has looked into it
+    record: Any
+    #: by member name; those that lie elsewhere are read when asked for
+    media: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, key: str, members: Mapping[str, Any]) -> "Pack":
+        """The pack that these members are; those of no use to it are left out."""
+        media = {name: data for name, data in members.items() if is_medium(name)}
+        return cls(key, members.get(JSON_PART), media)
+
+
+def is_medium(name: str) -> bool:
+    """Whether a member is an image or a video."""
+    return name.rpartition(".")[2].lower() in MEDIA_EXTENSIONS
+
+
+class StoredMedia(Mapping[str, bytes]):
+    """Media by name that are read when asked for."""
+
+    def __init__(self, places: Mapping[str, Any], read: Callable[[Any], bytes]) -> None:
+        """`read`: the bytes at a place."""
+        self._places, self._read = places, read
+
+    def __getitem__(self, name: str) -> bytes:
+        return self._read(self._places[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places  # Mapping's own would read the bytes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+class SubSample(NamedTuple):
+    """One sample that is to be encoded."""
+
+    key: str
+    #: or why it cannot be used
+    sample: SourceSample | SampleError
+    #: the files, in the order of the sample's names
+    images: tuple[bytes, ...] = ()
+    videos: tuple[bytes, ...] = ()
+    tokenized: TokenizedText | None = None
+    #: as stored in its pack
+    num_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredPack:
+    """A pack read back.
+
+    `sub_samples` holds, in the order of the pack, a sample or the error that makes it unusable: a
+    pack is never lost for one sub-sample. `task` and `num_tokens` are None in packs without `meta`.
+    """
+
+    sub_samples: tuple[SourceSample | SampleError, ...]
+    keys: tuple[str, ...]
+    task: str | None
+    num_tokens: tuple[int, ...] | None
+    tokenized: TokenizedPack | None = None
+
+
+def parse_json(record: bytes | Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A pack's JSON as an object, from its bytes or as some decoder already parsed it.
+
+    Raises:
+        PackFormatError: it is not a JSON object.
+    """
+    if isinstance(record, bytes | bytearray | memoryview):
+        try:
+            record = orjson.loads(record)
+        except orjson.JSONDecodeError as error:
+            raise PackFormatError(f"pack {key!r}: JSON cannot be parsed: {error}") from error
+    if record is None:
+        raise PackFormatError(f"pack {key!r} has no .json member")
+    if not isinstance(record, Mapping):
+        raise PackFormatError(f"pack {key!r}: JSON is {type(record).__name__}, not an object")
+    return record
+
+
+def restore_pack(
+    record: bytes | Mapping[str, Any], key: str, task: str | None = None
+) -> RestoredPack:
+    """Read a pack's JSON.
+
+    Args:
+        key: the pack's key, for the keys of sub-samples that have none of their own.
+        task: the task to restore as, where it is already known; otherwise `meta.task`; a pack
+            without either is restored as captioning.
+
+    Raises:
+        PackFormatError: not a JSON object, a missing list, or lists of different length.
+    """
+    record = parse_json(record, key)
+    meta = record.get("meta") or {}
+    captions = _column(record, "captions", key)
+    count = len(captions)
+    without = [None] * count
+    has_videos = "videos" in record
+    videos = _column(record, "videos", key, count) if has_videos else without
+    has_images = "images" in record or not has_videos
+    images = _column(record, "images", key, count) if has_images else without
+    given = next((name for name in ("prompt", "prompts") if record.get(name)), None)
+    prompts = _column(record, given, key, count) if given else [""] * count
+    keys = tuple(meta.get("keys") or (f"{key}/{i}" for i in range(count)))
+    systems = tuple(meta.get("system") or (None,) * count)
+    tools = _column({"tools": [""] * count, **meta}, "tools", key, count)
+    details = _column({"turns": [None] * count, **meta}, "turns", key, count)
+    num_tokens = tuple(meta["num_tokens"]) if "num_tokens" in meta else None
+    described = [keys, systems] if num_tokens is None else [keys, systems, num_tokens]
+    if any(len(column) != count for column in described):
+        raise PackFormatError(f"pack {key!r}: meta does not describe its {count} sub-samples")
+    sub_task = task or meta.get("task") or "captioning"
+    subs = tuple(
+        _restore_sub_sample(*columns, task=sub_task)
+        for columns in zip(
+            *(keys, images, videos, prompts, captions, systems, tools, details), strict=True
+        )
+    )
+    tokenized = None
+    if "tokenized_with" in meta:
+        ids, loss = (_column(meta, name, key, count) for name in ("token_ids", "loss"))
+        tokenized = TokenizedPack(tuple(map(TokenizedText, ids, loss)), meta["tokenized_with"])
+    return RestoredPack(subs, keys, meta.get("task"), num_tokens, tokenized)
+
+
+def sub_samples_of_pack(pack: Pack, task: str, made_with: str) -> list[SubSample]:
+    """The sub-samples of a pack whose JSON is parsed, in order.
+
+    Args:
+        task: what its sub-samples are.
+        made_with: digest of the encoder's settings; token ids made with others are not used.
+
+    Raises:
+        PackFormatError: the pack's lists cannot be aligned, or a medium has changed.
+    """
+    restored = restore_pack(pack.record, pack.key, task)
+    members = match_images(pack.record.get("images"), pack.key.rpartition("/")[2], pack.media)
+    count, tokenized = len(restored.keys), restored.tokenized
+    texts = tokenized.texts if tokenized and tokenized.made_with == made_with else [None] * count
+    columns = restored.keys, restored.sub_samples, texts, restored.num_tokens or [None] * count
+    found = []
+    for key, sample, text, num_tokens in zip(*columns, strict=True):
+        if isinstance(sample, SampleError):
+            found.append(SubSample(key, sample))
+            continue
+        images = [members.get(name, name) for name in sample.images]
+        missing = [name for name in (*images, *sample.videos) if name not in pack.media]
+        if missing:
+            found.append(SubSample(key, SampleError("missing_image", f"no member {missing[0]!r}")))
+            continue
+        files, clips = (tuple(map(pack.media.__getitem__, own)) for own in (images, sample.videos))
+        found.append(SubSample(key, sample, files, clips, text, num_tokens))
+    return found
+
+
+def match_images(images: Any, key: str, members: Collection[str]) -> dict[str, str]:
+    """The member that each image name in a pack's JSON means; names that mean none are left out.
+
+    A name is a member's, possibly with the pack's key in front. Some converters leave in the JSON
+    the paths that the images came from: where a flat pack names no member at all, its i-th name
+    means the member `img{i}`.
+
+    Args:
+        images: `images` of the JSON, in either form.
+        key: the pack's key.
+        members: names of the pack's image members, without the key.
+    """
+    entries = images if isinstance(images, list) else []
+    names = [n for entry in entries for n in (entry if isinstance(entry, list) else [entry])]
+    candidates = {name: name.removeprefix(f"{key}.") for name in names if isinstance(name, str)}
+    known = frozenset(members)
+    found = {name: member for name, member in candidates.items() if member in known}
+    if found or not all(isinstance(entry, str) for entry in entries):
+        return found
+    numbered = ((_NUMBERED.fullmatch(member), member) for member in members)
+    by_number = {int(match[1]): member for match, member in numbered if match}
+    return {name: by_number[i] for i, name in enumerate(entries) if name and i in by_number}
+
+
+def _column(record: Mapping[str, Any], name: str, key: str, count: int | None = None) -> list[Any]:
+    column = record.get(name)
+    if not isinstance(column, list):
+        raise PackFormatError(f"pack {key!r}: no list {name!r}")
+    if count is not None and len(column) != count:
+        raise PackFormatError(f"pack {key!r}: {len(column)} {name} for {count} captions")
+    return column
+
+
+def _strings(value: Any, what: str) -> list[str]:
+    """One sub-sample's entry in either form: 'x' -> ['x'], ['x', 'y'] -> ['x', 'y']."""
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(v, str) for v in values):
+        raise SampleError("bad_record", f"{what} is not text: {value!r}"[:200])
+    return values
+
+
+def _restore_sub_sample(
+    key: str,
+    images: Any,
+    videos: Any,
+    prompts: Any,
+    captions: Any,
+    system: str | None,
+    tools: str,
+    details: Any,
+    *,
+    task: str,
+) -> SourceSample | SampleError:
+    try:
+        image_names = tuple(filter(None, _strings([] if images is None else images, "images")))
+        video_names = tuple(filter(None, _strings([] if videos is None else videos, "videos")))
+        answers = _strings(captions, "captions")
+        questions = _strings(prompts, "prompt")
+        if task == "captioning" and not questions:
+            questions = [""] * len(answers)
+        if len(questions) != len(answers):
+            raise SampleError("bad_record", f"{len(questions)} prompts, {len(answers)} captions")
+        details = [None] * len(answers) if details is None else details
+        if not isinstance(details, list) or len(details) != len(answers):
+            raise SampleError("bad_record", f"meta.turns does not describe {len(answers)} turns")
+        if not isinstance(tools, str):
+            raise SampleError("bad_record", f"meta.tools is not text: {tools!r}"[:200])
+        turns = tuple(map(make_turn, questions, answers, details))
+        sample = SourceSample(key, task, turns, image_names, system, video_names, tools)
+        check_sample(sample)
+    except SampleError as error:
+        return error
+    return sample
