@@ -15,6 +15,7 @@ from megatron.energon.edataclass import edataclass
 from task_encoders.concatenate import PackedRow, merge_rows
 from task_encoders.packs.pack import Pack, is_medium, parse_json
 from task_encoders.packs.pack_format import JSON_PART
+from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.versions import require_supported
 
 require_supported("megatron-energon")
@@ -166,7 +167,7 @@ BATCH_TENSORS: Final[Mapping[str, TensorSpec]] = {
 }
 
 
-def batch_rows(samples: Sequence[PackedRowSample], ignore_index: int) -> PackedBatch:
+def batch_rows(samples: Sequence[PackedRowSample]) -> PackedBatch:
     """k encoded packs as one batch."""
     row = merge_rows([sample.row for sample in samples])
     num_images, normalisation = len(row.image_grid_thw), row.normalisation
@@ -177,7 +178,7 @@ def batch_rows(samples: Sequence[PackedRowSample], ignore_index: int) -> PackedB
         __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
         tokens=row.tokens[None],
         labels=row.labels[None],
-        loss_mask=(row.labels != ignore_index)[None].float(),
+        loss_mask=(row.labels != IGNORE_INDEX)[None].float(),
         attn_mask=row.attn_mask[None],
         position_ids=row.position_ids[:, None],
         cu_lengths=row.cu_lengths[None],

@@ -6,7 +6,7 @@ Samples that are no packs become rows of one sub-sample, or packs of Energon's o
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,7 +50,6 @@ from task_encoders.rows.unpacked import (
     is_pack,
     unpacked_sub_sample,
 )
-from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.settings import PACKED, PackingSettings, PackingSettingsError, check_manifest
 
 logger = logging.getLogger(__name__)
@@ -162,21 +161,11 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
             raise FatalSampleError(_NO_PACKS.format(f"sample {sample.__key__!r}"))
         return [unpacked_sub_sample(sample)]
 
-    def encode_pack(
-        self,
-        pack: Pack,
-        restore_key: tuple[Any, ...] = (),
-        subflavors: Mapping[str, Any] | None = None,
-    ) -> PackedRowSample:
-        """As `encode_sample`, for a pack that Energon has not read."""
-        sample = PackedSample(
-            __key__=pack.key,
-            __restore_key__=restore_key,
-            __subflavors__=dict(subflavors or {}),
-            record=parse_json(pack.record, pack.key),
-            media=pack.media,
-        )
-        return self.encode_sample(sample)
+    def encode_pack(self, pack: Pack, **energon: Any) -> PackedRowSample:
+        """As `encode_sample`, for a pack that Energon has not read, with what it would note."""
+        record = parse_json(pack.record, pack.key)
+        own = {"__key__": pack.key, "__restore_key__": (), "__subflavors__": {}, **energon}
+        return self.encode_sample(PackedSample(**own, record=record, media=pack.media))
 
     def encode_row(self, sample: Sample, sub_samples: Sequence[SubSample]) -> PackedRowSample:
         """One row of all sub-samples that can be used.
@@ -194,7 +183,7 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
     @stateless
     def batch(self, samples: list[PackedRowSample]) -> PackedBatch:
         """k packs to one row with merged cu_lengths; nothing is padded."""
-        return batch_rows(samples, IGNORE_INDEX)
+        return batch_rows(samples)
 
     def select_samples_to_pack(self, samples: list[PackedRowSample]) -> list[list[PackedRowSample]]:
         """Energon's hook for `packing_buffer_size`: first-fit-decreasing over a buffer of rows."""

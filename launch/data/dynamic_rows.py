@@ -6,7 +6,6 @@ from typing import Any
 from offline_packing.online.matching import TokenBudget
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.loading.packed_dataset import PackedLoader
-from task_encoders.sample_encoder import IGNORE_INDEX
 
 
 class DynamicRows:
@@ -28,9 +27,9 @@ class DynamicRows:
     def __iter__(self) -> Iterator[PackedBatch]:
         for sample in self._loader:
             for chosen in self._pool.add(sample, len(sample.row.tokens)):
-                yield batch_rows(chosen, IGNORE_INDEX)
+                yield batch_rows(chosen)
         while self._pool.waiting:
-            yield batch_rows(self._pool.take(), IGNORE_INDEX)
+            yield batch_rows(self._pool.take())
 
     def save_state_rank(self) -> dict[str, Any]:
         """The loader's state, and where the packs that wait come from."""

@@ -157,8 +157,8 @@ class PackedFolder:
 
     def _encode(self, pack: RawPack) -> "PackedRowSample":
         *stored, number, subflavors = pack
-        where = "PackedFolder", number
-        return self._task_encoder.encode_pack(Pack(*stored), where, subflavors)
+        notes = {"__restore_key__": ("PackedFolder", number), "__subflavors__": dict(subflavors)}
+        return self._task_encoder.encode_pack(Pack(*stored), **notes)
 
 
 def _check(shards: Sequence[Shard], task_encoder: "Qwen2VLTaskEncoder") -> None:

@@ -143,12 +143,8 @@ def restore_pack(
     if any(len(column) != count for column in described):
         raise PackFormatError(f"pack {key!r}: meta does not describe its {count} sub-samples")
     sub_task = task or meta.get("task") or "captioning"
-    subs = tuple(
-        _restore_sub_sample(*columns, task=sub_task)
-        for columns in zip(
-            *(keys, images, videos, prompts, captions, systems, tools, details), strict=True
-        )
-    )
+    columns = keys, images, videos, prompts, captions, systems, tools, details
+    subs = tuple(_restore_sub_sample(*own, task=sub_task) for own in zip(*columns, strict=True))
     tokenized = None
     if "tokenized_with" in meta:
         ids, loss = (_column(meta, name, key, count) for name in ("token_ids", "loss"))

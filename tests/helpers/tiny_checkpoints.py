@@ -188,7 +188,7 @@ def packed_batch(samples: Sequence[EncodedSample], **options: Any) -> PackedBatc
         sub_sample_keys=[sample.key for sample in samples],
         dropped=[],
     )
-    return batch_rows([sample], IGNORE_INDEX)
+    return batch_rows([sample])
 
 
 def unpacked_inputs(sample: EncodedSample) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class PaddingEncoder(Qwen2VLTaskEncoder):
         longest = max(len(sample.row.tokens) for sample in samples)
         pad_id = self.encoder.pad_token_id
         padded = [replace_row(sample, pad_row(sample.row, longest, pad_id)) for sample in samples]
-        return batch_rows(padded, IGNORE_INDEX)
+        return batch_rows(padded)
 
 
 def replace_row(sample: PackedRowSample, row: PackedRow) -> PackedRowSample:
