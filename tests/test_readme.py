@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from offline_packing.cli.main import cli
+from offline_packing.cli.commands import cli
 from task_encoders.families import FAMILIES
 from task_encoders.families.builtin_processor import builtin_processor
 from tests.helpers.datasets import captioning_pairs, write_json

@@ -2,99 +2,25 @@
 
 Exit status: 0 done, 1 a stage or a check failed, 2 the command or the configuration is wrong,
 128 and the signal's number if a signal ended it. What the verbs do is in verbs.py.
+
+Only the standard library is imported before signals are handled: imports take a while, too.
 """
 
+import atexit
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
-import click
-
-from offline_packing.cli import verbs  # noqa: F401 - they register themselves
-from offline_packing.cli.verb import OUTPUT_OPTIONS, cli
-from offline_packing.errors import ConfigError, ShareDoneError, StageError
-from task_encoders.samples import TASKS
-from task_encoders.versions import UnsupportedVersionError
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 #: They end a run as an exception: locks, worker processes and half-written files are cleaned up on
 #: its way out.
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def _check_path(context: click.Context, argument: click.Parameter, path: str) -> str:
-    if "://" in path:
-        raise click.BadParameter(
-            f"{path!r} is remote, and init looks at local data; copy some of them here for it, and "
-            "then set source.path to the remote ones"
-        )
-    if not Path(path).exists():
-        raise click.BadParameter(f"{path!r} does not exist")
-    return path
-
-
-@cli.command()
-@click.argument("path", callback=_check_path)
-@click.option("--to", type=click.Path(dir_okay=False, path_type=Path), default="pack.yaml")
-@click.option("--task", type=click.Choice(TASKS), help="Default: guessed from the records.")
-@click.option("--output", default="out/packed", help="Its output.path.")
-@click.option("--force", is_flag=True, help="Overwrite an existing configuration.")
-def init(path: str, to: Path, task: str | None, output: str, force: bool) -> None:
-    """Look at a folder or file PATH, show how it would be read, and write a pack.yaml for it."""
-    from offline_packing.cli.starter import render_config, render_examples
-    from offline_packing.sources.recognise import recognise
-    from offline_packing.storage.files import write_atomically
-
-    if to.exists() and not force:
-        raise click.ClickException(
-            f"{to} exists; pass --force to overwrite it, or --to another file"
-        )
-    found = recognise(path, task=task)
-    click.echo(render_examples(found))
-    write_atomically(to, render_config(found, output).encode())
-    click.echo(f"wrote {to}; next: offline-packing run --deep {to}")
-
-
-@cli.command()
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--task", type=click.Choice(TASKS), help="What packs that do not say so are trained as."
-)
-def index(folder: Path, task: str | None) -> None:
-    """Give a FOLDER of packs (*.tar), written by others, the metadata that Energon needs."""
-    from offline_packing.layouts.energon_metadata import index_pack_folder
-
-    click.echo(f"indexed {index_pack_folder(folder, task):,} packs in {folder}")
-
-
-@cli.command()
-@click.argument(
-    "folders", nargs=-1, required=True, type=click.Path(file_okay=False, path_type=Path)
-)
-def blend(folders: tuple[Path, ...]) -> None:
-    """Print the YAML with which Energon reads several outputs as one dataset."""
-    from offline_packing.upkeep import blend as blending
-
-    click.echo(blending.blend(folders), nl=False)
-
-
-@cli.command()
-@click.argument("folder", type=click.Path(file_okay=False, path_type=Path), default="demo_output")
-@click.option("--num-samples", default=2000, help="How many samples to draw.")
-@click.option("--seed", default=0, help="Decides everything that is drawn.")
-def demo(folder: Path, num_samples: int, seed: int) -> None:
-    """Draw a dataset into FOLDER, pack it, and train a tiny model on the packs."""
-    from offline_packing.demo.run import main as run_demo
-
-    run_demo(folder, num_samples=num_samples, seed=seed)
-
-
-for _command in cli.commands.values():
-    _command.params.extend(OUTPUT_OPTIONS)
 
 
 class EndedBySignal(BaseException):
@@ -112,34 +38,71 @@ class EndedBySignal(BaseException):
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP raise EndedBySignal in here. One that the process was started to
-    ignore (nohup) stays ignored. In the main thread only."""
+    """Ctrl-C, SIGTERM and SIGHUP raise EndedBySignal in here. Only the first does: from then on all
+    are ignored, so that nothing disturbs cleanup and the end of the process. One that the process
+    was started to ignore (nohup) stays ignored. In the main thread only."""
     before = {number: signal.getsignal(number) for number in _ENDING}
     changed = {number: was for number, was in before.items() if was != signal.SIG_IGN}
+    hook, sys.unraisablehook = sys.unraisablehook, _raise_later
     for number in changed:
         signal.signal(number, _raise)
     try:
         yield
+    except EndedBySignal:
+        changed.clear()
+        raise
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, was in changed.items():
             signal.signal(number, was)
+        sys.unraisablehook = hook
+        atexit.register(_ignore)
 
 
 def _raise(number: int, frame: FrameType | None) -> NoReturn:
+    _ignore()
     raise EndedBySignal(number)
 
 
+def _ignore() -> None:
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _raise_later(dropped: "UnraisableHookArgs") -> None:
+    """Where a signal came during a callback of Python's own, as imports have, the exception ends
+    there; raise it again a moment later."""
+    ended = dropped.exc_value
+    if not isinstance(ended, EndedBySignal):
+        sys.__unraisablehook__(dropped)
+        return
+    signal.signal(signal.SIGALRM, lambda *_: _raise(ended.number, None))
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+
+
 def main() -> None:
-    """Entry point: an error is one line on stderr."""
+    """Entry point."""
     try:
         with signals_raise():
-            cli.main(standalone_mode=False)
+            _run()
+    except EndedBySignal as ended:
+        print(f"{ended}; run the same command again to continue", file=sys.stderr)  # noqa: T201
+        sys.exit(128 + ended.number)
+
+
+def _run() -> None:
+    """Run the command; an error is one line on stderr."""
+    import click
+
+    from offline_packing.cli.commands import cli
+    from offline_packing.errors import ConfigError, ShareDoneError, StageError
+    from task_encoders.versions import UnsupportedVersionError
+
+    try:
+        cli.main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(2)
-    except EndedBySignal as ended:
-        click.echo(f"{ended}; run the same command again to continue", err=True)
-        sys.exit(128 + ended.number)
     except ShareDoneError as done:
         click.echo(str(done), err=True)
     except BrokenPipeError:  # `| head` has seen enough; nothing is left to be flushed into it

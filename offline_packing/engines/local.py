@@ -139,9 +139,9 @@ class LocalEngine(Engine):
                 "a worker process died, perhaps for lack of memory; "
                 "run again with fewer engine.workers"
             ) from error
-        finally:
-            for future in pending:
-                future.cancel()
+        except Exception:
+            wait(pending)  # nothing of this is at work when the next tasks are
+            raise
 
     def close(self) -> None:
         if self._pool is not None:
@@ -181,14 +181,26 @@ class LocalEngine(Engine):
 
 @contextmanager
 def _held(*numbers: signal.Signals) -> Iterator[None]:
-    """Hold signals back while the block runs. A process started inside inherits that: a worker
-    takes none before it can end without the traceback of a half-done import, nor while its pool is
-    starting others, which would break the pool."""
+    """Hold signals back until the block ends. A process started inside inherits that they are
+    blocked: a worker takes none before it can end without the traceback of a half-done import, nor
+    while its pool is starting others, which would break the pool. Here they are blocked in one
+    thread: another one takes them, and Python still calls the handler in the main one, which must
+    not leave a half-started worker."""
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {one: signal.getsignal(one) for one in numbers if is_main}
+    handlers = {one: handler for one, handler in handlers.items() if callable(handler)}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
+        for one in handlers:
+            signal.signal(one, lambda number, frame: came.append(number))
         yield
     finally:
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _start_quiet_tracker() -> None:

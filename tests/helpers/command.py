@@ -7,11 +7,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from offline_packing.cli import main as cli_module
+from offline_packing.cli.commands import cli
 
 
 def invoke(*arguments: str | Path) -> Result:
     """Run the command in this process; it must succeed."""
-    result = CliRunner().invoke(cli_module.cli, [str(a) for a in arguments], catch_exceptions=False)
+    result = CliRunner().invoke(cli, [str(a) for a in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from offline_packing.cli.main import cli
+from offline_packing.cli.commands import cli
 from offline_packing.errors import DiskFullError, StageError
 from offline_packing.measure.measure import measure
 from offline_packing.plan.make_plan import make_plan

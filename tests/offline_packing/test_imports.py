@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from offline_packing.cli.main import cli
+from offline_packing.cli.commands import cli
 from tests.helpers.datasets import captioning_pairs
 from tests.helpers.videos import make_video
 
@@ -30,7 +30,7 @@ import offline_packing, task_encoders
 
 def run_blocked(blocked: tuple[str, ...], *arguments: str) -> subprocess.CompletedProcess[str]:
     call = f"cli({list(arguments)!r}, standalone_mode=False)"
-    return run_program(blocked, f"from offline_packing.cli.main import cli\n{call}")
+    return run_program(blocked, f"from offline_packing.cli.commands import cli\n{call}")
 
 
 def run_program(blocked: tuple[str, ...], statements: str) -> subprocess.CompletedProcess[str]:

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from offline_packing.cli import main as cli_module
+from offline_packing.cli.commands import cli
 from tests.helpers.command import invoke, main
 from tests.helpers.datasets import captioning_pairs
 
@@ -220,10 +221,10 @@ def test_help_lists_every_verb() -> None:
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_help_is_whole(width: int) -> None:
     """No sentence is cut, however narrow the terminal."""
-    text = CliRunner().invoke(cli_module.cli, ["--help"], terminal_width=width).stdout
+    text = CliRunner().invoke(cli, ["--help"], terminal_width=width).stdout
     listed = "".join(text.partition("Commands:\n")[2].split())
     assert "..." not in listed
-    for name, command in cli_module.cli.commands.items():
+    for name, command in cli.commands.items():
         sentence = (command.help or "").split("\n\n")[0]
         assert "".join(f"{name} {sentence}".split()) in listed
 
@@ -310,3 +311,40 @@ def test_remarks_of_libraries_are_not_shown(
         "remark of offline_packing.write.write",
         "warning of offline_packing.write.write",
     ]
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        "sys.meta_path.insert(0, Finder())",  # in an import
+        "Callback()\ntime.sleep(20)",  # where Python drops exceptions
+        "try:\n    end()\nfinally:\n    end()\n    end()",  # again, while cleaning up
+        "atexit.register(end)\nend()",  # and while the process ends
+    ],
+)
+def test_signals_at_odd_moments(when: str) -> None:
+    program = (
+        "import atexit, os, signal, sys, time, types\n"
+        "from offline_packing.cli import main as command\n"
+        "def end():\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "class Callback:\n    def __del__(self):\n        end()\n"
+        "class Finder:\n    def find_spec(self, name, *_):\n        end()\n"
+        "def run(**_):\n" + "".join(f"    {line}\n" for line in when.splitlines()) + ""
+        "    import wave\n"  # any module that is not imported yet
+        "fake = types.SimpleNamespace(cli=types.SimpleNamespace(main=run))\n"
+        "sys.modules['offline_packing.cli.commands'] = fake\n"
+        "command.main()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.stderr == "ended by SIGTERM; run the same command again to continue\n"
+    assert ended.returncode == 128 + signal.SIGTERM
+
+
+def test_signals_are_handled_before_anything_else_is_imported() -> None:
+    program = (
+        "import sys, offline_packing.cli.main as m; print({'click', 'numpy'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout == b"set()\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from offline_packing.cli.main import cli
+from offline_packing.cli.commands import cli
 from offline_packing.config.packing import load_config
 from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure

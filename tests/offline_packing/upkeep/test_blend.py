@@ -8,7 +8,7 @@ import yaml
 from click.testing import CliRunner
 from megatron.energon import WorkerConfig, get_loader
 
-from offline_packing.cli.main import cli
+from offline_packing.cli.commands import cli
 from offline_packing.errors import StageError
 from offline_packing.upkeep.blend import blend
 from task_encoders.loading.packed_dataset import get_packed_train_dataset

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from pydantic import Field
 
 from offline_packing import plan_packs
-from offline_packing.cli.main import cli
+from offline_packing.cli.commands import cli
 from offline_packing.config.packing import parse_config
 from offline_packing.errors import ConfigError
 from offline_packing.planner.strategies import STRATEGIES, describe_options

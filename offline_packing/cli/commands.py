@@ -1,0 +1,80 @@
+"""Commands that take no configuration. With them the command line, `cli`, is complete."""
+
+from pathlib import Path
+
+import click
+
+from offline_packing.cli import verbs  # noqa: F401 - they register themselves
+from offline_packing.cli.verb import OUTPUT_OPTIONS, cli
+from task_encoders.samples import TASKS
+
+
+def _check_path(context: click.Context, argument: click.Parameter, path: str) -> str:
+    if "://" in path:
+        raise click.BadParameter(
+            f"{path!r} is remote, and init looks at local data; copy some of them here for it, and "
+            "then set source.path to the remote ones"
+        )
+    if not Path(path).exists():
+        raise click.BadParameter(f"{path!r} does not exist")
+    return path
+
+
+@cli.command()
+@click.argument("path", callback=_check_path)
+@click.option("--to", type=click.Path(dir_okay=False, path_type=Path), default="pack.yaml")
+@click.option("--task", type=click.Choice(TASKS), help="Default: guessed from the records.")
+@click.option("--output", default="out/packed", help="Its output.path.")
+@click.option("--force", is_flag=True, help="Overwrite an existing configuration.")
+def init(path: str, to: Path, task: str | None, output: str, force: bool) -> None:
+    """Look at a folder or file PATH, show how it would be read, and write a pack.yaml for it."""
+    from offline_packing.cli.starter import render_config, render_examples
+    from offline_packing.sources.recognise import recognise
+    from offline_packing.storage.files import write_atomically
+
+    if to.exists() and not force:
+        raise click.ClickException(
+            f"{to} exists; pass --force to overwrite it, or --to another file"
+        )
+    found = recognise(path, task=task)
+    click.echo(render_examples(found))
+    write_atomically(to, render_config(found, output).encode())
+    click.echo(f"wrote {to}; next: offline-packing run --deep {to}")
+
+
+@cli.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--task", type=click.Choice(TASKS), help="What packs that do not say so are trained as."
+)
+def index(folder: Path, task: str | None) -> None:
+    """Give a FOLDER of packs (*.tar), written by others, the metadata that Energon needs."""
+    from offline_packing.layouts.energon_metadata import index_pack_folder
+
+    click.echo(f"indexed {index_pack_folder(folder, task):,} packs in {folder}")
+
+
+@cli.command()
+@click.argument(
+    "folders", nargs=-1, required=True, type=click.Path(file_okay=False, path_type=Path)
+)
+def blend(folders: tuple[Path, ...]) -> None:
+    """Print the YAML with which Energon reads several outputs as one dataset."""
+    from offline_packing.upkeep import blend as blending
+
+    click.echo(blending.blend(folders), nl=False)
+
+
+@cli.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path), default="demo_output")
+@click.option("--num-samples", default=2000, help="How many samples to draw.")
+@click.option("--seed", default=0, help="Decides everything that is drawn.")
+def demo(folder: Path, num_samples: int, seed: int) -> None:
+    """Draw a dataset into FOLDER, pack it, and train a tiny model on the packs."""
+    from offline_packing.demo.run import main as run_demo
+
+    run_demo(folder, num_samples=num_samples, seed=seed)
+
+
+for _command in cli.commands.values():
+    _command.params.extend(OUTPUT_OPTIONS)
