@@ -1,10 +1,13 @@
 """The pages of the documentation: links lead somewhere, the program in them runs."""
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.helpers.markdown import anchors, blocks
 
@@ -20,6 +23,17 @@ def test_links_lead_somewhere() -> None:
             assert target.exists(), f"{page.name}: {link}"
             if anchor:
                 assert anchor[1:] in anchors(target), f"{page.name}: {link}{anchor}"
+
+
+def test_tables_of_options_and_reasons_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tables = importlib.import_module("reference_tables")
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if "<!-- table: " in path.read_text()]
+    assert pages
+    for path in pages:
+        page = path.read_text("utf-8")
+        assert tables.filled(page) == page, f"{path.name}: run tools/reference_tables.py"
+        assert page.count("<!-- table: ") == page.count("<!-- end -->")
 
 
 def test_from_python_runs_as_written(tmp_path: Path) -> None:

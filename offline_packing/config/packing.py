@@ -50,7 +50,9 @@ class PackConfig(_Config):
 
     #: tokens of a pack; lengths are 32-bit numbers in plans
     seq_length: Annotated[Count, Field(le=2**31 - 1)] = 8192
+    #: how samples are combined: a name in STRATEGIES
     strategy: str = "auto"
+    #: of every random choice
     seed: NonNegative = 0
     #: what happens to a sample with more tokens than seq_length
     on_overlong: Literal["set_aside", "error"] = "set_aside"
@@ -63,8 +65,7 @@ class PackConfig(_Config):
     assignment: Annotated[
         tuple[Literal["shuffle", "locality", "mix", "balance"], ...], BeforeValidator(listed)
     ] = ("shuffle",)
-    #: how samples stand inside a pack: random, longest_first, or composed (as the strategy placed
-    #: them, which is how versions without this option wrote packs)
+    #: how samples stand inside a pack: random, longest_first, composed (as the strategy did)
     sample_order: Literal["random", "longest_first", "composed"] = "random"
     #: what the weights of sources are shares of
     weight_by: Literal["tokens", "samples"] = "tokens"
@@ -80,7 +81,7 @@ class PackConfig(_Config):
     min_samples: Count = 1
     #: the same for packs with fewer tokens than this share of seq_length
     min_fill: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.0
-    #: plans for so many epochs, each with other packs of the train split, as full as the first's
+    #: plans for so many epochs, each with other packs of the train split
     epochs: Count = 1
     #: nothing is written if a larger share of the samples is set aside
     max_set_aside: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.05
@@ -133,6 +134,7 @@ class OutputConfig(_Config):
     path: LocalPath
     #: how packs lie on disk: a name in LAYOUTS
     layout: Annotated[str, one_of(LAYOUTS)] = "energon"
+    #: the most packs in a shard
     packs_per_shard: Count = 1000
     #: a shard is closed before it would grow beyond this
     max_shard_bytes: Count | None = None
@@ -288,9 +290,8 @@ def load_config(
     overrides: Sequence[str] = (),
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> PackingConfig:
-    """Read a YAML file, apply the overrides `a.b=value` (values are YAML), validate. `defaults`
-    stand for sections that the file has not. Raises ConfigError if the file cannot be read or
-    parsed, or a field is unknown or has a bad value."""
+    """Read a YAML file, apply the overrides `a.b=value` (values are YAML) and validate; `defaults`
+    stand for sections that it lacks. Raises ConfigError: the file or a value cannot be used."""
     return read_config(PackingConfig, path, overrides, defaults)
 
 

@@ -52,8 +52,9 @@ _START, _END = Control("<s>"), Control("</s>", labelled=True)
 class Llava15Options(ModelOptions):
     """Square images of one size: by default those of CLIP ViT-L/14 at 336 pixels."""
 
-    #: side of an image, and of a patch, in pixels
+    #: side of an image in pixels
     image_size: Count = 336
+    #: side of a patch in pixels
     patch_size: Count = 14
     #: tokens of an image; 0: one per patch
     tokens_per_image: NonNegative = 0

@@ -27,17 +27,21 @@ _CAPTION_END = Control("<|im_end|>", labelled=True)
 class QwenVLOptions(ModelOptions):
     """Images and videos of any shape, resized within limits."""
 
-    #: limits of an image after resizing
+    #: limits of an image after resizing, as in training
     min_pixels: Count
+    #: see min_pixels
     max_pixels: Count
     #: an image longer than this in one direction is set aside
     max_aspect_ratio: Annotated[Number, Field(ge=1)] = 200.0
-    #: frames taken per second of video, and limits for a whole one
+    #: frames taken per second of video
     video_fps: Annotated[Number, Field(gt=0)] = 2.0
+    #: limits of the frames taken; never more than the video has
     video_min_frames: Count = 4
+    #: see video_min_frames
     video_max_frames: Count = 768
     #: limits of a frame (qwen3_vl: of a whole video) after resizing
     video_min_pixels: Count
+    #: see video_min_pixels
     video_max_pixels: Count
     #: frames of a video share 0.9 times that many tokens' pixels (default: no such limit)
     video_max_tokens: Count | None = None
