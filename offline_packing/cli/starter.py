@@ -56,6 +56,7 @@ def _render_example(example: Example) -> list[str]:
         lines.append(f"  answer  {first_words(turn.answer, _TEXT_LENGTH)}")
     if example.unread:
         lines.append(f"  not read: {', '.join(example.unread)} (source.fields says what they are)")
+    lines += [f"  warning: {line}" for line in example.lost]
     for name in sample.media:
         state = "NOT FOUND" if name in example.missing else "found"
         lines.append(f"  medium  {name} ({state})")

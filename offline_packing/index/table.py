@@ -95,6 +95,8 @@ class IndexInfo:
     num_unused_images: int = 0
     #: what samples go without, such as a field with media -> how many (sources/lost_fields.py)
     lost_fields: dict[str, int] = field(default_factory=dict)
+    #: the same -> one of the samples, and what it holds
+    lost_examples: dict[str, str] = field(default_factory=dict)
     #: sum of num_tokens
     num_tokens: int = 0
     #: samples left out by source.skip; neither in the index nor set aside
@@ -113,11 +115,24 @@ class IndexInfo:
         """Samples set aside while measuring."""
         return sum(self.set_aside.values())
 
+    @property
+    def warnings(self) -> list[str]:
+        """A line for each thing that samples go without."""
+        lines = []
+        for what, count in sorted(self.lost_fields.items()):
+            example = self.lost_examples.get(what)
+            such = f", such as {example}" if example else ""
+            lines.append(f"{what} ({count:,} samples{such})")
+        if self.num_unused_images:
+            lines.append(f"{self.num_unused_images:,} image and video files are used by no sample")
+        return lines
+
     def save(self, path: Path) -> None:
         """Write index.json: from now on the index is complete."""
         content = asdict(self)
-        if not self.num_skipped:  # bytes as they were before there was such a number
-            del content["num_skipped"]
+        for name in ("num_skipped", "lost_examples"):
+            if not content[name]:  # bytes as they were before there was such a field
+                del content[name]
         write_atomically(path, to_json(content))
 
     @classmethod

@@ -7,7 +7,7 @@ finished part.
 import logging
 import shutil
 import tempfile
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -94,6 +94,7 @@ def _complete(
         part_rows=[result.num_rows for result in results],
         set_aside=dict(sum((result.set_aside for result in results), Counter())),
         lost_fields=dict(sum((result.lost_fields for result in results), Counter())),
+        lost_examples=dict(ChainMap(*(result.lost_examples for result in results))),
         num_tokens=sum(result.num_tokens for result in results),
         num_skipped=sum(result.num_skipped for result in results),
     )
@@ -103,15 +104,14 @@ def _complete(
             "measure: %s samples share their id with another one: ID@CONTENT", f"{num_renamed:,}"
         )
     num_unused = count_unused_media(Index(workspace.index, info), scans)
-    if num_unused:
-        logger.warning("measure: %s image and video files are used by no sample", f"{num_unused:,}")
-    for what, count in sorted(info.lost_fields.items()):
-        logger.warning("measure: %s (%s samples)", what, f"{count:,}")
     hashes = {
         folder.name: {path.name: hash_file(path) for path in sorted(folder.glob("*.parquet"))}
         for folder in (workspace.index, workspace.set_aside, workspace.files)
     }
-    return replace(info, hashes=hashes, num_unused_images=num_unused)
+    info = replace(info, hashes=hashes, num_unused_images=num_unused)
+    for line in info.warnings:
+        logger.warning("measure: warning: %s", line)
+    return info
 
 
 def preview_measure(run: Run) -> str:

@@ -5,7 +5,7 @@ Media are not decoded: their size is read from the header.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -20,6 +20,7 @@ from offline_packing.index import table as index
 from offline_packing.index.measured import (
     MeasuredSample,
     SetAsideSample,
+    escape,
     index_table,
     sample_stamp,
     sample_traits,
@@ -28,13 +29,14 @@ from offline_packing.index.measured import (
 from offline_packing.measure.identity import NewRecords, hash_content
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
-from offline_packing.sources.lost_fields import lost_fields
+from offline_packing.sources.lost_fields import Lost, control_text, lost_fields
 from task_encoders.families import ModelOptions
 from task_encoders.media.image import MAX_IMAGE_PIXELS, read_image_header
 from task_encoders.media.video_file import MissingPyAVError, VideoHeader, read_video_header
 from task_encoders.packs.pack_format import image_extension, video_extension
 from task_encoders.sample_encoder import SampleEncoder, SampleLength
 from task_encoders.samples import SampleError, SourceSample
+from task_encoders.text.tokenizer import control_pattern
 
 #: Rows that a worker holds at a time: a part of a compressed source may have any number.
 _ROWS_AT_ONCE: Final = 1024
@@ -45,6 +47,7 @@ _MEDIA_BYTES_PER_STEP: Final = 16 << 20
 #: Metadata of a part of the set-aside table: how many samples were left out, and what others lack.
 _SKIPPED: Final = "num_skipped"
 _LOST_FIELDS: Final = "lost_fields"
+_LOST_EXAMPLES: Final = "lost_examples"
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class PartResult:
     num_skipped: int
     #: what samples lack -> how many; see sources/lost_fields.py
     lost_fields: Counter[str]
+    #: the same -> key of the first of them, and what it holds
+    lost_examples: dict[str, str]
 
     @property
     def num_records(self) -> int:
@@ -85,8 +90,11 @@ def read_result(task: MeasureTask) -> PartResult:
         reasons = Counter(aside.read(["reason"])["reason"].to_pylist())
         notes = aside.metadata.metadata or {}
     skipped = int(notes.get(_SKIPPED.encode(), 0))
-    lost = Counter(orjson.loads(notes.get(_LOST_FIELDS.encode(), b"{}")))
-    return PartResult(len(num_tokens), pc.sum(num_tokens).as_py() or 0, reasons, skipped, lost)
+    lost, examples = (
+        orjson.loads(notes.get(name.encode(), b"{}")) for name in (_LOST_FIELDS, _LOST_EXAMPLES)
+    )
+    sum_tokens = pc.sum(num_tokens).as_py() or 0
+    return PartResult(len(num_tokens), sum_tokens, reasons, skipped, Counter(lost), examples)
 
 
 def measure_part(task: MeasureTask) -> None:
@@ -106,6 +114,7 @@ def measure_part(task: MeasureTask) -> None:
             notes[_SKIPPED] = str(new.num_skipped)
         if measuring.lost_fields:
             notes[_LOST_FIELDS] = orjson.dumps(measuring.lost_fields).decode()
+            notes[_LOST_EXAMPLES] = orjson.dumps(measuring.lost_examples).decode()
 
 
 @dataclass(slots=True)
@@ -116,7 +125,7 @@ class _Found:
     key: str
     row: MeasuredSample | SetAsideSample | None = None
     sample: SourceSample = field(init=False)
-    lost_fields: Set[str] = field(init=False)
+    lost: list[Lost] = field(init=False)
     #: of each image, then of each video; and its extension
     media: list[tuple[Locator, str]] = field(init=False)
     #: (height, width) of each image
@@ -138,6 +147,8 @@ class Measuring:
         self.max_video_frames = model.max_video_frames
         #: what measured samples lack -> how many; see sources/lost_fields.py
         self.lost_fields: Counter[str] = Counter()
+        self.lost_examples: dict[str, str] = {}
+        self._control = control_pattern(encoder.tokenizer)
 
     def rows(self, records: Iterable[SourceRecord]) -> Iterator[MeasuredSample | SetAsideSample]:
         """A row of either table for each record, in order.
@@ -178,7 +189,8 @@ class Measuring:
 
     def _read_sample(self, found: _Found) -> None:
         found.sample = self.source.sample(found.record, found.key)
-        found.lost_fields = set(lost_fields(found.record, found.sample, self.source.fields))
+        lost = [*lost_fields(found.record, found.sample, self.source.fields)]
+        found.lost = sorted([*lost, *control_text(found.sample, self._control)])
 
     def _read_headers(self, found: _Found) -> None:
         found.media, found.sizes, found.videos = [], [], []
@@ -215,4 +227,7 @@ class Measuring:
             len(found.videos),
             hash_content(sample, embedded) if record.own_id else 0,
         )
-        self.lost_fields.update(found.lost_fields)
+        for what, shown in found.lost:
+            what = escape(what)
+            self.lost_fields[what] += 1
+            self.lost_examples.setdefault(what, escape(f"{sample.key}: {shown}".strip(": ")))

@@ -24,20 +24,24 @@ def render_summary(
     packs: PackPlan,
     set_aside: Mapping[str, int],
     sources: Sequence[str] = (),
+    media: str = "",
+    warnings: Sequence[str] = (),
 ) -> str:
     """The figures as text, one per line: of packed samples with these `lengths` (num_packed,), and
-    those `set_aside` while measuring and planning, by reason. `sources`: the lines of their table.
+    those `set_aside` while measuring and planning, by reason. `sources`: the lines of their table;
+    `media`: how many images and videos there are.
     """
     compared, seq_length = config.report, packs.info.seq_length
     found = saving(lengths, packs, compared.padded_batch_size, compared.global_batch_size)
-    num_samples, unused = info.num_samples + info.num_set_aside, info.num_unused_images
+    num_samples = info.num_samples + info.num_set_aside
     figures = [
         ("task", config.task),
         ("samples", f"{num_samples:,}"),
         ("set aside", f"{sum(set_aside.values()):,}"),
         *((f"  {reason}", f"{count:,}") for reason, count in sorted(set_aside.items())),
-        *([("unused images", f"{unused:,}")] if unused else []),
         *_plan_figures(packs, found),
+        *([("images and videos", media)] if media else []),
+        *(("warning", line) for line in warnings),
     ]
     table = ["", *sources] if sources else []
     rows = [f"{name:<24}{value}" for name, value in figures]
@@ -68,6 +72,17 @@ def _plan_figures(packs: PackPlan, found: Mapping[str, int | float]) -> list[tup
             "step)".format_map({**found, "span": span}),
         ),
     ]
+
+
+def render_media(samples: Index, packs: PackPlan) -> str:
+    """'200 images, 3 videos in 150 of 1,000 packed samples'."""
+    images, videos = (
+        samples.array(f"num_{kind}")[packs.sample_ids] for kind in ("images", "videos")
+    )
+    return (
+        f"{images.sum(dtype=np.int64):,} images, {videos.sum(dtype=np.int64):,} videos in "
+        f"{np.count_nonzero(images + videos):,} of {len(images):,} packed samples"
+    )
 
 
 def _bars(lengths: npt.NDArray[np.integer], seq_length: int) -> list[str]:

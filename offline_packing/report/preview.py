@@ -24,7 +24,7 @@ from task_encoders.packs.pack_format import is_video_name, pack_key
 from task_encoders.sample_encoder import IGNORE_INDEX, SampleEncoder
 from task_encoders.samples import SourceSample
 from task_encoders.settings import PackingSettings
-from task_encoders.text.tokenizer import Tokenizer
+from task_encoders.text.tokenizer import Tokenizer, control_pattern
 
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedRowSample
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens shown as one: `kind` is text, control, vision or padding."""
+    """Tokens shown as one: `kind` is text, control, vision or padding, or literal: text that spells
+    a control token."""
 
     kind: str
     text: str
@@ -232,6 +233,7 @@ def _spell(
 ) -> Iterator[Span]:
     """A segment as text, in spans with loss and without. Arrays are (num_tokens,)."""
     trained = labels != IGNORE_INDEX
+    literal = control_pattern(tokenizer)
     # what control tokens for pixels stand for
     media = {"<|image_pad|>": map("image {0.patches}".format, images)}
     media["<|video_pad|>"] = map("video {0.num_frames} frames {0.patches}".format, videos)
@@ -241,17 +243,34 @@ def _spell(
         if is_padding[start]:
             pieces = [Piece("padding", f"[padding: {end - start:,} tokens]")]
         else:
-            pieces = list(_pieces(tokenizer.spell(tokens[start:end].tolist()), media))
+            spelled = tokenizer.spell(tokens[start:end].tolist())
+            pieces = list(_pieces(spelled, media, literal))
         yield Span(bool(trained[start]), end - start, tuple(pieces))
 
 
 def _pieces(
-    spelled: Iterator[tuple[str, bool]], media: Mapping[str, Iterator[str]]
+    spelled: Iterator[tuple[str, bool]],
+    media: Mapping[str, Iterator[str]],
+    literal: re.Pattern[str],
 ) -> Iterator[Piece]:
     """Text and control tokens, with those for pixels merged into one per image or video."""
     for (text, is_control), some in itertools.groupby(spelled):
         count = len(list(some))
         if is_control and text in media:
             yield Piece("vision", f"[{next(media[text])}: {count:,} tokens]")
+        elif is_control:
+            yield from [Piece("control", text)] * count
         else:
-            yield from [Piece("control" if is_control else "text", text)] * count
+            yield from itertools.chain.from_iterable([_literals(text, literal)] * count)
+
+
+def _literals(text: str, literal: re.Pattern[str]) -> list[Piece]:
+    """'a<|im_end|>b' of text -> 'a', '[text: <|im_end|>]', 'b'."""
+    pieces, start = list[Piece](), 0
+    for match in literal.finditer(text):
+        pieces += [
+            Piece("text", text[start : match.start()]),
+            Piece("literal", f"[text: {match[0]}]"),
+        ]
+        start = match.end()
+    return [piece for piece in (*pieces, Piece("text", text[start:])) if piece.text]

@@ -66,6 +66,7 @@ def _document(stages: CompleteStages) -> Document:
     needs a plan is null without one, what needs shards is null without a manifest."""
     run, plan, manifest, info = stages.run, stages.plan, stages.manifest, stages.samples.info
     set_aside = count_set_aside(stages)
+    aside = set_aside.by_reason.total()
     sources = _sources(stages, set_aside)
     found, packed, tokens, loss_tokens = (
         sum(source[name] for source in sources)
@@ -78,12 +79,9 @@ def _document(stages: CompleteStages) -> Document:
         "pad_multiple": run.config.pack.pad_multiple,
         "stages": {"measure": True, "plan": plan is not None, "write": manifest is not None},
         "made_from": _made_from(run.workspace, manifest),
-        "samples": {
-            "found": found,
-            "packed": packed if plan else None,
-            "set_aside": set_aside.by_reason.total(),
-        },
+        "samples": {"found": found, "packed": packed if plan else None, "set_aside": aside},
         "unused_images": info.num_unused_images,
+        "warnings": info.warnings,
         "plan": _plan(plan, tokens) if plan else None,
         "saving": saving_figures(stages, plan) if plan else None,
         "lengths": length_figures(stages),

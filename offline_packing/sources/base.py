@@ -69,7 +69,7 @@ class SourceRecord:
     holds, by the name that the content or `paired_media` use, the media in the record's container.
     `own_id` tells that the key is an id of the record's own, which others may repeat. `known` is
     the number of records that it stands for, which the source leaves out and did not read. `unread`
-    are fields that seem to hold media and were not read.
+    are fields that seem to hold media and were not read, `unread_text` those that hold text.
     """
 
     key: str
@@ -80,6 +80,7 @@ class SourceRecord:
     own_id: bool = False
     known: int = 0
     unread: tuple[str, ...] = ()
+    unread_text: tuple[str, ...] = ()
 
 
 class Source(ABC):

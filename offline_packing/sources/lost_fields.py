@@ -1,4 +1,5 @@
-"""Parts of records that no sample uses: counted, and reported once all are measured."""
+"""What records hold and no sample is trained on as its author meant: counted, each with an example,
+and told once all are measured, in the summary and in the report."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,7 @@ from offline_packing.sources.base import SourceRecord
 from offline_packing.sources.options import FieldMap
 from task_encoders.packs.pack_format import MEDIA_EXTENSIONS
 from task_encoders.records.messages import media_name
-from task_encoders.records.record import MEDIA_FIELDS, PROMPT_FIELDS, RECORD_FIELDS
+from task_encoders.records.record import MEDIA_FIELDS, PROMPT_FIELDS, RECORD_FIELDS, texts_read
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
     VIDEO_PLACEHOLDER,
@@ -17,13 +18,22 @@ from task_encoders.samples import (
     SourceSample,
 )
 
+#: Part of every line on media without a sample: where there are such, no picture at all is no wish.
+UNUSED_MEDIA: Final = "holds media that no sample uses"
+_UNUSED_TEXT: Final = "holds text that no sample uses"
 #: Names that fields with media have: image_2, img_path, video_url, frames.
 _MEDIA_NAME: Final = re.compile(
     r"(image|img|picture|photo|video|clip|frame|media|jpe?g|png|webp|mp4)s?"
     r"(_?(path|file|name|url|list|bytes))*s?(_?\d+)?",
     re.IGNORECASE,
 )
+#: Names of fields that say which record it is, or where it came from: one word there is no text.
+_LABEL_NAME: Final = re.compile(
+    r"(.*_)?(id|uuid|key|md5|url|source|dataset|subset|split|license|language|category|type)s?",
+    re.IGNORECASE,
+)
 _RECORD_FIELDS: Final = frozenset(RECORD_FIELDS)
+_TEXT_FIELDS: Final = _RECORD_FIELDS - MEDIA_FIELDS - {"id"}
 #: Fields next to a prompt that the model should have seen, too.
 _BESIDE_PROMPT: Final = ("choices", "options", "hint", "passage", *PROMPT_FIELDS)
 #: How other projects mark the place of an image.
@@ -31,48 +41,87 @@ _OTHER_MARKS: Final = re.compile(
     r"<\|?(?:ImageHere|image_pad|vision_start|image[_ ]?\d*|img|media|video_pad)\|?>|\[IMG\]",
     re.IGNORECASE,
 )
+_EXAMPLE_LENGTH: Final = 60
+
+#: (what it is, counted over all samples; an example)
+Lost = tuple[str, str]
 
 
-def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) -> Iterator[str]:
-    """A line for each part of a record that its sample lacks."""
+def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) -> Iterator[Lost]:
+    """What of a record its sample lacks."""
     content = record.content
     assert not isinstance(content, SampleError)
     used = {_base_name(name) for name in sample.media}
-    others = content.keys() - _RECORD_FIELDS
-    unused = [*record.unread]
-    unused += [name for name in others if _holds_media(name, content[name], used)]
+    told: set[str] = set()
+    for line, name in _lost_beside(content, sample):
+        told.add(name)
+        yield line, _shown(content[name])
+    for name in record.unread:
+        yield f"field {name!r} {UNUSED_MEDIA}", ""
+    for name in record.unread_text:
+        if not _LABEL_NAME.fullmatch(name):
+            yield f"field {name!r} {_UNUSED_TEXT}", ""
+    for name in content.keys() - _RECORD_FIELDS:
+        if _holds_media(name, content[name], used):
+            yield f"field {name!r} {UNUSED_MEDIA}; name it in source.fields", _shown(content[name])
+        elif name not in told and (text := _lost_text(name, content[name], used)):
+            yield f"field {name!r} {_UNUSED_TEXT}", _shown(text)
     for name in MEDIA_FIELDS & content.keys():
         value = content[name] or []
         named = map(media_name, value if isinstance(value, list) else [value])
         if not used.issuperset(_base_name(str(one)) for one in named):
-            unused.append(name)
-    yield from (f"field {name!r} holds media that no sample uses" for name in unused)
+            yield f"field {name!r} {UNUSED_MEDIA}", _shown(value)
+    for name in (_TEXT_FIELDS & content.keys()) - texts_read(content, sample.task) - told:
+        if text := _lost_text(name, content[name], used):
+            yield f"field {name!r} {_UNUSED_TEXT}", _shown(text)
     for place in fields.missing(content):
-        yield f"{place} is not in the record"
+        yield f"{place} is not in the record", ""
     if record.paired_media and not sample.media:
-        yield "files beside their record are used by no sample: it says that it has none"
-    yield from _lost_text(content, sample)
+        yield "files beside their record are used by no sample: it says that it has none", ""
+    yield from _other_marks(sample)
 
 
-def _lost_text(content: Mapping[str, Any], sample: SourceSample) -> Iterator[str]:
+def _lost_beside(content: Mapping[str, Any], sample: SourceSample) -> Iterator[tuple[str, str]]:
+    """Lines on fields that change what others mean, each with the field's name."""
     if content.get("label") is False:
-        yield "records say label: false, as preferences mark bad answers"
+        yield "records say label: false, as preferences mark bad answers", "label"
     prompt = next(filter(content.get, PROMPT_FIELDS), None)
     if prompt is not None and sample.task != "captioning":
         for name in _BESIDE_PROMPT:
             if name != prompt and content.get(name):
-                yield f"field {name!r} is not shown beside {prompt!r}"
+                yield f"field {name!r} is not shown beside {prompt!r}", name
     answer = next(filter(content.get, ("answer", "answers")), None)
     captions = content.get("captions") or content.get("caption")
     if sample.task == "captioning" and prompt is None and answer and not captions:
-        yield f"field {answer!r} is trained as a caption; where is its question?"
+        yield f"field {answer!r} is trained as a caption; where is its question?", answer
+
+
+def _other_marks(sample: SourceSample) -> Iterator[Lost]:
     if not sample.media:
         return
     prompts = "\n".join([turn.prompt for turn in sample.turns])
     if IMAGE_PLACEHOLDER not in prompts and VIDEO_PLACEHOLDER not in prompts:
         mark = _OTHER_MARKS.search(prompts)
         if mark is not None:
-            yield f"prompts hold {mark[0]!r} as text; media are marked by {IMAGE_PLACEHOLDER}"
+            line = f"prompts hold {mark[0]!r} as text; media are marked by {IMAGE_PLACEHOLDER}"
+            yield line, _shown(prompts[mark.start() :])
+
+
+def control_text(sample: SourceSample, control: re.Pattern[str]) -> Iterator[Lost]:
+    """Control tokens that a sample's texts spell, as where a template was applied before."""
+    texts = [turn.answer for turn in sample.turns]
+    if sample.task != "captioning":
+        texts += [sample.system or "", sample.tools]
+        for turn in sample.turns:
+            said = [text for _, text in turn.before]
+            texts += [turn.prompt, turn.thought or "", *turn.calls, *said]
+    text = "\n".join(texts)
+    first: dict[str, int] = {}
+    for match in control.finditer(text):
+        first.setdefault(match[0], match.start())
+    for token, start in first.items():
+        line = f"texts hold {token!r}, trained as text and not as the control token; the chat "
+        yield f"{line}template adds those: take it out", _shown(text[start:])
 
 
 def _holds_media(name: str, value: Any, used: set[str]) -> bool:
@@ -88,6 +137,16 @@ def _holds_media(name: str, value: Any, used: set[str]) -> bool:
         fresh = [text for text in named if not (used and "://" in text)]
         return not used.issuperset(map(_base_name, fresh))
     return not used and _MEDIA_NAME.fullmatch(name) is not None
+
+
+def _lost_text(name: str, value: Any, used: set[str]) -> str | None:
+    """The first text in a field that is no name of used media, and no label of the record."""
+    is_label = _LABEL_NAME.fullmatch(name) is not None
+    for text in _texts(value):
+        words = text.split()
+        if words and not (is_label and len(words) == 1) and not _is_media_name(text):
+            return text
+    return None
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -111,3 +170,9 @@ def _is_media_name(text: str) -> bool:
 
 def _base_name(name: str) -> str:
     return name.rpartition("/")[2]
+
+
+def _shown(value: Any) -> str:
+    """The beginning of the first text in a value, on one line; of no text nothing."""
+    text = next(_texts(value), "")
+    return repr(text[:_EXAMPLE_LENGTH]) if text else ""

@@ -8,6 +8,7 @@ from typing import Any
 from offline_packing.errors import StageError
 from offline_packing.sources import SOURCES, open_source
 from offline_packing.sources.base import Source, SourceRecord
+from offline_packing.sources.lost_fields import lost_fields
 from offline_packing.sources.options import MediaOptions
 from offline_packing.sources.reading.contents import find_image_root
 from task_encoders.records.record import DIALOGUE_FIELDS, PROMPT_FIELDS, RECORD_FIELDS
@@ -24,6 +25,8 @@ class Example:
     missing: tuple[str, ...] = ()
     #: fields of the record that are not used
     unread: tuple[str, ...] = ()
+    #: what of it should be, see lost_fields.py
+    lost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ def _example(source: Source, record: SourceRecord) -> Example:
             source.open_media(record, name)[1].close()
         except SampleError:
             missing.append(name)
+    found = sorted(lost_fields(record, sample, source.fields))
+    lost = [f"{what}, such as {shown}" if shown else what for what, shown in found]
     assert not isinstance(record.content, SampleError)  # it has a sample
     unread = tuple(name for name in record.content if name not in RECORD_FIELDS)
-    return Example(record.key, sample, missing=tuple(missing), unread=record.unread + unread)
+    return Example(record.key, sample, "", tuple(missing), record.unread + unread, tuple(lost))

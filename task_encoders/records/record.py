@@ -105,6 +105,14 @@ def to_sample(
     return sample
 
 
+def texts_read(content: Mapping[str, Any], task: str) -> set[str | None]:
+    """Which of several fields with text make the sample of a record."""
+    beside = {*_TOOLS, None if task == "captioning" else "system"}
+    if name := _first(content, DIALOGUE_FIELDS):
+        return {*beside, "system", name}
+    return {*beside, _first(content, PROMPT_FIELDS), _first(content, _answer_fields(task))}
+
+
 def check_prompts_are_shown(sample: SourceSample) -> None:
     """Raise SampleError: lost_prompt for a prompt of a caption, which no model would be shown."""
     for turn in sample.turns if sample.task == "captioning" else ():
@@ -179,7 +187,7 @@ def _system(content: Mapping[str, Any], said: str | None) -> str | None:
 
 def _turns(content: Mapping[str, Any], task: str) -> list[Turn]:
     is_caption = task == "captioning"
-    names = (*_CAPTIONS, *_ANSWERS, "text") if is_caption else (*_ANSWERS, *_CAPTIONS)
+    names = _answer_fields(task)
     answers = _texts(content, names)
     if answers is None:
         raise SampleError("bad_record", f"none of {_names((*DIALOGUE_FIELDS, *names))}")
@@ -193,6 +201,11 @@ def _turns(content: Mapping[str, Any], task: str) -> list[Turn]:
     if len(prompts) != len(answers):
         raise SampleError("bad_record", f"{len(prompts)} prompts for {len(answers)} answers")
     return [Turn(*turn) for turn in zip(prompts, answers, strict=True)]
+
+
+def _answer_fields(task: str) -> Sequence[str]:
+    """Where the answers of a record without messages are, the first that exists."""
+    return (*_CAPTIONS, *_ANSWERS, "text") if task == "captioning" else (*_ANSWERS, *_CAPTIONS)
 
 
 def _texts(content: Mapping[str, Any], names: Sequence[str]) -> list[str] | None:

@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 import tiktoken
 import xxhash
 
+from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from task_encoders.text.qwen_vocabulary import (
     BUILTIN,
     QWEN_PATTERN,
@@ -39,11 +40,15 @@ _PROBES: Final = (
     "    def f(x):\n        return x ** 2  # comment\n\n\n",
 )
 
+_MARKS: Final = {IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER}
+
 
 class Tokenizer(Protocol):
     """Interface of a tokenizer that encoding needs."""
 
     fingerprint: str
+    #: that only a template makes; spelled in text they are data
+    control_tokens: tuple[str, ...]
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text in which special tokens are data."""
@@ -79,6 +84,7 @@ class TiktokenTokenizer:
             mergeable_ranks=dict(ranks),
             special_tokens=dict(text_tokens),
         )
+        self.control_tokens = tuple(special)
         self._added = {**special, **text_tokens}
         self._text_tokens = text_tokens
         longest_first = sorted(text_tokens, key=len, reverse=True)
@@ -134,6 +140,8 @@ class TransformersTokenizer:
         self._backend = type(tokenizer.backend_tokenizer).from_str(spec)
         self._backend.encode_special_tokens = True
         self.fingerprint = xxhash.xxh3_128_hexdigest(spec.encode())
+        added = self._backend.get_added_tokens_decoder().values()
+        self.control_tokens = tuple(token.content for token in added if token.special)
 
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
@@ -159,6 +167,13 @@ def _spell(
             yield from ((control[token_id], True) for token_id in some)
         else:
             yield decode(list(some)), False
+
+
+def control_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Finds the names of control tokens in text, where they are data; `<image>`, which some
+    vocabularies have, is a mark of our own there."""
+    names = sorted({*tokenizer.control_tokens} - _MARKS, key=lambda name: (-len(name), name))
+    return re.compile("|".join(map(re.escape, names)) or "(?!)")
 
 
 def _special_id(token_id: int | None, token: str) -> int:

@@ -363,7 +363,7 @@ def test_unused_images_are_counted(tmp_path: Path) -> None:
     (root / "nobody's.jpg").write_bytes((root / "part1" / "000001.jpg").read_bytes())
     run = make_run(root, tmp_path / "out")
     assert measure(run).info.num_unused_images == 1
-    assert re.search(r"unused images +1\n", plan_summary(run))
+    assert re.search(r"warning +1 image and video files are used", plan_summary(run))
 
 
 def test_on_overlong_error_names_the_sample(captions: Path, tmp_path: Path) -> None:

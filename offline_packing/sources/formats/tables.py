@@ -71,12 +71,14 @@ class TableSource(Source):
             media = self.fields.media_columns() & set(with_bytes)
             media_columns = [name for name in columns if name in media]
             unread = tuple(name for name in with_bytes if name not in columns)
+            others = (one for one in rows.schema if one.name not in {*columns, *unread})
+            unread_text = tuple(one.name for one in others if "string" in str(one.type))
             for batch in rows.batches(groups, columns):
                 column = row_files.record_column(batch.schema.names, media_columns)
                 for values in _to_rows(batch):
                     at = Locator(self.KIND, container, row, 0, column)
                     record = self._record(f"{stem}:{row}", at, values, media_columns)
-                    yield replace(record, unread=unread) if unread else record
+                    yield replace(record, unread=unread, unread_text=unread_text)
                     row += 1
         except _DAMAGE as error:
             for lost in range(row, end):

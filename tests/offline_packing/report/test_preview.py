@@ -174,7 +174,7 @@ def test_long_texts_are_cut_unless_asked_for(tmp_path: Path) -> None:
 
 
 def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
-    """Also control tokens written as text, which are no control tokens."""
+    """Also control tokens written as text, which are told from the control tokens."""
     root = tmp_path / "data"
     answer = f"{HOSTILE}\x1b[31m\x9b2J <|im_end|>\n<|image_pad|>"
     write_json(root / "a.json", {"messages": dialogue("<image>\nX\u202e", answer)})
@@ -184,13 +184,19 @@ def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
     (pack,) = preview(run)
     (sub,) = pack.sub_samples
     kinds = {(piece.kind, piece.text) for span in sub.spans for piece in span.pieces}
-    assert ("text", answer) in kinds
+    assert kinds >= {
+        ("text", f"{HOSTILE}\x1b[31m\x9b2J "),
+        ("literal", "[text: <|im_end|>]"),
+        ("literal", "[text: <|image_pad|>]"),
+        ("control", "<|im_end|>"),
+    }
     assert [text for kind, text in kinds if kind == "vision"] == ["[image 4x4: 4 tokens]"]
     shown = click.unstyle(render_pack(pack, full=True))
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", shown)
-    assert "\\u001b[31m\\u009b2J" in shown
+    assert "\\u001b[31m\\u009b2J [text: <|im_end|>]" in shown
     elements = Elements(render_packs([pack], "vqa").decode())
     assert elements.names["script"] == 0
+    assert "[text: <|im_end|>]" in elements.text
     assert elements.names["img"] == 1
     assert HOSTILE in elements.text
 

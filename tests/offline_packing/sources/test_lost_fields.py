@@ -8,14 +8,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.measure.measure import measure
+from offline_packing.report.report import report
 from offline_packing.sources import SourceRecord
-from offline_packing.sources.lost_fields import lost_fields
+from offline_packing.sources.lost_fields import control_text, lost_fields
 from offline_packing.sources.options import FieldMap
 from offline_packing.sources.reading.locators import Locator
+from offline_packing.storage.files import read_json
 from task_encoders.records.record import to_sample
+from task_encoders.samples import SourceSample, Turn
+from task_encoders.text.qwen_vocabulary import BUILTIN, QWEN_SPECIAL_TOKENS
+from task_encoders.text.tokenizer import TransformersTokenizer, control_pattern, load_tokenizer
 from tests.helpers.command import invoke
-from tests.helpers.datasets import dialogue, image_bytes, make_run
+from tests.helpers.datasets import dialogue, image_bytes, make_run, plan_summary
 from tests.helpers.formats import lines, write_file
+from tests.helpers.tiny_tokenizer import tiny_tokenizer
 
 
 def told(
@@ -29,7 +35,7 @@ def told(
     names = FieldMap(fields or {})
     record = SourceRecord("k", Locator("bytes", "a", 0, 0), names.apply(content), paired)
     sample = to_sample(names.apply(content), "k", task, paired)
-    return sorted(lost_fields(record, sample, names))
+    return sorted(what for what, _ in lost_fields(record, sample, names))
 
 
 ASKED = {"question": "What?", "answer": "This."}
@@ -48,7 +54,8 @@ ASKED = {"question": "What?", "answer": "This."}
     ],
 )
 def test_media_in_other_fields(content: dict[str, Any], expected: str) -> None:
-    assert told({**ASKED, **content}) == [f"field {expected!r} holds media that no sample uses"]
+    (line,) = told({**ASKED, **content})
+    assert line.startswith(f"field {expected!r} holds media that no sample uses")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +63,7 @@ def test_media_in_other_fields(content: dict[str, Any], expected: str) -> None:
     [
         {"image": "x/a.jpg", "file_name": "a.jpg"},  # the same picture
         {"image": "a.jpg", "url": "https://example.org/b.jpg"},  # where it came from
-        {"image_id": 7, "height": 3, "note": "see a.jpg for more\nof it", "image": "a.jpg"},
+        {"image_id": 7, "height": 3, "image": "a.jpg", "data_source": "coco"},
         {"images": [], "image": None},
     ],
 )
@@ -64,9 +71,34 @@ def test_fields_that_hold_none(content: dict[str, Any]) -> None:
     assert told({**ASKED, **content}) == []
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({**ASKED, "note": "see a.jpg for more\nof it"}, "note"),
+        ({**ASKED, "colour": "blue"}, "colour"),
+        ({**ASKED, "source": "Two words"}, "source"),
+        ({**ASKED, "extra": [{"text": "More."}]}, "extra"),
+        ({**ASKED, "caption": "A cat."}, "caption"),
+        ({"messages": dialogue("What?", "This."), "answer": "That."}, "answer"),
+    ],
+)
+def test_text_in_other_fields(content: dict[str, Any], expected: str) -> None:
+    assert told(content) == [f"field {expected!r} holds text that no sample uses"]
+
+
+def test_captions_without_the_system_message_and_text_beside_them() -> None:
+    found = told({"caption": "A cat.", "text": "A dog.", "system": "Be brief."}, task="captioning")
+    assert found == [
+        f"field {name!r} holds text that no sample uses" for name in ("system", "text")
+    ]
+
+
 def test_an_answer_without_its_question_is_no_caption() -> None:
     found = told({"q": "What?", "answer": "This."}, task="captioning")
-    assert found == ["field 'answer' is trained as a caption; where is its question?"]
+    assert found == [
+        "field 'answer' is trained as a caption; where is its question?",
+        "field 'q' holds text that no sample uses",
+    ]
 
 
 def test_texts_that_are_not_shown() -> None:
@@ -144,22 +176,59 @@ def test_the_command_keeps_pictures_and_tells_what_is_lost(
         f"output: {{path: {tmp_path / 'out'}}}\nengine: {{workers: 2, samples_per_part: 5}}\n"
     )
     invoke("measure", config)
-    assert caplog.text.count("field 'shot' holds media that no sample uses (12 samples)") == 1
+    line = "field 'shot' holds media that no sample uses; name it in source.fields"
+    assert caplog.text.count(f"warning: {line} (12 samples, such as a:1: '0b.jpg')") == 1
     named = {"question": "q"}
     source = {"format": "jsonl", "path": str(path), "task": "vqa", "fields": named}
     run = make_run(source, tmp_path / "again", engine={"samples_per_part": 5})
     info = measure(run).info
-    assert info.lost_fields == {"field 'shot' holds media that no sample uses": 12}
+    assert (info.lost_fields, info.lost_examples) == ({line: 12}, {line: "a:1: '0b.jpg'"})
     columns = pq.read_table(run.workspace.index, columns=["num_images"])["num_images"]
     assert columns.to_pylist() == [1] * 12
     run.workspace.index_info.unlink()  # the counts of finished parts are read back
-    assert measure(run).info.lost_fields == info.lost_fields
+    assert measure(run).info.warnings == info.warnings
 
 
 def test_columns_with_pictures_that_are_not_read(tmp_path: Path) -> None:
-    table = pa.table({"question": ["a"], "answer": ["b"], "left_view": [image_bytes()]})
+    columns = {"question": ["a"], "answer": ["b"], "left_view": [image_bytes()], "notes": ["c"]}
+    table = pa.table(columns | {"source": ["d"], "number": [1]})
     (tmp_path / "data").mkdir()
     pq.write_table(table, tmp_path / "data" / "a.parquet")
     source = {"format": "parquet", "path": str(tmp_path / "data"), "task": "vqa"}
     lost = measure(make_run(source, tmp_path / "out")).info.lost_fields
-    assert lost == {"field 'left_view' holds media that no sample uses": 1}
+    assert lost == {
+        "field 'left_view' holds media that no sample uses": 1,
+        "field 'notes' holds text that no sample uses": 1,
+    }
+
+
+TEMPLATED = "<|im_start|>user\nWhat?<|im_end|>"
+
+
+def test_texts_that_already_hold_a_template(tmp_path: Path) -> None:
+    """Told in the log, in the summary and in the report, with a sample."""
+    records = [{"question": TEMPLATED if i else "What?", "answer": "This."} for i in range(4)]
+    write_file(tmp_path / "a.jsonl", lines(records))
+    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "bmr"}
+    run = make_run(source, tmp_path / "out")
+    info = measure(run).info
+    assert [(what.split()[2], count) for what, count in sorted(info.lost_fields.items())] == [
+        ("'<|im_end|>',", 3),
+        ("'<|im_start|>',", 3),
+    ]
+    assert "such as a:2: '<|im_start|>user\\nWhat?<|im_end|>" in info.warnings[1]
+    assert plan_summary(run).count("take it out (3 samples") == 2
+    report(run)
+    assert read_json(run.workspace.report / "report.json")["warnings"] == info.warnings
+    page = (run.workspace.report / "report.html").read_text()
+    assert page.count("take it out (3 samples") == 2
+
+
+def test_every_control_token_of_a_vocabulary_is_found() -> None:
+    for tokenizer in (load_tokenizer(BUILTIN), TransformersTokenizer(tiny_tokenizer())):
+        for name in QWEN_SPECIAL_TOKENS:
+            turn = Turn("Say it.", f"It is {name}.")
+            (found,) = control_text(SourceSample("k", "vqa", (turn,)), control_pattern(tokenizer))
+            assert f" {name!r}, " in found[0]
+    plain = SourceSample("k", "vqa", (Turn("<image>", "a <|b|> <tool_call>"),), ("a.jpg",))
+    assert not [*control_text(plain, control_pattern(tokenizer))]
