@@ -5,12 +5,13 @@ folder that `energon prepare` has listed; remote storage is named by msc://. Not
 """
 
 import functools
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
 
 from offline_packing.errors import ChangedError, StageError
 from offline_packing.index.measured import modification_time
-from offline_packing.sources import Locator, Source
+from offline_packing.sources import Locator, Source, SourceOptions
+from offline_packing.sources.options import MediaOptions
 from offline_packing.sources.roots.local import MediaRoot
 from offline_packing.sources.roots.remote import Root, open_root
 
@@ -19,16 +20,33 @@ if TYPE_CHECKING:
 
 #: In a folder of tars that Energon has listed.
 _PREPARED: Final = ".nv-meta/index.sqlite"
+#: How Energon names a folder whose files it reads by their paths.
+_FILES: Final = "filesystem"
 
 
-def aux_datasets(number: int, source: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The auxiliary datasets of a source by name; `source` is its configuration."""
-    root, _ = open_root(source["path"])
-    files = open_root(source["image_root"])[0] if source.get("image_root") else root
-    address = _address(files)
-    yield f"files{number}", f"filesystem{'+' if '://' in address else '://'}{address}"
-    if _is_prepared(root):
-        yield f"tars{number}", _address(root)
+def media_roots(sources: Sequence[SourceOptions]) -> Iterator[tuple[str, str]]:
+    """Folders, or URLs, by the names that packs have for them: of the media that are files of their
+    own, and of the tars that hold others. Raises StageError if a source is not there."""
+    for i, source in enumerate(sources):
+        folder = source.image_root if isinstance(source, MediaOptions) else None
+        yield f"files{i}", _address(open_root(folder or source.path)[0])
+        yield f"tars{i}", _address(open_root(source.path)[0])
+
+
+def aux_datasets(sources: Sequence[SourceOptions]) -> dict[str, str]:
+    """The same as Energon's auxiliary datasets; tars that it cannot read are none."""
+    found = {}
+    for name, address in media_roots(sources):
+        if name.startswith("files"):
+            found[name] = f"{_FILES}{'+' if '://' in address else '://'}{address}"
+        elif _is_prepared(open_root(address)[0]):
+            found[name] = address
+    return found
+
+
+def address_of(aux_dataset: str) -> str:
+    """The folder, or URL, of an auxiliary dataset."""
+    return aux_dataset.removeprefix(f"{_FILES}://").removeprefix(f"{_FILES}+")
 
 
 def _address(root: Root) -> str:
@@ -36,11 +54,13 @@ def _address(root: Root) -> str:
 
 
 def _is_prepared(root: Root) -> bool:
-    from megatron.energon.epathlib import EPath
-
     address = _address(root)
-    is_known = "://" not in address or address.startswith("msc://")
-    return is_known and (EPath(address) / _PREPARED).is_file()
+    if "://" in address and not address.startswith("msc://"):
+        return False
+    try:
+        return root.entry(_PREPARED)[1] > 0
+    except OSError:
+        return False
 
 
 def check_address(source: Source, kind: str) -> None:

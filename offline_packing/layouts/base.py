@@ -15,7 +15,7 @@ from offline_packing.index.table import Index
 from offline_packing.layouts.shard_tasks import Row, ShardTask
 from offline_packing.layouts.shards import ShardFragment, estimate_pack_bytes
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.sources import Source
+from offline_packing.sources import Source, SourceOptions
 from offline_packing.storage.tars import PackEntry
 from task_encoders.families import build_sample_encoder
 from task_encoders.packs.pack import Pack
@@ -42,6 +42,8 @@ class Layout(ABC):
     ONE_MEDIUM: ClassVar[bool] = False
     #: whether packs of another epoch are another copy of the data
     COPIES_MEDIA: ClassVar[bool] = True
+    #: the file, relative to the output, that says where the media lie which packs refer to
+    MEDIA_ROOTS: ClassVar[str | None] = None
     #: what `finish` writes, relative to the output
     METADATA: ClassVar[Sequence[str]] = ()
 
@@ -54,7 +56,7 @@ class Layout(ABC):
         return estimate_pack_bytes(samples, plan)
 
     def metadata(self, splits: Iterable[str]) -> Sequence[str]:
-        """What `finish` writes for these splits, relative to the output."""
+        """What `finish` writes for these splits, relative to the output; and MEDIA_ROOTS."""
         return self.METADATA
 
     def find_unfit(self, samples: Index) -> Iterator[tuple[str, SampleIds]]:
@@ -84,6 +86,11 @@ class Layout(ABC):
     ) -> None:
         """Write what describes all shards of the output `folder`: METADATA. The manifest has all
         but the hashes of these, the fragments are those of all shards, in order."""
+
+    def media_roots(self, manifest: Mapping[str, Any], sources: Sequence[SourceOptions]) -> bytes:
+        """Content of MEDIA_ROOTS. When a source moves, it changes and the packs do not. Raises
+        StageError if one is not there."""
+        raise NotImplementedError
 
     @abstractmethod
     def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:

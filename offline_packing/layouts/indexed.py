@@ -2,6 +2,7 @@
 
     packed_seq_dataset.bin, .idx         the split train, see indexed_packs.py
     packed_seq_dataset_val.bin, .idx     any other split
+    media_roots.json                     where media lie
     train-000000.bin                     documents of one shard, until they are put together
 
 A shard is a stretch of its split's .bin: the manifest says how many bytes each has, and its
@@ -23,27 +24,28 @@ import xxhash
 from offline_packing.errors import StageError
 from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index
-from offline_packing.layouts.addresses import time_of_medium
+from offline_packing.layouts.addresses import media_roots, time_of_medium
 from offline_packing.layouts.base import Layout, encoder_of
 from offline_packing.layouts.shard_tasks import Row, ShardTask
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.sources import Locator
+from offline_packing.sources import Locator, SourceOptions
 from offline_packing.sources.roots.remote import Root
-from offline_packing.storage.files import atomic_file, read_json, write_atomically
+from offline_packing.storage.files import atomic_file, read_json, to_json, write_atomically
 from offline_packing.storage.tars import PackEntry, Part
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import read_video_header
 from task_encoders.packs.indexed_file import (
+    MEDIA_ROOTS,
     NO_TEXT,
     PREFIX,
     SEQUENCES,
     IndexedFile,
     IndexedPack,
     IndexedSubSample,
-    StoredMedium,
     index_file,
     make_document,
+    read_media_roots,
 )
 from task_encoders.packs.pack import Pack, PackFormatError
 from task_encoders.packs.tokenized import fingerprint_digest
@@ -59,6 +61,7 @@ class IndexedLayout(Layout):
     """Documents of token ids."""
 
     TOKEN_IDS = "always"
+    MEDIA_ROOTS = MEDIA_ROOTS
 
     def shard_file(self, shard_name: str) -> str:
         return shard_name
@@ -69,7 +72,11 @@ class IndexedLayout(Layout):
         return np.add.reduceat(per_sample[plan.sample_ids], plan.pack_offsets[:-1])
 
     def metadata(self, splits: Iterable[str]) -> Sequence[str]:
-        return [f"{_prefix(one)}{end}" for one in dict.fromkeys(splits) for end in (".bin", ".idx")]
+        prefixes = map(_prefix, dict.fromkeys(splits))
+        return [*(f"{one}{end}" for one in prefixes for end in (".bin", ".idx")), MEDIA_ROOTS]
+
+    def media_roots(self, manifest: Mapping[str, Any], sources: Sequence[SourceOptions]) -> bytes:
+        return to_json(dict(media_roots(sources)))
 
     def find_unfit(self, samples: Index) -> Iterator[tuple[str, SampleIds]]:
         """None; raises StageError where media have no place in a file that could be named."""
@@ -144,6 +151,7 @@ class IndexedLayout(Layout):
     def read_packs(self, task: ShardTask) -> Iterator[Pack]:
         path, begin = _place(task)
         try:
+            roots = read_media_roots(task.folder)
             with open(path, "rb") as file:
                 for entry in ShardFragment.load(task.fragment_path).packs:
                     file.seek(begin + entry.offset)
@@ -151,7 +159,8 @@ class IndexedLayout(Layout):
                     starts = [part.offset - entry.offset for part in entry.parts]
                     bounds = [*starts, len(data)]
                     pack = IndexedPack(
-                        [np.frombuffer(data[a:b], "<i4") for a, b in itertools.pairwise(bounds)]
+                        [np.frombuffer(data[a:b], "<i4") for a, b in itertools.pairwise(bounds)],
+                        roots,
                     )
                     yield pack.pack
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -169,7 +178,7 @@ class IndexedLayout(Layout):
 
     def remove(self, folder: Path) -> None:
         for path in folder.iterdir():
-            if _FILE.fullmatch(path.name):
+            if path.name == MEDIA_ROOTS or _FILE.fullmatch(path.name):
                 path.unlink()
 
     def stored_form(self, sample: SourceSample) -> SourceSample:
@@ -243,13 +252,14 @@ def _sub_sample(task: ShardTask, row: Row, encoder: SampleEncoder) -> IndexedSub
             f"sample {row.key!r} changed since it was measured: it has {len(expanded.tokens)} "
             f"tokens, was {row.num_tokens}; restore it, or pack again with another output.path"
         )
-    media = [_stored(source.media_root(at), at) for at in row.media]
+    media = [_stored(row.source_id, source.media_root(at), at) for at in row.media]
     return IndexedSubSample(row.key, text, expanded, row.extensions, media)
 
 
-def _stored(root: Root, at: Locator) -> StoredMedium:
-    offset = None if at.kind == "file" else at.offset
-    return StoredMedium(root.path(at.container), offset, at.size, time_of_medium(root, at))
+def _stored(source_id: int, root: Root, at: Locator) -> list[Any]:
+    """What a document says of where a medium lies."""
+    name, offset = ("files", None) if at.kind == "file" else ("tars", at.offset)
+    return [f"{name}{source_id}", at.container, offset, at.size, time_of_medium(root, at)]
 
 
 def _videos(task: ShardTask, row: Row, encoder: SampleEncoder) -> list[SampledVideo]:

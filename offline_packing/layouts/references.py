@@ -9,7 +9,8 @@ train-000000.jsonl              a shard, until all are written and joined
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,17 +24,18 @@ import yaml
 
 from offline_packing.errors import StageError
 from offline_packing.index.table import Index
-from offline_packing.layouts.addresses import aux_datasets, check_address, locate
+from offline_packing.layouts.addresses import address_of, aux_datasets, check_address, locate
 from offline_packing.layouts.base import Layout
 from offline_packing.layouts.energon_metadata import check_energon
 from offline_packing.layouts.shard_tasks import Row, ShardTask
 from offline_packing.layouts.shards import ShardFragment, estimate_pack_bytes
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.sources import Source
+from offline_packing.sources import Source, SourceOptions
 from offline_packing.storage.files import atomic_file, write_atomically
 from offline_packing.storage.tars import PackEntry
 from task_encoders.packs.pack import Pack, StoredMedia
 from task_encoders.packs.pack_format import METADATASET, media_part_names
+from task_encoders.packs.stored_media import MovedMediumError, StoredMedium
 
 if TYPE_CHECKING:
     from task_encoders.packs.references import Stores
@@ -46,6 +48,7 @@ class ReferencesLayout(Layout):
     """One line per pack; nothing is copied but text."""
 
     COPIES_MEDIA = False
+    MEDIA_ROOTS = METADATASET
 
     def shard_file(self, shard_name: str) -> str:
         return shard_name
@@ -84,7 +87,13 @@ class ReferencesLayout(Layout):
         splits: dict[str, list[ShardFragment]] = {}
         for fragment in map(ShardFragment.load, fragments):
             splits.setdefault(fragment.split, []).append(fragment)
-        sources = list(enumerate(manifest["config"]["source"]))
+        for split, own in splits.items():
+            _join(folder, split, own)
+        for shard in manifest["shards"]:
+            _shard_path(folder, shard["name"]).unlink(missing_ok=True)
+
+    def media_roots(self, manifest: Mapping[str, Any], sources: Sequence[SourceOptions]) -> bytes:
+        aux = aux_datasets(sources)
         content = {
             "__module__": "megatron.energon",
             "__class__": "MetadatasetV2",
@@ -92,16 +101,12 @@ class ReferencesLayout(Layout):
                 split: {
                     "path": f"{split}.jsonl",
                     "subflavors": {"offline_packing": manifest["task"]},
-                    "aux": dict(item for i, source in sources for item in aux_datasets(i, source)),
+                    "aux": dict(aux),  # no anchors in the YAML
                 }
-                for split in splits
+                for split in dict.fromkeys(shard["split"] for shard in manifest["shards"])
             },
         }
-        for split, own in splits.items():
-            _join(folder, split, own)
-        write_atomically(folder / METADATASET, yaml.safe_dump(content, sort_keys=False).encode())
-        for shard in manifest["shards"]:
-            _shard_path(folder, shard["name"]).unlink(missing_ok=True)
+        return yaml.safe_dump(content, sort_keys=False).encode()
 
     def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
         keys = task.keys()
@@ -114,9 +119,9 @@ class ReferencesLayout(Layout):
         return [f"{name} are not what was written: their hash differs"]
 
     def read_packs(self, task: ShardTask) -> Iterator[Pack]:
-        stores = functools.cache(functools.partial(_open_stores, task.folder, task.shard.split))
+        split = _Split(task.folder, task.shard.split)
         for line in _lines_of(task).splitlines():
-            yield _pack(line, stores)
+            yield _pack(line, split)
 
     def read_pack(self, folder: Path, shard_file: str, key: str) -> Pack:
         split = shard_file.rpartition("-")[0]
@@ -124,7 +129,7 @@ class ReferencesLayout(Layout):
         with open(folder / f"{split}.jsonl", "rb") as file:
             for line in file:
                 if line.startswith(begin):
-                    return _pack(line, lambda: _open_stores(folder, split))
+                    return _pack(line, _Split(folder, split))
         raise StageError(f"{folder / split}.jsonl holds no pack {key!r}; verify lists all damage")
 
     def remove(self, folder: Path) -> None:
@@ -135,7 +140,7 @@ class ReferencesLayout(Layout):
                 path.unlink()
 
 
-def _pack(line: bytes, stores: "Callable[[], Stores]") -> Pack:
+def _pack(line: bytes, split: "_Split") -> Pack:
     """The pack of a line; a medium is read, as in training, when it is asked for. Raises StageError
     if that fails, or the line is damaged."""
     try:
@@ -145,14 +150,23 @@ def _pack(line: bytes, stores: "Callable[[], Stores]") -> Pack:
         raise StageError(f"a line of packs is damaged: {error}; retry rewrites it") from error
 
     def read(place: Sequence[Any]) -> bytes:
-        from task_encoders.packs.references import MovedMediumError, read_medium
+        from task_encoders.packs.references import read_medium
 
         try:
-            return read_medium(place, stores())
+            return read_medium(place, split.stores)
         except MovedMediumError as error:
             raise StageError(str(error)) from error
 
-    return Pack(key, record, StoredMedia(places, read))
+    def check(place: Sequence[Any]) -> None:
+        root, container, size, mtime_ns, *member = place
+        if root not in split.roots:
+            raise StageError(
+                f"{METADATASET} lacks {root}; run energon prepare in the source, then write again"
+            )
+        path = f"{split.roots[root]}/{container}"
+        StoredMedium(path, 0 if member else None, size, mtime_ns).check()
+
+    return Pack(key, record, StoredMedia(places, read, check))
 
 
 def _shard_path(folder: Path, name: str) -> Path:
@@ -214,12 +228,33 @@ def _read_lines(folder: Path, shard_name: str, split: str, first: int, count: in
         raise StageError(f"{path} cannot be read: {error}; retry rewrites it") from error
 
 
-def _open_stores(folder: Path, split: str) -> "Stores":
-    """The auxiliary datasets of a split, opened by Energon."""
-    from megatron.energon.metadataset import load_dataset
+class _Split:
+    """What the metadataset says of a split, read when it is first needed. Raises StageError if it
+    cannot be used."""
 
-    try:
-        loader: Any = load_dataset(folder / METADATASET)
-        return {name: aux.get_file_store() for name, aux in loader.splits[split].aux.items()}
-    except (AssertionError, KeyError, OSError, ValueError) as error:
-        raise StageError(f"{folder / METADATASET} cannot be used: {error}") from error
+    def __init__(self, folder: Path, name: str) -> None:
+        self._path, self._name = folder / METADATASET, name
+
+    @functools.cached_property
+    def stores(self) -> "Stores":
+        """Its auxiliary datasets, opened by Energon."""
+        from megatron.energon.metadataset import load_dataset
+
+        with self._translated():
+            loader: Any = load_dataset(self._path)
+            aux = loader.splits[self._name].aux
+            return {name: one.get_file_store() for name, one in aux.items()}
+
+    @functools.cached_property
+    def roots(self) -> Mapping[str, str]:
+        """Their folders, or URLs."""
+        with self._translated():
+            aux = yaml.safe_load(self._path.read_bytes())["splits"][self._name]["aux"]
+            return {name: address_of(one) for name, one in aux.items()}
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (AssertionError, KeyError, OSError, TypeError, ValueError, yaml.YAMLError) as error:
+            raise StageError(f"{self._path} cannot be used: {error}") from error

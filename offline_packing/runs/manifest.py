@@ -4,6 +4,7 @@ The same input, configuration and seed give the same manifest on any number of w
 together from one fragment per shard, kept in _packing/write/.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.storage.files import hash_bytes, read_json, to_json, write_atomically
+
+logger = logging.getLogger(__name__)
 
 #: What `content_hash` does not cover.
 _APART: Final = ("content_hash", "library_versions", "metadata")
@@ -65,9 +68,30 @@ def finish_layout(run: Run, manifest: Manifest) -> Manifest:
     fragments = [workspace.fragment(shard["name"]) for shard in manifest["shards"]]
     layout = LAYOUTS[manifest["layout"]]
     layout.finish(workspace.root, manifest, fragments)
+    if layout.MEDIA_ROOTS is not None:
+        content = layout.media_roots(manifest, run.config.source)
+        write_atomically(workspace.root / layout.MEDIA_ROOTS, content)
     names = layout.metadata([shard["split"] for shard in manifest["shards"]])
     hashes = {name: hash_metadata(workspace.root / name) for name in names}
     return {**manifest, "metadata": hashes}
+
+
+def follow_media(run: Run, manifest: Manifest) -> Manifest:
+    """Write anew where the media lie which packs refer to, if their sources moved; the packs stay.
+    Raises StageError if a source is not where the configuration says."""
+    layout = LAYOUTS[manifest["layout"]]
+    if layout.MEDIA_ROOTS is None:
+        return manifest
+    content = layout.media_roots(manifest, run.config.source)
+    if hash_bytes(content) == manifest["metadata"][layout.MEDIA_ROOTS]:
+        return manifest
+    paths = ", ".join(source.path for source in run.config.source)
+    logger.info("write: the packs now refer to media in %s; verify opens them", paths)
+    write_atomically(run.workspace.root / layout.MEDIA_ROOTS, content)
+    hashes = {**manifest["metadata"], layout.MEDIA_ROOTS: hash_bytes(content)}
+    moved = {**manifest, "metadata": hashes}
+    write_atomically(run.workspace.manifest, to_json(moved))
+    return moved
 
 
 def build_manifest(

@@ -16,6 +16,7 @@ from typing import Any, Final
 from offline_packing.config.packing import OutputConfig
 from offline_packing.errors import StageError
 from offline_packing.index.table import IndexInfo
+from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.runs.artifacts import PLAN_FILES, layout_fingerprint
 from offline_packing.runs.manifest import Manifest, hash_plan
@@ -70,8 +71,12 @@ def check_file(task: FileCheck) -> Damage | None:
 def find_metadata_damage(run: Run, manifest: Manifest) -> list[Damage]:
     """Damage to the layout's metadata on all shards; somebody may have edited it."""
     root, recorded_in = run.workspace.root, run.workspace.manifest
-    hashes = manifest["metadata"].items()
-    return _run(run, [FileCheck(root, root / name, one, recorded_in, True) for name, one in hashes])
+    roots = LAYOUTS[manifest["layout"]].MEDIA_ROOTS
+    checks = [
+        FileCheck(root, root / name, expected, recorded_in, is_aside=name != roots)
+        for name, expected in manifest["metadata"].items()
+    ]
+    return _run(run, checks)
 
 
 def find_stage_damage(run: Run, manifest: Manifest | None) -> list[Damage]:

@@ -21,7 +21,7 @@ from offline_packing.runs.tasks import iterate_tasks
 from offline_packing.storage.files import hash_file
 from task_encoders.families import ModelOptions
 from task_encoders.media.video_file import MissingPyAVError
-from task_encoders.packs.pack import Pack, PackFormatError, restore_pack
+from task_encoders.packs.pack import Pack, PackFormatError, StoredMedia, restore_pack
 from task_encoders.packs.tokenized import TokenizedText
 from task_encoders.samples import SampleError, SourceSample
 
@@ -194,10 +194,13 @@ def _sub_sample_problem(
     counts = (len(sub.media), len(sub.videos))
     if any(name not in media for name in sub.media) or counts != (len(row.media), row.num_videos):
         return "its media are not those that were measured"
-    if not task.deep:
-        return None
-    encoder = open_encoder(task.model)
     try:
+        if not task.deep:
+            if isinstance(media, StoredMedia):
+                for name in sub.media:
+                    media.check(name)
+            return None
+        encoder = open_encoder(task.model)
         images = [media[name] for name in sub.images]
         videos = [media[name] for name in sub.videos]
         measured = task.shard.read_sample(row)

@@ -28,7 +28,7 @@ from offline_packing.runs.artifacts import (
     check_layout,
     layout_fingerprint,
 )
-from offline_packing.runs.manifest import Manifest, read_manifest, write_manifest
+from offline_packing.runs.manifest import Manifest, follow_media, read_manifest, write_manifest
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import check_all_done, iterate_tasks, plan_shards, unfinished
 from offline_packing.sources.formats.tables import ParquetSource
@@ -51,7 +51,7 @@ def write(run: Run, samples: Index, plan: StoredPlan) -> Manifest:
         manifest = read_manifest(run.workspace)
         if manifest is not None:
             logger.info("write: complete (%d shards), nothing to do", len(manifest["shards"]))
-            return manifest
+            return follow_media(run, manifest)
         layout = LAYOUTS[run.config.output.layout]
         layout.check_ready()
         layout.check_sources(samples, open_sources(run.config))

@@ -10,23 +10,26 @@
     pack          JSON in UTF-8, filled up with blanks: what the pack is, and where its media lie
 
     {"key": "ps_00000000", "images": [["img000.jpg"], []], "videos": [[], []],
-     "media": [["/data/images/17.jpg", null, 81204, 1763766381000000000, 5, 576]],
+     "media": [["files0", "a/17.jpg", null, 81204, 1763766381000000000, 5, 576]],
      "meta": {"task": "bmr", "keys": [...], "num_tokens": [...], "tokenized_with": ..., "loss": []}}
 
-`media` says for each image, then for each video, in which file its bytes lie, from which offset on
-(null: it is the whole file), how many bytes, when the file was last written to (in ns; 0 of a
-remote one) and, in `tokens`, where it stands and how many tokens it takes. `meta` is that of a
-tokenized pack (pack_format.py), whose `token_ids` follow from these.
+`media` says for each image, then for each video, under which root in which file its bytes lie, from
+which offset on (null: it is the whole file), how many bytes, when the file was last written to (in
+ns; 0 of a remote one) and, in `tokens`, where it stands and how many tokens it takes. `meta` is
+that of a tokenized pack (pack_format.py), whose `token_ids` follow from these.
+
+    media_roots.json    {"files0": "/data/images", "tars0": "/data"}: of the first source
+
 
 Written and read with numpy: neither needs megatron-core, which opens the files as its own.
 """
 
 import itertools
-import os
+import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +37,15 @@ import orjson
 
 from task_encoders.packs.pack import Pack, PackFormatError, StoredMedia, parse_json
 from task_encoders.packs.pack_format import is_video_name, media_part_names
+from task_encoders.packs.stored_media import StoredMedium
 from task_encoders.packs.tokenized import ExpandedText, TokenizedPack, TokenizedText, collapse
 from task_encoders.sample_encoder import IGNORE_INDEX
 
 #: What NeVA calls the files of a packed dataset, without their endings.
 PREFIX: Final = "packed_seq_dataset"
+
+#: Beside them: the folders, or URLs, that `media` names.
+MEDIA_ROOTS: Final = "media_roots.json"
 
 SEQUENCES: Final = ("cu_lengths", "tokens", "labels", "loss_mask", "pack")
 
@@ -57,51 +64,6 @@ def find_prefix(path: str | Path) -> Path | None:
     return next((one for one in found if Path(f"{one}.idx").is_file()), None)
 
 
-class StoredMedium(NamedTuple):
-    """Where the bytes of an image or a video lie."""
-
-    #: absolute, or a URL of fsspec
-    path: str
-    #: None: it is the whole file
-    offset: int | None
-    size: int
-    #: modification time of the file; 0 of a remote one
-    mtime_ns: int
-
-    def read(self) -> bytes:
-        """The bytes. Raises PackFormatError if they no longer exist, or the file has another
-        size or was written to."""
-        begin, mtime_ns = self.offset or 0, 0
-        try:
-            if "://" in self.path:
-                data, file_size = _read_remote(self.path, begin, self.size)
-            else:
-                with open(self.path, "rb", buffering=0) as file:
-                    data = os.pread(file.fileno(), self.size, begin)
-                    found = os.fstat(file.fileno())
-                file_size, mtime_ns = found.st_size, found.st_mtime_ns
-        except OSError as error:
-            why = error.strerror or error
-            raise PackFormatError(f"{self.path} cannot be read: {why}; restore it") from error
-        is_cut = len(data) != self.size or (self.offset is None and file_size != self.size)
-        if is_cut or mtime_ns != self.mtime_ns:
-            what = f"{file_size} bytes, were {begin + self.size}" if is_cut else "another time"
-            raise PackFormatError(
-                f"{self.path} changed since it was packed ({what}); restore it (cp -a and rsync -t "
-                "keep times), or pack again, with --accept-mismatch modification_time if only its "
-                "time differs"
-            )
-        return data
-
-
-def _read_remote(url: str, begin: int, size: int) -> tuple[bytes, int]:
-    """Bytes of a remote file, and its size."""
-    from fsspec.core import url_to_fs
-
-    filesystem, path = url_to_fs(url)
-    return filesystem.cat_file(path, start=begin, end=begin + size), filesystem.size(path)
-
-
 class IndexedSubSample(NamedTuple):
     """One sub-sample on its way into a document: images come first, then videos."""
 
@@ -109,7 +71,8 @@ class IndexedSubSample(NamedTuple):
     text: TokenizedText
     expanded: ExpandedText
     extensions: Sequence[str]
-    media: Sequence[StoredMedium]
+    #: root, file, offset, bytes and time of each
+    media: Sequence[Sequence[Any]]
 
 
 def make_document(
@@ -160,6 +123,20 @@ def index_file(sizes: Sequence[npt.NDArray[np.integer]]) -> bytes:
     return b"".join([_HEADER, counts, lengths.tobytes(), offsets.tobytes(), ends.tobytes()])
 
 
+def read_media_roots(folder: Path) -> Mapping[str, str]:
+    """The folders, or URLs, that packs in a folder name; empty if there is no such file. Raises
+    PackFormatError if it is damaged."""
+    path = folder / MEDIA_ROOTS
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        raise PackFormatError(
+            f"{path} is damaged ({error}); offline-packing retry writes it again"
+        ) from error
+
+
 class IndexedFile:
     """The documents of a prefix; cheap to send to another process.
 
@@ -169,6 +146,7 @@ class IndexedFile:
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
+        self._roots = read_media_roots(Path(prefix).parent)
         try:
             index = np.fromfile(f"{prefix}.idx", dtype=np.uint8)
             self._items = np.memmap(f"{prefix}.bin", dtype=_ITEM, mode="r")
@@ -202,14 +180,15 @@ class IndexedFile:
         some = slice(first, first + len(SEQUENCES))
         starts = self._offsets[some] // _ITEM.itemsize
         bounds = zip(starts.tolist(), self._lengths[some].tolist(), strict=True)
-        return IndexedPack([self._items[start : start + n] for start, n in bounds])
+        return IndexedPack([self._items[start : start + n] for start, n in bounds], self._roots)
 
 
 class IndexedPack:
     """A document: the arrays of a row, and the pack that it was made from, without texts."""
 
-    def __init__(self, sequences: Sequence[Sequence32]) -> None:
+    def __init__(self, sequences: Sequence[Sequence32], roots: Mapping[str, str]) -> None:
         """Raises PackFormatError if the document is no pack."""
+        self._roots = roots
         self.cu_lengths, self.tokens, self.labels, self._mask, document = sequences
         self._stored = parse_json(document.tobytes(), "document")
         #: of the pack
@@ -250,4 +229,15 @@ class IndexedPack:
             "captions": [[answer]] * len(ids),
             "meta": {**meta, "token_ids": ids},
         }
-        return Pack(self.key, record, StoredMedia(media, lambda at: StoredMedium(*at[:4]).read()))
+        read, check = (lambda at: self._at(at).read()), (lambda at: self._at(at).check())
+        return Pack(self.key, record, StoredMedia(media, read, check))
+
+    def _at(self, place: Sequence[Any]) -> StoredMedium:
+        """Where a medium lies. Raises PackFormatError if its root is unknown."""
+        root, file, offset, size, mtime_ns, _, _ = place
+        if root not in self._roots:
+            raise PackFormatError(
+                f"pack {self.key!r}: {MEDIA_ROOTS} beside the packs does not say where {root} is; "
+                "offline-packing retry writes it again"
+            )
+        return StoredMedium(f"{self._roots[root]}/{file}", offset, size, mtime_ns)

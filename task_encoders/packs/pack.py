@@ -46,9 +46,15 @@ def is_medium(name: str) -> bool:
 class StoredMedia(Mapping[str, bytes]):
     """Media by name that are read when asked for."""
 
-    def __init__(self, places: Mapping[str, Any], read: Callable[[Any], bytes]) -> None:
-        """`read`: the bytes at a place."""
-        self._places, self._read = places, read
+    def __init__(
+        self, places: Mapping[str, Any], read: Callable[[Any], bytes], check: Callable[[Any], None]
+    ) -> None:
+        """`read`: the bytes at a place; `check`: whether they are still there, without reading."""
+        self._places, self._read, self._check = places, read, check
+
+    def check(self, name: str) -> None:
+        """Raise as reading a medium does if its file is gone, or has another size or time."""
+        self._check(self._places[name])
 
     def __getitem__(self, name: str) -> bytes:
         return self._read(self._places[name])

@@ -20,12 +20,9 @@ from megatron.energon.epathlib import EPath
 from megatron.energon.errors import FatalSampleError
 
 from task_encoders.packs.pack_format import JSON_PART, METADATASET
+from task_encoders.packs.stored_media import MovedMediumError
 
 Stores = Mapping[str, FileStore[bytes]]
-
-
-class MovedMediumError(ValueError):
-    """A medium that cannot be read, or is not the one that was packed."""
 
 
 def metadataset_of(path: str | Path | EPath) -> EPath:
@@ -47,17 +44,10 @@ def read_medium(locator: Sequence[Any], stores: Stores, sample: Any = None) -> b
         found = os.stat(path).st_mtime_ns if mtime_ns else 0
         data = stores[name].get(member[0] if member else container, sample)
     except (OSError, KeyError, ValueError) as error:
-        raise MovedMediumError(
-            f"{path} cannot be read: {type(error).__name__}: {error}; restore it, or write the "
-            "packs again"
-        ) from error
+        raise MovedMediumError.gone(path, f"{type(error).__name__}: {error}") from error
     if len(data) != size or found != mtime_ns:
         what = f"{len(data)} bytes, was {size}" if len(data) != size else "another time"
-        raise MovedMediumError(
-            f"{path} changed since it was packed ({what}); restore it (cp -a and rsync -t keep "
-            "times), or write the packs again, with --accept-mismatch modification_time if only "
-            "its time differs"
-        )
+        raise MovedMediumError.changed(path, what)
     return data
 
 

@@ -108,6 +108,7 @@ def test_megatron_core_opens_it(runs: dict[str, Run]) -> None:
     run = runs["indexed"]
     theirs, ours = IndexedDataset(str(prefix_of(run))), IndexedFile(prefix_of(run))
     shards = json.loads(run.workspace.manifest.read_text())["shards"]
+    roots = json.loads((run.workspace.root / "media_roots.json").read_text())
     assert len(shards) > 1
     count = len(theirs.document_indices) - 1
     assert count == len(ours) == sum(shard["packs"] for shard in shards)
@@ -125,8 +126,8 @@ def test_megatron_core_opens_it(runs: dict[str, Run]) -> None:
         loss_mask = mask.view(np.uint8)[: len(tokens)]
         assert loss_mask.tolist() == row.loss_mask[0].tolist()
         np.testing.assert_array_equal(ours[i].loss_mask, loss_mask)
-        for path, offset, size, _, start, length in pack["media"]:
-            assert len(Path(path).read_bytes()[offset or 0 :]) >= size
+        for root, file, offset, size, _, start, length in pack["media"]:
+            assert len(Path(roots[root], file).read_bytes()[offset or 0 :]) >= size
             assert (tokens[start] != tokens[start + 1 : start + length - 1]).all()  # tags around
             assert (labels[start : start + length] == -100).all()
         num_tokens += len(tokens)
@@ -263,6 +264,7 @@ def test_settings_that_do_not_match_are_refused(runs: dict[str, Run], tmp_path: 
         IndexedPackDataset(prefix.with_name("nothing"), task_encoder())
     for end in (".bin", ".idx"):  # without the manifest that says how they were made
         shutil.copy(prefix.with_suffix(end), tmp_path)
+    shutil.copy(prefix.with_name("media_roots.json"), tmp_path)
     with pytest.raises(PackFormatError, match=r"has no manifest\.json"):
         IndexedPackDataset(tmp_path / prefix.name)
     other = Qwen2VLTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=784 * 9, settings=BMR)

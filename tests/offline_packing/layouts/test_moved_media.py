@@ -1,0 +1,95 @@
+"""Media that packs refer to: they can move, by one command and without new packs, and `verify`
+opens them."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.energon import WorkerConfig
+
+from offline_packing.runs.run import Run
+from offline_packing.verify.verify import render_verdict, verify
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.loading.indexed_dataset import IndexedPackDataset
+from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.settings import PackingSettings
+from tests.helpers import formats
+from tests.helpers.command import invoke
+from tests.helpers.datasets import make_run, pack_all
+
+#: Layout, and the file that says where media lie.
+LAYOUTS = {"references": "metadataset.yaml", "indexed": "media_roots.json"}
+FORMATS = {"pairs": formats.pairs, "webdataset": formats.webdataset_prepared}
+
+
+@pytest.fixture(params=[(layout, name) for layout in LAYOUTS for name in FORMATS], ids="-".join)
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
+    layout, name = request.param
+    source = FORMATS[name](tmp_path / "data", formats.draw_samples(12))
+    made = make_run({**source, "task": "bmr"}, tmp_path / "out", output={"layout": layout})
+    pack_all(made)
+    return made
+
+
+def batches(run: Run) -> list[PackedBatch]:
+    encoder = Qwen2VLTaskEncoder(
+        seq_length=512, model=run.config.model, settings=PackingSettings(packed=True, bmr=True)
+    )
+    root = run.workspace.root
+    if run.config.output.layout == "indexed":
+        return list(IndexedPackDataset(root / "packed_seq_dataset", encoder))
+    worker = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    dataset = get_packed_train_dataset(root, encoder, worker_config=worker, repeat=False)
+    return list(get_packed_loader(dataset))
+
+
+def write_config(run: Run, path: Path) -> Path:
+    source = run.config.source[0]
+    path.write_text(
+        f"source: {{format: {source.format}, path: {source.path}, task: bmr}}\n"
+        f"model: {{max_pixels: {run.config.model.max_pixels}}}\npack: {{seq_length: 512}}\n"
+        f"output: {{path: {run.workspace.root}, layout: {run.config.output.layout}, "
+        "packs_per_shard: 2}\nengine: {workers: 0}\n"
+    )
+    return path
+
+
+def files(run: Run) -> dict[str, bytes]:
+    root = run.workspace.root
+    return {path.name: path.read_bytes() for path in root.iterdir() if path.is_file()}
+
+
+def test_moved_data_are_found_after_one_command(run: Run, tmp_path: Path) -> None:
+    expected, before, content = batches(run), files(run), run.workspace.manifest.read_text()
+    config = write_config(run, tmp_path / "pack.yaml")
+    shutil.move(tmp_path / "data", tmp_path / "elsewhere")
+    result = invoke("run", config, f"source.path={tmp_path}/elsewhere", "output.overwrite=true")
+    assert "problems        0\n" in result.stdout
+    after = files(run)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {LAYOUTS[run.config.output.layout], "manifest.json"}
+    for one, other in zip(batches(run), expected, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.imgs, other.imgs)
+    shutil.move(tmp_path / "elsewhere", tmp_path / "data")
+    invoke("write", config)
+    assert files(run) == before
+    assert run.workspace.manifest.read_text() == content
+
+
+def test_verify_opens_what_packs_refer_to(run: Run, tmp_path: Path) -> None:
+    assert verify(run).ok
+    name = "*.tar" if run.config.source[0].format == "webdataset" else "*.jpg"
+    path = min((tmp_path / "data").rglob(name))
+    path.write_bytes(path.read_bytes() + b"x")
+    (changed, *_) = verify(run).problems
+    assert f"{path} changed since it was packed" in changed
+    assert "or pack again with another output.path" in changed
+    shutil.rmtree(tmp_path / "data")
+    result = verify(run)
+    assert result.num_problems == result.num_samples > 4
+    assert f"{tmp_path}/data/" in result.problems[0]
+    assert "offline-packing write CONFIG source.path=NEW" in result.problems[0]
+    assert "if a problem names no remedy" in render_verdict(result)
