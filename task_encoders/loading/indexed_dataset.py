@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -53,7 +54,9 @@ class IndexedPackDataset(Dataset[PackedBatch]):
         return -(-len(self._file) // self._micro_batch_size)
 
     def __getitem__(self, number: int) -> PackedBatch:
-        """A row. Raises PackFormatError if an image is not what was packed any more."""
+        """A row. Raises PackFormatError if the file of an image has another size or time, or the
+        image other tokens, than when it was packed; SampleError if nothing of a pack can be used.
+        """
         if not 0 <= number < len(self):
             raise IndexError(f"row {number} of {len(self)}")
         first = number * self._micro_batch_size
@@ -71,12 +74,15 @@ class IndexedPackDataset(Dataset[PackedBatch]):
             )
         encoded = self.task_encoder.encode_pack(pack.pack)
         row = encoded.row
-        kept = ~row.attn_mask
+        # Of the sub-samples that are left: one whose image cannot be decoded was dropped.
+        is_left = np.isin(pack.sub_sample_keys, encoded.sub_sample_keys)
+        is_left = np.repeat(is_left, np.diff(pack.cu_lengths))
         for name in ("tokens", "labels"):
-            stored = torch.from_numpy(getattr(pack, name).astype("int64"))
-            if not torch.equal(getattr(row, name)[kept], stored):
-                why = "; ".join(encoded.dropped) or "its media have changed"
-                raise PackFormatError(f"pack {pack.key!r} is not trained as it is stored: {why}")
+            stored = torch.from_numpy(getattr(pack, name)[is_left].astype("int64"))
+            if not torch.equal(getattr(row, name)[~row.attn_mask], stored):
+                raise PackFormatError(
+                    f"pack {pack.key!r} is not trained as it is stored: its media have changed"
+                )
         return encoded
 
 

@@ -198,6 +198,8 @@ class IndexedPack:
         self.made_with: str = meta["tokenized_with"]
         #: what the pack is trained as
         self.task: str = meta["task"]
+        #: the keys of its sub-samples
+        self.sub_sample_keys: list[str] = meta["keys"]
 
     @property
     def loss_mask(self) -> npt.NDArray[np.uint8]:

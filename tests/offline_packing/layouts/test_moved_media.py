@@ -1,6 +1,7 @@
 """Media that packs refer to: they can move, by one command and without new packs, and `verify`
 opens them."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -93,3 +94,24 @@ def test_verify_opens_what_packs_refer_to(run: Run, tmp_path: Path) -> None:
     assert f"{tmp_path}/data/" in result.problems[0]
     assert "offline-packing write CONFIG source.path=NEW" in result.problems[0]
     assert "if a problem names no remedy" in render_verdict(result)
+
+
+def test_a_damaged_picture_costs_its_sample_in_every_layout(tmp_path: Path) -> None:
+    """Damage that changes neither size nor time shows when the picture is decoded."""
+    source = {**formats.pairs(tmp_path / "data", formats.draw_samples(12)), "task": "bmr"}
+    found = []
+    for layout in LAYOUTS:
+        run = make_run(source, tmp_path / layout, output={"layout": layout, "key_prefix": "a"})
+        pack_all(run)
+        found.append((run, batches(run)))
+    path = sorted((tmp_path / "data").glob("*.jpg"))[3]
+    before = path.stat()
+    path.write_bytes(b"\0" * before.st_size)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = [batches(run) for run, _ in found]
+    (line,) = (line for batch in after[0] for line in batch.dropped)
+    assert "bad_image" in line
+    for one, other, whole in zip(*after, found[0][1], strict=True):
+        assert one.dropped == other.dropped
+        assert torch.equal(one.tokens, other.tokens)
+        assert len(one.sub_sample_keys) == len(whole.sub_sample_keys) - len(one.dropped)
