@@ -194,13 +194,10 @@ def _sub_sample_problem(
     counts = (len(sub.media), len(sub.videos))
     if any(name not in media for name in sub.media) or counts != (len(row.media), row.num_videos):
         return "its media are not those that were measured"
+    if not task.deep:
+        return _stored_problem(sub, media)
+    encoder = open_encoder(task.model)
     try:
-        if not task.deep:
-            if isinstance(media, StoredMedia):
-                for name in sub.media:
-                    media.check(name)
-            return None
-        encoder = open_encoder(task.model)
         images = [media[name] for name in sub.images]
         videos = [media[name] for name in sub.videos]
         measured = task.shard.read_sample(row)
@@ -221,4 +218,16 @@ def _sub_sample_problem(
     report.num_tokens += num_tokens
     if num_tokens != row.num_tokens:
         return f"encodes to {num_tokens} tokens, measured {row.num_tokens}"
+    return None
+
+
+def _stored_problem(sub: SourceSample, media: Mapping[str, bytes]) -> str | None:
+    """Open the media that a pack only refers to."""
+    if not isinstance(media, StoredMedia):
+        return None
+    try:
+        for name in sub.media:
+            media.check(name)
+    except (StageError, PackFormatError) as error:
+        return str(error)
     return None
