@@ -3,8 +3,10 @@ encoder, and their tokens spelled out with what is trained and what is not."""
 
 import io
 import itertools
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -228,15 +230,22 @@ def _spell(
     labels: npt.NDArray[np.int64],
     is_padding: npt.NDArray[np.bool_],
     tokenizer: Tokenizer,
-    images: Iterable[MediumPreview],
-    videos: Iterable[MediumPreview],
+    images: Sequence[MediumPreview],
+    videos: Sequence[MediumPreview],
 ) -> Iterator[Span]:
     """A segment as text, in spans with loss and without. Arrays are (num_tokens,)."""
     trained = labels != IGNORE_INDEX
     literal = control_pattern(tokenizer)
-    # what control tokens for pixels stand for
-    media = {"<|image_pad|>": map("image {0.patches}".format, images)}
-    media["<|video_pad|>"] = map("video {0.num_frames} frames {0.patches}".format, videos)
+    spelled = tokenizer.spell(tokens.tolist())
+    counts = Counter(token for token, is_control in spelled if is_control)
+    # token -> the medium that each of these tokens is part of
+    media = {
+        token: _medium_of_tokens(form, shown, counts[token])
+        for token, form, shown in (
+            ("<|image_pad|>", "image {0.patches}", images),
+            ("<|video_pad|>", "video {0.num_frames} frames {0.patches}", videos),
+        )
+    }
     # A pair changes where a span ends: [0 0 0 1 1 0] -> 3, 5
     cuts = [0, *(np.flatnonzero(np.diff(2 * trained + is_padding)) + 1).tolist(), len(tokens)]
     for start, end in itertools.pairwise(cuts):
@@ -248,16 +257,26 @@ def _spell(
         yield Span(bool(trained[start]), end - start, tuple(pieces))
 
 
+def _medium_of_tokens(form: str, media: Sequence[MediumPreview], num_tokens: int) -> Iterator[str]:
+    """The medium of each of these tokens in turn; a token stands for equally many patches."""
+    patches = [math.prod(medium.grid) for medium in media]
+    per_token = sum(patches) // max(num_tokens, 1)
+    for medium, count in zip(media, patches, strict=True):
+        yield from itertools.repeat(form.format(medium), count // per_token)
+
+
 def _pieces(
     spelled: Iterator[tuple[str, bool]],
     media: Mapping[str, Iterator[str]],
     literal: re.Pattern[str],
 ) -> Iterator[Piece]:
-    """Text and control tokens, with those for pixels merged into one per image or video."""
+    """Text and control tokens, with those for pixels merged into one per image, or per run of a
+    video's (Qwen3-VL writes a time before each step's)."""
     for (text, is_control), some in itertools.groupby(spelled):
         count = len(list(some))
         if is_control and text in media:
-            yield Piece("vision", f"[{next(media[text])}: {count:,} tokens]")
+            for medium, own in itertools.groupby(itertools.islice(media[text], count)):
+                yield Piece("vision", f"[{medium}: {len(list(own)):,} tokens]")
         elif is_control:
             yield from [Piece("control", text)] * count
         else:

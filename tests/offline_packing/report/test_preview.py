@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from tests.helpers.datasets import (
     write_json,
 )
 from tests.helpers.elements import HOSTILE, Elements
+from tests.helpers.video_packs import CLIPS, MODEL
 
 MAKE = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}
 
@@ -212,6 +214,34 @@ def test_other_layouts(layout: str, tmp_path: Path, qwen: tiktoken.Encoding) -> 
     for pack in packs:
         for sub in pack.sub_samples:
             check_sub_sample(run, sub, qwen)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_videos_in_one_run_of_tokens_or_in_several(family: str, tmp_path: Path) -> None:
+    """Qwen3-VL writes a time before each step of a video."""
+    root = tmp_path / "data"
+    root.mkdir()
+    for name in ("short", "other"):
+        (root / f"{name}.mp4").write_bytes(CLIPS[name])
+    (root / "0.jpg").write_bytes(image_bytes(84, 60))
+    record = {"messages": dialogue("What moves?", "A bar."), "images": ["0.jpg"]}
+    write_json(root / "0.json", {**record, "videos": ["short.mp4", "other.mp4"]})
+    model = MODEL | {"family": family, "resize": "pil"}
+    source = {"format": "pairs", "task": "vqa", "path": str(root)}
+    run = make_run(source, tmp_path / "out", model=model)
+    pack_all(run)
+    (pack,) = all_packs(run)
+    (sub,) = pack.sub_samples
+    shown = [piece.text for span in sub.spans for piece in span.pieces if piece.kind == "vision"]
+    runs = [video.grid[0] if family == "qwen3_vl" else 1 for video in sub.videos]
+    expected = [f"image {sub.images[0].patches}"]
+    for video, count in zip(sub.videos, runs, strict=True):
+        expected += [f"video {video.num_frames} frames {video.patches}"] * count
+    assert [re.sub(r"^\[|: .*", "", text) for text in shown] == expected
+    tokens = [int(re.search(r": ([\d,]+) tokens", text)[1].replace(",", "")) for text in shown]
+    grids = [math.prod(medium.grid) for medium in (*sub.images, *sub.videos)]
+    assert sum(tokens) == sum(grids) // 4
+    assert family == "qwen2_vl" or min(runs) > 1
 
 
 def test_padding_inside_a_pack(tmp_path: Path) -> None:
