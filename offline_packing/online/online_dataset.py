@@ -29,14 +29,11 @@ from offline_packing.online.reading import (
     read_sample,
     this_reader,
 )
-from task_encoders.samples import REASONS, SampleError
+from offline_packing.online.unusable import Unusable, by_reason, shared_counts
+from task_encoders.samples import SampleError
 
 logger = logging.getLogger(__name__)
 
-#: Samples in a row that may fail to be read before the run ends, as in Energon.
-MAX_FAILURES_IN_A_ROW: Final = 100
-_REASON_NAMES: Final = tuple(REASONS)
-_COUNTED_WORKERS: Final = 256
 _UNEQUAL: Final = (
     "each of %d ranks packs its own samples and may have more packs than another; one that ends "
     "early leaves the others waiting: set repeat=True, and count steps. Where one loader's packs "
@@ -90,12 +87,9 @@ class OnlineDataset(IterableDataset[Any]):
         self._ranks = check_ranks(rank, world_size)
         self._pass: _Pass | None = None
         self._saved: Mapping[str, Any] | None = None
-        #: by worker and reason; in shared memory, so that the trainer sees what its workers count
-        self._counts = torch.zeros(_COUNTED_WORKERS, len(REASONS), dtype=torch.int64)
+        self._counts = shared_counts()
         #: shared as well, for workers that live longer than an epoch
-        self._epoch = torch.zeros((), dtype=torch.int64)
-        for tensor in (self._counts, self._epoch):
-            tensor.share_memory_()
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     @abstractmethod
     def make_pool(self, saved: tuple[Mapping[str, Any], list[Any]] | None) -> Pool[Any]:
@@ -112,7 +106,7 @@ class OnlineDataset(IterableDataset[Any]):
     @property
     def set_aside(self) -> Counter[str]:
         """Samples that could not be used, by reason, over all workers of this rank."""
-        return +Counter(dict(zip(_REASON_NAMES, self._counts.sum(dim=0).tolist(), strict=True)))
+        return by_reason(self._counts)
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the passes that begin from now on: another order if samples are shuffled;
@@ -150,13 +144,11 @@ class _Pass:
         self._shard = shard
         if shard.world_size > 1 and shard.index == 0 and not (owner.repeat or saved):
             logger.warning(_UNEQUAL, shard.world_size)
-        self._counts = owner._counts[shard.worker % _COUNTED_WORKERS]
+        self._unusable = Unusable(owner._counts, shard.worker)
         order = {"shuffle": owner.shuffle, "seed": owner.seed}
         order |= {"num_samples": len(owner.dataset)} if owner.shuffle else {}
         self._made_with = owner.settings() | order | vars(shard)
         self._ready: deque[list[Sample]] = deque()
-        self._failures = 0  # to read samples, since the last that could be read
-        self._last_error: SampleError | None = None
         self._begin(int(saved["epoch"] if saved else owner._epoch))
         if saved and "source" in saved:
             self._restore(saved)
@@ -174,9 +166,10 @@ class _Pass:
             mark_every=owner.settings()["buffer_size"],
         )
         self._pool = owner.make_pool(None)
-        #: samples of this epoch that were packed
+        #: samples of this epoch that were packed; of those with known lengths, that were given out
         self._num_packed = 0
         self._ended = False
+        self._kept_state: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -186,10 +179,12 @@ class _Pass:
             while not self._ready:
                 if not self._ended:
                     self._read_one()
-                elif self._owner.repeat:
-                    self._begin(self._epoch + 1)
-                else:
+                    continue
+                if not self._num_packed:
+                    self._check_use()
+                if not self._owner.repeat:
                     raise StopIteration
+                self._begin(self._epoch + 1)
             if contents := self._contents(self._ready.popleft()):
                 return self._owner.collate(contents)
 
@@ -200,29 +195,33 @@ class _Pass:
         contents = []
         for number, num_tokens, load in pack:
             try:
-                _, found, content = self._read(number, load)
-                if found != num_tokens:
-                    detail = f"{found} tokens, and its length was given as {num_tokens}"
-                    raise SampleError("bad_record", detail)
-                contents.append(content)
+                contents.append(self._read(number, load, num_tokens).content)
             except SampleError as error:
-                self._set_aside(number, error)
+                self._unusable.add(number, error, any_used=self._num_packed > 0)
+        self._num_packed += len(contents)
         return contents
 
     def state(self) -> dict[str, Any]:
-        ready = [[[s.number, s.num_tokens] for s in pack] for pack in self._ready]
-        waiting = [[s.number, s.num_tokens] for s in self._pool.waiting]
-        oldest = min((number for pack in [*ready, waiting] for number, _ in pack), default=None)
-        return {
-            "epoch": self._epoch,
-            "made_with": dict(self._made_with),
-            "ready": ready,
-            "waiting": waiting,
-            "pool": self._pool.state(),
-            "ended": self._ended,
+        """O(samples that wait) for the first pack of those made at once; for the others, which
+        differ only in what is still ready, O(packs that are ready)."""
+        if self._kept_state is None:
+            ready = [[[s.number, s.num_tokens] for s in pack] for pack in self._ready]
+            waiting = [[s.number, s.num_tokens] for s in self._pool.waiting]
+            oldest = min((number for pack in [*ready, waiting] for number, _ in pack), default=None)
+            self._kept_state = {
+                "epoch": self._epoch,
+                "made_with": dict(self._made_with),
+                "ready": ready,
+                "waiting": waiting,
+                "pool": self._pool.state(),
+                "ended": self._ended,
+                "source": self._source.state(oldest),
+            }
+        ready = self._kept_state["ready"]
+        return self._kept_state | {
+            "ready": ready[len(ready) - len(self._ready) :],
             "num_packed": self._num_packed,
-            "set_aside": self._counts.tolist(),
-            "source": self._source.state(oldest),
+            "set_aside": self._unusable.counts.tolist(),
         }
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
@@ -232,7 +231,7 @@ class _Pass:
                     f"the saved state is of {name} {then!r}, and now it is {now!r}; resume with "
                     "the same settings"
                 )
-        self._counts.copy_(torch.tensor(saved["set_aside"]))
+        self._unusable.counts.copy_(torch.tensor(saved["set_aside"]))
         wanted = dict(pair for pack in [*saved["ready"], saved["waiting"]] for pair in pack)
         found = {}
         self._ended, self._num_packed = saved["ended"], saved["num_packed"]
@@ -249,9 +248,11 @@ class _Pass:
         return read_again(number, loads[number], self._owner.encode, num_tokens)
 
     def _read_one(self) -> None:
+        self._kept_state = None
         found = self._source.next()
         if found is None:
-            self._end()
+            self._ended = True
+            self._ready.extend(self._pool.finish())
             return
         number, load = found
         lengths = self._owner.lengths
@@ -261,40 +262,25 @@ class _Pass:
             else:
                 sample = Sample(number, int(lengths[number]), load)
             self._ready.extend(self._pool.add(sample, sample.num_tokens))
-            self._num_packed += 1
+            self._num_packed += lengths is None
         except SampleError as error:
-            self._set_aside(number, error)
+            self._unusable.add(number, error, any_used=self._num_packed > 0)
 
-    def _read(self, number: int, load: Load) -> Sample:
+    def _read(self, number: int, load: Load, known_length: int | None = None) -> Sample:
         try:
             sample = read_sample(number, load, self._owner.encode)
+            if known_length not in (None, sample.num_tokens):
+                detail = f"{sample.num_tokens} tokens, and its length was given as {known_length}"
+                raise SampleError("bad_record", detail)
         except SampleError:
-            self._failures += 1
+            self._unusable.failures_in_a_row += 1
             raise
-        self._failures = 0
+        self._unusable.failures_in_a_row = 0
         return sample
 
-    def _end(self) -> None:
-        self._ended = True
-        self._ready.extend(self._pool.finish())
-        if self._num_packed:
-            return
-        # One of many readers may have had only a few samples.
-        if self._shard.count == 1 and self._last_error is not None:
-            raise StageError(
-                f"no sample can be used, the last one because of {self._last_error}; check the "
-                "dataset, and the length of packs"
-            )
+    def _check_use(self) -> None:
+        """Raise StageError at the end of an epoch in which no sample could be used."""
+        self._unusable.check_end(is_only_reader=self._shard.count == 1)
         if self._owner.repeat:
             reader = f"worker {self._shard.worker} of rank {self._shard.rank}"
             raise StageError(f"{reader} has no sample to repeat; take fewer workers")
-
-    def _set_aside(self, number: int, error: SampleError) -> None:
-        logger.warning("set aside sample %d: %s", number, error)
-        self._last_error = error
-        self._counts[_REASON_NAMES.index(error.reason)] += 1
-        if self._failures == MAX_FAILURES_IN_A_ROW:
-            raise StageError(
-                f"{self._failures} samples in a row cannot be read, the last one, {number}, with "
-                f"{error}; check the dataset"
-            ) from error

@@ -3,6 +3,7 @@
 python tools/benchmarks/benchmark_online.py ranks
 python tools/benchmarks/benchmark_online.py loaders
 python tools/benchmarks/benchmark_online.py planning
+python tools/benchmarks/benchmark_online.py prefetch
 python tools/benchmarks/benchmark_online.py buffers
 python tools/benchmarks/benchmark_online.py windows | energon
 python tools/benchmarks/benchmark_online.py roads --samples 4000 --ranks 4 --buffer 200
@@ -19,6 +20,7 @@ import numpy as np
 from length_laws import draw_lengths, draw_sft
 
 from offline_packing import plan_packs
+from offline_packing.online.constant_length import ConstantLengthDataset
 from offline_packing.online.dynamic_batches import DynamicBatches
 from offline_packing.online.online_dataset import OnlineDataset
 from offline_packing.online.packed_dataset import PackedIterableDataset
@@ -199,6 +201,36 @@ def _plan(options: WindowOptions, lengths: np.ndarray, images: np.ndarray) -> No
     for length, count in zip(lengths.tolist(), images.tolist(), strict=False):
         pool.add(length, length, {"images": count})
     pool.finish()
+
+
+@main.command()
+@click.option("--samples", default=24_000, show_default=True)
+def prefetch(samples: int) -> None:
+    """Samples per second that `ConstantLengthDataset` packs: made when they are asked for, and by
+    its producer thread, which has a state for every pack."""
+    given = [{"length": length} for length in draw_sft(samples)[0].tolist()]
+    rows = []
+    for strategy in ("knapsack", "auto"):
+        for buffer in (200, 1000, 6000):
+            dataset = ConstantLengthDataset(
+                given, seq_length=SEQ_LENGTH, buffer_size=buffer, strategy=strategy
+            )
+            speeds = []
+            for packs in (dataset.dataset, dataset):
+                next(iter(packs))  # compile
+                start = time.perf_counter()
+                count = sum(map(len, packs))
+                speeds.append(count / (time.perf_counter() - start))
+            rows.append(
+                {
+                    "strategy": strategy,
+                    "buffer": buffer,
+                    "asked for": f"{speeds[0]:,.0f}",
+                    "by the thread": f"{speeds[1]:,.0f}",
+                    "ratio": f"{speeds[1] / speeds[0]:.3f}",
+                }
+            )
+    print_table(rows)
 
 
 @main.command()

@@ -5,7 +5,7 @@ import logging
 import pickle
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import numpy as np
@@ -138,6 +138,39 @@ def test_a_reader_with_nothing_to_repeat_is_one_error() -> None:
     few = packed(Indexed, LENGTHS[:2], repeat=True, rank=2, world_size=3)
     with pytest.raises(StageError, match="worker 0 of rank 2 has no sample to repeat; take fewer"):
         next(iter(few))
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("count", [7, 300])
+def test_lengths_that_are_wrong_end_the_run(repeats: bool, count: int) -> None:
+    """Those of a few samples may be."""
+    real = np.resize(LENGTHS, count)
+
+    def with_lengths(lengths: Any) -> PackedIterableDataset:
+        options = {"packing_length": 64, "buffer_size": 7, "repeat": repeats}
+        return PackedIterableDataset(numbered(real), lengths=lengths, **options)
+
+    with pytest.raises(StageError, match="its length was given as"):
+        next(iter(with_lengths(real + 1)))
+    few = real.copy()
+    few[1:4] += 1
+    dataset = with_lengths(few)
+    assert len(list(islice(dataset, 3))) == 3
+
+
+def test_a_stream_of_samples_that_are_all_too_long_ends_the_run() -> None:
+    class Endless(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return repeat({"length": 99})
+
+    message = "no sample can be used, the last one because of overlong: 99 tokens"
+    with pytest.raises(StageError, match=message):
+        next(iter(PackedIterableDataset(Endless(), packing_length=64)))
+    for reader in range(2):  # neither is the only one
+        two = {"rank": reader, "world_size": 2}
+        with pytest.raises(StageError, match=message):
+            list(packed(Stream, [99] * 200, **two))
+        assert list(packed(Stream, [99] * 20, **two)) == []
 
 
 def test_a_shuffled_dataset_that_has_grown_is_refused() -> None:

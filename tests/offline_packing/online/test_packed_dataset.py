@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tools.length_laws import draw_lengths
 from torch.utils.data import DataLoader
 
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.online.collate import padding_free_collator
-from offline_packing.online.online_dataset import MAX_FAILURES_IN_A_ROW
 from offline_packing.online.packed_dataset import (
     PackedDatasetWrapper,
     PackedIterableDataset,
     PackingBlock,
 )
+from offline_packing.online.unusable import MAX_FAILURES_IN_A_ROW
 from task_encoders.samples import SampleError
 from tests.helpers.online_samples import Indexed, SavableStream, Stream, lettered, numbered
+from tools.benchmarks.length_laws import draw_lengths
 
 
 def pack(lengths: Sequence[int], packing_length: int, **options: Any) -> list[list[int]]:
