@@ -205,8 +205,8 @@ class _Pass:
         """O(samples that wait) for the first pack of those made at once; for the others, which
         differ only in what is still ready, O(packs that are ready)."""
         if self._kept_state is None:
-            ready = [[[s.number, s.num_tokens] for s in pack] for pack in self._ready]
-            waiting = [[s.number, s.num_tokens] for s in self._pool.waiting]
+            ready = [[s[:2] for s in pack] for pack in self._ready]
+            waiting = [s[:2] for s in self._pool.waiting]
             oldest = min((number for pack in [*ready, waiting] for number, _ in pack), default=None)
             self._kept_state = {
                 "epoch": self._epoch,
