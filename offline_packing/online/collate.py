@@ -6,6 +6,7 @@ position_ids [0 1 2 3 0 1 0 1 2 0]
 cu_seq_lens  [0 4 6 9 10]
 """
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, Final
@@ -27,6 +28,8 @@ _PER_TOKEN: Final = {
 }
 #: What a sample without media need not have.
 _ZERO_BY_DEFAULT: Final = ("mm_token_type_ids", "token_type_ids")
+#: Stay a list where they are one: models take images of several sizes that way.
+_IMAGES: Final = "images"
 #: The boundaries replace them.
 _LEFT_OUT: Final = ("attention_mask", "length", "lengths")
 
@@ -41,7 +44,11 @@ def count_tokens(sample: Any) -> int:
     found = length if ids is None else np.shape(ids)[-1]
     if found is None:
         raise SampleError("bad_record", "it has neither length nor input_ids")
-    if length is not None and int(length) != found:
+    if ids is not None and np.ndim(ids) > 1 and np.shape(ids) != (1, found):
+        raise SampleError("bad_record", f"its input_ids have shape {np.shape(ids)}, not (n,)")
+    if not hasattr(found, "__index__") or isinstance(found, bool):
+        raise SampleError("bad_record", f"its length is {found!r}, not a whole number")
+    if length is not None and length != found:
         raise SampleError("bad_record", f"its length is {length}, and it has {found} input_ids")
     return int(found)
 
@@ -55,7 +62,9 @@ def padding_free_collator(
         samples: mappings with `input_ids` (n,), and what else the model takes: `labels` (not
             shifted; default: input_ids), M-RoPE's `position_ids` (3, n), `pixel_values` and grids
             (joined along their first dimension), ...; or packs, which are lists of such samples;
-            or `EncodedSample`. What is no array is left out.
+            or `EncodedSample`. Lists of numbers, or of arrays of one shape, are taken as arrays.
+            `images` that are lists become one list. None, `attention_mask` and `length` are left
+            out, and nothing else.
         pad_to_length: a last segment of padding fills the joined row up to this length.
 
     Returns:
@@ -63,8 +72,8 @@ def padding_free_collator(
         begins at 0 again; cu_seq_lens_q/k (P + 1,), max_length_q/k; use_cache; the other fields.
 
     Raises:
-        ValueError: there is no sample, one lacks a field that others have, or the row is longer
-            than `pad_to_length`.
+        ValueError: there is no sample, one lacks a field that others have, a field cannot be
+            joined, or the row is longer than `pad_to_length`.
     """
     flat = list(chain.from_iterable(s if isinstance(s, list | tuple) else [s] for s in samples))
     if not flat:
@@ -86,20 +95,52 @@ def padding_free_collator(
     return batch | flash_attention_kwargs(cu_seqlens) | {"use_cache": False}
 
 
-def _fields(sample: Any) -> dict[str, torch.Tensor]:
-    """A sample's arrays; those with a value per token as (n,), the first label ignored."""
+def _fields(sample: Any) -> dict[str, Any]:
+    """A sample's arrays, and its images if they are a list; what has a value per token as (n,), the
+    first label ignored."""
     if isinstance(sample, EncodedSample):
         sample = _encoded_fields(sample)
-    found = {}
+    ids = _as_tensor("input_ids", sample["input_ids"])
+    count = ids.shape[-1]
+    found: dict[str, Any] = {}
     for name, value in sample.items():
-        per_token = name == "input_ids" or name in _PER_TOKEN
-        is_array = isinstance(value, torch.Tensor | np.ndarray)
-        if name not in _LEFT_OUT and value is not None and (is_array or per_token):
-            tensor = torch.as_tensor(value)
-            found[name] = tensor.flatten() if per_token else tensor
-    labels = found.get("labels", found["input_ids"]).clone()
+        if name in _LEFT_OUT or value is None:
+            continue
+        if name == _IMAGES and isinstance(value, list | tuple):
+            found[name] = list(value)
+            continue
+        tensor = _as_tensor(name, value)
+        if name == "input_ids" or name in _PER_TOKEN:
+            if tensor.shape not in ((count,), (1, count)):
+                raise ValueError(
+                    f"{name} of a sample of {count} tokens has shape {tuple(tensor.shape)}; give "
+                    f"one value per token, ({count},)"
+                )
+            tensor = tensor.flatten()
+        if tensor.numel():
+            found[name] = tensor
+    labels = found.get("labels", ids.flatten()).clone()
     labels[:1] = IGNORE_INDEX  # the model shifts the row: nothing is learned across a boundary
     return found | {"labels": labels}
+
+
+def _as_tensor(name: str, value: Any) -> torch.Tensor:
+    """An array, or what can be one; its first dimension is that along which rows are joined."""
+    if isinstance(value, torch.Tensor):
+        return torch.atleast_1d(value)
+    try:
+        if not isinstance(value, np.ndarray | np.generic | list | tuple | float | int):
+            raise TypeError
+        if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
+            return torch.stack(list(value))
+        tensor = torch.atleast_1d(torch.as_tensor(np.asarray(value)))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"field {name!r} of a sample, {type(value).__name__} {reprlib.repr(value)}, is carried "
+            "nowhere: it is not an array; make it one, or take it out of the samples"
+        ) from error
+    from_list = tensor.is_floating_point() and not isinstance(value, np.ndarray | np.generic)
+    return tensor.to(torch.get_default_dtype()) if from_list else tensor
 
 
 def _encoded_fields(sample: EncodedSample) -> dict[str, Any]:
@@ -116,7 +157,7 @@ def _encoded_fields(sample: EncodedSample) -> dict[str, Any]:
 
 
 def _padding(
-    rows: Sequence[Mapping[str, torch.Tensor]], length: int, pad_token_id: int
+    rows: Sequence[Mapping[str, Any]], length: int, pad_token_id: int
 ) -> dict[str, torch.Tensor]:
     """A segment of padding, with the fields per token that the rows have."""
     values = {"input_ids": pad_token_id, **_PER_TOKEN}
@@ -129,10 +170,15 @@ def _positions(given: Sequence[torch.Tensor | None], lengths: Sequence[int]) -> 
     sample has M-RoPE's rows (3, n) or, with that first row, (4, n)."""
     counted = [torch.arange(length) for length in lengths]
     text = torch.cat(counted)[None]
-    rows = [
-        None if positions is None else positions.reshape(-1, length)
-        for positions, length in zip(given, lengths, strict=True)
-    ]
+    rows = []
+    for positions, length in zip(given, lengths, strict=True):
+        shape = () if positions is None else tuple(positions.shape)
+        if shape not in ((), *((*n, length) for n in ((), (1,), (3,), (4,), (3, 1), (4, 1)))):
+            raise ValueError(
+                f"position_ids of a sample of {length} tokens have shape {shape}, not "
+                f"({length},), (3, {length}) or (4, {length})"
+            )
+        rows.append(None if positions is None else positions.reshape(-1, length))
     if all(row is None or len(row) == 1 for row in rows):
         return text
     parts = [
@@ -142,13 +188,22 @@ def _positions(given: Sequence[torch.Tensor | None], lengths: Sequence[int]) -> 
     return torch.cat([text, torch.cat(parts, dim=1)])[:, None]
 
 
-def _join(name: str, rows: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+def _join(name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
     """A field of all rows: (1, S), or what is not per token along its first dimension."""
-    if name != "input_ids" and name not in _PER_TOKEN:
-        return torch.cat([row[name] for row in rows if name in row])
     if name in _ZERO_BY_DEFAULT:
         rows = [{name: torch.zeros_like(row["input_ids"]), **row} for row in rows]
     parts = [row[name] for row in rows if name in row]
-    if sum(map(len, parts)) != sum(len(row["input_ids"]) for row in rows):
-        raise ValueError(f"{name} has not one value per token in all samples of a row")
-    return torch.cat(parts)[None]
+    if name == "input_ids" or name in _PER_TOKEN:
+        if len(parts) < len(rows):
+            raise ValueError(f"{name} has not one value per token in all samples of a row")
+        return torch.cat(parts)[None]
+    if all(isinstance(part, list) for part in parts):
+        return list(chain.from_iterable(parts))
+    try:
+        return torch.cat(parts)
+    except (TypeError, RuntimeError) as error:
+        shapes = [tuple(part.shape) if hasattr(part, "shape") else "a list" for part in parts]
+        raise ValueError(
+            f"field {name!r} of the samples of a row has {shapes}; give arrays that differ in "
+            "their first dimension only"
+        ) from error

@@ -5,8 +5,11 @@ import pytest
 import torch
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-from offline_packing.online.collate import padding_free_collator
+from offline_packing.online.collate import count_tokens, padding_free_collator
+from offline_packing.online.constant_length import ConstantLengthDataset
+from offline_packing.online.dynamic_batches import DynamicBatches
 from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.samples import SampleError
 from tests.helpers.online_samples import lettered
 from tests.helpers.tiny_checkpoints import randomise
 
@@ -83,14 +86,85 @@ def test_positions_of_media_restart() -> None:
 
 def test_lists_arrays_and_rows_of_a_processor_are_taken() -> None:
     samples = [
-        {"input_ids": [1, 2, 3], "key": "a"},
+        {"input_ids": [1, 2, 3], "pixel_values": None},
         {"input_ids": np.array([4, 5]), "labels": [IGNORE_INDEX, 5], "length": 2},
         {"input_ids": torch.tensor([[6]]), "attention_mask": torch.ones(1, 1)},
     ]
     row = padding_free_collator(samples)
     assert row["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6]]
     assert row["labels"].tolist() == [[IGNORE_INDEX, 2, 3, IGNORE_INDEX, 5, IGNORE_INDEX]]
-    assert "key" not in row
+    assert row.keys().isdisjoint({"pixel_values", "attention_mask", "length"})
+
+
+def test_media_in_lists_are_in_the_row() -> None:
+    """As Hugging Face's datasets have them; text has empty ones."""
+    picture = {"image_grid_thw": [[1, 2, 2]], "position_ids": [[0, 1], [0, 0], [0, 1]]}
+    samples = [
+        {"labels": [1, 2], "input_ids": [1, 2], "pixel_values": [[0.5, 1.0]] * 4, **picture},
+        {"input_ids": [3], "pixel_values": [], "image_grid_thw": []},
+        {"input_ids": [4, 5], "pixel_values": [torch.zeros(2)] * 4, **picture},
+    ]
+    row = padding_free_collator(samples)
+    assert row["pixel_values"].tolist() == [[0.5, 1.0]] * 4 + [[0.0, 0.0]] * 4
+    assert row["pixel_values"].dtype == torch.float32
+    assert row["image_grid_thw"].tolist() == [[1, 2, 2]] * 2
+    assert row["image_grid_thw"].dtype == torch.int64
+    counted = [0, 1, 0, 0, 1]
+    assert row["position_ids"][:, 0].tolist() == [counted, counted, [0] * 5, counted]
+    assert "pixel_values" not in padding_free_collator(samples[1:2])
+
+
+def test_images_in_lists_stay_one_list() -> None:
+    """Of any sizes, as nanoVLM's model takes them."""
+    images = [torch.full((tiles, 3, 4, 4), tiles) for tiles in (1, 2, 5)]
+    samples = [
+        {"input_ids": [1], "images": images[:2]},
+        {"input_ids": [2], "images": []},
+        {"input_ids": [3], "images": images[2:]},
+    ]
+    row = padding_free_collator(samples)
+    assert all(one is image for one, image in zip(row["images"], images, strict=True))
+    (packed,) = ConstantLengthDataset(samples, seq_length=3, delta=0, yields="rows")
+    assert sorted(len(image) for image in packed["images"]) == [1, 2, 5]
+    (batch,) = DynamicBatches(samples, max_seq_len=3)
+    assert sorted(len(image) for image in batch["images"]) == [1, 2, 5]
+    assert padding_free_collator(samples[1:2])["images"] == []
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"key": "a"}, r"field 'key' of a sample, str 'a', is carried nowhere"),
+        (
+            {"pixel_values": [[1.0], [1.0, 2.0]]},
+            "field .pixel_values. of a sample, list .*",
+        ),
+        ({"meta": {"a": 1}}, "field 'meta' of a sample, dict {'a': 1}, is carried nowhere"),
+        ({"pixel_values": [torch.ones(1), torch.ones(2)]}, "field 'pixel_values' .* nowhere"),
+        ({"pixel_values": torch.ones(2, 3)}, r"'pixel_values' .* has \[\(1, 2\), \(2, 3\)\]"),
+        ({"images": torch.ones(1, 2)}, r"field 'images' .* has \['a list', \(1, 2\)\]"),
+        ({"input_ids": torch.ones(2, 5)}, r"input_ids of a sample of 5 tokens has shape \(2, 5\)"),
+        ({"labels": [1, 2, 3]}, r"labels of a sample of 2 tokens has shape \(3,\); give one value"),
+        ({"position_ids": [[0, 1], [0, 1]]}, r"position_ids of a sample of 2 .* shape \(2, 2\)"),
+    ],
+)
+def test_fields_that_cannot_be_in_a_row_are_named(field, message) -> None:
+    first = {"input_ids": [1], "pixel_values": torch.ones(1, 2), "images": [torch.ones(1, 2)]}
+    with pytest.raises(ValueError, match=message):
+        padding_free_collator([first, {"input_ids": [1, 2], **field}])
+
+
+def test_lengths_of_samples_that_are_not_one_row_are_refused() -> None:
+    assert count_tokens({"input_ids": torch.ones(1, 5), "length": np.int64(5)}) == 5
+    for sample, message in (
+        ({"input_ids": np.ones((2, 5))}, r"its input_ids have shape \(2, 5\), not \(n,\)"),
+        ({"length": 5.5}, "its length is 5.5, not a whole number"),
+        ({"length": "5"}, "its length is '5', not a whole number"),
+        ({"length": True}, "its length is True, not a whole number"),
+        ({"length": 4, "input_ids": [1, 2]}, "its length is 4, and it has 2 input_ids"),
+    ):
+        with pytest.raises(SampleError, match=message):
+            count_tokens(sample)
 
 
 def test_what_makes_no_row_is_refused() -> None:
