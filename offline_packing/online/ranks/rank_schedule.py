@@ -7,23 +7,25 @@ same step, so that no rank waits for another:
     in random order of steps and ranks      rank 0   4 1 8
                                             rank 1   3 1 9
 
-All ranks have the same number of steps. Where micro batches do not divide evenly, those of one step
-are made anew from their samples, one for each rank; packs, which cannot be divided, fill the step
-with packs that also come at another step of the epoch.
+All ranks have the same number of steps. Where micro batches do not divide evenly among the ranks,
+some are divided, so that each sample comes once. Repeated within an epoch is only what cannot be
+divided: with n packs, or n samples that need as many steps, (ranks × steps - n) of them come twice.
 """
 
 import hashlib
+import heapq
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from offline_packing.planner.order import reorder_packs
 from offline_packing.planner.plan_packs import plan_packs
-from offline_packing.planner.strategies.strategy import Packs
+from offline_packing.planner.strategies.strategy import Packs, join_packs
 
 logger = logging.getLogger(__name__)
 
@@ -142,12 +144,11 @@ class RankSchedule:
         # Those of most samples: small ones are easily divided.
         by_size = np.argsort(np.diff(packs.pack_offsets), kind="stable")
         last = reorder_packs(packs, by_size[-odd:])
+        rest = reorder_packs(packs, np.sort(by_size[:-odd]))
         divided = self._divide(last.sample_ids, num_ranks)
         if divided is None:
-            return packs
-        rest = reorder_packs(packs, np.sort(by_size[:-odd]))
-        sizes = [*np.diff(rest.pack_offsets), *map(len, divided)]
-        return Packs(np.concatenate([rest.sample_ids, *divided]), np.cumsum([0, *sizes]))
+            return self._split(packs, num_ranks - odd)
+        return join_packs([rest, _as_packs(divided)])
 
     def _divide(self, ids: np.ndarray, num_ranks: int) -> list[list[int]] | None:
         """Samples as one micro batch of similar cost per rank: the costliest first, each to the
@@ -160,9 +161,35 @@ class RankSchedule:
                 return None
             rank = open_ranks[spent[open_ranks].argmin()]
             parts[rank].append(item)
-            spent[rank] += self.cost[item]
+            spent[rank] += self.cost[item] or np.finfo(float).tiny
             room[rank] -= self.lengths[item]
         return parts if all(parts) else None
+
+    def _split(self, packs: Packs, count: int) -> Packs:
+        """Micro batches of the same samples, `count` more of them if there are as many samples:
+        again and again the costliest that has several becomes two of similar cost."""
+        offsets = packs.pack_offsets
+        several = np.flatnonzero(np.diff(offsets) > 1)
+        cost = np.add.reduceat(self.cost[packs.sample_ids], offsets[:-1])[several]
+        chosen = several[np.argsort(-cost, kind="stable")[:count]]
+        whole = [packs.sample_ids[offsets[i] : offsets[i + 1]] for i in chosen]
+        parts = [(-self.cost[ids].sum(), ids.tolist()) for ids in whole]
+        heapq.heapify(parts)
+        alone: list[list[int]] = []
+        while count and parts:
+            count -= 1
+            for half in self._divide(np.array(heapq.heappop(parts)[1]), 2) or ():
+                if len(half) > 1:
+                    heapq.heappush(parts, (-self.cost[half].sum(), half))
+                else:
+                    alone.append(half)
+        rest = reorder_packs(packs, np.setdiff1d(np.arange(packs.num_packs), chosen))
+        return join_packs([rest, _as_packs([*alone, *(ids for _, ids in parts)])])
+
+
+def _as_packs(parts: Sequence[Sequence[int]]) -> Packs:
+    sizes = [len(part) for part in parts]
+    return Packs(np.array([*chain(*parts)], np.int64), np.cumsum([0, *sizes]))
 
 
 def _similar_at_each_step(cost: np.ndarray, num_ranks: int, rng: np.random.Generator) -> np.ndarray:

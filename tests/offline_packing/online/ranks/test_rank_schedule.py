@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from offline_packing import plan_packs
 from offline_packing.online.ranks.rank_schedule import EpochSchedule, RankSampler, RankSchedule
@@ -74,6 +76,35 @@ def test_samples_that_cannot_be_divided_are_repeated() -> None:
     times = np.bincount([item for step in steps for own in step for item in own])
     assert len(steps) == 3
     assert sorted(times.tolist()) == [1] * 8 + [2] * 2
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=60),
+    costs=st.sampled_from([None, 0.0, 1.0]),
+    num_ranks=st.integers(1, 9),
+    budget=st.integers(20, 50),
+)
+@settings(max_examples=100, deadline=None)
+def test_repeated_is_only_what_fills_the_last_step(
+    lengths: list[int], costs: float | None, num_ranks: int, budget: int
+) -> None:
+    """Samples too few for a micro batch on each rank at each step."""
+    tokens, count = np.array(lengths), len(lengths)
+    cost = None if costs is None else np.full(count, costs)
+    schedule = RankSchedule(tokens, cost, num_ranks, budget, seed=1)
+    steps = items_of(schedule.epoch(0))
+    times = np.bincount([item for step in steps for own in step for item in own], minlength=count)
+    assert all(own and tokens[own].sum() <= budget for step in steps for own in step)
+    assert times.sum() - count == max(0, len(steps) * num_ranks - count)
+    assert times.max() - times.min() <= 1
+    fewest = plan_packs(tokens, budget).num_packs
+    assert len(steps) == -(-fewest // num_ranks)
+
+
+@pytest.mark.parametrize(("count", "num_ranks"), [(10, 4), (5003, 64)])
+def test_equal_samples_that_can_be_divided_come_once(count: int, num_ranks: int) -> None:
+    steps = items_of(RankSchedule([700] * count, num_ranks=num_ranks, budget=2048).epoch(0))
+    assert sorted(item for step in steps for own in step for item in own) == list(range(count))
 
 
 def test_eight_ranks_cost_the_same_at_each_step() -> None:
