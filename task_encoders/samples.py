@@ -185,8 +185,10 @@ def check_sample(sample: SourceSample) -> None:
 def _check_count(sample: SourceSample, kind: str, placeholder: str, expected: int) -> None:
     found = count_placeholders(sample.turns, placeholder)
     if found not in (0, expected):
+        why = "" if expected else f"; name them, or write {placeholder} otherwise if it is text"
         raise SampleError(
-            f"{kind}_count_mismatch", f"{found} {placeholder} placeholders for {expected} {kind}s"
+            f"{kind}_count_mismatch",
+            f"{found} {placeholder} placeholders for {expected} {kind}s{why}",
         )
 
 

@@ -12,6 +12,7 @@ _TEXT_LENGTH: Final = 100
 _COMMENTS: Final = {
     "format": "how the samples are stored",
     "task": "captioning | vqa | bmr: what the model is shown, and what carries loss",
+    "text_only": "the samples looked at have no picture: take it out if they should",
     "image_root": "what image paths are relative to",
     "dataset": "which entry of dataset_info.json",
 }
@@ -58,8 +59,7 @@ def _render_example(example: Example) -> list[str]:
         lines.append(f"  not read: {', '.join(example.unread)} (source.fields says what they are)")
     lines += [f"  warning: {line}" for line in example.lost]
     for name in sample.media:
-        state = "NOT FOUND" if name in example.missing else "found"
-        lines.append(f"  medium  {name} ({state})")
+        lines.append(f"  medium  {name} ({example.missing.get(name, 'found')})")
     return lines
 
 

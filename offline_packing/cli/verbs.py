@@ -138,7 +138,7 @@ def plan_verb(
 def write_verb(run: Run, dry_run: bool) -> None:
     """Write the packs as tar shards, with the metadata that Megatron-Energon needs."""
     from offline_packing.runs.artifacts import open_index, open_plan
-    from offline_packing.runs.losses import check_losses
+    from offline_packing.runs.losses import check_losses, check_media
     from offline_packing.write.write import preview_write, write
 
     samples, made = open_index(run), open_plan(run)
@@ -147,6 +147,7 @@ def write_verb(run: Run, dry_run: bool) -> None:
         return
     if not run.workspace.manifest.exists():
         check_losses(run)
+        check_media(run)
     counts = write(run, samples, made)["counts"]
     packs = ", ".join(f"{name} {count:,}" for name, count in counts["packs"].items())
     click.echo(f"wrote {counts['packed']:,} samples to {run.workspace.root}; packs: {packs}")

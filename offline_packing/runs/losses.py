@@ -18,6 +18,7 @@ from offline_packing.errors import StageError
 from offline_packing.index.set_aside import AsideGroup, group_set_aside, read_set_aside
 from offline_packing.index.table import Index, IndexInfo, part_name
 from offline_packing.runs.run import Run, Workspace
+from offline_packing.sources.lost_fields import UNUSED_MEDIA
 from offline_packing.sources.reading.contents import hint_for
 
 #: Left out because the configuration says so: not a loss.
@@ -96,6 +97,32 @@ def _refuse_empty_sources(
                 f"source {path!r} yields no sample, all are set aside: {_counts(own)}; "
                 f"{explain(config, own[0])}; fix it, remove it, or go on with "
                 "pack.max_set_aside=1; set-aside lists them"
+            )
+
+
+def check_media(run: Run) -> None:
+    """Stop a run whose samples lack the pictures that they are trained with. Raises StageError: a
+    source under captioning or vqa, which show an image or a video, has none, unless it is plain
+    text or source.text_only says so; or under bmr no source has any, and media were not used."""
+    info = IndexInfo.load(run.workspace.index_info)
+    if info is None:
+        return
+    sources = run.config.source
+    samples, media = np.zeros((2, len(sources)), np.int64)
+    for part in Index(run.workspace.index, info).parts("source_id", "num_images", "num_videos"):
+        own, images, videos = (column.to_numpy() for column in part.columns)
+        samples += np.bincount(own, minlength=len(sources))
+        media += np.bincount(own, images + videos, len(sources)).astype(np.int64)
+    unused = [line for line in info.warnings if UNUSED_MEDIA in line]
+    if run.config.task == "bmr" and (media.any() or not unused):
+        return
+    for source, count in zip(sources, np.where(media, 0, samples).tolist(), strict=True):
+        if count and not source.text_only and source.format != "text":
+            raise StageError(
+                f"none of the {count:,} samples of {source.path!r} has an image or a video under "
+                f"task {source.task}{''.join(f'; {line}' for line in unused[:3])}; say where they "
+                "are with source.fields, such as {images: FIELD}, or go on with "
+                "source.text_only=true"
             )
 
 

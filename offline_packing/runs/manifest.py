@@ -174,6 +174,7 @@ def stored_config(config: PackingConfig) -> dict[str, Any]:
             if name in _SOURCE_FIELDS
             or getattr(source, name) != type(source).model_fields[name].default
         }
+        used.pop("text_only", None)  # decides whether there is an output, not what is in it
         content["source"][i] = {**_SOURCE_FIELDS, **used}
     # The same of other sections: what decides nothing, or is what older versions did.
     if not config.source[0].weight:

@@ -149,6 +149,8 @@ class SourceOptions(BaseModel):
     weight: Annotated[float, BeforeValidator(not_bool), Field(gt=0)] | None = None
     #: train the answers of records with prompts as captions, which are trained without a prompt
     ignore_prompts: bool = False
+    #: it has no images and no videos, on purpose; captioning and vqa refuse such a source otherwise
+    text_only: bool = False
 
     def format_options(self) -> dict[str, Any]:
         """What samples depend on besides format, path and task, without defaults."""
@@ -163,7 +165,7 @@ class SourceOptions(BaseModel):
 
 
 #: Options that do not change the samples themselves.
-_APART: Final = frozenset(("format", "path", "task", "name", "repeat", "weight"))
+_APART: Final = frozenset(("format", "path", "task", "name", "repeat", "weight", "text_only"))
 
 
 class FieldOptions(SourceOptions):

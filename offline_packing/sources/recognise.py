@@ -1,14 +1,15 @@
 """What is at a path: its format, its task, and some of its records as they would be packed."""
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from offline_packing.errors import StageError
 from offline_packing.sources import SOURCES, open_source
 from offline_packing.sources.base import Source, SourceRecord
-from offline_packing.sources.lost_fields import lost_fields
+from offline_packing.sources.lost_fields import UNUSED_MEDIA, lost_fields
 from offline_packing.sources.options import MediaOptions
 from offline_packing.sources.reading.contents import find_image_root
 from task_encoders.records.record import DIALOGUE_FIELDS, PROMPT_FIELDS, RECORD_FIELDS
@@ -22,7 +23,8 @@ class Example:
     key: str
     sample: SourceSample | None
     problem: str = ""
-    missing: tuple[str, ...] = ()
+    #: name -> why it is not there
+    missing: Mapping[str, str] = field(default_factory=dict)
     #: fields of the record that are not used
     unread: tuple[str, ...] = ()
     #: what of it should be, see lost_fields.py
@@ -63,6 +65,11 @@ def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> R
         options["image_root"] = root
         source = open_source(options)
         examples = [_example(source, record) for record in _records(source, num_examples)]
+    samples = [one.sample for one in examples if one.sample]
+    lost = "".join(line for one in examples for line in one.lost)
+    has_media = UNUSED_MEDIA in lost or any(sample.media for sample in samples)
+    if samples and not has_media and options["task"] != "bmr" and name != "text":
+        options["text_only"] = True
     return Recognised(options, tuple(others), tuple(examples))
 
 
@@ -84,14 +91,15 @@ def _example(source: Source, record: SourceRecord) -> Example:
         sample = source.sample(record, record.key)
     except SampleError as error:
         return Example(record.key, None, str(error))
-    missing = []
+    missing = {}
     for name in sample.media:
         try:
             source.open_media(record, name)[1].close()
-        except SampleError:
-            missing.append(name)
+        except SampleError as error:
+            is_missing = error.reason == "missing_image"
+            missing[name] = "NOT FOUND" if is_missing else f"REFUSED: {error.detail}"
     found = sorted(lost_fields(record, sample, source.fields))
     lost = [f"{what}, such as {shown}" if shown else what for what, shown in found]
     assert not isinstance(record.content, SampleError)  # it has a sample
     unread = tuple(name for name in record.content if name not in RECORD_FIELDS)
-    return Example(record.key, sample, "", tuple(missing), record.unread + unread, tuple(lost))
+    return Example(record.key, sample, "", missing, record.unread + unread, tuple(lost))

@@ -110,7 +110,14 @@ def _turn(before: Sequence[_Message], answer: _Message) -> Turn:
 
 
 def _bad_roles(said: Sequence[_Message]) -> SampleError:
-    return SampleError("bad_roles", f"roles are {', '.join([one.role for one in said[:8]])}")
+    roles = [one.role for one in said]
+    unknown = next((role for role in roles if role not in (*ROLES, "assistant")), None)
+    if unknown is None:
+        why = "each answer must follow one question, the last message be an answer"
+    else:
+        names = ", ".join((*ROLES, "assistant", *_ROLES, *_CALL_ROLES))
+        why = f"{unknown!r} is none of {names}"
+    return SampleError("bad_roles", f"roles are {', '.join(roles[:8])}: {why}")
 
 
 def read_tools(value: Any) -> str:

@@ -37,9 +37,13 @@ def hint_for(reason: str, detail: str, source: SourceOptions) -> str | None:
     if reason == "missing_image":
         return _missing_image(detail, source)
     if reason == "path_outside_root":
-        return "set source.image_root to a folder above the images"
-    if reason == "bad_record" and detail.startswith(("none of ", "no prompt")):
+        return _outside_root(detail)
+    if reason == "bad_record" and detail.startswith(("none of '", "no prompt")):
         return "name the record's own fields in source.fields: {question: q, answer: a}"
+    if reason == "bad_record" and detail.startswith("none of the answers"):
+        return "all weigh 0 (loss_weight, weight, loss, train): leave such samples out"
+    if reason == "bad_roles" and " is none of " in detail:
+        return "rename the roles, or map them by the tags of source.format=llama_factory"
     if reason == "overlong":
         return "raise pack.seq_length or lower model.max_pixels"
     return None
@@ -57,6 +61,21 @@ def _missing_image(detail: str, source: SourceOptions) -> str | None:
     if root is not None:
         return f"is source.image_root={root} the folder that image names are relative to?"
     return "set source.image_root to the folder that image names are relative to"
+
+
+def _outside_root(detail: str) -> str:
+    linked = re.match(r"'(.+?)' is (?:behind )?a link to '(.+?)', outside", detail)
+    if linked is None:
+        return "set source.image_root to a folder above the images"
+    name, target = (PurePosixPath(one).parts for one in linked.groups())
+    pairs = zip(reversed(name), reversed(target), strict=False)
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if same == len(name) or same > 1:
+        return f"set source.image_root={PurePosixPath(*target[:-same])}"
+    return (
+        f"its name in the record is not the end of {linked[2]!r}: rename what the link leads to "
+        "and set source.image_root to the folder that holds it, or move it to where the link is"
+    )
 
 
 def nothing_found(path: str, wanted: str) -> StageError:
@@ -85,14 +104,25 @@ def describe_others(path: str, wanted: str) -> str:
 
 def find_image_root(path: str, name: str) -> str | None:
     """A folder at, below or above a source from which a missing image can be reached by its name in
-    the record, or the end of it: the value of source.image_root; or None."""
+    the record: the value of source.image_root; or None. Where a link leads out of such a folder, it
+    is the one that the name is relative to behind the link."""
     if is_remote(path) or name.startswith("/"):
         return None
-    parts = PurePosixPath(name).parts
     start = Path(path) if Path(path).is_dir() else Path(path).parent
     near = itertools.islice(_folders_near(start), 500)
-    at = (f for f in near if any(f.joinpath(*parts[i:]).is_file() for i in range(len(parts))))
-    return next(map(str, at), None)
+    return next(
+        filter(None, (_root_in(str(folder), os.path.normpath(name)) for folder in near)), None
+    )
+
+
+def _root_in(folder: str, name: str) -> str | None:
+    path = os.path.join(folder, name)
+    if not os.path.isfile(path):  # False of a name that no file can have, where Path raises
+        return None
+    real, real_folder = map(os.path.realpath, (path, folder))
+    if os.path.commonpath((real, real_folder)) == real_folder:
+        return folder
+    return real.removesuffix(f"/{name}") if real.endswith(f"/{name}") else None
 
 
 def file_names(path: Path) -> list[str]:

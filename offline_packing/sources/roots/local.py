@@ -110,7 +110,7 @@ class MediaRoot:
         path = self.path(container)
         try:
             if not self._holds(_real_folder(path.rpartition("/")[0])):
-                raise SampleError("path_outside_root", f"{container!r} is behind a link to outside")
+                raise self._outside(path, container, "behind a link")
             descriptor = self._open_here(path, container)
         except OSError as error:
             raise _as_sample_error(container, error, missing) from error
@@ -128,8 +128,13 @@ class MediaRoot:
             if not os.path.islink(path):
                 raise
         if not self._holds(os.path.realpath(path)):
-            raise SampleError("path_outside_root", f"{container!r} is a link to outside")
+            raise self._outside(path, container, "a link")
         return os.open(path, flags)
+
+    def _outside(self, path: str, container: str, what: str) -> SampleError:
+        target = os.path.realpath(path)
+        detail = f"{container!r} is {what} to {target!r}, outside {self.folder!r}"
+        return SampleError("path_outside_root", detail)
 
     def _holds(self, path: str) -> bool:
         return path.startswith(self._inside) or path == self.folder

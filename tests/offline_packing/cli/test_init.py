@@ -11,7 +11,7 @@ from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
 from offline_packing.sources.recognise import recognise
 from tests.helpers import formats
-from tests.helpers.command import invoke
+from tests.helpers.command import invoke, main
 from tests.helpers.datasets import captioning_pairs, dialogue, make_run
 from tests.helpers.formats import lines, write_file
 
@@ -37,7 +37,9 @@ def test_the_task_is_told_from_the_records(tmp_path: Path) -> None:
         ("captions", {"caption": "b"}),
     ):
         write_file(tmp_path / name / "a.jsonl", lines([record] * 4))
-        tasks[name] = recognise(str(tmp_path / name)).options["task"]
+        options = recognise(str(tmp_path / name)).options
+        tasks[name] = options["task"]
+        assert options.get("text_only", False) == (name != "dialogues")
     write_file(tmp_path / "text" / "a.txt", b"One line.\nTwo lines.\n")
     tasks["text"] = recognise(str(tmp_path / "text")).options["task"]
     assert tasks == {
@@ -61,6 +63,36 @@ def test_what_is_not_found_or_not_read_is_shown(tmp_path: Path) -> None:
     assert "a.jpg (found)" in result.output
     assert "b.jpg (NOT FOUND)" in result.output
     assert "image_root" in to.read_text()
+
+
+def test_pictures_that_no_sample_uses_stop_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """init, run: as somebody would who has not read the guide."""
+    monkeypatch.chdir(tmp_path)
+    picture = formats.draw_samples(1)[0][2][0]
+    records = [
+        {"image_path": f"p/{i}.jpg", "question": "What?", "answer": "This."} for i in range(4)
+    ]
+    for i in range(4):
+        write_file(Path(f"data/p/{i}.jpg"), picture)
+    write_file(Path("data/a.jsonl"), lines(records))
+    shown = invoke("init", "data").output
+    line = "field 'image_path' holds media that no sample uses; name it in source.fields"
+    assert f"warning: {line}" in shown
+    for task in ("vqa", "bmr"):
+        overrides = ("engine.workers=0", f"source.task={task}", f"output.path={task}")
+        status, said = main(monkeypatch, capsys, "run", "pack.yaml", *overrides)
+        assert status == 1
+        assert f"none of the 4 samples of 'data' has an image or a video under task {task}" in said
+        assert "source.fields, such as {images: FIELD}" in said
+        assert (
+            "warning                 field 'image_path' holds media"
+            in Path(task, "_packing/plan/summary.txt").read_text()
+        )
+    named = invoke("run", "pack.yaml", "engine.workers=0", "source.fields={images: image_path}")
+    assert "images and videos       4 images, 0 videos in 4 of 4 packed samples" in named.output
+    invoke("run", "pack.yaml", *overrides, "source.text_only=true")
 
 
 def test_the_file_that_is_written_runs_and_is_never_overwritten(tmp_path: Path) -> None:

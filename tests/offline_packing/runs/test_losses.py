@@ -6,12 +6,17 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from offline_packing.cli import main as cli
+from offline_packing.index.set_aside import group_set_aside
+from offline_packing.measure.measure import measure
+from offline_packing.runs.losses import aside_while_measuring, render_examples
 from offline_packing.sources.reading.contents import describe_others, find_image_root
-from tests.helpers.datasets import captioning_pairs, image_bytes, write_json
+from offline_packing.sources.recognise import recognise
+from tests.helpers.datasets import captioning_pairs, dialogue, image_bytes, make_run, write_json
 
 
 def make(tmp_path: Path, source: str) -> Path:
@@ -185,10 +190,68 @@ def test_another_format(
     assert message in error
 
 
+def test_a_folder_of_pictures_that_is_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """init and the run name the link's target, with which the run succeeds."""
+    questions(tmp_path / "data/vqa.jsonl", 30, "train/{i}.jpg")
+    images(tmp_path / "far/away/train", 30)
+    (tmp_path / "data/train").symlink_to(tmp_path / "far/away/train")
+    config = make(tmp_path, f"{{format: jsonl, path: {tmp_path}/data/vqa.jsonl, task: vqa}}")
+    root = f"source.image_root={tmp_path}/far/away"
+    assert run(monkeypatch, capsys, "run", config)[2].count(f"; set {root};") == 1
+    shutil.rmtree(tmp_path / "out")
+    assert run(monkeypatch, capsys, "run", config, root)[0] == 0
+    found = recognise(str(tmp_path / "data/vqa.jsonl"))
+    assert found.options["image_root"] == f"{tmp_path}/far/away"
+    (tmp_path / "far/away/train").rename(tmp_path / "far/away/other")
+    (tmp_path / "data/train").unlink()
+    (tmp_path / "data/train").symlink_to(tmp_path / "far/away/other")
+    found = recognise(str(tmp_path / "data/vqa.jsonl"))
+    assert "REFUSED: 'train/0.jpg' is behind a link to" in found.examples[0].missing["train/0.jpg"]
+    shutil.rmtree(tmp_path / "out")
+    assert "rename what the link leads to" in run(monkeypatch, capsys, "run", config)[2]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason", "words"),
+    [
+        (
+            {"messages": [{"role": "narrator", "content": "a"}]},
+            "bad_roles",
+            "'narrator' is none of user, tool, system, developer, assistant, human, gpt",
+        ),
+        ({"messages": dialogue("a")}, "bad_roles", "the last message be an answer"),
+        (
+            {"messages": dialogue("What is <image>?", "A tag.")},
+            "image_count_mismatch",
+            "for 0 images; name them, or write <image> otherwise if it is text",
+        ),
+        (
+            {"messages": [*dialogue("a"), {"role": "assistant", "content": "b", "weight": 0}]},
+            "bad_record",
+            "all weigh 0 (loss_weight, weight, loss, train): leave such samples out",
+        ),
+    ],
+)
+def test_what_is_said_of_dialogues(
+    record: dict[str, Any], reason: str, words: str, tmp_path: Path
+) -> None:
+    write_json(tmp_path / "a.jsonl", record)
+    path = str(tmp_path / "a.jsonl")
+    one = make_run({"format": "jsonl", "path": path, "task": "bmr"}, tmp_path / "out")
+    groups = group_set_aside(aside_while_measuring(one.workspace, measure(one).info))
+    text = render_examples(one.config, groups)
+    assert reason in text
+    assert words in " ".join(text.split())
+    assert "source.fields" not in text
+
+
 def test_hints_look_near_only(tmp_path: Path) -> None:
     images(tmp_path / "in/a/pictures", 1)
     (tmp_path / "in/b").mkdir()
-    assert find_image_root(str(tmp_path / "in/b"), "x/pictures/0.jpg") == str(tmp_path / "in/a")
+    assert find_image_root(str(tmp_path / "in/b"), "pictures/0.jpg") == str(tmp_path / "in/a")
+    assert find_image_root(str(tmp_path / "in/b"), "x/pictures/0.jpg") is None
     assert find_image_root(str(tmp_path / "in/b"), "1.jpg") is None
     assert find_image_root("s3://bucket/b", "0.jpg") is None
     assert describe_others("s3://bucket/b", "*.json") == ""

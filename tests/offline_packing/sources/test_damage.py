@@ -298,7 +298,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"format": "huggingface"},
         "has the splits test, not 'train'; set source.split",
     ),
-    "tar_outside": ({}, {"format": "webdataset"}, "a.tar cannot be read: .*link to outside"),
+    "tar_outside": ({}, {"format": "webdataset"}, "a.tar cannot be read: .*link to .*outside"),
 }
 
 
