@@ -164,8 +164,7 @@ def _existing_index(
             )
             warn_of_versions(info.versions, "the index")
             return info
-        earlier = workspace.index / "started.json"  # as an earlier version has it
-        found = read_json(workspace.index_started) or read_json(earlier)
+        found = read_json(workspace.index_started)
         if found is not None:
             # Parts made with different settings must not be mixed: nothing can be accepted here.
             check_fingerprint(

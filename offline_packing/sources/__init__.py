@@ -15,12 +15,10 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from offline_packing.errors import ConfigError
 from offline_packing.sources.base import (
     Embedded,
-    Growth,
     Scan,
     Source,
     SourcePart,
     SourceRecord,
-    Stretch,
 )
 from offline_packing.sources.formats.energon import EnergonSource
 from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextSource
@@ -35,14 +33,12 @@ from offline_packing.sources.reading.locators import Locator
 __all__ = [
     "SOURCES",
     "Embedded",
-    "Growth",
     "Locator",
     "Scan",
     "Source",
     "SourceOptions",
     "SourcePart",
     "SourceRecord",
-    "Stretch",
     "open_source",
     "parse_options",
     "source_class",

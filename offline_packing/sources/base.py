@@ -8,7 +8,6 @@ read_sample, read_media   -> a sample, and the bytes of its media, again from no
 
 import io
 from abc import ABC, abstractmethod
-from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -234,9 +233,3 @@ class Source(ABC):
         """What the container of a medium is relative to: one that is a file of its own may be under
         image_root, all others are in the source."""
         return self.media if locator.kind == "file" else self.root
-
-
-# Names from earlier versions, which custom sources may import; nothing here uses them: bytes of a
-# file with their xxh3_128, and what a source had beyond what was measured before.
-Stretch = namedtuple("Stretch", ["begin", "end", "content_hash"])
-Growth = namedtuple("Growth", ["added", "num_added", "grown"], defaults=[{}])
