@@ -63,14 +63,6 @@ class CrudeRecord(Sample):
     parts: dict[str, Any]
 
 
-#: The class in dataset.yaml, by task.
-SAMPLE_CLASS_OF_TASK = {
-    "captioning": "PackedCaptioningSample",
-    "vqa": "PackedVQASample",
-    "bmr": "PackedMultiMixQASample",
-}
-
-
 def part_filter(part: str) -> bool:
     """Which members of a pack are read: its JSON and its media."""
     return part == JSON_PART or is_medium(part)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from offline_packing.errors import ChangedError, StageError
 from offline_packing.index.measured import modification_time
+from offline_packing.layouts.energon_metadata import check_energon
 from offline_packing.sources import Locator, Source, SourceOptions
 from offline_packing.sources.options import MediaOptions
 from offline_packing.sources.roots.local import MediaRoot
@@ -68,7 +69,10 @@ def check_address(source: Source, kind: str) -> None:
     address = _address(source.media if kind == "file" else source.root)
     if "://" in address and not address.startswith("msc://"):
         remedy = "name it as msc://PROFILE/PATH (multi-storage-client)"
-    elif kind == "file" or (kind == "bytes" and _is_prepared(source.root)):
+    elif kind == "file":
+        return
+    elif kind == "bytes" and _is_prepared(source.root):
+        check_energon()  # its index tells where members are
         return
     elif kind == "bytes":
         remedy = f"run energon prepare {source.path}"

@@ -69,9 +69,6 @@ class Layout(ABC):
         plans leave room for them."""
         return 0
 
-    def check_ready(self) -> None:  # noqa: B027 - most need nothing
-        """Raise StageError if something that `finish` needs is not installed."""
-
     def check_sources(  # noqa: B027 - bytes can be copied from any
         self, samples: Index, sources: Sequence[Source]
     ) -> None:

@@ -14,7 +14,6 @@ from offline_packing.errors import StageError
 from offline_packing.layouts.base import Layout
 from offline_packing.layouts.energon_metadata import (
     METADATA_FILES,
-    check_energon,
     write_energon_metadata,
 )
 from offline_packing.layouts.shard_tasks import ShardTask
@@ -33,9 +32,6 @@ class EnergonLayout(Layout):
 
     def shard_file(self, shard_name: str) -> str:
         return f"{shard_name}.tar"
-
-    def check_ready(self) -> None:
-        check_energon()
 
     def write(self, task: ShardTask) -> ShardFragment:
         path = task.folder / self.shard_file(task.shard.name)

@@ -8,7 +8,7 @@
     .nv-meta/index.uuid        derived from the content
 
 `energon prepare` writes the same tables; it also shuffles the shards, draws the uuid, and skips a
-shard that it cannot read.
+shard that it cannot read. Energon itself is not needed here, nor is the torch that it brings.
 """
 
 import errno
@@ -52,6 +52,42 @@ METADATA_FILES: Final = (
     "index.uuid",
 )
 
+#: Whose tables and files these are.
+ENERGON_VERSION: Final = "7.4.1"
+
+#: In task_encoders.energon_samples, by task.
+_SAMPLE_CLASS: Final = {
+    "captioning": "PackedCaptioningSample",
+    "vqa": "PackedVQASample",
+    "bmr": "PackedMultiMixQASample",
+}
+
+_TABLES: Final = """
+CREATE TABLE samples (
+    tar_file_id INTEGER NOT NULL,
+    sample_key TEXT NOT NULL UNIQUE,
+    sample_index INTEGER NOT NULL,
+    byte_offset INTEGER,
+    byte_size INTEGER
+);
+CREATE TABLE sample_parts (
+    tar_file_id INTEGER,
+    sample_index INTEGER,
+    part_name TEXT,
+    content_byte_offset INTEGER,
+    content_byte_size INTEGER
+);
+"""
+
+#: Made last, which is faster.
+_INDICES: Final = """
+CREATE INDEX idx_samples_by_tar_and_idx ON samples(tar_file_id, sample_index);
+CREATE INDEX idx_sample_parts_seq ON sample_parts(tar_file_id, sample_index, content_byte_offset);
+CREATE INDEX idx_sample_parts_full ON sample_parts(
+    tar_file_id, sample_index, part_name, content_byte_offset, content_byte_size
+);
+"""
+
 #: Rows of a database that are in memory at a time.
 _ROWS_AT_ONCE: Final = 1 << 14
 
@@ -65,11 +101,11 @@ _SAMPLE_LOADER: Final = (
 
 
 def check_energon() -> None:
-    """Raise StageError if Energon is not installed, or in a version that is not supported: to be
-    known before any shard is written."""
+    """Raise StageError if Energon, which reads packs, is not installed, or in a version that is not
+    supported."""
     if not (importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.energon")):
         raise StageError(
-            "shards are described and read with megatron-energon; pip install "
+            "megatron-energon, which reads this, is not installed; pip install "
             f"'megatron-energon{SUPPORTED['megatron-energon']}' "
             "(in a clone: pip install -e '.[train]')"
         )
@@ -87,15 +123,13 @@ def write_energon_metadata(
     """Write .nv-meta into the folder with the shards and their .tar.idx. `splits` holds the file
     names of the shards of each split, `packs` the name and packs of each shard, in order, drawn
     once; `content_hash` changes when any shard does."""
-    from megatron.energon import __version__ as energon_version
-
     meta = folder / ".nv-meta"
     meta.mkdir(exist_ok=True)
     parts = {name: list(splits.get(name, ())) for name in (*_DEFAULT_SPLITS, *splits)}
     split = {"split_parts": parts, "exclude": []}
     identity = str(uuid.uuid5(_NAMESPACE, content_hash))
     counts = _write_sqlite(meta / "index.sqlite", packs)
-    info = {"energon_version": energon_version, "shard_counts": counts}
+    info = {"energon_version": ENERGON_VERSION, "shard_counts": counts}
     write_atomically(meta / "sample_loader.py", _SAMPLE_LOADER.encode())
     write_atomically(meta / "dataset.yaml", _yaml_bytes(_dataset(task)))
     write_atomically(meta / "split.yaml", _yaml_bytes(split))
@@ -105,12 +139,10 @@ def write_energon_metadata(
 
 def _dataset(task: str) -> dict[str, Any]:
     """Content of dataset.yaml."""
-    from task_encoders.energon_samples import SAMPLE_CLASS_OF_TASK
-
     return {
         "sample_type": {
             "__module__": "task_encoders.energon_samples",
-            "__class__": SAMPLE_CLASS_OF_TASK[task],
+            "__class__": _SAMPLE_CLASS[task],
         },
         "part_filter": "sample_loader.py:part_filter",
         "sample_loader": "sample_loader.py:sample_loader",
@@ -151,28 +183,25 @@ def _hash_rows(database: sqlite3.Connection) -> str:
 
 
 def _write_sqlite(path: Path, packs: Iterable[tuple[str, Sequence[PackEntry]]]) -> dict[str, int]:
-    """The tables of `energon prepare`, with its own writer; returns the packs of each shard."""
-    from megatron.energon.epathlib import EPath
-    from megatron.energon.flavors.webdataset.indexing import SqliteIndexWriter
-    from megatron.energon.flavors.webdataset.prepare import IndexSample, IndexSamplePart
-
+    """The tables of `energon prepare`; returns the packs of each shard."""
     temporary = path.with_name(f"{path.name}.tmp")
     for leftover in path.parent.glob(f"{temporary.name}*"):  # a journal would be rolled back
         leftover.unlink()
     counts: dict[str, int] = {}
-    with translate_disk_full(path), SqliteIndexWriter(EPath(temporary)) as writer:
+    with translate_disk_full(path), closing(sqlite3.connect(temporary)) as database:
+        database.executescript(_TABLES)
         for shard, (name, entries) in enumerate(packs):
             counts[name] = len(entries)
-            samples, parts = [], []
-            for i, entry in enumerate(entries):
-                pack = {"tar_file_id": shard, "sample_index": i}
-                place = {"byte_offset": entry.offset, "byte_size": entry.size}
-                samples.append(IndexSample(sample_key=entry.key, **pack, **place))
-                for part in entry.parts:
-                    place = {"content_byte_offset": part.offset, "content_byte_size": part.size}
-                    parts.append(IndexSamplePart(part_name=part.name, **pack, **place))
-            writer.append_samples(samples)
-            writer.append_parts(parts)
+            samples = ((shard, e.key, i, e.offset, e.size) for i, e in enumerate(entries))
+            parts = (
+                (shard, i, part.name, part.offset, part.size)
+                for i, entry in enumerate(entries)
+                for part in entry.parts
+            )
+            database.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", samples)
+            database.executemany("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", parts)
+        database.executescript(_INDICES)
+        database.commit()
     os.replace(temporary, path)
     return counts
 

@@ -26,7 +26,6 @@ from offline_packing.errors import StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts.addresses import address_of, aux_datasets, check_address, locate
 from offline_packing.layouts.base import Layout
-from offline_packing.layouts.energon_metadata import check_energon
 from offline_packing.layouts.shard_tasks import Row, ShardTask
 from offline_packing.layouts.shards import ShardFragment, estimate_pack_bytes
 from offline_packing.planner.pack_plan import PackPlan
@@ -59,9 +58,6 @@ class ReferencesLayout(Layout):
     def metadata(self, splits: Iterable[str]) -> Sequence[str]:
         names = dict.fromkeys(splits)
         return [*(f"{one}.jsonl{end}" for one in names for end in ("", ".idx")), METADATASET]
-
-    def check_ready(self) -> None:
-        check_energon()
 
     def check_sources(self, samples: Index, sources: Sequence[Source]) -> None:
         for table in samples.parts("source_id", "media"):

@@ -142,7 +142,6 @@ def _repair_metadata(run: Run, manifest: Manifest, has_new_shards: bool) -> list
     damage = find_metadata_damage(run, manifest)
     now = manifest
     if damage or has_new_shards:
-        LAYOUTS[manifest["layout"]].check_ready()
         now = finish_layout(run, manifest)
     index = IndexInfo.load(run.workspace.index_info)
     if index is not None:

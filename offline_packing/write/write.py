@@ -53,7 +53,6 @@ def write(run: Run, samples: Index, plan: StoredPlan) -> Manifest:
             logger.info("write: complete (%d shards), nothing to do", len(manifest["shards"]))
             return follow_media(run, manifest)
         layout = LAYOUTS[run.config.output.layout]
-        layout.check_ready()
         layout.check_sources(samples, open_sources(run.config))
         shards = plan_shards(run, samples, plan.packs)
         _run_tasks(run, samples, plan.packs, shards)

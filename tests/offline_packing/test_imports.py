@@ -1,4 +1,4 @@
-"""Measuring, planning and reporting, and importing for it, need no training library."""
+"""Packing, and importing for it, needs no training library."""
 
 import subprocess
 import sys
@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from offline_packing.cli.commands import cli
+from offline_packing.layouts import LAYOUTS
 from tests.helpers.datasets import captioning_pairs
 from tests.helpers.videos import make_video
 
@@ -74,6 +75,17 @@ def test_measure_plan_and_report(config: str) -> None:
         result = run_blocked(BLOCKED, verb, config)
         assert result.returncode == 0, result.stderr
         assert text in result.stdout
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_whole_run(config: str, layout: str) -> None:
+    """Writing and verifying in every layout, with Energon's metadata, needs none of them either."""
+    result = run_blocked(BLOCKED, "run", config, f"output.layout={layout}")
+    assert result.returncode == 0, result.stderr
+    assert "problems        0" in result.stdout
+    preview = run_blocked(BLOCKED, "preview", config, f"output.layout={layout}")
+    assert preview.returncode != 0
+    assert "Energon" in preview.stderr or "was imported" in preview.stderr
 
 
 def test_packs_are_read_by_number(config: str, tmp_path: Path) -> None:

@@ -224,15 +224,6 @@ def test_database_is_compared_by_its_rows(packed: Run) -> None:
     assert verify(packed).ok
 
 
-def test_metadata_of_another_energon(packed: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """retry writes what the installed one writes, and the manifest says so."""
-    monkeypatch.setattr("megatron.energon.__version__", "7.99")
-    (packed.workspace.nv_meta / ".info.json").unlink()
-    retry(packed)
-    assert "7.99" in (packed.workspace.nv_meta / ".info.json").read_text()
-    assert verify(packed).ok
-
-
 def test_no_source_is_needed(finished: Run, tmp_path: Path) -> None:
     """Neither to verify a copy, nor to repair all but shards."""
     out = tmp_path / "copy"
