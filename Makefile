@@ -1,8 +1,9 @@
-# make demo   the whole road on generated data, with a few training steps
-# make test   all tests
+# make demo   the whole way on generated data, with a few training steps
+# make test   the tests
+# make test-exhaustive  every case of what make test takes samples of
 # make test-versions  the same with the oldest and newest packages, in VERSIONS (.versions)
 # make lint   ruff and mypy
-# make peers  packs in the trainers of others, each in an environment of its own in PEERS (.peers)
+# make peers  packs in other training frameworks, each in an environment of its own in PEERS (.peers)
 # Each sets up what it needs in .venv on a machine with Python 3.11 and pip, and reuses it.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -17,13 +18,16 @@ export HF_HUB_OFFLINE := 1
 export PEERS ?= .peers
 TRAINERS := $(basename $(notdir $(wildcard tests/peers/*.txt)))
 
-.PHONY: demo test test-versions lint format peers clean
+.PHONY: demo test test-exhaustive test-versions lint format peers clean
 
 demo: $(VENV)/.demo
 	$(BIN)/offline-packing demo
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-exhaustive: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m exhaustive -n 2 --dist worksteal
 
 test-versions: $(VENV)/.test
 	tests/versions/run.sh

@@ -6,14 +6,6 @@ from pathlib import Path
 
 import pytest
 
-#: Files that take longest begin first, so that two workers end at the same time.
-LONG_FILES = (
-    "test_launch_scripts.py",
-    "test_readme.py",
-    "test_packed_dataset.py",
-    "test_parallel_training.py",
-)
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -22,10 +14,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=str(Path(__file__).parents[1] / "docs/images"),
         help="images and videos that every family's encoder is held against transformers on",
     )
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONG_FILES)
 
 
 @pytest.fixture(scope="session", autouse=True)
