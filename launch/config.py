@@ -132,7 +132,13 @@ class BatchConfig(_Config):
 
     @model_validator(mode="after")
     def _one_of_two(self) -> "BatchConfig":
-        if (self.global_batch_size is None) == (self.global_batch_packs is None):
+        samples, packs = self.global_batch_size, self.global_batch_packs
+        if samples is not None and packs is not None:
+            raise ValueError(
+                f"global_batch_size {samples} (samples) and global_batch_packs {packs} are both "
+                "set; add batch.global_batch_size=null to count packs, or leave out the other"
+            )
+        if samples is None and packs is None:
             raise ValueError("set one of global_batch_size (samples) and global_batch_packs")
         return self
 

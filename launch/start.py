@@ -23,8 +23,13 @@ def main(arguments: Sequence[str]) -> int:
     if not rest or {"-h", "--help"} & set(rest):
         cli(rest)
     start_logging()
-    with failing_in_one_line(debug="--debug" in rest):
-        _check([argument for argument in rest if argument != "--debug"])
+    try:
+        parsed = cli.make_context("launch", list(rest)).params
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    with failing_in_one_line(debug=parsed["debug"]):
+        _check(parsed["config"], parsed["overrides"])
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -42,16 +47,18 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check(arguments: Sequence[str]) -> None:
+def _check(path: str, overrides: Sequence[str]) -> None:
     """Check what can be known before any rank starts."""
     from launch.config import load_config
-    from launch.data.packed_data import read_packed_data
+    from launch.data.packed_data import check_validation, read_packed_data
     from task_encoders.settings import PackingSettings
 
-    config = load_config(arguments[0], arguments[1:])
+    config = load_config(path, overrides)
     PackingSettings.from_env()
     if config.data.online is None:
         read_packed_data(Path(config.data.path))
+    if config.validation.every:
+        check_validation(Path(config.data.path))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Final
 
 import click
 
-from offline_packing.errors import ConfigError, StageError
+from offline_packing.errors import ConfigError, MismatchError, StageError
 from task_encoders.versions import SUPPORTED, UnsupportedVersionError, require_supported
 
 STOPPED: Final = 128 + 15
@@ -26,15 +26,23 @@ _RAISED: Final = re.compile(r"^[\w.]+: (.*)", re.DOTALL | re.MULTILINE)
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("config", type=click.Path(dir_okay=False))
 @click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
+@click.option(
+    "--accept-mismatch",
+    multiple=True,
+    metavar="FIELD",
+    help="Resume although this field, as an error message named it, differs now.",
+)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def cli(config: str, overrides: tuple[str, ...], debug: bool) -> None:
+def cli(
+    config: str, overrides: tuple[str, ...], accept_mismatch: tuple[str, ...], debug: bool
+) -> None:
     """Train as CONFIG says; its fields can be set on the command line: data.path=out/packed"""
     start_logging()
     with failing_in_one_line(debug=debug):
         from launch.config import load_config
         from launch.loop.setup import run
 
-        finished = run(load_config(config, overrides))
+        finished = run(load_config(config, overrides), accept_mismatch)
     sys.exit(0 if finished else STOPPED)
 
 
@@ -52,7 +60,9 @@ def failing_in_one_line(*, debug: bool) -> Iterator[None]:
         known = is_alike or isinstance(error, RuntimeError | OSError)
         text = reason(error) if known else f"{type(error).__name__}: {error} (--debug shows where)"
         if os.environ.get("LOCAL_RANK", "0") == "0" or not is_alike:
-            click.echo(f"error: {' '.join(text.split())}", err=True)
+            is_list = isinstance(error, MismatchError)
+            lines = text.splitlines() if is_list else [" ".join(text.split())]
+            click.echo("\n".join([f"error: {lines[0]}", *lines[1:]]), err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 

@@ -19,6 +19,10 @@ class ConfigError(StageError):
     """The configuration, or the command line, cannot be used."""
 
 
+class MismatchError(StageError):
+    """Settings differ from those that something was made with; the text has a line for each."""
+
+
 class DamagedError(StageError):
     """One of an output's own files is not what was written."""
 

@@ -3,7 +3,7 @@ a state to go on from. Any number of ranks gets as much work each, whatever orde
 in; see `offline_packing.online.ranks`."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,10 @@ class BalancedLoader:
     def restore_state_rank(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was saved."""
         self._rows.load_state_dict(state)
+
+    def deal_anew(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with what other ranks left: `RankSchedule` knows it from the state of any."""
+        self._rows.load_state_dict(states[0])
 
     def close(self) -> None:
         """End the workers."""

@@ -1,8 +1,9 @@
 """A loader's packs as micro batches of as many as a token budget holds."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from offline_packing.errors import StageError
 from offline_packing.online.matching import TokenBudget
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.loading.packed_dataset import PackedLoader
@@ -47,6 +48,13 @@ class DynamicRows:
         other: Any = self._open_loader()
         waiting = [other.restore_sample(key) for key in state["waiting"]]
         self._pool.restore(state["pool"], waiting)
+
+    def deal_anew(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse: packs wait at each rank."""
+        raise StageError(
+            f"with data.dyn_bsz packs wait at each rank; resume with {len(states)} data parallel "
+            "ranks and data.num_workers as before"
+        )
 
     def close(self) -> None:
         """See PackedLoader."""

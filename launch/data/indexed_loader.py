@@ -1,12 +1,12 @@
 """A loader of packs as token ids, with the calls of Energon's: rows, and a state to go on from.
 
 Row n of an endless sequence of epochs goes to rank n modulo the number of ranks, so every epoch
-has each row once, ranks are never more than one row apart, and a rank's state is one number.
+has each row once, ranks are never more than one row apart, and a rank's state is two numbers.
 """
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -40,8 +40,8 @@ class IndexedLoader:
         self._rank, self._world_size = rank, world_size
         self._num_workers, self._timeout = num_workers, timeout
         self._repeat, self._limit = repeat, limit
-        #: rows of this pass that were given out
-        self._delivered = 0
+        #: rows of this pass that were given out by this rank, since this row
+        self._delivered = self._begin = 0
         self._rows: Any = None
 
     def __iter__(self) -> Iterator[PackedBatch]:
@@ -59,23 +59,29 @@ class IndexedLoader:
         for row in self._rows:
             self._delivered += 1
             yield row
-        self._delivered = 0
+        self._delivered = self._begin = 0
 
     def _numbers(self, delivered: int) -> Iterator[int]:
-        """Row numbers this rank has yet to yield."""
-        places = range(self._rank, len(self._dataset), self._world_size)
+        """Row numbers that this rank has yet to yield."""
+        begin = self._begin + self._rank
+        places = range(begin, len(self._dataset), self._world_size)
         if self._repeat:
-            first = self._rank + delivered * self._world_size
+            first = begin + delivered * self._world_size
             return (n % len(self._dataset) for n in itertools.count(first, self._world_size))
         return itertools.islice(places, delivered, self._limit)
 
     def save_state_rank(self) -> Mapping[str, int]:
         """State of this rank."""
-        return {"delivered": self._delivered}
+        return {"begin": self._begin, "delivered": self._delivered}
 
     def restore_state_rank(self, state: Mapping[str, int]) -> None:
         """Go on where a state was saved."""
-        self._delivered = int(state["delivered"])
+        self._begin, self._delivered = int(state["begin"]), int(state["delivered"])
+
+    def deal_anew(self, states: Sequence[Mapping[str, int]]) -> None:
+        """Go on after the rows that ranks of another number gave out."""
+        given = sum(state["delivered"] for state in states)
+        self._begin, self._delivered = int(states[0]["begin"] + given), 0
 
     def close(self) -> None:
         """End the workers."""

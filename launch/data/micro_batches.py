@@ -6,7 +6,7 @@ the same one. So there is one loader per data parallel rank, and no pack is deco
 
 import logging
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -54,6 +54,10 @@ class MicroBatches(Protocol):
 
     def restore(self, state: Any) -> None:
         """Resume where `state` was taken. Only before the first `next`."""
+
+    def deal_anew(self, states: Sequence[Any]) -> None:
+        """Resume where all ranks, of another number or with other loader processes, took theirs:
+        what they left of the epoch is dealt among the present ranks."""
 
     def close(self) -> None:
         """Stop reading. `next` must not be called afterwards."""
@@ -167,6 +171,11 @@ class EnergonMicroBatches:
         if self._loader is not None:
             self._ended = state["ended"]
             self._loader.restore_state_rank(from_plain(state["loader"]))
+
+    def deal_anew(self, states: Sequence[Any]) -> None:
+        if self._loader is not None:
+            self._ended = all(state["ended"] for state in states)
+            self._loader.deal_anew([from_plain(state["loader"]) for state in states])
 
     def close(self) -> None:
         if self._loader is not None:

@@ -3,6 +3,7 @@
     checkpoints/iter_00000500/
         model_00.pt, …      weights, one file per tensor parallel rank
         rank_00000.pt, …    per rank: slices of the optimizer, state of loader and generators
+                            (tensor parallel ranks of a data parallel one stand together)
         state.json          which run this is; written last
     checkpoints/iter_00001000.tmp/      being written, or left behind by a kill: never read
 
@@ -10,9 +11,11 @@ A folder takes its name when all ranks have written and synced their files. They
 numbers and text, and are read with torch's weights_only loader, which runs no code.
 """
 
+import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,10 +24,34 @@ from megatron.energon.rng import SystemRng
 from torch import distributed
 
 from launch.data.loader_state import from_plain, to_plain
+from launch.loop.run_record import check_same_run
 from offline_packing.errors import StageError
 from offline_packing.storage.files import read_json, to_json, write_atomically
 
-VERSION: Final = 2
+logger = logging.getLogger(__name__)
+
+VERSION: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Among whom the packs are dealt."""
+
+    data_parallel: int
+    #: loader processes per data parallel rank
+    num_workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A checkpoint, as one rank reads it."""
+
+    iteration: int
+    model: Any
+    #: the state of this rank; or, if packs were dealt among others, those of all data parallel
+    #: ranks of then
+    ranks: Sequence[Mapping[str, Any]]
+    is_same_deal: bool
 
 
 class CheckpointFolder:
@@ -32,28 +59,32 @@ class CheckpointFolder:
 
     Args:
         folder: on a file system that all nodes share.
-        run: what must be the same for a resumed run to continue exactly, by name.
+        record: see `run_record`.
+        deal: of the present run; the packs of one that was dealt otherwise are dealt anew.
+        accept: fields of the record that may differ.
         keep: how many of the newest checkpoints are kept.
-        tensor_rank, writes_model: this rank's place in its tensor parallel group, and whether it is
-            the one of its data parallel group that writes the weights.
+        tensor_rank, tensor_size: this rank's place in its tensor parallel group.
     """
 
     def __init__(
         self,
         folder: Path,
-        run: Mapping[str, Any],
+        record: Mapping[str, Any],
+        deal: Deal,
         *,
+        accept: Collection[str] = (),
         keep: int,
         tensor_rank: int,
-        writes_model: bool,
+        tensor_size: int,
     ) -> None:
         self.folder = folder
-        self._run = dict(run)
+        self._record = dict(record)
+        self._deal = deal
+        self._accept = accept
         self._keep = keep
         self._rank = distributed.get_rank()
+        self._tensor_rank, self._tensor_size = tensor_rank, tensor_size
         self._model_file = f"model_{tensor_rank:02d}.pt"
-        self._rank_file = f"rank_{self._rank:05d}.pt"
-        self._writes_model = writes_model
 
     def save(
         self, iteration: int, model_state: Mapping[str, Any], rank_state: Mapping[str, Any]
@@ -65,13 +96,15 @@ class CheckpointFolder:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         distributed.barrier()
-        if self._writes_model:
+        if self._rank < self._tensor_size:  # the first data parallel rank
             _save_tensors(temporary / self._model_file, model_state)
         state = {**rank_state, "generators": _generator_state()}
-        _save_tensors(temporary / self._rank_file, state)
+        _save_tensors(temporary / _rank_file(self._rank), state)
         distributed.barrier()
         if self._rank == 0:
-            content = {"version": VERSION, "iteration": iteration, "run": self._run}
+            content = {"version": VERSION, "iteration": iteration, "run": self._record}
+            content |= {"data_parallel": self._deal.data_parallel}
+            content |= {"num_workers": self._deal.num_workers}
             write_atomically(temporary / "state.json", to_json(content))
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
@@ -85,32 +118,40 @@ class CheckpointFolder:
         distributed.broadcast_object_list(found)
         return found[0]
 
-    def load(self, path: Path) -> tuple[int, Any, Any]:
-        """Iteration, model state and rank state of a checkpoint; restores the generators.
+    def check(self, path: Path) -> list[str]:
+        """Check that this run can resume from a checkpoint. A collective.
+
+        Returns:
+            A line for each accepted field that differs.
 
         Raises:
-            StageError: it was written by another version, or by a run that this one cannot
-                continue exactly.
+            StageError: it was written by another version, or by a run with other settings than
+                those of rank 0.
         """
-        content = read_json(path / "state.json")
-        if content is None or content["version"] != VERSION:
-            raise StageError(
-                f"checkpoint {path} does not have version {VERSION}; give another output.path"
-            )
-        for name, value in self._run.items():
-            if content["run"].get(name) != value:
-                raise StageError(
-                    f"checkpoint {path} was written with {name} {content['run'].get(name)!r}, this "
-                    f"run has {value!r}; resume with the same, or start a new run in another "
-                    "output.path"
-                )
+        content = _read_state(path)
+        shared = [self._record]  # paths may differ between nodes
+        distributed.broadcast_object_list(shared)
+        return check_same_run(content["run"], shared[0], self._accept, path)
+
+    def load(self, path: Path) -> Loaded:
+        """A checkpoint, and the generators restored if packs are dealt as then. A collective.
+        Raises StageError, see `check`."""
+        for line in self.check(path):
+            logger.info("accepted: %s", line)
+        content = _read_state(path)
+        then = Deal(content["data_parallel"], content["num_workers"])
+        is_same = then == self._deal
+        numbers = [self._rank]
+        if not is_same:
+            logger.info("packs were dealt among %s, and are dealt anew among %s", then, self._deal)
+            places = range(then.data_parallel)
+            numbers = [place * self._tensor_size + self._tensor_rank for place in places]
         # Weights are copied into the model from the mapped file, a tensor at a time.
-        model_state = torch.load(
-            path / self._model_file, map_location="cpu", weights_only=True, mmap=True
-        )
-        rank_state = torch.load(path / self._rank_file, map_location="cpu", weights_only=True)
-        _restore_generators(rank_state.pop("generators"))
-        return content["iteration"], model_state, rank_state
+        model = _load_tensors(path / self._model_file, mmap=True)
+        ranks = [_load_tensors(path / _rank_file(n), mmap=not is_same) for n in numbers]
+        if is_same:
+            _restore_generators(ranks[0]["generators"])
+        return Loaded(content["iteration"], model, ranks, is_same)
 
     def _complete(self) -> list[Path]:
         return [p for p in self.folder.glob("iter_*") if p.suffix == "" and p.is_dir()]
@@ -122,11 +163,28 @@ class CheckpointFolder:
             shutil.rmtree(path)
 
 
+def _read_state(path: Path) -> Mapping[str, Any]:
+    content: Mapping[str, Any] | None = read_json(path / "state.json")
+    if content is None or content["version"] != VERSION:
+        raise StageError(
+            f"checkpoint {path} does not have version {VERSION}; give another output.path"
+        )
+    return content
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank_{rank:05d}.pt"
+
+
 def _save_tensors(path: Path, state: Mapping[str, Any]) -> None:
     with open(path, "wb") as file:
         torch.save(dict(state), file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _load_tensors(path: Path, *, mmap: bool) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def _generator_state() -> dict[str, Any]:

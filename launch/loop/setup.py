@@ -2,7 +2,7 @@
 
 import logging
 import os
-from pathlib import Path
+from collections.abc import Collection
 
 import torch
 from megatron.core import parallel_state
@@ -11,21 +11,26 @@ from torch import distributed
 from launch.config import LaunchConfig
 from launch.data.micro_batches import EnergonMicroBatches, build_task_encoder
 from launch.data.online_data import read_data
-from launch.data.packed_data import PackedData, check_validation
-from launch.loop.checkpoint import CheckpointFolder
+from launch.data.packed_data import PackedData
+from launch.loop.checkpoint import CheckpointFolder, Deal
+from launch.loop.ends import check_ends, export
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel, shutdown_parallel
 from launch.loop.plan import TrainPlan, plan_training
+from launch.loop.run_record import run_record
 from launch.loop.trainer import Trainer
-from launch.model.qwen_vl import PackedQwen2VL, build_model, save_hf_checkpoint
+from launch.model.qwen_vl import PackedQwen2VL, build_model
 from offline_packing.errors import StageError
 from task_encoders.settings import BMR, PACKED, VQA
 
 logger = logging.getLogger(__name__)
 
 
-def run(config: LaunchConfig) -> bool:
+def run(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> bool:
     """Train as the configuration says, and write the trained model in Hugging Face's format.
+
+    Args:
+        accept_mismatch: fields that may differ from those of the checkpoint to resume from.
 
     Returns:
         Whether the run is finished; False after SIGTERM.
@@ -40,25 +45,27 @@ def run(config: LaunchConfig) -> bool:
             "give another output.path"
         )
     device = initialize_parallel(config.parallel.tensor, seed=config.train.seed)
-    check_alike(config)
-    trainer, model = build_trainer(config, device)
+    check_alike(config, accept_mismatch)
+    trainer, model = build_trainer(config, device, accept_mismatch)
     if config.checkpoint.resume:
         trainer.resume()
     finished = trainer.run()
     if finished and config.checkpoint.export:
-        folder = config.output.path / "hf"
-        save_hf_checkpoint(model, folder)
-        logger.info("wrote the trained model to %s", folder)
+        export(model, config.output.path, trainer.iteration)
     shutdown_parallel()
     return finished
 
 
-def build_trainer(config: LaunchConfig, device: torch.device) -> tuple[Trainer, PackedQwen2VL]:
+def build_trainer(
+    config: LaunchConfig, device: torch.device, accept_mismatch: Collection[str] = ()
+) -> tuple[Trainer, PackedQwen2VL]:
     """The trainer of this rank, and its model. Needs `initialize_parallel`."""
     data = read_data(config.data)
-    if config.validation.every:
-        check_validation(Path(config.data.path))
+    check_ends(config)
     plan = plan_training(config, data, parallel_state.get_data_parallel_world_size())
+    checkpoints = build_checkpoints(config, data, plan, accept_mismatch)
+    if (newest := checkpoints.newest()) is not None:
+        checkpoints.check(newest)
     # The environment is checked here, before a checkpoint of many gigabytes is read.
     task_encoder = build_task_encoder(config.data, data, config.model.family)
     train_data = EnergonMicroBatches(config.data, task_encoder, device, seed=config.train.seed)
@@ -77,20 +84,21 @@ def build_trainer(config: LaunchConfig, device: torch.device) -> tuple[Trainer, 
         optimizer=build_optimizer(config, model),
         train_data=train_data,
         validation_data=validation_data,
-        checkpoints=build_checkpoints(config, data, plan),
+        checkpoints=checkpoints,
         seq_length=data.seq_length,
         device=device,
     )
     return trainer, model
 
 
-def check_alike(config: LaunchConfig) -> None:
+def check_alike(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> None:
     """Check that all ranks were started with the same settings. A collective.
 
     Raises:
         StageError: a variable or a field differs, for example if one node got another command.
     """
     own = {name: os.environ.get(name) for name in (PACKED, VQA, BMR)}
+    own["--accept-mismatch"] = ", ".join(sorted(accept_mismatch))
     for section, content in config.model_dump(mode="json").items():
         for field, value in content.items():  # a set's order differs between processes
             own[f"{section}.{field}"] = str(
@@ -123,24 +131,16 @@ def build_optimizer(config: LaunchConfig, model: torch.nn.Module) -> ShardedAdam
     )
 
 
-def build_checkpoints(config: LaunchConfig, data: PackedData, plan: TrainPlan) -> CheckpointFolder:
-    """The run's checkpoints. What decides the order of packs must not change on resuming."""
+def build_checkpoints(
+    config: LaunchConfig, data: PackedData, plan: TrainPlan, accept_mismatch: Collection[str] = ()
+) -> CheckpointFolder:
+    """The run's checkpoints."""
     return CheckpointFolder(
         config.output.path / "checkpoints",
-        {
-            "content_hash of the packs": data.content_hash,
-            "data.num_workers": config.data.num_workers,
-            "data.micro_batch_size": config.data.micro_batch_size,
-            "data.repeat": config.data.repeat,
-            # None: as in checkpoints from before there was a choice
-            "data.order": None if config.data.order == "written" else config.data.order,
-            "data.online": str(config.data.online) if config.data.online else None,
-            "data.dyn_bsz": config.data.dyn_bsz_buffer_size if config.data.dyn_bsz else None,
-            "packs per step": plan.packs_per_step,
-            "parallel.tensor": config.parallel.tensor,
-            "data parallel ranks": parallel_state.get_data_parallel_world_size(),
-        },
+        run_record(config, data, plan),
+        Deal(parallel_state.get_data_parallel_world_size(), config.data.num_workers),
+        accept=accept_mismatch,
         keep=config.checkpoint.keep,
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        writes_model=parallel_state.get_data_parallel_rank() == 0,
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
     )

@@ -96,10 +96,17 @@ class Trainer:
         path = self._checkpoints.newest()
         if path is None:
             return
-        self.iteration, model_state, state = self._checkpoints.load(path)
-        self._model.load_state_dict(model_state)
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._train_data.restore(state["data"])
+        loaded = self._checkpoints.load(path)
+        self.iteration = loaded.iteration
+        self._model.load_state_dict(loaded.model)
+        optimizer = [rank["optimizer"] for rank in loaded.ranks]
+        data = [rank["data"] for rank in loaded.ranks]
+        if loaded.is_same_deal:
+            self._optimizer.load_state_dict(optimizer[0])
+            self._train_data.restore(data[0])
+        else:
+            self._optimizer.load_slices(optimizer)
+            self._train_data.deal_anew(data)
         logger.info("resumed from %s", path)
 
     def run(self) -> bool:

@@ -220,12 +220,14 @@ def copy_companions(like: Path, folder: Path) -> None:
 
 
 def _write_companions(folder: Path, hf_config: Any, like: Path | None) -> None:
-    """Tokenizer, image processor and generation settings."""
+    """Tokenizer, image processor and generation settings, where there are any."""
     if like is not None:
         copy_companions(like, folder)
         return
-    from task_encoders.families.builtin_processor import builtin_processor
+    from task_encoders.families.builtin_processor import builtin_processor, has_builtin_processor
 
+    if not has_builtin_processor(hf_config.model_type):
+        return
     processor = builtin_processor(hf_config.model_type)
     if hf_config.text_config.vocab_size >= len(processor.tokenizer):
         processor.tokenizer.save_pretrained(folder)

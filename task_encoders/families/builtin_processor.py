@@ -2,11 +2,17 @@
 
 from typing import Any
 
-from task_encoders.families import build_sample_encoder
+from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.families.qwen2_vl import Qwen2VLEncoder
 from task_encoders.text.builtin_tokenizer import builtin_tokenizer
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
 from task_encoders.versions import require_supported
+
+
+def has_builtin_processor(family: str) -> bool:
+    """Whether `builtin_processor` can make one."""
+    encoder = FAMILIES[family].build
+    return isinstance(encoder, type) and issubclass(encoder, Qwen2VLEncoder)
 
 
 def builtin_processor(family: str | None = None, **options: Any) -> Any:

@@ -1,6 +1,7 @@
 """Energon's dataset and loader with what packs need: their order, checks, and exact states."""
 
 import gc
+from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megatron.energon import (
 from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint
 
 from task_encoders.energon_samples import PackedBatch
+from task_encoders.loading.dealing_anew import deal_anew
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.packs.references import metadataset_of
 from task_encoders.rows.pack_dealing import OnePass
@@ -156,6 +158,12 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
                 "many as before"
             )
         super().restore_state_rank(state)
+
+    def deal_anew(self, states: Sequence[SavableDataLoaderState | None]) -> None:
+        """Restore the states that all ranks of another number, or with another number of workers,
+        saved after the same step: what they left of an epoch is dealt among the present workers,
+        so that each pack still comes once per epoch. Raises ValueError where that cannot be."""
+        self.restore_state_rank(deal_anew(states, self.worker_config))
 
     def _where_workers_begin(self, states: list[Any]) -> list[Any]:
         """The states, corrected for workers that have not begun.

@@ -2,13 +2,17 @@
 
 Energon gives each worker a block of packs to loop over. Where packs do not divide evenly, a worker
 with fewer loops faster, and its packs come more often. `DealtPacks` deals the packs left over to
-another worker in every epoch. `OnePass` remembers the end of a pass over data that do not repeat,
+another worker in every epoch; a run that goes on with other workers deals what is left of the epoch
+among those. `OnePass` remembers the end of a pass over data that do not repeat,
 which Energon's own loader forgets: it would begin again.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from megatron.energon import SavableDataset, WorkerConfig
 from megatron.energon.flavors.webdataset.sample_loader import (
     RawSampleData,
@@ -21,6 +25,8 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.settings import packs_of_epochs
+
+Numbers = npt.NDArray[np.int64]
 
 
 def deal_evenly(
@@ -44,7 +50,8 @@ def deal_evenly(
     if reader.shuffle_over_epochs is not None or len(reader.join_readers) != 1:
         return dataset
     subset = getattr(factory, "subset", None)
-    ranges, begin = [], 0
+    ranges: list[tuple[int, int]] = []
+    begin = 0
     for size in packs_of_epochs(factory.paths[0]) or [len(factory)]:
         start, end = (0, size) if subset is None else subset.compute_subset(size)
         ranges.append((begin + start, begin + end))
@@ -54,24 +61,113 @@ def deal_evenly(
 
 
 class _Deal(NamedTuple):
-    """How the packs of an epoch are dealt to all workers."""
+    """How the packs of an epoch are dealt to all workers of all ranks."""
 
+    #: the packs, by their place in the folder, (n,)
+    packs: Numbers
     #: where each worker's block begins, rank by rank, as Energon splits
     starts: Sequence[int]
     #: packs of each
     block: int
-    left_over: list[int]
+    #: places in `packs`, dealt from this worker's turn on
+    left_over: Sequence[int]
+    first_turn: int
+    ranks: int
 
     @classmethod
-    def of(cls, start: int, end: int, config: WorkerConfig, first_turn: int) -> "_Deal":
-        ranks, per_rank = config.world_size, max(1, config.num_workers)
+    def of(cls, packs: Numbers, ranks: int, per_rank: int, first_turn: int, dealt: int) -> "_Deal":
+        """`dealt`: packs left over in earlier epochs, after which the turn goes on."""
         workers = ranks * per_rank
         everyone = WorkerConfig(rank=0, world_size=1, num_workers=workers)
-        starts = Sharder.split_samples_to_workers(start, end, everyone, rotation_offset=first_turn)
-        block = (end - start) // workers
+        starts = Sharder.split_samples_to_workers(
+            0, len(packs), everyone, rotation_offset=first_turn
+        )
+        block = len(packs) // workers
         by_turn = (rank * per_rank + worker for worker in range(per_rank) for rank in range(ranks))
-        longer = (one for one in by_turn if starts[one + 1] - starts[one] > block)
-        return cls(starts, block, [starts[one] + block for one in longer])
+        longer = [starts[one] + block for one in by_turn if starts[one + 1] - starts[one] > block]
+        return cls(packs, starts, block, longer, first_turn + dealt, ranks)
+
+    def of_worker(self, worker: int) -> Numbers:
+        """One worker's packs: its block, and the one left over that its turn gives it."""
+        workers = len(self.starts) - 1
+        rank, number = divmod(worker, workers // self.ranks)
+        place = (number * self.ranks + rank - self.first_turn) % workers
+        start = self.starts[worker]
+        own = self.packs[start : start + self.block]
+        return np.concatenate([own, self.packs[list(self.left_over[place : place + 1])]])
+
+
+class Stretch(NamedTuple):
+    """What was read with some number of workers, before a run went on with another."""
+
+    ranks: int
+    #: workers of each rank
+    per_rank: int
+    #: (epoch, packs read of it) of each worker, rank by rank
+    read: Sequence[tuple[int, int]]
+
+    @property
+    def first_epoch(self) -> int:
+        """The first epoch of which packs may be left."""
+        return min(epoch for epoch, _ in self.read)
+
+    @property
+    def last_epoch(self) -> int:
+        """The last epoch of which packs were read."""
+        return max(epoch for epoch, _ in self.read)
+
+
+def read_stretches(text: str) -> list[Stretch]:
+    """Stretches as a state holds them."""
+    return [Stretch(*one) for one in json.loads(text)]
+
+
+class Dealer:
+    """Which packs each worker reads in which epoch, from nothing but its arguments.
+
+    Args:
+        ranges: the packs [start, end) of each epoch; after the last comes the first again.
+        first_turn: see `deal_evenly`.
+    """
+
+    def __init__(self, ranges: Sequence[tuple[int, int]], first_turn: int) -> None:
+        self._ranges, self._first_turn = ranges, first_turn
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no packs."""
+        return all(start == end for start, end in self._ranges)
+
+    def packs(self, epoch: int, worker: int, now: Stretch, earlier: Sequence[Stretch]) -> Numbers:
+        """A worker's packs of an epoch, in their order, (n,) places in the folder: of those that
+        earlier stretches left of it. `worker` counts rank by rank; `now.read` is not looked at."""
+        return self._deal(epoch, now, earlier).of_worker(worker)
+
+    def _deal(self, epoch: int, now: Stretch, earlier: Sequence[Stretch]) -> _Deal:
+        begin = earlier[-1].first_epoch if earlier else 0
+        cut = max(begin, min(epoch, 1 + max((one.last_epoch for one in earlier), default=-1)))
+        counts = [len(self._left(one, earlier)) for one in range(begin, cut)]
+        counts += [end - start for start, end in map(self._range, range(cut, epoch))]
+        dealt = sum(count % (now.ranks * now.per_rank) for count in counts)
+        left = self._left(epoch, earlier)
+        return _Deal.of(left, now.ranks, now.per_rank, self._first_turn, dealt)
+
+    def _range(self, epoch: int) -> tuple[int, int]:
+        return self._ranges[epoch % len(self._ranges)]
+
+    def _left(self, epoch: int, earlier: Sequence[Stretch]) -> Numbers:
+        """The packs of an epoch that the earlier stretches did not read."""
+        start, end = self._range(epoch)
+        is_left = np.ones(end - start, bool)
+        for number, stretch in enumerate(earlier):
+            if epoch > stretch.last_epoch:
+                continue
+            deal = self._deal(epoch, stretch, earlier[:number])
+            for worker, (last, read) in enumerate(stretch.read):
+                if last >= epoch:
+                    own = deal.of_worker(worker)[: read if last == epoch else None]
+                    is_left[own - start] = False
+        return start + np.flatnonzero(is_left)
 
 
 class DealtPacks(WebdatasetSampleLoaderDataset):
@@ -90,7 +186,8 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
     have not).
     """
 
-    _savable_fields = ("_epoch", "_index", "_is_over")
+    #: `_earlier`: stretches with other workers, as JSON, since Energon copies the state per batch
+    _savable_fields = ("_epoch", "_index", "_is_over", "_earlier")
 
     def __init__(
         self,
@@ -99,9 +196,8 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
         first_turn: int,
     ) -> None:
         config = reader.worker_config
-        self._workers = config.world_size * max(1, config.num_workers)
-        self._first_turn = first_turn
-        self._deals = [_Deal.of(start, end, config, first_turn) for start, end in ranges]
+        self._dealer = Dealer(ranges, first_turn)
+        self._now = Stretch(config.world_size, max(1, config.num_workers), ())
         super().__init__(reader.join_readers, reader.workers_slice_offsets, worker_config=config)
 
     def reset_state_own(self) -> None:
@@ -109,34 +205,25 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
         #: packs returned in this epoch
         self._index = 0
         self._is_over = False
+        self._earlier = "[]"
 
     def worker_has_samples(self) -> bool:
-        return any(deal.block + len(deal.left_over) > 0 for deal in self._deals)
+        return not self._dealer.is_empty
 
     def __iter__(self) -> Iterator[RawSampleData]:
         if self._is_over:
             self._epoch, self._index, self._is_over = self._epoch + 1, 0, False
-        packs = self._packs_of_epoch()
+        self.worker_config.assert_worker()
+        rank, number = self.worker_config.rank, self.worker_config.rank_worker_id()
+        worker = rank * self._now.per_rank + number
+        earlier = read_stretches(self._earlier)
+        packs = self._dealer.packs(self._epoch, worker, self._now, earlier).tolist()
         while self._index < len(packs):
             sample = self._get_sample(packs[self._index])
             self._index += 1
             if sample.data[0] is not None:
                 yield sample
         self._is_over = True
-
-    def _packs_of_epoch(self) -> list[int]:
-        """This worker's packs, by their place in the folder."""
-        self.worker_config.assert_worker()
-        worker, ranks = self.worker_config.rank_worker_id(), self.worker_config.world_size
-        cycles, number = divmod(self._epoch, len(self._deals))
-        deal = self._deals[number]
-        start = deal.starts[self.worker_config.rank * (self._workers // ranks) + worker]
-        packs = list(range(start, start + deal.block))
-        turn = worker * ranks + self.worker_config.rank
-        before = [*self._deals * cycles, *self._deals[:number]]
-        dealt = self._first_turn + sum(len(one.left_over) for one in before)
-        place = (turn - dealt) % self._workers
-        return packs + deal.left_over[place : place + 1]
 
 
 class OnePass(BaseWrapperDataset[PackedBatch, PackedBatch]):

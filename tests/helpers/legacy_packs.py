@@ -77,8 +77,10 @@ def legacy_vqa_folder(
     return write_folder(path, [dict(members[:half]), dict(members[half:])], dataset_yaml)
 
 
-def text_folder(path: Path, num_packs: int) -> Path:
-    """Packs of one short text each; a pack's key says its place."""
+def text_folder(path: Path, num_packs: int, first: int = 0) -> Path:
+    """Packs of one short text each; a pack's key says its place, from `first` on."""
     record = {"images": [[]], "prompt": [["Say it."]], "captions": [["It."]]}
-    packs = {f"{i:02d}": {"json": json.dumps(record).encode()} for i in range(num_packs)}
+    packs = {
+        f"{i:02d}": {"json": json.dumps(record).encode()} for i in range(first, first + num_packs)
+    }
     return write_folder(path, [packs], DATASET_YAML)

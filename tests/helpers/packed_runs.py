@@ -1,6 +1,7 @@
 """Small packed folders, and training runs of a tiny model over them."""
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,9 @@ class RecordedBatches:
     def restore(self, state: Any) -> None:
         self._batches.restore(state)
 
+    def deal_anew(self, states: Any) -> None:
+        self._batches.deal_anew(states)
+
     def restart(self) -> None:
         self._batches.restart()
 
@@ -127,7 +131,11 @@ class KilledError(BaseException):
 
 
 def make_trainer(
-    config: LaunchConfig, *, batches: Any = None, fail_at: int | None = None
+    config: LaunchConfig,
+    *,
+    batches: Any = None,
+    fail_at: int | None = None,
+    accept: Collection[str] = (),
 ) -> tuple[Trainer, RecordedBatches, torch.nn.Module]:
     """A trainer as `launch.loop.setup` makes it, whose packs are recorded."""
     device = initialize_parallel(config.parallel.tensor, seed=config.train.seed)
@@ -151,7 +159,7 @@ def make_trainer(
         optimizer=build_optimizer(config, model),
         train_data=recorded,
         validation_data=validation,
-        checkpoints=build_checkpoints(config, data, plan),
+        checkpoints=build_checkpoints(config, data, plan, accept),
         seq_length=data.seq_length,
         device=device,
     )

@@ -46,7 +46,7 @@ def test_overrides_are_yaml(file: Path) -> None:
         ("train.normalization=tokens", "choose 'token' or 'sample'"),
         ("train.iterations=true", "a number is needed"),
         ("schedule.min_learning_rate=1", "min_learning_rate 1 > learning_rate 1e-05"),
-        ("batch.global_batch_packs=8", "set one of global_batch_size (samples) and"),
+        ("batch.global_batch_packs=8", "packs 8 are both set; add batch.global_batch_size=null"),
         ("model.preset=13b", "choose one of: tiny, 2b, 7b"),
         ("model.family=qwen3_5", "use python -m launch.train_transformers"),
         ("model.family=llava_onevision_1_5", "; train it with its own code, on batches as"),

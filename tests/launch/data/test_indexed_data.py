@@ -98,6 +98,25 @@ def test_ranks_share_the_packs(folders: dict[str, Path]) -> None:
     assert {dealt.count(key) for key in keys} == {3}  # three epochs
 
 
+def test_other_ranks_go_on_with_the_rest(folders: dict[str, Path]) -> None:
+    dataset = IndexedPackDataset(folders["indexed"] / "packed_seq_dataset")
+    seen: list[str] = []
+    states: list[Any] = []
+    legs = [(2, 3), (1, 2), (3, len(dataset)), (1, len(dataset) - 8)]  # five epochs in all, less 8
+    for ranks, steps in [*legs, (4, 2)]:
+        options: dict[str, Any] = {"world_size": ranks, "repeat": True}
+        loaders = [IndexedLoader(dataset, rank=rank, **options) for rank in range(ranks)]
+        for loader in loaders if states else []:
+            loader.deal_anew(states)
+        rows = [iter(loader) for loader in loaders]
+        seen += [key for _ in range(steps) for one in rows for key in next(one).__key__]
+        states = [loader.save_state_rank() for loader in loaders]
+    assert len(seen) == 4 * len(dataset) + 8
+    for epoch in range(4):
+        own = seen[epoch * len(dataset) : (epoch + 1) * len(dataset)]
+        assert len(set(own)) == len(dataset)
+
+
 def test_other_names_of_neva(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
     by_folder = DataConfig(path=str(folders["indexed"]))
     by_prefix = DataConfig.model_validate({"path": "demo", **neva_names(folders["indexed"])})

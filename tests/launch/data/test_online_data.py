@@ -68,7 +68,7 @@ def test_a_run_trains_and_resumes(folder: Path, tmp_path: Path) -> None:
             train={"iterations": iterations},
             schedule={"decay": "constant", "warmup": 0},
         )
-        trainer, recorded, _ = make_trainer(config)
+        trainer, recorded, _ = make_trainer(config, accept=["train.iterations"])
         trainer.resume()
         assert trainer.run()
         return recorded.keys

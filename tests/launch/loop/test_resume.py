@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from launch.config import LaunchConfig
-from offline_packing.errors import StageError
+from launch.loop.setup import run
+from offline_packing.errors import ConfigError, MismatchError, StageError
 from tests.helpers.packed_runs import (
     BMR_ENVIRONMENT,
+    TINY_MODEL,
     KilledError,
     bmr_folder,
     losses,
@@ -112,8 +114,8 @@ def test_only_the_newest_checkpoints_stay(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "name"),
     [
-        ({"data": {"micro_batch_size": 3, "num_workers": 0}}, "data.micro_batch_size 1"),
-        ({"batch": {"global_batch_packs": 6}}, "packs per step 3"),
+        ({"data": {"micro_batch_size": 3, "num_workers": 0}}, "data.micro_batch_size was 1, is 3"),
+        ({"batch": {"global_batch_packs": 6}}, "batch.global_batch_packs was 3, is 6"),
     ],
 )
 def test_a_run_that_would_not_continue_exactly_is_refused(
@@ -124,3 +126,116 @@ def test_a_run_that_would_not_continue_exactly_is_refused(
     other, _, _ = make_trainer(make_config(folder, tmp_path, **section))
     with pytest.raises(StageError, match=name):
         other.resume()
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "train.iterations": {"train": {"iterations": 2}},
+    "train.normalization": {"train": {"iterations": 1, "normalization": "sample"}},
+    "schedule.learning_rate": {"schedule": {"learning_rate": 3e-5, "warmup": 0.25}},
+    "schedule.decay": {"schedule": {"learning_rate": 3e-3, "warmup": 0.25, "decay": "linear"}},
+    "optimizer.beta2": {"optimizer": {"beta2": 0.5}},
+    "batch.global_batch_packs": {"batch": {"global_batch_packs": 6}},
+    "data.cross_sample_attention": {"data": {"num_workers": 0, "cross_sample_attention": True}},
+}
+
+
+@pytest.fixture(scope="module")
+def one_step(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("one")
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in BMR_ENVIRONMENT.items():
+            environment.setenv(name, value)
+        assert make_trainer(make_config(folder, output, train={"iterations": 1}))[0].run()
+    return output
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_another_setting_is_refused_unless_it_is_named(
+    field: str, folder: Path, one_step: Path
+) -> None:
+    sections = {"train": {"iterations": 1}, **CHANGES[field]}
+    other = make_config(folder, one_step, **sections)
+    trainer, _, _ = make_trainer(other)
+    with pytest.raises(MismatchError) as refused:
+        trainer.resume()
+    head, line = str(refused.value).splitlines()
+    assert f"add --accept-mismatch {field} if that is meant" in head
+    assert line.startswith(f"  {field} was ")
+    assert ", is " in line
+    accepting, _, _ = make_trainer(other, accept=[field])
+    accepting.resume()
+    assert accepting.iteration == 1
+
+
+def test_each_field_that_differs_has_a_line_and_all_must_be_named(
+    folder: Path, one_step: Path
+) -> None:
+    sections = {"train": {"iterations": 9}, "optimizer": {"eps": 1e-6, "beta1": 0.5}}
+    with pytest.raises(MismatchError) as refused:
+        make_trainer(make_config(folder, one_step, **sections), accept=["optimizer.eps"])[
+            0
+        ].resume()
+    assert str(refused.value).splitlines()[1:] == [
+        "  optimizer.beta1 was 0.9, is 0.5",
+        "  train.iterations was 1, is 9",
+    ]
+
+
+@pytest.mark.parametrize("name", ["optimizer.beta3", "data.micro_batch_size"])
+def test_only_fields_that_may_differ_can_be_accepted(
+    name: str, folder: Path, one_step: Path
+) -> None:
+    trainer, _, _ = make_trainer(
+        make_config(folder, one_step, train={"iterations": 1}), accept=[name]
+    )
+    with pytest.raises(ConfigError, match=f"--accept-mismatch {name}: .*; valid: "):
+        trainer.resume()
+
+
+def test_other_packs_are_named_by_their_paths(one_step: Path, tmp_path: Path, folder: Path) -> None:
+    other = bmr_folder(tmp_path / "other", 20)
+    trainer, _, _ = make_trainer(make_config(other, one_step, train={"iterations": 1}))
+    with pytest.raises(MismatchError) as refused:
+        trainer.resume()
+    assert f"data.packs was those of {folder}" in str(refused.value)
+    assert f"is those of {other}" in str(refused.value)
+    (tmp_path / "moved").symlink_to(folder)  # the same packs at another path
+    moved, _, _ = make_trainer(make_config(tmp_path / "moved", one_step, train={"iterations": 1}))
+    moved.resume()
+    assert moved.iteration == 1
+
+
+def test_accepted_settings_of_the_optimizer_take_effect(folder: Path, one_step: Path) -> None:
+    sections = {"train": {"iterations": 1}, "optimizer": {"beta2": 0.5, "weight_decay": 0.3}}
+    trainer, _, _ = make_trainer(
+        make_config(folder, one_step, **sections),
+        accept=["optimizer.beta2", "optimizer.weight_decay"],
+    )
+    trainer.resume()
+    groups = trainer._optimizer._adamw.param_groups
+    assert {group["betas"] for group in groups} == {(0.9, 0.5)}
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.3}
+
+
+def test_a_run_that_is_extended_keeps_the_model_that_it_exported(
+    folder: Path, tmp_path: Path
+) -> None:
+    def train(iterations: int, *accept: str) -> None:
+        sections: dict[str, Any] = {
+            "model": {**TINY_MODEL, "text": {**TINY_MODEL["text"], "vocab_size": 151_936}},
+            "train": {"iterations": iterations},
+            "batch": {"global_batch_packs": 1},
+        }
+        assert run(make_config(folder, tmp_path, **sections), accept)
+
+    train(1)
+    exported = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    train(1)
+    with pytest.raises(MismatchError, match=r"train\.iterations was 1, is 2"):
+        train(2)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == exported
+    train(2, "train.iterations")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "hf_1").iterdir()} == exported
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() != exported["model.safetensors"]
+    assert sorted(path.name for path in tmp_path.glob("hf*")) == ["hf", "hf_1"]
+    assert len(losses(tmp_path)) == 2

@@ -1,0 +1,56 @@
+"""The end of a run: whether it can be reached, checked before the beginning, and the export."""
+
+import logging
+from pathlib import Path
+from typing import Any, Final
+
+from torch import distributed
+
+from launch.config import LaunchConfig
+from launch.data.packed_data import check_validation
+from launch.model.qwen_vl import save_hf_checkpoint
+from offline_packing.storage.files import read_json, to_json, write_atomically
+from task_encoders.families.builtin_processor import has_builtin_processor
+
+logger = logging.getLogger(__name__)
+
+#: In an exported folder: of how many steps it is.
+_TRAINED: Final = "trained.json"
+
+
+def check_ends(config: LaunchConfig) -> None:
+    """Check what validation and export will need. Raises StageError: it is not there."""
+    if config.validation.every:
+        check_validation(Path(config.data.path))
+    model = config.model
+    if (
+        config.checkpoint.export
+        and not model.checkpoint
+        and not has_builtin_processor(model.family)
+    ):
+        logger.warning(
+            "hf/ will have no tokenizer and no image processor: there is no built-in processor of "
+            "%s; copy them from a checkpoint, or train one with model.checkpoint",
+            model.family,
+        )
+
+
+def export(model: Any, output: Path, steps: int) -> None:
+    """Write the trained model to `hf/` in Hugging Face's format. A collective.
+
+    What an earlier, shorter run wrote there is kept as `hf_` and its number of steps.
+    """
+    folder = output / "hf"
+    earlier = read_json(folder / _TRAINED) or {}
+    if earlier.get("steps") == steps:
+        logger.info("%s holds the trained model already", folder)
+        return
+    distributed.barrier()  # all have read
+    if distributed.get_rank() == 0 and folder.exists():
+        kept = output / f"hf_{earlier.get('steps', 'before')}"
+        folder.rename(kept)
+        logger.info("kept the model of an earlier run as %s", kept)
+    save_hf_checkpoint(model, folder)
+    if distributed.get_rank() == 0:
+        write_atomically(folder / _TRAINED, to_json({"steps": steps}))
+    logger.info("wrote the trained model to %s", folder)
