@@ -21,9 +21,11 @@ from typing import Any, Final
 
 import torch
 from megatron.energon.rng import SystemRng
-from torch import distributed
+from torch import distributed, nn
 
 from launch.data.loader_state import from_plain, to_plain
+from launch.data.micro_batches import MicroBatches
+from launch.loop.optimizer import ShardedAdamW
 from launch.loop.run_record import check_same_run
 from offline_packing.errors import StageError
 from offline_packing.storage.files import read_json, to_json, write_atomically
@@ -40,18 +42,6 @@ class Deal:
     data_parallel: int
     #: loader processes per data parallel rank
     num_workers: int
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A checkpoint, as one rank reads it."""
-
-    iteration: int
-    model: Any
-    #: the state of this rank; or, if packs were dealt among others, those of all data parallel
-    #: ranks of then
-    ranks: Sequence[Mapping[str, Any]]
-    is_same_deal: bool
 
 
 class CheckpointFolder:
@@ -133,25 +123,33 @@ class CheckpointFolder:
         distributed.broadcast_object_list(shared)
         return check_same_run(content["run"], shared[0], self._accept, path)
 
-    def load(self, path: Path) -> Loaded:
-        """A checkpoint, and the generators restored if packs are dealt as then. A collective.
-        Raises StageError, see `check`."""
+    def load(
+        self, path: Path, model: nn.Module, optimizer: ShardedAdamW, data: MicroBatches
+    ) -> int:
+        """Restore a checkpoint, with the generators if packs are dealt as then; its iteration. A
+        collective. Raises StageError, see `check`."""
         for line in self.check(path):
             logger.info("accepted: %s", line)
         content = _read_state(path)
         then = Deal(content["data_parallel"], content["num_workers"])
-        is_same = then == self._deal
-        numbers = [self._rank]
-        if not is_same:
-            logger.info("packs were dealt among %s, and are dealt anew among %s", then, self._deal)
-            places = range(then.data_parallel)
-            numbers = [place * self._tensor_size + self._tensor_rank for place in places]
         # Weights are copied into the model from the mapped file, a tensor at a time.
-        model = _load_tensors(path / self._model_file, mmap=True)
-        ranks = [_load_tensors(path / _rank_file(n), mmap=not is_same) for n in numbers]
-        if is_same:
-            _restore_generators(ranks[0]["generators"])
-        return Loaded(content["iteration"], model, ranks, is_same)
+        model.load_state_dict(_load_tensors(path / self._model_file, mmap=True))
+        if then == self._deal:
+            own = _load_tensors(path / _rank_file(self._rank), mmap=False)
+            optimizer.load_state_dict(own["optimizer"])
+            data.restore(own["data"])
+            _restore_generators(own["generators"])
+        else:
+            logger.info("packs were dealt among %s, and are dealt anew among %s", then, self._deal)
+            size = self._tensor_size
+            numbers = range(self._tensor_rank, then.data_parallel * size, size)
+            ranks = [_load_tensors(path / _rank_file(number), mmap=True) for number in numbers]
+            totals = [bucket.total for bucket in optimizer.buckets]
+            place = self._rank // size, self._deal.data_parallel
+            states = [rank["optimizer"] for rank in ranks]
+            optimizer.load_state_dict(_reshard(states, totals, *place))
+            data.deal_anew([rank["data"] for rank in ranks])
+        return int(content["iteration"])
 
     def _complete(self) -> list[Path]:
         return [p for p in self.folder.glob("iter_*") if p.suffix == "" and p.is_dir()]
@@ -161,6 +159,34 @@ class CheckpointFolder:
             shutil.rmtree(path)
         for path in self.folder.glob("iter_*.tmp"):
             shutil.rmtree(path)
+
+
+def _reshard(
+    states: Sequence[Mapping[str, Any]], totals: Sequence[int], rank: int, world_size: int
+) -> dict[str, Any]:
+    """The optimizer's state on one rank, from what `state_dict` returned on all earlier ranks.
+
+    Args:
+        totals: elements of each bucket without padding.
+        rank, world_size: of the present run.
+    """
+
+    def cut(number: int, slices: list[torch.Tensor]) -> torch.Tensor:
+        total, size = totals[number], -(-totals[number] // world_size)
+        whole = slices[0].new_zeros(size * world_size)
+        whole[:total] = torch.cat(slices)[:total]
+        return whole[rank * size : (rank + 1) * size].clone()
+
+    moments = [state["adamw"]["state"] for state in states]
+    cut_moments = {
+        number: {
+            name: cut(number, [one[number][name] for one in moments]) if value.ndim else value
+            for name, value in first.items()  # AdamW's step is a scalar
+        }
+        for number, first in moments[0].items()
+    }
+    masters = [cut(n, [state["masters"][n] for state in states]) for n in range(len(totals))]
+    return {"masters": masters, "adamw": {"state": cut_moments}}
 
 
 def _read_state(path: Path) -> Mapping[str, Any]:

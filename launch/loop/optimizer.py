@@ -14,7 +14,7 @@ once (4N bytes), which is what keeps a full float32 gradient buffer (33 GB) off 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -86,13 +86,6 @@ class Bucket:
         own.copy_(self.master)
         if self.world_size > 1:
             distributed.all_gather_into_tensor(self.weights, own.clone(), group=group)
-
-    def cut(self, slices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """This rank's slice of what other ranks, of another number, had slices of."""
-        whole = slices[0].new_zeros(len(self.weights))
-        found = torch.cat(list(slices))[: self.total]
-        whole[: len(found)] = found
-        return whole[self.own].clone()
 
     def _views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         start = 0
@@ -194,30 +187,6 @@ class ShardedAdamW:
             bucket.publish(self._group)
         groups = self._adamw.state_dict()["param_groups"]
         self._adamw.load_state_dict({"state": state["adamw"]["state"], "param_groups": groups})
-
-    def load_slices(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore what `state_dict` returned on all data parallel ranks, of which there were
-        another number."""
-        moments = [state["adamw"]["state"] for state in states]
-        self.load_state_dict(
-            {
-                "masters": [
-                    bucket.cut([state["masters"][number] for state in states])
-                    for number, bucket in enumerate(self.buckets)
-                ],
-                "adamw": {
-                    "state": {
-                        number: {
-                            name: self.buckets[number].cut([one[number][name] for one in moments])
-                            if value.ndim
-                            else value  # the step
-                            for name, value in first.items()
-                        }
-                        for number, first in moments[0].items()
-                    }
-                },
-            }
-        )
 
     def _average_replicated(self) -> None:
         """Give tensor parallel ranks the same gradient for the parameters that all have in full.

@@ -96,17 +96,9 @@ class Trainer:
         path = self._checkpoints.newest()
         if path is None:
             return
-        loaded = self._checkpoints.load(path)
-        self.iteration = loaded.iteration
-        self._model.load_state_dict(loaded.model)
-        optimizer = [rank["optimizer"] for rank in loaded.ranks]
-        data = [rank["data"] for rank in loaded.ranks]
-        if loaded.is_same_deal:
-            self._optimizer.load_state_dict(optimizer[0])
-            self._train_data.restore(data[0])
-        else:
-            self._optimizer.load_slices(optimizer)
-            self._train_data.deal_anew(data)
+        self.iteration = self._checkpoints.load(
+            path, self._model, self._optimizer, self._train_data
+        )
         logger.info("resumed from %s", path)
 
     def run(self) -> bool:
