@@ -124,6 +124,13 @@ def build_sample_encoder(
 
 def family_of_processor(processor: str) -> str | None:
     """The family that a checkpoint's config.json names, where it has one of a family here."""
+    name = _model_type(processor)
+    return next((one.name for one in FAMILIES.values() if name in one.model_types), None)
+
+
+def _model_type(processor: str) -> str | None:
+    """`model_type` of a checkpoint's config.json, of which mixtures of experts are no other; None
+    where it has none."""
     if processor == BUILTIN:
         return None
     require_supported("transformers")
@@ -133,19 +140,20 @@ def family_of_processor(processor: str) -> str | None:
         config, _ = PreTrainedConfig.get_config_dict(processor)
     except OSError:
         return None
-    name = str(config.get("model_type")).removesuffix("_moe")
-    found = (one.name for one in FAMILIES.values() if name == (one.model_type or one.name))
-    return next(found, None)
+    name = config.get("model_type")
+    return name.removesuffix("_moe") if isinstance(name, str) else None
 
 
 def _check_family(model: ModelOptions) -> None:
-    """Refuse a checkpoint whose config.json names a family that gives samples other lengths."""
-    found = family_of_processor(model.processor)
-    if found is None:
+    """Refuse a checkpoint whose config.json names another model than the family's."""
+    name = _model_type(model.processor)
+    if name is None or name in FAMILIES[model.family].model_types:
         return
-    lengths = [getattr(FAMILIES[name].build, "LENGTHS_OF", None) for name in (found, model.family)]
-    if lengths[0] != lengths[1]:
-        raise ValueError(
-            f"checkpoint {model.processor!r} is of family {found}, not {model.family}; set "
-            f"model.family={found}, or name a checkpoint of {model.family}"
-        )
+    found = family_of_processor(model.processor)
+    what, remedy = f"family {found}", f"set model.family={found}"
+    if found is None:
+        what, remedy = f"model_type {name}", f"the families are {', '.join(FAMILIES)}"
+    raise ValueError(
+        f"checkpoint {model.processor!r} is of {what}, not {model.family}; {remedy}, or name a "
+        f"checkpoint of {model.family}"
+    )

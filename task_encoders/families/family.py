@@ -32,8 +32,8 @@ class Family:
     cost: ModelCost
     #: what transformers' classes of its model begin with; None: it has none
     transformers_name: str | None
-    #: what the config.json of its checkpoints calls it; "": its own name
-    model_type: str = ""
+    #: what the config.json of its checkpoints calls it, where that is not its own name
+    other_names: tuple[str, ...] = ()
     #: whether published checkpoints name tensors as transformers does in memory, beginning with
     #: model.language_model and model.visual; older ones begin with model and visual
     nested_names: bool = False
@@ -41,3 +41,8 @@ class Family:
     presets: Mapping[str, Preset] = field(default_factory=dict)
     #: whether `launch` builds its language model of megatron-core's layers
     megatron_core: bool = False
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """What `model_type` in config.json may be."""
+        return self.other_names or (self.name,)

@@ -214,5 +214,11 @@ PRESETS: Final = {
 }
 
 LLAVA_1_5: Final = Family(
-    "llava_1_5", Llava15Options, Llava15Encoder, COST, "Llava", model_type="llava", presets=PRESETS
+    "llava_1_5",
+    Llava15Options,
+    Llava15Encoder,
+    COST,
+    "Llava",
+    other_names=("llava", "llava_llama"),
+    presets=PRESETS,
 )

@@ -29,5 +29,5 @@ LLAVA_ONEVISION_1_5: Final = Family(
     LlavaOneVision15Encoder,
     COST,
     None,
-    model_type="llava_onevision1_5",
+    other_names=("llava_onevision1_5", "llavaonevision1_5"),  # transformers; the hub
 )
