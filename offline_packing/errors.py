@@ -1,5 +1,7 @@
 """Errors that end a stage. Their text is one line: the thing, its value, the limit, the remedy."""
 
+from task_encoders.samples import SampleError
+
 
 class StageError(RuntimeError):
     """A stage cannot go on."""
@@ -34,3 +36,20 @@ class DiskFullError(StageError):
 class ShareDoneError(StageError):
     """One of several ranks has done its share of a stage, and the others have not: the stage goes
     on when it is run again after them."""
+
+
+def as_sample_error(error: BaseException) -> SampleError:
+    """Why a record is set aside that raised an error, whatever it is.
+
+    Raises:
+        BaseException: the error itself, if it is not the fault of a record: a failing disk, a lack
+            of memory or of a package, a stage that cannot go on, a signal.
+    """
+    if isinstance(error, SampleError):
+        return error
+    is_panic = type(error).__name__ == "PanicException"  # of an extension in Rust
+    others = OSError, MemoryError, ImportError, StageError
+    if not is_panic and (not isinstance(error, Exception) or isinstance(error, others)):
+        raise error
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return SampleError("unexpected_error", text[:200])

@@ -49,6 +49,8 @@ REASONS: Final[Mapping[str, str]] = {
     "not_in_layout": "the output layout cannot hold such a sample (its plan says what)",
     "overlong": "the sample has more tokens than seq_length",
     "over_budget": "the sample alone is over a budget of its pack (vision patches, images, videos)",
+    "too_costly": "reading it would take more than one sample may: text, messages, media, headers",
+    "unexpected_error": "reading it raised an error that no other reason covers (the detail is it)",
     "poor_pack": "its pack has fewer samples or tokens than min_samples or min_fill ask for",
 }
 

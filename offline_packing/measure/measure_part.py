@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from offline_packing.engines.local import advance
-from offline_packing.errors import StageError
+from offline_packing.errors import StageError, as_sample_error
 from offline_packing.index import table as index
 from offline_packing.index.measured import (
     MeasuredSample,
@@ -31,19 +31,22 @@ from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
 from offline_packing.sources.lost_fields import Lost, control_text, lost_fields
 from task_encoders.families import ModelOptions
-from task_encoders.media.image import MAX_IMAGE_PIXELS, read_image_header
-from task_encoders.media.video_file import MissingPyAVError, VideoHeader, read_video_header
+from task_encoders.limits import MAX_IMAGE_PIXELS
+from task_encoders.media.image import ImageHeader, read_image_header
+from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.packs.pack_format import image_extension, video_extension
 from task_encoders.sample_encoder import SampleEncoder, SampleLength
-from task_encoders.samples import SampleError, SourceSample
+from task_encoders.samples import SourceSample
 from task_encoders.text.tokenizer import control_pattern
 
 #: Rows that a worker holds at a time: a part of a compressed source may have any number.
 _ROWS_AT_ONCE: Final = 1024
-#: Records that go through each step together, and the bytes of media in them. A step that is run
-#: many times in a row takes less time: a record at a time, measuring takes a fifth longer.
+#: Records that go through each step together, and bytes of their JSON and embedded media. A step
+#: that is run many times in a row takes less time: with one record, measuring takes a fifth longer.
 _RECORDS_PER_STEP: Final = 32
-_MEDIA_BYTES_PER_STEP: Final = 16 << 20
+_BYTES_PER_STEP: Final = 16 << 20
+#: Characters of a reason's detail that are kept: it may quote what a record holds.
+_MAX_DETAIL: Final = 1000
 #: Metadata of a part of the set-aside table: how many samples were left out, and what others lack.
 _SKIPPED: Final = "num_skipped"
 _LOST_FIELDS: Final = "lost_fields"
@@ -171,8 +174,9 @@ class Measuring:
         for record in records:
             advance()
             group.append(_Found(record, self.source.key_prefix + record.key))
+            held += record.locator.size
             held += sum([len(one.data or b"") for one in record.embedded.values()])
-            if len(group) == _RECORDS_PER_STEP or held > _MEDIA_BYTES_PER_STEP:
+            if len(group) == _RECORDS_PER_STEP or held > _BYTES_PER_STEP:
                 yield group
                 group, held = [], 0
         yield group
@@ -181,11 +185,12 @@ class Measuring:
         path = self.source.path
         try:
             step(found)
-        except SampleError as error:
-            found.row = SetAsideSample(found.key, path, error.reason, error.detail)
-        except Exception as error:
-            kind = "" if isinstance(error, MissingPyAVError) else f"{type(error).__name__}: "
+        except (OSError, MemoryError, ImportError, StageError) as error:
+            kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
             raise StageError(f"sample {found.key!r} in {path}: {kind}{error}") from error
+        except BaseException as error:  # noqa: BLE001 - an extension may panic
+            reason = as_sample_error(error)
+            found.row = SetAsideSample(found.key, path, reason.reason, reason.detail[:_MAX_DETAIL])
 
     def _read_sample(self, found: _Found) -> None:
         found.sample = self.source.sample(found.record, found.key)
@@ -194,19 +199,28 @@ class Measuring:
 
     def _read_headers(self, found: _Found) -> None:
         found.media, found.sizes, found.videos = [], [], []
-        for name in found.sample.images:
-            locator, file = self.source.open_media(found.record, name)
-            with file:
-                header = read_image_header(file, max_image_pixels=self.max_pixels)
+        record, sample = found.record, found.sample
+        images = {name: self._image(record, name) for name in dict.fromkeys(sample.images)}
+        for name in sample.images:
+            locator, header = images[name]
             found.media.append((locator, image_extension(name, header.format)))
             found.sizes.append((header.height, header.width))
-        for name in found.sample.videos:
-            locator, file = self.source.open_media(found.record, name)
-            limits = {"max_frame_pixels": self.max_pixels, "max_frames": self.max_video_frames}
-            with file:
-                video = read_video_header(file, **limits)
+        videos = {name: self._video(record, name) for name in dict.fromkeys(sample.videos)}
+        for name in sample.videos:
+            locator, video = videos[name]
             found.media.append((locator, video_extension(name, video.extension)))
             found.videos.append(video)
+
+    def _image(self, record: SourceRecord, name: str) -> tuple[Locator, ImageHeader]:
+        locator, file = self.source.open_media(record, name)
+        with file:
+            return locator, read_image_header(file, max_image_pixels=self.max_pixels)
+
+    def _video(self, record: SourceRecord, name: str) -> tuple[Locator, VideoHeader]:
+        limits = {"max_frame_pixels": self.max_pixels, "max_frames": self.max_video_frames}
+        locator, file = self.source.open_media(record, name)
+        with file:
+            return locator, read_video_header(file, **limits)
 
     def _measure(self, found: _Found) -> None:
         found.length = self.encoder.measure(found.sample, found.sizes, found.videos)

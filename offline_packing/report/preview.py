@@ -19,7 +19,8 @@ from offline_packing.layouts.energon_metadata import check_energon
 from offline_packing.runs.manifest import Manifest, require_manifest
 from offline_packing.runs.run import Run
 from task_encoders.families import ModelOptions
-from task_encoders.media.image import MAX_IMAGE_PIXELS, decode_image
+from task_encoders.limits import MAX_IMAGE_PIXELS
+from task_encoders.media.image import decode_image
 from task_encoders.media.video_file import decode_frames, read_video_header
 from task_encoders.packs.pack import Pack, restore_pack
 from task_encoders.packs.pack_format import is_video_name, pack_key

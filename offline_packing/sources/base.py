@@ -23,6 +23,7 @@ from offline_packing.sources.reading.locators import Locator, read_locator
 from offline_packing.sources.roots.listing import walk
 from offline_packing.sources.roots.remote import Root, is_remote, open_root
 from offline_packing.storage.key_set import KeySet
+from task_encoders.limits import check_cost
 from task_encoders.records.record import check_prompts_are_shown, load_json, to_sample
 from task_encoders.samples import SampleError, SourceSample
 
@@ -207,6 +208,13 @@ class Source(ABC):
         sample = to_sample(record.content, key, self.task, record.paired_media)
         if not self.options.ignore_prompts:
             check_prompts_are_shown(sample)
+        limits = self.options
+        check_cost(
+            sample,
+            max_text_length=limits.max_text_length,
+            max_messages=limits.max_messages,
+            max_media=limits.max_media,
+        )
         return sample
 
     def read_sample(

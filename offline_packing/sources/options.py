@@ -18,7 +18,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from task_encoders.field_types import LocalOrRemotePath, LocalPath, not_bool
+from task_encoders.field_types import Count, LocalOrRemotePath, LocalPath, added, not_bool
+from task_encoders.limits import MAX_MEDIA, MAX_MESSAGES, MAX_TEXT_LENGTH
 from task_encoders.records.record import (
     ANSWER_FIELDS,
     DIALOGUE_FIELDS,
@@ -151,6 +152,10 @@ class SourceOptions(BaseModel):
     ignore_prompts: bool = False
     #: it has no images and no videos, on purpose; captioning and vqa refuse such a source otherwise
     text_only: bool = False
+    #: a sample with more than that is set aside: characters of all its texts, messages, media
+    max_text_length: Count = added(MAX_TEXT_LENGTH)
+    max_messages: Count = added(MAX_MESSAGES)
+    max_media: Count = added(MAX_MEDIA)
 
     def format_options(self) -> dict[str, Any]:
         """What samples depend on besides format, path and task, without defaults."""

@@ -20,7 +20,8 @@ from task_encoders.families.spans import (
     position_ids,
     stored_parts,
 )
-from task_encoders.media.image import MAX_IMAGE_PIXELS, decode_image
+from task_encoders.limits import MAX_IMAGE_PIXELS
+from task_encoders.media.image import decode_image
 from task_encoders.media.pixel_values import Bytes, Normalisation
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader

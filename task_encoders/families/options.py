@@ -4,13 +4,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from task_encoders.field_types import Count, LocalOrRemotePath, Values
+from task_encoders.field_types import Count, LocalOrRemotePath, Values, added
 from task_encoders.media.video_file import MAX_VIDEO_FRAMES
-
-
-def added(default: Any, **extra: Any) -> Any:
-    """An option that is stored only where it differs from its default."""
-    return Field(default, exclude_if=lambda value: value == default, **extra)
 
 
 def beside_lengths(default: Any, *, stored: bool = False) -> Any:

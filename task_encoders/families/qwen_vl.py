@@ -10,6 +10,7 @@ from task_encoders.families.encoder import FamilyEncoder
 from task_encoders.families.options import ModelOptions, beside_lengths
 from task_encoders.families.spans import Medium, Span, patch_spans
 from task_encoders.field_types import Count, Number
+from task_encoders.limits import MAX_IMAGE_PIXELS
 from task_encoders.media import image, patches, video
 from task_encoders.media.image import VisionSettings
 from task_encoders.media.pixel_values import Bytes
@@ -93,7 +94,7 @@ class QwenVLEncoder(FamilyEncoder):
             options.min_pixels,
             options.max_pixels,
             options.max_aspect_ratio,
-            options.max_image_pixels or image.MAX_IMAGE_PIXELS,
+            options.max_image_pixels or MAX_IMAGE_PIXELS,
             patch_size=self.PATCH_SIZE,
             mean=self.MEAN,
             std=self.STD,

@@ -9,26 +9,34 @@ import io
 import math
 import warnings
 from dataclasses import KW_ONLY, dataclass
-from typing import BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from task_encoders.media.jpeg_header import HEAD_BYTES, jpeg_size
+from task_encoders.limits import (
+    DECODING_COST,
+    MAX_HEADER_BYTES,
+    MAX_HEADER_READS,
+    MAX_IMAGE_PIXELS,
+)
+from task_encoders.media.jpeg_header import HEAD_BYTES, check_scans, jpeg_size
 from task_encoders.samples import SampleError
 
 #: Formats that are read. Pillow knows more, some of which call external programs.
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO")
 
-#: Default limit on an image's own pixels; Pillow's threshold for a decompression bomb.
-MAX_IMAGE_PIXELS: Final = 89_478_485
+#: MPO is found among the JPEGs.
+_OPENED: Final = FORMATS[:-1]
 
-# The limit above is checked on every image, and is an error instead of Pillow's warning.
+# The limit on pixels is checked on every image, and is an error instead of Pillow's warning.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 #: A PNG's EXIF may follow its pixels; in other formats only the end marker is looked at.
 _TAIL_BYTES: Final = 65_536
 _END_BYTES: Final = 16
 _JPEG_END: Final = b"\xff\xd9"
+#: Rows that are composed on white at a time.
+_BAND: Final = 256
 
 
 class ImageHeader(NamedTuple):
@@ -114,13 +122,17 @@ def read_image_header(file: BinaryIO, *, max_image_pixels: int = MAX_IMAGE_PIXEL
     image from one followed by other bytes.
 
     Raises:
-        SampleError: bad_image, truncated_image or image_too_large.
+        SampleError: bad_image, truncated_image, image_too_large or too_costly.
     """
-    size = jpeg_size(file.read(HEAD_BYTES))
-    if size is not None and size[0] * size[1] <= min(max_image_pixels, MAX_IMAGE_PIXELS):
-        file.seek(-len(_JPEG_END), io.SEEK_END)
+    plain = jpeg_size(file.read(HEAD_BYTES))
+    if plain is not None and plain.pixels <= min(max_image_pixels, MAX_IMAGE_PIXELS) / (
+        DECODING_COST["progressive"] if plain.is_progressive else 1
+    ):
+        file_size = file.seek(-len(_JPEG_END), io.SEEK_END) + len(_JPEG_END)
         if file.read(len(_JPEG_END)) == _JPEG_END:
-            return ImageHeader(*size, "JPEG")
+            if plain.is_progressive:
+                check_scans(file, file_size, plain.pixels)
+            return ImageHeader(plain.height, plain.width, "JPEG")
     file.seek(0)
     image, orientation = _open(file, max_image_pixels)
     with image:
@@ -148,35 +160,75 @@ def decode_image(data: bytes, *, max_image_pixels: int = MAX_IMAGE_PIXELS) -> Im
 def _on_white(image: Image.Image) -> Image.Image:
     """An image with an alpha channel or a transparent colour, composed as transformers' processors
     compose an open image of any mode: the colour of transparent pixels is often black."""
-    rgba = image.convert("RGBA")
-    white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-    return Image.alpha_composite(white, rgba).convert("RGB")
+    composed = Image.new("RGB", image.size)
+    for top in range(0, image.height, _BAND):  # of the whole there would be four copies
+        band = image.crop((0, top, image.width, min(top + _BAND, image.height))).convert("RGBA")
+        white = Image.new("RGBA", band.size, (255, 255, 255, 255))
+        composed.paste(Image.alpha_composite(white, band).convert("RGB"), (0, top))
+    return composed
+
+
+class _CountedFile:
+    """A file for Pillow that is read so often, and so much of it, until an image's size is found:
+    a header may hold millions of empty segments, or tags that point at the same place."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file = file
+        self.reads_left: float = MAX_HEADER_READS
+        self.bytes_left: float = MAX_HEADER_BYTES + 2 * size
+
+    def read(self, size: int = -1) -> bytes:
+        """Raises SampleError: too_costly."""
+        data = self._file.read(size)
+        self.reads_left -= 1
+        self.bytes_left -= len(data)
+        if self.reads_left < 0 or self.bytes_left < 0:
+            raise SampleError("too_costly", f"no picture within {MAX_HEADER_READS:,} reads of it")
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def _open(file: BinaryIO, max_image_pixels: int) -> tuple[Image.Image, int]:
     """Header of an image (pixels not decoded) and its EXIF orientation (1 to 8)."""
+    size = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    counted = _CountedFile(file, size)
     try:
-        image = Image.open(file, formats=FORMATS)
+        image = Image.open(counted, formats=_OPENED)
+    except SampleError:
+        raise
     except Image.DecompressionBombError as error:
         raise SampleError("image_too_large", str(error)) from error
+    except UnidentifiedImageError as error:
+        problem = "cannot identify image file" if size else "the file is empty"
+        raise SampleError("bad_image", problem) from error
     except Exception as error:
-        if file.seek(0, io.SEEK_END) == 0:
-            raise SampleError("bad_image", "the file is empty") from error
         raise SampleError("bad_image", _one_line(error)) from error
-    if image.width * image.height > max_image_pixels:
-        raise SampleError(
-            "image_too_large",
-            f"{image.width}x{image.height} pixels > max_image_pixels {max_image_pixels}",
-        )
+    counted.reads_left = counted.bytes_left = math.inf  # pixels may take any number
     image_format = image.format or ""
     position = file.tell()
-    size = file.seek(0, io.SEEK_END)
+    is_progressive = bool(image.info.get("progressive"))
+    _check_pixels(image, "progressive" if is_progressive else image_format, max_image_pixels)
+    if is_progressive:
+        check_scans(file, size, image.width * image.height)
     tail = _read_tail(file, size, _TAIL_BYTES if image_format == "PNG" else _END_BYTES)
     complete = _ends_properly(image_format, size, tail, file)
     file.seek(position)
     if not complete:
         _load(image)
     return image, _orientation(image, tail)
+
+
+def _check_pixels(image: Image.Image, decoder: str, max_image_pixels: int) -> None:
+    limit = int(max_image_pixels / DECODING_COST.get(decoder, 1))
+    if image.width * image.height > limit:
+        of = f" / {DECODING_COST[decoder]:g} ({decoder})" if decoder in DECODING_COST else ""
+        raise SampleError(
+            "image_too_large",
+            f"{image.width}x{image.height} pixels > max_image_pixels {max_image_pixels}{of}",
+        )
 
 
 def _read_tail(file: BinaryIO, size: int, count: int) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Final
 
 from PIL import Image
 
-from task_encoders.media.image import MAX_IMAGE_PIXELS
+from task_encoders.limits import MAX_IMAGE_PIXELS
 from task_encoders.media.mp4_header import is_mp4, mp4_rotation, read_mp4_header
 from task_encoders.samples import SampleError
 
@@ -30,7 +30,7 @@ _TURNS: Final = {
 }
 
 
-class MissingPyAVError(RuntimeError):
+class MissingPyAVError(ImportError):
     """A video has to be read, and PyAV is not installed."""
 
     def __str__(self) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Final, cast
 
 import orjson
 
+from task_encoders.limits import check_json
 from task_encoders.packs.pack_format import is_video_name
 from task_encoders.records.messages import (
     Dialogue,
@@ -35,8 +36,8 @@ from task_encoders.samples import (
     count_placeholders,
 )
 
-#: A record with a larger JSON is refused before it is read into memory.
-MAX_JSON_BYTES: Final = 32 << 20
+#: A longer "id" is not a key.
+_MAX_KEY_LENGTH: Final = 4096
 _UTF8_BOM: Final = b"\xef\xbb\xbf"
 MEDIA_FIELDS: Final = frozenset(("image", "images", "video", "videos"))
 DIALOGUE_FIELDS: Final = ("messages", "conversations", "texts")
@@ -57,7 +58,9 @@ _UNPACKED: Final = ("audios", "audio")
 
 
 def load_json(data: bytes) -> Mapping[str, Any]:
-    """Parse a record. Raises SampleError: bad_json, or bad_record if it is not an object."""
+    """Parse a record. Raises SampleError: bad_json, too_costly, or bad_record if it is not an
+    object."""
+    check_json(data)
     try:
         content = orjson.loads(data.removeprefix(_UTF8_BOM))
     except orjson.JSONDecodeError as error:
@@ -79,7 +82,8 @@ def own_key(content: Mapping[str, Any]) -> str:
     """The key that a record has itself: "id", text or a whole number; else empty."""
     identity = content.get("id")
     is_key = isinstance(identity, str | int) and not isinstance(identity, bool)
-    return str(identity) if is_key else ""
+    key = str(identity) if is_key else ""
+    return key if len(key) <= _MAX_KEY_LENGTH else ""
 
 
 def to_sample(

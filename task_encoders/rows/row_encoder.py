@@ -15,7 +15,8 @@ from PIL import Image
 
 from task_encoders.concatenate import PackedRow, concatenate
 from task_encoders.families import ModelOptions
-from task_encoders.media.image import MAX_IMAGE_PIXELS, read_image_header
+from task_encoders.limits import MAX_IMAGE_PIXELS
+from task_encoders.media.image import read_image_header
 from task_encoders.media.pixel_values import PixelTransport
 from task_encoders.media.video_file import MissingPyAVError, read_video_header
 from task_encoders.packs.pack import SubSample

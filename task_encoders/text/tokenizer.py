@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 import tiktoken
 import xxhash
 
+from task_encoders.limits import check_runs
 from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from task_encoders.text.qwen_vocabulary import (
     BUILTIN,
@@ -51,7 +52,7 @@ class Tokenizer(Protocol):
     control_tokens: tuple[str, ...]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text in which special tokens are data."""
+        """Ids of a text in which special tokens are data. Raises SampleError: too_costly."""
 
     def encode_answer(self, header: str, answer: str) -> tuple[list[int], int]:
         """Ids of header + answer, and the index of the first that overlaps the answer."""
@@ -108,6 +109,7 @@ class TiktokenTokenizer:
         return ids
 
     def _encode_ordinary(self, text: str) -> list[int]:
+        check_runs(text)
         if self._nfc and not text.isascii():
             text = unicodedata.normalize("NFC", text)
         return self._encoding.encode_ordinary(text)

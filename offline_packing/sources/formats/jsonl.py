@@ -30,7 +30,8 @@ from offline_packing.storage.streams import (
     codec_of,
     open_unpacked,
 )
-from task_encoders.records.record import MAX_JSON_BYTES, decode_text, own_key
+from task_encoders.limits import MAX_JSON_BYTES
+from task_encoders.records.record import decode_text, own_key
 from task_encoders.samples import SampleError
 
 #: Bytes at a time while listing, and while reading records.

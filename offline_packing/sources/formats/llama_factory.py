@@ -22,7 +22,8 @@ from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextSource
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.options import FieldMap, FileOptions, MediaOptions
-from task_encoders.records.record import MAX_JSON_BYTES, load_json, with_input
+from task_encoders.limits import MAX_JSON_BYTES
+from task_encoders.records.record import load_json, with_input
 from task_encoders.samples import SampleError
 
 _INFO_NAME: Final = "dataset_info.json"

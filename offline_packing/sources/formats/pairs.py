@@ -26,8 +26,8 @@ from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.roots import listing
 from offline_packing.sources.roots.listing import DOT, PackedKeys
 from offline_packing.storage.key_set import KeySet
+from task_encoders.limits import MAX_JSON_BYTES
 from task_encoders.packs.pack_format import MEDIA_EXTENSIONS
-from task_encoders.records.record import MAX_JSON_BYTES
 from task_encoders.samples import SampleError
 
 _RECORD, _MEDIUM = 2, 1

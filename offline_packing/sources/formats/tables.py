@@ -23,7 +23,8 @@ from offline_packing.sources.reading import row_files
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.reading.row_files import RowFile
 from offline_packing.sources.roots.listing import hash_files
-from task_encoders.records.record import MAX_JSON_BYTES, own_key
+from task_encoders.limits import MAX_JSON_BYTES
+from task_encoders.records.record import own_key
 from task_encoders.samples import SampleError
 
 _STATE_NAME: Final = "state.json"

@@ -1,0 +1,97 @@
+"""How much one sample may cost to read. What is beyond is set aside as `too_costly` (a picture with
+too many pixels as `image_too_large`), so that no file takes more than about 1 GiB or a minute. No
+limit depends on time or on the machine: the same input gives the same bytes.
+
+The first three are defaults of options of a source, `MAX_IMAGE_PIXELS` is one of the model's.
+"""
+
+import itertools
+import unicodedata
+from collections.abc import Callable
+from typing import Final
+
+from task_encoders.samples import SampleError, SourceSample
+
+#: Characters of all texts of a sample, and of an id: some 500,000 tokens of English.
+MAX_TEXT_LENGTH: Final = 2_000_000
+#: Messages of a conversation.
+MAX_MESSAGES: Final = 50_000
+#: Images and videos of a sample; one that is named twice counts twice.
+MAX_MEDIA: Final = 4_096
+
+#: A record with a larger JSON is refused before it is read into memory,
+MAX_JSON_BYTES: Final = 32 << 20
+#: and one with more values before it is parsed: small ones take 200 bytes each.
+MAX_JSON_VALUES: Final = 2_000_000
+
+#: White space in a row. Tokenizers try it in several ways and run out of stack at a million.
+MAX_WHITE_SPACE: Final = 1 << 18
+#: Marks on one character. Unicode's own bound is 30; normalizing n takes n² steps.
+MAX_MARKS: Final = 1 << 10
+
+#: Pixels of an image file: Pillow's threshold for a decompression bomb.
+MAX_IMAGE_PIXELS: Final = 89_478_485
+#: How many times the memory of other images the decoder of a format needs. WebP's holds two
+#: canvases, that of progressive JPEGs all coefficients.
+DECODING_COST: Final = {"WEBP": 2.0, "progressive": 1.5}
+#: Pixels of a progressive JPEG times its scans: each goes through the whole picture.
+MAX_SCANNED_PIXELS: Final = 4_000_000_000
+#: Reads of a file, most of a few bytes, until an image's size is found.
+MAX_HEADER_READS: Final = 1 << 14
+#: Bytes read meanwhile, beyond twice the file's own: headers may point at the same place often.
+MAX_HEADER_BYTES: Final = 16 << 20
+
+
+def check_cost(
+    sample: SourceSample, *, max_text_length: int, max_messages: int, max_media: int
+) -> None:
+    """Raise SampleError: too_costly where a sample has more than this."""
+    num_messages = num_characters = 0
+    for turn in sample.turns:
+        num_messages += 2 + len(turn.before)
+        num_characters += len(turn.prompt) + len(turn.answer) + len(turn.thought or "")
+        num_characters += sum(map(len, turn.calls)) + sum(len(text) for _, text in turn.before)
+    num_characters += len(sample.system or "") + len(sample.tools)
+    for what, value, option, limit in (
+        ("images and videos", len(sample.media), "max_media", max_media),
+        ("messages", num_messages, "max_messages", max_messages),
+        ("characters", num_characters, "max_text_length", max_text_length),
+    ):
+        if value > limit:
+            raise SampleError(
+                "too_costly", f"{value:,} {what} > source.{option} {limit:,}; raise it to read them"
+            )
+
+
+def check_json(data: bytes) -> None:
+    """Raise SampleError: too_costly for JSON whose values would take more memory than a record may:
+    each but the first follows a comma or an opening bracket."""
+    if len(data) > MAX_JSON_VALUES:
+        num_values = sum(map(data.count, (b",", b"[", b"{")))
+        if num_values > MAX_JSON_VALUES:
+            raise SampleError(
+                "too_costly", f"about {num_values:,} values in the JSON > {MAX_JSON_VALUES:,}"
+            )
+
+
+def check_runs(text: str) -> None:
+    """Raise SampleError: too_costly for text that takes a tokenizer more than linear time, or the
+    stack."""
+    for what, is_one, limit in _RUNS:
+        if len(text) >= limit and _has_run(text, is_one, limit):
+            raise SampleError("too_costly", f"{limit:,} {what} in a row; take them out of the text")
+
+
+_RUNS: Final[tuple[tuple[str, Callable[[str], object], int], ...]] = (
+    ("characters of white space", str.isspace, MAX_WHITE_SPACE),
+    ("combining marks", unicodedata.combining, MAX_MARKS),
+)
+
+
+def _has_run(text: str, is_one: Callable[[str], object], length: int) -> bool:
+    """Whether this many characters in a row are of a kind. Most texts are looked at in a few
+    places: such a run holds one of every `length`-th characters."""
+    if not any(map(is_one, text[::length])):
+        return False
+    runs = itertools.groupby(text, lambda character: bool(is_one(character)))
+    return any(sum(1 for _ in run) >= length for is_kind, run in runs if is_kind)
