@@ -9,6 +9,7 @@ import ctypes
 import functools
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -158,7 +159,7 @@ class LocalEngine(Engine):
     def _submit(self, function: Callable[[Task], Result], task: Task) -> "Future[Result]":
         pool = self._executor()
         with _held(*_ENDING):
-            return pool.submit(function, task)
+            return pool.submit(_run_task, function, task)
 
     def _executor(self) -> ProcessPoolExecutor:
         if self._pool is None:
@@ -177,6 +178,18 @@ class LocalEngine(Engine):
         # Without the lock, which a killed worker may hold.
         before, self._reported = self._reported, self._advanced.get_obj().value
         return self._reported - before
+
+
+def _run_task(function: Callable[[Task], Result], task: Task) -> Result:
+    """Run a task. An error that cannot be sent to the parent is told in one that can."""
+    try:
+        return function(task)
+    except BaseException as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # noqa: BLE001 - whatever pickling raises
+            raise StageError(f"{type(error).__name__}: {error}") from error
+        raise
 
 
 @contextmanager

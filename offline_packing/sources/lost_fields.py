@@ -4,7 +4,6 @@ and told once all are measured, in the summary and in the report."""
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from offline_packing.sources.base import SourceRecord
 from offline_packing.sources.options import FieldMap
@@ -69,7 +68,7 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
     for name in MEDIA_FIELDS & content.keys():
         value = content[name] or []
         named = map(media_name, value if isinstance(value, list) else [value])
-        if not used.issuperset(_base_name(str(one)) for one in named):
+        if not used.issuperset(_base_name(one) for one in named if isinstance(one, str)):
             yield f"field {name!r} {UNUSED_MEDIA}", _shown(value)
     for name in (_TEXT_FIELDS & content.keys()) - texts_read(content, sample.task) - told:
         if text := _lost_text(name, content[name], used):
@@ -164,7 +163,7 @@ def _texts(value: Any) -> Iterator[str]:
 def _is_media_name(text: str) -> bool:
     if len(text) > 1024 or "\n" in text:
         return False
-    path = urlsplit(text).path if "://" in text else text
+    path = re.split("[?#]", text)[0] if "://" in text else text
     return path.rpartition(".")[2].lower() in MEDIA_EXTENSIONS
 
 

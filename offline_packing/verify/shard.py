@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.errors import StageError
+from offline_packing.errors import StageError, as_sample_error
 from offline_packing.index.table import Index, key_hash
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import Row, ShardTask
@@ -211,8 +211,10 @@ def _sub_sample_problem(
             kind = "image" if images != originals[: len(images)] else "video"
             return f"{kind} bytes differ from the source"
         num_tokens = len(encoder.encode(sub, images, videos, text).tokens)
-    except (SampleError, StageError, MissingPyAVError, PackFormatError) as error:
+    except (StageError, MissingPyAVError) as error:
         return str(error)
+    except BaseException as error:  # noqa: BLE001 - an extension may panic
+        return str(as_sample_error(error))
     report.num_images += len(images)
     report.num_videos += len(videos)
     report.num_tokens += num_tokens

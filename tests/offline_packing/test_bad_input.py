@@ -43,6 +43,11 @@ def spoken(*roles: str) -> dict[str, Any]:
     return record([{"role": role, "content": "text"} for role in roles], images=[])
 
 
+def call(name: str, arguments: Any) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+
+
 def nested(depth: int) -> bytes:
     return b"[" * depth + b"]" * depth
 
@@ -141,6 +146,20 @@ BAD: dict[str, tuple[str, Files]] = {
     ),
     "image_bomb": ("image_too_large", {".json": record(), ".png": huge_png(60_000, 60_000)}),
     "image_large": ("image_too_large", {".json": record(), ".png": huge_png(3_000, 3_000)}),
+    "image_fills": ("too_costly", {".json": record(), ".jpg": b"\xff\xd8" + b"\xff" * 40_000}),
+    "image_names": (
+        "too_costly",
+        {".json": record(dialogue("What?", "x"), images=["a.jpg"] * 5000)},
+    ),
+    "messages_many": ("too_costly", {".json": said(*["Hi", "Hello"] * 25_001)}),
+    "text_long": ("too_costly", {".json": said("Hi", "a" * 2_000_001)}),
+    "text_white_space": ("too_costly", {".json": said("a" + " " * 1_000_000 + "x", "b")}),
+    "text_marks": ("too_costly", {".json": said("Hi", "a" + "\u0301\u0323" * 3000)}),
+    "json_values": ("too_costly", {".json": b'{"a": [' + b"{}," * 1_100_000 + b"1]}"}),
+    "calls_nested": (
+        "unexpected_error",
+        {".json": record([ASK[0], call("f", json.loads(nested(300)))], images=[])},
+    ),
     "image_narrow": ("aspect_ratio", {".json": record(), ".jpg": image_bytes(8, 1700)}),
     "image_wide": ("aspect_ratio", {".json": record(), ".jpg": image_bytes(1700, 8)}),
 }
@@ -180,6 +199,11 @@ GOOD: dict[str, Files] = {
     "turns_as_lists": {
         ".json": {"prompt": ["a", "b"], "captions": ["c", {"content": "d"}], "images": []}
     },
+    "field_nested": {
+        ".json": b'{"messages": %b, "images": ["image_one/a.jpg"], "image": %b}'
+        % (json.dumps(ASK).encode(), nested(990)),
+    },
+    "field_no_address": {".json": {**said("Hi", "Hello"), "url": "http://[a.jpg"}},
     "output_00000001": {".json": record(dialogue("Hi", "Hello"))},
     "system": {".json": record([{"role": "system", "content": "Be."}, *ASK]), ".jpg": JPEG},
 }

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from offline_packing.errors import StageError
+from offline_packing.errors import StageError, as_sample_error
 from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.options import FileOptions
 from offline_packing.sources.reading.contents import file_names, first_character
@@ -161,8 +161,8 @@ class JsonlSource(Source):
             if data is None:
                 raise SampleError("bad_record", f"the JSON is longer than {MAX_JSON_BYTES} bytes")
             content = self.parse(data)
-        except SampleError as error:
-            return SourceRecord(key, locator, error)
+        except Exception as error:  # noqa: BLE001 - of this record
+            return SourceRecord(key, locator, as_sample_error(error))
         own = own_key(content)
         return SourceRecord(own or key, locator, content, own_id=own != "")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Final
 
-from offline_packing.errors import StageError
+from offline_packing.errors import StageError, as_sample_error
 from offline_packing.sources.base import Embedded, Scan, SourcePart, SourceRecord
 from offline_packing.sources.formats.webdataset import TarSample, WebDatasetSource, embedded_media
 from offline_packing.sources.options import MediaOptions
@@ -113,9 +113,11 @@ class PacksSource(WebDatasetSource):
                 problem = f"the pack's task is {packed_as!r}; set source.task to it"
                 raise SampleError("lost_prompt", problem)
             pack = restore_pack(content, key, self.task)
-        except (PackFormatError, SampleError) as error:
-            lost = error if isinstance(error, SampleError) else SampleError("bad_json", str(error))
-            yield SourceRecord(key, at, lost)
+        except PackFormatError as error:
+            yield SourceRecord(key, at, SampleError("bad_json", str(error)))
+            return
+        except Exception as error:  # noqa: BLE001 - of this record
+            yield SourceRecord(key, at, as_sample_error(error))
             return
         matched = match_images(content.get("images"), key.rpartition("/")[2], members)
         embedded = {**embedded, **{name: embedded[part] for name, part in matched.items()}}

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from offline_packing.errors import StageError
+from offline_packing.errors import StageError, as_sample_error
 from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.reading.contents import file_names, first_character, is_pack_name
 from offline_packing.sources.reading.locators import Locator
@@ -104,8 +104,8 @@ class PairsSource(Source):
                 raise SampleError("bad_record", "the file name is not UTF-8")
             data = self.root.read(container, MAX_JSON_BYTES)
             content = self.parse(data)
-        except SampleError as error:
-            return SourceRecord(key, Locator("file", container, 0, 0), error)
+        except Exception as error:  # noqa: BLE001 - of this record
+            return SourceRecord(key, Locator("file", container, 0, 0), as_sample_error(error))
         return SourceRecord(key, Locator("file", container, 0, len(data)), content, paired)
 
 

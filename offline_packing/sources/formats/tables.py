@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final
 import orjson
 import pyarrow as pa
 
-from offline_packing.errors import StageError
+from offline_packing.errors import StageError, as_sample_error
 from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.options import FileOptions
 from offline_packing.sources.reading import row_files
@@ -99,8 +99,8 @@ class TableSource(Source):
             data, media = row_files.record_json(values, columns)
             at = replace(at, size=len(data))
             content = self.parse(data)
-        except SampleError as error:
-            return SourceRecord(key, at, error)
+        except Exception as error:  # noqa: BLE001 - of this record
+            return SourceRecord(key, at, as_sample_error(error))
         embedded = {
             name: Embedded(replace(at, size=len(image), column=name), image)
             for name, image in media.items()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from offline_packing.errors import as_sample_error
 from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.reading.contents import file_names, holds_packs
 from offline_packing.sources.reading.locators import Locator
@@ -130,8 +131,8 @@ class WebDatasetSource(Source):
             chosen = self._record_parts(sample)
             at = sample.locator(chosen)
             content = self.parse_parts({part: sample.read(part) for part in chosen})
-        except SampleError as error:
-            yield SourceRecord(key, at, error)
+        except Exception as error:  # noqa: BLE001 - of this record
+            yield SourceRecord(key, at, as_sample_error(error))
             return
         for kind in ("image", "video"):
             names = named_media(content, kind)

@@ -133,7 +133,7 @@ def file_names(path: Path) -> list[str]:
 
 def _walk(folder: Path, inside: str = "") -> Iterator[str]:
     entries = _entries(folder)
-    yield from (inside + entry.name for entry in entries if not entry.is_dir())
+    yield from (inside + entry.name for entry in entries if not os.path.isdir(entry))
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from _walk(folder / entry.name, f"{inside}{entry.name}/")
@@ -153,7 +153,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 def _folders_near(folder: Path) -> Iterator[Path]:
     """The folder, the two above it, and the contents of each."""
     for near in (folder, folder / "..", folder / "../.."):
-        inside = (near / entry.name for entry in _entries(near) if entry.is_dir())
+        inside = (near / entry.name for entry in _entries(near) if os.path.isdir(entry))
         yield from map(Path, map(os.path.normpath, (near, *inside)))
 
 

@@ -23,6 +23,17 @@ def fail(number: int) -> int:
     return number
 
 
+class TwoPartsError(Exception):
+    """Pickled, it lacks what it is made of."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+def fail_in_two_parts(number: int) -> int:
+    raise TwoPartsError("sample", "a/17")
+
+
 def die(number: int) -> int:
     os._exit(1)
 
@@ -38,6 +49,12 @@ def test_results(engine: LocalEngine) -> None:
     assert sorted(engine.run(square, range(20))) == expected
     assert list(LocalEngine(0).run(square, range(20))) == expected
     assert list(engine.run(square, [])) == []
+
+
+def test_errors_that_cannot_be_pickled_are_told(engine: LocalEngine) -> None:
+    with pytest.raises(StageError, match=r"TwoPartsError: sample a/17"):
+        list(engine.run(fail_in_two_parts, [1]))
+    assert list(engine.run(square, [2])) == [4]
 
 
 def test_tasks_are_drawn_as_needed(engine: LocalEngine) -> None:

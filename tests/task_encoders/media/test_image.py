@@ -14,7 +14,7 @@ from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
 from task_encoders.families import build_sample_encoder
-from task_encoders.media import image
+from task_encoders.media import image, jpeg_header
 from task_encoders.media.image import decode_image, read_image_header, smart_resize
 from task_encoders.samples import SampleError
 from tests.helpers.texts_and_images import random_image
@@ -159,6 +159,53 @@ def test_a_pixel_bomb_is_refused_from_its_header() -> None:
             with pytest.raises(SampleError) as error:
                 run(data, **options)
             assert error.value.reason == "image_too_large"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xd8" + b"\xff" * 50_000 + b"\xff\xd9",
+        b"\xff\xd8" + b"\xff\xe5\0\2" * 50_000 + b"\xff\xd9",
+        save(picture(), "PNG")[:33] + png_chunk(b"abCd", b"") * 50_000,
+        b"GIF89a" + bytes(7) + b"\x21\xfe" + b"\1c" * 50_000,
+    ],
+    ids=["fill_bytes", "segments", "chunks", "comments"],
+)
+def test_headers_of_any_length_are_refused(data: bytes) -> None:
+    with pytest.raises(SampleError, match="too_costly"):
+        header(data)
+
+
+def test_decoders_that_need_more_memory_have_fewer_pixels() -> None:
+    for image_format, options in (("WEBP", {}), ("JPEG", {"progressive": True})):
+        data = save(picture(60, 40), image_format, **options)
+        assert header(data, max_image_pixels=4800).width == 60
+        with pytest.raises(SampleError, match=r"60x40 pixels > max_image_pixels 3200 / "):
+            header(data, max_image_pixels=3200)
+
+
+def test_scans_are_counted_where_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = save(picture(), "JPEG", progressive=True)
+    for many in (data, save(picture(), "JPEG", progressive=True, comment=b"c" * 5000)):
+        monkeypatch.setattr(jpeg_header, "MAX_SCANNED_PIXELS", 60 * 40 * 10)
+        assert header(many).width == 60  # it has 10
+        monkeypatch.setattr(jpeg_header, "MAX_SCANNED_PIXELS", 60 * 40 * 9)
+        with pytest.raises(SampleError, match="too_costly: 10 scans"):
+            header(many)
+
+
+def test_bands_on_white_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = save(
+        Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 30, 4), "u1")), "PNG"
+    )
+    whole = decode_image(data)
+    monkeypatch.setattr(image, "_BAND", 7)
+    assert decode_image(data).tobytes() == whole.tobytes()
+
+
+def test_unknown_files_are_told_as_such() -> None:
+    with pytest.raises(SampleError, match=r"^bad_image: cannot identify image file$"):
+        header(b"<html>404 not found</html>")
 
 
 def test_a_text_bomb_is_refused() -> None:
