@@ -152,9 +152,11 @@ class SourceOptions(BaseModel):
     ignore_prompts: bool = False
     #: it has no images and no videos, on purpose; captioning and vqa refuse such a source otherwise
     text_only: bool = False
-    #: a sample with more than that is set aside: characters of all its texts, messages, media
+    #: a sample with more characters, in all its texts together, is set aside
     max_text_length: Count = added(MAX_TEXT_LENGTH)
+    #: a conversation with more messages is set aside
     max_messages: Count = added(MAX_MESSAGES)
+    #: a sample with more images and videos is set aside
     max_media: Count = added(MAX_MEDIA)
 
     def format_options(self) -> dict[str, Any]:
