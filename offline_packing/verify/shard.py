@@ -187,8 +187,7 @@ def _sub_sample_problem(
     media: Mapping[str, bytes],
     report: VerifyResult,
 ) -> str | None:
-    """Compare one sub-sample with its row, and if the task is deep with its source, and encode
-    it."""
+    """Compare one sub-sample with its row; if the task is deep, with its source; and encode it."""
     if isinstance(sub, SampleError):
         return str(sub)
     counts = (len(sub.media), len(sub.videos))
@@ -211,10 +210,9 @@ def _sub_sample_problem(
             kind = "image" if images != originals[: len(images)] else "video"
             return f"{kind} bytes differ from the source"
         num_tokens = len(encoder.encode(sub, images, videos, text).tokens)
-    except (StageError, MissingPyAVError) as error:
-        return str(error)
-    except BaseException as error:  # noqa: BLE001 - an extension may panic
-        return str(as_sample_error(error))
+    except Exception as error:  # noqa: BLE001 - of this sample
+        known = StageError, MissingPyAVError
+        return str(error if isinstance(error, known) else as_sample_error(error))
     report.num_images += len(images)
     report.num_videos += len(videos)
     report.num_tokens += num_tokens
