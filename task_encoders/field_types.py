@@ -1,16 +1,31 @@
-"""Types of fields of pydantic models: numbers that are not booleans, names, paths."""
+"""Types of fields of pydantic models: numbers that are not booleans, names, paths; and the same
+checks for the arguments of functions."""
 
+import contextlib
+import functools
+import inspect
 import os
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Final
+import reprlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any, Final, TypeVar, cast, get_type_hints
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.errors import PydanticSchemaGenerationError
 
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 _MAX_INTEGER: Final = 2**63 - 1
 
 
 def not_bool(value: Any) -> Any:
-    """A check before pydantic's own, which would read true as 1."""
+    """A check before pydantic's own, which would read true as 1; takes scalars of NumPy, too."""
+    value = value.item() if hasattr(value, "item") else value
     if isinstance(value, bool):
         raise ValueError("a number is needed")
     return value
@@ -61,3 +76,52 @@ LocalPath = Annotated[LocalOrRemotePath, AfterValidator(_local)]
 Count = Annotated[int, BeforeValidator(not_bool), Field(ge=1, le=_MAX_INTEGER)]
 NonNegative = Annotated[int, BeforeValidator(not_bool), Field(ge=0, le=_MAX_INTEGER)]
 Number = Annotated[float, BeforeValidator(not_bool), Field(ge=0)]
+Integer = Annotated[int, BeforeValidator(not_bool)]
+
+
+def checked(function: CallableT) -> CallableT:
+    """Check the arguments of each call by their annotations, strictly: "2" and true are not
+    numbers. Arrays, and classes that pydantic does not know, are left to the function.
+
+    The call raises ValueError: name, value, what is valid."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        for name, adapter in _adapters(function).items():
+            if name in bound.arguments:
+                bound.arguments[name] = _validated(name, bound.arguments[name], adapter)
+        return function(*bound.args, **bound.kwargs)
+
+    return cast(CallableT, call)
+
+
+def check_fields(instance: Any) -> None:
+    """As `checked`, for the fields of a frozen dataclass, in its `__post_init__`."""
+    cls: Any = type(instance)
+    for name, adapter in _adapters(cls).items():
+        object.__setattr__(instance, name, _validated(name, getattr(instance, name), adapter))
+
+
+@functools.cache
+def _adapters(annotated: Callable[..., Any]) -> dict[str, TypeAdapter[Any]]:
+    """What checks each argument or field."""
+    found = {}
+    for name, hint in get_type_hints(annotated, include_extras=True).items():
+        if name != "return" and hint is not Any:
+            with contextlib.suppress(PydanticSchemaGenerationError):
+                found[name] = TypeAdapter(hint)
+    return found
+
+
+def _validated(name: str, value: Any, adapter: TypeAdapter[Any]) -> Any:
+    try:
+        return adapter.validate_python(value, strict=True)
+    except ValidationError as error:
+        problems = error.errors()
+    wants = dict.fromkeys(problem["msg"].removeprefix("Value error, ") for problem in problems)
+    text = " or ".join(wants).replace("Input should be", "it must be")
+    text = text.replace(" or it must be", " or").replace("greater than or equal to", "at least")
+    text = text.replace("less than or equal to", "at most")
+    raise ValueError(f"{name} is {reprlib.repr(value)}; {text}")

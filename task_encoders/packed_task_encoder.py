@@ -36,6 +36,7 @@ from task_encoders.energon_samples import (
     sample_loader,
 )
 from task_encoders.families import ModelOptions, build_sample_encoder, model_options
+from task_encoders.field_types import Count, checked
 from task_encoders.media.pixel_values import PixelTransport
 from task_encoders.packs.pack import Pack, SubSample, parse_json, sub_samples_of_pack
 from task_encoders.packs.pack_format import JSON_PART
@@ -96,21 +97,27 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
     decoder = TextDecoder()
     cookers = (Cooker(cook),)
 
+    @checked
     def __init__(
         self,
         *,
-        seq_length: int,
+        seq_length: Count,
         model: ModelOptions | None = None,
-        pad_multiple: int = 1,
+        pad_multiple: Count = 1,
         pad_to_seq_length: bool = False,
         cross_sample_attention: bool = False,
         pixel_transport: PixelTransport = "float32",
-        encode_threads: int = 1,
+        encode_threads: Count = 1,
         check_lengths: bool = True,
         settings: PackingSettings | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
+        if pad_multiple > seq_length:
+            raise ValueError(
+                f"pad_multiple is {pad_multiple}; it must be at most seq_length {seq_length}, "
+                "or no sample fits a pack"
+            )
         self.settings = settings or PackingSettings.from_env()
         self.encoder = build_sample_encoder(model, **options)
         self.model = model or model_options(**options)

@@ -8,7 +8,7 @@ a buffer of the others is packed by a balanced knapsack, and a thread does so ah
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 from offline_packing.online.collate import padding_free_collator
 from offline_packing.online.matching import Pool
@@ -16,8 +16,8 @@ from offline_packing.online.online_dataset import OnlineDataset
 from offline_packing.online.packed_dataset import Yields
 from offline_packing.online.pool import PackingPool
 from offline_packing.online.prefetch import Prefetched
-from offline_packing.planner.request import check_known
 from offline_packing.planner.windows import WindowOptions
+from task_encoders.field_types import Count, NonNegative, checked
 from task_encoders.samples import SampleError
 
 
@@ -40,21 +40,22 @@ class ConstantLengthDataset(Prefetched):
         options: those of `OnlineDataset`, but for lengths: images are counted in what is read.
     """
 
+    @checked
     def __init__(
         self,
         dataset: Any,
         *,
-        seq_length: int,
-        max_sample_length: int | None = None,
-        max_images_per_sample: int | None = None,
-        max_images_per_pack: int = 18,
-        buffer_size: int = 1000,
+        seq_length: Count,
+        max_sample_length: Count | None = None,
+        max_images_per_sample: NonNegative | None = None,
+        max_images_per_pack: Count = 18,
+        buffer_size: Count = 1000,
         strategy: str = "knapsack",
-        delta: int = 5,
-        seed: int = 0,
-        queue_size: int = 8,
+        delta: NonNegative = 5,
+        seed: NonNegative = 0,
+        queue_size: Count = 8,
         yields: Yields = "samples",
-        pad_token_id: int = 0,
+        pad_token_id: NonNegative = 0,
         **options: Any,
     ) -> None:
         even = strategy == "knapsack"
@@ -72,7 +73,6 @@ class ConstantLengthDataset(Prefetched):
         )
         alone = (max_sample_length or seq_length, most_images)
         as_row = partial(padding_free_collator, pad_to_length=seq_length, pad_token_id=pad_token_id)
-        check_known("yields", yields, get_args(Yields))
         if options.get("lengths") is not None:
             raise ValueError("lengths tell of no images, which count here: leave them out")
         join = as_row if yields == "rows" else list

@@ -9,11 +9,14 @@ length; a fixed number of samples makes epochs and steps countable beforehand.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from offline_packing.online.collate import padding_free_collator
 from offline_packing.online.matching import FixedCount, Pool, TokenBudget
 from offline_packing.online.online_dataset import OnlineDataset
+from task_encoders.field_types import Count, NonNegative, checked
 
 Collate = Callable[[list[Any]], Any]
 
@@ -34,16 +37,17 @@ class DynamicBatches(OnlineDataset):
         options: those of `OnlineDataset`.
     """
 
+    @checked
     def __init__(
         self,
         dataset: Any,
         *,
         dyn_bsz: bool = True,
-        micro_batch_size: int = 1,
-        max_seq_len: int,
-        buffer_size: int = 200,
-        pad_to_length: bool | int = False,
-        pad_token_id: int = 0,
+        micro_batch_size: Count = 1,
+        max_seq_len: Count,
+        buffer_size: Count = 200,
+        pad_to_length: bool | Annotated[int, Field(ge=1)] = False,
+        pad_token_id: NonNegative = 0,
         collate: Collate | None = None,
         **options: Any,
     ) -> None:
@@ -54,9 +58,6 @@ class DynamicBatches(OnlineDataset):
             "max_seq_len": max_seq_len,
             "buffer_size": buffer_size,
         }
-        for name, value in self._settings.items():
-            if value is not dyn_bsz and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
         budget = micro_batch_size * max_seq_len
         length = budget if pad_to_length is True else pad_to_length or None
         if length is not None and length < budget:

@@ -34,6 +34,7 @@ from offline_packing.online.pool import PackingPool
 from offline_packing.planner.request import check_known
 from offline_packing.planner.windows import WindowOptions
 from task_encoders.energon_samples import PackedBatch, PackedRowSample
+from task_encoders.field_types import Count, NonNegative, checked
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.rows.encoded_rows import SetAside
 from task_encoders.rows.row_encoder import measure
@@ -108,15 +109,16 @@ class OnlineTaskEncoder(Qwen2VLTaskEncoder):
         return super().build_batch(*args, **kwargs)
 
 
+@checked
 def get_online_train_dataset(
     path: str | Path,
     task_encoder: OnlineTaskEncoder,
     *,
-    buffer: int = 1000,
+    buffer: Count = 1000,
     strategy: str = "auto",
-    budgets: Mapping[str, int] | None = None,
-    seed: int = 0,
-    micro_batch_size: int = 1,
+    budgets: Mapping[str, Count] | None = None,
+    seed: NonNegative = 0,
+    micro_batch_size: Count = 1,
     worker_config: WorkerConfig | None = None,
     **kwargs: Any,
 ) -> SavableDataset[PackedBatch]:

@@ -30,6 +30,8 @@ from offline_packing.online.reading import (
     this_reader,
 )
 from offline_packing.online.unusable import Unusable, by_reason, shared_counts
+from offline_packing.planner.request import checked_sizes
+from task_encoders.field_types import Count, NonNegative, checked
 from task_encoders.samples import SampleError
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class OnlineDataset(IterableDataset[Any]):
             one loader's packs are dealt to all ranks, as by accelerate and ms-swift.
     """
 
+    @checked
     def __init__(
         self,
         dataset: Any,
@@ -65,10 +68,10 @@ class OnlineDataset(IterableDataset[Any]):
         split: bool = True,
         lengths: Sequence[int] | np.ndarray | None = None,
         shuffle: bool = False,
-        seed: int = 0,
+        seed: NonNegative = 0,
         repeat: bool = False,
-        rank: int | None = None,
-        world_size: int | None = None,
+        rank: NonNegative | None = None,
+        world_size: Count | None = None,
     ) -> None:
         super().__init__()
         self.dataset = dataset
@@ -78,7 +81,7 @@ class OnlineDataset(IterableDataset[Any]):
             raise ValueError(
                 f"{len(lengths)} lengths: give one for each sample of a dataset with indices"
             )
-        self.lengths = lengths
+        self.lengths = None if lengths is None else checked_sizes("lengths", lengths)
         self.encode = encode
         self.split = split
         self.shuffle = shuffle

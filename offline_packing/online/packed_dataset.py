@@ -8,10 +8,10 @@ better. The collator of ms-swift, or `padding_free_collator`, makes one row of a
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from offline_packing.errors import ConfigError
 from offline_packing.online.collate import padding_free_collator
@@ -23,6 +23,7 @@ from offline_packing.planner.strategies import STRATEGIES
 from offline_packing.planner.strategies.strategy import Packs
 from offline_packing.planner.windows import WindowOptions
 from offline_packing.storage.yaml_file import parse_yaml, validate
+from task_encoders.field_types import Count, checked, one_of
 
 #: ms-swift's names and ours; what is not among them is a name in STRATEGIES.
 _AS_MS_SWIFT: Final = {"binpack": "to_constant_volume", "sequential": "sequential"}
@@ -48,12 +49,13 @@ class PackedIterableDataset(OnlineDataset):
     The loader's batches are packs: use `batch_size=None`, or a collator that joins packs.
     """
 
+    @checked
     def __init__(
         self,
         dataset: Any,
         *,
-        packing_length: int,
-        buffer_size: int = 1000,
+        packing_length: Count,
+        buffer_size: Count = 1000,
         strategy: str = "binpack",
         leftovers: Leftovers = "carry",
         template: Any = None,
@@ -62,8 +64,6 @@ class PackedIterableDataset(OnlineDataset):
     ) -> None:
         super().__init__(dataset, **options)
         check_known("strategy", strategy, [*_AS_MS_SWIFT, *STRATEGIES])
-        check_known("leftovers", leftovers, get_args(Leftovers))
-        check_known("yields", yields, get_args(Yields))
         self._options = WindowOptions(
             seq_length=packing_length,
             window=buffer_size,
@@ -136,10 +136,10 @@ class PackingBlock(BaseModel):
 
     enabled: bool = False
     #: tokens of a pack
-    max_length: int = Field(ge=1)
+    max_length: Count
     #: samples packed at a time; null: 1000
-    buffer_size: int | None = Field(None, ge=1)
-    strategy: str = "binpack"
+    buffer_size: Count | None = None
+    strategy: Annotated[str, one_of((*_AS_MS_SWIFT, *STRATEGIES))] = "binpack"
     leftovers: Leftovers = "carry"
 
     @classmethod

@@ -50,6 +50,8 @@ class PackingPool(Generic[Item]):
         """Take in an item and return the packs that became ready; ``amounts`` has an entry for
         each budget. Raises SampleError, and does not take it in, if it fits no pack."""
         options = self.options
+        if missing := options.budgets.keys() - amounts.keys():
+            raise ValueError(f"amounts has no {min(missing)}, which options.budgets limits")
         sizes = (num_tokens, *(amounts[name] for name in options.budgets))
         self._check_fits(sizes)
         self._items[self._num_added] = item
@@ -81,6 +83,8 @@ class PackingPool(Generic[Item]):
 
     def _check_fits(self, sizes: tuple[int, ...]) -> None:
         options = self.options
+        if not all(isinstance(size, int | np.integer) for size in sizes):
+            raise ValueError(f"sizes of an item are {sizes}; they must be integers")
         if sizes[0] < 1:
             raise SampleError("bad_record", "a sample without tokens")
         if sizes[0] > options.seq_length:

@@ -7,6 +7,8 @@ from typing import Any, Final, NamedTuple
 
 from torch.utils.data import IterableDataset
 
+from task_encoders.field_types import Count, checked
+
 _PATIENCE: Final = 0.1  # seconds after which a waiting producer looks whether it is still wanted
 
 
@@ -30,10 +32,9 @@ class Prefetched(IterableDataset[Any]):
     without a state is read from its beginning up to there.
     """
 
-    def __init__(self, dataset: Any, *, queue_size: int = 8) -> None:
+    @checked
+    def __init__(self, dataset: Any, *, queue_size: Count = 8) -> None:
         super().__init__()
-        if queue_size < 1:
-            raise ValueError(f"queue_size is {queue_size}; it must be at least 1")
         self.dataset = dataset
         self.queue_size = queue_size
         self._state: Mapping[str, Any] | None = None

@@ -144,6 +144,11 @@ class IndexedSamples:
     def restore(self, state: Mapping[str, Any], numbers: Collection[int]) -> dict[int, Load]:
         """See Source."""
         self._position = state["position"]
+        if self._position > len(self._order) or max(numbers, default=0) >= len(self._dataset):
+            raise StageError(
+                f"the dataset has {len(self._dataset)} samples, and more had been read before the "
+                "restart; resume with the same data"
+            )
         return {number: self._load(number) for number in numbers}
 
     def _load(self, number: int) -> Load:

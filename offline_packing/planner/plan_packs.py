@@ -27,6 +27,7 @@ from offline_packing.planner.request import (
 )
 from offline_packing.planner.strategies import STRATEGIES, check_budgets, histogram
 from offline_packing.planner.strategies.strategy import Packs
+from task_encoders.field_types import Count, Integer, NonNegative, Number, checked
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +35,17 @@ logger = logging.getLogger(__name__)
 _DISSOLVED = ("below_min_fill", "below_min_samples")
 
 
+@checked
 def plan_packs(
     num_tokens: np.ndarray,
-    seq_length: int,
+    seq_length: Integer,
     *,
     strategy: str = "auto",
-    seed: int = 0,
-    pad_multiple: int = 1,
+    seed: NonNegative = 0,
+    pad_multiple: Integer = 1,
     budgets: Budgets | None = None,
     groups: np.ndarray | None = None,
-    weights: Mapping[int, float] | None = None,
+    weights: Mapping[Integer, Number] | None = None,
     cost: np.ndarray | None = None,
     source_order: np.ndarray | None = None,
     balance_by: np.ndarray | None = None,
@@ -51,10 +53,10 @@ def plan_packs(
     assignment: str | Sequence[str] = ("shuffle",),
     order: RankLayout | None = None,
     homogeneous: bool = False,
-    max_samples: int | None = None,
-    min_samples: int = 1,
-    min_fill: float = 0.0,
-    window_packs: int = 1000,
+    max_samples: Count | None = None,
+    min_samples: NonNegative = 1,
+    min_fill: Number = 0.0,
+    window_packs: Count = 1000,
     sample_order: str = "random",
     exchange: bool = False,
     strategy_options: Mapping[str, Any] | None = None,

@@ -3,7 +3,7 @@
 Configurations are checked with it as well, so it imports nothing that compiles.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -72,6 +72,8 @@ class PlanRequest:
                     f"{name} has shape {array.shape} for {len(self.lengths)} samples; pass one "
                     "entry per sample"
                 )
+        if "cost" in arrays:
+            arrays["cost"] = checked_costs(arrays["cost"])
         sizes = {name: (np.asarray(array), limit) for name, (array, limit) in self.sizes.items()}
         request = replace(self, sizes=sizes, **arrays)
         if admission.sample_ids is not None:
@@ -182,11 +184,11 @@ def admit_samples(
     ``num_tokens`` is an integer array (num_samples,). A sample that fails several limits gets the
     first reason of: empty, over_seq_length, over_budget:NAME in the order of ``budgets``. Raises
     ValueError naming the argument, the value and the limit."""
-    num_tokens = _checked_sizes("num_tokens", num_tokens)
+    num_tokens = checked_sizes("num_tokens", num_tokens)
     budgets = budgets or {}
     _check_limits(seq_length, pad_multiple, budgets)
     sizes = {
-        name: _checked_sizes(f"budgets[{name!r}]", array, len(num_tokens))
+        name: checked_sizes(f"budgets[{name!r}]", array, len(num_tokens))
         for name, (array, _) in budgets.items()
     }
     names = (EMPTY, OVER_SEQ_LENGTH, *(f"over_budget:{name}" for name in budgets))
@@ -218,7 +220,9 @@ def _padded(num_tokens: np.ndarray, multiple: int) -> np.ndarray:
     return padded
 
 
-def _checked_sizes(name: str, sizes: np.ndarray, num_samples: int | None = None) -> np.ndarray:
+def checked_sizes(
+    name: str, sizes: np.ndarray | Sequence[int], num_samples: int | None = None
+) -> np.ndarray:
     """``sizes`` as a plain array, if it is one-dimensional, integer, aligned and not negative."""
     array = np.asarray(sizes)
     if array.size == 0 and array.ndim == 1:
@@ -239,6 +243,20 @@ def _checked_sizes(name: str, sizes: np.ndarray, num_samples: int | None = None)
             "overflowed integer type in the index"
         )
     return array
+
+
+def checked_costs(cost: np.ndarray | Sequence[float]) -> np.ndarray:
+    """``cost`` as float64. Raises ValueError for the first that is not a number of at least 0."""
+    array = np.asarray(cost)
+    if array.dtype.kind not in "iuf":
+        raise ValueError(f"cost has type {array.dtype}; pass an array of numbers")
+    bad = ~((array >= 0) & np.isfinite(array)).ravel()
+    if bad.any():
+        first = int(bad.argmax())
+        raise ValueError(
+            f"cost[{first}] is {array.ravel()[first]}; it must be finite and at least 0"
+        )
+    return array.astype(np.float64, copy=False)
 
 
 def _check_limits(seq_length: int, pad_multiple: int, budgets: Budgets) -> None:

@@ -27,6 +27,7 @@ from offline_packing.planner.strategies.strategy import (
     check_lengths,
     join_packs,
 )
+from task_encoders.field_types import Count, NonNegative, Number, check_fields
 
 
 def window_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
@@ -58,32 +59,27 @@ def pack_window(lengths: np.ndarray, seq_length: int, *, seed: int) -> Packs:
 class WindowOptions:
     """How a stream is packed; part of the saved state."""
 
-    seq_length: int
+    seq_length: Count
     #: samples taken in at a time
-    window: int = 1000
+    window: Count = 1000
     #: windows that a sample waits at most
-    max_age: int = 16
+    max_age: NonNegative = 16
     #: samples that wait at most, all together
-    max_carried: int = 1000
+    max_carried: NonNegative = 1000
     #: load of a pack that counts as full: tokens as a share of seq_length, or a budget's share
-    min_fill: float = 1.0
-    seed: int = 0
+    min_fill: Number = 1.0
+    seed: NonNegative = 0
     #: a name in STRATEGIES, and its options
     strategy: str = "auto"
     strategy_options: Mapping[str, Any] = field(default_factory=dict)
     #: further limits per pack: vision patches, images, …
-    budgets: Mapping[str, int] = field(default_factory=dict)
+    budgets: Mapping[str, Count] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, lowest in (("seq_length", 1), ("window", 1), ("max_age", 0), ("max_carried", 0)):
-            if getattr(self, name) < lowest:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {lowest}")
+        check_fields(self)
         if not 0 <= self.min_fill <= 1:
             raise ValueError(f"min_fill is {self.min_fill}; it is a share of seq_length, 0 to 1")
         check_known("strategy", self.strategy, STRATEGIES)
-        for name, limit in self.budgets.items():
-            if limit < 1:
-                raise ValueError(f"budget {name!r} is {limit}; it must be at least 1")
         check_budgets(self.strategy, self.budgets)
         check_options(self.strategy, self.strategy_options)
 

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from task_encoders.energon_samples import PackedBatch, PackedRowSample
 from task_encoders.families import model_options
+from task_encoders.field_types import Count, checked
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.packs.indexed_file import IndexedFile, IndexedPack
 from task_encoders.packs.pack import PackFormatError
@@ -33,12 +34,13 @@ class IndexedPackDataset(Dataset[PackedBatch]):
         PackingSettingsError: the environment or the task encoder contradicts them.
     """
 
+    @checked
     def __init__(
         self,
         prefix: str | Path,
         task_encoder: Qwen2VLTaskEncoder | None = None,
         *,
-        micro_batch_size: int = 1,
+        micro_batch_size: Count = 1,
     ) -> None:
         self._file = IndexedFile(prefix)
         self._micro_batch_size = micro_batch_size

@@ -16,17 +16,19 @@ from megatron.energon import (
 from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint
 
 from task_encoders.energon_samples import PackedBatch
+from task_encoders.field_types import Count, checked
 from task_encoders.loading.dealing_anew import deal_anew
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.packs.references import metadataset_of
 from task_encoders.rows.pack_dealing import OnePass
 
 
+@checked
 def get_packed_train_dataset(
     path: str | Path,
     task_encoder: Qwen2VLTaskEncoder,
     *,
-    micro_batch_size: int | None = 1,
+    micro_batch_size: Count | None = 1,
     worker_config: WorkerConfig | None = None,
     **kwargs: Any,
 ) -> SavableDataset[Any]:
@@ -60,11 +62,12 @@ def get_packed_train_dataset(
     )
 
 
+@checked
 def get_packed_val_dataset(
     path: str | Path,
     task_encoder: Qwen2VLTaskEncoder,
     *,
-    micro_batch_size: int = 1,
+    micro_batch_size: Count = 1,
     worker_config: WorkerConfig | None = None,
     **kwargs: Any,
 ) -> SavableDataset[PackedBatch]:
@@ -85,6 +88,11 @@ def get_packed_loader(dataset: SavableDataset[PackedBatch], **kwargs: Any) -> "P
         dataset: of `get_packed_train_dataset` or any other Energon call with our task encoder.
         kwargs: any other argument of `megatron.energon.get_savable_loader`.
     """
+    if not isinstance(dataset, SavableDataset):
+        raise ValueError(
+            f"dataset is a {type(dataset).__name__}; it must be a dataset of Energon, such as "
+            "get_packed_train_dataset returns"
+        )
     return PackedLoader(dataset, **kwargs)
 
 

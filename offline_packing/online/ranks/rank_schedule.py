@@ -25,7 +25,9 @@ import numpy as np
 
 from offline_packing.planner.order import reorder_packs
 from offline_packing.planner.plan_packs import plan_packs
+from offline_packing.planner.request import checked_costs, checked_sizes
 from offline_packing.planner.strategies.strategy import Packs, join_packs
+from task_encoders.field_types import Count, Integer, NonNegative, checked
 
 logger = logging.getLogger(__name__)
 
@@ -72,23 +74,22 @@ class RankSchedule:
         ValueError: an argument is out of range, or there is nothing to schedule.
     """
 
+    @checked
     def __init__(
         self,
         lengths: np.ndarray,
         cost: np.ndarray | None = None,
-        num_ranks: int = 1,
-        budget: int | None = None,
-        seed: int = 0,
+        num_ranks: Count = 1,
+        budget: Count | None = None,
+        seed: NonNegative = 0,
     ) -> None:
-        self.lengths = np.asarray(lengths, np.int64)
-        self.cost = np.asarray(self.lengths**2.0 if cost is None else cost, np.float64)
+        self.lengths = checked_sizes("lengths", lengths).astype(np.int64)
+        self.cost = self.lengths**2.0 if cost is None else checked_costs(cost)
         self.num_ranks, self.budget, self.seed = num_ranks, budget, seed
-        if self.cost.shape != self.lengths.shape or self.lengths.ndim != 1:
+        if self.cost.shape != self.lengths.shape:
             raise ValueError(
                 f"cost {self.cost.shape} must have a value per length {self.lengths.shape}"
             )
-        if num_ranks < 1:
-            raise ValueError(f"num_ranks {num_ranks} must be at least 1")
         fits = (self.lengths >= 1) & (self.lengths <= (np.inf if budget is None else budget))
         #: int64 (n,): items without tokens, or longer than the budget
         self.set_aside_ids = np.flatnonzero(~fits)
@@ -216,7 +217,8 @@ class RankSampler:
     with them take `ScheduledLoader`'s.
     """
 
-    def __init__(self, schedule: RankSchedule, rank: int) -> None:
+    @checked
+    def __init__(self, schedule: RankSchedule, rank: Integer) -> None:
         if not 0 <= rank < schedule.num_ranks:
             raise ValueError(f"rank {rank} is not one of {schedule.num_ranks} ranks")
         self.schedule, self.rank = schedule, rank

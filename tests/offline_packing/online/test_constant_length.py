@@ -103,7 +103,7 @@ def test_rows_have_one_length() -> None:
         found += [n for n in lengths if (row["input_ids"] == n).sum() == n]
     assert sorted(found) == [3, 5, 6, 7, 9]
     assert sum(int((row["input_ids"] == 99).sum()) for row in rows) == 3 * 12 - 30
-    with pytest.raises(ValueError, match="yields 'row' is unknown; choose one of samples, rows"):
+    with pytest.raises(ValueError, match="yields is 'row'; it must be 'samples' or 'rows'"):
         constant_length(Indexed(given), yields="row")
 
 

@@ -194,7 +194,7 @@ def test_what_is_longer_than_the_budget_is_set_aside(caplog: pytest.LogCaptureFi
 
 
 def test_arguments_stay_as_they_are() -> None:
-    lengths = np.array([2.0, 3.0])
+    lengths = np.array([2, 3])
     schedule = RankSchedule(lengths)
     assert lengths.tolist() == [2, 3]
     assert schedule.cost.tolist() == [4, 9]
@@ -202,7 +202,7 @@ def test_arguments_stay_as_they_are() -> None:
 
 def test_bad_arguments_are_named() -> None:
     lengths = np.array([3, 4])
-    with pytest.raises(ValueError, match="num_ranks 0 must be at least 1"):
+    with pytest.raises(ValueError, match="num_ranks is 0; it must be at least 1"):
         RankSchedule(lengths, None, 0)
     with pytest.raises(ValueError, match=r"cost \(3,\) must have a value per length \(2,\)"):
         RankSchedule(lengths, np.ones(3))

@@ -1,0 +1,160 @@
+"""Arguments that a tired person could pass: refused by name, value and what is valid."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offline_packing import WindowOptions, plan_packs
+from offline_packing.errors import ConfigError, StageError
+from offline_packing.online.constant_length import ConstantLengthDataset
+from offline_packing.online.dynamic_batches import DynamicBatches
+from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
+from offline_packing.online.packed_dataset import PackedIterableDataset, PackingBlock
+from offline_packing.online.pool import PackingPool
+from offline_packing.online.prefetch import Prefetched
+from offline_packing.online.ranks.rank_schedule import RankSampler, RankSchedule
+from offline_packing.storage.yaml_file import validate
+from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
+from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from tests.helpers.online_samples import Indexed, numbered
+
+SAMPLES = numbered([3, 4, 5])
+TOKENS = np.array([3, 4, 5])
+packed = partial(PackedIterableDataset, SAMPLES, packing_length=8)
+constant = partial(ConstantLengthDataset, SAMPLES, seq_length=8)
+dynamic = partial(DynamicBatches, SAMPLES, max_seq_len=8)
+encoder = partial(Qwen2VLTaskEncoder, seq_length=8)
+online = partial(get_online_train_dataset, "nowhere", None)
+schedule = partial(RankSchedule, TOKENS)
+planned = partial(plan_packs, TOKENS, seq_length=8)
+windows = partial(WindowOptions, seq_length=8)
+
+INTEGER, BOOLEAN = "it must be a valid integer", "it must be a valid boolean"
+ONE, ZERO = "it must be at least 1", "it must be at least 0"
+
+
+@pytest.mark.parametrize(
+    ("call", "argument", "value", "valid"),
+    [
+        (packed, "packing_length", "100", INTEGER),
+        (packed, "packing_length", 0, ONE),
+        (packed, "buffer_size", 2.5, INTEGER),
+        (packed, "leftovers", "drop", "it must be 'carry' or 'emit'"),
+        (packed, "yields", "row", "it must be 'samples' or 'rows'"),
+        (packed, "shuffle", "no", BOOLEAN),
+        (packed, "repeat", 1, BOOLEAN),
+        (packed, "seed", -1, ZERO),
+        (packed, "rank", "0", INTEGER),
+        (packed, "world_size", 0, ONE),
+        (packed, "encode", "tokenize", "it must be callable"),
+        (constant, "max_sample_length", 0, ONE),
+        (constant, "max_sample_length", -5, ONE),
+        (constant, "max_images_per_sample", -1, ZERO),
+        (constant, "max_images_per_pack", 1.5, INTEGER),
+        (constant, "delta", -1, ZERO),
+        (constant, "queue_size", True, "a number is needed"),
+        (constant, "pad_token_id", None, INTEGER),
+        (dynamic, "micro_batch_size", "2", INTEGER),
+        (dynamic, "micro_batch_size", 1.5, INTEGER),
+        (dynamic, "dyn_bsz", "no", BOOLEAN),
+        (dynamic, "max_seq_len", float("nan"), INTEGER),
+        (dynamic, "pad_to_length", "8", f"{BOOLEAN} or a valid integer"),
+        (dynamic, "pad_to_length", -8, f"{BOOLEAN} or at least 1"),
+        (partial(Prefetched, SAMPLES), "queue_size", 0, ONE),
+        (schedule, "num_ranks", 0, ONE),
+        (schedule, "num_ranks", "8", INTEGER),
+        (schedule, "budget", 0.5, INTEGER),
+        (partial(RankSampler, RankSchedule(TOKENS)), "rank", 0.0, INTEGER),
+        (online, "buffer", "1000", INTEGER),
+        (online, "micro_batch_size", 0, ONE),
+        (online, "budgets", {"images": 0}, ONE),
+        (windows, "seq_length", "8192", INTEGER),
+        (windows, "max_age", 1.5, INTEGER),
+        (windows, "min_fill", "1", "it must be a valid number"),
+        (encoder, "seq_length", 8192.0, INTEGER),
+        (encoder, "pad_multiple", 0, ONE),
+        (encoder, "pad_multiple", 16, "it must be at most seq_length 8"),
+        (encoder, "encode_threads", "4", INTEGER),
+        (encoder, "check_lengths", "no", BOOLEAN),
+        (encoder, "pixel_transport", "int8", "it must be 'float32' or 'uint8'"),
+        (partial(get_packed_train_dataset, "nowhere", None), "micro_batch_size", 0, ONE),
+        (planned, "seq_length", "8", INTEGER),
+        (planned, "seq_length", 8.5, INTEGER),
+        (planned, "max_samples", 0, ONE),
+        (planned, "min_fill", float("nan"), ZERO),
+        (planned, "exchange", "yes", BOOLEAN),
+        (planned, "window_packs", 0, ONE),
+    ],
+)
+def test_a_bad_value_is_named(call: Any, argument: str, value: Any, valid: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{argument} is .*; {valid}") as raised:
+        call(**{argument: value})
+    assert "\n" not in str(raised.value)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert len(list(packed(packing_length=np.int64(8)))) == 2
+    assert windows(seq_length=np.int32(8), min_fill=np.float32(0.5)).seq_length == 8
+    assert planned(seq_length=np.int64(8), seed=np.uint8(1)).num_packs == 2
+
+
+@pytest.mark.parametrize(
+    ("cost", "message"),
+    [
+        ([1, float("nan"), 1], r"cost\[1\] is nan; it must be finite and at least 0"),
+        ([1, 1, -2.0], r"cost\[2\] is -2.0; it must be finite"),
+        ([1, 1, float("inf")], r"cost\[2\] is inf; it must be finite"),
+        (["1", "2", "3"], "cost has type .*; pass an array of numbers"),
+    ],
+)
+def test_costs_are_finite_and_not_negative(cost: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        schedule(cost)
+    with pytest.raises(ValueError, match=message):
+        planned(cost=np.array(cost))
+
+
+def test_sizes_are_whole_numbers() -> None:
+    for lengths in (TOKENS * 1.5, TOKENS.astype(str)):
+        with pytest.raises(ValueError, match="pass a one-dimensional integer array"):
+            RankSchedule(lengths)
+        with pytest.raises(ValueError, match="pass a one-dimensional integer array"):
+            packed(lengths=lengths)
+    with pytest.raises(ValueError, match=r"lengths\[1\] is -4 < 0"):
+        packed(lengths=[3, -4, 5])
+    pool = PackingPool[str](windows(budgets={"images": 2}))
+    for tokens, images in ((5.5, 1), (5, 0.5)):
+        with pytest.raises(ValueError, match=r"sizes of an item are .*; they must be integers"):
+            pool.add("item", tokens, {"images": images})
+    with pytest.raises(ValueError, match=r"amounts has no images, which options\.budgets limits"):
+        pool.add("item", 5)
+    assert pool.waiting == []
+
+
+def test_options_of_other_kinds_are_named() -> None:
+    with pytest.raises(ValueError, match="dataset is a list; it must be a dataset of Energon"):
+        get_packed_loader([1])
+    with pytest.raises(ValueError, match="min_pixels"):
+        OnlineTaskEncoder(seq_length=8, min_pixels=-1)
+    with pytest.raises(ConfigError, match=r"packing: max_length=True: a number is needed"):
+        validate(PackingBlock, {"max_length": True}, "packing")
+    with pytest.raises(ConfigError, match=r"packing: strategy='best'.*choose one of: binpack"):
+        validate(PackingBlock, {"max_length": 8, "strategy": "best"}, "packing")
+
+
+@pytest.mark.parametrize("with_lengths", [True, False])
+def test_a_shorter_dataset_on_resuming_is_one_error(with_lengths: bool) -> None:
+    def make(count: int) -> PackedIterableDataset:
+        lengths = [5] * count
+        known = {"lengths": lengths} if with_lengths else {}
+        samples = Indexed(numbered(lengths))
+        return PackedIterableDataset(samples, packing_length=8, buffer_size=4, **known)
+
+    packs = iter(dataset := make(40))
+    assert len([next(packs) for _ in range(20)]) == 20
+    shorter = make(9)
+    shorter.load_state_dict(dataset.state_dict())
+    with pytest.raises(StageError, match="the dataset has 9 samples, and more had been read"):
+        next(iter(shorter))
