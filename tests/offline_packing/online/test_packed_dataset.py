@@ -281,8 +281,8 @@ def test_sources_that_fail_end_in_one_line(dataset, message) -> None:
 def test_arguments_are_checked() -> None:
     for options, message in (
         ({"strategy": "best"}, "strategy 'best' is unknown"),
-        ({"leftovers": "drop"}, "leftovers 'drop' is unknown; choose one of carry, emit"),
-        ({"yields": "tensors"}, "yields 'tensors' is unknown"),
+        ({"leftovers": "drop"}, "leftovers is 'drop'; it must be 'carry' or 'emit'"),
+        ({"yields": "tensors"}, "yields is 'tensors'; it must be"),
         ({"packing_length": 0}, "must be at least 1"),
         ({"rank": 1}, "rank and world_size go together"),
         ({"rank": 2, "world_size": 2}, "rank is 2"),
