@@ -5,6 +5,9 @@ A verb's docstring is its help text, and `dry_run` says what it would do.
 
 from __future__ import annotations
 
+import contextlib
+import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -143,7 +146,7 @@ def write_verb(run: Run, dry_run: bool) -> None:
 
     samples, made = open_index(run), open_plan(run)
     if dry_run:
-        click.echo(preview_write(run, samples, made.packs))
+        click.echo(preview_write(run, samples, made))
         return
     if not run.workspace.manifest.exists():
         check_losses(run)
@@ -202,6 +205,18 @@ def preview_verb(run: Run, dry_run: bool, full: bool, html: Path | None, **which
     click.echo(f"preview: {html}")
 
 
+def _do(step: Verb, run: Run, dry_run: bool, options: Mapping[str, bool]) -> None:
+    """A step of a run; under --quiet only the last one, and one that fails, say anything."""
+    silent = not (run.progress or dry_run or step is report_verb)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said) if silent else contextlib.nullcontext():
+            step.function(run, dry_run, **options)
+    except StageError:
+        click.echo(said.getvalue(), nl=False)
+        raise
+
+
 @verb("run", params=[_DEEP])
 def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     """Do measure, plan, write, verify and report; skip what is complete."""
@@ -217,7 +232,7 @@ def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
         if dry_run and needed is not None and not needed.exists():
             click.echo(f"the later stages depend on {needed}, which does not exist yet")
             return
-        step.function(run, dry_run, **options)
+        _do(step, run, dry_run, options)
 
 
 @verb("set-aside", params=[*_SET_ASIDE], locks=False, is_shared=True)

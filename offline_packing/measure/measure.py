@@ -57,12 +57,7 @@ def measure(run: Run) -> Index:
     for config, scan in zip(run.config.source, scans, strict=True):
         if not scan.parts:
             raise nothing_found(config.path, f"records of source.format={config.format}")
-    fingerprint = _fingerprint(run, scans)
-    started = {  # what all parts of an unfinished index must have been made with
-        **fingerprint,
-        "index.version": index.INDEX_VERSION,
-        "engine.samples_per_part": run.config.engine.samples_per_part,
-    }
+    fingerprint, started = _fingerprint(run, scans), _started(run, scans)
     info = _existing_index(run, fingerprint, started, sources)
     if info is not None:
         logger.info("measure: complete (%s samples), nothing to do", f"{info.num_samples:,}")
@@ -115,9 +110,15 @@ def _complete(
 
 
 def preview_measure(run: Run) -> str:
-    """What `measure` would read. Writes nothing, and reads no record without source.skip."""
+    """What `measure` would do. Writes nothing, and reads no record without source.skip."""
     lines = []
     sources = open_sources(run.config)
+    if run.workspace.index_info.exists():
+        scans = [source.scan(run.config.engine.samples_per_part) for source in sources]
+        both = _fingerprint(run, scans), _started(run, scans)
+        info = _existing_index(run, *both, sources, dry_run=True)
+        if info is not None:
+            return f"measure: complete ({info.num_samples:,} samples), nothing to do\n"
     with tempfile.TemporaryDirectory() as scratch:
         set_known_keys(run, sources, Path(scratch))
         for source in sources:
@@ -145,8 +146,22 @@ def _fingerprint(run: Run, scans: Sequence[Scan]) -> Fingerprint:
     return {**config_fingerprint(run.config), **listings, **skipped}
 
 
+def _started(run: Run, scans: Sequence[Scan]) -> Fingerprint:
+    """What all parts of an unfinished index must have been made with."""
+    return {
+        **_fingerprint(run, scans),
+        "index.version": index.INDEX_VERSION,
+        "engine.samples_per_part": run.config.engine.samples_per_part,
+    }
+
+
 def _existing_index(
-    run: Run, fingerprint: Fingerprint, started: Fingerprint, sources: Sequence[Source]
+    run: Run,
+    fingerprint: Fingerprint,
+    started: Fingerprint,
+    sources: Sequence[Source],
+    *,
+    dry_run: bool = False,
 ) -> IndexInfo | None:
     """The complete index, if there is one; what cannot be used is refused, or removed."""
     workspace = run.workspace
@@ -177,6 +192,8 @@ def _existing_index(
     except StageError:
         if not run.config.output.overwrite:
             raise
+        if dry_run:
+            return None
         logger.warning("measure: overwriting what was made with other settings")
         run.discard_index()
     return None

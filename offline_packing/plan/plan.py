@@ -126,7 +126,12 @@ def restore_plan(run: Run, samples: Index, expected: str) -> None:
 
 
 def preview_plan(run: Run, samples: Index) -> str:
-    """The summary of the plan that `plan` would make; nothing is written."""
+    """The summary of the plan that `plan` would make, if there is not one; nothing is written."""
+    found = read_json(run.workspace.plan_info)
+    if found is not None and not changed_fields(
+        found["fingerprint"], plan_fingerprint(run, found["fingerprint"])
+    ):
+        return f"plan: complete ({load_plan(run, found).packs.num_packs:,} packs), nothing to do\n"
     planned = make_plan(run, samples)
     return summary_text(run, samples, planned.packs, planned.set_aside.reasons)
 

@@ -111,8 +111,11 @@ def _verdict(document: Document) -> str:
             "aside; no packs yet: run plan"
         )
     above = plan["packs"] - plan["lower_bound"]
+    used = samples["found"] - samples["set_aside"]
+    # of several epochs, or of a source that repeats
+    uses = "" if samples["packed"] == used else f", {samples['packed']:,} times in all"
     line = (
-        f"{samples['found']:,} samples = {samples['packed']:,} packed + "
+        f"{samples['found']:,} samples = {used:,} packed{uses} + "
         f"{samples['set_aside']:,} set aside; {plan['packs']:,} packs, "
         f"{above:,} above the lower bound; {plan['fill']:.2%} full"
     )

@@ -61,8 +61,15 @@ def write(run: Run, samples: Index, plan: StoredPlan) -> Manifest:
         return write_manifest(run, samples.info, plan.info, fragments)
 
 
-def preview_write(run: Run, samples: Index, plan: PackPlan) -> str:
+def preview_write(run: Run, samples: Index, stored: StoredPlan) -> str:
     """What `write` would write; nothing is written."""
+    plan, manifest = stored.packs, read_manifest(run.workspace)
+    if manifest is not None:
+        written_as = read_json(run.workspace.started) or {}
+        if not changed_fields(written_as, layout_fingerprint(run.config.output, stored.hash)):
+            return f"write: complete ({len(manifest['shards']):,} shards), nothing to do"
+        if not run.config.output.overwrite:
+            check_layout(run, stored.hash)
     shards = plan_shards(run, samples, plan)
     layout = LAYOUTS[run.config.output.layout]
     num_bytes = int(layout.pack_bytes(samples, plan).sum())

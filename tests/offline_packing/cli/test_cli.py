@@ -91,6 +91,26 @@ def test_dry_run_writes_nothing(config: Path, tmp_path: Path) -> None:
     assert "would check 20 samples" in invoke("verify", config, "--dry-run").stdout
 
 
+def test_a_complete_output_of_two_epochs(config: Path, tmp_path: Path) -> None:
+    """Quietly; a dry run of it has nothing to do but with another seed."""
+    command = ["run", config, "output.layout=references", "pack.epochs=2"]
+    first = invoke(*command, "--quiet")
+    verdict, page = first.stdout.splitlines()
+    assert verdict.startswith("20 samples = 20 packed, 40 times in all + 0 set aside; ")
+    assert page.startswith("report: ")
+    assert first.stderr == ""
+    before = sorted(tmp_path.rglob("*"))
+    dry = invoke(*command, "--dry-run").stdout
+    assert "would measure" not in dry
+    assert "would write 40 samples" not in dry
+    measured, planned, written, *_ = dry.splitlines()
+    assert measured == "measure: complete (20 samples), nothing to do"
+    assert re.fullmatch(r"plan: complete \(\d+ packs\), nothing to do", planned)
+    assert written == "write: complete (1 shards), nothing to do"
+    assert "packing factor" in invoke("plan", *command[1:], "pack.seed=1", "--dry-run").stdout
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [

@@ -104,7 +104,7 @@ def test_one_source_of_two_is_lost(
         monkeypatch, capsys, "run", tmp_path / "pack.yaml", "pack.max_set_aside=1", "--quiet"
     )
     assert status == 0
-    assert "60 packed, 1 set aside" in out
+    assert "60 packed + 1 set aside" in out
 
 
 def test_too_many_of_a_source(

@@ -216,7 +216,7 @@ def test_dry_run_says_how_much_disk_it_takes(tmp_path: Path) -> None:
     measure(run)
     plan_index(run)
     assert f"up to {len(text):,} bytes of unpacked files" in preview_write(
-        run, open_index(run), open_plan(run).packs
+        run, open_index(run), open_plan(run)
     )
     write_planned(run)
 
