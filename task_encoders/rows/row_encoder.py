@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 from megatron.energon.errors import FatalSampleError
 from PIL import Image
@@ -49,10 +49,6 @@ class RowEncoder:
                 f"pad_multiple {self.pad_multiple}; set "
                 f"{self.seq_length // self.pad_multiple * self.pad_multiple}"
             )
-        if self.pixel_transport not in get_args(PixelTransport):
-            raise ValueError(f"pixel_transport {self.pixel_transport!r}: float32 or uint8")
-        if self.encode_threads < 1:
-            raise ValueError(f"encode_threads {self.encode_threads} must be at least 1")
 
     def encode(self, sub_samples: Sequence[SubSample]) -> tuple[PackedRow, list[str], list[str]]:
         """The row of all sub-samples that can be used, their keys, and "key: reason: detail" of

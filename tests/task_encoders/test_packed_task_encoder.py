@@ -312,8 +312,8 @@ def test_threads_encode_the_same_rows(folder: Path, transport: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pixel_transport": "float16"}, "pixel_transport 'float16': float32 or uint8"),
-        ({"encode_threads": 0}, "encode_threads 0 must be at least 1"),
+        ({"pixel_transport": "float16"}, "pixel_transport is 'float16'; it must be 'float32'"),
+        ({"encode_threads": 0}, "encode_threads is 0; it must be at least 1"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

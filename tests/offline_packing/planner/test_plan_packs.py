@@ -173,7 +173,7 @@ def test_no_budget_is_exceeded(rows, limit, max_samples, seed) -> None:
         ({"homogeneous": True}, "homogeneous needs groups"),
         ({"groups": np.zeros(2)}, r"groups has shape \(2,\) for 3 samples"),
         ({"min_fill": 1.5}, "min_fill is 1.5"),
-        ({"max_samples": 0}, "limit 0"),
+        ({"max_samples": 0}, "max_samples is 0; it must be at least 1"),
         ({"max_samples": 2, "min_samples": 3}, "min_samples is 3 > max_samples 2"),
         ({"max_samples": 2, "strategy": "best_fit_decreasing"}, "cannot honour budget 'samples'"),
         (
