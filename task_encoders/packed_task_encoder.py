@@ -113,11 +113,6 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
         **options: Any,
     ) -> None:
         super().__init__()
-        if pad_multiple > seq_length:
-            raise ValueError(
-                f"pad_multiple is {pad_multiple}; it must be at most seq_length {seq_length}, "
-                "or no sample fits a pack"
-            )
         self.settings = settings or PackingSettings.from_env()
         self.encoder = build_sample_encoder(model, **options)
         self.model = model or model_options(**options)

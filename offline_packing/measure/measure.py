@@ -58,7 +58,7 @@ def measure(run: Run) -> Index:
         if not scan.parts:
             raise nothing_found(config.path, f"records of source.format={config.format}")
     fingerprint, started = _fingerprint(run, scans), _started(run, scans)
-    info = _existing_index(run, fingerprint, started, sources)
+    info = _existing_index(run, sources, scans)
     if info is not None:
         logger.info("measure: complete (%s samples), nothing to do", f"{info.num_samples:,}")
         return Index(workspace.index, info)
@@ -115,8 +115,7 @@ def preview_measure(run: Run) -> str:
     sources = open_sources(run.config)
     if run.workspace.index_info.exists():
         scans = [source.scan(run.config.engine.samples_per_part) for source in sources]
-        both = _fingerprint(run, scans), _started(run, scans)
-        info = _existing_index(run, *both, sources, dry_run=True)
+        info = _existing_index(run, sources, scans, dry_run=True)
         if info is not None:
             return f"measure: complete ({info.num_samples:,} samples), nothing to do\n"
     with tempfile.TemporaryDirectory() as scratch:
@@ -156,15 +155,10 @@ def _started(run: Run, scans: Sequence[Scan]) -> Fingerprint:
 
 
 def _existing_index(
-    run: Run,
-    fingerprint: Fingerprint,
-    started: Fingerprint,
-    sources: Sequence[Source],
-    *,
-    dry_run: bool = False,
+    run: Run, sources: Sequence[Source], scans: Sequence[Scan], *, dry_run: bool = False
 ) -> IndexInfo | None:
     """The complete index, if there is one; what cannot be used is refused, or removed."""
-    workspace = run.workspace
+    workspace, fingerprint = run.workspace, _fingerprint(run, scans)
     explain = partial(explain_listing, workspace.files, sources)
     info = IndexInfo.load(workspace.index_info)
     try:
@@ -184,7 +178,7 @@ def _existing_index(
             # Parts made with different settings must not be mixed: nothing can be accepted here.
             check_fingerprint(
                 found,
-                started,
+                _started(run, scans),
                 artifact=f"the unfinished index in {workspace.root}",
                 remedy="set output.overwrite=true to rebuild it, or choose another output.path",
                 explain=explain,

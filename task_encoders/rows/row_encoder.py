@@ -43,6 +43,11 @@ class RowEncoder:
     check_lengths: bool
 
     def __post_init__(self) -> None:
+        if self.pad_multiple > self.seq_length:
+            raise ValueError(
+                f"pad_multiple is {self.pad_multiple}; it must be at most seq_length "
+                f"{self.seq_length}, or no sample fits a pack"
+            )
         if self.pad_to_seq_length and self.seq_length % self.pad_multiple:
             raise ValueError(
                 f"pad_to_seq_length: seq_length {self.seq_length} is not a multiple of "
