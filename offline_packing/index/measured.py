@@ -47,6 +47,7 @@ class MeasuredSample(NamedTuple):
     traits: int
     num_videos: int = 0
     content_hash: int = 0
+    sample_hash: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ def index_table(samples: Sequence[MeasuredSample]) -> pa.Table:
     columns |= {
         "key_hash": [key_hash(sample.source_id, sample.key) for sample in samples],
         "content_hash": [sample.content_hash for sample in samples],
+        "sample_hash": [sample.sample_hash for sample in samples],
         "num_images": [len(sample.media) - sample.num_videos for sample in samples],
         "grid_thw": [[n for grid in sample.length.grid_thw for n in grid] for sample in samples],
         "json": [_locator_values(sample.json) for sample in samples],

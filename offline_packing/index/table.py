@@ -23,7 +23,7 @@ import xxhash
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.storage.files import atomic_file, read_json, to_json, write_atomically
 
-INDEX_VERSION: Final = 4
+INDEX_VERSION: Final = 5
 
 LOCATOR_FIELDS: Final = [
     pa.field("kind", pa.string()),
@@ -39,6 +39,7 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("key_hash", pa.uint64()),  # xxh3_64 of "source_id/key"
         # 0 where the key is an identity, see measure/identity.py
         pa.field("content_hash", pa.uint64()),
+        pa.field("sample_hash", pa.uint64()),  # of its texts and media, these by file
         pa.field("source_id", pa.int32()),
         pa.field("task", pa.string()),
         pa.field("num_tokens", pa.int32()),
@@ -97,6 +98,8 @@ class IndexInfo:
     lost_fields: dict[str, int] = field(default_factory=dict)
     #: the same -> one of the samples, and what it holds
     lost_examples: dict[str, str] = field(default_factory=dict)
+    #: the answer that every sample has; "": they differ
+    only_answer: str = ""
     #: sum of num_tokens
     num_tokens: int = 0
     #: samples left out by source.skip; neither in the index nor set aside
@@ -125,12 +128,14 @@ class IndexInfo:
             lines.append(f"{what} ({count:,} samples{such})")
         if self.num_unused_images:
             lines.append(f"{self.num_unused_images:,} image and video files are used by no sample")
+        if self.only_answer and self.num_samples > 1:
+            lines.append(f"all {self.num_samples:,} samples have one answer: {self.only_answer}")
         return lines
 
     def save(self, path: Path) -> None:
         """Write index.json: from now on the index is complete."""
         content = asdict(self)
-        for name in ("num_skipped", "lost_examples"):
+        for name in ("num_skipped", "lost_examples", "only_answer"):
             if not content[name]:  # bytes as they were before there was such a field
                 del content[name]
         write_atomically(path, to_json(content))

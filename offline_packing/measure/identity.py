@@ -39,7 +39,14 @@ from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo, key_hash
 from offline_packing.runs.losses import aside_while_measuring
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.run import Run, Workspace
-from offline_packing.sources import Embedded, Source, SourceOptions, SourcePart, SourceRecord
+from offline_packing.sources import (
+    Embedded,
+    Locator,
+    Source,
+    SourceOptions,
+    SourcePart,
+    SourceRecord,
+)
 from offline_packing.storage.files import hash_bytes, hash_file
 from offline_packing.storage.key_set import Hashes, KeySet, hash_keys, sort_hashes
 from task_encoders.records.record import to_sample
@@ -62,6 +69,19 @@ def hash_content(sample: SourceSample, media: Iterable[Embedded | None]) -> int:
     for medium in media:
         if medium is not None and medium.data is not None:
             digest.update(xxhash.xxh3_128_digest(medium.data))
+    return digest.intdigest()
+
+
+def hash_sample(sample: SourceSample, media: Iterable[tuple[Locator, Embedded | None]]) -> int:
+    """xxh3_64 of a sample's texts and media, these by their bytes where measuring held them, and
+    otherwise by where they lie: equal samples that name the same files have the same."""
+    turns = [(turn.prompt, turn.answer, turn.details) for turn in sample.turns]
+    digest = xxhash.xxh3_64(orjson.dumps([turns, sample.system, sample.tools]))
+    for at, medium in media:
+        if medium is not None and medium.data is not None:
+            digest.update(xxhash.xxh3_128_digest(medium.data))
+        else:
+            digest.update(f"{at.container}\0{at.offset}\0{at.column}".encode(errors="replace"))
     return digest.intdigest()
 
 

@@ -83,6 +83,7 @@ def _complete(
     scans: Sequence[Scan],
 ) -> IndexInfo:
     """The content of index.json, once all parts exist."""
+    answers = dict(ChainMap(*(result.answers for result in results)))
     info = IndexInfo(
         fingerprint=dict(fingerprint),
         versions=library_versions(),
@@ -90,6 +91,7 @@ def _complete(
         set_aside=dict(sum((result.set_aside for result in results), Counter())),
         lost_fields=dict(sum((result.lost_fields for result in results), Counter())),
         lost_examples=dict(ChainMap(*(result.lost_examples for result in results))),
+        only_answer=next(iter(answers.values())) if len(answers) == 1 else "",
         num_tokens=sum(result.num_tokens for result in results),
         num_skipped=sum(result.num_skipped for result in results),
     )

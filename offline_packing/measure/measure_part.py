@@ -13,6 +13,7 @@ from typing import Final
 import orjson
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import xxhash
 
 from offline_packing.engines.local import advance
 from offline_packing.errors import StageError, as_sample_error
@@ -26,7 +27,7 @@ from offline_packing.index.measured import (
     sample_traits,
     set_aside_table,
 )
-from offline_packing.measure.identity import NewRecords, hash_content
+from offline_packing.measure.identity import NewRecords, hash_content, hash_sample
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
 from offline_packing.sources.lost_fields import Lost, control_text, lost_fields
@@ -39,6 +40,8 @@ from task_encoders.sample_encoder import SampleEncoder, SampleLength
 from task_encoders.samples import SourceSample
 from task_encoders.text.tokenizer import control_pattern
 
+#: Characters of an answer that every sample has.
+_SHOWN: Final = 60
 #: Rows that a worker holds at a time: a part of a compressed source may have any number.
 _ROWS_AT_ONCE: Final = 1024
 #: Records that go through each step together, and bytes of their JSON and embedded media. A step
@@ -51,6 +54,7 @@ _MAX_DETAIL: Final = 1000
 _SKIPPED: Final = "num_skipped"
 _LOST_FIELDS: Final = "lost_fields"
 _LOST_EXAMPLES: Final = "lost_examples"
+_ANSWERS: Final = "answers"
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class PartResult:
     lost_fields: Counter[str]
     #: the same -> key of the first of them, and what it holds
     lost_examples: dict[str, str]
+    #: beginnings of the first different answers, two at most, by their hash
+    answers: dict[str, str]
 
     @property
     def num_records(self) -> int:
@@ -93,11 +99,14 @@ def read_result(task: MeasureTask) -> PartResult:
         reasons = Counter(aside.read(["reason"])["reason"].to_pylist())
         notes = aside.metadata.metadata or {}
     skipped = int(notes.get(_SKIPPED.encode(), 0))
-    lost, examples = (
-        orjson.loads(notes.get(name.encode(), b"{}")) for name in (_LOST_FIELDS, _LOST_EXAMPLES)
+    lost, examples, answers = (
+        orjson.loads(notes.get(name.encode(), b"{}"))
+        for name in (_LOST_FIELDS, _LOST_EXAMPLES, _ANSWERS)
     )
     sum_tokens = pc.sum(num_tokens).as_py() or 0
-    return PartResult(len(num_tokens), sum_tokens, reasons, skipped, Counter(lost), examples)
+    return PartResult(
+        len(num_tokens), sum_tokens, reasons, skipped, Counter(lost), examples, answers
+    )
 
 
 def measure_part(task: MeasureTask) -> None:
@@ -118,6 +127,7 @@ def measure_part(task: MeasureTask) -> None:
         if measuring.lost_fields:
             notes[_LOST_FIELDS] = orjson.dumps(measuring.lost_fields).decode()
             notes[_LOST_EXAMPLES] = orjson.dumps(measuring.lost_examples).decode()
+        notes[_ANSWERS] = orjson.dumps(measuring.answers).decode()
 
 
 @dataclass(slots=True)
@@ -151,6 +161,7 @@ class Measuring:
         #: what measured samples lack -> how many; see sources/lost_fields.py
         self.lost_fields: Counter[str] = Counter()
         self.lost_examples: dict[str, str] = {}
+        self.answers: dict[str, str] = {}
         self._control = control_pattern(encoder.tokenizer)
 
     def rows(self, records: Iterable[SourceRecord]) -> Iterator[MeasuredSample | SetAsideSample]:
@@ -227,7 +238,8 @@ class Measuring:
 
     def _make_row(self, found: _Found) -> None:
         record, sample, media = found.record, found.sample, found.media
-        embedded = map(record.embedded.get, sample.media)
+        embedded = [*map(record.embedded.get, sample.media)]
+        locators = [locator for locator, _ in media]
         found.row = MeasuredSample(
             sample.key,
             self.source_id,
@@ -236,11 +248,15 @@ class Measuring:
             found.length,
             record.locator,
             tuple(media),
-            sample_stamp(self.source, record.locator, [locator for locator, _ in media]),
+            sample_stamp(self.source, record.locator, locators),
             sample_traits(sample, found.sizes),
             len(found.videos),
             hash_content(sample, embedded) if record.own_id else 0,
+            hash_sample(sample, zip(locators, embedded, strict=True)),
         )
+        if len(self.answers) < 2:
+            said = "\n".join([turn.answer for turn in sample.turns])
+            self.answers[xxhash.xxh3_64_hexdigest(said.encode())] = repr(said[:_SHOWN])
         for what, shown in found.lost:
             what = escape(what)
             self.lost_fields[what] += 1

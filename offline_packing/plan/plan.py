@@ -32,6 +32,7 @@ from offline_packing.runs.artifacts import (
 )
 from offline_packing.runs.manifest import hash_plan
 from offline_packing.runs.run import Run
+from offline_packing.runs.warnings import run_warnings
 from offline_packing.storage.files import (
     hash_file,
     read_json,
@@ -141,7 +142,7 @@ def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mappin
     reasons = Counter(samples.info.set_aside) + Counter(plan_reasons)
     lengths = samples.array("num_tokens")[packs.sample_ids]
     sources = render_sources(run.config, samples, packs)
-    media, warnings = render_media(samples, packs), samples.info.warnings
+    media, warnings = render_media(samples, packs), run_warnings(run.config, samples, packs)
     return render_summary(
         run.config, samples.info, lengths, packs, reasons, sources, media, warnings
     )

@@ -27,6 +27,7 @@ from offline_packing.report.figures import (
 from offline_packing.report.pages import render_report
 from offline_packing.runs.manifest import Manifest, stored_config
 from offline_packing.runs.run import Run, Workspace
+from offline_packing.runs.warnings import run_warnings
 from offline_packing.storage.files import hash_file, read_json, to_json, write_atomically
 from task_encoders.packs.pack_format import pack_key
 
@@ -81,7 +82,7 @@ def _document(stages: CompleteStages) -> Document:
         "made_from": _made_from(run.workspace, manifest),
         "samples": {"found": found, "packed": packed if plan else None, "set_aside": aside},
         "unused_images": info.num_unused_images,
-        "warnings": info.warnings,
+        "warnings": run_warnings(run.config, stages.samples, plan),
         "plan": _plan(plan, tokens) if plan else None,
         "saving": saving_figures(stages, plan) if plan else None,
         "lengths": length_figures(stages),

@@ -1,0 +1,83 @@
+"""What the data of a run have in common is told before anybody trains on them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offline_packing.measure.measure import measure
+from offline_packing.report.report import report
+from offline_packing.runs.run import Run
+from offline_packing.storage.files import read_json
+from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all, plan_summary
+from tests.helpers.formats import lines, write_file
+
+
+def run_of(folder: Path, records: list[dict[str, Any]], task: str = "vqa", **output: Any) -> Run:
+    """A run over records that name 0.jpg to 9.jpg."""
+    for i in range(10):
+        write_file(folder / f"{i}.jpg", image_bytes(56, 56 + 28 * (i % 3)))
+    write_file(folder / "a.jsonl", lines(records))
+    source = {"format": "jsonl", "path": str(folder / "a.jsonl"), "task": task}
+    return make_run(source, folder / "out", output=output, pack={"seq_length": 64})
+
+
+def asked(i: int, image: int, answer: str = "") -> dict[str, Any]:
+    return {"image": f"{image}.jpg", "question": "What?", "answer": answer or f"This is {i}."}
+
+
+def told(run: Run) -> list[str]:
+    """The warnings of the summary, which are also the report's."""
+    pack_all(run)
+    summary = plan_summary(run)
+    report(run)
+    found: list[str] = read_json(run.workspace.report / "report.json")["warnings"]
+    page = (run.workspace.report / "report.html").read_text()
+    assert all(f"warning                 {line}\n" in summary for line in found)
+    assert page.count("<li>") == len(found)
+    return found
+
+
+SHARED = (
+    "split val: {} images and videos (by file) and {} samples (by text and file) stand in split"
+)
+
+
+@pytest.mark.parametrize(
+    ("records", "counts"),
+    [
+        ([asked(i, i % 5) for i in range(40)], ("5 of 5", "0 of 20")),
+        ([asked(i % 10, i % 10) for i in range(40)], ("10 of 10", "10 of 10")),
+        ([asked(i, i) for i in range(10)], None),
+    ],
+)
+def test_what_stands_in_two_splits(
+    records: list[dict[str, Any]], counts: tuple[str, str] | None, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path, records, split={"train": 0.5, "val": 0.5}, packs_per_shard=50)
+    lines = [line for line in told(run) if "split" in line]
+    assert lines == ([f"{SHARED.format(*counts)} train, too"] if counts else [])
+
+
+def test_data_of_which_all_are_alike(tmp_path: Path) -> None:
+    found = told(run_of(tmp_path, [asked(i, 3, "Yes.") for i in range(6)]))
+    assert found == [
+        "all 6 samples have one answer: 'Yes.'",
+        "all 6 samples have one image or video, by its file",
+    ]
+
+
+def test_conversations_as_vqa(tmp_path: Path) -> None:
+    record = {"image": "0.jpg", "messages": dialogue("<image>a", "b", "c", "d")}
+    records = [asked(0, 1), {**record, "id": 1}, {**record, "id": 2}]
+    (line,) = told(run_of(tmp_path / "vqa", records))
+    assert line.startswith("2 of 3 samples have several turns under task vqa")
+    assert told(run_of(tmp_path / "bmr", records, "bmr")) == []
+
+
+def test_parts_are_put_together(tmp_path: Path) -> None:
+    """One answer in each part, and two in all; parts of a killed run are read back."""
+    run = run_of(tmp_path, [asked(i, i % 10, "Yes." if i < 16 else "No.") for i in range(32)])
+    assert measure(run).info.only_answer == ""
+    run.workspace.index_info.unlink()
+    assert measure(run).info.only_answer == ""
