@@ -1,15 +1,15 @@
 """The default strategy: as much effort as the distance from the bound calls for."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 
-from offline_packing.planner.strategies.composition import Composer, Composition, join_compositions
+from offline_packing.planner.strategies.composition import Composition, join_compositions
 from offline_packing.planner.strategies.exact_fill import exact_fill
 from offline_packing.planner.strategies.histogram import best_fit_decreasing, lower_bound
 from offline_packing.planner.strategies.narrow_fill import fills_by_fitness, narrow_fill
 from offline_packing.planner.strategies.pattern_lp import MAX_SIZES, pattern_lp
+from offline_packing.planner.strategies.pricing import prove_bound
 from offline_packing.planner.strategies.tilted_sampling import tilted_fills
 
 #: packs above the bound that are not worth a further method: at most 2, or this share
@@ -27,20 +27,33 @@ def auto(counts: np.ndarray, *, seed: int = 0) -> Composition:
 
     Broad laws end after the first or second method, in milliseconds, and so do narrow ones, such as
     captions behind a fixed number of vision tokens, in a tenth of a second. What is left are laws
-    with few exact fills: they take the linear program, after random exact fills where there are
-    very many different lengths. The best plan is returned, with the best proved lower bound.
+    with few exact fills. Where these cannot fill fewer packs, prices prove it; else they take the
+    linear program, after random exact fills where there are very many different lengths.
     """
     bound = lower_bound(counts)
-    best: Composition | None = None
-    for method, goal in _methods(counts, bound):
-        if best is not None and best.num_packs <= goal:
-            continue
-        composition = method(counts, seed=seed)
-        bound = max(bound, composition.lower_bound)
-        if best is None or composition.num_packs < best.num_packs:
-            best = composition
-    assert best is not None
+    best = best_fit_decreasing(counts)
+    first, second = fills_by_fitness(counts)  # where exact fills do worse, they also search long
+    if best.num_packs > bound:
+        best = _better(best, first(counts, seed=seed))
+    if best.num_packs > _tolerated(bound):
+        best = _better(best, second(counts, seed=seed))
+    if best.num_packs > _tolerated(bound):
+        proof = prove_bound(counts, best)
+        bound = max(bound, proof[0])
+    if best.num_packs > _tolerated(bound) and np.count_nonzero(counts) > MAX_SIZES:
+        best = _better(best, tilted_sampling(counts, seed=seed))  # the program is not exact there
+    if best.num_packs > _tolerated(bound):
+        best = _better(best, pattern_lp(counts, seed=seed, proof=proof))
     return best._replace(lower_bound=bound)
+
+
+def _better(best: Composition, other: Composition) -> Composition:
+    return other if other.num_packs < best.num_packs else best
+
+
+def _tolerated(bound: int) -> int:
+    """Packs from which a further method is not worth its time."""
+    return bound + max(2, int(TOLERANCE * bound))
 
 
 def mixed(counts: np.ndarray, *, seed: int = 0) -> Composition:
@@ -64,15 +77,3 @@ def _drawn_then_auto(counts: np.ndarray, *, seed: int, rest: int) -> Composition
     stop_packs = max(30, lower_bound(counts) // rest)
     drawn, left = tilted_fills(counts, seed=seed, stop_packs=stop_packs)
     return join_compositions([drawn, auto(left, seed=seed)])
-
-
-def _methods(counts: np.ndarray, bound: int) -> Iterator[tuple[Composer, int]]:
-    """Methods in order of cost, each with the number of packs that makes it unnecessary."""
-    tolerated = bound + max(2, int(TOLERANCE * bound))
-    first, second = fills_by_fitness(counts)  # where exact fills do worse, they also search long
-    yield best_fit_decreasing, bound
-    yield first, bound
-    yield second, tolerated
-    if np.count_nonzero(counts) > MAX_SIZES:  # where the linear program is not exact
-        yield tilted_sampling, tolerated
-    yield pattern_lp, tolerated

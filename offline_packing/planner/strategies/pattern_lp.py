@@ -2,12 +2,9 @@
 
 Minimise the number of packs x_j >= 0 over patterns j such that every length is covered: the
 cutting-stock program of Gilmore and Gomory (1961). Patterns come from random exact fills (see
-``tilted_sampling``) and from the plans at hand; *pricing* finds further ones, and proves a lower
-bound that also holds where the sum of tokens says little. Fractions are rounded down and the
-samples that are left over are packed again.
+``tilted_sampling``) and from the plans at hand; *pricing* finds further ones. Fractions are rounded
+down and the samples that are left over are packed again.
 """
-
-import math
 
 import numpy as np
 from numba import njit
@@ -21,23 +18,33 @@ from offline_packing.planner.strategies.composition import (
     select_patterns,
 )
 from offline_packing.planner.strategies.exact_fill import exact_fill
-from offline_packing.planner.strategies.histogram import best_fit_decreasing, lower_bound
+from offline_packing.planner.strategies.histogram import best_fit_decreasing
 from offline_packing.planner.strategies.kernels import list_of
+from offline_packing.planner.strategies.pricing import (
+    as_integers,
+    pattern_matrix,
+    price_patterns,
+    prove_bound,
+    solve,
+)
 from offline_packing.planner.strategies.tilted_sampling import tilted_fills
 
 _SEED_SAMPLES = 60_000  # the histogram is scaled down to about so many samples to draw patterns
 MAX_SIZES = 1500  # different lengths up to which the program is exact
 _COARSE_SIZES = 1000  # different lengths after rounding up where there are more
-_PRICING_WORK = 20_000  # rounds of pricing times different lengths: bounds the time to seconds
-_MAX_PRICED = 400  # patterns added in one round
+_PRICING_WORK = 4_000  # rounds of pricing times different lengths: bounds the time to seconds
+_DRAWS = 8  # random fills tried for what rounding leaves
 
 
-def pattern_lp(counts: np.ndarray, *, seed: int = 0) -> Composition:
+def pattern_lp(
+    counts: np.ndarray, *, seed: int = 0, proof: tuple[int, Composition] | None = None
+) -> Composition:
     """Pack by a linear program over patterns; for narrow laws of lengths.
 
     ``counts`` int64 (seq_length + 1,). The time depends on the number of different lengths, about
     a second for a thousand, not on the number of samples. Above ``MAX_SIZES`` different lengths
-    they are rounded up to a common multiple first, which costs a little of the fill.
+    they are rounded up to a common multiple first, which costs a little of the fill, and nothing is
+    proved. ``proof`` is what ``prove_bound`` returned for these counts, if it was asked before.
     """
     sizes = np.flatnonzero(counts)
     if len(sizes) == 0:
@@ -49,22 +56,15 @@ def pattern_lp(counts: np.ndarray, *, seed: int = 0) -> Composition:
         coarse = coarsen(counts, granule)
         return refine(pattern_lp(coarse, seed=seed), counts, granule)
     patterns = _seed_patterns(counts, sizes, seed)
-    bound = lower_bound(counts)
-    history: list[float] = []
-    max_rounds = min(20, _PRICING_WORK // len(sizes))
-    while True:
-        fractions, prices, objective = _solve(patterns, sizes, counts)
-        history.append(objective)
-        if math.ceil(objective - 1e-6) <= bound:
-            break
-        found, best_value = _price(prices, sizes, len(counts) - 1)
-        # Farley (1990): scaled by the most valuable pattern, the prices are a dual solution.
-        bound = max(bound, math.ceil(objective / max(1.0, best_value) - 1e-6))
-        stalled = len(history) > 5 and history[-6] - history[-1] < 1e-5 * history[-1]
-        if found.num_packs == 0 or stalled or len(history) >= max_rounds:
-            break
+    bound, found = proof or prove_bound(counts, patterns)
+    for _ in range(max(1, min(40, _PRICING_WORK // len(sizes)))):
         patterns = join_compositions([patterns, found])
-    return _rounded(patterns, fractions, counts, seed)._replace(lower_bound=bound)
+        columns = pattern_matrix(patterns, len(counts))[sizes]
+        fractions, prices, _ = solve(columns, counts[sizes])
+        _, found = price_patterns(as_integers(prices), sizes, len(counts) - 1)
+        if found.num_packs == 0:
+            break
+    return _rounded(patterns, fractions, counts, seed, bound)._replace(lower_bound=bound)
 
 
 def _seed_patterns(counts: np.ndarray, sizes: np.ndarray, seed: int) -> Composition:
@@ -78,74 +78,6 @@ def _seed_patterns(counts: np.ndarray, sizes: np.ndarray, seed: int) -> Composit
     )
 
 
-def _solve(
-    patterns: Composition, sizes: np.ndarray, counts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """The linear program: minimise packs, cover every length. Returns fractional packs of each
-    pattern, float64 (num_patterns,), what one sample of a size is worth in packs, float64
-    (num_sizes,) >= 0, and the packs in all."""
-    from scipy.optimize import linprog
-    from scipy.sparse import csc_matrix
-
-    rows = np.searchsorted(sizes, patterns.lengths)
-    matrix = csc_matrix(
-        (-patterns.repeats.astype(np.float64), rows, patterns.offsets),
-        shape=(len(sizes), len(patterns.multiplicity)),
-    )
-    result = linprog(np.ones(matrix.shape[1]), A_ub=matrix, b_ub=-counts[sizes].astype(np.float64))
-    assert result.status == 0, f"the start patterns cover every length: {result.message}"
-    return result.x, np.maximum(0.0, -result.ineqlin.marginals), float(result.fun)
-
-
-@njit(cache=True)
-def _best_values(prices: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple:
-    """Unbounded knapsack: best value within each capacity, and the size index used there or -1."""
-    value = np.zeros(capacity + 1)
-    choice = np.full(capacity + 1, -1, np.int32)
-    for space in range(1, capacity + 1):
-        best = value[space - 1]
-        pick = -1
-        for i in range(sizes.shape[0]):
-            if sizes[i] > space:
-                break
-            candidate = value[space - sizes[i]] + prices[i]
-            if candidate > best + 1e-12:
-                best = candidate
-                pick = i
-        value[space] = best
-        choice[space] = pick
-    return value, choice
-
-
-def _price(prices: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple[Composition, float]:
-    """Patterns worth more than one pack, the best for each first length, and the best value."""
-    value, choice = _best_values(prices, sizes, capacity)
-    with_size = prices + value[capacity - sizes]
-    order = np.argsort(-with_size, kind="stable")[:_MAX_PRICED]
-    order = order[with_size[order] > 1.0 + 1e-7]
-    rows = sorted({_trace(first, choice, sizes, capacity) for first in order.tolist()})
-    entries = np.array([entry for row in rows for entry in row], np.int64).reshape(-1, 2)
-    ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
-    patterns = np.stack([ends, np.ones_like(ends)], axis=1)
-    return from_entries(entries, patterns), float(value[capacity])
-
-
-def _trace(
-    first: int, choice: np.ndarray, sizes: np.ndarray, capacity: int
-) -> tuple[tuple[int, int], ...]:
-    """The pattern behind a knapsack value, as (length, repeat) with lengths descending."""
-    chosen = [int(sizes[first])]
-    space = capacity - chosen[0]
-    while space > 0:
-        if choice[space] < 0:
-            space -= 1  # the value here is that of one token less
-            continue
-        chosen.append(int(sizes[choice[space]]))
-        space -= chosen[-1]
-    lengths, repeats = np.unique(chosen, return_counts=True)
-    return tuple(zip(lengths[::-1].tolist(), repeats[::-1].tolist(), strict=True))
-
-
 @njit(cache=True)
 def _take_patterns(patterns: Composition, wanted: np.ndarray, counts: np.ndarray) -> None:
     """Lower ``wanted`` packs of each pattern to what ``counts`` has, and take it from there."""
@@ -157,22 +89,25 @@ def _take_patterns(patterns: Composition, wanted: np.ndarray, counts: np.ndarray
 
 
 def _rounded(
-    patterns: Composition, fractions: np.ndarray, counts: np.ndarray, seed: int
+    patterns: Composition, fractions: np.ndarray, counts: np.ndarray, seed: int, bound: int
 ) -> Composition:
     """Whole packs of the solution, and the rest packed by whichever method needs fewest packs."""
     packs = np.floor(fractions + 1e-9).astype(np.int64)
     left = counts.copy()
     _take_patterns(patterns, packs, left)
     whole = select_patterns(patterns._replace(multiplicity=packs), np.flatnonzero(packs))
-    drawn, rest = tilted_fills(left, seed=seed + 1)
-    candidates = [
-        best_fit_decreasing(left),
-        exact_fill(left),
-        join_compositions([drawn, best_fit_decreasing(rest)]),
-        join_compositions([drawn, exact_fill(rest)]),
-    ]
-    residue = min(candidates, key=lambda candidate: candidate.num_packs)
+    residue = min(best_fit_decreasing(left), exact_fill(left), key=_num_packs)
+    for draw in range(1, _DRAWS + 1):
+        if whole.num_packs + residue.num_packs <= bound:
+            break
+        drawn, rest = tilted_fills(left, seed=seed + draw)
+        ends = (join_compositions([drawn, end(rest)]) for end in (best_fit_decreasing, exact_fill))
+        residue = min(residue, *ends, key=_num_packs)
     return join_compositions([whole, residue])
+
+
+def _num_packs(composition: Composition) -> int:
+    return composition.num_packs
 
 
 def coarsen(counts: np.ndarray, granule: int) -> np.ndarray:

@@ -24,7 +24,7 @@ from offline_packing.planner.strategies.kernels import list_of, random_state, ra
 _GRID = 65  # target means for which a tilted law is kept
 _MAX_PATTERNS = 20_000  # about so many patterns use up everything
 _REFRESH = 200  # patterns drawn before the tilted laws are computed again, at least
-_MAX_CELLS = 100_000_000  # entries of tilted laws computed in all: bounds the time to seconds
+_MAX_CELLS = 30_000_000  # entries of tilted laws computed in all: bounds the time to a second
 _TRIES = 12  # draws of one pattern
 _MAX_FAILURES = 400  # draws in a row without a pattern before giving up
 
