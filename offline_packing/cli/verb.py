@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,7 +38,6 @@ class Verb(click.Command):
         is_shared: bool = False,
         needs_output: bool = False,
         more_help: Callable[[], HelpList] | None = None,
-        stand_in: Callable[..., Mapping[str, Any]] = lambda **options: {},
         **settings: Any,
     ) -> None:
         """
@@ -47,11 +46,9 @@ class Verb(click.Command):
             is_shared: whether several ranks can do it to one output at the same time.
             needs_output: it fails if there is no output yet, and leaves nothing behind there.
             more_help: a list at the end of its help, made on demand: it may take time to import.
-            stand_in: with some of its options it needs no output, and these sections stand for
-                those that the configuration then lacks.
         """
         super().__init__(callback=self._run, params=[*_RUN_PARAMETERS, *params], **settings)
-        self.function, self.more_help, self.stand_in = callback, more_help, stand_in
+        self.function, self.more_help = callback, more_help
         self.locks, self.is_shared, self.needs_output = locks, is_shared, needs_output
 
     def _run(
@@ -65,8 +62,7 @@ class Verb(click.Command):
         from offline_packing.config.packing import load_config
         from offline_packing.runs.run import Run, build_engine
 
-        sections = self.stand_in(**options)
-        parsed = load_config(config, overrides, sections)
+        parsed = load_config(config, overrides)
         with build_engine(parsed) as engine:
             if engine.IS_SHARED and not self.is_shared:
                 shared = ", ".join(
@@ -80,7 +76,7 @@ class Verb(click.Command):
                 )
             quiet = click.get_current_context().obj
             run = Run(parsed, engine, frozenset(accept_mismatch), progress=not quiet)
-            with self._lock(run, dry_run or bool(sections)):
+            with self._lock(run, dry_run):
                 self.function(run, dry_run, **options)
 
     def _lock(self, run: Run, dry_run: bool) -> contextlib.AbstractContextManager[None]:

@@ -58,13 +58,6 @@ _SET_ASIDE: Final = (
 
 _PLAN: Final = (
     click.Option(
-        ["--lengths"],
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="Plan samples that were measured elsewhere instead of an output's: name<TAB>tokens or "
-        "name:tokens in lines, or a .csv or .parquet with columns key and num_tokens. CONFIG needs "
-        "no source and no output then.",
-    ),
-    click.Option(
         ["--output"],
         type=click.Path(dir_okay=False, path_type=Path),
         help="Write which sample stands where in which pack to this Parquet file.",
@@ -102,27 +95,15 @@ def _strategy_options() -> HelpList:
     return "Options of pack.strategy, under pack.strategy_options", lines
 
 
-def _sections_of_lengths(lengths: Path | None, **_: Any) -> dict[str, Any]:
-    if lengths is None:
-        return {}
-    source = {"format": "jsonl", "path": str(lengths), "task": "bmr"}  # which is never opened
-    return {"source": source, "output": {"path": "out", "layout": "references"}}
-
-
-@verb("plan", params=[*_PLAN], more_help=_strategy_options, stand_in=_sections_of_lengths)
-def plan_verb(
-    run: Run, dry_run: bool, lengths: Path | None = None, output: Path | None = None
-) -> None:
+@verb("plan", params=[*_PLAN], more_help=_strategy_options)
+def plan_verb(run: Run, dry_run: bool, output: Path | None = None) -> None:
     """Decide which samples form which pack, and print the figures."""
     from offline_packing.index.set_aside import group_set_aside
-    from offline_packing.plan.lengths import plan_lengths, write_assignment
+    from offline_packing.plan.lengths import write_assignment
     from offline_packing.plan.plan import plan, preview_plan, summary_text
     from offline_packing.runs.artifacts import open_index
     from offline_packing.runs.losses import aside_while_planning, render_examples
 
-    if lengths is not None:
-        click.echo(plan_lengths(run, lengths, None if dry_run else output), nl=False)
-        return
     samples = open_index(run)
     if dry_run:
         click.echo(preview_plan(run, samples), nl=False)

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -285,14 +284,10 @@ def _source_name(source: SourceOptions) -> str:
     return Path(source.path).resolve().stem if source.name is None else source.name
 
 
-def load_config(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    defaults: Mapping[str, Any] = MappingProxyType({}),
-) -> PackingConfig:
-    """Read a YAML file, apply the overrides `a.b=value` (values are YAML) and validate; `defaults`
-    stand for sections that it lacks. Raises ConfigError: the file or a value cannot be used."""
-    return read_config(PackingConfig, path, overrides, defaults)
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PackingConfig:
+    """Read a YAML file, apply the overrides `a.b=value` (values are YAML) and validate. Raises
+    ConfigError if the file cannot be read or parsed, or a field is unknown or has a bad value."""
+    return read_config(PackingConfig, path, overrides)
 
 
 def parse_config(content: Mapping[str, Any], name: str = "config") -> PackingConfig:

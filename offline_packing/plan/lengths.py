@@ -1,139 +1,238 @@
-"""Lengths measured elsewhere as an index, and the assignment of a plan as a table: the planner for
-other pipelines.
+"""The planner for other pipelines: samples of which only names and lengths are known.
 
     name<TAB>tokens, name:tokens     text, a sample a line, perhaps below a heading
     CSV, Parquet                     columns `key` and `num_tokens`, or one of their other names
 
 Further columns of a table are read under the names that they have in an index: `num_images`,
-`num_videos` and `num_vision_patches` for budgets and cost; `source`, where the configuration has
-several, for their repeats and weights: their names.
+`num_videos` and `num_vision_patches` for budgets; `source` for assignment mix. Nothing holds the
+samples as Python objects: 10 million take less than 1 GiB.
 """
 
 import re
-import tempfile
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
+import xxhash
+from pydantic import BaseModel, ConfigDict
 
-from offline_packing.config.packing import PackingConfig
+from offline_packing.config.packing import PackConfig, ReportConfig
 from offline_packing.errors import StageError
 from offline_packing.index.rows import name_copies
-from offline_packing.index.table import (
-    INDEX_SCHEMA,
-    Index,
-    IndexInfo,
-    key_hash,
-    part_name,
-    table_writer,
-)
-from offline_packing.plan.make_plan import make_plan
-from offline_packing.plan.plan import summary_text
+from offline_packing.index.set_aside import find_duplicates
+from offline_packing.index.table import Index, table_writer
+from offline_packing.plan.make_plan import pack_arguments, set_aside_reason
+from offline_packing.plan.summary import render_figures
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.runs.run import Run
-from offline_packing.storage.files import atomic_file
+from offline_packing.runs.run import listed
+from offline_packing.storage.yaml_file import explain_value_error, read_config
 
 #: What the two columns may be called.
 _NAMES: Final = {
     "key": ("key", "name", "id", "__key__", "sample"),
     "num_tokens": ("num_tokens", "tokens", "token_len", "length", "lengths", "len"),
 }
+_COUNTS: Final = ("num_images", "num_videos", "num_vision_patches")
 #: The last separator counts: names may hold colons.
 _LINE: Final = r"^(?P<key>.+)[\t:]\s*(?P<num_tokens>\d+)\s*$"
-_ROWS_AT_ONCE: Final = 1 << 16
-_NO_MEDIUM: Final = {"kind": "", "container": "", "offset": 0, "size": 0, "column": ""}
+_BLOCK_BYTES: Final = 4 << 20
+_ROWS_AT_ONCE: Final = 1 << 18
 
 
-def plan_lengths(run: Run, lengths: Path, output: Path | None) -> str:
-    """Plan samples of which only names and lengths are known; returns the summary. `output` is
-    where the assignment is written. Raises StageError as `make_plan`, or if the file cannot be
-    read, has no such columns, or a length is no whole number from 0."""
-    with _index_of_lengths(run.config, lengths) as samples:
-        planned = make_plan(run, samples)
-        if output is not None:
-            write_assignment(samples, planned.packs, output)
-        return summary_text(run, samples, planned.packs, planned.set_aside.reasons)
+class LengthsConfig(BaseModel):
+    """A configuration of which `pack` and `report` are read; a whole one will do."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pack: PackConfig = PackConfig()
+    report: ReportConfig = ReportConfig()
+    source: Any = None
+    model: Any = None
+    output: Any = None
+    engine: Any = None
+
+
+def plan_lengths(
+    config: str | Path, overrides: tuple[str, ...], lengths: Path, output: Path | None
+) -> str:
+    """Plan the samples in a file of lengths; returns the summary. `output` is where the assignment
+    is written, if anywhere. Raises ConfigError for a bad configuration, and StageError if the file
+    cannot be read, lacks columns, or a length is not a whole number from 0."""
+    settings = read_config(LengthsConfig, config, overrides)
+    pack = settings.pack
+    if pack.epochs > 1:
+        raise StageError(
+            f"pack.epochs={pack.epochs}: lengths are planned for one epoch; plan them again with "
+            "another pack.seed for the next"
+        )
+    samples = _read(lengths)
+    _check_columns(pack, lengths, samples)
+    twice = _duplicates(samples["key"])
+    kept = np.delete(np.arange(len(samples), dtype=np.int32), twice)
+    num_tokens = _array(samples, "num_tokens")
+    plan = _plan(pack, samples, num_tokens, kept)
+    reasons = Counter({"duplicate_key": len(twice)} if len(twice) else {})
+    for kind, first, count in zip(
+        *np.unique(plan.set_aside_reasons, return_index=True, return_counts=True), strict=True
+    ):
+        sample = int(plan.set_aside_ids[first])
+        name = plan.info.reason_names[kind]
+        reason, detail = set_aside_reason(name, int(num_tokens[sample]), pack)
+        reasons[reason] += int(count)
+        if reason == "overlong" and pack.on_overlong == "error":
+            key = samples["key"][sample].as_py()
+            raise StageError(f"sample {key!r} has {detail}; raise it, or set on_overlong=set_aside")
+    if plan.num_packs == 0:
+        raise StageError(f"nothing to pack in {lengths}: {listed(reasons.items())}")
+    if output is not None:
+        _write_assignment(samples, plan, output)
+    packed = num_tokens[plan.sample_ids]
+    return render_figures(settings.report, len(samples), packed, plan, reasons)
+
+
+def _plan(
+    pack: PackConfig,
+    samples: pa.Table,
+    num_tokens: npt.NDArray[np.integer],
+    kept: npt.NDArray[np.integer],
+) -> PackPlan:
+    """The plan of the rows `kept`; its ids are rows of the table."""
+    from offline_packing.planner.plan_packs import plan_packs
+
+    def column(name: str) -> npt.NDArray[Any]:
+        if name == "source_id":
+            return pc.dictionary_encode(samples["source"].combine_chunks()).indices.to_numpy()[kept]
+        if name not in samples.column_names:
+            return np.zeros(len(kept), np.int32)
+        return _array(samples, name)[kept]
+
+    try:
+        arguments = pack_arguments(pack, column, kept)
+        plan = plan_packs(num_tokens[kept], pack.seq_length, **arguments)
+    except (TypeError, ValueError) as error:
+        raise StageError(f"plan: {explain_value_error(error)}") from error
+    return replace(plan, sample_ids=kept[plan.sample_ids], set_aside_ids=kept[plan.set_aside_ids])
+
+
+def _array(samples: pa.Table, name: str) -> npt.NDArray[Any]:
+    return samples[name].to_numpy()
+
+
+def _duplicates(keys: pa.ChunkedArray) -> npt.NDArray[np.integer]:
+    """Rows whose key an earlier row has, ascending."""
+    hashes = np.empty(len(keys), np.uint64)
+    end = 0
+    for chunk in keys.chunks:
+        for start in range(0, len(chunk), _ROWS_AT_ONCE):
+            some = chunk.slice(start, _ROWS_AT_ONCE).cast(pa.large_binary()).to_pylist()
+            found = map(xxhash.xxh3_64_intdigest, some)
+            hashes[end : end + len(some)] = np.fromiter(found, np.uint64, len(some))
+            end += len(some)
+
+    def name(rows: npt.NDArray[np.integer]) -> pa.Table:
+        named = keys.take(pa.array(rows))
+        return pa.table({"key": named, "source_id": pa.repeat(pa.scalar(0), len(rows))})
+
+    return find_duplicates(hashes, name)
 
 
 def write_assignment(samples: Index, plan: PackPlan, path: Path) -> None:
-    """A Parquet file of a row per use of a sample, in the order of the packs: key, source_id, pack,
-    position in the pack, num_tokens. Rows at the end, without a pack, are what was set aside."""
-    aside = np.setdiff1d(np.arange(samples.info.num_samples), plan.sample_ids)
-    rows = samples.table("key", "source_id", "num_tokens").combine_chunks()
-    rows = rows.take(pa.array(np.concatenate([plan.sample_ids, aside])))
+    """A Parquet file with a row per use of a sample, in the order of the packs: key, source_id,
+    pack, position in the pack, num_tokens. Rows at the end, without a pack, are what was set
+    aside."""
+    _write_assignment(samples.table("key", "source_id", "num_tokens"), plan, path)
+
+
+def _write_assignment(samples: pa.Table, plan: PackPlan, path: Path) -> None:
+    names = [name for name in ("key", "source_id") if name in samples.column_names]
+    schema = pa.schema(
+        [
+            *(samples.schema.field(name) for name in names),
+            pa.field("pack", pa.int64()),
+            pa.field("position", pa.int64()),
+            samples.schema.field("num_tokens"),
+        ]
+    )
+    samples = samples.select([*names, "num_tokens"])
+    if samples["key"].num_chunks != 1:
+        samples = samples.combine_chunks()
     copies = plan.copy_numbers()
-    if copies is not None:
-        rows = name_copies(rows, np.concatenate([copies, np.zeros(len(aside), copies.dtype)]))
-    sizes = np.diff(plan.pack_offsets)
-    starts = np.repeat(plan.pack_offsets[:-1], sizes)
-    none = pa.nulls(len(aside), pa.int64())
-    packs = [pa.array(np.repeat(np.arange(plan.num_packs), sizes)), none]
-    positions = [pa.array(np.arange(len(starts)) - starts), none]
-    rows = rows.add_column(2, "pack", pa.chunked_array(packs))
-    rows = rows.add_column(3, "position", pa.chunked_array(positions))
+    packs = np.repeat(np.arange(plan.num_packs, dtype=np.int32), np.diff(plan.pack_offsets))
+    is_aside = np.ones(len(samples), bool)
+    is_aside[plan.sample_ids] = False
+    aside = np.flatnonzero(is_aside)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as file:
-        pq.write_table(rows, file, compression="zstd")
+    with table_writer(path, schema) as write:
+        for start in range(0, len(packs), _ROWS_AT_ONCE):
+            some = slice(start, start + _ROWS_AT_ONCE)
+            rows = samples.take(pa.array(plan.sample_ids[some]))
+            if copies is not None:
+                rows = name_copies(rows, copies[some])
+            positions = np.arange(start, start + len(rows)) - plan.pack_offsets[packs[some]]
+            write(_with_places(rows, pa.array(packs[some], pa.int64()), positions).cast(schema))
+        for start in range(0, len(aside), _ROWS_AT_ONCE):
+            rows = samples.take(pa.array(aside[start : start + _ROWS_AT_ONCE]))
+            none = pa.nulls(len(rows), pa.int64())
+            write(_with_places(rows, none, none).cast(schema))
 
 
-@contextmanager
-def _index_of_lengths(config: PackingConfig, path: Path) -> Iterator[Index]:
-    """An index of lengths, in a folder that vanishes with the block."""
-    table = _with_sources(config, path, _read(path))
-    _check_counts(config, path, table)
-    with tempfile.TemporaryDirectory(prefix="offline-packing-") as name:
-        part_rows = []
-        for number, batch in enumerate(table.to_batches(_ROWS_AT_ONCE)):
-            part_rows.append(len(batch))
-            with table_writer(Path(name, part_name(number)), INDEX_SCHEMA) as write:
-                write(_as_part(config, pa.Table.from_batches([batch])))
-        yield Index(Path(name), IndexInfo({}, {}, part_rows, {}))
-
-
-def _read(path: Path) -> pa.Table:
-    """Columns key and num_tokens, and others."""
-    try:
-        if path.suffix == ".parquet":
-            table = pq.read_table(path)
-        elif path.suffix == ".csv":
-            as_text = dict.fromkeys((*_NAMES["key"], "source"), pa.string())  # "007" is no 7
-            convert = pa.csv.ConvertOptions(column_types=as_text)
-            table = pa.csv.read_csv(path, convert_options=convert)
-        else:
-            table = _read_lines(path)
-    except (OSError, pa.ArrowException) as error:
-        raise StageError(f"lengths {path} cannot be read: {error}") from error
-    for name, others in _NAMES.items():
-        found = next((one for one in others if one in table.column_names), None)
-        if found is None:
-            raise StageError(
-                f"lengths {path} has the columns {', '.join(table.column_names)}; name one of them "
-                f"{name} (or {', '.join(others[1:])})"
-            )
-        table = table.rename_columns({found: name})
-    has_key = pc.greater(pc.utf8_length(table["key"].cast(pa.large_string())), 0)
-    if not pc.all(pc.fill_null(has_key, False)).as_py():
-        raise StageError(f"lengths {path}: a sample has no key; give each one its own")
-    return table.set_column(
-        table.column_names.index("num_tokens"), "num_tokens", _checked_lengths(path, table)
+def _with_places(rows: pa.Table, packs: pa.Array, positions: Any) -> pa.Table:
+    at = rows.column_names.index("num_tokens")
+    return rows.add_column(at, "position", pa.array(positions, pa.int64())).add_column(
+        at, "pack", packs
     )
 
 
-def _read_lines(path: Path) -> pa.Table:
-    """A sample a line; the first line may be a heading, which has no number."""
+def _read(path: Path) -> pa.Table:
+    """Columns key and num_tokens, and those of the further ones that a plan can depend on."""
+    try:
+        tables = [_checked(path, table) for table in _batches(path)]
+    except (OSError, pa.ArrowException) as error:
+        raise StageError(f"lengths {path} cannot be read: {error}") from error
+    tables = [table for table in tables if len(table)]
+    if not tables:
+        raise StageError(f"lengths {path}: nothing to pack, it holds no sample")
+    return pa.concat_tables(tables).combine_chunks()
+
+
+def _batches(path: Path) -> Iterator[pa.Table]:
+    """The rows as they are, some megabytes at a time."""
+    if path.suffix == ".parquet":
+        with pq.ParquetFile(path) as file:
+            wanted = [*_NAMES["key"], *_NAMES["num_tokens"], *_COUNTS, "source"]
+            names = [name for name in file.schema_arrow.names if name in wanted]
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=names or None):
+                yield pa.Table.from_batches([batch])
+        return
+    block = pa.csv.ReadOptions(block_size=_BLOCK_BYTES, use_threads=False)
+    if path.suffix == ".csv":
+        as_text = dict.fromkeys((*_NAMES["key"], "source"), pa.string())  # "007" is not 7
+        convert = pa.csv.ConvertOptions(column_types=as_text)
+        with pa.csv.open_csv(path, block, convert_options=convert) as reader:
+            for batch in reader:
+                yield pa.Table.from_batches([batch])
+        return
+    block.column_names = ["line"]
     one_column = pa.csv.ParseOptions(delimiter="\x01", quote_char=False)
-    names = pa.csv.ReadOptions(column_names=["line"])
-    as_text = pa.csv.ConvertOptions(column_types={"line": pa.string()})
-    lines = pa.csv.read_csv(path, names, one_column, as_text)["line"].combine_chunks()
+    as_lines = pa.csv.ConvertOptions(column_types={"line": pa.string()})
+    with pa.csv.open_csv(path, block, one_column, as_lines) as reader:
+        for number, batch in enumerate(reader):
+            yield _split_lines(path, batch.column("line"), is_first=number == 0)
+
+
+def _split_lines(path: Path, lines: pa.Array, *, is_first: bool) -> pa.Table:
+    """A sample a line; the file's first line may be a heading, which has no number."""
     found = pc.extract_regex(lines, _LINE)
     bad = np.flatnonzero(found.is_null().to_numpy(zero_copy_only=False))
-    if len(bad) and (bad[-1] > 0 or re.search(r"\d", lines[0].as_py())):
+    if len(bad) and (not is_first or bad[-1] > 0 or re.search(r"\d", lines[0].as_py())):
         raise StageError(
             f"lengths {path}: {lines[bad[-1]].as_py()[:80]!r} is not name<TAB>tokens nor "
             "name:tokens; a table with a heading is to be called .csv or .parquet"
@@ -141,50 +240,50 @@ def _read_lines(path: Path) -> pa.Table:
     return pa.Table.from_struct_array(found.drop_null())
 
 
-def _checked_lengths(path: Path, table: pa.Table) -> pa.ChunkedArray:
+def _checked(path: Path, table: pa.Table) -> pa.Table:
+    """The columns that count, by the names and types that they have in an index."""
+    columns = {}
+    for name, others in _NAMES.items():
+        found = next((one for one in others if one in table.column_names), None)
+        if found is None:
+            raise StageError(
+                f"lengths {path} has the columns {', '.join(table.column_names)}; name one of them "
+                f"{name} (or {', '.join(others[1:])})"
+            )
+        columns[name] = table[found]
+    columns["key"] = columns["key"].cast(pa.large_string())
+    has_key = pc.greater(pc.utf8_length(columns["key"]), 0)
+    if not pc.all(pc.fill_null(has_key, False), min_count=0).as_py():
+        raise StageError(f"lengths {path}: a sample has no key; give each one its own")
+    columns["num_tokens"] = _checked_lengths(path, columns)
+    for name in set(_COUNTS) & set(table.column_names):
+        if table[name].null_count:
+            raise StageError(f"lengths {path}: {name} is empty; write 0 where there are none")
+        columns[name] = table[name].cast(pa.int32())
+    if "source" in table.column_names:
+        columns["source"] = table["source"].cast(pa.large_string())
+    return pa.table(dict(sorted(columns.items())))
+
+
+def _checked_lengths(path: Path, columns: dict[str, pa.ChunkedArray]) -> pa.ChunkedArray:
     try:
-        lengths = table["num_tokens"].cast(pa.int32())
+        lengths = columns["num_tokens"].cast(pa.int32())
     except pa.ArrowInvalid as error:
         raise StageError(f"lengths {path}: {error}; num_tokens are whole numbers") from error
     wrong = pc.fill_null(pc.less(lengths, 0), True)
     if pc.any(wrong).as_py():
-        row = table.filter(wrong).slice(0, 1).to_pylist()[0]
-        raise StageError(f"lengths {path}: sample {row['key']!r} has {row['num_tokens']} tokens")
+        row = pc.index(wrong, True).as_py()
+        key = columns["key"][row].as_py()
+        raise StageError(f"lengths {path}: sample {key!r} has {lengths[row].as_py()} tokens")
     return lengths
 
 
-def _with_sources(config: PackingConfig, path: Path, table: pa.Table) -> pa.Table:
-    """The table with `source_id`, by the names in its column `source`, where it has one."""
-    names, is_known = config.source_names(), "source" in table.column_names
-    is_mixed = "mix" in config.pack.assignment
-    if (
-        len(names) > 1
-        and not is_known
-        and (is_mixed or any(s.weight or s.repeat != 1 for s in config.source))
-    ):
-        raise StageError(
-            f"lengths {path}: no column source says whose repeat or weight a sample has; add it, "
-            f"with {', '.join(names)}"
-        )
-    if len(names) == 1 or not is_known:
-        ids = pa.repeat(pa.scalar(0, pa.int32()), len(table))
-    else:
-        ids = pc.index_in(table["source"], pa.array(names))
-        if ids.null_count:
-            other = table["source"].filter(pc.is_null(ids))[0].as_py()
-            raise StageError(
-                f"lengths {path}: source {other!r} is none of the configuration's: "
-                f"{', '.join(names)}"
-            )
-    return table.append_column("source_id", ids)
-
-
-def _check_counts(config: PackingConfig, path: Path, table: pa.Table) -> None:
-    """Raise StageError if packs depend on something that is not known of every sample."""
-    pack, media = config.pack, ["num_images", "num_videos"]
-    found = [name for name in (*media, "num_vision_patches") if name in table.column_names]
+def _check_columns(pack: PackConfig, path: Path, table: pa.Table) -> None:
+    """Raise StageError if packs depend on something that the table does not have."""
+    found, media = table.column_names, ("num_images", "num_videos")
     needed = [f"num_{name}" for name in pack.budgets]
     needed += ["num_vision_patches"] if "balance" in pack.assignment else []
+    needed += ["source"] if "mix" in pack.assignment else []
     needed += ["num_images"] if pack.homogeneous and not {*media} & {*found} else []
     missing = next((name for name in needed if name not in found), None)
     if missing is not None:
@@ -192,24 +291,3 @@ def _check_counts(config: PackingConfig, path: Path, table: pa.Table) -> None:
             f"lengths {path}: pack.budgets, pack.homogeneous or pack.assignment needs a column "
             f"{missing}; add it"
         )
-    for name in found:
-        if table[name].null_count:
-            raise StageError(f"lengths {path}: {name} is empty; write 0 where there are none")
-
-
-def _as_part(config: PackingConfig, rows: pa.Table) -> pa.Table:
-    """Rows of an index: what is not known of them is 0 or empty."""
-    keys = rows["key"].cast(pa.large_string()).to_pylist()
-    ids = rows["source_id"].to_pylist()
-    own = rows.set_column(rows.column_names.index("key"), "key", pa.array(keys, pa.large_string()))
-    hashes = np.fromiter(map(key_hash, ids, keys), np.uint64, len(keys))
-    known: dict[str, Any] = dict(zip(own.column_names, own, strict=True))
-    known["key_hash"] = pa.array(hashes)
-    unknown = {"task": config.task, "grid_thw": [], "json": _NO_MEDIUM, "media": []}
-    columns = [
-        known[field.name].cast(field.type)
-        if field.name in known
-        else pa.repeat(pa.scalar(unknown.get(field.name, 0), field.type), len(rows))
-        for field in INDEX_SCHEMA
-    ]
-    return pa.table(columns, INDEX_SCHEMA)

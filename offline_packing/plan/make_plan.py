@@ -1,7 +1,7 @@
 """Which samples are packed, how often and in which split; what the planner makes of them."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.config.packing import PackingConfig
+from offline_packing.config.packing import PackConfig, PackingConfig
 from offline_packing.errors import StageError
 from offline_packing.index.rows import name_rows, sum_over_grids
 from offline_packing.index.set_aside import AsideRows, find_duplicates, group_set_aside
@@ -133,7 +133,7 @@ def _left_out(run: Run, packs: PackPlan, num_tokens: npt.NDArray[np.integer]) ->
     kinds = packs.set_aside_reasons.astype(np.int64) << 32 | num_tokens
     different, codes = np.unique(kinds, return_inverse=True)
     texts = tuple(
-        set_aside_reason(packs.info.reason_names[kind >> 32], kind & 0xFFFFFFFF, run.config)
+        set_aside_reason(packs.info.reason_names[kind >> 32], kind & 0xFFFFFFFF, run.config.pack)
         for kind in different.tolist()
     )
     return AsideRows(packs.set_aside_ids.astype(np.int64), codes.astype(np.int32), texts)
@@ -170,44 +170,56 @@ def plan_arguments(
     """Keyword arguments of `plan_packs` beside lengths and seq_length. `kept` (num_kept,) are the
     rows of the index that are planned, one that is used twice appears twice; the arrays returned
     are theirs."""
-    from offline_packing.planner.order import RankLayout
 
     def column(name: str) -> npt.NDArray[Any]:
         return samples.array(name)[kept]
 
-    pack = config.pack
-    arguments = {name: getattr(pack, name) for name in _PASSED_ON}
+    arguments = pack_arguments(config.pack, column, kept)
     arguments["window_packs"] = config.output.packs_per_shard
-    arguments["budgets"] = {
-        name: (column(f"num_{name}"), limit) for name, limit in pack.budgets.items()
-    }
-    # Which sample of a length goes where, and in which order packs are written:
-    groups = _media_groups(config, column("num_images"), column("num_videos"))
-    if groups is not None:
-        arguments |= {"homogeneous": True, "groups": groups}
-    if "mix" in pack.assignment:
-        arguments["groups"] = column("source_id")  # repeats make their sizes follow the weights
-    if "locality" in pack.assignment:
-        arguments["source_order"] = kept  # rows of the index are in the order of the source
-    if "balance" in pack.assignment:
-        arguments["balance_by"] = column("num_vision_patches")
-    if pack.order is not None:
-        arguments["order"] = RankLayout(pack.order.num_ranks, pack.order.num_workers)
+    if LAYOUTS[config.output.layout].ONE_MEDIUM and not config.pack.homogeneous:
+        groups = _media_groups(config, column("num_images"), column("num_videos"))
+        if groups is not None:
+            arguments |= {"homogeneous": True, "groups": groups}
+    if config.pack.order is not None:
         arguments["cost"] = model_cost(config.model).of_samples(
             column("num_tokens"), column("num_vision_patches"), num_pictures(samples)[kept]
         )
     return arguments
 
 
+def pack_arguments(
+    pack: PackConfig,
+    column: Callable[[str], npt.NDArray[Any]],
+    source_order: npt.NDArray[np.integer],
+) -> dict[str, Any]:
+    """What a `pack` section and columns of the samples say of the arguments of `plan_packs`."""
+    from offline_packing.planner.order import RankLayout
+
+    arguments = {name: getattr(pack, name) for name in _PASSED_ON}
+    arguments["budgets"] = {
+        name: (column(f"num_{name}"), limit) for name, limit in pack.budgets.items()
+    }
+    # Which sample of a length goes where, and in which order packs are written:
+    if pack.homogeneous:
+        with_media = column("num_images") + column("num_videos") > 0
+        arguments |= {"homogeneous": True, "groups": with_media.astype(np.int32)}
+    if "mix" in pack.assignment:
+        arguments["groups"] = column("source_id")  # repeats make their sizes follow the weights
+    if "locality" in pack.assignment:
+        arguments["source_order"] = source_order
+    if "balance" in pack.assignment:
+        arguments["balance_by"] = column("num_vision_patches")
+    if pack.order is not None:
+        arguments["order"] = RankLayout(pack.order.num_ranks, pack.order.num_workers)
+    return arguments
+
+
 def _media_groups(
     config: PackingConfig, num_images: npt.NDArray[np.integer], num_videos: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.int32] | None:
-    """Samples that may share a pack by their media have one number; None: all may. Raises
+    """Samples that may share a pack of one type of media have one number; None: all may. Raises
     StageError if packs shall be mixed from sources, and cannot be."""
-    with_media = (num_images + num_videos > 0).astype(np.int32)
-    if config.pack.homogeneous or not LAYOUTS[config.output.layout].ONE_MEDIUM:
-        return with_media if config.pack.homogeneous else None
-    groups = with_media + (num_videos > 0)
+    groups = (num_images + num_videos > 0).astype(np.int32) + (num_videos > 0)
     if len(np.unique(groups)) < 2:
         return None
     if "mix" in config.pack.assignment:
@@ -223,10 +235,9 @@ def num_pictures(samples: Index) -> npt.NDArray[np.int64]:
     return sum_over_grids(samples, lambda grids: grids[:, 0])
 
 
-def set_aside_reason(name: str, num_tokens: int, config: PackingConfig) -> tuple[str, str]:
+def set_aside_reason(name: str, num_tokens: int, pack: PackConfig) -> tuple[str, str]:
     """Reason and detail in the set-aside table of a sample of so many tokens that the planner left
     out; `name` is the planner's own name of the reason."""
-    pack = config.pack
     if name.startswith("over_budget:"):
         budget = name.partition(":")[2]
         return "over_budget", f"it alone exceeds the limit of {budget} {pack.budgets[budget]}"  # type: ignore[index]

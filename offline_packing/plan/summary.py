@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.config.packing import PackingConfig
+from offline_packing.config.packing import PackingConfig, ReportConfig
 from offline_packing.index.rows import sums_by_source
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.planner.cost import saving
@@ -31,21 +31,38 @@ def render_summary(
     those `set_aside` while measuring and planning, by reason. `sources`: the lines of their table;
     `media`: how many images and videos there are.
     """
-    compared, seq_length = config.report, packs.info.seq_length
-    found = saving(lengths, packs, compared.padded_batch_size, compared.global_batch_size)
+    more = [
+        *([("images and videos", media)] if media else []),
+        *(("warning", line) for line in warnings),
+    ]
     num_samples = info.num_samples + info.num_set_aside
+    text = render_figures(config.report, num_samples, lengths, packs, set_aside, more, sources)
+    return f"{'task':<24}{config.task}\n{text}"
+
+
+def render_figures(
+    compared: ReportConfig,
+    num_samples: int,
+    lengths: npt.NDArray[np.integer],
+    packs: PackPlan,
+    set_aside: Mapping[str, int],
+    more: Sequence[tuple[str, str]] = (),
+    sources: Sequence[str] = (),
+) -> str:
+    """The figures that need no more than lengths (num_packed,), `more` of them, and the lines of
+    the sources' table."""
+    found = saving(lengths, packs, compared.padded_batch_size, compared.global_batch_size)
     figures = [
-        ("task", config.task),
         ("samples", f"{num_samples:,}"),
         ("set aside", f"{sum(set_aside.values()):,}"),
         *((f"  {reason}", f"{count:,}") for reason, count in sorted(set_aside.items())),
         *_plan_figures(packs, found),
-        *([("images and videos", media)] if media else []),
-        *(("warning", line) for line in warnings),
+        *more,
     ]
     table = ["", *sources] if sources else []
     rows = [f"{name:<24}{value}" for name, value in figures]
-    return "\n".join([*rows, *table, "", "samples by tokens", *_bars(lengths, seq_length), ""])
+    bars = _bars(lengths, packs.info.seq_length)
+    return "\n".join([*rows, *table, "", "samples by tokens", *bars, ""])
 
 
 def _plan_figures(packs: PackPlan, found: Mapping[str, int | float]) -> list[tuple[str, str]]:

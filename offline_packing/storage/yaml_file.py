@@ -4,7 +4,6 @@ file of it with overrides `a.b=value` as a validated pydantic model; errors are 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, TypeVar, get_args
 
 import yaml
@@ -82,15 +81,9 @@ def _key(target: dict[str, Any] | list[Any], part: str, override: str) -> Any:
     return int(part)
 
 
-def read_config(
-    model: type[ModelT],
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    defaults: Mapping[str, Any] = MappingProxyType({}),
-) -> ModelT:
-    """Read a YAML file, apply the overrides (their values are YAML), validate. `defaults` stand for
-    sections that the file has not. Raises ConfigError if the file cannot be read or parsed, or a
-    field is unknown or has a bad value."""
+def read_config(model: type[ModelT], path: str | Path, overrides: Sequence[str] = ()) -> ModelT:
+    """Read a YAML file, apply the overrides (their values are YAML), validate. Raises ConfigError
+    if the file cannot be read or parsed, or a field is unknown or has a bad value."""
     name = f"config {str(path)!r}"
     try:
         text = Path(path).read_text("utf-8")
@@ -108,7 +101,7 @@ def read_config(
     content = parse_yaml(text, name)
     if not isinstance(content, dict):
         raise ConfigError(f"{name} is not a mapping; see the examples in the README")
-    content = {**defaults, **content}
+    content = dict(content)
     for override in overrides:
         apply_override(content, override)
     return validate(model, content, name)

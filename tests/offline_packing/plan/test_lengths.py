@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
@@ -49,15 +50,26 @@ FILES: dict[str, Callable[[pa.Table, Path], Any]] = {
 }
 
 
+def write_config(folder: Path, **pack: Any) -> Path:
+    path = folder / "pack.yaml"
+    path.write_bytes(orjson.dumps({"pack": pack}))
+    return path
+
+
 @pytest.mark.parametrize("name", FILES)
-def test_the_plan_is_that_of_the_index(measured: Run, tmp_path: Path, name: str) -> None:
+def test_the_plan_is_that_of_the_index(
+    measured: Run, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offline_packing.plan.lengths._BLOCK_BYTES", 500)  # in several blocks
+    monkeypatch.setattr("offline_packing.plan.lengths._ROWS_AT_ONCE", 7)
     samples = open_index(measured)
     FILES[name](samples.table("key", "num_tokens"), tmp_path / name)
-    summary = plan_lengths(measured, tmp_path / name, tmp_path / "out.parquet")
+    config, output = write_config(tmp_path, seq_length=256), tmp_path / "out.parquet"
+    summary = plan_lengths(config, (), tmp_path / name, output)
     planned = make_plan(measured, samples).packs
     write_assignment(samples, planned, tmp_path / "expected.parquet")
-    found = pq.read_table(tmp_path / "out.parquet")
-    assert found.equals(pq.read_table(tmp_path / "expected.parquet"))
+    found, expected = pq.read_table(output), pq.read_table(tmp_path / "expected.parquet")
+    assert found.equals(expected.drop_columns("source_id"))
     assert f"packs                   {planned.num_packs} of 256 tokens" in summary
     keys = samples.table("key")["key"].to_pylist()
     packs: dict[int, list[str]] = {}
@@ -67,21 +79,29 @@ def test_the_plan_is_that_of_the_index(measured: Run, tmp_path: Path, name: str)
     assert list(packs.values()) == [[keys[i] for i in pack] for pack in planned]
 
 
-def test_copies_budgets_and_set_asides(tmp_path: Path) -> None:
-    lines = ["id,tokens,source,num_images", "long,999,a,1", "twice,20,a,1", "twice,30,a,1"]
-    lines += [f"s{i},{20 + i},{'ab'[i % 2]},1" for i in range(20)]
+def test_an_assignment_names_the_uses_of_repeated_samples(tmp_path: Path) -> None:
+    path = captioning_pairs(tmp_path / "data", count=8)
+    source = {"format": "pairs", "path": str(path), "task": "captioning", "repeat": 2}
+    run = make_run(source, tmp_path / "out", pack={"seq_length": 256})
+    measure(run)
+    samples = open_index(run)
+    write_assignment(samples, make_plan(run, samples).packs, tmp_path / "out.parquet")
+    keys = samples.table("key")["key"].to_pylist()
+    found = pq.read_table(tmp_path / "out.parquet")
+    assert found["key"].to_pylist() != keys
+    assert sorted(found["key"].to_pylist()) == sorted([*keys, *(f"{key}#2" for key in keys)])
+    assert set(found["source_id"].to_pylist()) == {0}
+
+
+def test_budgets_and_set_asides(tmp_path: Path) -> None:
+    lines = ["id,tokens,num_images", "long,999,1", "twice,20,1", "twice,30,1"]
+    lines += [f"s{i},{20 + i},1" for i in range(20)]
     (tmp_path / "l.csv").write_text("\n".join(lines))
-    sources = [
-        {"format": "jsonl", "path": f"{name}.jsonl", "task": "bmr", "name": name, "repeat": repeat}
-        for name, repeat in (("a", 1), ("b", 2))
-    ]
-    pack = {"seq_length": 128, "budgets": {"images": 3}}
-    run = make_run(sources, tmp_path / "out", pack=pack)
-    summary = plan_lengths(run, tmp_path / "l.csv", tmp_path / "out.parquet")
+    config = write_config(tmp_path, seq_length=128, budgets={"images": 3})
+    summary = plan_lengths(config, (), tmp_path / "l.csv", tmp_path / "out.parquet")
     rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
     packed = [row["key"] for row in rows if row["pack"] is not None]
-    copies = [f"s{i}#2" for i in range(1, 20, 2)]
-    assert sorted(packed) == sorted(["twice", *(f"s{i}" for i in range(20)), *copies])
+    assert sorted(packed) == sorted(["twice", *(f"s{i}" for i in range(20))])
     assert [(row["key"], row["num_tokens"]) for row in rows if row["pack"] is None] == [
         ("long", 999),
         ("twice", 30),
@@ -89,7 +109,21 @@ def test_copies_budgets_and_set_asides(tmp_path: Path) -> None:
     assert max(row["position"] or 0 for row in rows) in (1, 2)
     assert "overlong              1" in summary
     assert "duplicate_key         1" in summary
-    assert not (tmp_path / "out").exists()
+    with pytest.raises(StageError, match="'long' has 999 tokens > seq_length 128"):
+        plan_lengths(config, ("pack.on_overlong=error",), tmp_path / "l.csv", None)
+    with pytest.raises(StageError, match="planned for one epoch"):
+        plan_lengths(config, ("pack.epochs=2",), tmp_path / "l.csv", None)
+
+
+def test_packs_are_mixed_from_the_sources(tmp_path: Path) -> None:
+    rows = "".join(f"{name}{i},10,{name}\n" for name in "ab" for i in range(40))
+    (tmp_path / "l.csv").write_text(f"key,tokens,source\n{rows}")
+    config = write_config(tmp_path, seq_length=80, assignment="mix")
+    plan_lengths(config, (), tmp_path / "l.csv", tmp_path / "out.parquet")
+    packs: dict[int, str] = {}
+    for row in pq.read_table(tmp_path / "out.parquet").to_pylist():
+        packs[row["pack"]] = packs.get(row["pack"], "") + row["key"][0]
+    assert {"".join(sorted(pack)) for pack in packs.values()} == {"aaaabbbb"}
 
 
 @pytest.mark.parametrize(
@@ -98,10 +132,10 @@ def test_copies_budgets_and_set_asides(tmp_path: Path) -> None:
         ("a.csv", "file,tokens\na,1\n", "has the columns file, tokens; name one of them key"),
         ("a.csv", "key,tokens\na,-1\n", "sample 'a' has -1 tokens"),
         ("a.csv", "key,tokens\na,1.5\n", "num_tokens are whole numbers"),
-        ("a.csv", "key,tokens,source\na,1,z\n", "source 'z' is none of the configuration's: x, y"),
         ("a.txt", "name\ttokens\na\t1\nb\n", "'b' is not name<TAB>tokens nor name:tokens"),
         ("a.parquet", "no Parquet", "cannot be read"),
-        ("a.csv", "key,tokens\na,1000\n", "nothing to pack .* overlong 1"),
+        ("a.csv", "key,tokens\na,10000\n", "nothing to pack .* overlong 1"),
+        ("a.csv", "key,tokens\n", "nothing to pack"),
         # the first line is no heading where it has a number
         ("a.txt", "a\t10.0\nb\t20\n", "10.0' is not name<TAB>tokens nor name:tokens"),
         ("a.csv", "key,tokens\na,1\n,2\n", "a sample has no key"),
@@ -111,50 +145,42 @@ def test_copies_budgets_and_set_asides(tmp_path: Path) -> None:
 def test_bad_lengths(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(StageError, match=message):
-        plan_lengths(make_run(two_sources(), tmp_path / "out"), tmp_path / name, None)
-
-
-def two_sources(**options: Any) -> list[dict[str, Any]]:
-    paths = [f"{one}.jsonl" for one in "xy"]
-    return [{"format": "jsonl", "path": path, "task": "bmr", **options} for path in paths]
+        plan_lengths(write_config(tmp_path), (), tmp_path / name, None)
 
 
 @pytest.mark.parametrize(
-    ("pack", "source", "column"),
+    ("pack", "column"),
     [
-        ({"budgets": {"images": 3}}, {}, "num_images"),
-        ({"homogeneous": True}, {}, "num_images"),
-        ({"assignment": "balance"}, {}, "num_vision_patches"),
-        ({"assignment": "mix"}, {}, "source"),
-        ({}, {"repeat": 2}, "source"),
+        ({"budgets": {"images": 3}}, "num_images"),
+        ({"homogeneous": True}, "num_images"),
+        ({"assignment": "balance"}, "num_vision_patches"),
+        ({"assignment": "mix"}, "source"),
     ],
 )
 def test_what_packs_depend_on_must_be_known(
-    tmp_path: Path, pack: dict[str, Any], source: dict[str, Any], column: str
+    tmp_path: Path, pack: dict[str, Any], column: str
 ) -> None:
     (tmp_path / "l.tsv").write_text("a\t10\nb\t20\n")
-    run = make_run(two_sources(**source), tmp_path / "out", pack=pack)
     with pytest.raises(StageError, match=f"column {column}"):
-        plan_lengths(run, tmp_path / "l.tsv", None)
+        plan_lengths(write_config(tmp_path, **pack), (), tmp_path / "l.tsv", None)
 
 
 def test_keys_that_look_like_numbers_stay_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "l.csv").write_text("key,tokens\n001,10\n1,10\n1.0,10\nNA,10\n")
-    run = make_run(two_sources()[0], tmp_path / "out")
-    plan_lengths(run, tmp_path / "l.csv", tmp_path / "new/out.parquet")
+    plan_lengths(write_config(tmp_path), (), tmp_path / "l.csv", tmp_path / "new/out.parquet")
     rows = pq.read_table(tmp_path / "new/out.parquet").to_pylist()
     assert {row["key"] for row in rows if row["pack"] == 0} == {"001", "1", "1.0", "NA"}
 
 
 def test_command(tmp_path: Path) -> None:
-    """Neither source nor output is needed; a dry run writes nothing."""
+    """Neither source nor output is needed, and other sections are left alone."""
     config, lengths, output = (tmp_path / name for name in ("p.yaml", "l.tsv", "o.parquet"))
-    config.write_text("pack: {seq_length: 64}")
+    config.write_text("{source: {path: none}, pack: {seq_length: 64}}")
     save_lines("\t")(pa.table({"key": ["a", "b"], "num_tokens": [30, 30]}), lengths)
-    arguments: list[str | Path] = ["plan", config, "--lengths", lengths, "--output", output]
-    invoke(*arguments, "--dry-run")
-    assert sorted(tmp_path.iterdir()) == [lengths, config]
-    assert "packs                   1 of 64 tokens" in invoke(*arguments, "pack.seed=1").stdout
+    assert (
+        "packs                   1 of 64 tokens"
+        in invoke("plan-lengths", config, lengths, "pack.seed=1", "--output", output).stdout
+    )
     assert sorted(tmp_path.iterdir()) == [lengths, output, config]
 
 
