@@ -127,11 +127,10 @@ def check_amounts(
     """What the samples take of a budget, as int64 (num_samples,), all in 0..limit. Raises
     ValueError for a wrong shape, and for the first sample that no pack can hold."""
     amounts = np.asarray(amounts)
-    if amounts.shape != (num_samples,) or (num_samples and amounts.dtype.kind not in "iu"):
-        raise ValueError(
-            f"{name} must be integers of shape ({num_samples},) as num_tokens is, got "
-            f"{amounts.dtype} of shape {amounts.shape}"
-        )
+    if amounts.shape != (num_samples,):
+        raise ValueError(f"{name} has shape {amounts.shape}, num_tokens ({num_samples},)")
+    if num_samples and amounts.dtype.kind not in "iu":
+        raise ValueError(f"{name} has type {amounts.dtype}; pass integers")
     amounts = amounts.astype(np.int64)
     bad = (amounts < 0) | (amounts > limit)
     if bad.any():
