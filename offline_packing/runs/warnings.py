@@ -1,21 +1,20 @@
 """What data hold and was hardly meant: told by `plan` and in the report."""
 
 from collections.abc import Iterator
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.sources.roots.listing import container_hash
 
 Hashes = npt.NDArray[np.uint64]
 Flags = npt.NDArray[np.bool_]
-_HASHED: Final = ("source_id", "media")
 
 
 def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) -> list[str]:
@@ -78,39 +77,49 @@ def _sample_hashes(samples: Index, rows: Flags) -> Iterator[Hashes]:
 def _media_hashes(samples: Index, rows: Flags) -> Iterator[Hashes]:
     """Of each image and video of some rows, by where it lies."""
     first = 0
-    for part in samples.parts(*_HASHED):
-        own = rows[first : first + len(part)]
-        first += len(part)
+    for number, count in enumerate(samples.info.part_rows):
+        own = rows[first : first + count]
+        first += count
         if own.any():
-            yield _locator_hashes(part.filter(pa.array(own)))
+            hashes, owners = _locator_hashes(samples, number)
+            yield hashes[own[owners]]
 
 
-def _locator_hashes(rows: pa.Table) -> Hashes:
-    """(num_media,)"""
+def _locator_hashes(samples: Index, number: int) -> tuple[Hashes, npt.NDArray[np.int64]]:
+    """(num_media,) of a part: a hash of where each lies, and the number of its row."""
+    names = (f"media.list.element.{name}" for name in ("container", "column", "offset"))
+    rows = pq.ParquetFile(samples.paths[number]).read(columns=["source_id", *names])
     media = rows["media"].combine_chunks()
+    owners = np.repeat(np.arange(len(rows)), media.value_lengths().to_numpy())
     flat = media.flatten()
-    sources = np.repeat(rows["source_id"].to_numpy(), media.value_lengths().to_numpy())
-    columns = (_hash_texts(flat.field(name)) for name in ("container", "column"))
-    # SplitMix64's multiplier between what is mixed; it wraps around.
-    mixed = sources.astype(np.uint64)
-    for column in (*columns, flat.field("offset").to_numpy().astype(np.uint64)):
-        mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9) + column
-    return mixed
+    container, column = (_hash_texts(flat.field(name)) for name in ("container", "column"))
+    offset = flat.field("offset").to_numpy().astype(np.uint64)
+    mixed = rows["source_id"].to_numpy()[owners].astype(np.uint64)
+    for numbers in (container, column, offset):  # SplitMix64's multiplier; it wraps around
+        mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9) + numbers
+    return mixed, owners
 
 
 def _hash_texts(texts: pa.Array) -> Hashes:
-    """(num_texts,) each different one is hashed once."""
-    coded = texts.dictionary_encode()
-    hashes = [container_hash(text.encode()) for text in coded.dictionary.to_pylist()]
-    return np.array(hashes, np.uint64)[coded.indices.to_numpy()]
+    """(num_texts,) the sum of each byte times a number drawn for its place, modulo 2**64."""
+    texts = texts.cast(pa.large_string())
+    lengths = pc.binary_length(texts).to_numpy().astype(np.int64)
+    offsets = np.frombuffer(texts.buffers()[1], np.int64)[texts.offset :][: len(texts) + 1]
+    data = np.frombuffer(texts.buffers()[2] or b"", np.uint8)[offsets[0] : offsets[-1]]
+    starts = offsets[:-1] - offsets[0]
+    places = np.arange(len(data)) - np.repeat(starts, lengths)
+    drawn = np.random.default_rng(0).integers(2**64, size=lengths.max(initial=0), dtype=np.uint64)
+    sums = np.zeros(len(data) + 1, np.uint64)
+    np.cumsum((data + np.uint64(1)) * drawn[places], out=sums[1:])
+    return sums[starts + lengths] - sums[starts]
 
 
 def _has_one_picture(samples: Index) -> bool:
     """Whether several samples have media, and all the same; ends where two differ."""
     first: Hashes | None = None
     count = 0
-    for part in samples.parts(*_HASHED):
-        found = _locator_hashes(part)
+    for number in range(len(samples.paths)):
+        found, _ = _locator_hashes(samples, number)
         first = found[:1] if first is None and len(found) else first
         if first is not None and (found != first).any():
             return False
