@@ -43,7 +43,7 @@ from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.packs.references import is_reference, read_parts
 from task_encoders.packs.tokenized import fingerprint_digest
 from task_encoders.rows.encoded_rows import EncodedRows
-from task_encoders.rows.pack_dealing import OnePass, deal_evenly
+from task_encoders.rows.pack_dealing import OnePass, check_blend, deal_evenly
 from task_encoders.rows.row_encoder import RowEncoder
 from task_encoders.rows.unpacked import (
     TextDecoder,
@@ -203,6 +203,7 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
     ) -> SavableDataset[PackedBatch]:
         """Energon's hook: checks the datasets, and keeps the end of those that do not repeat."""
         self._check_datasets(datasets)
+        check_blend(datasets, repeat=repeat)
         if self.settings.packed and kwargs.get("shuffle_buffer_size"):
             logger.warning(
                 "shuffle_buffer_size %d undoes the order packs were written in, which gives ranks "

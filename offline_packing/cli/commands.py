@@ -80,11 +80,16 @@ def plan_lengths(
 @click.argument(
     "folders", nargs=-1, required=True, type=click.Path(file_okay=False, path_type=Path)
 )
-def blend(folders: tuple[Path, ...]) -> None:
+@click.option(
+    "--epochs",
+    is_flag=True,
+    help="Each pack exactly once per epoch, not on average: what data.repeat=false needs.",
+)
+def blend(folders: tuple[Path, ...], epochs: bool) -> None:
     """Print the YAML with which Energon reads several outputs as one dataset."""
     from offline_packing.upkeep import blend as blending
 
-    click.echo(blending.blend(folders), nl=False)
+    click.echo(blending.blend(folders, epochs=epochs), nl=False)
 
 
 @cli.command()

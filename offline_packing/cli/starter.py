@@ -14,6 +14,7 @@ _COMMENTS: Final = {
     "task": "captioning | vqa | bmr: what the model is shown, and what carries loss",
     "text_only": "the samples looked at have no picture: take it out if they should",
     "image_root": "what image paths are relative to",
+    "split": "which of its splits is read; the others are left out",
     "dataset": "which entry of dataset_info.json",
 }
 
@@ -33,7 +34,8 @@ source:
 pack:
   seq_length: 8192  # tokens of a training sequence
 output:
-{_line("path", output)}"""
+{_line("path", output)}  split: {{train: 0.99, val: 0.01}}  # launch/*.sh validate on val
+"""
 
 
 def render_examples(found: Recognised) -> str:

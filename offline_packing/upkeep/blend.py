@@ -25,10 +25,16 @@ from task_encoders.packs.pack_format import METADATASET
 _COMMON: Final = ("layout", "seq_length", "pad_multiple")
 
 
-def blend(folders: Sequence[Path]) -> str:
-    """The YAML of a metadataset of these outputs; its paths are absolute. Raises StageError if an
-    output is not complete, two have the same pack keys, or they were packed for another model or
-    another length of sequences."""
+def blend(folders: Sequence[Path], *, epochs: bool = False) -> str:
+    """The YAML of a metadataset of these outputs; its paths are absolute.
+
+    Args:
+        epochs: each pack comes exactly once per epoch (blend_epochized), not on average (blend).
+
+    Raises:
+        StageError: an output is not complete, two have the same pack keys, or they were packed for
+            another model or another length of sequences.
+    """
     roots = [folder.resolve() for folder in folders]
     repeated = next((root for root in roots if roots.count(root) > 1), None)
     if repeated is not None:
@@ -47,11 +53,17 @@ def blend(folders: Sequence[Path]) -> str:
     for split in dict.fromkeys(split for counts in packs.values() for split in counts):
         weights = {root: counts.get(split, 0) for root, counts in packs.items()}
         inside = METADATASET if layout == "references" else ""
-        blended = [{"path": str(root / inside), "weight": n} for root, n in weights.items() if n]
+        blended = [
+            {"path": str(root / inside), **({"repetitions": 1} if epochs else {"weight": n})}
+            for root, n in weights.items()
+            if n
+        ]
         if blended:
-            splits[split] = {"blend": blended}
+            splits[split] = {"blend_epochized" if epochs else "blend": blended}
     head = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}
     about = "# Weights are numbers of packs: each pack comes once per epoch, on average.\n"
+    if epochs:
+        about = "# Each pack comes as often per epoch as repetitions say.\n"
     return about + yaml.safe_dump(head, sort_keys=False)
 
 

@@ -177,8 +177,8 @@ class Llava15Encoder(FamilyEncoder):
         if ours != theirs:
             raise ValueError(
                 f"the tokenizer of {self.options.processor!r} puts no space in front of text "
-                f"behind a special token, as {self.options.family} was trained; save it with "
-                "legacy=True"
+                f"after a special token, as {self.options.family} was trained; use the tokenizer "
+                "files of a published checkpoint, such as llava-hf/llava-1.5-7b-hf"
             )
 
 

@@ -24,7 +24,7 @@ from megatron.energon.state import FlexState
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.settings import packs_of_epochs
+from task_encoders.settings import PackingSettingsError, packs_of_epochs
 
 Numbers = npt.NDArray[np.int64]
 
@@ -58,6 +58,22 @@ def deal_evenly(
         begin += size
     wrapper.datasets = (DealtPacks(reader, ranges, first_turn),)
     return dataset
+
+
+def check_blend(datasets: Sequence[LoadedDataset], *, repeat: bool) -> None:
+    """Raise PackingSettingsError for a weighted blend that Energon does not draw from."""
+    for one in datasets:
+        if one.weight is not None and one.weight <= 0:
+            raise PackingSettingsError(
+                f"{one.dataset.path} has weight {one.weight:g} in a blend; a weight is above 0: "
+                "remove the entry"
+            )
+        if one.weight is not None and not repeat:
+            raise PackingSettingsError(
+                "a blend by weights has no end, so it cannot be read with repeat=False (in launch: "
+                "data.repeat=false); write a blend_epochized with repetitions, as offline-packing "
+                "blend --epochs does"
+            )
 
 
 class _Deal(NamedTuple):

@@ -1,5 +1,6 @@
 """The scripts as a user runs them: bash, torchrun, signals, and what is left on disk."""
 
+import logging
 import os
 import re
 import signal
@@ -12,11 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from click.testing import CliRunner
 
 from launch.config import load_config
 from launch.loop.metrics import read_metrics
 from launch.loop.setup import run
-from tests.helpers.datasets import captioning_pairs
+from launch.start import main
+from launch.train import cli
+from tests.helpers.command import invoke
+from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder, captioning_folder, losses
 from tests.helpers.unpacked_folders import crude_folder
 
@@ -178,6 +183,66 @@ def test_stage_1_trains_the_projector_on_two_processes(
     assert "a step takes 2 packs" in text
     assert len(losses(tmp_path)) == 2
     assert (tmp_path / "hf" / "config.json").is_file()
+
+
+def test_from_init_to_a_trained_model(tmp_path: Path) -> None:
+    """The three commands that the README shows, with sft.yaml's validation."""
+    data = mixed_pairs(tmp_path / "data", 30)
+    config = tmp_path / "pack.yaml"
+    packed = tmp_path / "packed"
+    invoke("init", data, "--task", "bmr", "--to", config, "--output", packed)
+    invoke("run", config, "pack.seq_length=256", "model.max_pixels=50176", "engine.workers=0")
+    overrides = [one for one in SMALL if not one.startswith("validation")]
+    arguments = (f"data.path={packed}", f"output.path={tmp_path / 'out'}", *overrides)
+    process = start("sft_qwen2_vl.sh", *arguments, "train.iterations=1")
+    text = finish(process)
+    assert process.returncode == 0, text
+    lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert any("validation_loss" in line for line in lines)
+    assert (tmp_path / "out" / "hf" / "tokenizer.json").is_file()
+    arguments = (*arguments, "train.iterations=2", "schedule.warmup=0.5")
+    yaml_file = str(ROOT / "launch" / "sft.yaml")
+    refused = CliRunner().invoke(cli, [yaml_file, *arguments], env=BMR_ENVIRONMENT)
+    assert refused.exit_code == 1
+    assert [line for line in refused.stderr.splitlines() if line.startswith("  ")] == [
+        "  schedule.warmup was 0.03, is 0.5",
+        "  train.iterations was 1, is 2",
+    ]
+    names = ("--accept-mismatch", "train.iterations", "--accept-mismatch", "schedule.warmup")
+    extended = CliRunner().invoke(cli, [yaml_file, *arguments, *names], env=BMR_ENVIRONMENT)
+    assert extended.exit_code == 0, extended.output
+    assert len(losses(tmp_path / "out")) == 2
+    assert (tmp_path / "out" / "hf_1").is_dir()
+
+
+def test_packs_without_a_val_split_are_refused_before_a_rank_starts(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = {"format": "pairs", "path": str(captioning_pairs(tmp_path / "data", 8))}
+    pack_all(make_run({**source, "task": "captioning"}, tmp_path / "packed"))
+    arguments = ["--", str(ROOT / "launch" / "sft.yaml"), f"data.path={tmp_path / 'packed'}"]
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 1
+    assert "has no packs in its val split; set validation.every=0" in capsys.readouterr().err
+
+
+def test_a_family_without_a_built_in_processor_is_trained_and_exported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import Qwen3VLForConditionalGeneration
+
+    source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "data", 12)), "task": "bmr"}
+    model = {"family": "qwen3_vl", "processor": "builtin", "max_pixels": 65536}
+    pack_all(make_run(source, tmp_path / "packed", model=model, pack={"seq_length": 256}))
+    small = [one for one in SMALL if not one.startswith("model")]
+    arguments = [f"data.path={tmp_path / 'packed'}", f"output.path={tmp_path / 'out'}", *small]
+    caplog.set_level(logging.INFO)
+    assert run_here(*arguments, "model.family=qwen3_vl", "train.iterations=1")
+    told, step = (caplog.text.index(text) for text in ("hf/ will have no tokenizer", "step 1/1"))
+    assert told < step
+    trained = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "out" / "hf")
+    assert all(parameter.isfinite().all() for parameter in trained.parameters())
 
 
 def test_stage_1_5_refuses_packs_of_another_task(dialogues: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ A crude dataset, whose meaning is in the trainer's own code, is read as plain We
 `sample_loader` is code as well, and is not run.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -33,6 +34,8 @@ from offline_packing.storage.yaml_file import parse_yaml
 from task_encoders.limits import MAX_JSON_BYTES
 from task_encoders.records.record import best_answer, decode_text, load_json
 from task_encoders.samples import SampleError
+
+logger = logging.getLogger(__name__)
 
 #: Fields of Energon's sample types, and what they are in a record.
 _SAMPLE_TYPES: Final[Mapping[str, Mapping[str, str]]] = {
@@ -88,6 +91,13 @@ class EnergonSource(WebDatasetSource):
 
     def scan(self, samples_per_part: int) -> Scan:
         scan = super().scan(samples_per_part)
+        if self.options.split is None and self._others:
+            logger.warning(
+                "%s: split %r is read, and not %s; set source.split, one source for each",
+                self.options.path,
+                self._split,
+                ", ".join(f"{name} ({len(tars)} tars)" for name, tars in self._others.items()),
+            )
         samples = sorted(name for name in self._excluded if "/" in name)
         if not samples:
             return scan
@@ -100,7 +110,7 @@ class EnergonSource(WebDatasetSource):
         if not (path / ".nv-meta" / "dataset.yaml").is_file():
             return None
         tars = [name for name in file_names(path) if name.lower().endswith(".tar")]
-        return None if tars and holds_packs(path, tars[0]) else {}
+        return None if tars and holds_packs(path, tars[0]) else {"split": "train"}
 
     def entries(self) -> Iterator[tuple[str, int, int]]:
         names = set(self._names)
@@ -120,10 +130,12 @@ class EnergonSource(WebDatasetSource):
         """The tars of the split, in order."""
         splits, split = splits if isinstance(splits, dict) else {}, self._split
         if not splits.get(split):
+            filled = ", ".join(name for name, names in splits.items() if names)
             raise StageError(
-                f"{self.root.path('.nv-meta/split.yaml')} has no split {split!r}; set source.split "
-                f"to one of: {', '.join(splits) or 'none'}"
+                f"{self.root.path('.nv-meta/split.yaml')} has no tars in a split {split!r}; set "
+                f"source.split to one of: {filled or 'none, as all are empty: energon prepare it'}"
             )
+        self._others = {name: one for name, one in splits.items() if name != split and one}
         names = self._expand(f"split_parts.{split}", splits[split])
         return [name for name in names if name not in self._excluded]
 
@@ -151,8 +163,11 @@ class EnergonSource(WebDatasetSource):
             data = self.root.read(container, MAX_JSON_BYTES)
             content = parse_yaml(data.decode("utf-8"), self.root.path(container))
         except (SampleError, UnicodeDecodeError) as error:
+            remedy = "run energon prepare there"
+            if Path(self.options.path).is_file():
+                remedy = "source.path is a folder: give each that a metadataset lists as a source"
             raise StageError(
-                f"{self.root.path(container)} cannot be read: {error}; run energon prepare there"
+                f"{self.root.path(container)} cannot be read: {error}; {remedy}"
             ) from error
         if not isinstance(content, dict):
             raise StageError(f"{self.root.path(container)} holds no mapping")

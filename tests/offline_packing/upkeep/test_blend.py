@@ -11,9 +11,9 @@ from megatron.energon import WorkerConfig, get_loader
 from offline_packing.cli.commands import cli
 from offline_packing.errors import StageError
 from offline_packing.upkeep.blend import blend
-from task_encoders.loading.packed_dataset import get_packed_train_dataset
+from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
-from task_encoders.settings import PackingSettings
+from task_encoders.settings import PackingSettings, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 
 
@@ -94,3 +94,36 @@ def test_what_is_no_output(outputs: list[Path], tmp_path: Path) -> None:
         blend([outputs[0], tmp_path])
     with pytest.raises(StageError, match="is named twice"):
         blend([outputs[0], outputs[0] / "../a"])
+
+
+def test_a_blend_of_epochs_is_read_once(outputs: list[Path], tmp_path: Path) -> None:
+    path = tmp_path / "blend.yaml"
+    path.write_text(blend(outputs, epochs=True))
+    splits = yaml.safe_load(path.read_text())["splits"]
+    assert [entry["repetitions"] for entry in splits["train"]["blend_epochized"]] == [1, 1]
+    encoder = Qwen2VLTaskEncoder(
+        seq_length=512, max_pixels=50176, settings=PackingSettings(packed=True)
+    )
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    read = get_packed_train_dataset(path, encoder, worker_config=config, repeat=False)
+    keys = [key for row in get_packed_loader(read) for key in row.__key__]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("weight", "repeat", "message"),
+    [(1, False, "write a blend_epochized with repetitions"), (0, True, "a weight is above 0")],
+)
+def test_a_blend_that_energon_does_not_draw_from(
+    outputs: list[Path], tmp_path: Path, weight: float, repeat: bool, message: str
+) -> None:
+    document = yaml.safe_load(blend(outputs))
+    document["splits"]["train"]["blend"][0]["weight"] = weight
+    path = tmp_path / "blend.yaml"
+    path.write_text(yaml.safe_dump(document))
+    encoder = Qwen2VLTaskEncoder(
+        seq_length=512, max_pixels=50176, settings=PackingSettings(packed=True)
+    )
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    with pytest.raises(PackingSettingsError, match=message):
+        get_packed_train_dataset(path, encoder, worker_config=config, repeat=repeat)

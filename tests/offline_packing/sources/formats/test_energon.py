@@ -191,7 +191,7 @@ def test_exclude_that_energon_refuses(tmp_path: Path, exclude: str) -> None:
 @pytest.mark.parametrize("splits", ["[a.tar]", "7", "{val: [b.tar]}", "{train: []}"])
 def test_split_that_is_not_there(tmp_path: Path, splits: str) -> None:
     prepared(tmp_path, CAPTIONING, split=f"split_parts: {splits}\n")
-    with pytest.raises(StageError, match=r"has no split 'train'; set source\.split to one of"):
+    with pytest.raises(StageError, match=r"no tars in a split 'train'; set source\.split to"):
         rows(tmp_path, "captioning")
 
 
@@ -212,3 +212,31 @@ def test_what_energon_prepared(tmp_path: Path) -> None:
     found = rows(tmp_path, "captioning")
     assert sorted(key for key, *_ in found) == [f"shard-{i}/k{i}" for i in range(3)]
     assert {outcome for _, outcome, _ in found} == {"ok"}
+
+
+def test_what_the_default_split_leaves_out_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    member = ("a.json", json.dumps({"caption": "A."}).encode()), ("a.jpg", JPEG)
+    root = prepared(tmp_path, "__class__: CrudeWebdataset\n", *member)
+    rows(root, "captioning")
+    assert "split 'train' is read, and not val (1 tars); set source.split" in caplog.text
+    caplog.clear()
+    rows(root, "captioning", split="train")
+    assert not caplog.text
+    with pytest.raises(StageError, match=r"a split 'test'; .* one of: train, val$"):
+        rows(root, "captioning", split="test")
+
+
+def test_an_empty_split_is_not_offered(tmp_path: Path) -> None:
+    split = "split_parts: {train: [a.tar], val: [], test: []}\nexclude: []\n"
+    root = prepared(tmp_path, "__class__: CrudeWebdataset\n", split=split)
+    with pytest.raises(StageError, match=r"'val'; set source\.split to one of: train$"):
+        rows(root, "captioning", split="val")
+
+
+def test_a_metadataset_is_not_told_to_be_prepared(tmp_path: Path) -> None:
+    path = tmp_path / "blend.yaml"
+    path.write_text("__module__: megatron.energon\n__class__: MetadatasetV2\n")
+    with pytest.raises(StageError, match="give each that a metadataset lists as a source"):
+        open_one({"format": "energon", "path": str(path), "task": "bmr"}, tmp_path)
