@@ -149,8 +149,9 @@ class TrainConfig(_Config):
     #: passes over the packs; ignored if iterations is set
     epochs: Annotated[float, BeforeValidator(_not_bool), Field(gt=0)] = 1
     iterations: Count | None = None
-    #: what weighs the same in a step: every labelled token, or every sample
-    normalization: Literal["token", "sample"] = "token"
+    #: how samples weigh in a step: by their tokens' weights, alike, or by the square root of the
+    #: number of their labelled tokens
+    normalization: Literal["token", "sample", "sqrt"] = "token"
     #: of random weights, and of every order of the data that is drawn
     seed: NonNegative = 0
 
@@ -265,9 +266,9 @@ class LaunchConfig(_Config):
 
     @model_validator(mode="after")
     def _check_normalization(self) -> "LaunchConfig":
-        if self.data.cross_sample_attention and self.train.normalization == "sample":
+        if self.data.cross_sample_attention and self.train.normalization != "token":
             raise ValueError(
-                "train.normalization=sample needs the boundaries that "
+                f"train.normalization={self.train.normalization} needs the boundaries that "
                 "data.cross_sample_attention removes; set train.normalization=token"
             )
         return self

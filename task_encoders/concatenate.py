@@ -30,7 +30,7 @@ class PackedRow:
     in all). A patch has D values or, with `normalisation`, bytes (one frame for images)."""
 
     tokens: torch.Tensor  #: (S,) int64
-    labels: torch.Tensor  #: (S,) int64, not shifted, IGNORE_INDEX at each sub-sample's first token
+    loss_weights: torch.Tensor  #: (S,) float32, not shifted, 0 at each sub-sample's first token
     position_ids: torch.Tensor  #: (3, S) or (1, S) int64
     attn_mask: torch.Tensor  #: (S,) bool, True = padding
     cu_lengths: torch.Tensor  #: (P + 1,) int32
@@ -41,6 +41,11 @@ class PackedRow:
     media_counts: torch.Tensor  #: (P, 2) int32, images and videos of each segment
     is_padded: bool  #: whether padding was asked for, needed or not
     normalisation: Normalisation | None = None  #: None: pixels are values already
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """(S,) int64, not shifted, IGNORE_INDEX where there is no loss."""
+        return torch.where(self.loss_weights > 0, self.tokens, IGNORE_INDEX)
 
 
 #: `map`, or a thread pool's.
@@ -157,10 +162,10 @@ def _fill(
     *,
     running: bool,
 ) -> dict[str, Any]:
-    """Tokens, labels, positions and padding; `starts`: each segment's, then the last one's end."""
+    """Tokens, weights, positions and padding; `starts`: each segment's, then the last one's end."""
     used = int(starts[-1])
     tokens = np.full(total, pad_token_id, dtype=np.int64)
-    labels = np.full(total, IGNORE_INDEX, dtype=np.int64)
+    loss_weights = np.zeros(total, dtype=np.float32)
     padding = np.ones(total, dtype=np.bool_)
     position_ids = np.empty((len(samples[0].position_ids), total), dtype=np.int64)
     position_ids[:, used:] = np.arange(total - used)
@@ -168,8 +173,8 @@ def _fill(
     for sample, start, end in zip(samples, starts, starts[1:], strict=False):
         real = slice(start, start + len(sample.tokens))
         tokens[real] = sample.tokens
-        labels[real] = sample.labels
-        labels[start] = IGNORE_INDEX  # so that shifting the whole row never crosses a boundary
+        loss_weights[real] = sample.loss_weights
+        loss_weights[start] = 0  # so that shifting the whole row never crosses a boundary
         padding[real] = False
         position_ids[:, real] = sample.position_ids + offset
         behind = position_ids[:, real].max() + 1
@@ -178,7 +183,7 @@ def _fill(
             offset = behind + end - real.stop
     arrays = {
         "tokens": tokens,
-        "labels": labels,
+        "loss_weights": loss_weights,
         "position_ids": position_ids,
         "attn_mask": padding,
     }
@@ -199,7 +204,7 @@ def merge_rows(rows: Sequence[PackedRow]) -> PackedRow:
         length += len(row.tokens)
     return PackedRow(
         tokens=torch.cat([row.tokens for row in rows]),
-        labels=torch.cat([row.labels for row in rows]),
+        loss_weights=torch.cat([row.loss_weights for row in rows]),
         position_ids=torch.cat([row.position_ids for row in rows], dim=1),
         attn_mask=torch.cat([row.attn_mask for row in rows]),
         cu_lengths=torch.cat(ends),
@@ -216,7 +221,7 @@ def split_row(row: PackedRow) -> list[PackedRow]:
     images, videos = row.media_counts.T.tolist()
     parts = {
         "tokens": row.tokens.split(lengths),
-        "labels": row.labels.split(lengths),
+        "loss_weights": row.loss_weights.split(lengths),
         "position_ids": row.position_ids.split(lengths, dim=1),
         "attn_mask": row.attn_mask.split(lengths),
         "media_counts": row.media_counts.split(1),

@@ -15,7 +15,6 @@ from megatron.energon.edataclass import edataclass
 from task_encoders.concatenate import PackedRow, merge_rows
 from task_encoders.packs.pack import Pack, is_medium, parse_json
 from task_encoders.packs.pack_format import JSON_PART
-from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.versions import require_supported
 
 require_supported("megatron-energon")
@@ -120,7 +119,7 @@ class PackedBatch(Batch):
     #: not shifted; IGNORE_INDEX at every sub-sample's first token, so that a shift of the whole
     #: row is safe
     labels: torch.Tensor = _tensor(torch.int64, "1", "S")
-    #: 1 where there is a label
+    #: the weight of each label in the loss, 0 where there is none
     loss_mask: torch.Tensor = _tensor(torch.float32, "1", "S")
     #: True = padding
     attn_mask: torch.Tensor = _tensor(torch.bool, "1", "S")
@@ -170,7 +169,7 @@ def batch_rows(samples: Sequence[PackedRowSample]) -> PackedBatch:
         __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
         tokens=row.tokens[None],
         labels=row.labels[None],
-        loss_mask=(row.labels != IGNORE_INDEX)[None].float(),
+        loss_mask=row.loss_weights[None],
         attn_mask=row.attn_mask[None],
         position_ids=row.position_ids[:, None],
         cu_lengths=row.cu_lengths[None],

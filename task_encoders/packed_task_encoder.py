@@ -8,19 +8,16 @@ Samples that are no packs become rows of one sub-sample, or packs of Energon's o
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from megatron.energon import (
     Cooker,
-    CrudeSample,
     DefaultTaskEncoder,
     Sample,
     SavableDataset,
     WorkerConfig,
-    basic_sample_keys,
     stateless,
 )
-from megatron.energon.cache import FileStore
 from megatron.energon.epathlib import EPath
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.metadataset.loader_interface import LoadedDataset
@@ -40,37 +37,27 @@ from task_encoders.field_types import Count, checked
 from task_encoders.media.pixel_values import PixelTransport
 from task_encoders.packs.pack import Pack, SubSample, parse_json, sub_samples_of_pack
 from task_encoders.packs.pack_format import JSON_PART
-from task_encoders.packs.references import is_reference, read_parts
 from task_encoders.packs.tokenized import fingerprint_digest
 from task_encoders.rows.encoded_rows import EncodedRows
 from task_encoders.rows.pack_dealing import OnePass, check_blend, deal_evenly
 from task_encoders.rows.row_encoder import RowEncoder
 from task_encoders.rows.unpacked import (
     TextDecoder,
+    cook,
     first_fit_decreasing,
     is_pack,
     unpacked_sub_sample,
 )
-from task_encoders.settings import PACKED, PackingSettings, PackingSettingsError, check_manifest
-
-logger = logging.getLogger(__name__)
-
-_NO_PACKS: Final = (
-    f"{PACKED}=1, but {{}} holds no packs; set {PACKED}=0 to train it unpacked, or point the task "
-    "encoder at a folder written by offline-packing"
+from task_encoders.settings import (
+    FRACTIONS,
+    NO_PACKS,
+    PackingSettings,
+    PackingSettingsError,
+    check_manifest,
+    refuse_fractions,
 )
 
-
-@stateless
-def cook(sample: CrudeSample, **stores: FileStore[bytes]) -> CrudeRecord:
-    """A pack, or none, in a folder that is declared as CrudeWebdataset; or one that refers to media
-    in auxiliary datasets."""
-    parts = {part: value for part, value in sample.items() if not part.startswith("__")}
-    line = parts.get(JSON_PART)
-    key = {}
-    if is_reference(line):
-        parts, key = read_parts(line, stores, sample), {"__key__": line["key"]}
-    return CrudeRecord(**(basic_sample_keys(sample) | key), parts=parts)
+logger = logging.getLogger(__name__)
 
 
 class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch, PackedBatch]):
@@ -130,6 +117,9 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
             check_lengths=check_lengths,
         )
         self.is_blend = False
+        #: whose loss takes no weights but 0 and 1; and the folders that were checked
+        self._trainer = ""
+        self._folders: list[EPath | Path] = []
 
     @stateless
     def encode_sample(self, sample: Sample) -> PackedRowSample:
@@ -160,7 +150,7 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
             pack = Pack(sample.__key__, sample.record, sample.media)
             return sub_samples_of_pack(pack, task, self._digest)
         if self.settings.packed and not self.is_blend:
-            raise FatalSampleError(_NO_PACKS.format(f"sample {sample.__key__!r}"))
+            raise FatalSampleError(NO_PACKS.format(f"sample {sample.__key__!r}"))
         return [unpacked_sub_sample(sample)]
 
     def encode_pack(self, pack: Pack, **energon: Any) -> PackedRowSample:
@@ -180,6 +170,8 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
             FatalSampleError: see encode_sample.
         """
         row, keys, dropped = self._rows.encode(sub_samples)
+        if self._trainer and ((row.loss_weights > 0) & (row.loss_weights != 1)).any():
+            raise FatalSampleError(FRACTIONS.format(sample.__key__, self._trainer))
         return PackedRowSample.derive_from(sample, row=row, sub_sample_keys=keys, dropped=dropped)
 
     @stateless
@@ -282,7 +274,7 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
             if task is not None or (has_packs and not self.settings.packed):
                 self.settings.resolve_task(None, task, blend=self.is_blend)
             elif is_typed and not has_packs and self.settings.packed and not self.is_blend:
-                raise PackingSettingsError(_NO_PACKS.format(factory.paths[0]))
+                raise PackingSettingsError(NO_PACKS.format(factory.paths[0]))
             for path in factory.paths:
                 self.check_manifest(path)
 
@@ -298,3 +290,13 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
             seq_length=self.seq_length,
             pad_multiple=self.pad_multiple,
         )
+        self._folders.append(folder)
+        if self._trainer:
+            refuse_fractions(folder, self._trainer)
+
+    def refuse_fractions(self, trainer: str) -> None:
+        """Stop at loss weights other than 0 and 1, which this trainer's loss does not take, in rows
+        and by the manifests of folders. Raises PackingSettingsError if one checked has them."""
+        self._trainer = trainer
+        for folder in self._folders:
+            refuse_fractions(folder, trainer)

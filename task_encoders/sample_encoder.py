@@ -24,6 +24,13 @@ from task_encoders.text.tokenizer import Tokenizer
 IGNORE_INDEX: Final = -100
 
 
+def labels_of(
+    tokens: npt.NDArray[np.int64], loss_weights: npt.NDArray[np.float32]
+) -> npt.NDArray[np.int64]:
+    """(S,) each token where it has a weight, and IGNORE_INDEX where it has none."""
+    return np.where(loss_weights > 0, tokens, IGNORE_INDEX)
+
+
 @dataclass(frozen=True, slots=True)
 class SampleLength:
     """What one sample will cost, known without decoding its media. `grid_thw` holds the grids of
@@ -40,19 +47,24 @@ class EncodedSample:
     """One sample as arrays: S tokens, N images with P patches and M videos with Q patches in all.
     Pixels are bytes; `normalisation` turns each patch into D = C·T·p·p values.
 
-    `labels` are not shifted: labels[i] is the token at i, or IGNORE_INDEX. The first is always
-    IGNORE_INDEX, so that in a packed row a shift over the whole row stays inside every sub-sample.
+    `loss_weights` are not shifted: loss_weights[i] weighs the loss of token i. The first is always
+    0, so that in a packed row a shift over the whole row stays inside every sub-sample.
     """
 
     key: str
     tokens: npt.NDArray[np.int64]  #: (S,)
-    labels: npt.NDArray[np.int64]  #: (S,)
+    loss_weights: npt.NDArray[np.float32]  #: (S,)
     position_ids: npt.NDArray[np.int64]  #: (3, S) temporal, height, width; or (1, S)
     image_pixels: npt.NDArray[np.uint8]  #: (P, C·p·p)
     image_grid_thw: npt.NDArray[np.int32]  #: (N, 3) in patches
     video_pixels: npt.NDArray[np.uint8]  #: (Q, C·T·p·p)
     video_grid_thw: npt.NDArray[np.int32]  #: (M, 3) in patches
     normalisation: Normalisation
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64]:
+        """(S,)"""
+        return labels_of(self.tokens, self.loss_weights)
 
     @property
     def pixel_values(self) -> npt.NDArray[np.float32]:
@@ -109,7 +121,7 @@ class SampleEncoder(Protocol):
         image_grids: Sequence[tuple[int, int, int]],
         videos: Sequence[SampledVideo] = (),
     ) -> ExpandedText:
-        """The tokens and labels that `encode` gives a sample of this text, without its pixels.
+        """The tokens and loss weights that `encode` gives a sample of this text.
 
         Args:
             image_grids: (t, h, w) in patches, as measured.

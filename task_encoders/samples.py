@@ -83,14 +83,17 @@ class Turn:
     thought: str | None = None
     #: the tool calls in the answer, each as JSON: {"name": str, "arguments": object or text}
     calls: tuple[str, ...] = ()
-    #: whether the answer carries loss
-    trained: bool = True
+    #: of the answer's tokens in the loss; 0: it carries none
+    weight: float = 1.0
 
     @property
     def details(self) -> dict[str, Any]:
         """Everything besides a user's prompt and an answer: {} for most turns."""
         found = dict(zip(_DETAILS, _details(self), strict=True))
-        return {name: value for name, value in found.items() if value != _DETAILS[name]}
+        if not self.weight:  # as packs spell it
+            del found["weight"]
+            found["trained"] = False
+        return {name: value for name, value in found.items() if value != _DETAILS.get(name)}
 
 
 _DETAILS: Final[Mapping[str, Any]] = {field.name: field.default for field in fields(Turn)[2:]}
@@ -107,9 +110,12 @@ def make_turn(prompt: str, answer: str, details: Mapping[str, Any]) -> Turn:
     if not details:
         return Turn(prompt, answer)
     held = {**_DETAILS, **details} if isinstance(details, Mapping) else {}
+    if held.get("trained") is False:
+        held["weight"] = 0.0
+        del held["trained"]
     if held.keys() != _DETAILS.keys():
         raise SampleError("bad_record", f"not the details of a turn: {details!r}"[:200])
-    role, before, thought, calls, trained = (held[name] for name in _DETAILS)
+    role, before, thought, calls, weight = (held[name] for name in _DETAILS)
     pairs = before if isinstance(before, list | tuple) else [before]
     if not (
         role in ROLES
@@ -118,10 +124,16 @@ def make_turn(prompt: str, answer: str, details: Mapping[str, Any]) -> Turn:
         and isinstance(thought, str | None)
         and isinstance(calls, list | tuple)
         and all(map(_is_call, calls))
-        and isinstance(trained, bool)
+        and is_weight(weight)
     ):
         raise SampleError("bad_record", f"not the details of a turn: {details!r}"[:200])
-    return Turn(prompt, answer, role, tuple(map(tuple, before)), thought, tuple(calls), trained)
+    told = tuple(map(tuple, before))
+    return Turn(prompt, answer, role, told, thought, tuple(calls), float(weight))
+
+
+def is_weight(value: Any) -> bool:
+    """Whether a value can weigh tokens: 0, or a number that float32 holds well."""
+    return isinstance(value, int | float) and (value == 0 or 1e-6 <= value <= 1e6)
 
 
 def _is_call(text: Any) -> bool:

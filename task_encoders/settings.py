@@ -27,6 +27,20 @@ ENVIRONMENT_OF_TASK: Final = {
 }
 
 
+#: Of what is read as packs, and is not.
+NO_PACKS: Final = (
+    f"{PACKED}=1, but {{}} holds no packs; set {PACKED}=0 to train it unpacked, or point the task "
+    "encoder at a folder written by offline-packing"
+)
+
+
+#: Of loss weights, for a trainer.
+FRACTIONS: Final = (
+    "{} holds loss weights other than 0 and 1, which the loss of {} does not take; train with "
+    "launch/train.py, or pack without these weights"
+)
+
+
 class PackingSettingsError(ValueError):
     """The environment contradicts itself or the data. One line, naming the variable to set."""
 
@@ -136,6 +150,15 @@ def check_manifest(
             f"{folder}: packed with pad_multiple {packed_with}, the task encoder pads to multiples "
             f"of {pad_multiple}; pack again with pack.pad_multiple={pad_multiple}"
         )
+
+
+def refuse_fractions(folder: Any, trainer: str) -> None:
+    """Raise PackingSettingsError if a folder of packs holds loss weights that a trainer's loss does
+    not take: others than 0 and 1."""
+    folder = folder.parent if folder.name.endswith(".jsonl") else folder
+    file = folder / "manifest.json"
+    if file.is_file() and _read_manifest(file).get("loss_weights"):
+        raise PackingSettingsError(FRACTIONS.format(folder, trainer))
 
 
 def packs_of_epochs(path: Any) -> list[int]:

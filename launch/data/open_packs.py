@@ -34,21 +34,24 @@ def open_packs(path: Path, task_encoder: Qwen2VLTaskEncoder) -> PackedFolder | I
 
 
 def open_as_measured(
-    path: Path, *, split: str = "train", processor: str | None = None
+    path: Path, trainer: str, *, split: str = "train", processor: str | None = None
 ) -> tuple[PackedFolder, Qwen2VLTaskEncoder]:
     """The packs of a folder or metadataset, with the task encoder that their manifest describes.
 
     Args:
+        trainer: its name; its loss takes no weights but 0 and 1.
         processor: the model's folder or hub name, instead of the one that measured them. Its family
             may be another, if that has the same lengths: positions are its own.
 
     Raises:
         PackedFolderError: there is no such split, or nothing in it.
-        PackingSettingsError: the environment or the processor contradict the packs.
+        PackingSettingsError: the environment or the processor contradict the packs, or these have
+            other weights.
     """
     family = family_of_processor(processor) if processor else None
     settings, seq_length = settings_of_packs(path, processor=processor, family=family)
     task_encoder = Qwen2VLTaskEncoder(seq_length=seq_length, model=settings)
+    task_encoder.refuse_fractions(trainer)
     packs = PackedFolder(path, task_encoder, split=split)
     if not len(packs):
         raise PackedFolderError(

@@ -16,7 +16,7 @@ import torch
 
 from task_encoders.sample_encoder import IGNORE_INDEX
 
-Normalization = Literal["token", "sample"]
+Normalization = Literal["token", "sample", "sqrt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class LossTerms:
     """How the token losses of one row enter the step's loss."""
 
     weights: torch.Tensor  #: (1, S) float32, 0 where there is no label
-    denominator: torch.Tensor  #: () float32: labelled tokens, or samples that have any
+    denominator: torch.Tensor  #: () float32: Σ weights
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
@@ -41,27 +41,37 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
 
 
 def loss_terms(
-    shifted_labels: torch.Tensor, cu_lengths: torch.Tensor, normalization: Normalization
+    loss_weights: torch.Tensor, cu_lengths: torch.Tensor, normalization: Normalization
 ) -> LossTerms:
     """Weights and denominator of one row.
 
-    "token": every labelled token of a step weighs the same.
-    "sample": every sample of a step weighs the same, and so do the labelled tokens within one;
-    samples without labels, and the padding at a row's end, count for nothing.
+    "token": every token weighs what `loss_weights` say.
+    "sample": every sample of a step weighs the same.
+    "sqrt": every sample weighs the square root of its labelled tokens, as in InternVL
+        (https://arxiv.org/abs/2412.05271, "square averaging").
+
+    The tokens of a sample share its weight in proportion to theirs; samples without labels, and
+    the padding at a row's end, count for nothing.
 
     Args:
-        shifted_labels: (1, S) int64, see `shift_labels`.
+        loss_weights: (1, S) float32, not shifted; 0 where there is no label.
         cu_lengths: (1, P + 1) int32, the row's boundaries.
     """
-    labelled = (shifted_labels != IGNORE_INDEX).float()
+    weights = loss_weights.roll(-1, dims=1)  # as `shift_labels`
+    weights[:, -1] = 0
     if normalization == "token":
-        return LossTerms(labelled, labelled.sum())
+        return LossTerms(weights, weights.sum())
     boundaries = cu_lengths.flatten().long()
-    before = torch.cat([labelled.new_zeros(1), labelled.flatten().cumsum(0)])
-    per_segment = before[boundaries[1:]] - before[boundaries[:-1]]  # labels in each segment
-    share = 1 / per_segment.clamp(min=1)
-    weights = labelled * share.repeat_interleave(boundaries.diff())
-    return LossTerms(weights, (per_segment > 0).sum().float())
+
+    def per_segment(values: torch.Tensor) -> torch.Tensor:
+        before = torch.cat([values.new_zeros(1), values.flatten().double().cumsum(0)])
+        return before[boundaries[1:]] - before[boundaries[:-1]]
+
+    labels, sums = per_segment((weights > 0).float()), per_segment(weights)
+    of_sample = labels.sqrt() if normalization == "sqrt" else (labels > 0).double()
+    share = torch.where(labels > 0, of_sample / sums, 0.0).float()
+    spread = weights * share.repeat_interleave(boundaries.diff())
+    return LossTerms(spread, of_sample.sum().float())
 
 
 def weighted_sum(token_losses: torch.Tensor, terms: LossTerms) -> torch.Tensor:

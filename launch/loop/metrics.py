@@ -83,7 +83,7 @@ class StepCounts:
         tokens, samples, packs, patches = map(round, counted)
         slowest, data_seconds, stopped = worst.tolist()
         # Where nothing is labelled at all, the gradient should be zero, not NaN.
-        denominator = max(denominator, 1.0)
+        denominator = denominator or 1.0
         mean_compute = total_compute / distributed.get_world_size()
         return StepTotals(
             loss=loss / denominator,

@@ -212,7 +212,7 @@ class Trainer:
     def _count_loss(self, row: PackedBatch, counts: StepCounts) -> torch.Tensor:
         """The sum of one row's weighted losses, entered into the counts."""
         labels = shift_labels(row.labels)
-        terms = loss_terms(labels, row.cu_lengths, self._config.train.normalization)
+        terms = loss_terms(row.loss_mask, row.cu_lengths, self._config.train.normalization)
         token_losses = self._model(
             tokens=row.tokens,
             position_ids=row.position_ids,

@@ -77,7 +77,9 @@ class PacksConfig:
     def build(self) -> AutoModelPacks:
         """Raises as `open_as_measured`."""
         return AutoModelPacks(
-            *open_as_measured(Path(self.path), split=self.split, processor=self.processor)
+            *open_as_measured(
+                Path(self.path), "AutoModel", split=self.split, processor=self.processor
+            )
         )
 
 

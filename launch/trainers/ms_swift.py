@@ -86,7 +86,9 @@ def packs_for(pipeline: SwiftSft, path: str, split: str) -> SwiftPacks:
         raise ValueError(f"{path} holds packs; set --packing true")
     pipeline.template.packing = pipeline.template.padding_free = True
     pipeline.template._get_position_ids = positions_of_packs
-    packs, task_encoder = open_as_measured(Path(path), split=split, processor=args.model_dir)
+    packs, task_encoder = open_as_measured(
+        Path(path), "ms-swift", split=split, processor=args.model_dir
+    )
     return SwiftPacks(packs, task_encoder.encoder)
 
 

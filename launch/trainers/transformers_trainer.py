@@ -33,6 +33,8 @@ require_supported("transformers")
 class Packs(Protocol):
     """`PackedFolder` or `IndexedPackDataset`, with a task encoder."""
 
+    task_encoder: Any
+
     def __len__(self) -> int: ...
     def batch(self, numbers: Sequence[int], /) -> PackedBatch: ...
 
@@ -83,9 +85,11 @@ class TrainsPacks:
         args.remove_unused_columns = False
         if args.ddp_find_unused_parameters is None:
             args.ddp_find_unused_parameters = True
-        kwargs["train_dataset"] = self.as_dataset(train_dataset)
-        if kwargs.get("eval_dataset") is not None:
-            kwargs["eval_dataset"] = self.as_dataset(kwargs["eval_dataset"])
+        kwargs["train_dataset"] = train_dataset
+        for name in ("train_dataset", "eval_dataset"):
+            if kwargs.get(name) is not None:
+                kwargs[name].task_encoder.refuse_fractions(type(self).__name__)
+                kwargs[name] = self.as_dataset(kwargs[name])
         super().__init__(args=args, data_collator=collate_packed, **kwargs)  # type: ignore[call-arg]
         isolate_segments(self.model)  # type: ignore[attr-defined]
 

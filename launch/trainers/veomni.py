@@ -72,7 +72,7 @@ def build_dataset(kind: str, build: Callable[..., Any], *, train_path: str, **op
         raise ValueError(f"{path} holds packs; set data.datasets_type mapping, not {kind}")
     processor = getattr(options.get("transform"), "keywords", {}).get("processor")
     model = processor.tokenizer.name_or_path if processor else None
-    return VeOmniPacks(*open_as_measured(path, processor=model or None))
+    return VeOmniPacks(*open_as_measured(path, "VeOmni", processor=model or None))
 
 
 def build_loader(dataset: Any, **options: Any) -> Any:

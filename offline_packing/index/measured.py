@@ -139,7 +139,7 @@ def sample_traits(sample: SourceSample, image_sizes: Sequence[tuple[int, int]]) 
     if not sample.is_plain:
         traits |= Trait.NOT_PLAIN
     roles = {role for turn in sample.turns for role, _ in (*turn.before, (turn.role, ""))}
-    if roles & {"system", "developer"} or not all(turn.trained for turn in sample.turns):
+    if roles & {"system", "developer"} or any(turn.weight != 1 for turn in sample.turns):
         traits |= Trait.UNTRAINED_OR_ROLES
     if any(_BREAK.match(turn.answer) for turn in sample.turns):
         traits |= Trait.BREAK_FIRST

@@ -104,6 +104,8 @@ class IndexInfo:
     num_tokens: int = 0
     #: samples left out by source.skip; neither in the index nor set aside
     num_skipped: int = 0
+    #: samples with loss weights other than 0 and 1
+    num_weighted: int = 0
     #: xxh3_128 of the files in the folders index, set_aside and files
     hashes: dict[str, dict[str, str]] = field(default_factory=dict)
     version: int = INDEX_VERSION
@@ -135,7 +137,7 @@ class IndexInfo:
     def save(self, path: Path) -> None:
         """Write index.json: from now on the index is complete."""
         content = asdict(self)
-        for name in ("num_skipped", "lost_examples", "only_answer"):
+        for name in ("num_skipped", "num_weighted", "lost_examples", "only_answer"):
             if not content[name]:  # bytes as they were before there was such a field
                 del content[name]
         write_atomically(path, to_json(content))

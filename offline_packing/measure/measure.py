@@ -94,6 +94,7 @@ def _complete(
         only_answer=next(iter(answers.values())) if len(answers) == 1 else "",
         num_tokens=sum(result.num_tokens for result in results),
         num_skipped=sum(result.num_skipped for result in results),
+        num_weighted=sum(result.num_weighted for result in results),
     )
     num_renamed = rename_repeated(Index(workspace.index, info))
     if num_renamed:

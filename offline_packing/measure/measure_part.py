@@ -50,8 +50,10 @@ _RECORDS_PER_STEP: Final = 32
 _BYTES_PER_STEP: Final = 16 << 20
 #: Characters of a reason's detail that are kept: it may quote what a record holds.
 _MAX_DETAIL: Final = 1000
-#: Metadata of a part of the set-aside table: how many samples were left out, and what others lack.
+#: Metadata of a part of the set-aside table: how many samples were left out, how many have loss
+#: weights other than 0 and 1, and what samples lack.
 _SKIPPED: Final = "num_skipped"
+_WEIGHTED: Final = "num_weighted"
 _LOST_FIELDS: Final = "lost_fields"
 _LOST_EXAMPLES: Final = "lost_examples"
 _ANSWERS: Final = "answers"
@@ -85,6 +87,8 @@ class PartResult:
     lost_examples: dict[str, str]
     #: beginnings of the first different answers, two at most, by their hash
     answers: dict[str, str]
+    #: with loss weights other than 0 and 1
+    num_weighted: int
 
     @property
     def num_records(self) -> int:
@@ -103,9 +107,10 @@ def read_result(task: MeasureTask) -> PartResult:
         orjson.loads(notes.get(name.encode(), b"{}"))
         for name in (_LOST_FIELDS, _LOST_EXAMPLES, _ANSWERS)
     )
+    weighted = int(notes.get(_WEIGHTED.encode(), 0))
     sum_tokens = pc.sum(num_tokens).as_py() or 0
     return PartResult(
-        len(num_tokens), sum_tokens, reasons, skipped, Counter(lost), examples, answers
+        len(num_tokens), sum_tokens, reasons, skipped, Counter(lost), examples, answers, weighted
     )
 
 
@@ -124,6 +129,8 @@ def measure_part(task: MeasureTask) -> None:
             write_aside(set_aside_table([row for row in some if isinstance(row, SetAsideSample)]))
         if new.num_skipped:
             notes[_SKIPPED] = str(new.num_skipped)
+        if measuring.num_weighted:
+            notes[_WEIGHTED] = str(measuring.num_weighted)
         if measuring.lost_fields:
             notes[_LOST_FIELDS] = orjson.dumps(measuring.lost_fields).decode()
             notes[_LOST_EXAMPLES] = orjson.dumps(measuring.lost_examples).decode()
@@ -163,6 +170,8 @@ class Measuring:
         self.lost_examples: dict[str, str] = {}
         self.answers: dict[str, str] = {}
         self._control = control_pattern(encoder.tokenizer)
+        #: those with loss weights other than 0 and 1
+        self.num_weighted = 0
 
     def rows(self, records: Iterable[SourceRecord]) -> Iterator[MeasuredSample | SetAsideSample]:
         """A row of either table for each record, in order.
@@ -261,3 +270,4 @@ class Measuring:
             what = escape(what)
             self.lost_fields[what] += 1
             self.lost_examples.setdefault(what, escape(f"{sample.key}: {shown}".strip(": ")))
+        self.num_weighted += any(turn.weight not in (0, 1) for turn in sample.turns)

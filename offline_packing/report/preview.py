@@ -24,7 +24,7 @@ from task_encoders.media.image import decode_image
 from task_encoders.media.video_file import decode_frames, read_video_header
 from task_encoders.packs.pack import Pack, restore_pack
 from task_encoders.packs.pack_format import is_video_name, pack_key
-from task_encoders.sample_encoder import IGNORE_INDEX, SampleEncoder
+from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SourceSample
 from task_encoders.settings import PackingSettings
 from task_encoders.text.tokenizer import Tokenizer, control_pattern
@@ -45,9 +45,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens in a row that all carry loss, or that all carry none."""
+    """Tokens in a row that have one weight in the loss; 0: they carry none."""
 
-    trained: bool
+    weight: float
     num_tokens: int
     pieces: tuple[Piece, ...]
 
@@ -201,12 +201,12 @@ def _sub_samples(
             )
             for names, own in zip((sample.images, sample.videos), grids, strict=True)
         )
-        tokens, labels, is_padding = (
+        tokens, weights, is_padding = (
             column[start:end].numpy()
-            for column in (row.row.tokens, row.row.labels, row.row.attn_mask)
+            for column in (row.row.tokens, row.row.loss_weights, row.row.attn_mask)
         )
-        spans = tuple(_spell(tokens, labels, is_padding, encoder.tokenizer, images, videos))
-        num_loss_tokens = int((labels != IGNORE_INDEX).sum())
+        spans = tuple(_spell(tokens, weights, is_padding, encoder.tokenizer, images, videos))
+        num_loss_tokens = int((weights > 0).sum())
         yield SubSamplePreview(sample, end - start, num_loss_tokens, images, videos, spans)
 
 
@@ -228,14 +228,13 @@ def _medium(
 
 def _spell(
     tokens: npt.NDArray[np.int64],
-    labels: npt.NDArray[np.int64],
+    weights: npt.NDArray[np.float32],
     is_padding: npt.NDArray[np.bool_],
     tokenizer: Tokenizer,
     images: Sequence[MediumPreview],
     videos: Sequence[MediumPreview],
 ) -> Iterator[Span]:
-    """A segment as text, in spans with loss and without. Arrays are (num_tokens,)."""
-    trained = labels != IGNORE_INDEX
+    """A segment as text, in spans of one weight in the loss. Arrays are (num_tokens,)."""
     literal = control_pattern(tokenizer)
     spelled = tokenizer.spell(tokens.tolist())
     counts = Counter(token for token, is_control in spelled if is_control)
@@ -247,15 +246,16 @@ def _spell(
             ("<|video_pad|>", "video {0.num_frames} frames {0.patches}", videos),
         )
     }
-    # A pair changes where a span ends: [0 0 0 1 1 0] -> 3, 5
-    cuts = [0, *(np.flatnonzero(np.diff(2 * trained + is_padding)) + 1).tolist(), len(tokens)]
+    # [0 0 0 1 1 0] -> 3, 5
+    changes = np.diff(weights).astype(bool) | np.diff(is_padding)
+    cuts = [0, *(np.flatnonzero(changes) + 1).tolist(), len(tokens)]
     for start, end in itertools.pairwise(cuts):
         if is_padding[start]:
             pieces = [Piece("padding", f"[padding: {end - start:,} tokens]")]
         else:
             spelled = tokenizer.spell(tokens[start:end].tolist())
             pieces = list(_pieces(spelled, media, literal))
-        yield Span(bool(trained[start]), end - start, tuple(pieces))
+        yield Span(float(weights[start]), end - start, tuple(pieces))
 
 
 def _medium_of_tokens(form: str, media: Sequence[MediumPreview], num_tokens: int) -> Iterator[str]:

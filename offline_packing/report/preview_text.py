@@ -91,9 +91,9 @@ def _span(span: Span, full: bool, max_characters: int) -> Iterator[str]:
         half = max_characters // 2
         left = len(text) - 2 * half
         text = f"{text[:half]} … {left:,} characters … {text[-half:]}"
-    mark = "loss" if span.trained else "    "
+    mark = f"{span.weight:4.2g}" if span.weight not in (0, 1) else "loss" if span.weight else "    "
     shown = text.replace("\n", f"{_NEWLINE}\n").removesuffix("\n")
     for i, line in enumerate(shown.split("\n")):
         gutter = f"{span.num_tokens:>6,} {mark} │ " if i == 0 else f"{'':6} {mark} │ "
-        styled = click.style(line, fg="green", bold=True) if span.trained else line
+        styled = click.style(line, fg="green", bold=True) if span.weight else line
         yield click.style(gutter, dim=True) + styled

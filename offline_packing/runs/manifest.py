@@ -117,6 +117,7 @@ def build_manifest(
             },
         },
         **({"epochs": plan["epochs"]} if plan.get("epochs") else {}),
+        **({"loss_weights": "fractional"} if index.num_weighted else {}),
         "shards": shards,
         "fingerprint": index.fingerprint,
         "config": stored_config(run.config),

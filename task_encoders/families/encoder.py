@@ -32,7 +32,7 @@ from task_encoders.packs.tokenized import (
     Place,
     TokenizedText,
 )
-from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample, SampleLength
+from task_encoders.sample_encoder import EncodedSample, SampleLength
 from task_encoders.samples import SampleError, SourceSample, check_sample
 from task_encoders.text.pieces import Image, Piece, Video
 from task_encoders.text.tokenizer import Tokenizer
@@ -133,23 +133,25 @@ class FamilyEncoder(ABC):
         clips = [Medium(video.grid, video) for video in map(self.sample_video, videos)]
         spans = self._layout(sample, images, clips)
         num_tokens = sum([span.num_tokens for span in spans])
-        without_loss = sum([span.loss_from for span in spans])
-        if spans[0].loss_from == 0:  # the very first token has nothing to be predicted from
-            without_loss += 1
+        num_loss_tokens = sum([span.num_tokens for span in spans if span.weight])
+        if spans[0].weight:  # the very first token has nothing to be predicted from
+            num_loss_tokens -= 1
         grids = tuple(medium.grid for medium in images + clips)
         patches = sum([t * h * w for t, h, w in grids])
-        return SampleLength(num_tokens, num_tokens - without_loss, patches, grids)
+        return SampleLength(num_tokens, num_loss_tokens, patches, grids)
 
     def tokenize(self, sample: SourceSample) -> TokenizedText:
         check_sample(sample)
         ids: list[int] = []
         loss: list[int] = []
-        media = (itertools.repeat([Span((one,), 1, 1)]) for one in (IMAGE_ID, VIDEO_ID))
+        weights: list[float] = []
+        media = (itertools.repeat([Span((one,), 1)]) for one in (IMAGE_ID, VIDEO_ID))
         for span in self._sample_spans(sample, *media):
-            if span.loss_from < span.num_tokens:
-                loss += [len(ids) + span.loss_from, len(ids) + span.num_tokens]
+            if span.weight:
+                loss += [len(ids), len(ids) + span.num_tokens]
+                weights.append(span.weight)
             ids += span.ids
-        return TokenizedText(ids, loss)
+        return TokenizedText(ids, loss, weights if set(weights) - {1.0} else [])
 
     def expand(
         self,
@@ -169,7 +171,7 @@ class FamilyEncoder(ABC):
                 places[part].append((start, num_tokens))
             spans += own
             start += num_tokens
-        return ExpandedText(*_tokens_and_labels(spans), places[IMAGE_ID], places[VIDEO_ID])
+        return ExpandedText(*_tokens_and_weights(spans), places[IMAGE_ID], places[VIDEO_ID])
 
     def decode_image(self, data: bytes) -> PillowImage.Image:
         return decode_image(data, max_image_pixels=self.max_image_pixels)
@@ -189,11 +191,11 @@ class FamilyEncoder(ABC):
         image_media = [medium for _, medium in image_rows]
         video_media = [medium for _, medium in video_rows]
         spans = self._layout(sample, image_media, video_media, tokenized)
-        tokens, labels = _tokens_and_labels(spans)
+        tokens, loss_weights = _tokens_and_weights(spans)
         return EncodedSample(
             key=sample.key,
             tokens=tokens,
-            labels=labels,
+            loss_weights=loss_weights,
             position_ids=position_ids(spans, self.POSITION_ROWS, self.video_end),
             image_pixels=self._concatenate([rows for rows, _ in image_rows], 1),
             image_grid_thw=_grid_array(image_media),
@@ -204,14 +206,14 @@ class FamilyEncoder(ABC):
             normalisation=self.normalisation,
         )
 
-    def labelled(self, sample: SourceSample) -> list[bool]:
-        """Whether each answer of a conversation carries loss. Raises SampleError if none does."""
-        labelled = [turn.trained for turn in sample.turns]
+    def answer_weights(self, sample: SourceSample) -> list[float]:
+        """The weight of each answer of a conversation. Raises SampleError if all are 0."""
+        weights = [turn.weight for turn in sample.turns]
         if self.options.loss_on == "last":
-            labelled[:-1] = [False] * (len(labelled) - 1)
-        if not any(labelled):
+            weights[:-1] = [0.0] * (len(weights) - 1)
+        if not any(weights):
             raise SampleError("bad_record", "none of the answers that may carry loss is trained")
-        return labelled
+        return weights
 
     def _concatenate(self, rows: Sequence[Bytes], depth: int) -> Bytes:
         if not rows:
@@ -257,25 +259,25 @@ class FamilyEncoder(ABC):
             elif isinstance(piece, Video):
                 spans += next(videos)
             else:
-                spans.append(self.texts.span(piece))
+                spans += self.texts.spans(piece)
         return spans
 
 
-def _tokens_and_labels(
+def _tokens_and_weights(
     spans: Sequence[Span],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """(S,) each."""
     num_tokens = sum(span.num_tokens for span in spans)
     tokens = np.empty(num_tokens, dtype=np.int64)
-    labels = np.full(num_tokens, IGNORE_INDEX, dtype=np.int64)
+    loss_weights = np.empty(num_tokens, dtype=np.float32)
     start = 0
     for span in spans:
         end = start + span.num_tokens
         tokens[start:end] = span.ids  # a medium's single one is repeated
-        labels[start + span.loss_from : end] = tokens[start + span.loss_from : end]
+        loss_weights[start:end] = span.weight
         start = end
-    labels[0] = IGNORE_INDEX
-    return tokens, labels
+    loss_weights[0] = 0  # there is nothing to predict it from
+    return tokens, loss_weights
 
 
 def _grid_array(media: Sequence[Medium]) -> npt.NDArray[np.int32]:

@@ -46,7 +46,7 @@ DEFAULT_SYSTEM: Final = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
     "helpful, detailed, and polite answers to the user's questions."
 )
-_START, _END = Control("<s>"), Control("</s>", labelled=True)
+_START, _END = Control("<s>"), Control("</s>", 1.0)
 
 
 class Llava15Options(ModelOptions):
@@ -95,23 +95,24 @@ class Llava15Encoder(FamilyEncoder):
         num_tokens = options.tokens_per_image or side**2
         image_token_id = self.tokenizer.special_id(IMAGE_PLACEHOLDER)
         self.media_token_ids = {"image_token_id": image_token_id}
-        self._image_span = Span((image_token_id,), num_tokens, num_tokens)
+        self._image_span = Span((image_token_id,), num_tokens)
         self._background = tuple(int(value * 255) for value in mean)
         self._check_tokenizer()
 
     def render(self, sample: SourceSample) -> Iterator[Piece]:
-        if any(turn.details.keys() - {"trained"} for turn in sample.turns) or sample.tools:
+        details = {name for turn in sample.turns for name in turn.details}
+        if details - {"trained", "weight"} or sample.tools:
             raise SampleError("not_in_template", "the template has no tools, thoughts and roles")
-        labelled = self.labelled(sample)
+        weights = self.answer_weights(sample)
         yield _START
         if sample.task == "captioning" or self.options.template == "plain":
             if len(sample.turns) > 1:
                 raise SampleError("bad_record", "the plain template has one turn")
             yield from [Image()] * len(sample.images)
-            yield Answer("", sample.turns[0].answer + "\n")
+            yield Answer("", sample.turns[0].answer + "\n", weights[0])
             return
         text = f"{DEFAULT_SYSTEM if sample.system is None else sample.system} "
-        for turn, has_loss in zip(place_media(sample), labelled, strict=True):
+        for turn, weight in zip(place_media(sample), weights, strict=True):
             text += "USER: "
             for part in self._question(sample, turn.prompt):
                 if isinstance(part, str):
@@ -120,8 +121,8 @@ class Llava15Encoder(FamilyEncoder):
                     yield from [Text(text), part] if text else [part]
                     text = ""
             header = f"{text} ASSISTANT: "
-            yield Answer(header, turn.answer) if has_loss else Text(header + turn.answer)
-            yield Control(_END.token, has_loss)
+            yield Answer(header, turn.answer, weight) if weight else Text(header + turn.answer)
+            yield Control(_END.token, weight)
             text = ""
 
     def _question(self, sample: SourceSample, prompt: str) -> list[str | Image | Video]:

@@ -119,7 +119,7 @@ class Qwen3VLEncoder(QwenVLEncoder):
         step, merge = (1, height, width), self.vision.merge_size
         yield self._before
         for seconds in timestamps(video, self.vision.temporal_patch_size):
-            yield self.texts.span(Text(f"<{seconds:.1f} seconds>"))
+            yield from self.texts.spans(Text(f"<{seconds:.1f} seconds>"))
             yield from patch_spans(self.video_token_id, step, merge, self._before, self._behind)
         yield self._behind
 

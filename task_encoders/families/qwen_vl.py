@@ -22,7 +22,7 @@ from task_encoders.text.qwen_vocabulary import MEDIA_TOKENS
 from task_encoders.text.template_proof import load_template
 from task_encoders.text.tokenizer import load_tokenizer
 
-_CAPTION_END = Control("<|im_end|>", labelled=True)
+_CAPTION_END = Control("<|im_end|>", 1.0)
 
 
 class QwenVLOptions(ModelOptions):
@@ -115,13 +115,13 @@ class QwenVLEncoder(FamilyEncoder):
         self.media_token_ids = ids
         self.image_token_id = ids["image_token_id"]
         self.video_token_id = ids["video_token_id"]
-        self._before = Span([ids["vision_start_token_id"]], 1, 1)
-        self._behind = Span([ids["vision_end_token_id"]], 1, 1)
+        self._before = Span([ids["vision_start_token_id"]], 1)
+        self._behind = Span([ids["vision_end_token_id"]], 1)
 
     def render(self, sample: SourceSample) -> Iterable[Piece]:
         if sample.task == "captioning":
             return caption_pieces(sample, _CAPTION_END)
-        return self.template.pieces(sample, self.labelled(sample))
+        return self.template.pieces(sample, self.answer_weights(sample))
 
     def image_medium(self, height: int, width: int) -> Medium:
         return Medium(image.image_grid(height, width, self.vision))

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from task_encoders.media.video import SampledVideo
-from task_encoders.packs.tokenized import TokenizedText
+from task_encoders.packs.tokenized import TokenizedText, run_weights
 from task_encoders.text.pieces import Answer, Control, Fixed, Text
 from task_encoders.text.tokenizer import Tokenizer
 
@@ -17,12 +17,12 @@ Grid = tuple[int, int, int]
 
 
 class Span(NamedTuple):
-    """Consecutive tokens: `ids` with loss from `loss_from` on, or `ids[0]` for all of a medium's
+    """Consecutive tokens: `ids`, all of one `weight` in the loss, or `ids[0]` for all of a medium's
     `grid` of tokens, whose steps in time are `interval` positions apart."""
 
     ids: Sequence[int]
     num_tokens: int
-    loss_from: int
+    weight: float = 0.0
     grid: Grid | None = None
     interval: float = 1.0
 
@@ -39,31 +39,30 @@ class TextSpans:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._kept: dict[Text | Control | Fixed, Span] = {}
+        self._kept: dict[Text | Control | Fixed, list[Span]] = {}
 
-    def span(self, piece: Text | Control | Fixed | Answer) -> Span:
-        """Of a piece that is no medium."""
+    def spans(self, piece: Text | Control | Fixed | Answer) -> list[Span]:
+        """The spans of a piece that is not a medium: one; of an answer, its header and the rest."""
         if isinstance(piece, Answer):
-            ids, loss_from = self._tokenizer.encode_answer(piece.header, piece.text)
-            return Span(ids, len(ids), loss_from)
-        if isinstance(piece, Text) and len(piece.text) > 64:
-            ids = self._tokenizer.encode(piece.text)
-            return Span(ids, len(ids), len(ids))
-        return self._kept.get(piece) or self._keep(piece)
-
-    def _keep(self, piece: Text | Control | Fixed) -> Span:
-        if len(self._kept) > 4096:
-            self._kept.clear()
+            ids, begin = self._tokenizer.encode_answer(piece.header, piece.text)
+            parts = Span(ids[:begin], begin), Span(ids[begin:], len(ids) - begin, piece.weight)
+            return [part for part in parts if part.num_tokens]
+        kept = self._kept.get(piece)
+        if kept is not None:
+            return kept
+        weight = 0.0
         if isinstance(piece, Control):
-            span = Span([self._tokenizer.special_id(piece.token)], 1, 1 - piece.labelled)
+            ids, weight = [self._tokenizer.special_id(piece.token)], piece.weight
         elif isinstance(piece, Text):
             ids = self._tokenizer.encode(piece.text)
-            span = Span(ids, len(ids), len(ids))
         else:
-            ids = [token_id for one in piece.pieces for token_id in self.span(one).ids]
-            span = Span(ids, len(ids), len(ids))
-        self._kept[piece] = span
-        return span
+            ids = [one for part in piece.pieces for span in self.spans(part) for one in span.ids]
+        found = [Span(ids, len(ids), weight)]
+        if not isinstance(piece, Text) or len(piece.text) <= 64:
+            if len(self._kept) > 4096:
+                self._kept.clear()
+            self._kept[piece] = found
+        return found
 
 
 def stored_parts(tokenized: TokenizedText) -> Iterator[Span | int]:
@@ -71,15 +70,12 @@ def stored_parts(tokenized: TokenizedText) -> Iterator[Span | int]:
     ids = np.asarray(tokenized.ids, dtype=np.int64)
     media = np.flatnonzero(ids < 0)
     cuts = np.unique(np.concatenate([[0], media, media + 1, tokenized.loss, [len(ids)]]))
-    starts, ends = set(tokenized.loss[::2]), set(tokenized.loss[1::2])
-    with_loss = False
+    weights = run_weights(tokenized)
     for start, end in itertools.pairwise(cuts.astype(np.int64).tolist()):
-        with_loss = start in starts or (with_loss and start not in ends)
         if ids[start] < 0:
             yield int(ids[start])
         else:
-            part = ids[start:end]
-            yield Span(part, len(part), 0 if with_loss else len(part))  # type: ignore[arg-type]
+            yield Span(ids[start:end], end - start, float(weights[start]))  # type: ignore[arg-type]
 
 
 def patch_spans(
@@ -89,7 +85,7 @@ def patch_spans(
     t, h, w = grid
     merged = t, h // merge_size, w // merge_size
     num_tokens = math.prod(merged)
-    return before, Span((token_id,), num_tokens, num_tokens, merged, interval), behind
+    return before, Span((token_id,), num_tokens, 0.0, merged, interval), behind
 
 
 def position_ids(spans: Sequence[Span], num_rows: int, video_end: str) -> npt.NDArray[np.int64]:

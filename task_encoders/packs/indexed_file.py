@@ -39,7 +39,7 @@ from task_encoders.packs.pack import Pack, PackFormatError, StoredMedia, parse_j
 from task_encoders.packs.pack_format import is_video_name, media_part_names
 from task_encoders.packs.stored_media import StoredMedium
 from task_encoders.packs.tokenized import ExpandedText, TokenizedPack, TokenizedText, collapse
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.sample_encoder import labels_of
 
 #: What NeVA calls the files of a packed dataset, without their endings.
 PREFIX: Final = "packed_seq_dataset"
@@ -98,12 +98,13 @@ def make_document(
         "media": media,
         "meta": meta,
     }
-    labels = np.concatenate([text.labels for text in texts])
+    tokens = np.concatenate([text.tokens for text in texts])
+    weights = np.concatenate([text.loss_weights for text in texts])
     return [
         ends.astype(_ITEM).tobytes(),
-        np.concatenate([text.tokens for text in texts]).astype(_ITEM).tobytes(),
-        labels.astype(_ITEM).tobytes(),
-        _fill(bytes(labels != IGNORE_INDEX), b"\0"),
+        tokens.astype(_ITEM).tobytes(),
+        labels_of(tokens, weights).astype(_ITEM).tobytes(),
+        _fill(bytes(weights > 0), b"\0"),
         _fill(orjson.dumps(record), b" "),
     ]
 
@@ -217,10 +218,10 @@ class IndexedPack:
             media = dict(zip(names, stored["media"], strict=True))
             ids = []
             bounds = itertools.pairwise(self.cu_lengths.tolist())
-            for own, loss, (start, end) in zip(kinds, meta["loss"], bounds, strict=True):
+            for own, (start, end) in zip(kinds, bounds, strict=True):
                 at = [[media[name][-2:] for name in some] for some in own]
                 places = [[(first - start, count) for first, count in some] for some in at]
-                ids.append(collapse(self.tokens[start:end], loss, *places).ids)
+                ids.append(collapse(self.tokens[start:end], *places))
         except (LookupError, ValueError, TypeError) as error:
             raise PackFormatError(f"pack {self.key!r} is damaged: {error}") from error
         prompt, answer = NO_TEXT

@@ -145,16 +145,16 @@ def restore_pack(
     tools = _column({"tools": [""] * count, **meta}, "tools", key, count)
     details = _column({"turns": [None] * count, **meta}, "turns", key, count)
     num_tokens = tuple(meta["num_tokens"]) if "num_tokens" in meta else None
-    described = [keys, systems] if num_tokens is None else [keys, systems, num_tokens]
-    if any(len(column) != count for column in described):
+    if any(len(column) != count for column in (keys, systems, num_tokens or keys)):
         raise PackFormatError(f"pack {key!r}: meta does not describe its {count} sub-samples")
     sub_task = task or meta.get("task") or "captioning"
     columns = keys, images, videos, prompts, captions, systems, tools, details
     subs = tuple(_restore_sub_sample(*own, task=sub_task) for own in zip(*columns, strict=True))
     tokenized = None
     if "tokenized_with" in meta:
-        ids, loss = (_column(meta, name, key, count) for name in ("token_ids", "loss"))
-        tokenized = TokenizedPack(tuple(map(TokenizedText, ids, loss)), meta["tokenized_with"])
+        meta = {"loss_weights": [[]] * count, **meta}
+        texts = (_column(meta, name, key, count) for name in ("token_ids", "loss", "loss_weights"))
+        tokenized = TokenizedPack(tuple(map(TokenizedText, *texts)), meta["tokenized_with"])
     return RestoredPack(subs, keys, meta.get("task"), num_tokens, tokenized)
 
 

@@ -1,6 +1,7 @@
 """Token ids that are stored in a pack, so that training need not tokenize."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -19,6 +20,17 @@ class TokenizedText(NamedTuple):
     ids: Sequence[int]
     #: start and end in `ids` of each run of tokens with loss, in turn
     loss: Sequence[int]
+    #: the weight of each run; []: all have 1
+    weights: Sequence[float]
+
+
+def run_weights(text: TokenizedText) -> npt.NDArray[np.float32]:
+    """The loss weight of each id of a text, 0 where there is no loss."""
+    found = np.zeros(len(text.ids), dtype=np.float32)
+    runs = zip(text.loss[::2], text.loss[1::2], text.weights or itertools.repeat(1.0), strict=False)
+    for start, end, weight in runs:
+        found[start:end] = weight
+    return found
 
 
 #: Where a medium stands in a text: its first token, and how many it has.
@@ -29,25 +41,22 @@ class ExpandedText(NamedTuple):
     """A sample's token ids as they are trained, with all the tokens of its media."""
 
     tokens: npt.NDArray[np.int64]  #: (S,)
-    labels: npt.NDArray[np.int64]  #: (S,), not shifted; IGNORE_INDEX where there is no loss
+    loss_weights: npt.NDArray[np.float32]  #: (S,), not shifted; 0 where there is no loss
     images: Sequence[Place]
     videos: Sequence[Place]
 
 
 def collapse(
-    tokens: npt.NDArray[np.integer],
-    loss: Sequence[int],
-    images: Iterable[Place],
-    videos: Iterable[Place],
-) -> TokenizedText:
-    """The text whose expansion has these (S,) tokens, with media at these places of it."""
+    tokens: npt.NDArray[np.integer], images: Iterable[Place], videos: Iterable[Place]
+) -> list[int]:
+    """The ids of the text whose expansion has these (S,) tokens, with media at these places."""
     ids = np.array(tokens, dtype=np.int64)
     kept = np.ones(len(ids), dtype=np.bool_)
     for mark, places in ((IMAGE_ID, images), (VIDEO_ID, videos)):
         for start, count in places:
             ids[start] = mark
             kept[start + 1 : start + count] = False
-    return TokenizedText(ids[kept].tolist(), loss)
+    return list(ids[kept].tolist())
 
 
 class TokenizedPack(NamedTuple):
@@ -58,8 +67,9 @@ class TokenizedPack(NamedTuple):
 
     def meta(self) -> dict[str, Any]:
         """The fields that hold them in the `meta` of a pack's JSON."""
-        ids, loss = zip(*self.texts, strict=True)
-        return {"tokenized_with": self.made_with, "token_ids": ids, "loss": loss}
+        ids, loss, weights = zip(*self.texts, strict=True)
+        meta = {"tokenized_with": self.made_with, "token_ids": ids, "loss": loss}
+        return meta | ({"loss_weights": weights} if any(weights) else {})
 
 
 def fingerprint_digest(fingerprint: Mapping[str, str | int]) -> str:

@@ -10,15 +10,15 @@
     [{"type": "image_url", "image_url": {"url": "a.jpg"}}, ...]     also "video", "video_url"
     [{"type": "image"}, ...]                                        the record's next image
 
-Calls of tools, their results and thoughts are read in these forms; what else a message says (audio,
-a loss weight between 0 and 1) is refused, since the sample would be trained as another one:
+Calls of tools, their results, thoughts and weights in the loss are read in these forms; anything
+else, such as audio, is refused, since the sample would be trained as another one:
 
     {"role": "assistant", "tool_calls": [{"function": {"name": str, "arguments": ...}}], ...}
     {"role": "assistant", "reasoning_content": str, "content": str}       also "reasoning"
     {"role": "tool", "content": str}
     {"from": "function_call", "value": '{"name": str, "arguments": ...}'}
     {"from": "observation", "value": str}
-    {"role": "assistant", "content": str, "loss_weight": 0}     also "weight", "loss", "train"
+    {"role": "assistant", "content": str, "loss_weight": 0.5}   also "weight", "loss", "train"
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,14 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from task_encoders.samples import IMAGE_PLACEHOLDER, ROLES, VIDEO_PLACEHOLDER, SampleError, Turn
+from task_encoders.samples import (
+    IMAGE_PLACEHOLDER,
+    ROLES,
+    VIDEO_PLACEHOLDER,
+    SampleError,
+    Turn,
+    is_weight,
+)
 
 #: Names that roles have in one form or another.
 _ROLES: Final[Mapping[str, str]] = {
@@ -68,7 +75,7 @@ class _Message(NamedTuple):
     text: str
     thought: str | None = None
     calls: tuple[str, ...] = ()
-    trained: bool = True
+    weight: float = 1.0
 
 
 def read_dialogue(messages: Any, name: str) -> Dialogue:
@@ -151,7 +158,12 @@ def _joined(said: list[_Message]) -> list[_Message]:
     for one in said:
         if joined and joined[-1].role == one.role == "assistant" and one.calls and not one.text:
             last = joined.pop()
-            one = last._replace(calls=last.calls + one.calls, trained=last.trained and one.trained)
+            weights = {last.weight, one.weight}
+            if len(weights) > 1 and 0 not in weights:
+                raise SampleError(
+                    "bad_record", f"an answer and its calls have the loss weights {weights}"
+                )
+            one = last._replace(calls=last.calls + one.calls, weight=min(weights))
         joined.append(one)
     return joined
 
@@ -196,8 +208,8 @@ def _messages(message: Any, found: Dialogue) -> list[_Message]:
     if (calls or thought) and role != "assistant":
         raise SampleError("bad_record", f"a message of {role!r} has a call of a tool or a thought")
     text = "" if content is None and calls else _text(role, content, found)
-    trained = _is_trained(role, message)
-    return [_Message(role, text, thought or None, _calls(calls), trained)]
+    weight = _loss_weight(role, message)
+    return [_Message(role, text, thought or None, _calls(calls), weight)]
 
 
 def _calls(value: Any) -> tuple[str, ...]:
@@ -215,16 +227,18 @@ def _calls(value: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _is_trained(role: str, message: Mapping[str, Any]) -> bool:
-    """Whether a message carries loss: answers do unless they say otherwise, and nothing else."""
+def _loss_weight(role: str, message: Mapping[str, Any]) -> float:
+    """The weight of an answer's tokens: 1 unless it says otherwise. All else carries no loss."""
     weight = _first(message, _LOSS_FIELDS)
-    if weight is not None and weight not in ((0, 1) if role == "assistant" else (0,)):
+    if weight is None:
+        return 1.0
+    if not is_weight(weight) or (weight and role != "assistant"):
         raise SampleError(
             "bad_record",
-            f"a message of {role!r} has the loss weight {weight!r}; answers are packed with 1 or "
-            "0, all else with 0",
+            f"a message of {role!r} has the loss weight {weight!r}; those of answers are 0 or from "
+            "1e-6 to 1e6, all others 0",
         )
-    return weight is None or bool(weight)
+    return float(weight)
 
 
 def _text(role: str, content: Any, found: Dialogue) -> str:

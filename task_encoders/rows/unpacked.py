@@ -16,12 +16,14 @@ from typing import Any, Final
 
 import numpy as np
 import orjson
-from megatron.energon import Sample, SampleDecoder
+from megatron.energon import CrudeSample, Sample, SampleDecoder, basic_sample_keys, stateless
+from megatron.energon.cache import FileStore
 from megatron.energon.errors import FatalSampleError
 
 from task_encoders.energon_samples import CrudeRecord
 from task_encoders.packs.pack import SubSample
-from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, is_video_name
+from task_encoders.packs.pack_format import JSON_PART, MEDIA_EXTENSIONS, is_video_name
+from task_encoders.packs.references import is_reference, read_parts
 from task_encoders.records.record import (
     DIALOGUE_FIELDS,
     MEDIA_FIELDS,
@@ -58,6 +60,18 @@ class TextDecoder(SampleDecoder):
 
     def config(self) -> dict[str, Any]:
         return {}
+
+
+@stateless
+def cook(sample: CrudeSample, **stores: FileStore[bytes]) -> CrudeRecord:
+    """A sample of a folder that is declared as CrudeWebdataset, a pack or not; or a pack that
+    refers to media in auxiliary datasets."""
+    parts = {part: value for part, value in sample.items() if not part.startswith("__")}
+    line = parts.get(JSON_PART)
+    key = {}
+    if is_reference(line):
+        parts, key = read_parts(line, stores, sample), {"__key__": line["key"]}
+    return CrudeRecord(**(basic_sample_keys(sample) | key), parts=parts)
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -69,9 +69,9 @@ class _Words(NamedTuple):
 
 
 class _AnswerControl(NamedTuple):
-    """A control token in an answer, or at its end: without loss, and with it."""
+    """A control token in an answer, or at its end."""
 
-    either: tuple[Control, Control]
+    token: str
     turn: int
 
 
@@ -89,11 +89,11 @@ class ChatTemplate:
         self._skeleton = self._looked_at if looks else _one_mark
         self._shapes: dict[_Shape, tuple[_Part, ...]] = {}
 
-    def pieces(self, sample: SourceSample, labelled: Sequence[bool]) -> list[Piece]:
+    def pieces(self, sample: SourceSample, weights: Sequence[float]) -> list[Piece]:
         """The pieces of a checked conversation, without what follows the very last end token.
 
         Args:
-            labelled: for each turn whether its answer carries loss.
+            weights: each turn's, of its answer in the loss.
 
         Raises:
             SampleError: the template does not write all of the sample.
@@ -108,9 +108,9 @@ class ChatTemplate:
         pieces: list[Piece] = []
         for part in parts:
             if isinstance(part, _Words):
-                _fill(part, slots, labelled, pieces)
+                _fill(part, slots, weights, pieces)
             elif isinstance(part, _AnswerControl):
-                pieces.append(part.either[labelled[part.turn]])
+                pieces.append(Control(part.token, weights[part.turn]))
             else:
                 pieces.append(part)
         return pieces
@@ -164,8 +164,7 @@ class ChatTemplate:
         turn, answering = -1, False
         for i, text in enumerate(_CONTROL.split(written)):
             if i % 2:
-                either = Control(text), Control(text, labelled=True)
-                parts.append(_AnswerControl(either, turn) if answering else either[0])
+                parts.append(_AnswerControl(text, turn) if answering else Control(text))
                 answering = answering and text != _END
             elif text.startswith(_HEADER) and parts and parts[-1] == Control(_START):
                 turn, answering = turn + 1, True
@@ -264,7 +263,7 @@ def _one_mark(text: str, slots: list[_Slot]) -> _Skeleton:
 
 
 def _fill(
-    words: _Words, slots: Sequence[_Slot], labelled: Sequence[bool], pieces: list[Piece]
+    words: _Words, slots: Sequence[_Slot], weights: Sequence[float], pieces: list[Piece]
 ) -> None:
     """Add words to `pieces`, with the texts in their places; media split them."""
     text = words.begin
@@ -282,8 +281,8 @@ def _fill(
             text = ""
             pieces.append(piece)
         text += after
-    if words.turn >= 0 and labelled[words.turn]:
-        pieces.append(Answer(words.header, text))
+    if words.turn >= 0 and weights[words.turn]:
+        pieces.append(Answer(words.header, text, weights[words.turn]))
     elif text or words.header:
         pieces.append(Text(words.header + text))
 

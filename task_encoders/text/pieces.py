@@ -20,10 +20,10 @@ from task_encoders.samples import (
 
 
 class Control(NamedTuple):
-    """A control token. `labelled`: it ends an answer, so the model learns to write it."""
+    """A control token. One that ends an answer has the answer's weight in the loss."""
 
     token: str
-    labelled: bool = False
+    weight: float = 0.0
 
 
 class Text(NamedTuple):
@@ -44,6 +44,7 @@ class Answer(NamedTuple):
 
     header: str
     text: str
+    weight: float = 1.0
 
 
 class Image(NamedTuple):
@@ -115,8 +116,8 @@ def to_messages(sample: SourceSample) -> list[dict[str, Any]]:
         if turn.calls:
             called = [{"type": "function", "function": json.loads(call)} for call in turn.calls]
             messages[-1]["tool_calls"] = called
-        if not turn.trained:
-            messages[-1]["loss_weight"] = 0
+        if turn.weight != 1:
+            messages[-1]["loss_weight"] = turn.weight or 0
     return messages
 
 

@@ -87,10 +87,10 @@ def prove(
 def write(template: ChatTemplate, sample: SourceSample) -> str | None:
     """The pieces of a sample as one string; None where the template cannot write it."""
     try:
-        pieces = list(template.pieces(sample, [True] * len(sample.turns)))
+        pieces = list(template.pieces(sample, [1.0] * len(sample.turns)))
     except SampleError:
         return None
-    ends = pieces.count(Control("<|im_end|>", True))
+    ends = pieces.count(Control("<|im_end|>", 1.0))
     if ends != len(sample.turns):
         raise ValueError(
             f"the chat template ends {ends} of {len(sample.turns)} answers by <|im_end|>"

@@ -24,7 +24,7 @@ def random_conversation(
     rich = rng.random() < 0.6
     tools = random_tools(rng) if rich and rng.random() < 0.7 else ""
     turns = [_turn(rng, i, special, rich, bool(tools)) for i in range(int(rng.integers(1, 5)))]
-    if all(not turn.trained for turn in turns):
+    if all(not turn.weight for turn in turns):
         turns.append(Turn("And?", "So."))
     shown = [turn.prompt for turn in turns] + [text for turn in turns for _, text in turn.before]
     images = sum(text.count(IMAGE_PLACEHOLDER) for text in shown)

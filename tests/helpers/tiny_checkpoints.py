@@ -137,7 +137,7 @@ def random_sample(
     return EncodedSample(
         key=f"sample-{seed}",
         tokens=tokens,
-        labels=labels,
+        loss_weights=(labels != IGNORE_INDEX).astype(np.float32),
         position_ids=positions[:, 0].numpy(),
         image_pixels=patches(images, 588),
         image_grid_thw=images,

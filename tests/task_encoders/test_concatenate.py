@@ -30,7 +30,7 @@ def sample(key: str, length: int, images: int = 0, videos: int = 0) -> EncodedSa
     return EncodedSample(
         key=key,
         tokens=tokens,
-        labels=tokens.copy(),
+        loss_weights=np.ones(length, dtype=np.float32),
         position_ids=np.tile(np.arange(length), (3, 1)),
         image_pixels=np.ones((4 * images, 588), dtype=np.uint8),
         image_grid_thw=np.tile(np.array([1, 2, 2], dtype=np.int32), (images, 1)),

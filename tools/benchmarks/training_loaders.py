@@ -32,7 +32,6 @@ from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.packs.pack import restore_pack
 from task_encoders.packs.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
-from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SourceSample
 from task_encoders.settings import PackingSettings
 
@@ -116,7 +115,7 @@ def pad_row(row: PackedRow, length: int, pad_token_id: int) -> PackedRow:
     return replace(
         row,
         tokens=F.pad(row.tokens, (0, extra), value=pad_token_id),
-        labels=F.pad(row.labels, (0, extra), value=IGNORE_INDEX),
+        loss_weights=F.pad(row.loss_weights, (0, extra)),
         attn_mask=F.pad(row.attn_mask, (0, extra), value=True),
         position_ids=torch.cat([row.position_ids, behind.expand(3, -1)], dim=1),
         cu_lengths=torch.tensor([0, length], dtype=torch.int32),

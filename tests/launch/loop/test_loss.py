@@ -26,7 +26,7 @@ def step_loss(
 ) -> float:
     total = denominator = 0.0
     for (labels, cu_lengths), token_losses in zip(rows, losses, strict=True):
-        terms = loss_terms(shift_labels(labels), cu_lengths, normalization)
+        terms = loss_terms((labels != _).float(), cu_lengths, normalization)
         total += float(weighted_sum(token_losses, terms))
         denominator += float(terms.denominator)
     return total / max(denominator, 1.0)
@@ -40,14 +40,14 @@ def test_labels_are_shifted_within_samples_only() -> None:
 
 def test_every_labelled_token_weighs_the_same() -> None:
     labels, cu_lengths = row([_, 1, 2, 3], [_, 4])
-    terms = loss_terms(shift_labels(labels), cu_lengths, "token")
+    terms = loss_terms((labels != _).float(), cu_lengths, "token")
     assert terms.weights.tolist() == [[1, 1, 1, 0, 1, 0]]
     assert terms.denominator == 4
 
 
 def test_every_sample_with_labels_weighs_the_same() -> None:
     labels, cu_lengths = row([_, 1, 2, 3], [_, 4], [_, _, _])
-    terms = loss_terms(shift_labels(labels), cu_lengths, "sample")
+    terms = loss_terms((labels != _).float(), cu_lengths, "sample")
     assert terms.weights[0].tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0, 1, 0, 0, 0, 0])
     assert terms.denominator == 2
 
@@ -63,7 +63,7 @@ samples = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(samples=samples, seed=st.integers(0, 99), cut=st.integers(0, 8))
-@pytest.mark.parametrize("normalization", ["token", "sample"])
+@pytest.mark.parametrize("normalization", ["token", "sample", "sqrt"])
 def test_the_loss_does_not_depend_on_how_a_step_is_cut(
     normalization: Normalization, samples: list[list[int]], seed: int, cut: int
 ) -> None:
@@ -81,17 +81,18 @@ def test_the_loss_does_not_depend_on_how_a_step_is_cut(
         for sample, losses in zip(samples, split, strict=True)
     ]
     labelled = [values for values in means if len(values)]
-    if normalization == "sample" and labelled:
-        assert whole == pytest.approx(float(torch.stack([v.mean() for v in labelled]).mean()))
-    elif labelled:
-        assert whole == pytest.approx(float(torch.cat(labelled).mean()))
+    power = {"token": 1.0, "sample": 0.0, "sqrt": 0.5}[normalization]
+    if labelled:
+        shares = torch.tensor([len(values) ** power for values in labelled])
+        means = [values.mean() for values in labelled]
+        assert whole == pytest.approx(float((torch.stack(means) * shares).sum() / shares.sum()))
 
 
-@pytest.mark.parametrize("normalization", ["token", "sample"])
+@pytest.mark.parametrize("normalization", ["token", "sample", "sqrt"])
 def test_a_row_without_labels_is_finite_and_has_no_gradient(normalization: Normalization) -> None:
     labels, cu_lengths = row([_, _, _], [_])
     logits = torch.randn(1, 4, requires_grad=True)
-    terms = loss_terms(shift_labels(labels), cu_lengths, normalization)
+    terms = loss_terms((labels != _).float(), cu_lengths, normalization)
     loss = weighted_sum(logits * torch.tensor([1.0, float("nan"), 1.0, float("inf")]), terms)
     loss.backward()
     assert float(loss) == 0

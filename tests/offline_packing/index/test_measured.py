@@ -73,7 +73,7 @@ def test_thin_images(sizes: list[tuple[int, int]], expected: Trait) -> None:
         ({"tools": "[{}]"}, PLAIN),
         ({"turns": (Turn("a", "b", thought="c"),)}, PLAIN),
         (
-            {"turns": (Turn("a", "b", trained=False), Turn("c", "d"))},
+            {"turns": (Turn("a", "b", weight=0), Turn("c", "d"))},
             Trait.UNTRAINED_OR_ROLES,
         ),
     ],

@@ -93,10 +93,10 @@ def check_sub_sample(run: Run, sub: SubSamplePreview, qwen: tiktoken.Encoding) -
     for span in sub.spans:
         some = slice(start, start + span.num_tokens)
         start += span.num_tokens
-        assert ((encoded.labels[some] != IGNORE_INDEX) == span.trained).all()
+        assert ((encoded.labels[some] != IGNORE_INDEX) == (span.weight > 0)).all()
         assert text_of(span) == qwen.decode(encoded.tokens[some].tolist())
     assert start == sub.num_tokens
-    trained = [span.trained for span in sub.spans]
+    trained = [span.weight > 0 for span in sub.spans]
     assert all(a != b for a, b in itertools.pairwise(trained))
 
 
@@ -122,7 +122,7 @@ def test_all_packs_are_shown_as_they_are_encoded(run: Run, qwen: tiktoken.Encodi
 def test_answers_and_their_ends_are_what_is_trained(run: Run) -> None:
     for pack in all_packs(run):
         for sub in pack.sub_samples:
-            trained = ["".join(p.text for p in span.pieces) for span in sub.spans if span.trained]
+            trained = ["".join(p.text for p in span.pieces) for span in sub.spans if span.weight]
             expected = [f"{turn.answer}<|im_end|>" for turn in sub.sample.turns]
             if run.config.task == "captioning" and not sub.images:
                 continue  # nothing comes before the caption's first token

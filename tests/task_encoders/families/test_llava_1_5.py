@@ -129,7 +129,7 @@ def test_every_array_equals_the_processors(
 def test_only_trained_answers_carry_loss_and_tools_are_refused(folder: Path) -> None:
     encoder = build_sample_encoder("llava_1_5", str(folder))
     plain = SourceSample("k", "bmr", (Turn("a", "b"), Turn("c", "d")))
-    first = replace(plain, turns=(replace(plain.turns[0], trained=False), plain.turns[1]))
+    first = replace(plain, turns=(replace(plain.turns[0], weight=0), plain.turns[1]))
     whole, part = encoder.encode(plain, []), encoder.encode(first, [])
     np.testing.assert_array_equal(whole.tokens, part.tokens)
     end = whole.tokens.tolist().index(encoder.tokenizer.special_id("</s>"))

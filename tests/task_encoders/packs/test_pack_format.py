@@ -44,7 +44,7 @@ PACKS = {
 TOOLS = '[{"type": "function", "function": {"name": "f"}}]'
 RICH = (
     Turn("q", "", thought="t", calls=('{"name": "f", "arguments": {}}',)),
-    Turn("2", "a", role="tool", before=(("tool", "1"), ("system", "s")), trained=False),
+    Turn("2", "a", role="tool", before=(("tool", "1"), ("system", "s")), weight=0),
     Turn("q", "a"),
 )
 

@@ -80,8 +80,9 @@ def test_what_cannot_be_packed(content: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"loss_weight": 0.5},
-        {"weight": 2},
+        {"loss_weight": -0.5},
+        {"weight": "2"},
+        {"weight": 1e-9},
         {"tool_calls": [{"type": "function"}]},
         {"tool_calls": "no JSON"},
         {"reasoning_content": ["a"]},
@@ -109,7 +110,7 @@ def test_answers_without_loss(fields: dict[str, Any]) -> None:
     user, answer = dialogue("a", "b")
     messages = [user, {**answer, **fields}, *dialogue("c", "d")]
     turns = to_sample({"messages": messages}, "k", "bmr").turns
-    assert turns == (Turn("a", "b", trained=False), Turn("c", "d"))
+    assert turns == (Turn("a", "b", weight=0), Turn("c", "d"))
 
 
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}

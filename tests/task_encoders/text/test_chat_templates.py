@@ -97,7 +97,7 @@ class Reference:
         )
         mask = np.append(0, found["assistant_masks"])
         turns = np.cumsum(np.diff(mask) == 1) - 1
-        trained = np.array([turn.trained for turn in sample.turns])
+        trained = np.array([turn.weight > 0 for turn in sample.turns])
         return np.where((mask[1:] == 1) & trained[turns], found["input_ids"], IGNORE_INDEX).tolist()
 
 
@@ -201,7 +201,7 @@ def test_tools_that_are_none(sample: SourceSample) -> None:
 def test_which_answers_carry_loss() -> None:
     """All, the last, or those that are trained; lengths are the same."""
     every, last = (build_sample_encoder(loss_on=name) for name in ("all", "last"))
-    untrained = replace(PLAIN, turns=(replace(PLAIN.turns[0], trained=False), PLAIN.turns[1]))
+    untrained = replace(PLAIN, turns=(replace(PLAIN.turns[0], weight=0), PLAIN.turns[1]))
     whole, one = (encoder.encode(PLAIN, []) for encoder in (every, last))
     np.testing.assert_array_equal(whole.tokens, one.tokens)
     np.testing.assert_array_equal(one.labels, every.encode(untrained, []).labels)
