@@ -22,10 +22,10 @@ A pack with videos is nested and has one more list, whose names are numbered sep
 `meta` holds `task`, and per sub-sample `keys`, `num_tokens` and `system` (null: the template's
 default); if any has them, also `tools` (JSON; "": none) and `turns`, which holds what its turns
 have besides prompt and answer (`Turn.details`; null: nothing); in packs that are tokenized,
-`token_ids`, `loss` and `loss_weights` (see `TokenizedText`) with `tokenized_with`. Packs written by others are read
-as well: `prompts` for `prompt`, or neither; `img0` for `img000`; empty or null names for
-sub-samples without such media; no `images` beside `videos`; no `meta`; names of images that differ
-from the members', see `pack.match_images`.
+`token_ids`, `loss` and `loss_weights` (see `TokenizedText`) with `tokenized_with`. Packs written by
+others are read as well: `prompts` for `prompt`, or neither; `img0` for `img000`; empty or null
+names for sub-samples without such media; no `images` beside `videos`; no `meta`; names of images
+that differ from the members', see `pack.match_images`.
 """
 
 import itertools
