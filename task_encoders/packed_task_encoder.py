@@ -279,11 +279,8 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
                 self.check_manifest(path)
 
     def check_manifest(self, folder: EPath | Path) -> None:
-        """Compare the settings that a packed folder was made with to these.
-
-        Raises:
-            PackingSettingsError: they differ, or the manifest cannot be read.
-        """
+        """Compare the settings that a packed folder was made with to these. Raises
+        PackingSettingsError if they differ, or the manifest cannot be read."""
         check_manifest(
             folder,
             model=self.encoder.fingerprint,

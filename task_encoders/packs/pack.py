@@ -134,9 +134,8 @@ def restore_pack(
     captions = _column(record, "captions", key)
     count = len(captions)
     without = [None] * count
-    has_videos = "videos" in record
-    videos = _column(record, "videos", key, count) if has_videos else without
-    has_images = "images" in record or not has_videos
+    videos = _column(record, "videos", key, count) if "videos" in record else without
+    has_images = "images" in record or "videos" not in record
     images = _column(record, "images", key, count) if has_images else without
     given = next((name for name in ("prompt", "prompts") if record.get(name)), None)
     prompts = _column(record, given, key, count) if given else [""] * count
@@ -145,7 +144,8 @@ def restore_pack(
     tools = _column({"tools": [""] * count, **meta}, "tools", key, count)
     details = _column({"turns": [None] * count, **meta}, "turns", key, count)
     num_tokens = tuple(meta["num_tokens"]) if "num_tokens" in meta else None
-    if any(len(column) != count for column in (keys, systems, num_tokens or keys)):
+    lengths = keys if num_tokens is None else num_tokens
+    if any(len(column) != count for column in (keys, systems, lengths)):
         raise PackFormatError(f"pack {key!r}: meta does not describe its {count} sub-samples")
     sub_task = task or meta.get("task") or "captioning"
     columns = keys, images, videos, prompts, captions, systems, tools, details
