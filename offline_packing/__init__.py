@@ -1,7 +1,8 @@
 """Offline sample packing: samples of different lengths become packs that fill one sequence."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from task_encoders.first_use import import_on_first_use
 
 if TYPE_CHECKING:
     from offline_packing.planner.pack_plan import PackPlan
@@ -11,15 +12,10 @@ if TYPE_CHECKING:
 __all__ = ["PackPlan", "WindowOptions", "WindowPlanner", "plan_packs"]
 
 _MODULES: Final = {
-    "PackPlan": "pack_plan",
-    "WindowOptions": "windows",
-    "WindowPlanner": "windows",
-    "plan_packs": "plan_packs",
+    "PackPlan": "planner.pack_plan",
+    "WindowOptions": "planner.windows",
+    "WindowPlanner": "planner.windows",
+    "plan_packs": "planner.plan_packs",
 }
-
-
-def __getattr__(name: str) -> Any:
-    """Import on first use (PEP 562): the planner's compiled parts cost half a second."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'offline_packing' has no attribute {name!r}")
-    return getattr(import_module(f"offline_packing.planner.{_MODULES[name]}"), name)
+# The planner's compiled parts cost half a second.
+__getattr__ = import_on_first_use(__name__, _MODULES)

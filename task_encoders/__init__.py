@@ -9,9 +9,9 @@ In data order: `versions` (of training's packages), `settings` (environment), `s
 Names below are imported on first use: measuring and planning need neither torch nor Energon.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
+from task_encoders.first_use import import_on_first_use
 from task_encoders.versions import require_supported
 
 if TYPE_CHECKING:
@@ -56,11 +56,10 @@ _MODULE_OF = {
 }
 __all__ = list(_MODULE_OF)
 _OF_ENERGON = ("energon_samples", "loading.packed_dataset", "packed_task_encoder")
+_imported = import_on_first_use(__name__, _MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _MODULE_OF[name] in _OF_ENERGON:
+    if _MODULE_OF.get(name) in _OF_ENERGON:
         require_supported("megatron-energon")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    return _imported(name)

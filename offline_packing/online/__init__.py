@@ -1,7 +1,8 @@
 """Packing while training: samples that cannot be packed beforehand, with the same planner."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from task_encoders.first_use import import_on_first_use
 
 if TYPE_CHECKING:
     from offline_packing.online.collate import padding_free_collator as padding_free_collator
@@ -38,10 +39,5 @@ _MODULES: Final = {
     "padding_free_collator": "collate",
 }
 __all__ = list(_MODULES)
-
-
-def __getattr__(name: str) -> Any:
-    """Import on first use (PEP 562): schedules need no PyTorch, and PyTorch's roads no Energon."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+# Schedules need no PyTorch, and PyTorch's datasets no Energon.
+__getattr__ = import_on_first_use(__name__, _MODULES)
