@@ -36,7 +36,9 @@ from task_encoders.records.record import decode_text, has_answer, named_media
 from task_encoders.samples import SampleError
 
 #: Key and part of a member, parted at the first dot of the file name as by WebDataset readers.
-_MEMBER: Final = re.compile(r"(?:\./)?((?:.*/|)[^./]+)\.([^/]*)")
+_MEMBER: Final = re.compile(r"(?:\./)?((?:.*/|)[^./]+)\.([^/]*)", re.DOTALL)
+#: Files that macOS adds; all others without KEY.PART are set aside.
+_ADDED: Final = re.compile(r"(.*/)?\.(_.*|DS_Store)", re.DOTALL)
 _TEXT_PARTS: Final = ("txt", "caption", "text")
 _RECORD_EXTENSIONS: Final = frozenset(("json", *_TEXT_PARTS))
 #: Bytes up to which parts of a compressed tar, which have to be read on the way, are kept in
@@ -61,6 +63,8 @@ class TarSample:
     data: dict[str, bytes] = field(default_factory=dict)
     #: why this sample is not whole, or, without members, why nothing follows in the tar
     damage: DamagedStreamError | None = None
+    #: it is one member, `key`, whose name is not KEY.PART
+    is_unnamed: bool = False
 
     def at(self, offset: int = 0, size: int = 0, column: str = "") -> Locator:
         """A place in the tar."""
@@ -112,12 +116,15 @@ class WebDatasetSource(Source):
         with self.open_container(container, sequential=sequential) as packed:
             file = open_unpacked(packed, container, self.root.size(packed))
             for sample in group_members(container, file, keep_data=not file.seekable()):
-                key = f"{stem}/{sample.key}" if sample.members else container
-                if sample.damage is None:
-                    yield from self._records(key, sample)
-                else:
+                key = f"{stem}/{sample.key}" if sample.key else container
+                if sample.damage is not None:
                     error = SampleError("damaged_source", f"{container}: {sample.damage}")
                     yield SourceRecord(key, sample.at(), error)
+                elif sample.is_unnamed:
+                    error = SampleError("bad_record", "the name of a member is not KEY.PART")
+                    yield SourceRecord(key, sample.at(), error)
+                else:
+                    yield from self._records(key, sample)
 
     def _records(self, key: str, sample: TarSample) -> Iterator[SourceRecord]:
         """The records that a sample of the tar makes: one, except in a tar of packs."""
@@ -179,8 +186,8 @@ class WebDatasetSource(Source):
         if column != _SPAN:
             return self.parse_parts({column: data})
         # The span ends where its last member does, without an end marker.
-        sample = next(group_members("", io.BytesIO(data), keep_data=True), None)
-        return self.parse_parts(sample.data if sample else {})
+        found = group_members("", io.BytesIO(data), keep_data=True)
+        return self.parse_parts(next((one.data for one in found if not one.is_unnamed), {}))
 
     def parse_parts(self, parts: Mapping[str, bytes]) -> Mapping[str, Any]:
         """The record that some members make. Raises SampleError."""
@@ -191,7 +198,8 @@ class WebDatasetSource(Source):
 
 
 def group_members(container: str, file: BinaryIO, *, keep_data: bool) -> Iterator[TarSample]:
-    """The samples of an open tar; last, if it is damaged, a sample that says so. A part that comes
+    """The samples of an open tar; members that belong to none, each as one that says so, as does
+    the last if the tar is damaged. A part that comes
     twice begins another sample of the same key. `keep_data`: texts and media are read on the way,
     as the tar cannot be read at any place."""
     reader = TarReader(file)
@@ -200,6 +208,8 @@ def group_members(container: str, file: BinaryIO, *, keep_data: bool) -> Iterato
         for member in reader:
             match = _MEMBER.fullmatch(member.name)
             if match is None:
+                if member.is_file and not _ADDED.fullmatch(member.name):
+                    yield TarSample(container, file, member.name, is_unnamed=True)
                 continue
             key, part = match.groups()
             if key != sample.key or part in sample.members:

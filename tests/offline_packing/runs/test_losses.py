@@ -149,6 +149,7 @@ def test_list_of_what_is_set_aside(
     root = captioning_pairs(tmp_path / "data", 30)
     (root / 'with "quotes", commas.json').write_text("{")
     write_json(root / "long.json", {"caption": "red " * 900})
+    write_json(root / "escape.json", {"caption": "red", "images": ["\x1b[2J\x9b\u202e.jpg"]})
     (root / "long.jpg").write_bytes(image_bytes())
     config = make(tmp_path, f"{{format: pairs, path: {root}, task: captioning}}")
     status, _, error = run(monkeypatch, capsys, "set-aside", config)
@@ -158,12 +159,17 @@ def test_list_of_what_is_set_aside(
     _, out, _ = run(monkeypatch, capsys, "set-aside", config, "--csv")
     rows = list(csv.DictReader(io.StringIO(out)))
     assert [(row["key"], row["source"], row["reason"]) for row in rows] == [
+        ("escape", str(root), "missing_image"),
         ('with "quotes", commas', str(root), "bad_json"),
         ("long", str(root), "overlong"),
     ]
     _, out, _ = run(monkeypatch, capsys, "set-aside", config, "--reason", "overlong")
     assert [line.split("\t")[::2] for line in out.splitlines()] == [["long", "overlong"]]
     assert run(monkeypatch, capsys, "set-aside", config, "--reason", "nonsense")[0] == 2
+    for form in ([], ["--csv"]):
+        _, out, _ = run(monkeypatch, capsys, "set-aside", config, *form)
+        assert not {"\x1b", "\x9b", "\u202e"} & set(out)
+        assert "x1b[2J" in out
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,29 @@ def test_odd_members(tmp_path: Path, name: str, packed: bool) -> None:
     assert outcome == expected
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_members_of_no_sample_are_counted(tmp_path: Path, packed: bool) -> None:
+    data = tar_with(
+        *[
+            ("k.jpg", JPEG),
+            ("._k.jpg", b"macOS"),
+            (".h", b"x"),
+            ("d/...png", JPEG),
+            ("k.json", ASK),
+        ],
+        *[("README", b"read"), ("x\ny/k.jpg", JPEG), ("x\ny/k.json", ASK)],
+    )
+    path = tmp_path / ("a.tar.gz" if packed else "a.tar")
+    write_file(path, gzip.compress(data) if packed else data)
+    assert outcomes({**WEBDATASET, "path": str(path)}, tmp_path) == {
+        "a/.h": "bad_record",
+        "a/d/...png": "bad_record",
+        "a/README": "bad_record",
+        "a/k": "ok",
+        "a/x\ny/k": "ok",
+    }
+
+
 def test_img2dataset_layout(tmp_path: Path) -> None:
     described = json.dumps({"url": "https://example.org", "width": 56}).encode()
     members = [("k.jpg", JPEG), ("k.txt", b"A square."), ("k.json", described)]
