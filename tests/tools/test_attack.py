@@ -1,0 +1,26 @@
+"""A small part of tools/attack.py: each damaged record is measured or set aside."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.accounting import account, open_one
+from tools.attack import main
+from tools.attack_data import GOOD, WRITERS, damaged_records
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_damaged_records_are_counted(tmp_path: Path, name: str) -> None:
+    root = tmp_path / "data"
+    root.mkdir()
+    options = WRITERS[name](root, damaged_records(name, 20, seed=1))
+    found = [outcome for _, outcome, _ in account(open_one(options, tmp_path))]
+    assert len(found) == GOOD + 20
+    assert GOOD <= found.count("ok") < len(found)
+
+
+def test_a_case_keeps_its_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--records", "5", "--only", "jsonl"]) == 0
+    header, line, end = capsys.readouterr().out.splitlines()
+    assert (header.split()[0], line.split()[2]) == ("case", "9")
+    assert end == "1 cases, 0 broke a bound"

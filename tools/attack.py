@@ -1,0 +1,197 @@
+"""Pack damaged records, and files that are meant to cost much, each in a process of its own.
+
+    python -m tools.attack [--records 600] [--seed 0] [--only NAME] [--folder FOLDER]
+
+Each case is a folder with good records among bad ones, given to `run --deep`. A line tells how it
+went: exit status, records, packed, set aside, the largest process in MiB, seconds of CPU and on the
+clock. A case breaks a bound if its process ends otherwise than with 0 or 1, prints a traceback,
+loses or doubles a record, or takes more than 1 GiB or 60 s of CPU; then the exit status is 1.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tools.attack_data import (
+    GOOD,
+    WRITERS,
+    as_bytes,
+    damaged_records,
+    good_record,
+    image_bombs,
+    picture,
+    text_bombs,
+    write_pairs,
+)
+
+MAX_MIB, MAX_SECONDS = 1024, 60
+#: After this a process is ended.
+TIMEOUT = 600
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one process ended."""
+
+    status: int
+    samples: int
+    packed: int
+    set_aside: int
+    mib: int
+    cpu: float
+    clock: float
+    problems: tuple[str, ...]
+
+    def line(self, name: str) -> str:
+        """A row of the table."""
+        counts = f"{self.samples:>7,} {self.packed:>7,} {self.set_aside:>9,}"
+        seconds = f"{self.cpu:>7.1f} {self.clock:>7.1f}"
+        problems = "; ".join(self.problems) or "-"
+        return f"{name:<24} {self.status:>3} {counts} {self.mib:>6,} {seconds}  {problems}"
+
+
+HEADER = f"{'case':<24} {'rc':>3} {'in':>7} {'packed':>7} {'set aside':>9} {'MiB':>6} " + (
+    f"{'cpu s':>7} {'clock s':>7}  broken"
+)
+
+
+def write_bomb_stream(root: Path, line: bytes, megabytes: int) -> dict[str, Any]:
+    """A compressed file of one line again and again, after good records."""
+    good = [as_bytes({**good_record(i), "images": [], "messages": TEXT}) for i in range(GOOD)]
+    with gzip.open(root / "a.jsonl.gz", "wb") as file:
+        file.write(b"\n".join(good) + b"\n")
+        block = line * ((1 << 20) // len(line))
+        for _ in range(megabytes):
+            file.write(block)
+    return {"format": "jsonl", "path": str(root)}
+
+
+TEXT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello."}]
+
+
+def write_large_cells(root: Path, megabytes: int, number: int) -> dict[str, Any]:
+    """Cells of one row group."""
+    images = [picture() + bytes(megabytes << 20) for _ in range(number)]
+    columns = {"image": images, "question": ["What?"] * number, "answer": ["A square."] * number}
+    pq.write_table(pa.table(columns), root / "a.parquet", compression="zstd")
+    return {"format": "parquet", "path": str(root)}
+
+
+def cases(num_records: int, seed: int) -> Iterator[tuple[str, Callable[[Path], dict[str, Any]]]]:
+    """Names, and what writes a case into a folder and returns the options of its source."""
+    for name, write in WRITERS.items():
+        yield (
+            name,
+            lambda root, name=name, write=write: write(
+                root, damaged_records(name, num_records, seed)
+            ),
+        )
+    good = [(good_record(i), picture()) for i in range(GOOD)]
+    for name, make_image in image_bombs().items():
+        yield (
+            name,
+            lambda root, make=make_image: write_pairs(root, [(good_record(0), make()), *good]),
+        )
+    for name, make_text in text_bombs().items():
+        yield name, lambda root, make=make_text: write_pairs(root, [(make(), picture()), *good])
+    for name, line in (("zeros", b"\0"), ("lines", b"\n"), ("spaces", b" "), ("text", b"a" * 64)):
+        yield f"gz_{name}", lambda root, line=line: write_bomb_stream(root, line, 500)
+    for megabytes, number in ((100, 3), (100, 12), (10, 100)):
+        yield (
+            f"cells_{number}x{megabytes}MB",
+            lambda root, m=megabytes, n=number: write_large_cells(root, m, n),
+        )
+
+
+def attack(name: str, options: dict[str, Any], expected: int | None, output: Path) -> Outcome:
+    """Run one case by the command that people use."""
+    config = {
+        "source": {"task": "bmr", **options},
+        "model": {"max_pixels": 800_000},
+        "pack": {"seq_length": 4096, "max_set_aside": 1},
+        "output": {"path": str(output)},
+        "engine": {"workers": 1 if name in WRITERS else 0},
+    }
+    path = output.with_suffix(".yaml")
+    path.write_text(json.dumps(config))
+    command = [sys.executable, "-m", "offline_packing", "run", "--deep", str(path)]
+    log = output.with_suffix(".log")
+    begin = time.monotonic()
+    with open(log, "wb") as file:
+        bounded = ["timeout", str(TIMEOUT), *command]
+        process = subprocess.Popen(bounded, stdout=file, stderr=file)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    clock = time.monotonic() - begin
+    return judge(
+        process.returncode, usage, clock, log.read_text(errors="replace"), expected, output
+    )
+
+
+def judge(
+    status: int, usage: Any, clock: float, log: str, expected: int | None, output: Path
+) -> Outcome:
+    """Compare how a process ended with the bounds."""
+    manifest = output / "manifest.json"
+    counts = json.loads(manifest.read_bytes())["counts"] if manifest.exists() else None
+    samples = counts["samples"] if counts else 0
+    packed = counts["packed"] if counts else 0
+    aside = sum(counts["set_aside"].values()) if counts else 0
+    mib, cpu = usage.ru_maxrss >> 10, usage.ru_utime + usage.ru_stime
+    checks = {
+        f"exit status {status}": status not in (0, 1),
+        "traceback": any(word in log for word in ("Traceback (most", "panicked")),
+        "no manifest: " + " ".join(log.split())[-100:]: counts is None,
+        "lost or doubled": counts is not None and samples != packed + aside,
+        f"{expected} records were given": counts is not None and samples != (expected or samples),
+        "nothing packed": counts is not None and not packed,
+        f"> {MAX_MIB} MiB": mib > MAX_MIB,
+        f"> {MAX_SECONDS} s": cpu > MAX_SECONDS,
+    }
+    problems = tuple(problem for problem, is_broken in checks.items() if is_broken)
+    return Outcome(status, samples, packed, aside, mib, cpu, clock, problems)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run all cases; the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--records", type=int, default=600, help="damaged ones in each format")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--only", default="", help="cases whose names begin so, separated by commas"
+    )
+    parser.add_argument("--folder", type=Path, help="where data and outputs are written meanwhile")
+    given = parser.parse_args(arguments)
+    num_broken = num_run = 0
+    print(HEADER, flush=True)
+    for name, write in cases(given.records, given.seed):
+        if not name.startswith(tuple(given.only.split(","))):
+            continue
+        with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
+            root = Path(scratch) / name
+            root.mkdir()
+            expected = GOOD + given.records if name in WRITERS else None
+            outcome = attack(name, write(root), expected, Path(scratch) / "out")
+        print(outcome.line(name), flush=True)
+        num_run += 1
+        num_broken += bool(outcome.problems)
+    print(f"{num_run} cases, {num_broken} broke a bound")
+    return int(num_broken > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
