@@ -139,8 +139,9 @@ class OutputConfig(_Config):
     max_shard_bytes: Count | None = None
     #: share of the packs per split
     split: dict[str, float] = {"train": 1.0}
-    #: put before every pack's key, to keep blended datasets apart; WebDataset ends keys at a dot
-    key_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{0,48}$")] = ""
+    #: put before every pack's key, to keep blended datasets apart; WebDataset ends keys at a dot.
+    #: By default 8 digits that follow from the source's files and the plan
+    key_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{0,48}$")] | None = None
     #: store token ids in the packs, so that training need not tokenize
     pretokenize: bool = False
     #: replace artifacts of another configuration instead of refusing to go on

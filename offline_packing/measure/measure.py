@@ -200,8 +200,8 @@ def _remedy(workspace: Workspace, found: Fingerprint, wanted: Fingerprint) -> st
     changed = changed_fields(found, wanted)
     is_grown = all(name.endswith(".listing") for name in changed) and workspace.manifest.exists()
     new_data = (
-        f"pack the new data into a separate output with source.skip={workspace.root}, another "
-        "output.path and another output.key_prefix, and blend both; or "
+        f"pack the new data into a separate output with source.skip={workspace.root} and another "
+        "output.path, and blend both; or "
     )
     return (
         f"{new_data if is_grown else ''}set output.overwrite=true to rebuild it, choose another "

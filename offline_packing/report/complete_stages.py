@@ -14,7 +14,7 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.index.set_aside import read_set_aside
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.runs.artifacts import check_layout, open_index, open_plan
+from offline_packing.runs.artifacts import check_layout, key_prefix, open_index, open_plan
 from offline_packing.runs.losses import aside_while_measuring, aside_while_planning
 from offline_packing.runs.manifest import Manifest, read_manifest
 from offline_packing.runs.run import Run
@@ -37,6 +37,8 @@ class CompleteStages:
     plan: PackPlan | None
     #: None: not written yet
     manifest: Manifest | None
+    #: of the keys of packs; None: not planned yet
+    key_prefix: str | None
 
     @cached_property
     def columns(self) -> dict[str, npt.NDArray[np.int32]]:
@@ -78,7 +80,8 @@ def open_complete_stages(run: Run) -> CompleteStages:
     plan = open_plan(run) if run.workspace.plan_info.exists() else None
     if plan is not None and manifest is not None:
         check_layout(run, plan.hash)
-    return CompleteStages(run, samples, plan.packs if plan else None, manifest)
+    prefix = key_prefix(run, plan.hash) if plan else None
+    return CompleteStages(run, samples, plan.packs if plan else None, manifest, prefix)
 
 
 @dataclass

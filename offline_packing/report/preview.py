@@ -123,7 +123,7 @@ def choose(manifest: Manifest, num_packs: int, packs: Sequence[str], seed: int) 
         drawn = np.random.default_rng(seed).choice(total, min(num_packs, total), replace=False)
         return sorted(drawn.tolist())
     prefix = manifest["config"]["output"]["key_prefix"]
-    form = re.compile(rf"(?:{re.escape(prefix)}ps_)?(\d+)")
+    form = re.compile(rf"(?:(?:{re.escape(prefix)})?ps_)?(\d+)")
     numbers = []
     for name in packs:
         match = form.fullmatch(name)

@@ -97,7 +97,12 @@ def _document(stages: CompleteStages) -> Document:
         "overlong": overlong_figures(stages),
         "shards": None if manifest is None else _shards(manifest),
         "drawn": _drawn(stages, plan) if plan else None,
-        "origin": [{"fingerprint": info.fingerprint, "config": stored_config(run.config)}],
+        "origin": [
+            {
+                "fingerprint": info.fingerprint,
+                "config": stored_config(run.config, stages.key_prefix),
+            }
+        ],
         "library_versions": info.versions,
     }
 
@@ -204,7 +209,7 @@ def _drawn(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
         start += len(ids)
         packs.append(
             {
-                "key": pack_key(number, config.output.key_prefix),
+                "key": pack_key(number, stages.key_prefix or ""),
                 "keys": names["key"].to_pylist(),
                 "sources": names["source_id"].to_pylist(),
                 "tokens": lengths[ids].tolist(),

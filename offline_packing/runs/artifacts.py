@@ -17,7 +17,7 @@ from offline_packing.errors import ConfigError, StageError
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_encoder
-from offline_packing.storage.files import hash_file, read_json, to_json
+from offline_packing.storage.files import hash_bytes, hash_file, read_json, to_json
 
 logger = logging.getLogger(__name__)
 
@@ -171,8 +171,29 @@ def plan_identity(files: Mapping[str, str]) -> str:
     return "-".join(files[name] for name in _PACKS)
 
 
+def key_prefix(run: Run, plan_hash: str) -> str:
+    """What the keys of an output's packs begin with: as configured; or as the shards of this plan
+    have it; or '3f9c01ab_', which differs between outputs, but is the same for the same files of
+    the source and the same plan."""
+    if run.config.output.key_prefix is not None:
+        return run.config.output.key_prefix
+    started = read_json(run.workspace.started) or {}
+    if started.get("plan") == plan_hash:
+        return str(started["output.key_prefix"])
+    info = IndexInfo.load(run.workspace.index_info)
+    made_with = info.fingerprint if info is not None else {}
+    listings = [made_with.get(f"source.{i}.listing") for i, _ in enumerate(run.config.source)]
+    return f"{hash_bytes(to_json([listings, plan_hash]))[:8]}_"
+
+
+def named_output(run: Run, plan_hash: str) -> OutputConfig:
+    """The output's configuration with the prefix of its keys."""
+    return run.config.output.model_copy(update={"key_prefix": key_prefix(run, plan_hash)})
+
+
 def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
-    """What the shards depend on besides index and source."""
+    """What the shards depend on besides index and source; the prefix of the keys is known."""
+    assert output.key_prefix is not None
     return {
         "plan": plan_hash,
         "output.layout": output.layout,
@@ -188,7 +209,7 @@ def check_layout(run: Run, plan_hash: str) -> None:
     """Raise StageError if the shards are of another plan or layout."""
     check_fingerprint(
         read_json(run.workspace.started) or {},
-        layout_fingerprint(run.config.output, plan_hash),
+        layout_fingerprint(named_output(run, plan_hash), plan_hash),
         artifact=f"the shards in {run.workspace.root}",
         remedy="give the settings that they were written with, write again with "
         "output.overwrite=true, or choose another output.path",

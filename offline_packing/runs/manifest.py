@@ -16,6 +16,7 @@ from offline_packing.index.table import IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.layouts.shards import ShardFragment
+from offline_packing.runs.artifacts import key_prefix
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.storage.files import hash_bytes, read_json, to_json, write_atomically
 
@@ -120,7 +121,7 @@ def build_manifest(
         **({"loss_weights": "fractional"} if index.num_weighted else {}),
         "shards": shards,
         "fingerprint": index.fingerprint,
-        "config": stored_config(run.config),
+        "config": stored_config(run.config, key_prefix(run, plan["hash"])),
         "plan": hash_plan(plan),
         "appended": [],  # this and `generation` below: of version 1, which other readers expect
     }
@@ -158,7 +159,7 @@ def _describe(fragment: ShardFragment) -> dict[str, Any]:
     }
 
 
-def stored_config(config: PackingConfig) -> dict[str, Any]:
+def stored_config(config: PackingConfig, key_prefix: str | None = None) -> dict[str, Any]:
     """What decides the content of an output: not where it lies, nor what ran the tasks."""
     excluded: dict[str, Any] = {
         "engine": True,
@@ -167,6 +168,7 @@ def stored_config(config: PackingConfig) -> dict[str, Any]:
         "pack": {"max_set_aside"},
     }
     content = config.model_dump(mode="json", exclude=excluded)
+    content["output"]["key_prefix"] = key_prefix
     for i, source in enumerate(config.source):
         # Without options that came later and are not used: such packs are what they were before.
         used = {

@@ -26,6 +26,7 @@ from offline_packing.layouts.shards import (
 )
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_sources
+from offline_packing.storage.files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ def iterate_tasks(
     copies = plan.copy_numbers()
     output = config.output
     tokenizes = output.pretokenize or LAYOUTS[output.layout].TOKEN_IDS == "always"
+    prefix = read_json(workspace.started)["output.key_prefix"]
     for shard, offsets, rows in zip(shards, bounds, tables, strict=True):
         if copies is not None:
             rows = name_copies(rows, copies[offsets[0] : offsets[-1]])
@@ -91,7 +93,7 @@ def iterate_tasks(
             pack_sizes=np.diff(offsets),
             sources=sources,
             task=config.task,
-            key_prefix=config.output.key_prefix,
+            key_prefix=prefix,
             seq_length=config.pack.seq_length,
             layout=config.output.layout,
             tokenizes=config.model if tokenizes else None,

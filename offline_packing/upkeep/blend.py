@@ -32,8 +32,8 @@ def blend(folders: Sequence[Path], *, epochs: bool = False) -> str:
         epochs: each pack comes exactly once per epoch (blend_epochized), not on average (blend).
 
     Raises:
-        StageError: an output is not complete, two have the same pack keys, or they were packed for
-            another model or another length of sequences.
+        StageError: an output is not complete, or they were packed for another model or another
+            length of sequences.
     """
     roots = [folder.resolve() for folder in folders]
     repeated = next((root for root in roots if roots.count(root) > 1), None)
@@ -47,7 +47,6 @@ def blend(folders: Sequence[Path], *, epochs: bool = False) -> str:
             "blend; pack it with output.layout=energon"
         )
     _check_same(outputs)
-    _check_keys_apart(outputs)
     packs = {root: _packs_of_an_epoch(manifest) for root, manifest in outputs.items()}
     splits = {}
     for split in dict.fromkeys(split for counts in packs.values() for split in counts):
@@ -95,16 +94,3 @@ def _check_same(outputs: Mapping[Path, Mapping[str, Any]]) -> None:
                     f"{root} has {name}={first.get(name)!r}, {other} {own.get(name)!r}; a batch "
                     "holds packs of both: pack one of them again with the settings of the other"
                 )
-
-
-def _check_keys_apart(outputs: Mapping[Path, Mapping[str, Any]]) -> None:
-    """Keys are output.key_prefix and a number from 0 on."""
-    found: dict[str, Path] = {}
-    for root, manifest in outputs.items():
-        prefix = manifest["config"]["output"]["key_prefix"]
-        other = found.setdefault(prefix, root)
-        if other != root:
-            raise StageError(
-                f"{other} and {root} share pack keys ({prefix}ps_00000000, …); write one of "
-                "them again with another output.key_prefix, such as b"
-            )

@@ -27,6 +27,7 @@ from offline_packing.runs.artifacts import (
     changed_fields,
     check_layout,
     layout_fingerprint,
+    named_output,
 )
 from offline_packing.runs.manifest import Manifest, follow_media, read_manifest, write_manifest
 from offline_packing.runs.run import Run, open_sources
@@ -115,7 +116,7 @@ def _start(run: Run, plan: StoredPlan) -> None:
     """Refuse shards of another plan or layout, or remove them."""
     started = run.workspace.started
     found = read_json(started)
-    fingerprint = layout_fingerprint(run.config.output, plan.hash)
+    fingerprint = layout_fingerprint(named_output(run, plan.hash), plan.hash)
     if found is not None and changed_fields(found, fingerprint):
         if not run.config.output.overwrite:
             check_layout(run, plan.hash)

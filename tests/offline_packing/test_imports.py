@@ -90,10 +90,11 @@ def test_a_whole_run(config: str, layout: str) -> None:
 
 def test_packs_are_read_by_number(config: str, tmp_path: Path) -> None:
     """Of a folder as written, whose metadata need no Energon to be understood."""
-    assert CliRunner().invoke(cli, ["run", config]).exit_code == 0
+    named = ["run", config, "output.key_prefix=a_"]
+    assert CliRunner().invoke(cli, named).exit_code == 0
     read = f"print(*[p.key for p in task_encoders.PackedFolder({str(tmp_path / 'out')!r})])"
     result = run_program((*BLOCKED, "numba", "pyarrow"), read)
-    assert result.stdout == "ps_00000000\n", result.stderr
+    assert result.stdout == "a_ps_00000000\n", result.stderr
 
 
 def test_videos_without_pyav_are_refused_in_one_line(config: str, tmp_path: Path) -> None:

@@ -62,7 +62,8 @@ def test_report(config: Path, tmp_path: Path) -> None:
 
 
 def test_preview(config: Path, tmp_path: Path) -> None:
-    invoke("run", config)
+    invoke("run", config, "output.key_prefix=''")
+    config.write_text(config.read_text().replace("output: {", "output: {key_prefix: '', "))
     drawn = invoke("preview", config, "--packs", "2", "--seed", "5").stdout
     assert drawn == invoke("preview", config, "--packs", "2", "--seed", "5").stdout
     assert drawn.count("cu_lengths [0, ") == 2

@@ -268,7 +268,7 @@ def test_settings_that_do_not_match_are_refused(runs: dict[str, Run], tmp_path: 
     with pytest.raises(PackFormatError, match=r"has no manifest\.json"):
         IndexedPackDataset(tmp_path / prefix.name)
     other = Qwen2VLTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=784 * 9, settings=BMR)
-    with pytest.raises(PackFormatError, match=r"'ps_00000000' were made with other settings"):
+    with pytest.raises(PackFormatError, match=r"ps_00000000' were made with other settings"):
         IndexedPackDataset(tmp_path / prefix.name, other)[0]
     assert len(IndexedPackDataset(tmp_path / prefix.name, task_encoder())[0].tokens) == 1
     (tmp_path / prefix.name).with_suffix(".bin").write_bytes(b"\0" * 8)

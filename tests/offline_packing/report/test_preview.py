@@ -270,7 +270,7 @@ def test_which_packs(run: Run) -> None:
     assert drawn == choose(manifest, 3, [], 7) == sorted(set(drawn))
     assert len(drawn) == 3
     assert choose(manifest, 10_000, [], 0) == list(range(total))
-    for name in (str(total), "ps_00000000", "a_ps_x", "-1"):
+    for name in (str(total), "b_ps_00000000", "a_ps_x", "-1"):
         with pytest.raises(StageError, match=rf"no pack '{name}'; there are a_ps_00000000 to"):
             choose(manifest, 3, [name], 0)
 

@@ -1,5 +1,7 @@
 """blend: several outputs as one dataset that Energon's loader reads."""
 
+import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from offline_packing.cli.commands import cli
 from offline_packing.errors import StageError
 from offline_packing.upkeep.blend import blend
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
+from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.settings import PackingSettings, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
@@ -49,7 +52,9 @@ def test_energon_reads_both(outputs: list[Path], tmp_path: Path) -> None:
         path, encoder, worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0)
     )
     loader = iter(get_loader(dataset))
-    drawn = Counter(key[0] for _ in range(4 * sum(weights)) for key in next(loader).__key__)
+    drawn = Counter(
+        Path(key).name[0] for _ in range(4 * sum(weights)) for key in next(loader).__key__
+    )
     share = drawn["a"] / sum(drawn.values())
     assert abs(share - weights[0] / sum(weights)) < 0.15
 
@@ -74,7 +79,6 @@ def test_outputs_of_several_epochs_weigh_as_much_as_those_of_one(tmp_path: Path)
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"output": {"key_prefix": "a"}}, r"share pack keys \(aps_00000000, …\); write one"),
         ({"pack": {"seq_length": 600}}, "seq_length=512, .* 600; a batch"),
         ({"model": {"max_pixels": 28 * 28 * 32}}, "model.max_pixels=50176, .* 25088"),
         ({"pack": {"seq_length": 512, "pad_multiple": 8}}, "pad_multiple=1, .* 8"),
@@ -127,3 +131,30 @@ def test_a_blend_that_energon_does_not_draw_from(
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
     with pytest.raises(PackingSettingsError, match=message):
         get_packed_train_dataset(path, encoder, worker_config=config, repeat=repeat)
+
+
+def test_outputs_made_with_defaults(tmp_path: Path) -> None:
+    """Their keys differ, and are the same for the same data and seed; those of folders that have
+    equal ones are told apart by the folder."""
+    data = captioning_pairs(tmp_path / "data", 20)
+    again = shutil.copytree(data, tmp_path / "elsewhere")
+    other = captioning_pairs(tmp_path / "other", 20, seed=1)
+    made = {"a": (data, {}), "b": (again, {}), "c": (data, {"seed": 1}), "d": (other, {})}
+    keys = {}
+    for name, (root, pack) in made.items():
+        pack_all(make_run(root, tmp_path / name, pack={"seq_length": 512, **pack}))
+        keys[name] = [pack.key for pack in PackedFolder(tmp_path / name)]
+    shards = [tmp_path / name / "train-000000.tar" for name in "ab"]
+    assert shards[0].read_bytes() == shards[1].read_bytes()
+    assert keys["a"] == keys["b"]
+    assert len({key for name in "acd" for key in keys[name]}) == sum(len(keys[n]) for n in "acd")
+    assert re.fullmatch(r"[0-9a-f]{8}_ps_00000000", keys["a"][0])
+    path = tmp_path / "blend.yaml"
+    path.write_text(blend([tmp_path / "a", tmp_path / "b"]))
+    encoder = Qwen2VLTaskEncoder(
+        seq_length=512, max_pixels=28 * 28 * 64, settings=PackingSettings(packed=True)
+    )
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    loader = iter(get_loader(get_packed_train_dataset(path, encoder, worker_config=config)))
+    drawn = {next(loader).__key__[0] for _ in range(12 * len(keys["a"]))}
+    assert drawn == {f"{tmp_path}/{name}/{key}" for name in "ab" for key in keys[name]}
