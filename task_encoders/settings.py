@@ -9,11 +9,12 @@ A pack's task comes, in this order, from its own `meta.task`, from the dataset's
 the run: training captions as dialogues is a mistake nobody sees in a loss curve.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+
+from task_encoders.packs.manifest import Manifest, ManifestError, read_manifest
 
 PACKED: Final = "OFFLINE_PACKED_DATA"
 VQA: Final = "OFFLINE_PACKING_VQA"
@@ -128,27 +129,25 @@ def check_manifest(
             manifest cannot be read.
     """
     folder = folder.parent if folder.name.endswith(".jsonl") else folder
-    file = folder / "manifest.json"
-    if not file.is_file():
+    manifest = _read_manifest(folder)
+    if manifest is None:
         return
-    manifest = _read_manifest(file)
-    for field, value in manifest["fingerprint"].items():
+    for field, value in manifest.fingerprint.items():
         name = field.removeprefix("model.")
         if field.startswith("model.") and model.get(name) != value:
             raise PackingSettingsError(
                 f"{folder}: packs were measured with {name} {value!r}, the task encoder has "
                 f"{model.get(name)!r}; use the same, or measure and pack again"
             )
-    if manifest["seq_length"] > seq_length:
+    if manifest.seq_length > seq_length:
         raise PackingSettingsError(
-            f"{folder}: packs hold up to seq_length {manifest['seq_length']} tokens > the task "
+            f"{folder}: packs hold up to seq_length {manifest.seq_length} tokens > the task "
             f"encoder's seq_length {seq_length}; raise it, or pack again"
         )
-    packed_with = manifest.get("pad_multiple", 1)
-    if packed_with % pad_multiple:
+    if manifest.pad_multiple % pad_multiple:
         raise PackingSettingsError(
-            f"{folder}: packed with pad_multiple {packed_with}, the task encoder pads to multiples "
-            f"of {pad_multiple}; pack again with pack.pad_multiple={pad_multiple}"
+            f"{folder}: packed with pad_multiple {manifest.pad_multiple}, the task encoder pads to "
+            f"multiples of {pad_multiple}; pack again with pack.pad_multiple={pad_multiple}"
         )
 
 
@@ -164,20 +163,12 @@ def refuse_fractions(folder: Any, trainer: str) -> None:
 def packs_of_epochs(path: Any) -> list[int]:
     """The packs of each epoch in a JSONL of packs, a Path or EPath; empty if all are of one. Raises
     PackingSettingsError as `check_manifest`."""
-    file = path.parent / "manifest.json"
-    if not path.name.endswith(".jsonl") or not file.is_file():
-        return []
-    found = _read_manifest(file).get("epochs", {}).get(path.name.removesuffix(".jsonl"), [])
-    return list(map(int, found))
+    manifest = _read_manifest(path.parent) if path.name.endswith(".jsonl") else None
+    return list(manifest.epochs.get(path.name.removesuffix(".jsonl"), ())) if manifest else []
 
 
-def _read_manifest(file: Any) -> Any:
+def _read_manifest(folder: Any) -> Manifest | None:
     try:
-        manifest = json.loads(file.read_text())
-        if not {"fingerprint", "seq_length"} <= manifest.keys():
-            raise ValueError("no fingerprint and seq_length")
-    except (ValueError, AttributeError) as error:
-        raise PackingSettingsError(
-            f"{file} is damaged ({error}); offline-packing verify names the remedy"
-        ) from None
-    return manifest
+        return read_manifest(folder)
+    except ManifestError as error:
+        raise PackingSettingsError(str(error)) from error

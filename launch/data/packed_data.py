@@ -7,14 +7,15 @@ each step sees as many tokens and samples as without packing.
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from offline_packing.errors import StageError
-from offline_packing.storage.files import hash_bytes, read_json
+from offline_packing.storage.files import hash_bytes
 from task_encoders.families import ModelOptions, model_options
+from task_encoders.packs.manifest import Manifest, ManifestError, read_manifest
 from task_encoders.packs.pack_format import METADATASET
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ def read_packed_data(path: Path) -> PackedData:
                 "%s lists %s %d times: it is drawn with the sum of its weights", path, folder, count
             )
     manifests = [_read_manifest(folder) for folder, _ in folders]
-    models = [model_options(**manifest["config"]["model"]) for manifest in manifests]
+    models = [model_options(**manifest.config["model"]) for manifest in manifests]
     for (folder, _), model in zip(folders, models, strict=True):
         for name, value in model:
             first = getattr(models[0], name)
@@ -75,22 +76,24 @@ def read_packed_data(path: Path) -> PackedData:
                     f"{path}: {folders[0][0]} was measured with {name} {first!r}, {folder} with "
                     f"{value!r}; pack both with the same"
                 )
-    packs = [_count(manifest, "packs") for manifest in manifests]
-    samples = [_count(manifest, "samples") for manifest in manifests]
+    packs = [manifest.of_an_epoch("packs") for manifest in manifests]
+    samples = [manifest.of_an_epoch("samples") for manifest in manifests]
     weights = [weight for _, weight in folders]
     per_pack = [s / p for s, p in zip(samples, packs, strict=True)]
     drawn = sum(w * n for w, n in zip(weights, per_pack, strict=True)) / sum(weights)
-    tokens = [_count(manifest, "tokens") / n for manifest, n in zip(manifests, packs, strict=True)]
+    tokens = [
+        manifest.of_an_epoch("tokens") / n for manifest, n in zip(manifests, packs, strict=True)
+    ]
     drawn_tokens = sum(w * n for w, n in zip(weights, tokens, strict=True)) / sum(weights)
-    seq_length = max(manifest["seq_length"] for manifest in manifests)
+    seq_length = max(manifest.seq_length for manifest in manifests)
     return PackedData(
         num_packs=sum(packs),
         num_samples=sum(samples),
         samples_per_pack=drawn,
         seq_length=seq_length,
         model=models[0],
-        content_hash=_common_hash([manifest["content_hash"] for manifest in manifests]),
-        num_val_packs=sum(_count(manifest, "packs", "val") for manifest in manifests),
+        content_hash=_common_hash([manifest.content_hash for manifest in manifests]),
+        num_val_packs=sum(manifest.of_an_epoch("packs", "val") for manifest in manifests),
         fill=drawn_tokens / seq_length,
     )
 
@@ -103,7 +106,7 @@ def check_validation(path: Path) -> None:
     """
     if path.is_dir():
         manifest = _read_manifest(path)
-        found = any(shard["split"] == "val" for shard in manifest["shards"])
+        found = any(shard.split == "val" for shard in manifest.shards)
         shared: set[tuple[str, str]] = set()
     else:
         val = _shards_of_blend(path, "val")
@@ -121,28 +124,24 @@ def check_validation(path: Path) -> None:
         )
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    manifest = read_json(folder / "manifest.json")
+def _read_manifest(folder: Path) -> Manifest:
+    try:
+        manifest = read_manifest(folder)
+    except ManifestError as error:
+        raise StageError(str(error)) from error
     if manifest is None:
         raise StageError(
             f"{folder} has no manifest.json; write it with offline-packing, or wait until that is "
             "finished"
         )
-    if manifest.get("layout") in _ELSEWHERE:
+    if manifest.layout in _ELSEWHERE:
         raise StageError(
-            f"{folder} has output.layout={manifest['layout']}, which other trainers read; pack it "
+            f"{folder} has output.layout={manifest.layout}, which other trainers read; pack it "
             "with output.layout=energon"
         )
-    if not _count(manifest, "packs"):
+    if not manifest.of_an_epoch("packs"):
         raise StageError(f"{folder} has no packs in its train split; pack it with output.split")
     return manifest
-
-
-def _count(manifest: Mapping[str, Any], what: str, split: str = "train") -> int:
-    """Mean of one epoch, where each epoch has its own packs."""
-    epochs = manifest.get("epochs", {}).get(split, [0])
-    total = sum(shard[what] for shard in manifest["shards"] if shard["split"] == split)
-    return -(-total // len(epochs))
 
 
 def _common_hash(hashes: Sequence[str]) -> str:
@@ -163,7 +162,7 @@ def _folders_of_blend(path: Path) -> list[tuple[Path, float]]:
     paths = [Path(str(entry.dataset.path)) for entry in loaded.datasets]
     folders = [path.parent if path.suffix == ".jsonl" else path for path in paths]
     if any(entry.weight is None for entry in loaded.datasets):  # blend_epochized: by repetitions
-        sizes = [_count(_read_manifest(folder), "packs") for folder in folders]
+        sizes = [_read_manifest(folder).of_an_epoch("packs") for folder in folders]
         repetitions = [entry.repetitions or 1 for entry in loaded.datasets]
         return [
             (f, size * times) for f, size, times in zip(folders, sizes, repetitions, strict=True)

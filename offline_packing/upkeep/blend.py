@@ -13,12 +13,12 @@ is also in proportion to tokens.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import yaml
 
 from offline_packing.errors import StageError
-from offline_packing.storage.files import read_json
+from task_encoders.packs.manifest import Manifest, ManifestError, read_manifest
 from task_encoders.packs.pack_format import METADATASET
 
 #: Fields of a manifest that all outputs of a blend share: packs of one batch have one length.
@@ -40,17 +40,16 @@ def blend(folders: Sequence[Path], *, epochs: bool = False) -> str:
     if repeated is not None:
         raise StageError(f"{repeated} is named twice; name each output once")
     outputs = {root: _read_manifest(root) for root in roots}
-    layout = outputs[roots[0]]["layout"]
+    layout = outputs[roots[0]].layout
     if layout not in ("energon", "references"):
         raise StageError(
             f"{roots[0]} has output.layout={layout}, which Energon does not "
             "blend; pack it with output.layout=energon"
         )
     _check_same(outputs)
-    packs = {root: _packs_of_an_epoch(manifest) for root, manifest in outputs.items()}
     splits = {}
-    for split in dict.fromkeys(split for counts in packs.values() for split in counts):
-        weights = {root: counts.get(split, 0) for root, counts in packs.items()}
+    for split in dict.fromkeys(split for one in outputs.values() for split in one.counts.packs):
+        weights = {root: one.of_an_epoch("packs", split) for root, one in outputs.items()}
         inside = METADATASET if layout == "references" else ""
         blended = [
             {"path": str(root / inside), **({"repetitions": 1} if epochs else {"weight": n})}
@@ -66,26 +65,22 @@ def blend(folders: Sequence[Path], *, epochs: bool = False) -> str:
     return about + yaml.safe_dump(head, sort_keys=False)
 
 
-def _packs_of_an_epoch(manifest: Mapping[str, Any]) -> dict[str, int]:
-    """By split; the mean, rounded up, where each epoch has packs of its own."""
-    epochs = manifest.get("epochs", {})
-    counts = manifest["counts"]["packs"]
-    return {split: -(-count // len(epochs.get(split, [0]))) for split, count in counts.items()}
-
-
-def _read_manifest(root: Path) -> Mapping[str, Any]:
-    manifest: Mapping[str, Any] | None = read_json(root / "manifest.json")
-    if manifest is None or not {"counts", "config", "fingerprint"} <= set(manifest):
+def _read_manifest(root: Path) -> Manifest:
+    try:
+        manifest = read_manifest(root)
+    except ManifestError as error:
+        raise StageError(str(error)) from error
+    if manifest is None:
         raise StageError(f"{root} is not complete: it has no manifest.json; run write first")
     return manifest
 
 
-def _check_same(outputs: Mapping[Path, Mapping[str, Any]]) -> None:
+def _check_same(outputs: Mapping[Path, Manifest]) -> None:
     settings = {}
     for root, manifest in outputs.items():
-        fields = manifest["fingerprint"].items()
+        fields = manifest.fingerprint.items()
         model = {name: value for name, value in fields if name.startswith("model.")}
-        settings[root] = {name: manifest[name] for name in _COMMON} | model
+        settings[root] = {name: getattr(manifest, name) for name in _COMMON} | model
     root, first = next(iter(settings.items()))
     for other, own in settings.items():
         for name in sorted({*first, *own}):

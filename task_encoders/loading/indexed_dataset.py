@@ -3,7 +3,6 @@
 Works with torch's DataLoader and any number of its workers; Energon's loader is not involved.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from task_encoders.families import model_options
 from task_encoders.field_types import Count, checked
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.packs.indexed_file import IndexedFile, IndexedPack
+from task_encoders.packs.manifest import ManifestError, read_manifest
 from task_encoders.packs.pack import PackFormatError
 from task_encoders.packs.tokenized import fingerprint_digest
 
@@ -91,10 +91,10 @@ class IndexedPackDataset(Dataset[PackedBatch]):
 def _task_encoder_of(folder: Path) -> Qwen2VLTaskEncoder:
     """The task encoder that packs were measured with."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        model = model_options(**manifest["config"]["model"])
-        return Qwen2VLTaskEncoder(seq_length=manifest["seq_length"], model=model)
-    except (OSError, KeyError) as error:
-        raise PackFormatError(
-            f"{folder} has no manifest.json of packs ({error}); give a task_encoder"
-        ) from error
+        manifest = read_manifest(folder)
+    except ManifestError as error:
+        raise PackFormatError(str(error)) from error
+    if manifest is None:
+        raise PackFormatError(f"{folder} has no manifest.json of packs; give a task_encoder")
+    model = model_options(**manifest.config["model"])
+    return Qwen2VLTaskEncoder(seq_length=manifest.seq_length, model=model)

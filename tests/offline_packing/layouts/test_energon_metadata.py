@@ -168,4 +168,4 @@ def test_index_refuses(packed: Run, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:1536])
     refused("is cut off|cannot be read")
     path.write_bytes((packed.workspace.root / "train-000000.tar").read_bytes())
-    refused("'ps_00000000' is a captioning pack, not vqa")
+    refused("ps_00000000' is a captioning pack, not vqa")

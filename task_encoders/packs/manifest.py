@@ -1,0 +1,87 @@
+"""manifest.json beside packs, as whatever reads packs sees it; offline_packing.runs writes it.
+
+Packs written by others have none.
+"""
+
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+NAME: Final = "manifest.json"
+
+
+class ManifestError(ValueError):
+    """A manifest that cannot be read."""
+
+
+class _Model(BaseModel):
+    """Frozen. Hashes and versions, with which an output is verified, are left to what wrote it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class ShardLine(_Model):
+    """A shard, and how much is in it."""
+
+    name: str
+    split: str
+    packs: int
+    samples: int
+    tokens: int
+
+
+class Counts(_Model):
+    """How much there is, in all epochs."""
+
+    samples: int
+    packed: int
+    set_aside: dict[str, int]
+    tokens: int
+    #: by split
+    packs: dict[str, int]
+
+
+class Manifest(_Model):
+    """What a folder of packs holds, and what it was made with."""
+
+    version: Literal[1]
+    task: str
+    layout: str
+    seq_length: int
+    pad_multiple: int = 1
+    counts: Counts
+    shards: tuple[ShardLine, ...]
+    #: by split, the packs of each epoch, where each has packs of its own
+    epochs: dict[str, tuple[int, ...]] = {}
+    #: what samples were measured with; see offline_packing.runs.artifacts
+    fingerprint: dict[str, str | int]
+    config: dict[str, Any]
+    #: changes with the packs
+    content_hash: str
+
+    def of_an_epoch(self, what: Literal["packs", "samples", "tokens"], split: str = "train") -> int:
+        """How much of it one epoch has; the mean, rounded up, where each has packs of its own."""
+        total: int = sum(getattr(shard, what) for shard in self.shards if shard.split == split)
+        return -(-total // len(self.epochs.get(split, (0,))))
+
+
+def read_manifest(folder: Any) -> Manifest | None:
+    """The manifest in a folder, a Path or Energon's EPath; None: there is none. Raises
+    ManifestError."""
+    path = (Path(folder) if isinstance(folder, str) else folder) / NAME
+    if not path.is_file():
+        return None
+    try:
+        return Manifest.model_validate_json(path.read_text())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ManifestError(
+            f"{path} is damaged ({f'{where}: ' if where else ''}{first['msg']}); "
+            "offline-packing verify names the remedy"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ManifestError(
+            f"{path} is damaged ({error}); offline-packing verify names the remedy"
+        ) from None
