@@ -30,7 +30,7 @@ def test_written_manifests_are_read(tmp_path: Path) -> None:
     [
         ({"version": 2}, "version: Input should be 1"),
         ({"seq_length": "many"}, "seq_length: Input should be a valid integer"),
-        ({"shards": None}, "shards: Input should be a valid tuple"),
+        ({"shards": None}, "shards: Input should be a valid array"),
         (None, "Invalid JSON"),
     ],
 )
