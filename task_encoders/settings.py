@@ -155,8 +155,8 @@ def refuse_fractions(folder: Any, trainer: str) -> None:
     """Raise PackingSettingsError if a folder of packs holds loss weights that a trainer's loss does
     not take: others than 0 and 1."""
     folder = folder.parent if folder.name.endswith(".jsonl") else folder
-    file = folder / "manifest.json"
-    if file.is_file() and _read_manifest(file).get("loss_weights"):
+    manifest = _read_manifest(folder)
+    if manifest is not None and manifest.loss_weights:
         raise PackingSettingsError(FRACTIONS.format(folder, trainer))
 
 
