@@ -172,11 +172,8 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
         row, keys, dropped = self._rows.encode(sub_samples)
         if self._trainer and ((row.loss_weights > 0) & (row.loss_weights != 1)).any():
             raise FatalSampleError(FRACTIONS.format(sample.__key__, self._trainer))
-        key = sample.__key__
-        if self.is_blend and sample.__sources__:  # folders of a blend may have equal keys
-            key = f"{sample.__sources__[0].dataset_path}/{key}"
         encoded = {"row": row, "sub_sample_keys": keys, "dropped": dropped}
-        return PackedRowSample.derive_from(sample, __key__=key, **encoded)
+        return PackedRowSample.of(sample, blended=self.is_blend, **encoded)
 
     @stateless
     def batch(self, samples: list[PackedRowSample]) -> PackedBatch:

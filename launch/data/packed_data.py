@@ -81,9 +81,7 @@ def read_packed_data(path: Path) -> PackedData:
     weights = [weight for _, weight in folders]
     per_pack = [s / p for s, p in zip(samples, packs, strict=True)]
     drawn = sum(w * n for w, n in zip(weights, per_pack, strict=True)) / sum(weights)
-    tokens = [
-        manifest.of_an_epoch("tokens") / n for manifest, n in zip(manifests, packs, strict=True)
-    ]
+    tokens = [one.of_an_epoch("tokens") / n for one, n in zip(manifests, packs, strict=True)]
     drawn_tokens = sum(w * n for w, n in zip(weights, tokens, strict=True)) / sum(weights)
     seq_length = max(manifest.seq_length for manifest in manifests)
     return PackedData(

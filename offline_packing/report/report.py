@@ -66,6 +66,7 @@ def _document(stages: CompleteStages) -> Document:
     """The content of report.json, from which the page is drawn. Equal stages give equal bytes. What
     needs a plan is null without one, what needs shards is null without a manifest."""
     run, plan, manifest, info = stages.run, stages.plan, stages.manifest, stages.samples.info
+    config = stored_config(run.config, stages.key_prefix)
     set_aside = count_set_aside(stages)
     aside = set_aside.by_reason.total()
     sources = _sources(stages, set_aside)
@@ -97,12 +98,7 @@ def _document(stages: CompleteStages) -> Document:
         "overlong": overlong_figures(stages),
         "shards": None if manifest is None else _shards(manifest),
         "drawn": _drawn(stages, plan) if plan else None,
-        "origin": [
-            {
-                "fingerprint": info.fingerprint,
-                "config": stored_config(run.config, stages.key_prefix),
-            }
-        ],
+        "origin": [{"fingerprint": info.fingerprint, "config": config}],
         "library_versions": info.versions,
     }
 

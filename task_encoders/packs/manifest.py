@@ -54,8 +54,8 @@ class Manifest(_Model):
     shards: tuple[ShardLine, ...]
     #: by split, the packs of each epoch, where each has packs of its own
     epochs: dict[str, tuple[int, ...]] = {}
-    #: whether some answers weigh neither 0 nor 1
-    loss_weights: bool = False
+    #: set if some answers weigh neither 0 nor 1
+    loss_weights: Literal["fractional"] | None = None
     #: what samples were measured with; see offline_packing.runs.artifacts
     fingerprint: dict[str, str | int]
     config: dict[str, Any]
