@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from offline_packing.errors import DamagedError, StageError
-from offline_packing.storage.files import atomic_file, read_json, to_json, write_atomically
+from offline_packing.storage.files import atomic_file, read_json, seal, to_json, write_atomically
 
 INDEX_VERSION: Final = 5
 
@@ -140,7 +140,7 @@ class IndexInfo:
         for name in ("num_skipped", "num_weighted", "lost_examples", "only_answer"):
             if not content[name]:  # bytes as they were before there was such a field
                 del content[name]
-        write_atomically(path, to_json(content))
+        write_atomically(path, to_json(seal(content)))
 
     @classmethod
     def load(cls, path: Path) -> "IndexInfo | None":

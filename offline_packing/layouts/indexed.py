@@ -198,7 +198,11 @@ def _piece(shard_name: str) -> str:
 
 
 def _place(task: ShardTask) -> tuple[Path, int]:
-    """The file of a complete output's shard, and where the shard begins in it."""
+    """The file of a shard, and where the shard begins in it: its piece, or in a complete output
+    that of its split."""
+    piece = task.folder / _piece(task.shard.name)
+    if piece.exists():
+        return piece, 0
     lines = (read_json(task.folder / "manifest.json") or {"shards": []})["shards"]
     before = itertools.takewhile(lambda line: line["name"] != task.shard.name, lines)
     begin = sum(line["bytes"] for line in before if line["split"] == task.shard.split)

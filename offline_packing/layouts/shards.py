@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from offline_packing.errors import StageError
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.storage.files import hash_bytes, read_json, write_atomically
+from offline_packing.storage.files import hash_bytes, read_json, seal, write_atomically
 from offline_packing.storage.tars import FilePart, PackEntry, Part, member_size, tar_size
 
 #: Upper limit of what a member's name and a sample's part of the pack's JSON add to the text.
@@ -128,12 +128,12 @@ class ShardFragment:
 
     @property
     def content_hash(self) -> str:
-        """xxh3_128 of the file that `save` writes."""
+        """xxh3_128 of the file that `save` writes, without its seal."""
         return hash_bytes(orjson.dumps(self))
 
     def save(self, path: Path) -> None:
         """Write the fragment: from now on the shard is finished."""
-        write_atomically(path, orjson.dumps(self))
+        write_atomically(path, orjson.dumps(seal(orjson.loads(orjson.dumps(self)))))
 
     def as_recorded(self, content_hash: str) -> "ShardFragment":
         """The fragment in the form that a manifest recorded: earlier versions kept no hashes of
@@ -160,6 +160,14 @@ class ShardFragment:
             return cls(**{**content, "packs": packs})
         except (KeyError, TypeError) as error:
             raise StageError(f"{path} is damaged: {error}; retry rewrites it") from error
+
+    @classmethod
+    def is_whole(cls, path: Path, content_hash: str) -> bool:
+        """Whether a fragment is the one that a manifest recorded."""
+        try:
+            return cls.load(path).content_hash == content_hash
+        except StageError:
+            return False
 
 
 def _part(content: Mapping[str, Any]) -> Part:

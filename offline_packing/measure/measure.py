@@ -23,7 +23,13 @@ from offline_packing.measure.identity import (
     set_known_keys,
     skip_fingerprint,
 )
-from offline_packing.measure.measure_part import MeasureTask, PartResult, measure_part, read_result
+from offline_packing.measure.measure_part import (
+    MeasureTask,
+    PartResult,
+    find_unreadable,
+    measure_part,
+    read_result,
+)
 from offline_packing.measure.source_files import count_unused_media, explain_listing, save_files
 from offline_packing.runs.artifacts import (
     Fingerprint,
@@ -41,6 +47,7 @@ from offline_packing.storage.files import (
     hash_file,
     read_json,
     remove_temporaries,
+    seal,
     to_json,
     write_atomically,
 )
@@ -67,7 +74,7 @@ def measure(run: Run) -> Index:
         folder.mkdir(parents=True, exist_ok=True)
         remove_temporaries(folder)
     save_files(workspace.files, sources, scans)
-    write_atomically(workspace.index_started, to_json(started))
+    write_atomically(workspace.index_started, to_json(seal(started)))
     tasks = _tasks(run, sources, scans)
     _run_tasks(run, tasks)
     info = _complete(workspace, fingerprint, list(map(read_result, tasks)), scans)
@@ -228,6 +235,11 @@ def _tasks(run: Run, sources: Sequence[Source], scans: Sequence[Scan]) -> list[M
 def _run_tasks(run: Run, tasks: Sequence[MeasureTask]) -> None:
     """Measure the parts that are not measured yet."""
     marker = attrgetter("index_path")
+    if not run.engine.IS_SHARED:
+        there = [task for task in tasks if marker(task).exists()]
+        for path in filter(None, run.engine.run(find_unreadable, there)):
+            logger.warning("measure: %s cannot be read; its part is measured again", path)
+            path.unlink()
     left = unfinished("measure", tasks, marker)
     numbers = {task.number for task in left}
     known = [task.part.num_records for task in tasks]

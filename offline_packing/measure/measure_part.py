@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import orjson
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
@@ -112,6 +113,16 @@ def read_result(task: MeasureTask) -> PartResult:
     return PartResult(
         len(num_tokens), sum_tokens, reasons, skipped, Counter(lost), examples, answers, weighted
     )
+
+
+def find_unreadable(task: MeasureTask) -> Path | None:
+    """The file that marks a part as measured, if one of its tables is lost, cut or damaged."""
+    try:
+        for path in (task.index_path, task.set_aside_path):
+            pq.read_table(path)
+    except (OSError, pa.ArrowException):
+        return task.index_path
+    return None
 
 
 def measure_part(task: MeasureTask) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from offline_packing.config.packing import PackingConfig
-from offline_packing.errors import StageError
+from offline_packing.errors import DamagedError, StageError
 from offline_packing.index import table as index
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import splits_of_plan
@@ -36,6 +36,7 @@ from offline_packing.runs.warnings import run_warnings
 from offline_packing.storage.files import (
     hash_file,
     read_json,
+    seal,
     sync_folder,
     to_json,
     write_atomically,
@@ -100,20 +101,21 @@ def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> StoredPla
         **epochs,
         "files": files,
     }
-    write_atomically(folder / run.workspace.plan_info.name, to_json(document))
+    write_atomically(folder / run.workspace.plan_info.name, to_json(seal(document)))
     return StoredPlan(planned.packs, document)
 
 
-def restore_plan(run: Run, samples: Index, expected: str) -> None:
-    """Rebuild a damaged plan from which shards are already written. Raises StageError if it would
-    have another `hash_plan` than is expected."""
+def restore_plan(run: Run, samples: Index, expected: str | None) -> None:
+    """Rebuild a damaged plan. Raises StageError if it would be another one than the shards', whose
+    `hash_plan` or `hash` is expected; None: there are none that count."""
     folder = run.workspace.plan
     scratch = folder.with_suffix(".repair")
     shutil.rmtree(scratch, ignore_errors=True)  # left by a killed run
     try:
         info = scratch / run.workspace.plan_info.name
         _save(run, samples, make_plan(run, samples), scratch)
-        if hash_plan(read_json(info)) != expected:
+        made = read_json(info)
+        if expected not in (None, hash_plan(made), made["hash"]):
             raise StageError(
                 f"{folder} cannot be rebuilt: the plan comes out differently; restore it from "
                 "a copy, or pack all data again with another output.path"
@@ -152,6 +154,11 @@ def _discard_previous(run: Run, found: Fingerprint, wanted: Fingerprint) -> None
     """Make way for a new plan. A plan may be replaced until shards are written from it."""
     workspace = run.workspace
     if workspace.write.exists() and not run.config.output.overwrite:
+        if not found:
+            raise DamagedError(
+                f"{workspace.plan_info} is missing, though shards were written from it; retry "
+                "makes it again"
+            )
         check_fingerprint(
             found,
             wanted,

@@ -38,10 +38,7 @@ PLAN_FILES: Final = (
 #: Those that say which samples form which pack.
 _PACKS: Final = ("sample_ids.npy", "pack_offsets.npy")
 
-_PLAN_REMEDY: Final = (
-    "retry repairs the plan of a complete output; where there are no shards yet, remove the folder "
-    "and run plan again"
-)
+_PLAN_REMEDY: Final = "retry makes the plan again"
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:
     try:
         packs = PackPlan.load(folder)
         found = plan_identity({name: hash_file(folder / name) for name in _PACKS})
-    except (FileNotFoundError, ValueError) as error:
+    except (FileNotFoundError, ValueError, StageError) as error:
         raise StageError(f"{error}; {_PLAN_REMEDY}") from error
     if found != info["hash"]:
         names = " or ".join(

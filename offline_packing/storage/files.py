@@ -6,10 +6,10 @@ import hashlib
 import logging
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
 import orjson
 import xxhash
@@ -19,6 +19,8 @@ from offline_packing.errors import ChangedError, DamagedError, DiskFullError, St
 logger = logging.getLogger(__name__)
 
 TEMPORARY_SUFFIX = ".tmp"
+#: A JSON's hash of everything else in it.
+_SEAL: Final = "xxh3_128_of_this"
 #: no space, quota used up, file larger than allowed
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -87,12 +89,22 @@ def to_json(content: Any) -> bytes:
     return orjson.dumps(content, option=options | orjson.OPT_SERIALIZE_NUMPY)
 
 
+def seal(content: Mapping[str, Any]) -> dict[str, Any]:
+    """An object with a hash of its content, by which `read_json` knows damage from other settings.
+    Files of earlier versions have none."""
+    return {**content, _SEAL: hash_bytes(to_json(content))}
+
+
 def read_json(path: Path) -> Any:
-    """What one of our JSON files holds; None: it is not there. Raises DamagedError: no object."""
+    """What one of our JSON files holds, without its seal; None: it is not there. Raises
+    DamagedError: no object, or not what was written."""
     try:
         content = orjson.loads(path.read_bytes())
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}, no object")
+        sealed = content.pop(_SEAL, None)
+        if sealed is not None and sealed != hash_bytes(to_json(content)):
+            raise ValueError("it is not what was written")
     except FileNotFoundError:
         return None
     except ValueError as error:

@@ -5,23 +5,27 @@ damaged file may still be useful.
 """
 
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from offline_packing.errors import DamagedError, StageError
-from offline_packing.index.table import IndexInfo
+from offline_packing.index.table import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
+from offline_packing.layouts.shard_tasks import ShardTask
+from offline_packing.layouts.shards import ShardFragment
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan, restore_plan
-from offline_packing.runs.artifacts import open_index, open_plan
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.artifacts import check_layout, open_index, open_plan
 from offline_packing.runs.losses import check_losses
 from offline_packing.runs.manifest import Manifest, finish_layout, read_manifest
-from offline_packing.runs.run import Run, Workspace
-from offline_packing.runs.tasks import plan_shards
-from offline_packing.storage.files import hash_file, read_json, to_json, write_atomically
+from offline_packing.runs.run import Run
+from offline_packing.runs.tasks import iterate_tasks, plan_shards
+from offline_packing.storage.files import hash_file, read_json, seal, to_json, write_atomically
+from offline_packing.upkeep.set_apart import put_back, set_apart
 from offline_packing.verify.damage import (
     Damage,
     expected_started,
@@ -44,29 +48,67 @@ def retry(run: Run) -> str:
     run = replace(run, config=run.config.model_copy(update={"output": output}))
     workspace = run.workspace
     workspace.remove_temporaries()
-    _put_back(workspace, instead=False)  # left by a killed retry
+    put_back(workspace)
     try:
         manifest = read_manifest(run.workspace)
     except DamagedError:
-        with _set_apart(workspace, [workspace.manifest]):
-            _go_on(run)
-        return f"wrote {workspace.manifest.name} again; {retry(run)}"
-    if manifest is None:
-        return f"{len(_go_on(run)['shards']):,} shards are complete"
-    return _repair(run, manifest)
+        manifest = None
+    if manifest is not None:
+        return _repair(run, manifest)
+    with set_apart(workspace, [workspace.manifest]):
+        return _go_on(run)
 
 
-def _go_on(run: Run) -> Manifest:
-    """The stages that are not complete, and parts of the index that are damaged."""
-    damage = _of_index(find_stage_damage(run, None))
-    if damage:
-        with _set_apart(run.workspace, _index_files(run.workspace, damage)):
-            measure(run)
-    samples = open_index(run)
-    planned = plan(run, samples)
-    if not run.workspace.write.exists():
-        check_losses(run)
-    return write(run, samples, planned)
+def _go_on(run: Run) -> str:
+    """Without a manifest: the stages that are not complete, and what is damaged of the others.
+    Shards are written again where they or their fragment are damaged; all, where nothing says any
+    more with which plan and settings they were written."""
+    workspace = run.workspace
+    damage = find_stage_damage(run, None)
+    started = _read_whole(workspace.started).get("plan")
+    unproved = [workspace.started, *workspace.write.glob("*-??????.json")]
+    with set_apart(workspace, () if started else unproved):
+        _repair_stages(run, damage, run, started)
+        samples = open_index(run)
+        planned = plan(run, samples)
+        broken: list[Path] = []
+        if started:
+            check_layout(run, planned.hash)
+            broken = _broken_fragments(run, samples, planned.packs)
+        elif not workspace.write.exists():
+            check_losses(run)
+        with set_apart(workspace, broken, keeps_new=True):
+            shards = write(run, samples, planned)["shards"]
+    files = [one.name for one in damage] + [one.stem for one in broken]
+    return f"{len(shards):,} shards are complete" + (f"; and {', '.join(files)}" if files else "")
+
+
+def _read_whole(path: Path) -> Mapping[str, Any]:
+    """One of our JSON files; empty where it is lost or damaged."""
+    try:
+        return read_json(path) or {}
+    except DamagedError:
+        return {}
+
+
+def _broken_fragments(run: Run, samples: Index, packs: PackPlan) -> list[Path]:
+    """The fragments that are damaged, or whose shards are."""
+    shards = plan_shards(run, samples, packs)
+    written = [shard for shard in shards if run.workspace.fragment(shard.name).exists()]
+    tasks = iterate_tasks(run, samples, packs, written, with_sources=False)
+    return [path for path in run.engine.run(find_broken_fragment, tasks) if path is not None]
+
+
+def find_broken_fragment(task: ShardTask) -> Path | None:
+    """The fragment of a shard, if it is damaged, or the shard is not the one that it describes."""
+    try:
+        fragment = ShardFragment.load(task.fragment_path)
+        is_whole = fragment.num_samples == len(task.rows) and not (
+            LAYOUTS[task.layout].find_damage(task, fragment.xxh3_128)
+        )
+    except StageError:
+        is_whole = False
+    return None if is_whole else task.fragment_path
 
 
 def _repair(run: Run, manifest: Manifest) -> str:
@@ -77,7 +119,7 @@ def _repair(run: Run, manifest: Manifest) -> str:
         damage = find_stage_damage(run, manifest)
         of_index = _of_index(damage)
         try:
-            _repair_stages(run, manifest, damage)
+            _repair_made(run, manifest, damage)
         except StageError as error:
             if not of_index:
                 raise
@@ -86,7 +128,7 @@ def _repair(run: Run, manifest: Manifest) -> str:
         # Without the index neither plan nor shards can be rebuilt.
         if failure is None or all(one.is_aside for one in of_index):
             if failure is not None:
-                _repair_stages(run, manifest, damage)
+                _repair_made(run, manifest, damage)
             shards = _repair_shards(run, manifest)
     files = [one.name for one in damage] + _repair_metadata(run, manifest, bool(shards))
     if failure is not None:
@@ -101,31 +143,61 @@ def _of_index(damage: Iterable[Damage]) -> list[Damage]:
     return [one for one in damage if one.name.startswith(_OF_INDEX)]
 
 
-def _index_files(workspace: Workspace, damage: Iterable[Damage]) -> list[Path]:
-    """What is measured again after damage to the index: always index.json and the tables of
-    files, and both tables of a damaged part."""
-    names = {Path(one.name).name for one in damage}
-    parts = [folder / name for folder in (workspace.index, workspace.set_aside) for name in names]
-    return [workspace.index_info, *workspace.files.glob("*"), *parts]
+def _repair_made(run: Run, manifest: Manifest, damage: Sequence[Damage]) -> None:
+    """What shards were made from, and what says so."""
+    workspace = run.workspace
+    _repair_stages(run, damage, _as_planned(run, manifest), manifest["plan"])
+    if len(damage) > len(_of_index(damage)):
+        content = expected_started(run, manifest, read_json(workspace.plan_info))
+        workspace.write.mkdir(exist_ok=True)
+        write_atomically(workspace.started, to_json(seal(content)))
 
 
-def _repair_stages(run: Run, manifest: Manifest, damage: Sequence[Damage]) -> None:
-    """Measure and plan again what is damaged. The plan shows whether the index is the same."""
+def _repair_stages(
+    run: Run, damage: Sequence[Damage], planned_as: Run, expected: str | None
+) -> None:
+    """Measure and plan again what is damaged. The plan, of which `restore_plan` expects something,
+    shows whether the index is the same."""
     workspace = run.workspace
     of_index = _of_index(damage)
-    others = [workspace.root / one.name for one in damage if one not in of_index]
-    with _set_apart(workspace, _index_files(workspace, of_index) if of_index else ()):
-        samples = measure(run) if of_index else open_index(run)
-        is_same = all(path == workspace.started for path in others) and (
-            read_json(workspace.plan_info)["fingerprint"]["index"]
-            == hash_file(workspace.index_info)
-        )
-        if not is_same:
-            restore_plan(_as_planned(run, manifest), samples, manifest["plan"])
-    if others:
-        content = expected_started(run, manifest, read_json(workspace.plan_info)["hash"])
-        workspace.write.mkdir(exist_ok=True)
-        write_atomically(workspace.started, content)
+    others = {workspace.root / one.name for one in damage if one not in of_index}
+    found = {} if workspace.plan_info in others else read_json(workspace.plan_info) or {}
+    recorded = found.get("fingerprint", {}).get("index")
+    with ExitStack() as stack:
+        samples = _measure_again(run, stack, of_index, recorded) if of_index else open_index(run)
+        is_another = recorded not in (None, hash_file(workspace.index_info))
+        if is_another or others - {workspace.started}:
+            restore_plan(planned_as, samples, expected)
+
+
+def _measure_again(
+    run: Run, stack: ExitStack, damage: Sequence[Damage], recorded: str | None
+) -> Index:
+    """Measure what is damaged; everything, where nothing says any more which parts are. An index
+    without index.json, from which nothing was made, is merely unfinished. Files come back if the
+    stack ends with an error. `recorded`: the hash of index.json, if that is known."""
+    workspace = run.workspace
+    folders = (workspace.index, workspace.set_aside)
+    names = {Path(one.name).name for one in damage}
+    is_lost = workspace.index_info.name in names
+    was_used = workspace.plan.exists() or workspace.write.exists()
+    begins = is_lost and was_used and recorded is None
+    begins |= workspace.index_started.exists() and not _read_whole(workspace.index_started)
+
+    def begin(*, everything: bool) -> None:
+        files = [workspace.index_info, *workspace.files.glob("*")]
+        if everything:
+            files += [path for folder in folders for path in folder.glob("*")]
+        else:
+            files += [folder / name for folder in folders for name in names]
+        stack.enter_context(set_apart(workspace, files))
+
+    begin(everything=begins)
+    samples = measure(run)
+    if is_lost and not begins and recorded not in (None, hash_file(workspace.index_info)):
+        begin(everything=True)
+        samples = measure(run)
+    return samples
 
 
 def _as_planned(run: Run, manifest: Manifest) -> Run:
@@ -198,27 +270,3 @@ def repair_shard(task: VerifyTask) -> str:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return fragment.name
-
-
-@contextmanager
-def _set_apart(workspace: Workspace, paths: Iterable[Path]) -> Iterator[None]:
-    """Move files away while the block recreates them; if it fails, they come back."""
-    for path in filter(Path.exists, paths):
-        target = workspace.damaged / path.relative_to(workspace.root)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        path.replace(target)
-    try:
-        yield
-    except BaseException:
-        _put_back(workspace, instead=True)
-        raise
-    shutil.rmtree(workspace.damaged, ignore_errors=True)
-
-
-def _put_back(workspace: Workspace, *, instead: bool) -> None:
-    """Files that were set apart, where there are no new ones, or `instead` of these."""
-    for path in [one for one in workspace.damaged.rglob("*") if one.is_file()]:
-        target = workspace.root / path.relative_to(workspace.damaged)
-        if instead or not target.exists():
-            path.replace(target)
-    shutil.rmtree(workspace.damaged, ignore_errors=True)

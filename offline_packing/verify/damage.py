@@ -6,6 +6,7 @@
                                 says; its own content
 
 A bit that flips in a recorded hash shows as well: a problem names the file and what records it.
+Files of earlier versions lack the seal that `read_json` checks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +19,10 @@ from offline_packing.errors import StageError
 from offline_packing.index.table import IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
-from offline_packing.runs.artifacts import PLAN_FILES, layout_fingerprint
+from offline_packing.runs.artifacts import PLAN_FILES, Fingerprint, layout_fingerprint
 from offline_packing.runs.manifest import Manifest, hash_plan
 from offline_packing.runs.run import Run
-from offline_packing.storage.files import hash_bytes, hash_file, read_json, to_json
+from offline_packing.storage.files import hash_file, read_json, seal, to_json
 
 #: Damage to these does not prevent comparing the shards with the plan.
 _FOR_PEOPLE: Final = ("set_aside.parquet", "summary.txt")
@@ -81,10 +82,9 @@ def find_metadata_damage(run: Run, manifest: Manifest) -> list[Damage]:
 
 def find_stage_damage(run: Run, manifest: Manifest | None) -> list[Damage]:
     """Damage to index and plan, and to what says which layout the shards were written in; the
-    shards' fragments are checked with the shards. Without a manifest, only to the index,
-    if it is complete."""
+    shards' fragments are checked with the shards. Without a manifest, only to index and plan."""
     at = run.workspace
-    plan, plan_damage = (None, "") if manifest is None else _read_plan_info(run, manifest)
+    plan, plan_damage = _read_plan_info(run, manifest)
     index, index_damage = _read_index_info(run, plan)
     checks: list[FileCheck] = []
     if index is not None:
@@ -92,21 +92,33 @@ def find_stage_damage(run: Run, manifest: Manifest | None) -> list[Damage]:
             for name, expected in hashes.items():
                 path, is_aside = at.packing / folder / name, folder != at.index.name
                 checks.append(FileCheck(at.root, path, expected, at.index_info, is_aside))
-    if manifest is not None and plan is not None:
-        started = hash_bytes(expected_started(run, manifest, plan["hash"]))
-        checks.append(FileCheck(at.root, at.started, started, at.manifest))
+    started_damage = ""
+    if plan is not None:
         for name, expected in plan["files"].items():
             is_aside = name in _FOR_PEOPLE
             checks.append(FileCheck(at.root, at.plan / name, expected, at.plan_info, is_aside))
-    infos = ((at.plan_info, plan_damage), (at.index_info, index_damage))
+        if manifest is not None:
+            started_damage = _started_damage(at.started, expected_started(run, manifest, plan))
+    infos = (
+        (at.plan_info, plan_damage),
+        (at.index_info, index_damage),
+        (at.started, started_damage),
+    )
     found = [Damage(str(path.relative_to(at.root)), text) for path, text in infos if text]
     return found + _run(run, checks)
 
 
-def expected_started(run: Run, manifest: Manifest, plan_hash: str) -> bytes:
+def expected_started(run: Run, manifest: Manifest, plan: Mapping[str, Any]) -> Fingerprint:
     """The content of write/started.json, by the configuration that the manifest holds."""
     output = {**manifest["config"]["output"], "path": run.config.output.path}
-    return to_json(layout_fingerprint(OutputConfig(**output), plan_hash))
+    return layout_fingerprint(OutputConfig(**output), plan["hash"])
+
+
+def _started_damage(path: Path, expected: Fingerprint) -> str:
+    if not path.exists():
+        return "is missing"
+    is_whole = path.read_bytes() in (to_json(seal(expected)), to_json(expected))
+    return "" if is_whole else "is not what was written"
 
 
 def _run(run: Run, checks: Sequence[FileCheck]) -> list[Damage]:
@@ -115,16 +127,17 @@ def _run(run: Run, checks: Sequence[FileCheck]) -> list[Damage]:
     return sorted(found, key=lambda damage: damage.name)
 
 
-def _read_plan_info(run: Run, manifest: Manifest) -> tuple[Mapping[str, Any] | None, str]:
-    """The plan's stage.json, or what is wrong with it."""
+def _read_plan_info(run: Run, manifest: Manifest | None) -> tuple[Mapping[str, Any] | None, str]:
+    """The plan's stage.json, or what is wrong with it. Where nothing was made from it, it may be
+    missing."""
     path = run.workspace.plan_info
     try:
         info = read_json(path)
         if info is None:
-            return None, "is missing"
+            return None, "is missing" if manifest or run.workspace.write.exists() else ""
         is_whole = sorted(info["files"]) == sorted(PLAN_FILES)
-        is_whole = is_whole and path.read_bytes() == to_json(info)
-        if is_whole and hash_plan(info) == manifest["plan"]:
+        is_whole = is_whole and path.read_bytes() in (to_json(seal(info)), to_json(info))
+        if is_whole and (manifest is None or hash_plan(info) == manifest["plan"]):
             return info, ""
     except (StageError, LookupError, TypeError):
         pass  # a damaged file can have any form

@@ -13,12 +13,11 @@ from offline_packing.errors import StageError, as_sample_error
 from offline_packing.index.table import Index, key_hash
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import Row, ShardTask
-from offline_packing.layouts.shards import Shard
+from offline_packing.layouts.shards import Shard, ShardFragment
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.manifest import Manifest
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.runs.tasks import iterate_tasks
-from offline_packing.storage.files import hash_file
 from task_encoders.families import ModelOptions
 from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.packs.pack import Pack, PackFormatError, StoredMedia, restore_pack
@@ -116,7 +115,7 @@ def find_damage(task: VerifyTask) -> list[str]:
     name = path.relative_to(shard.folder)
     if not path.is_file():
         found = [f"{name} is missing"]
-    elif hash_file(path) != task.expected["fragment_xxh3_128"]:
+    elif not ShardFragment.is_whole(path, task.expected["fragment_xxh3_128"]):
         found = [f"{name} is not what was written: its hash differs"]
     try:
         return found + LAYOUTS[shard.layout].find_damage(shard, task.expected["xxh3_128"])

@@ -34,7 +34,7 @@ from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import check_all_done, iterate_tasks, plan_shards, unfinished
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.reading.row_reader import WANTED_SHARE
-from offline_packing.storage.files import read_json, to_json, write_atomically
+from offline_packing.storage.files import read_json, seal, to_json, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def _start(run: Run, plan: StoredPlan) -> None:
         logger.warning("write: overwriting what was written with other settings")
         run.discard_shards()
     run.workspace.write.mkdir(parents=True, exist_ok=True)
-    write_atomically(started, to_json(fingerprint))
+    write_atomically(started, to_json(seal(fingerprint)))
 
 
 def _run_tasks(run: Run, samples: Index, plan: PackPlan, shards: list[Shard]) -> None:
