@@ -67,7 +67,8 @@ def describe(status: int, text: str, number: int) -> str:
         return "ended before"
     if status == 128 + number and text.endswith(_LAST_WORDS) and text.count("\n") == 1:
         return "one line"
-    if status == -number and " in main\n" not in text:
+    is_silent = not text or "KeyboardInterrupt" in text
+    if status in (-number, 1) and is_silent and " in main\n" not in text:
         return "not begun"
     return f"status {status}: {text}"
 

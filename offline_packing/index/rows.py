@@ -5,6 +5,7 @@ steps: one pass over the index deals them out to groups of shards, each a scratc
 group after group is read back and put in order.
 """
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -134,12 +135,12 @@ def _pick(
 def _through_files(
     picked: Iterator[tuple[int, pa.Table]], schema: pa.Schema, num_groups: int, scratch: Path
 ) -> Iterator[pa.Table]:
-    """The rows of each group, by way of an Arrow stream in a scratch file each."""
+    """The rows of each group, by way of an Arrow stream in a scratch file each; of an output that
+    is read-only, among the system's temporary files."""
+    where = scratch if os.access(scratch, os.W_OK) else None
     options = pa.ipc.IpcWriteOptions(compression="lz4")
     with ExitStack() as stack:
-        files = [
-            stack.enter_context(tempfile.TemporaryFile(dir=scratch)) for _ in range(num_groups)
-        ]
+        files = [stack.enter_context(tempfile.TemporaryFile(dir=where)) for _ in range(num_groups)]
         writers = [pa.ipc.new_stream(file, schema, options=options) for file in files]
         for group, table in picked:
             writers[group].write_table(table)

@@ -153,7 +153,7 @@ def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mappin
 def _discard_previous(run: Run, found: Fingerprint, wanted: Fingerprint) -> None:
     """Make way for a new plan. A plan may be replaced until shards are written from it."""
     workspace = run.workspace
-    if workspace.write.exists() and not run.config.output.overwrite:
+    if any(workspace.write.glob("*.json")) and not run.config.output.overwrite:
         if not found:
             raise DamagedError(
                 f"{workspace.plan_info} is missing, though shards were written from it; retry "

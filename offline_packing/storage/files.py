@@ -151,9 +151,10 @@ def remove_temporaries(folder: Path) -> None:
 
 @contextmanager
 def hold_lock(path: Path, what: str, *, shared: bool = False) -> Iterator[None]:
-    """Hold a lock file while the block runs, or share it. Raises StageError: another holds it."""
+    """Hold a lock file while the block runs, or share it; one that may not be written to is locked
+    as it is. Raises StageError: another holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab") as file:
+    with _open_lock(path) as file:
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -161,6 +162,15 @@ def hold_lock(path: Path, what: str, *, shared: bool = False) -> Iterator[None]:
         except OSError as error:
             logger.warning("no locks here (%s): start no second run on %s", error.strerror, what)
         yield
+
+
+def _open_lock(path: Path) -> BinaryIO:
+    try:
+        return open(path, "ab")
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM) or not path.exists():
+            raise
+        return open(path, "rb")
 
 
 @contextmanager

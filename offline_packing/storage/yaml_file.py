@@ -45,7 +45,7 @@ def parse_yaml(text: str, name: str) -> Any:
     """Parse a document. Raises ConfigError, with `name` for what it was."""
     try:
         return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ConfigError, ValueError, TypeError) as error:
+    except (yaml.YAMLError, ConfigError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{name} is no valid YAML: {' '.join(str(error).split())}") from error
 
 

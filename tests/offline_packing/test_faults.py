@@ -294,3 +294,24 @@ def test_undisturbed_files_are_compared(planned: Run) -> None:
         "train-000001.tar",
         "train-000002.tar.x.tmp",
     ]
+
+
+def test_lock_of_an_output_that_is_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever only looks can hold it, and others see that."""
+    path = tmp_path / "lock"
+    path.touch()
+
+    def open_to_read(name: Path, mode: str) -> Any:
+        if mode != "rb":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return name.open("rb")
+
+    monkeypatch.setattr(files, "open", open_to_read, raising=False)
+    with (
+        files.hold_lock(path, "output"),
+        pytest.raises(StageError, match="another run is working on output"),
+        files.hold_lock(path, "output"),
+    ):
+        pass

@@ -11,6 +11,7 @@ A crude dataset, whose meaning is in the trainer's own code, is read as plain We
 """
 
 import logging
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -44,6 +45,9 @@ _SAMPLE_TYPES: Final[Mapping[str, Mapping[str, str]]] = {
 }
 _CRUDE: Final = "CrudeWebdataset"
 _STEP: Final = re.compile(r"[^\[\]]+")
+_MAX_NAMES: Final = 1_000_000
+_INNERMOST: Final = re.compile(r"\{([^{}]*)\}")
+_RANGE: Final = re.compile(r"(-?\d+)\.\.(-?\d+)(\.\.-?\d+)?")
 
 #: Where a field lies: alternatives, each a part and the steps into it.
 _Places = list[list[str]]
@@ -144,8 +148,13 @@ class EnergonSource(WebDatasetSource):
         try:
             if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
                 raise ValueError(f"{patterns!r:.100} is no list of names")
+            count = sum(map(_count_names, patterns))
+            if count > _MAX_NAMES:
+                raise ValueError(
+                    f"its braces expand to {count:,} names, {_MAX_NAMES:,} is the limit"
+                )
             return [name for pattern in patterns for name in braceexpand(pattern)]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise StageError(
                 f"{self.root.path('.nv-meta/split.yaml')}: {field}: {error}; list tars, or "
                 "TAR/KEY under exclude"
@@ -195,6 +204,20 @@ class EnergonSource(WebDatasetSource):
         if "answers" in fields:
             fields["answers"] = best_answer(fields["answers"], fields.pop("weights", None))
         return {name: value for name, value in fields.items() if value is not None}
+
+
+def _count_names(pattern: str) -> int:
+    """How many names a pattern stands for, or a few more; braces are counted from within."""
+    while inner := _INNERMOST.search(pattern):
+        found = _RANGE.fullmatch(inner[1])
+        count = abs(int(found[1]) - int(found[2])) + 1 if found else 0
+        count = count or sum(map(_multiply, inner[1].split(",")))
+        pattern = f"{pattern[: inner.start()]}\0{count}\0{pattern[inner.end() :]}"
+    return _multiply(pattern)
+
+
+def _multiply(text: str) -> int:
+    return math.prod(map(int, text.split("\0")[1::2]))
 
 
 def _parse_places(text: str) -> _Places:

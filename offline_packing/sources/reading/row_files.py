@@ -22,6 +22,8 @@ _BATCH_ROWS: Final = 128
 _BATCH_BYTES: Final = 4 << 20
 #: Bytes of a remote Parquet file asked for at a time.
 _REMOTE_BUFFER: Final = 4 << 20
+#: Of Arrow's streaming format: a continuation mark, and a message of length 0.
+_STREAM_END: Final = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class RowFile:
@@ -104,12 +106,22 @@ def _open_parquet(source: "BinaryIO | pa.NativeFile", buffer_size: int) -> pq.Pa
 
 
 def _read_arrow(source: "BinaryIO | pa.NativeFile") -> pa.Table:
-    """A file of either Arrow format."""
+    """A file of either Arrow format. Raises pa.ArrowInvalid too where a stream lacks its end, as
+    one that was cut between two batches, or goes on after it."""
     try:
-        return pa.ipc.open_stream(source).read_all()
+        reader = pa.ipc.open_stream(source)
     except pa.ArrowInvalid:
         source.seek(0)
         return pa.ipc.open_file(source).read_all()
+    table = reader.read_all()
+    end = source.tell()
+    source.seek(max(0, end - len(_STREAM_END)))
+    if source.read(len(_STREAM_END)) != _STREAM_END or source.read(1):
+        raise pa.ArrowInvalid(
+            f"its {len(table)} rows do not end in an end-of-stream mark at the end of the file: it "
+            "was cut, or written over; restore it or save the dataset again"
+        )
+    return table
 
 
 def holds_bytes(kind: pa.DataType) -> bool:

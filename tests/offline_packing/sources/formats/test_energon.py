@@ -240,3 +240,20 @@ def test_a_metadataset_is_not_told_to_be_prepared(tmp_path: Path) -> None:
     path.write_text("__module__: megatron.energon\n__class__: MetadatasetV2\n")
     with pytest.raises(StageError, match="give each that a metadataset lists as a source"):
         open_one({"format": "energon", "path": str(path), "task": "bmr"}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        '"' + "{a,b}" * 28 + '"',
+        '"a-{0..999999999}.tar"',
+        '"a-' + "{a,b}" * 7 + "{0..9999}" + '"',
+        '"' + "{a," * 2000 + "b" + "}" * 2000 + '"',
+        "[" * 3000 + "]" * 3000,
+    ],
+    ids=["alternatives", "range", "both", "nested", "lists"],
+)
+def test_shards_without_end_are_refused(tmp_path: Path, shards: str) -> None:
+    prepared(tmp_path, CAPTIONING, split=f"split_parts: {{train: [{shards}]}}\n")
+    with pytest.raises(StageError, match=r"split\.yaml"):
+        rows(tmp_path, "captioning")

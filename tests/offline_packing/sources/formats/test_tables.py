@@ -149,3 +149,26 @@ def test_files_that_map_left_behind_are_not_read(
         write_json(root / f"{split}state.json", [])
         with pytest.raises(StageError, match=r"state\.json names no _data_files"):
             accounting.outcomes(source, tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut between batches", "a false end"])
+def test_arrow_stream_that_ends_early(tmp_path: Path, damage: str) -> None:
+    """Arrow takes the rest for the whole."""
+    path = tmp_path / "data" / "data-00000-of-00001.arrow"
+    path.parent.mkdir()
+    table = pa.table({"text": [f"caption {i}" for i in range(9)]})
+    ends = []
+    with open(path, "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        for batch in table.to_batches(max_chunksize=3):
+            writer.write_batch(batch)
+            ends.append(file.tell())
+    data = path.read_bytes()
+    end = b"\xff\xff\xff\xff" + bytes(4)
+    assert data.endswith(end)
+    path.write_bytes(data[: ends[0]] + (end + data[ends[0] + 8 :] if "false" in damage else b""))
+    source = {"format": "huggingface", "path": str(path.parent), "task": "captioning"}
+    run = make_run({**source, "fields": {"caption": "text"}}, tmp_path / "out")
+    with pytest.raises(
+        StageError, match=r"data-00000-of-00001\.arrow.* its 3 rows do not end in an"
+    ):
+        pack_all(run)
