@@ -13,6 +13,7 @@ _COMMENTS: Final = {
     "format": "how the samples are stored",
     "task": "captioning | vqa | bmr: what the model is shown, and what carries loss",
     "text_only": "the samples looked at have no picture: take it out if they should",
+    "fields": "what the records call these fields",
     "image_root": "what image paths are relative to",
     "split": "which of its splits is read; the others are left out",
     "dataset": "which entry of dataset_info.json",
@@ -67,5 +68,7 @@ def _render_example(example: Example) -> list[str]:
 
 def _line(name: str, value: Any) -> str:
     text = yaml.safe_dump({name: value}, allow_unicode=True, width=1000).rstrip("\n")
+    if isinstance(value, dict):
+        text = f"{name}: {yaml.safe_dump(value, default_flow_style=True, width=1000).strip()}"
     comment = _COMMENTS.get(name)
     return f"  {text}{f'  # {comment}' if comment else ''}\n"

@@ -20,6 +20,7 @@ from offline_packing.sources.base import (
     SourcePart,
     SourceRecord,
 )
+from offline_packing.sources.formats.csv_lines import CsvSource, TsvSource
 from offline_packing.sources.formats.energon import EnergonSource
 from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextSource
 from offline_packing.sources.formats.llama_factory import LlamaFactorySource
@@ -48,6 +49,8 @@ SOURCES: dict[str, type[Source]] = {
     "pairs": PairsSource,
     "json": JsonSource,
     "jsonl": JsonlSource,
+    "csv": CsvSource,
+    "tsv": TsvSource,
     "webdataset": WebDatasetSource,
     "energon": EnergonSource,
     "llama_factory": LlamaFactorySource,

@@ -1,5 +1,6 @@
 """The same samples in every format that a source can have."""
 
+import csv
 import gzip
 import io
 import json
@@ -133,6 +134,36 @@ def jsonl_gz(root: Path, samples: list[Sample]) -> dict[str, Any]:
 def jsonl_zst(root: Path, samples: list[Sample]) -> dict[str, Any]:
     write_file(root / "chat.jsonl.zst", zstd(lines(with_files(root, samples))))
     return {"format": "jsonl", "path": str(root)}
+
+
+def csv_rows(root: Path, samples: list[Sample]) -> dict[str, Any]:
+    return _rows(root, samples, "csv", {})
+
+
+def tsv_gz(root: Path, samples: list[Sample]) -> dict[str, Any]:
+    found = _rows(
+        root, samples, "tsv", {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
+    )
+    plain = root / "chat.tsv"
+    write_file(root / "chat.tsv.gz", gzip.compress(plain.read_bytes()))
+    plain.unlink()
+    return found
+
+
+def _rows(
+    root: Path, samples: list[Sample], form: str, dialect: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Lists are JSON in their cells."""
+    records = with_files(root, samples)
+    text = io.StringIO()
+    columns = list(dict.fromkeys(name for record in records for name in record))
+    writer = csv.writer(text, **dialect)
+    writer.writerow(columns)
+    for record in records:
+        cells = (record.get(name, "") for name in columns)
+        writer.writerow([one if isinstance(one, str) else json.dumps(one) for one in cells])
+    write_file(root / f"chat.{form}", text.getvalue().encode())
+    return {"format": form, "path": str(root)}
 
 
 def json_array(root: Path, samples: list[Sample]) -> dict[str, Any]:
@@ -302,7 +333,7 @@ def raw_packing_data(root: Path, samples: list[Sample]) -> dict[str, Any]:
 WRITERS: Mapping[str, Writer] = {
     writer.__name__: writer
     for writer in (
-        *(pairs, jsonl, jsonl_gz, jsonl_zst, json_array, llama_factory),
+        *(pairs, jsonl, jsonl_gz, jsonl_zst, csv_rows, tsv_gz, json_array, llama_factory),
         *(webdataset, webdataset_gz, energon, parquet, huggingface, packs, raw_packing_data),
     )
 }

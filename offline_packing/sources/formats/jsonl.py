@@ -160,7 +160,7 @@ class JsonlSource(Source):
         try:
             if data is None:
                 raise SampleError("bad_record", f"the JSON is longer than {MAX_JSON_BYTES} bytes")
-            content = self.parse(data)
+            content = self.parse(data, locator.column)
         except Exception as error:  # noqa: BLE001 - of this record
             return SourceRecord(key, locator, as_sample_error(error))
         own = own_key(content)

@@ -25,6 +25,8 @@ _FORMATS: Final = {
     ".arrow": "huggingface",
     ".jsonl": "jsonl",
     ".jsonl.gz": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
     ".json": "json or pairs",
 }
 _PACK_NAME: Final = re.compile(r"[A-Za-z0-9_-]*ps_\d+\.")
