@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
+import orjson
 import torch
-from megatron.energon import Batch, Sample
+from megatron.energon import Batch, Sample, SampleDecoder
 from megatron.energon.edataclass import edataclass
 
 from task_encoders.concatenate import PackedRow, merge_rows
@@ -60,6 +61,28 @@ class CrudeRecord(Sample):
     """A crude sample as it was read: member name -> bytes, or parsed JSON. A pack, or no pack."""
 
     parts: dict[str, Any]
+
+
+class TextDecoder(SampleDecoder):
+    """Parses JSON, which Energon's `field_map` looks into; texts and media stay bytes until they
+    are encoded, and so does JSON that cannot be parsed."""
+
+    def __init__(self) -> None:
+        """Without the decoders of media, and their options."""
+
+    def decode(self, fname: str, raw: Any) -> Any:
+        if isinstance(raw, bytes) and fname.rpartition(".")[2].lower() == JSON_PART:
+            try:
+                return orjson.loads(raw)
+            except orjson.JSONDecodeError:
+                return raw
+        return raw
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return {part: self.decode(part, value) for part, value in sample.items()}
+
+    def config(self) -> dict[str, Any]:
+        return {}
 
 
 def part_filter(part: str) -> bool:

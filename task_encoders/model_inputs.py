@@ -157,15 +157,18 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
         count tokens, use_cache, flash attention's cu_seq_lens_q/k (P + 1,) and max_length_q/k, and
         with images pixel_values (L, D) and image_grid_thw (N, 3), or only pixel_values
         (N, 3, H, W) for families with one image size; likewise for videos. Labels are shifted
-        inside the model.
+        inside the model, whose loss takes no weights: where `loss_mask` holds others than 0 and 1,
+        they are left out, and the loss is to be computed from the logits.
     """
     batch = normalise_pixels(batch)
     boundaries = batch.cu_lengths.flatten().long()
     starts = torch.repeat_interleave(boundaries[:-1], boundaries.diff())
     text_positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device) - starts
+    weights = batch.loss_mask
+    labels = {} if ((weights > 0) & (weights != 1)).any() else {"labels": batch.labels}
     return {
         "input_ids": batch.tokens,
-        "labels": batch.labels,
+        **labels,
         "position_ids": text_positions[None]
         if len(batch.position_ids) == 1
         else torch.cat([text_positions[None, None], batch.position_ids]),

@@ -28,6 +28,7 @@ from task_encoders.energon_samples import (
     PackedBatch,
     PackedRowSample,
     PackedSample,
+    TextDecoder,
     batch_rows,
     merge_row_samples,
     sample_loader,
@@ -42,7 +43,6 @@ from task_encoders.rows.encoded_rows import EncodedRows
 from task_encoders.rows.pack_dealing import OnePass, check_blend, deal_evenly
 from task_encoders.rows.row_encoder import RowEncoder
 from task_encoders.rows.unpacked import (
-    TextDecoder,
     cook,
     first_fit_decreasing,
     is_pack,

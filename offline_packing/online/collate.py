@@ -17,6 +17,7 @@ import torch
 from task_encoders.model_inputs import flash_attention_kwargs
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
 from task_encoders.samples import SampleError
+from task_encoders.settings import FRACTIONS
 
 #: Fields with one value per token beside input_ids and position_ids, and their value in padding.
 _PER_TOKEN: Final = {
@@ -144,6 +145,9 @@ def _as_tensor(name: str, value: Any) -> torch.Tensor:
 
 
 def _encoded_fields(sample: EncodedSample) -> dict[str, Any]:
+    if ((sample.loss_weights > 0) & (sample.loss_weights != 1)).any():
+        what = f"sample {sample.key!r}"
+        raise ValueError(FRACTIONS.format(what, "transformers' models"))
     fields: dict[str, Any] = {"input_ids": sample.tokens, "labels": sample.labels}
     if len(sample.position_ids) > 1:
         fields["position_ids"] = sample.position_ids

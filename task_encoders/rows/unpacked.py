@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 import orjson
-from megatron.energon import CrudeSample, Sample, SampleDecoder, basic_sample_keys, stateless
+from megatron.energon import CrudeSample, Sample, basic_sample_keys, stateless
 from megatron.energon.cache import FileStore
 from megatron.energon.errors import FatalSampleError
 
@@ -38,28 +38,6 @@ from task_encoders.samples import SampleError
 
 _TEXT_PARTS: Final = ("txt", "caption", "text")
 _Media = dict[str, Any]
-
-
-class TextDecoder(SampleDecoder):
-    """Parses JSON, which Energon's `field_map` looks into; texts and media stay bytes until they
-    are encoded, and so does JSON that cannot be parsed."""
-
-    def __init__(self) -> None:
-        """Without the decoders of media, and their options."""
-
-    def decode(self, fname: str, raw: Any) -> Any:
-        if isinstance(raw, bytes) and _extension(fname) == "json":
-            try:
-                return orjson.loads(raw)
-            except orjson.JSONDecodeError:
-                return raw
-        return raw
-
-    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        return {part: self.decode(part, value) for part, value in sample.items()}
-
-    def config(self) -> dict[str, Any]:
-        return {}
 
 
 @stateless

@@ -50,6 +50,7 @@ def as_batch(packed: PackedRow) -> Any:
         is_padded=packed.is_padded,
         tokens=packed.tokens[None],
         labels=packed.labels[None],
+        loss_mask=packed.loss_weights[None],
         position_ids=packed.position_ids[:, None],
         attn_mask=packed.attn_mask[None],
         cu_lengths=packed.cu_lengths[None],

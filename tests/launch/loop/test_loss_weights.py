@@ -13,12 +13,14 @@ from megatron.energon.errors import FatalSampleError
 
 from launch.loop.loss import Normalization
 from launch.loop.metrics import StepCounts
+from offline_packing.online.collate import padding_free_collator
 from offline_packing.report.preview import preview
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders.families import build_sample_encoder
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_folder import PackedFolder
+from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
 from task_encoders.packs.pack import Pack
 from task_encoders.records.record import to_sample
@@ -90,6 +92,8 @@ def test_every_token_has_the_weight_of_its_answer(family: str) -> None:
     assert measured.num_loss_tokens == sum(weight > 0 for weight in by_hand)
     stored = encoder.encode(sample, [image_bytes()], (), encoder.tokenize(sample))
     assert stored.loss_weights.tolist() == by_hand
+    with pytest.raises(ValueError, match="which the loss of transformers' models does not take"):
+        padding_free_collator([encoded])
 
 
 def test_packs_of_texts_and_of_token_ids_have_the_same_weights(runs: dict[str, Run]) -> None:
@@ -97,6 +101,7 @@ def test_packs_of_texts_and_of_token_ids_have_the_same_weights(runs: dict[str, R
     row = PackedFolder(runs["tars"].workspace.root, encoder).batch([0])
     expected = weights_by_hand(encoder.encoder, row.tokens[0].tolist())
     assert row.loss_mask[0].tolist() == expected
+    assert "labels" not in to_transformers_kwargs(row)
     others = PackedFolder(runs["pretokenized"].workspace.root, encoder)
     indexed = IndexedPackDataset(runs["indexed"].workspace.root / "packed_seq_dataset", encoder)
     for other in (others.batch([0]), indexed[0]):
