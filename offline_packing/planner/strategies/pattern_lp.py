@@ -60,7 +60,9 @@ def pattern_lp(
     for _ in range(max(1, min(40, _PRICING_WORK // len(sizes)))):
         patterns = join_compositions([patterns, found])
         columns = pattern_matrix(patterns, len(counts))[sizes]
-        fractions, prices, _ = solve(columns, counts[sizes])
+        fractions, prices, objective = solve(columns, counts[sizes])
+        if objective * (len(counts) - 1) <= counts @ np.arange(len(counts)) * (1 + 1e-9):
+            break  # every pack is full
         _, found = price_patterns(as_integers(prices), sizes, len(counts) - 1)
         if found.num_packs == 0:
             break
