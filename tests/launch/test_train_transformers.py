@@ -38,7 +38,7 @@ def packed_folder(family: str, root: Path, layout: str = "energon") -> tuple[Pat
     run = make_run(
         {"format": "pairs", "path": source, "task": "captioning"},
         root / "packed",
-        model={"family": family, "processor": str(root / "tokenizer"), "max_pixels": 0}
+        model={"family": family, "processor": str(root / "tokenizer"), "max_pixels": None}
         | encoder_options(family),
         pack={"seq_length": 512},
         output={"layout": layout},
