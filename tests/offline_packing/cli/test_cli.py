@@ -229,7 +229,7 @@ def test_installed_command_with_workers(config: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert "problems        0" in result.stdout
+    assert "20 samples = 20 packed + 0 set aside" in result.stdout
     assert result.stderr == ""
 
 
