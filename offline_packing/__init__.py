@@ -8,13 +8,16 @@ if TYPE_CHECKING:
     from offline_packing.planner.pack_plan import PackPlan
     from offline_packing.planner.plan_packs import plan_packs
     from offline_packing.planner.windows import WindowOptions, WindowPlanner
+    from offline_packing.upkeep.pack import Packed, pack
 
-__all__ = ["PackPlan", "WindowOptions", "WindowPlanner", "plan_packs"]
+__all__ = ["PackPlan", "Packed", "WindowOptions", "WindowPlanner", "pack", "plan_packs"]
 
 _MODULES: Final = {
     "PackPlan": "planner.pack_plan",
+    "Packed": "upkeep.pack",
     "WindowOptions": "planner.windows",
     "WindowPlanner": "planner.windows",
+    "pack": "upkeep.pack",
     "plan_packs": "planner.plan_packs",
 }
 # The planner's compiled parts cost half a second.

@@ -1,0 +1,80 @@
+"""All stages in one call, for programs; `offline-packing run` does the same and prints."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offline_packing.config.packing import PackingConfig, load_config, parse_config
+from offline_packing.errors import StageError
+from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import plan
+from offline_packing.report.report import report
+from offline_packing.runs.artifacts import open_index
+from offline_packing.runs.losses import check_losses, check_media
+from offline_packing.runs.run import Run, build_engine
+from offline_packing.verify.verify import VerifyResult, render_verdict, verify
+from offline_packing.write.write import write
+from task_encoders.packs.manifest import Manifest, read_manifest
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A packed dataset."""
+
+    #: the folder a trainer is given
+    path: Path
+    manifest: Manifest
+    verified: VerifyResult
+    #: the page with its figures
+    report: Path
+
+
+def pack(
+    config: PackingConfig | Mapping[str, Any] | str | Path,
+    *overrides: str,
+    deep: bool = False,
+    progress: bool = False,
+    accept_mismatch: Collection[str] = (),
+) -> Packed:
+    """Measure, plan, write, verify and report; skip what is complete.
+
+    Args:
+        config: a configuration, its content as a dict, or the path of its YAML file.
+        overrides: "key.sub=value", for a YAML file.
+        deep: also compare what was written with the source, and encode every sample again.
+        progress: show progress bars on stderr.
+        accept_mismatch: fields that may differ from those of an earlier, unfinished run.
+
+    Raises:
+        ConfigError: a field is unknown or has a bad value.
+        StageError: a stage cannot go on, too much would be set aside, or the check found problems.
+    """
+    if isinstance(config, str | Path):
+        config = load_config(config, overrides)
+    elif overrides:
+        raise TypeError("overrides change a YAML file; change the configuration itself")
+    elif not isinstance(config, PackingConfig):
+        config = parse_config(config)
+    with build_engine(config) as engine:
+        run = Run(config, engine, frozenset(accept_mismatch), progress=progress)
+        with run.workspace.lock(shared=engine.IS_SHARED):
+            return _pack(run, deep)
+
+
+def _pack(run: Run, deep: bool) -> Packed:
+    workspace = run.workspace
+    measure(run)
+    samples = open_index(run)
+    made = plan(run, samples)
+    if not workspace.manifest.exists():
+        check_losses(run)
+        check_media(run)
+    write(run, samples, made)
+    verified = verify(run, deep=deep)
+    if not verified.ok:
+        raise StageError(f"{workspace.root} has {render_verdict(verified)}")
+    report(run)
+    manifest = read_manifest(workspace.root)
+    assert manifest is not None  # just verified
+    return Packed(workspace.root, manifest, verified, workspace.report / "report.html")
