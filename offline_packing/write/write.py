@@ -67,7 +67,9 @@ def preview_write(run: Run, samples: Index, stored: StoredPlan) -> str:
     plan, manifest = stored.packs, read_manifest(run.workspace)
     if manifest is not None:
         written_as = read_json(run.workspace.started) or {}
-        if not changed_fields(written_as, layout_fingerprint(run.config.output, stored.hash)):
+        if not changed_fields(
+            written_as, layout_fingerprint(named_output(run, stored.hash), stored.hash)
+        ):
             return f"write: complete ({len(manifest['shards']):,} shards), nothing to do"
         if not run.config.output.overwrite:
             check_layout(run, stored.hash)
