@@ -70,7 +70,7 @@ def _ignore() -> None:
 
 
 def _raise_later(dropped: "UnraisableHookArgs") -> None:
-    """Where a signal came during a callback of Python's own, as imports have, the exception ends
+    """If a signal came during a callback of Python's own, as imports have, the exception ends
     there; raise it again a moment later."""
     ended = dropped.exc_value
     if not isinstance(ended, EndedBySignal):

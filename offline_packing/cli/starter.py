@@ -40,7 +40,7 @@ output:
 
 
 def render_examples(found: Recognised) -> str:
-    """What was recognised, and some records as they would be packed."""
+    """Render what was recognised, and some records as they would be packed."""
     options = found.options
     lines = [f"{options['path']} is read with format {options['format']}, task {options['task']}"]
     if found.others:

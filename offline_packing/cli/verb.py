@@ -1,5 +1,5 @@
-"""What a verb is: one object that says its name, help and options, whether it locks the output, and
-whether ranks may share it. `offline-packing NAME CONFIG.yaml [key.sub=value ...]` calls it.
+"""A verb of the command: its name, help and options, whether it locks the output, and whether
+ranks may share it. `offline-packing NAME CONFIG.yaml [key.sub=value ...]` calls it.
 
 What a run needs is imported when one begins: help needs none of it, and is asked for often.
 """
@@ -26,7 +26,7 @@ HelpList = tuple[str, list[tuple[str, str]]]
 
 
 class Verb(click.Command):
-    """What can be done to one output. `callback` gets a run, whether it is a dry one, and the
+    """Operation on one output. `callback` gets a run, whether it is a dry one, and the
     verb's options; it prints its result, and raises StageError where it fails."""
 
     def __init__(
@@ -110,7 +110,7 @@ def _start_logging(context: click.Context, _: click.Parameter, quiet: bool) -> N
     warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
-#: Of every command.
+#: Options of every command.
 OUTPUT_OPTIONS: Final = (
     click.Option(
         ["--quiet"],
@@ -162,7 +162,7 @@ def cli() -> None:
     """Pack a vision-language dataset into full training sequences, before training.
 
     Most verbs are called as VERB CONFIG [KEY.SUB=VALUE]..., where CONFIG is a YAML file and its
-    fields can be set behind it: offline-packing run pack.yaml pack.seq_length=8192
+    fields can be set after it: offline-packing run pack.yaml pack.seq_length=8192
     """
 
 

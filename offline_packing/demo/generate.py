@@ -49,7 +49,7 @@ _STORED_BY: Final = {6: Transpose.ROTATE_90, 3: Transpose.ROTATE_180, 8: Transpo
 _TURN_EVERY, _MODE_EVERY = 20, 8
 #: Text and pictures of one sample stay below this, except where it is meant to be overlong.
 _MAX_NUM_TOKENS: Final = 1750
-#: In every run of _COPIES_EVERY VQA samples the first _NUM_COPIES ask about one picture.
+#: The first _NUM_COPIES of every _COPIES_EVERY VQA samples ask about one picture.
 _COPIES_EVERY, _NUM_COPIES = 25, 3
 _TOKEN_LIKE: Final = re.compile(r"[A-Za-zÀ-ÿ]{1,6}|[^\sA-Za-zÀ-ÿ]|\n+| (?=\d)")
 
@@ -241,7 +241,7 @@ def _text_budget(rng: Random, pictures: Sequence[Picture], fault: str | None) ->
 
 
 def _log_uniform(rng: Random, low: float, high: float) -> int:
-    """As many from 10 to 100 as from 100 to 1000."""
+    """Draw log-uniformly: as many from 10 to 100 as from 100 to 1000."""
     return round(math.exp(rng.uniform(math.log(low), math.log(high))))
 
 

@@ -46,7 +46,7 @@ SOURCES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "bmr": (("pairs", "bmr"), ("jsonl", "bmr_jsonl/dialogues.jsonl")),
 }
 
-#: What the demo promises; a figure outside these limits fails it.
+#: Limits of the demo; a figure outside them fails it.
 MAX_PACKED_DIFFERENCE: Final = 1e-4
 MIN_CONTROL_DIFFERENCE: Final = 1e-1
 

@@ -1,4 +1,4 @@
-"""What every engine offers: run one function over many tasks, and hear how far they are; and the
+"""Interface of every engine: run one function over many tasks, and report progress; and the
 engine on the processes of this machine.
 
 A task says `advance(3)` when three more of its records or packs are done, and the caller of
@@ -47,7 +47,7 @@ _LISTENER: Final[ContextVar[Advance | None]] = ContextVar("listener", default=No
 
 
 def advance(count: int = 1) -> None:
-    """To be called by a task; does nothing where nobody listens."""
+    """Report progress of a task; does nothing where nobody listens."""
     listener = _LISTENER.get()
     if listener is not None:
         listener(count)
@@ -172,7 +172,7 @@ class LocalEngine(Engine):
         return self._pool
 
     def _newly_advanced(self) -> int:
-        """What workers added since the last call."""
+        """Progress of the workers since the last call."""
         if self._advanced is None:
             return 0
         # Without the lock, which a killed worker may hold.

@@ -24,7 +24,7 @@ from offline_packing.engines.local import (
 )
 from offline_packing.errors import StageError
 
-#: How often a task is run again because its worker died.
+#: Repetitions of a task whose worker died.
 _MAX_RETRIES: Final = 5
 
 
@@ -43,7 +43,7 @@ class _Counter:
 
 
 def _run_task(function: Callable[[Task], Result], task: Task, counter: Any) -> Result:
-    """In a worker of Ray; tells the counter about twice a second how far the task advanced."""
+    """Progress in a worker of Ray, sent to the counter about twice a second."""
     if counter is None:
         return function(task)
     import ray
@@ -120,7 +120,7 @@ class RayEngine(Engine):
             ) from error
 
     def _connected(self) -> Any:
-        """The module, with a cluster behind it. Raises StageError if Ray is not installed."""
+        """The module, connected to a cluster. Raises StageError if Ray is not installed."""
         if self._ray is None:
             settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
             if "RAY_ADDRESS" not in os.environ:

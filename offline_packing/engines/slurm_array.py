@@ -43,7 +43,7 @@ def find_rank(environment: Mapping[str, str]) -> tuple[int, int]:
     its place in a slurm array, among the processes of srun, or in an array of sruns.
 
     The indices of an array may begin anywhere and have a step: 8, 10, 12 are ranks 0, 1, 2 of 3.
-    Raises ConfigError if none of these is set, or they are no rank and size.
+    Raises ConfigError if none of these is set, or they are not a rank and a size.
     """
     if _OWN[0] in environment:
         return _pair(environment, _OWN)

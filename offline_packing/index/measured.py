@@ -1,4 +1,4 @@
-"""What measuring records of a sample: a row of the index, or of the table of samples set aside."""
+"""Record of a measured sample: a row of the index, or of the table of samples set aside."""
 
 import itertools
 import os
@@ -21,7 +21,7 @@ from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SourceSa
 from task_encoders.text.qwen_templates import DEFAULT_SYSTEM
 from task_encoders.text.qwen_vocabulary import QWEN_SPECIAL_TOKENS
 
-#: What --accept-mismatch calls the times; no field of a fingerprint.
+#: Name of the times in --accept-mismatch; not a field of a fingerprint.
 MODIFICATION_TIME: Final = "modification_time"
 
 #: Line breaks at the start of an answer, which tokenizers merge with the header's.
@@ -92,7 +92,7 @@ def escape(text: str) -> str:
 
 
 class Trait(IntFlag):
-    """What a sample has that some layout cannot hold, in the index column `traits`. Measuring
+    """Properties of a sample that some layout cannot hold, in the index column `traits`. Measuring
     records it, since only then is the sample's text at hand; a layout names what it cannot hold in
     `Layout.find_unfit`, and planning sets such samples aside. Stored: a flag's value never changes
     its meaning."""
@@ -174,7 +174,7 @@ def sample_stamp(source: Source, json: Locator, media: Iterable[Locator]) -> int
     """
     times = [modification_time(source.root, json.container)]
     for locator in media:
-        # As in Source.read_media: a medium that is a file of its own may lie under image_root.
+        # Same as in Source.read_media: a medium that is a file of its own may lie under image_root.
         root = source.media if locator.kind == "file" else source.root
         times.append(modification_time(root, locator.container))
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(times)}q", *times))

@@ -66,7 +66,7 @@ SET_ASIDE_SCHEMA: Final = pa.schema(
 
 
 def key_hash(source_id: int, key: str) -> int:
-    """What identifies a sample in 8 bytes."""
+    """Identity of a sample in 8 bytes."""
     return xxhash.xxh3_64_intdigest(f"{source_id}/{key}".encode())
 
 
@@ -84,7 +84,7 @@ def table_writer(
 
 @dataclass(frozen=True)
 class IndexInfo:
-    """What index.json holds."""
+    """Content of index.json."""
 
     fingerprint: dict[str, str | int]
     versions: dict[str, str]

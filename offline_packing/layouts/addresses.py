@@ -19,9 +19,9 @@ from offline_packing.sources.roots.remote import Root, open_root
 if TYPE_CHECKING:
     from megatron.energon.cache.file_store import WebdatasetFileStore
 
-#: In a folder of tars that Energon has listed.
+#: Index in a folder of tars that Energon has listed.
 _PREPARED: Final = ".nv-meta/index.sqlite"
-#: How Energon names a folder whose files it reads by their paths.
+#: Energon's name of a folder whose files it reads by their paths.
 _FILES: Final = "filesystem"
 
 
@@ -85,7 +85,7 @@ def check_address(source: Source, kind: str) -> None:
 
 
 def locate(source_id: int, source: Source, at: Locator) -> list[str | int]:
-    """What a line holds of a medium. Raises StageError if its file has another size, or the tar was
+    """Address of a medium in a line. Raises StageError if its file has another size, or the tar was
     prepared when it was another."""
     root = source.media_root(at)
     time = time_of_medium(root, at)

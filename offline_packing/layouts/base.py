@@ -1,4 +1,4 @@
-"""What every layout offers: writing one shard, the metadata of all, and reading both again."""
+"""Interface of every layout: writing one shard, the metadata of all, and reading both again."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -56,16 +56,16 @@ class Layout(ABC):
         return estimate_pack_bytes(samples, plan)
 
     def metadata(self, splits: Iterable[str]) -> Sequence[str]:
-        """What `finish` writes for these splits, relative to the output; and MEDIA_ROOTS."""
+        """Files that `finish` writes for these splits, relative to the output; and MEDIA_ROOTS."""
         return self.METADATA
 
     def find_unfit(self, samples: Index) -> Iterator[tuple[str, SampleIds]]:
-        """What the layout cannot hold, and the affected rows of an index, ascending. Such
-        samples are set aside when planning; `write` meets none."""
+        """Reasons why the layout cannot hold samples, and the affected rows of an index, ascending.
+        Such samples are set aside when planning; `write` meets none."""
         yield from ()
 
     def added_tokens(self, samples: Index) -> npt.NDArray[np.int64] | int:
-        """By how many tokens at most its reader makes each sample longer than it was measured;
+        """Tokens by which its reader makes each sample longer than measured, at most;
         plans leave room for them."""
         return 0
 
@@ -91,7 +91,7 @@ class Layout(ABC):
 
     @abstractmethod
     def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
-        """What is wrong with a shard as a whole: it is missing, or is not what was written."""
+        """Damage to a shard as a whole: it is missing, or is not what was written."""
 
     @abstractmethod
     def read_packs(self, task: ShardTask) -> Iterator[Pack]:

@@ -212,7 +212,7 @@ def _place(task: ShardTask) -> tuple[Path, int]:
 def _find_pieces(
     folder: Path, joined: Path, shards: Sequence[tuple[Path, Mapping[str, Any]]]
 ) -> list[tuple[Path, int]]:
-    """For each shard of a split, a file that holds its bytes, and from where on: its piece, or what
+    """Yield for each shard of a split a file with its bytes, and their offset: its piece, or what
     was put together before. Raises StageError where there is neither; such shards are unfinished
     then. `shards`: fragments, and lines of the manifest."""
     ends = list(itertools.accumulate(line["bytes"] for _, line in shards))
@@ -261,7 +261,7 @@ def _sub_sample(task: ShardTask, row: Row, encoder: SampleEncoder) -> IndexedSub
 
 
 def _stored(source_id: int, root: Root, at: Locator) -> list[Any]:
-    """What a document says of where a medium lies."""
+    """Address of a medium in a document."""
     name, offset = ("files", None) if at.kind == "file" else ("tars", at.offset)
     return [f"{name}{source_id}", at.container, offset, at.size, time_of_medium(root, at)]
 

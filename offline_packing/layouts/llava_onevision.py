@@ -91,7 +91,7 @@ class LlavaOneVisionLayout(EnergonLayout):
         return [*zip(names, images, strict=True), (JSON_PART, orjson.dumps(record))]
 
     def stored_form(self, sample: SourceSample) -> SourceSample:
-        """With the image's place in the prompt, as their loader expects it. Raises StageError if
+        """Mark the image's place in the prompt, as their loader expects it. Raises StageError if
         the sample is not the one that was measured and planned."""
         if len(sample.turns) != 1:
             raise StageError(

@@ -82,7 +82,7 @@ class LoongForgeLayout(EnergonLayout):
     def added_tokens(self, samples: Index) -> npt.NDArray[np.int64] | int:
         if _are_captions(samples):
             return 0
-        newline = 1  # its templates *-hf keep the one behind the last answer
+        newline = 1  # its templates *-hf keep the one after the last answer
         side = _token_side(samples)
         if side == _SIDE:
             return newline

@@ -225,7 +225,7 @@ def _read_lines(folder: Path, shard_name: str, split: str, first: int, count: in
 
 
 class _Split:
-    """What the metadataset says of a split, read when it is first needed. Raises StageError if it
+    """Content of the metadataset for a split, read when it is first needed. Raises StageError if it
     cannot be used."""
 
     def __init__(self, folder: Path, name: str) -> None:

@@ -47,7 +47,7 @@ class Row:
 
     @property
     def num_videos(self) -> int:
-        """How many of the media are videos; they are the last."""
+        """Number of videos among the media; they are the last."""
         return sum(map(is_video_name, self.extensions))
 
 
@@ -76,7 +76,7 @@ class ShardTask:
 
     @property
     def number(self) -> int:
-        """What distinguishes the task from the others."""
+        """Parameters that distinguish the task from the others."""
         return self.shard.number
 
     def keys(self) -> list[str]:

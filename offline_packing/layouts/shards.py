@@ -5,7 +5,7 @@ _packing/write/train-000000.json    a shard's fragment, which marks it as finish
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -134,17 +134,6 @@ class ShardFragment:
     def save(self, path: Path) -> None:
         """Write the fragment: from now on the shard is finished."""
         write_atomically(path, orjson.dumps(seal(orjson.loads(orjson.dumps(self)))))
-
-    def as_recorded(self, content_hash: str) -> "ShardFragment":
-        """The fragment in the form that a manifest recorded: earlier versions kept no hashes of
-        single files."""
-        if self.content_hash == content_hash:
-            return self
-        packs = [
-            replace(pack, parts=tuple(Part(p.name, p.offset, p.size) for p in pack.parts))
-            for pack in self.packs
-        ]
-        return replace(self, packs=packs)
 
     @classmethod
     def load(cls, path: Path) -> "ShardFragment":

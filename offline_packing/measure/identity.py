@@ -1,4 +1,4 @@
-"""Which sample a record is: records that share an id, and samples that other outputs already hold.
+"""Identity of samples: records that share an id, and samples that other outputs already hold.
 
 A record's own `id` (JSON, JSONL, tables) says where it came from, not which sample it is:
 LLaVA-Instruct gives several conversations of an image one `id`. Of the samples that share one, the

@@ -120,7 +120,7 @@ def _complete(
 
 
 def preview_measure(run: Run) -> str:
-    """What `measure` would do. Writes nothing, and reads no record without source.skip."""
+    """Describe what `measure` would do. Writes nothing, and reads no record without source.skip."""
     lines = []
     sources = open_sources(run.config)
     if run.workspace.index_info.exists():
@@ -156,7 +156,7 @@ def _fingerprint(run: Run, scans: Sequence[Scan]) -> Fingerprint:
 
 
 def _started(run: Run, scans: Sequence[Scan]) -> Fingerprint:
-    """What all parts of an unfinished index must have been made with."""
+    """Settings that all parts of an unfinished index must share."""
     return {
         **_fingerprint(run, scans),
         "index.version": index.INDEX_VERSION,

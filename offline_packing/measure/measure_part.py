@@ -75,7 +75,7 @@ class MeasureTask:
 
 @dataclass(frozen=True)
 class PartResult:
-    """What a measured part holds."""
+    """Content of a measured part."""
 
     num_rows: int
     num_tokens: int
@@ -98,7 +98,7 @@ class PartResult:
 
 
 def read_result(task: MeasureTask) -> PartResult:
-    """What a measured part holds, by its two tables."""
+    """Content of a measured part, from its two tables."""
     num_tokens = pq.read_table(task.index_path, columns=["num_tokens"])["num_tokens"]
     with pq.ParquetFile(task.set_aside_path) as aside:
         reasons = Counter(aside.read(["reason"])["reason"].to_pylist())
@@ -188,7 +188,7 @@ class Measuring:
         """A row of either table for each record, in order.
 
         Raises:
-            StageError: what is no fault of a sample.
+            StageError: an error that is not caused by the sample.
         """
         for group in self._groups(records):
             for step in (self._read_sample, self._read_headers, self._measure, self._make_row):

@@ -21,7 +21,7 @@ from offline_packing.sources import Scan, Source
 from offline_packing.sources.roots.listing import FILES_SCHEMA, container_hash
 
 _CHUNK: Final = 1 << 16
-#: How many file names a message lists per kind of change.
+#: File names that a message lists per kind of change.
 _NUM_NAMED: Final = 3
 
 
@@ -35,7 +35,7 @@ def save_files(folder: Path, sources: Sequence[Source], scans: Sequence[Scan]) -
 
 
 def explain_listing(folder: Path, sources: Sequence[Source], name: str) -> str | None:
-    """What changed in the files of a source since `save_files` kept them, by the name of a
+    """Changes in the files of a source since `save_files` kept them, by the name of a
     fingerprint's field: source.0.listing. None: nothing, nothing was kept, or another field."""
     match = re.fullmatch(r"source\.(\d+)\.listing", name)
     if match is None or int(match[1]) >= len(sources):

@@ -27,7 +27,7 @@ _PER_TOKEN: Final = {
     "loss_scale": 0,
     "loss_mask": 0,
 }
-#: What a sample without media need not have.
+#: Fields that a sample without media may lack.
 _ZERO_BY_DEFAULT: Final = ("mm_token_type_ids", "token_type_ids")
 #: Stay a list where they are one: models take images of several sizes that way.
 _IMAGES: Final = "images"

@@ -41,7 +41,7 @@ from task_encoders.rows.row_encoder import measure
 from task_encoders.samples import SampleError
 
 RestoreKey = tuple[Any, ...]
-#: What a pack may be limited by beside tokens.
+#: Budgets that a pack may have beside tokens.
 _BUDGETS: Final = ("vision_patches", "images", "videos")
 
 
@@ -66,7 +66,7 @@ class OnlineTaskEncoder(Qwen2VLTaskEncoder):
         return other
 
     def measure(self, sample: Sample) -> Mapping[str, int]:
-        """What a sample takes of a pack: tokens, with padding, vision_patches, images and videos.
+        """Size of a sample in a pack: tokens, with padding, vision_patches, images and videos.
 
         Raises:
             SampleError: it cannot be used.
@@ -92,7 +92,7 @@ class OnlineTaskEncoder(Qwen2VLTaskEncoder):
     ) -> SavableDataset[PackedRowSample]:
         """Energon's hook."""
         if isinstance(dataset, RepeatDataset) and dataset.repeats is None:
-            # What repeats are the packs: so those left over come out at the end of each epoch.
+            # Packs repeat, not samples: so those left over come out at the end of each epoch.
             packs = OnlinePacks(dataset.dataset, self, worker_config=worker_config)
             return RepeatDataset(packs, worker_config=worker_config)
         return OnlinePacks(dataset, self, worker_config=worker_config)
@@ -171,7 +171,7 @@ class MeasuringTaskEncoder(OnlineTaskEncoder):
 def measure_some(
     path: str | Path, task_encoder: MeasuringTaskEncoder, count: int = 1000
 ) -> tuple[list[Mapping[str, int]], int]:
-    """What the first samples take of a pack, in the shuffled order of `get_online_train_dataset`;
+    """Sizes of the first samples in a pack, in the shuffled order of `get_online_train_dataset`;
     and how many samples there are, good or bad."""
     here = WorkerConfig(rank=0, world_size=1, num_workers=0)
     dataset = get_online_train_dataset(path, task_encoder, worker_config=here, repeat=False)

@@ -18,7 +18,7 @@ Match = Callable[[np.ndarray, int], Packs]
 
 
 class Pool(Protocol[Item]):
-    """What `PackingPool` and the pools below offer."""
+    """Interface of `PackingPool` and the pools below."""
 
     @property
     def waiting(self) -> list[Item]:

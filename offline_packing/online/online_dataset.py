@@ -104,7 +104,7 @@ class OnlineDataset(IterableDataset[Any]):
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """What decides the packs: a state goes only with the same settings."""
+        """Settings that decide the packs: a state goes only with the same settings."""
 
     @property
     def set_aside(self) -> Counter[str]:
@@ -122,7 +122,7 @@ class OnlineDataset(IterableDataset[Any]):
         return self._pass
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this reader is; plain values and arrays, no samples."""
+        """State of this reader: plain values and arrays, no samples."""
         if self._pass is None or self._saved is not None:
             return dict(self._saved or {"epoch": int(self._epoch)})
         return self._pass.state()
@@ -135,7 +135,7 @@ class OnlineDataset(IterableDataset[Any]):
         self.set_epoch(max(int(self._epoch), state["epoch"]))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a spawned worker, which is in no process group."""
+        """State for a spawned worker, which is in no process group."""
         return self.__dict__ | {"_ranks": rank_and_size(self._ranks), "_pass": None}
 
 

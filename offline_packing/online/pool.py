@@ -1,4 +1,4 @@
-"""Items that wait for a pack while a stream is packed: the core of every road of online packing."""
+"""Items that wait for a pack while a stream is packed: the core of online packing."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -36,7 +36,7 @@ class PackingPool(Generic[Item]):
 
     @property
     def options(self) -> WindowOptions:
-        """How the stream is packed."""
+        """Options of packing the stream."""
         return self._planner.options
 
     @property

@@ -13,7 +13,7 @@ _PATIENCE: Final = 0.1  # seconds after which a waiting producer looks whether i
 
 
 class _Produced(NamedTuple):
-    """An item and the dataset's state behind it, or what ended the pass."""
+    """An item and the dataset's state after it, or what ended the pass."""
 
     item: Any = None
     state: Mapping[str, Any] | None = None
@@ -48,11 +48,11 @@ class Prefetched(IterableDataset[Any]):
         return self._consume(source, skipped)
 
     def state_dict(self) -> dict[str, Any]:
-        """The dataset's state behind the last item taken."""
+        """The dataset's state after the last item taken."""
         return dict(self._state_after(0) if self._state is None else self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind that item with the next pass."""
+        """Go on after that item with the next pass."""
         if hasattr(self.dataset, "load_state_dict"):
             self.dataset.load_state_dict(state)
         else:
@@ -60,7 +60,7 @@ class Prefetched(IterableDataset[Any]):
         self._state = state
 
     def set_epoch(self, epoch: int) -> None:
-        """That of the dataset, if it has any."""
+        """Length of the dataset, if it has any."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 

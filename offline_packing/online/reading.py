@@ -26,7 +26,7 @@ Load = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Shard:
-    """Which reader this is. It takes the samples `index`, `index + count`, ..."""
+    """Place of this reader among all. It takes the samples `index`, `index + count`, ..."""
 
     rank: int
     world_size: int
@@ -56,7 +56,7 @@ def check_ranks(rank: int | None, world_size: int | None) -> tuple[int, int] | N
 
 
 def rank_and_size(given: tuple[int, int] | None) -> tuple[int, int] | None:
-    """As given, or of torch.distributed; None if there is no process group."""
+    """Rank and world size as given, or of torch.distributed; None if there is no process group."""
     if given is None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return given
@@ -113,7 +113,7 @@ class Source(Protocol):
         """The next sample; None at the end. Raises StageError if the dataset fails or is empty."""
 
     def state(self, oldest: int | None) -> dict[str, Any]:
-        """What `restore` needs to return samples again, the first of them `oldest`; plain."""
+        """State that `restore` needs to return samples again, the first of them `oldest`; plain."""
 
     def restore(self, state: Mapping[str, Any], numbers: Collection[int]) -> dict[int, Load]:
         """Go on where `state` was taken; the samples of these numbers again."""

@@ -36,7 +36,7 @@ def by_reason(counts: torch.Tensor) -> Counter[str]:
 
 
 class Unusable:
-    """What one reader sets aside in a pass."""
+    """Samples that one reader sets aside in a pass."""
 
     def __init__(self, counts: torch.Tensor, worker: int) -> None:
         #: by reason

@@ -35,7 +35,7 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import listed
 from offline_packing.storage.yaml_file import explain_value_error, read_config
 
-#: What the two columns may be called.
+#: Accepted names of the two columns.
 _NAMES: Final = {
     "key": ("key", "name", "id", "__key__", "sample"),
     "num_tokens": ("num_tokens", "tokens", "token_len", "length", "lengths", "len"),

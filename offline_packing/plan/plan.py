@@ -50,7 +50,7 @@ def plan(run: Run, samples: Index) -> StoredPlan:
     over-long sample under on_overlong: error, or shards that were written with another plan."""
     workspace = run.workspace
     found = read_json(workspace.plan_info)
-    fingerprint = plan_fingerprint(run, found and found["fingerprint"])
+    fingerprint = plan_fingerprint(run)
     if found is not None and not changed_fields(found["fingerprint"], fingerprint):
         stored = load_plan(run, found)
         logger.info("plan: complete (%s packs), nothing to do", f"{stored.packs.num_packs:,}")
@@ -131,9 +131,7 @@ def restore_plan(run: Run, samples: Index, expected: str | None) -> None:
 def preview_plan(run: Run, samples: Index) -> str:
     """The summary of the plan that `plan` would make, if there is not one; nothing is written."""
     found = read_json(run.workspace.plan_info)
-    if found is not None and not changed_fields(
-        found["fingerprint"], plan_fingerprint(run, found["fingerprint"])
-    ):
+    if found is not None and not changed_fields(found["fingerprint"], plan_fingerprint(run)):
         return f"plan: complete ({load_plan(run, found).packs.num_packs:,} packs), nothing to do\n"
     planned = make_plan(run, samples)
     return summary_text(run, samples, planned.packs, planned.set_aside.reasons)

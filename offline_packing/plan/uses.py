@@ -1,4 +1,4 @@
-"""How often each sample is used, and in which split: decided before anything is packed.
+"""Uses of each sample, and their split: decided before anything is packed.
 
 `repeat: 2.3` uses every sample twice and three in ten of them once more; `repeat: 0.5` every second
 one; which ones, depends only on key and seed. `weight` says which share of all tokens (of all
@@ -26,7 +26,7 @@ _USE, _SPLIT = 0, 1
 
 @dataclass(frozen=True)
 class Uses:
-    """What is packed: rows of the index, each as often as it is used, round by round."""
+    """Samples to pack: rows of the index, each as often as it is used, round by round."""
 
     #: by split; a single entry without a name where splits are cut from the finished packs
     rows: Mapping[str, Rows]

@@ -1,4 +1,4 @@
-"""What there is to report on: the complete stages of an output, and what they set aside."""
+"""Complete stages of an output, and the samples they set aside."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -137,7 +137,7 @@ def _sources(table: pa.Table, config: PackingConfig) -> npt.NDArray[np.int32]:
     """(num_rows,) the number of each row's source."""
     numbers = np.zeros(len(table), np.int32)
     prefixes = list(enumerate(zip(config.source, config.key_prefixes(), strict=True)))
-    # Of several sources with one path the longest prefix that fits decides: it comes last.
+    # The longest prefix that fits decides among sources with one path: it comes last.
     for number, (source, prefix) in sorted(prefixes, key=lambda item: len(item[1][1])):
         own = pc.and_(
             pc.equal(table["source"], source.path), pc.starts_with(table["key"], pattern=prefix)

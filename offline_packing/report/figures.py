@@ -15,7 +15,7 @@ from task_encoders.families import model_cost
 
 #: Lower ends of the bands that packs are counted in, as shares of seq_length.
 _FILL_BANDS: Final = (1.0, 0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.0)
-#: How much longer sequences would have to be, as tried for samples that are too long.
+#: Factors of seq_length tried for samples that are too long.
 _LONGER: Final = (2, 4)
 #: Samples whose packing in small buffers is tried, and the sizes of the buffers.
 _TRIED_SAMPLES: Final = 50_000

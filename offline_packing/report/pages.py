@@ -77,7 +77,7 @@ def _bytes(count: float) -> str:
 
 
 def _round_numbers(highest: int) -> range:
-    """At most three round numbers up to the highest count: 870 -> 500; 250 -> 100, 200."""
+    """Return at most three round numbers up to the highest count: 870 -> 500; 250 -> 100, 200."""
     power: int = 10 ** (len(str(highest)) - 1)
     steps = (power // 2, power, 2 * power, 5 * power)
     step = next(step for step in steps if step and highest / step < 3)
@@ -85,7 +85,7 @@ def _round_numbers(highest: int) -> range:
 
 
 def _labelled_edges(edges: Sequence[int]) -> list[int]:
-    """Which edges are labelled below an axis: powers of two, if there are not too many."""
+    """Edges that are labelled below an axis: powers of two, if there are not too many."""
     places = [i for i, edge in enumerate(edges) if edge & (edge - 1) == 0]
     return places[:: -(-len(places) // _MAX_LABELS)] if places else [0, len(edges) - 1]
 

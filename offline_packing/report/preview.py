@@ -186,7 +186,7 @@ def _sub_samples(
     row: "PackedRowSample",
     pack: Pack,
 ) -> Iterator[SubSamplePreview]:
-    """What the row's segments were made from, next to the result."""
+    """Sources of the row's segments, next to the result."""
     encoder = task_encoder.encoder
     restored = restore_pack(pack.record, pack.key).sub_samples
     samples = (sub for sub in restored if isinstance(sub, SourceSample))

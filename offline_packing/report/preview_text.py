@@ -17,8 +17,8 @@ _WORDS: Final = 28
 
 
 def render_pack(pack: PackPreview, *, full: bool = False, max_characters: int = 400) -> str:
-    """One pack as text, with colours that click drops if there is no terminal. Unless `full`, only
-    the beginning and the end of spans above `max_characters` are shown."""
+    """Render one pack as text, with colours that click drops if there is no terminal. Unless
+    `full`, only the beginning and the end of spans above `max_characters` are shown."""
     tokens = pack.cu_lengths[-1]
     loss = sum(sub.num_loss_tokens for sub in pack.sub_samples)
     head = (

@@ -34,7 +34,7 @@ from task_encoders.packs.pack_format import pack_key
 REPORT_VERSION: Final = 1
 #: Packs, and rows of padded batches, that are drawn.
 _NUM_DRAWN: Final = 24
-#: What is summed up per source: columns num_NAME of the index.
+#: Columns summed up per source: columns num_NAME of the index.
 _SUMS: Final = ("tokens", "loss_tokens", "images", "vision_patches", "turns")
 
 Document = dict[str, Any]
@@ -53,7 +53,7 @@ def report(run: Run) -> str:
 
 
 def report_status(workspace: Workspace) -> str | None:
-    """Where the report is, and whether it is up to date with the stages; None without one."""
+    """Path of the report, and whether it is up to date with the stages; None without one."""
     document = read_json(workspace.report / "report.json")
     if document is None:
         return None
@@ -104,7 +104,7 @@ def _document(stages: CompleteStages) -> Document:
 
 
 def _verdict(document: Document) -> str:
-    """What became of the samples, in one line."""
+    """Say in one line what became of the samples."""
     samples, plan = document["samples"], document["plan"]
     if plan is None:
         usable = samples["found"] - samples["set_aside"]
@@ -125,7 +125,7 @@ def _verdict(document: Document) -> str:
 
 
 def _made_from(workspace: Workspace, manifest: Mapping[str, Any] | None) -> dict[str, str | None]:
-    """What identifies the stages that a report describes."""
+    """Identity of the stages that a report describes."""
     index, plan = workspace.index_info, read_json(workspace.plan_info) or {}
     return {
         "index": hash_file(index) if index.exists() else None,

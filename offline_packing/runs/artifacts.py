@@ -25,7 +25,7 @@ Fingerprint = Mapping[str, str | int]
 
 #: Packages whose version may change tokens, sizes or bytes.
 _LIBRARIES = ("numpy", "orjson", "pillow", "pyarrow", "tiktoken")
-#: What stage.json holds the hashes of.
+#: Files whose hashes stage.json holds.
 PLAN_FILES: Final = (
     "sample_ids.npy",
     "pack_offsets.npy",
@@ -50,7 +50,7 @@ class StoredPlan:
 
     @property
     def hash(self) -> str:
-        """What identifies which samples form which pack."""
+        """Hash of which samples form which pack."""
         return str(self.info["hash"])
 
     @property
@@ -101,7 +101,7 @@ def check_plan(run: Run, info: Mapping[str, Any]) -> None:
     )
     check_fingerprint(
         info["fingerprint"],
-        plan_fingerprint(run, info["fingerprint"]),
+        plan_fingerprint(run),
         artifact=f"the plan in {run.workspace.root}",
         remedy=written if run.workspace.write.exists() else "run plan again",
     )
@@ -125,15 +125,11 @@ def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:
     return StoredPlan(packs, info)
 
 
-def plan_fingerprint(run: Run, found: Fingerprint | None = None) -> Fingerprint:
-    """What a plan depends on. An existing plan, by what it was made with, remains valid under the
-    default of `pack.sample_order` if it is from before that."""
+def plan_fingerprint(run: Run) -> Fingerprint:
+    """Settings that a plan depends on."""
     config = run.config
     pack = config.pack.model_dump(mode="json", exclude={"max_set_aside", "weight_by"})
-    is_older = found is not None and "pack.sample_order" not in found
-    if pack["sample_order"] == "composed" or (
-        is_older and "sample_order" not in config.pack.model_fields_set
-    ):
+    if pack["sample_order"] == "composed":
         del pack["sample_order"]
     if config.pack.epochs == 1:
         del pack["epochs"]
@@ -150,7 +146,7 @@ def plan_fingerprint(run: Run, found: Fingerprint | None = None) -> Fingerprint:
 
 
 def _uses_fingerprint(config: PackingConfig) -> dict[str, str | int]:
-    """What the uses of samples depend on besides the seed; empty if each is used once."""
+    """Settings that the uses of samples depend on besides the seed; empty if each is used once."""
     fields: dict[str, str | int] = {}
     for i, source in enumerate(config.source):
         if source.repeat != 1:
@@ -169,7 +165,7 @@ def plan_identity(files: Mapping[str, str]) -> str:
 
 
 def key_prefix(run: Run, plan_hash: str) -> str:
-    """What the keys of an output's packs begin with: as configured; or as the shards of this plan
+    """Prefix of the keys of an output's packs: as configured; or as the shards of this plan
     have it; or '3f9c01ab_', which differs between outputs, but is the same for the same files of
     the source and the same plan."""
     if run.config.output.key_prefix is not None:
@@ -189,7 +185,7 @@ def named_output(run: Run, plan_hash: str) -> OutputConfig:
 
 
 def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
-    """What the shards depend on besides index and source; the prefix of the keys is known."""
+    """Settings that the shards depend on besides index and source. The key prefix is known."""
     assert output.key_prefix is not None
     return {
         "plan": plan_hash,

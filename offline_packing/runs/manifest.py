@@ -22,7 +22,7 @@ from offline_packing.storage.files import hash_bytes, read_json, to_json, write_
 
 logger = logging.getLogger(__name__)
 
-#: What `content_hash` does not cover.
+#: Fields that `content_hash` does not cover.
 _APART: Final = ("content_hash", "library_versions", "metadata")
 
 #: A source of version 1 has all of these, whatever its format understands.
@@ -139,7 +139,7 @@ def _content_hash(manifest: Manifest) -> str:
 
 
 def hash_plan(info: Mapping[str, Any]) -> str:
-    """Of a plan's stage.json without times of the source's files and versions of libraries."""
+    """Hash of a plan's stage.json without times of the source's files and versions of libraries."""
     fingerprint = {name: value for name, value in info["fingerprint"].items() if name != "index"}
     named = {"fingerprint": fingerprint, "hash": info["hash"], "set_aside": info["set_aside"]}
     return hash_bytes(to_json(named))
@@ -160,7 +160,7 @@ def _describe(fragment: ShardFragment) -> dict[str, Any]:
 
 
 def stored_config(config: PackingConfig, key_prefix: str | None = None) -> dict[str, Any]:
-    """What decides the content of an output: not where it lies, nor what ran the tasks."""
+    """Configuration of an output's content: not its place, nor what ran the tasks."""
     excluded: dict[str, Any] = {
         "engine": True,
         "report": True,

@@ -121,7 +121,7 @@ class Run:
 
     @functools.cached_property
     def workspace(self) -> Workspace:
-        """Where the artifacts lie."""
+        """Paths of the artifacts."""
         return Workspace(Path(self.config.output.path))
 
     @property
@@ -157,7 +157,7 @@ class Run:
         """Remove the shards; the manifest, which says that they are complete, goes first."""
         self.workspace.manifest.unlink(missing_ok=True)
         if self.workspace.write.exists():
-            # Of no other layout: a file whose name it would use is the user's own.
+            # Not of other layouts: a file whose name it would use is the user's own.
             started = read_json(self.workspace.started)
             names = LAYOUTS if started is None else [started["output.layout"]]
             for name in names:

@@ -55,7 +55,7 @@ def check_all_done(
 
 
 def plan_shards(run: Run, samples: Index, plan: PackPlan) -> list[Shard]:
-    """Which packs go in which shard."""
+    """Assign packs to shards."""
     output = run.config.output
     if output.max_shard_bytes is None:
         pack_bytes = np.zeros(plan.num_packs, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What data hold and was hardly meant: told by `plan` and in the report."""
+"""Warnings of data that were hardly meant, shown by `plan` and in the report."""
 
 from collections.abc import Iterator
 
@@ -75,7 +75,7 @@ def _sample_hashes(samples: Index, rows: Flags) -> Iterator[Hashes]:
 
 
 def _media_hashes(samples: Index, rows: Flags) -> Iterator[Hashes]:
-    """Of each image and video of some rows, by where it lies."""
+    """Hash of each image and video of some rows, by its address."""
     first = 0
     for number, count in enumerate(samples.info.part_rows):
         own = rows[first : first + count]

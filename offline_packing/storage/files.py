@@ -96,7 +96,7 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """What one of our JSON files holds, without its seal; None: it is not there. Raises
+    """Content of one of our JSON files, without its seal; None: it is not there. Raises
     DamagedError: no object, or not what was written."""
     try:
         content = orjson.loads(path.read_bytes())

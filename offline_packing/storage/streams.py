@@ -31,7 +31,7 @@ _BLOCK: Final = 1 << 16
 
 
 class DamagedStreamError(ValueError):
-    """What follows in a compressed file or a tar cannot be read."""
+    """The rest of a compressed file or a tar cannot be read."""
 
 
 class RangeFile(io.RawIOBase):

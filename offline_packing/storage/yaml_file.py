@@ -70,7 +70,7 @@ def apply_override(content: dict[str, Any], override: str) -> None:
 
 
 def _key(target: dict[str, Any] | list[Any], part: str, override: str) -> Any:
-    """What a part of a dotted name is in a mapping or, as a number, in a list."""
+    """Value of one part of a dotted name, in a mapping or, as a number, in a list."""
     if isinstance(target, dict):
         return part
     if not part.isdecimal() or int(part) >= len(target):
@@ -142,7 +142,7 @@ def _explain(model: type[BaseModel], problem: Mapping[str, Any]) -> str:
 
 
 def explain_value_error(error: Exception) -> str:
-    """What is wrong, in one line; pydantic's own errors lose their URLs."""
+    """Describe an error in one line; pydantic's own errors lose their URLs."""
     if isinstance(error, ValidationError):
         return "; ".join(
             f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()

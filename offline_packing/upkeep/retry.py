@@ -144,7 +144,7 @@ def _of_index(damage: Iterable[Damage]) -> list[Damage]:
 
 
 def _repair_made(run: Run, manifest: Manifest, damage: Sequence[Damage]) -> None:
-    """What shards were made from, and what says so."""
+    """Inputs of the shards, and the files that record them."""
     workspace = run.workspace
     _repair_stages(run, damage, _as_planned(run, manifest), manifest["plan"])
     if len(damage) > len(_of_index(damage)):
@@ -266,7 +266,7 @@ def repair_shard(task: VerifyTask) -> str:
                 target.mkdir(exist_ok=True)
             else:
                 path.replace(target)
-        fragment.as_recorded(task.expected["fragment_xxh3_128"]).save(shard.fragment_path)
+        fragment.save(shard.fragment_path)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return fragment.name

@@ -36,7 +36,7 @@ def status(run: Run) -> str:
 
 
 def _made_otherwise(run: Run) -> Iterator[str]:
-    """What a stage would refuse because it was made with other settings."""
+    """Settings for which a stage would refuse what is there."""
     workspace = run.workspace
     info = IndexInfo.load(workspace.index_info)
     planned = info and read_json(workspace.plan_info)

@@ -1,4 +1,4 @@
-"""Damage to what the stages left behind: each file against the hash recorded when it was written.
+"""Damage to the artifacts of the stages: each file against the hash recorded when it was written.
 
     _packing/index.json         hashes of index parts, set-aside parts and tables of files
     _packing/plan/stage.json    hashes of the plan's files, and of index.json
@@ -6,7 +6,6 @@
                                 says; its own content
 
 A bit that flips in a recorded hash shows as well: a problem names the file and what records it.
-Files of earlier versions lack the seal that `read_json` checks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +55,7 @@ class FileCheck:
 
 
 def check_file(task: FileCheck) -> Damage | None:
-    """What is wrong with a file, if anything is."""
+    """Damage to one file."""
     try:
         if hash_metadata(task.path) == task.expected:
             return None
@@ -117,7 +116,7 @@ def expected_started(run: Run, manifest: Manifest, plan: Mapping[str, Any]) -> F
 def _started_damage(path: Path, expected: Fingerprint) -> str:
     if not path.exists():
         return "is missing"
-    is_whole = path.read_bytes() in (to_json(seal(expected)), to_json(expected))
+    is_whole = path.read_bytes() == to_json(seal(expected))
     return "" if is_whole else "is not what was written"
 
 
@@ -136,7 +135,7 @@ def _read_plan_info(run: Run, manifest: Manifest | None) -> tuple[Mapping[str, A
         if info is None:
             return None, "is missing" if manifest or run.workspace.write.exists() else ""
         is_whole = sorted(info["files"]) == sorted(PLAN_FILES)
-        is_whole = is_whole and path.read_bytes() in (to_json(seal(info)), to_json(info))
+        is_whole = is_whole and path.read_bytes() == to_json(seal(info))
         if is_whole and (manifest is None or hash_plan(info) == manifest["plan"]):
             return info, ""
     except (StageError, LookupError, TypeError):

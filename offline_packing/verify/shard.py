@@ -30,7 +30,7 @@ _KEPT: Final = 20
 
 @dataclass
 class VerifyResult:
-    """What re-reading one shard, or all of them, found. `ok` is the answer."""
+    """Result of re-reading one shard, or all of them."""
 
     num_shards: int = 0
     num_packs: int = 0
@@ -110,7 +110,7 @@ def verify_shard(task: VerifyTask) -> VerifyResult:
 
 
 def find_damage(task: VerifyTask) -> list[str]:
-    """What is wrong with a shard as a whole, or with its fragment; retry repairs it."""
+    """Describe damage to a shard as a whole, or with its fragment; retry repairs it."""
     shard, path, found = task.shard, task.shard.fragment_path, []
     name = path.relative_to(shard.folder)
     if not path.is_file():

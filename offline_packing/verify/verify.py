@@ -94,7 +94,7 @@ def _check_manifest(run: Run, manifest: Manifest, total: VerifyResult) -> None:
 
 
 def preview_verify(run: Run) -> str:
-    """What `verify` would check. Raises StageError as `verify`."""
+    """Describe what `verify` would check. Raises StageError as `verify`."""
     counts = _require_complete(run)["counts"]
     packs = sum(counts["packs"].values())
     return f"would check {counts['packed']:,} samples in {packs:,} packs"
@@ -133,7 +133,7 @@ def render_result(result: VerifyResult, *, deep: bool) -> str:
 
 
 def render_verdict(result: VerifyResult) -> str:
-    """How many problems there are, and whether `retry` repairs them."""
+    """Number of problems, and whether `retry` repairs them."""
     left = result.num_problems - result.num_repairable
     if left == 0:
         return f"{result.num_problems:,} problems; retry repairs what is damaged"

@@ -63,7 +63,7 @@ def write(run: Run, samples: Index, plan: StoredPlan) -> Manifest:
 
 
 def preview_write(run: Run, samples: Index, stored: StoredPlan) -> str:
-    """What `write` would write; nothing is written."""
+    """Describe what `write` would write; writes nothing."""
     plan, manifest = stored.packs, read_manifest(run.workspace)
     if manifest is not None:
         written_as = read_json(run.workspace.started) or {}

@@ -1,1 +1,1 @@
-"""Which rank trains on what at which step: as much work for each, whatever was packed how."""
+"""Schedules that give every rank equal work, however the data were packed."""

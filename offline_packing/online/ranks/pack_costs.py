@@ -1,4 +1,4 @@
-"""What training on each pack of a written folder costs, for a `RankSchedule`."""
+"""Training cost of each pack of a written folder, for a `RankSchedule`."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which rank trains on what at which step, decided before training begins.
+"""Schedule of which rank trains on what at which step, made before training begins.
 
 Items are packs of a written folder, or samples. Micro batches of similar cost are trained at the
 same step, so that no rank waits for another:
@@ -142,7 +142,7 @@ class RankSchedule:
         odd = packs.num_packs % num_ranks
         if not odd:
             return packs
-        # Those of most samples: small ones are easily divided.
+        # The rows of most samples: small ones are easily divided.
         by_size = np.argsort(np.diff(packs.pack_offsets), kind="stable")
         last = reorder_packs(packs, by_size[-odd:])
         rest = reorder_packs(packs, np.sort(by_size[:-odd]))
@@ -238,7 +238,7 @@ class RankSampler:
         self._epoch, self._step, self._earlier = epoch + 1, 0, ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Of plain values; the same on all ranks at the same step."""
+        """State of plain values; the same on all ranks at the same step."""
         return {
             "epoch": self._epoch,
             "step": self._step,
