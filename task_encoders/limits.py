@@ -32,8 +32,8 @@ MAX_MARKS: Final = 1 << 10
 #: Pixels of an image file: Pillow's threshold for a decompression bomb.
 MAX_IMAGE_PIXELS: Final = 89_478_485
 #: How many times the memory of other images the decoder of a format needs. WebP's holds two
-#: canvases, that of progressive JPEGs all coefficients.
-DECODING_COST: Final = {"WEBP": 2.0, "progressive": 1.5}
+#: canvases, TIFF's strips, that of progressive JPEGs all coefficients.
+DECODING_COST: Final = {"WEBP": 2.0, "TIFF": 1.5, "progressive": 1.5}
 #: Pixels of a progressive JPEG times its scans: each goes through the whole picture.
 MAX_SCANNED_PIXELS: Final = 4_000_000_000
 #: Reads of a file, most of a few bytes, until an image's size is found.

@@ -259,7 +259,9 @@ def image_bombs() -> dict[str, Callable[[], bytes]]:
                     side, f, m, **({"lossless": True, "method": 0} if f == "WEBP" else {})
                 )
             )
-    for side in (9400, 60_000):
+    huge = (b"IHDR", struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0))
+    bombs["png_60000"] = lambda: png(huge, (b"IDAT", zlib.compress(b"")), (b"IEND", b""))
+    for side in (7000, 9400):
         bombs[f"progressive_{side}"] = lambda side=side: picture(side, progressive=True)
     return bombs
 
