@@ -80,7 +80,7 @@ class DataConfig(_Config):
     packed_sequence: bool = True
     #: height and width of images, compared with what the packs were measured with
     crop_size: tuple[Count, Count] | None = None
-    #: 'module:Class', a task encoder of one's own, with the arguments of Qwen2VLTaskEncoder
+    #: 'module:Class', a task encoder of one's own, with the arguments of PackedTaskEncoder
     task_encoder: str | None = None
     #: the path holds data that Energon reads and that are not packed; null: packs
     online: OnlineConfig | None = None

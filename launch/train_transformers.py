@@ -46,14 +46,14 @@ def main(
         from launch.model.config import family_of_checkpoint
         from launch.model.hf_checkpoint import copy_companions
         from launch.trainers.transformers_setup import make_model, make_trainer
-        from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+        from task_encoders.packed_task_encoder import PackedTaskEncoder
 
         if model is not None:
             options["family"] = options["family"] or family_of_checkpoint(model)
             options["processor"] = options["processor"] or str(model)
         settings, seq_length = settings_of_packs(path, **options)
         make = make_trainer(trainer, output, steps, learning_rate)
-        task_encoder = Qwen2VLTaskEncoder(seq_length=seq_length, model=settings)
+        task_encoder = PackedTaskEncoder(seq_length=seq_length, model=settings)
         if model is None:
             trained = make_model(settings, task_encoder.encoder.media_token_ids)
         else:

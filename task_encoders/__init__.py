@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from task_encoders.model_inputs import required_pad_multiple as required_pad_multiple
     from task_encoders.model_inputs import to_packed_seq_params as to_packed_seq_params
     from task_encoders.model_inputs import to_transformers_kwargs as to_transformers_kwargs
+    from task_encoders.packed_task_encoder import PackedTaskEncoder as PackedTaskEncoder
     from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder as Qwen2VLTaskEncoder
     from task_encoders.settings import PackingSettings as PackingSettings
 
@@ -41,6 +42,7 @@ _MODULE_OF = {
     "PackedBatch": "energon_samples",
     "PackedFolder": "loading.packed_folder",
     "PackingSettings": "settings",
+    "PackedTaskEncoder": "packed_task_encoder",
     "Qwen2VLTaskEncoder": "packed_task_encoder",
     "VideoSettings": "media.video",
     "build_sample_encoder": "families",

@@ -1,8 +1,7 @@
 """The Energon task encoder: pack -> sub-samples -> encoded samples -> row -> batch.
 
-`Qwen2VLTaskEncoder` works in any Energon call, and checks every dataset that it is given before
-the first pack is read. `packed_dataset` has the calls that keep the order packs were written in.
-Samples that are no packs become rows of one sub-sample, or packs of Energon's own packing buffer.
+It works in any Energon call, and checks every dataset that it is given before the first pack is
+read. Samples that are not packs become rows of one sub-sample, or packs of Energon's own buffer.
 """
 
 import logging
@@ -42,12 +41,7 @@ from task_encoders.packs.tokenized import fingerprint_digest
 from task_encoders.rows.encoded_rows import EncodedRows
 from task_encoders.rows.pack_dealing import OnePass, check_blend, deal_evenly
 from task_encoders.rows.row_encoder import RowEncoder
-from task_encoders.rows.unpacked import (
-    cook,
-    first_fit_decreasing,
-    is_pack,
-    unpacked_sub_sample,
-)
+from task_encoders.rows.unpacked import cook, first_fit_decreasing, is_pack, unpacked_sub_sample
 from task_encoders.settings import (
     FRACTIONS,
     NO_PACKS,
@@ -60,7 +54,7 @@ from task_encoders.settings import (
 logger = logging.getLogger(__name__)
 
 
-class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch, PackedBatch]):
+class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch, PackedBatch]):
     """Restores packs, tokenizes each sub-sample as it was measured, and concatenates them.
 
     Args:
@@ -298,3 +292,7 @@ class Qwen2VLTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch
         self._trainer = trainer
         for folder in self._folders:
             refuse_fractions(folder, trainer)
+
+
+#: The name in the trainers that the task encoder was first written for.
+Qwen2VLTaskEncoder = PackedTaskEncoder

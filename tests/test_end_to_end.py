@@ -24,7 +24,7 @@ from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import verify
 from offline_packing.write.write import write
 from task_encoders.loading.packed_dataset import get_packed_val_dataset
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
 
 SEQ_LENGTH = 1024
@@ -75,9 +75,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
     return results
 
 
-def task_encoder(task: str) -> Qwen2VLTaskEncoder:
+def task_encoder(task: str) -> PackedTaskEncoder:
     settings = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
-    return Qwen2VLTaskEncoder(seq_length=SEQ_LENGTH, settings=settings, **MODEL)
+    return PackedTaskEncoder(seq_length=SEQ_LENGTH, settings=settings, **MODEL)
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -17,7 +17,7 @@ from megatron.energon.errors import FatalSampleError
 from launch.loop.parallel import initialize_parallel
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettingsError
 from task_encoders.text.builtin_tokenizer import builtin_tokenizer
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
@@ -135,7 +135,7 @@ def test_what_the_variables_do(line: int, folder: Path, monkeypatch: pytest.Monk
     table = [row.split("|")[1:4] for row in PAGE.splitlines() if re.match(r"\| (1 )?\|", row)]
     for name, value in zip((PACKED, VQA, BMR), table[line], strict=True):
         monkeypatch.setenv(name, value.strip() or "0")
-    encoder = Qwen2VLTaskEncoder(seq_length=512, max_pixels=LIMITS["max_pixels"])
+    encoder = PackedTaskEncoder(seq_length=512, max_pixels=LIMITS["max_pixels"])
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
     for path, is_read in READ.items():
         refused = pytest.raises((PackingSettingsError, FatalSampleError), match="set OFFLINE_")
@@ -146,7 +146,7 @@ def test_what_the_variables_do(line: int, folder: Path, monkeypatch: pytest.Monk
 
 
 def open_captions(
-    options: dict[str, Any] | None = None, encoder: type[Qwen2VLTaskEncoder] = Qwen2VLTaskEncoder
+    options: dict[str, Any] | None = None, encoder: type[PackedTaskEncoder] = PackedTaskEncoder
 ) -> list[Any]:
     """What Energon's own call gives of packed captions, with these arguments for it."""
     sizes = {"seq_length": 512, "max_pixels": LIMITS["max_pixels"]}
@@ -192,7 +192,7 @@ def test_what_stops(options: dict[str, Any], said: str, captions: None) -> None:
 
 
 def test_a_decoder_of_ones_own_stops(captions: None) -> None:
-    class OwnTaskEncoder(Qwen2VLTaskEncoder):
+    class OwnTaskEncoder(PackedTaskEncoder):
         decoder = SampleDecoder(image_decode="pil")
 
     with pytest.raises(PackingSettingsError, match=r"OwnTaskEncoder\.decoder is a SampleDecoder"):

@@ -28,7 +28,7 @@ from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.media.video import VideoSettings
 from task_encoders.model_inputs import normalise_pixels, to_transformers_kwargs
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
 from task_encoders.text.builtin_tokenizer import builtin_tokenizer
 from tests.helpers.datasets import (
@@ -57,8 +57,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def task_encoder(
     family: str = "qwen2_vl", processor: str = "builtin", **options: Any
-) -> Qwen2VLTaskEncoder:
-    return Qwen2VLTaskEncoder(
+) -> PackedTaskEncoder:
+    return PackedTaskEncoder(
         seq_length=SEQ_LENGTH,
         family=family,
         processor=processor,
@@ -69,7 +69,7 @@ def task_encoder(
     )
 
 
-def load(path: Path, encoder: Qwen2VLTaskEncoder, micro_batch_size: int = 1) -> list[Any]:
+def load(path: Path, encoder: PackedTaskEncoder, micro_batch_size: int = 1) -> list[Any]:
     dataset = get_packed_train_dataset(
         path,
         encoder,
@@ -191,7 +191,7 @@ def test_packed_equals_unpacked(run: Any) -> None:
 
 
 def test_other_settings_are_refused(run: Any) -> None:
-    encoder = Qwen2VLTaskEncoder(
+    encoder = PackedTaskEncoder(
         seq_length=SEQ_LENGTH,
         max_pixels=MODEL["max_pixels"],
         settings=PackingSettings(packed=True, bmr=True),
@@ -281,7 +281,7 @@ def test_captions_and_questions_may_have_videos(tmp_path: Path, task: str) -> No
     assert result.ok, result.problems
     assert (result.num_samples, result.num_videos) == (6, 6)
     settings = PackingSettings(packed=True, vqa=task == "vqa")
-    encoder = Qwen2VLTaskEncoder(
+    encoder = PackedTaskEncoder(
         seq_length=1024, max_pixels=MODEL["max_pixels"], video=VIDEO, settings=settings
     )
     batches = load(tmp_path / "out", encoder)
@@ -368,7 +368,7 @@ def test_a_damaged_video_is_dropped_from_its_pack(tmp_path: Path) -> None:
     result = verify(run, deep=True)
     assert result.num_problems == 1
     assert "truncated_video" in result.problems[0]
-    encoder = Qwen2VLTaskEncoder(
+    encoder = PackedTaskEncoder(
         seq_length=1024,
         max_pixels=MODEL["max_pixels"],
         video=VIDEO,

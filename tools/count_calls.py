@@ -17,7 +17,7 @@ from megatron.energon import WorkerConfig, get_savable_loader
 
 from launch.data.packed_data import read_packed_data
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 
 ROOT = f"{Path(__file__).resolve().parents[1]}/"
 
@@ -44,7 +44,7 @@ class Calls:
 def first_batch_calls(folder: Path) -> Calls:
     """The calls until the first batch of a folder of packs is there."""
     data, calls = read_packed_data(folder), Calls()
-    task_encoder = Qwen2VLTaskEncoder(seq_length=data.seq_length, model=data.model)
+    task_encoder = PackedTaskEncoder(seq_length=data.seq_length, model=data.model)
     here = WorkerConfig(rank=0, world_size=1, num_workers=0)
     rows = iter(
         get_savable_loader(get_packed_train_dataset(folder, task_encoder, worker_config=here))

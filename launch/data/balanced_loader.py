@@ -15,7 +15,7 @@ from offline_packing.online.ranks.rank_schedule import RankSchedule
 from offline_packing.online.ranks.scheduled_loader import ScheduledLoader
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import packs_of_epochs
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class BalancedLoader:
     def __init__(
         self,
         path: Path,
-        task_encoder: Qwen2VLTaskEncoder,
+        task_encoder: PackedTaskEncoder,
         *,
         rank: int = 0,
         world_size: int = 1,

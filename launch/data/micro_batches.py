@@ -33,7 +33,7 @@ from task_encoders.loading.packed_dataset import (
     get_packed_val_dataset,
 )
 from task_encoders.model_inputs import pad_batch
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class MicroBatches(Protocol):
 
 def build_task_encoder(
     config: DataConfig, data: PackedData, family: str | None = None
-) -> Qwen2VLTaskEncoder:
+) -> PackedTaskEncoder:
     """The task encoder with the settings that the packs were measured with.
 
     Args:
@@ -76,7 +76,7 @@ def build_task_encoder(
     changes = {name: value for name, value in instead.items() if value is not None}
     model = model_options(**{**data.model.model_dump(), **changes})
     _check_crop_size(config, model)
-    kind = Qwen2VLTaskEncoder if config.online is None else OnlineTaskEncoder
+    kind = PackedTaskEncoder if config.online is None else OnlineTaskEncoder
     if config.task_encoder is not None:
         own = _load_class(config.task_encoder)
         if not issubclass(own, kind):
@@ -92,9 +92,9 @@ def build_task_encoder(
     )
 
 
-def _load_class(name: str) -> type[Qwen2VLTaskEncoder]:
+def _load_class(name: str) -> type[PackedTaskEncoder]:
     try:
-        found: type[Qwen2VLTaskEncoder] = pkgutil.resolve_name(name)
+        found: type[PackedTaskEncoder] = pkgutil.resolve_name(name)
     except (ValueError, ImportError, AttributeError) as error:
         raise ValueError(f"data.task_encoder {name!r}: {error}; name a 'module:Class'") from error
     return found
@@ -127,7 +127,7 @@ class EnergonMicroBatches:
     def __init__(
         self,
         config: DataConfig,
-        task_encoder: Qwen2VLTaskEncoder,
+        task_encoder: PackedTaskEncoder,
         device: torch.device,
         *,
         split: str = "train",
@@ -184,7 +184,7 @@ class EnergonMicroBatches:
 
 def _build_loader(
     config: DataConfig,
-    task_encoder: Qwen2VLTaskEncoder,
+    task_encoder: PackedTaskEncoder,
     split: str,
     limit: int | None,
     seed: int,
@@ -226,7 +226,7 @@ def _build_loader(
 def _open_loader(
     get_dataset: Callable[..., Any],
     path: Path,
-    task_encoder: Qwen2VLTaskEncoder,
+    task_encoder: PackedTaskEncoder,
     **options: Any,
 ) -> PackedLoader:
     loader = get_packed_loader(

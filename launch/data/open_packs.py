@@ -8,7 +8,7 @@ from task_encoders.families import ModelOptions, family_of_processor, model_opti
 from task_encoders.loading.folder_shards import PackedFolderError
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.indexed_file import find_prefix
 
 
@@ -25,7 +25,7 @@ def settings_of_packs(path: Path, **options: Any) -> tuple[ModelOptions, int]:
     return model, seq_length or data.seq_length
 
 
-def open_packs(path: Path, task_encoder: Qwen2VLTaskEncoder) -> PackedFolder | IndexedPackDataset:
+def open_packs(path: Path, task_encoder: PackedTaskEncoder) -> PackedFolder | IndexedPackDataset:
     """The packs at a path, by their numbers."""
     prefix = find_prefix(path)
     if prefix is None:
@@ -35,7 +35,7 @@ def open_packs(path: Path, task_encoder: Qwen2VLTaskEncoder) -> PackedFolder | I
 
 def open_as_measured(
     path: Path, trainer: str, *, split: str = "train", processor: str | None = None
-) -> tuple[PackedFolder, Qwen2VLTaskEncoder]:
+) -> tuple[PackedFolder, PackedTaskEncoder]:
     """The packs of a folder or metadataset, with the task encoder that their manifest describes.
 
     Args:
@@ -50,7 +50,7 @@ def open_as_measured(
     """
     family = family_of_processor(processor) if processor else None
     settings, seq_length = settings_of_packs(path, processor=processor, family=family)
-    task_encoder = Qwen2VLTaskEncoder(seq_length=seq_length, model=settings)
+    task_encoder = PackedTaskEncoder(seq_length=seq_length, model=settings)
     task_encoder.refuse_fractions(trainer)
     packs = PackedFolder(path, task_encoder, split=split)
     if not len(packs):

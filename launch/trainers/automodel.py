@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from launch.data.open_packs import open_as_measured, settings_of_packs
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs, token_types
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 
 #: Names of media, as transformers' models take them; None in packs without.
 
@@ -32,7 +32,7 @@ class AutoModelPacks(Dataset[dict[str, Any]]):
     """Packs as AutoModel's `PackedDatasetWrapper` has them: labels shifted within every sample,
     whose last token is left out."""
 
-    def __init__(self, packs: PackedFolder, task_encoder: Qwen2VLTaskEncoder) -> None:
+    def __init__(self, packs: PackedFolder, task_encoder: PackedTaskEncoder) -> None:
         self._packs = packs
         self._token_ids = task_encoder.encoder.media_token_ids
 

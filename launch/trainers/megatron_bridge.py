@@ -36,7 +36,7 @@ from task_encoders.model_inputs import (
     to_packed_seq_params,
     to_transformers_kwargs,
 )
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.sample_encoder import IGNORE_INDEX
 
 _BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
@@ -110,7 +110,7 @@ def build_iterators(
         ValueError: the packs' images are cut into other patches than the model's.
     """
     data = read_packed_data(Path(path))
-    task_encoder = Qwen2VLTaskEncoder(seq_length=data.seq_length, model=data.model, **padding)
+    task_encoder = PackedTaskEncoder(seq_length=data.seq_length, model=data.model, **padding)
     task_encoder.refuse_fractions("Megatron-Bridge")
     patch, encoder = model.vision_config.patch_size, task_encoder.encoder
     if not isinstance(encoder, QwenVLEncoder) or encoder.vision.patch_size != patch:

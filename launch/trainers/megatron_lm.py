@@ -2,7 +2,7 @@
 `loss_func`, `forward_step`, and the dataloaders, as in its multimodal example:
 
     def train_valid_test_dataloaders_provider(num_samples):
-        return build_dataloaders(get_args(), task_encoder)  # Qwen2VLTaskEncoder or any other
+        return build_dataloaders(get_args(), task_encoder)  # PackedTaskEncoder or any other
 
     train_valid_test_dataloaders_provider.is_distributed = True
 
@@ -154,7 +154,7 @@ def forward_step(
 @click.argument("path")
 @click.option("--tensor-parallel", default=1)
 @click.option("--steps", default=2)
-@click.option("--task-encoder", help="'module:Class', with Qwen2VLTaskEncoder's arguments")
+@click.option("--task-encoder", help="'module:Class', with PackedTaskEncoder's arguments")
 def main(path: str, tensor_parallel: int, steps: int, task_encoder: str | None) -> None:
     """Train a tiny random model on the packs in PATH for a few steps."""
     from launch.config import DataConfig

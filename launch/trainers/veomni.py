@@ -23,14 +23,14 @@ from veomni.data.dataset import DATASET_REGISTRY
 from launch.data.open_packs import open_as_measured
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs, token_types
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 
 
 class VeOmniPacks(Dataset[list[dict[str, torch.Tensor]]]):
     """Packs as VeOmni has samples: it finds the boundaries in a pack's positions, which begin at 0
     in every sample, and shifts the labels itself."""
 
-    def __init__(self, packs: PackedFolder, task_encoder: Qwen2VLTaskEncoder) -> None:
+    def __init__(self, packs: PackedFolder, task_encoder: PackedTaskEncoder) -> None:
         self._packs = packs
         self._token_ids = task_encoder.encoder.media_token_ids
 

@@ -19,7 +19,7 @@ from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import FAMILIES, model_options
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.model_inputs import to_transformers_kwargs
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.settings import PackingSettings
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
@@ -78,7 +78,7 @@ def packed_train_dataset(
 ) -> SavableDataset[PackedBatch]:
     """The written folder through Energon, with the model settings it was measured with."""
     settings = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
-    task_encoder = Qwen2VLTaskEncoder(seq_length=seq_length, settings=settings, **model_settings)
+    task_encoder = PackedTaskEncoder(seq_length=seq_length, settings=settings, **model_settings)
     worker_config = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
     return get_packed_train_dataset(path, task_encoder, worker_config=worker_config, repeat=repeat)
 

@@ -35,7 +35,7 @@ from offline_packing.planner.request import check_known
 from offline_packing.planner.windows import WindowOptions
 from task_encoders.energon_samples import PackedBatch, PackedRowSample
 from task_encoders.field_types import Count, NonNegative, checked
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.rows.encoded_rows import SetAside
 from task_encoders.rows.row_encoder import measure
 from task_encoders.samples import SampleError
@@ -45,15 +45,15 @@ RestoreKey = tuple[Any, ...]
 _BUDGETS: Final = ("vision_patches", "images", "videos")
 
 
-class OnlineTaskEncoder(Qwen2VLTaskEncoder):
-    """`Qwen2VLTaskEncoder` for data that are not packed, whose rows are packs.
+class OnlineTaskEncoder(PackedTaskEncoder):
+    """`PackedTaskEncoder` for data that are not packed, whose rows are packs.
 
     Works in any Energon call, with windows of 1,000 samples or as `windows` is set. Packs in a
     blend are items like any other sample.
     """
 
     def __init__(self, **options: Any) -> None:
-        """Takes the arguments of `Qwen2VLTaskEncoder`."""
+        """Takes the arguments of `PackedTaskEncoder`."""
         super().__init__(**options)
         self.windows = WindowOptions(seq_length=self.seq_length)
 

@@ -31,7 +31,7 @@ from task_encoders.text.tokenizer import Tokenizer, control_pattern
 
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedRowSample
-    from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+    from task_encoders.packed_task_encoder import PackedTaskEncoder
 
 
 @dataclass(frozen=True)
@@ -136,12 +136,12 @@ def choose(manifest: Manifest, num_packs: int, packs: Sequence[str], seed: int) 
     return numbers
 
 
-def _task_encoder(run: Run, manifest: Manifest) -> "Qwen2VLTaskEncoder":
-    from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+def _task_encoder(run: Run, manifest: Manifest) -> "PackedTaskEncoder":
+    from task_encoders.packed_task_encoder import PackedTaskEncoder
 
     task = manifest["task"]
     try:
-        task_encoder = Qwen2VLTaskEncoder(
+        task_encoder = PackedTaskEncoder(
             model=run.config.model,
             seq_length=manifest["seq_length"],
             pad_multiple=manifest["pad_multiple"],
@@ -154,7 +154,7 @@ def _task_encoder(run: Run, manifest: Manifest) -> "Qwen2VLTaskEncoder":
 
 
 def _preview_pack(
-    run: Run, manifest: Manifest, task_encoder: "Qwen2VLTaskEncoder", number: int
+    run: Run, manifest: Manifest, task_encoder: "PackedTaskEncoder", number: int
 ) -> PackPreview:
     """A pack as the row that the loader's task encoder makes of it. Raises StageError if it cannot
     be used."""
@@ -182,7 +182,7 @@ def _preview_pack(
 
 def _sub_samples(
     run: Run,
-    task_encoder: "Qwen2VLTaskEncoder",
+    task_encoder: "PackedTaskEncoder",
     row: "PackedRowSample",
     pack: Pack,
 ) -> Iterator[SubSamplePreview]:

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from task_encoders.energon_samples import PackedBatch, PackedRowSample
 from task_encoders.families import model_options
 from task_encoders.field_types import Count, checked
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.indexed_file import IndexedFile, IndexedPack
 from task_encoders.packs.manifest import ManifestError, read_manifest
 from task_encoders.packs.pack import PackFormatError
@@ -38,7 +38,7 @@ class IndexedPackDataset(Dataset[PackedBatch]):
     def __init__(
         self,
         prefix: str | Path,
-        task_encoder: Qwen2VLTaskEncoder | None = None,
+        task_encoder: PackedTaskEncoder | None = None,
         *,
         micro_batch_size: Count = 1,
     ) -> None:
@@ -88,7 +88,7 @@ class IndexedPackDataset(Dataset[PackedBatch]):
         return encoded
 
 
-def _task_encoder_of(folder: Path) -> Qwen2VLTaskEncoder:
+def _task_encoder_of(folder: Path) -> PackedTaskEncoder:
     """The task encoder that packs were measured with."""
     try:
         manifest = read_manifest(folder)
@@ -97,4 +97,4 @@ def _task_encoder_of(folder: Path) -> Qwen2VLTaskEncoder:
     if manifest is None:
         raise PackFormatError(f"{folder} has no manifest.json of packs; give a task_encoder")
     model = model_options(**manifest.config["model"])
-    return Qwen2VLTaskEncoder(seq_length=manifest.seq_length, model=model)
+    return PackedTaskEncoder(seq_length=manifest.seq_length, model=model)

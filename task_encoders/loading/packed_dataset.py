@@ -18,7 +18,7 @@ from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatas
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.field_types import Count, checked
 from task_encoders.loading.dealing_anew import deal_anew
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.references import metadataset_of
 from task_encoders.rows.pack_dealing import OnePass
 
@@ -26,7 +26,7 @@ from task_encoders.rows.pack_dealing import OnePass
 @checked
 def get_packed_train_dataset(
     path: str | Path,
-    task_encoder: Qwen2VLTaskEncoder,
+    task_encoder: PackedTaskEncoder,
     *,
     micro_batch_size: Count | None = 1,
     worker_config: WorkerConfig | None = None,
@@ -65,7 +65,7 @@ def get_packed_train_dataset(
 @checked
 def get_packed_val_dataset(
     path: str | Path,
-    task_encoder: Qwen2VLTaskEncoder,
+    task_encoder: PackedTaskEncoder,
     *,
     micro_batch_size: Count = 1,
     worker_config: WorkerConfig | None = None,

@@ -36,7 +36,7 @@ from task_encoders.packs.pack import Pack
 
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedBatch, PackedRowSample
-    from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+    from task_encoders.packed_task_encoder import PackedTaskEncoder
 
 #: Key and part of a member, as Energon parts them; and members that Energon takes for notes.
 _MEMBER: Final = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
@@ -78,7 +78,7 @@ class PackedFolder:
     def __init__(
         self,
         path: str | Path,
-        task_encoder: "Qwen2VLTaskEncoder | None" = None,
+        task_encoder: "PackedTaskEncoder | None" = None,
         *,
         split: str = "train",
     ) -> None:
@@ -150,7 +150,7 @@ class PackedFolder:
         return self._task_encoder.batch([self._encode(pack) for pack in packs])
 
     @property
-    def _task_encoder(self) -> "Qwen2VLTaskEncoder":
+    def _task_encoder(self) -> "PackedTaskEncoder":
         if self.task_encoder is None:
             raise PackedFolderError(f"{self.path}: rows need a task_encoder; give one")
         return self.task_encoder
@@ -161,7 +161,7 @@ class PackedFolder:
         return self._task_encoder.encode_pack(Pack(*stored), **notes)
 
 
-def _check(shards: Sequence[Shard], task_encoder: "Qwen2VLTaskEncoder") -> None:
+def _check(shards: Sequence[Shard], task_encoder: "PackedTaskEncoder") -> None:
     """As the task encoder checks the datasets that Energon gives it."""
     flavors_of = {shard.path.parent: shard.subflavors for shard in shards}
     task_encoder.is_blend = task_encoder.is_blend or len(flavors_of) > 1

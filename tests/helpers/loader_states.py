@@ -8,14 +8,14 @@ import torch
 from launch.config import DataConfig
 from launch.data.micro_batches import EnergonMicroBatches
 from launch.loop.parallel import initialize_parallel
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 
 _COMPARED = 3  # packs after a restored state
 
 
 def check_states(
     config: DataConfig,
-    encoder: Qwen2VLTaskEncoder,
+    encoder: PackedTaskEncoder,
     num_packs: int,
     folder: Path,
     *,

@@ -17,7 +17,7 @@ from offline_packing.demo.generate import generate_demo_dataset
 from offline_packing.demo.run import MODEL, SEQ_LENGTH, SOURCES
 from task_encoders.concatenate import PackedRow, split_row
 from task_encoders.loading.packed_folder import PackedFolder, RawPack
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.pack import restore_pack
 from task_encoders.samples import SourceSample
 from task_encoders.settings import PackingSettings, PackingSettingsError
@@ -66,7 +66,7 @@ def open_packs(path: Path, split: str = "train", **options: Any) -> PackedFolder
     data = read_packed_data(path)
     task = json.loads((path / "manifest.json").read_bytes())["task"]
     settings = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
-    encoder = Qwen2VLTaskEncoder(
+    encoder = PackedTaskEncoder(
         seq_length=data.seq_length, model=data.model, settings=settings, **options
     )
     return PackedFolder(path, encoder, split=split)
@@ -87,7 +87,7 @@ def sub_samples(folder: PackedFolder, number: int) -> list[PackedRow]:
 def small_checkpoint(family: str, folder: Path) -> Path:
     """A tiny model with weights that all count, with its tokenizer."""
     save_tokenizer(family, folder)
-    encoder = Qwen2VLTaskEncoder(
+    encoder = PackedTaskEncoder(
         seq_length=512, settings=PackingSettings(packed=True), family=family, processor=str(folder)
     )
     tiny_model(family, encoder.encoder.media_token_ids).save_pretrained(folder)

@@ -48,7 +48,7 @@ from task_encoders.families import build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import to_packed_seq_params
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SourceSample, Turn
 from task_encoders.settings import PackingSettings
@@ -269,7 +269,7 @@ def rest_after_saving(folder: Path, root: Path, count: int, more: int) -> list[l
     """Keys that this rank reads after its state was saved, and those after it was read back."""
     initialize_parallel()
     args = Namespace(data_path=str(folder), micro_batch_size=1, num_workers=1, eval_iters=0)
-    task_encoder = Qwen2VLTaskEncoder(seq_length=64, settings=PackingSettings(True, bmr=True))
+    task_encoder = PackedTaskEncoder(seq_length=64, settings=PackingSettings(True, bmr=True))
 
     def keys(data: Iterator[Any]) -> list[str]:
         return [key for _ in range(more) for key in next(data).__key__]

@@ -15,7 +15,7 @@ from megatron.energon.errors import FatalSampleError
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.model_inputs import normalise_pixels
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
 from tests.helpers.legacy_packs import (
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def task_encoder(settings: PackingSettings | None = PACKED_VQA, **options: Any) -> Any:
-    return Qwen2VLTaskEncoder(**{"seq_length": 2048, "settings": settings} | options)
+    return PackedTaskEncoder(**{"seq_length": 2048, "settings": settings} | options)
 
 
 def batches(

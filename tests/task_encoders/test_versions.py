@@ -105,7 +105,7 @@ def test_the_command_line_says_so_in_one_line(package: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("package", "use"),
     [
-        ("megatron-energon", "task_encoders.Qwen2VLTaskEncoder"),
+        ("megatron-energon", "task_encoders.PackedTaskEncoder"),
         ("megatron-energon", "task_encoders.get_packed_train_dataset"),
         ("transformers", "task_encoders.build_sample_encoder('qwen2_vl', '/checkpoint')"),
     ],

@@ -25,7 +25,7 @@ from task_encoders.families import build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.media.image import decode_image, image_grid
 from task_encoders.media.patches import BACKENDS
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.samples import SourceSample, Turn
 from task_encoders.settings import PackingSettings
 from task_encoders.text.pieces import to_chat
@@ -81,7 +81,7 @@ def make_packs(encoder: Any, files: list[bytes]) -> list[PackedSample]:
     ]
 
 
-def encode_packs(task_encoder: Qwen2VLTaskEncoder, packs: list[PackedSample]) -> int:
+def encode_packs(task_encoder: PackedTaskEncoder, packs: list[PackedSample]) -> int:
     """All packs to batches; returns the bytes of their pixels."""
     return sum(task_encoder.batch([task_encoder.encode_sample(pack)]).imgs.nbytes for pack in packs)
 
@@ -130,8 +130,8 @@ def main() -> None:
     files = draw_images(count)
     settings = PackingSettings(packed=True, vqa=True)
 
-    def task_encoder(**options: Any) -> Qwen2VLTaskEncoder:
-        return Qwen2VLTaskEncoder(seq_length=SEQ_LENGTH, settings=settings, **options)
+    def task_encoder(**options: Any) -> PackedTaskEncoder:
+        return PackedTaskEncoder(seq_length=SEQ_LENGTH, settings=settings, **options)
 
     encoders: dict[str, Any] = {name: build_sample_encoder(resize=name) for name in BACKENDS}
     options = encoders["pil"].options

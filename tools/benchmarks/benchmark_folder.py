@@ -28,7 +28,7 @@ from offline_packing.layouts.energon_metadata import index_pack_folder
 from offline_packing.storage.tars import TarShardWriter
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
 
 PACKS_PER_SHARD = 1000
@@ -92,7 +92,7 @@ def write_packs(folder: Path, packs: int) -> None:
 
 def raw_packs(path: Path) -> Iterable[Any]:
     """The packs as Energon reads them from the shards, before any task encoder sees them."""
-    encoder = Qwen2VLTaskEncoder(seq_length=8192, settings=PackingSettings(True, bmr=True))
+    encoder = PackedTaskEncoder(seq_length=8192, settings=PackingSettings(True, bmr=True))
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
     dataset: Any = get_packed_train_dataset(path, encoder, worker_config=config, repeat=False)
     while type(dataset).__name__ != "DealtPacks":

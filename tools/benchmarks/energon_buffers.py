@@ -19,7 +19,7 @@ from planner_speed import peak_mib
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
 
 
@@ -47,7 +47,7 @@ def write_images(folder: Path, count: int, side: int) -> Path:
 
 def open_plain(path: Path, buffer: int, **options: Any) -> Any:
     """Energon's hook on the plain encoder."""
-    encoder = Qwen2VLTaskEncoder(**options)
+    encoder = PackedTaskEncoder(**options)
     return get_packed_train_dataset(
         path, encoder, worker_config=HERE, packing_buffer_size=buffer, repeat=False
     )

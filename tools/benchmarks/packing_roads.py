@@ -37,7 +37,7 @@ from offline_packing.write.write import write
 from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.loading.packed_folder import PackedFolder, RawPack
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
 from task_encoders.samples import SourceSample, Turn
 from task_encoders.settings import PackingSettings
@@ -132,12 +132,12 @@ def roads(
         return Reader(loader, loader.save_state_rank, loader.restore_state_rank)
 
     def offline(path: Path, rank: int) -> Reader:
-        encoder = Qwen2VLTaskEncoder(**ENCODER)
+        encoder = PackedTaskEncoder(**ENCODER)
         return energon(
             get_packed_train_dataset(path, encoder, worker_config=worker(rank), repeat=False)
         )
 
-    def hook(encoder: type[Qwen2VLTaskEncoder], size: dict[str, int], rank: int) -> Reader:
+    def hook(encoder: type[PackedTaskEncoder], size: dict[str, int], rank: int) -> Reader:
         return energon(
             get_train_dataset(
                 unpacked,
@@ -159,13 +159,13 @@ def roads(
         )
 
     def pytorch(kind: Callable[..., Any], rank: int) -> Reader:
-        folder = PackedFolder(unpacked, Qwen2VLTaskEncoder(**ENCODER))
+        folder = PackedFolder(unpacked, PackedTaskEncoder(**ENCODER))
         encode = partial(_as_dict, folder)
         dataset = kind(folder, encode=encode, shuffle=True, rank=rank, world_size=ranks)
         return Reader(dataset, dataset.state_dict, dataset.load_state_dict)
 
     def scheduled(path: Path, budget: int | None, rank: int) -> Reader:
-        folder = PackedFolder(path, Qwen2VLTaskEncoder(**ENCODER))
+        folder = PackedFolder(path, PackedTaskEncoder(**ENCODER))
         lengths, cost = sizes if path == unpacked else pack_costs(folder)
         loader = ScheduledLoader(folder, RankSchedule(lengths, cost, ranks, budget), rank)
         return Reader(loader, loader.state_dict, loader.load_state_dict)
@@ -175,7 +175,7 @@ def roads(
     return {
         "padded to the longest of 8": partial(hook, PaddingEncoder, {"batch_size": 8}),
         "Energon's own packing buffer": partial(
-            hook, Qwen2VLTaskEncoder, {"batch_size": 1, "packing_buffer_size": buffer}
+            hook, PackedTaskEncoder, {"batch_size": 1, "packing_buffer_size": buffer}
         ),
         "dynamic batches": partial(pytorch, dynamic),
         "online, PyTorch, as ms-swift": partial(pytorch, partial(packs, buffer_size=buffer)),

@@ -29,7 +29,7 @@ from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_ro
 from task_encoders.families import model_options
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.pack import restore_pack
 from task_encoders.packs.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
 from task_encoders.samples import SourceSample
@@ -89,7 +89,7 @@ def _singles(key: str, members: Members) -> list[list[tuple[str, bytes]]]:
     return singles
 
 
-class PaddingEncoder(Qwen2VLTaskEncoder):
+class PaddingEncoder(PackedTaskEncoder):
     """A batch is padded to its longest sample."""
 
     @stateless
@@ -122,7 +122,7 @@ def pad_row(row: PackedRow, length: int, pad_token_id: int) -> PackedRow:
     )
 
 
-class JoiningEncoder(Qwen2VLTaskEncoder):
+class JoiningEncoder(PackedTaskEncoder):
     """Joins packs of one sample each by Energon's own hooks, where packs are refused otherwise."""
 
     def build_batch(self, dataset: Any, **options: Any) -> Any:
@@ -148,12 +148,12 @@ def build_loader(
     options["seq_length"] = manifest["seq_length"]
     if mode == "indexed":
         assert indexed is not None
-        rows = IndexedPackDataset(indexed, Qwen2VLTaskEncoder(**options))
+        rows = IndexedPackDataset(indexed, PackedTaskEncoder(**options))
         return IndexedLoader(rows, num_workers=num_workers)
     worker_config = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
     if mode == "offline":
         dataset = get_packed_train_dataset(
-            packed, Qwen2VLTaskEncoder(**options), worker_config=worker_config, repeat=False
+            packed, PackedTaskEncoder(**options), worker_config=worker_config, repeat=False
         )
         return get_savable_loader(dataset)
     encoder, batch_size, packing_buffer_size = {

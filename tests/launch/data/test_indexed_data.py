@@ -13,7 +13,7 @@ from launch.data.micro_batches import build_task_encoder
 from launch.data.open_packs import open_packs, settings_of_packs
 from launch.data.packed_data import read_packed_data
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettingsError
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.loader_states import check_states
@@ -144,7 +144,7 @@ def test_variables_that_contradict_the_packs_are_refused_when_they_are_opened(
 def test_the_trainer_of_transformers_takes_a_prefix(folders: dict[str, Path]) -> None:
     for path in (folders["indexed"], folders["indexed"] / "packed_seq_dataset"):
         settings, seq_length = settings_of_packs(path)
-        encoder = Qwen2VLTaskEncoder(seq_length=seq_length, model=settings)
+        encoder = PackedTaskEncoder(seq_length=seq_length, model=settings)
         dataset = IndexedPackDataset(folders["indexed"] / "packed_seq_dataset", encoder)
         packs = open_packs(path, encoder)
         assert isinstance(packs, IndexedPackDataset)

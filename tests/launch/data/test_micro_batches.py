@@ -9,7 +9,7 @@ import torch
 from launch.config import DataConfig
 from launch.data.micro_batches import EnergonMicroBatches
 from launch.loop.parallel import initialize_parallel
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers.legacy_packs import text_folder
 from tests.helpers.loader_states import check_states
@@ -22,7 +22,7 @@ NUM_PACKS = 7
 )
 def test_a_state_of_any_step_gives_the_rest(num_workers: int, repeat: bool, tmp_path: Path) -> None:
     folder = text_folder(tmp_path / "packs", NUM_PACKS)
-    encoder = Qwen2VLTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
+    encoder = PackedTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
     config = DataConfig(path=str(folder), num_workers=num_workers, repeat=repeat)
     check_states(config, encoder, NUM_PACKS, tmp_path)
 
@@ -37,7 +37,7 @@ def test_dynamic_rows_have_a_state_at_every_step(
 ) -> None:
     """A row takes as many packs as fit; those that wait are in the state by their place."""
     folder = text_folder(tmp_path / "packs", NUM_PACKS)
-    encoder = Qwen2VLTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
+    encoder = PackedTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
     options = {"dyn_bsz": True, "dyn_bsz_buffer_size": 5, "pad_to_length": True}
     config = DataConfig(path=str(folder), num_workers=num_workers, repeat=repeat, **options)
     device = initialize_parallel()
@@ -70,7 +70,7 @@ def test_dynamic_rows_have_a_state_at_every_step(
 
 def test_rows_are_padded_after_their_packs_are_merged(tmp_path: Path) -> None:
     folder = text_folder(tmp_path / "packs", 3)
-    encoder = Qwen2VLTaskEncoder(seq_length=40, settings=PackingSettings(packed=True, bmr=True))
+    encoder = PackedTaskEncoder(seq_length=40, settings=PackingSettings(packed=True, bmr=True))
     options = {"micro_batch_size": 2, "pad_to_length": True, "repeat": False}
     config = DataConfig(path=str(folder), num_workers=0, **options)
     batches = EnergonMicroBatches(config, encoder, initialize_parallel())

@@ -21,7 +21,7 @@ from task_encoders.families import build_sample_encoder
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import to_transformers_kwargs
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.pack import Pack
 from task_encoders.records.record import to_sample
 from task_encoders.settings import PackingSettings, PackingSettingsError
@@ -75,9 +75,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     return made
 
 
-def task_encoder(run: Run) -> Qwen2VLTaskEncoder:
+def task_encoder(run: Run) -> PackedTaskEncoder:
     settings = PackingSettings(packed=True, bmr=True)
-    return Qwen2VLTaskEncoder(seq_length=SEQ_LENGTH, model=run.config.model, settings=settings)
+    return PackedTaskEncoder(seq_length=SEQ_LENGTH, model=run.config.model, settings=settings)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "llava_onevision_1_5"])

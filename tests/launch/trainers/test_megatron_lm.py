@@ -20,7 +20,7 @@ from launch.model.qwen_vl import build_model
 from launch.trainers.megatron_lm import build_dataloaders, forward_step, get_batch, main
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.sample_encoder import IGNORE_INDEX
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder
 from tests.helpers.peers import (
@@ -117,7 +117,7 @@ def test_a_batch_is_what_its_record_says() -> None:
                 assert sizes.setdefault("S", found[spec.shape.index("S")]) == found[-1]
 
 
-class OwnTaskEncoder(Qwen2VLTaskEncoder):
+class OwnTaskEncoder(PackedTaskEncoder):
     """Somebody's: it notes what it encodes."""
 
     seen: ClassVar[list[str]] = []

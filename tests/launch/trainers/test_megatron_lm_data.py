@@ -12,7 +12,7 @@ from launch.data.micro_batches import build_task_encoder
 from launch.data.packed_data import read_packed_data
 from launch.loop.parallel import initialize_parallel
 from launch.trainers.megatron_lm import build_dataloaders
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers.legacy_packs import text_folder
 from tests.helpers.packed_runs import captioning_folder
@@ -26,9 +26,9 @@ def arguments(folder: Path, **changes: Any) -> Namespace:
     return Namespace(**(given | changes))
 
 
-def task_encoder() -> Qwen2VLTaskEncoder:
+def task_encoder() -> PackedTaskEncoder:
     settings = PackingSettings(packed=True, bmr=True)
-    return Qwen2VLTaskEncoder(seq_length=64, settings=settings)
+    return PackedTaskEncoder(seq_length=64, settings=settings)
 
 
 def keys_read(folder: Path, tensor_parallel: int, count: int) -> list[str] | None:
@@ -69,7 +69,7 @@ def test_a_saved_state_gives_the_rest(tmp_path: Path) -> None:
         assert next(restored).__key__ + next(restored).__key__ == keys[step + 1 : step + 3]
 
 
-class OwnTaskEncoder(Qwen2VLTaskEncoder):
+class OwnTaskEncoder(PackedTaskEncoder):
     """Somebody's."""
 
 

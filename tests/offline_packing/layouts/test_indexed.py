@@ -22,7 +22,7 @@ from offline_packing.verify.verify import verify
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.indexed_file import SEQUENCES, IndexedFile
 from task_encoders.packs.pack import PackFormatError
 from task_encoders.settings import PackingSettings
@@ -70,15 +70,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     return found
 
 
-def task_encoder(**options: Any) -> Qwen2VLTaskEncoder:
-    return Qwen2VLTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=MAX_PIXELS, settings=BMR, **options)
+def task_encoder(**options: Any) -> PackedTaskEncoder:
+    return PackedTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=MAX_PIXELS, settings=BMR, **options)
 
 
 def prefix_of(run: Run) -> Path:
     return run.workspace.root / "packed_seq_dataset"
 
 
-def batches_of_tars(run: Run, encoder: Qwen2VLTaskEncoder, workers: int) -> Iterator[PackedBatch]:
+def batches_of_tars(run: Run, encoder: PackedTaskEncoder, workers: int) -> Iterator[PackedBatch]:
     config = WorkerConfig(rank=0, world_size=1, num_workers=workers)
     folder = run.workspace.root
     dataset = get_packed_train_dataset(folder, encoder, worker_config=config, repeat=False)
@@ -258,7 +258,7 @@ def test_settings_that_do_not_match_are_refused(runs: dict[str, Run], tmp_path: 
     prefix = prefix_of(runs["indexed"])
     with pytest.raises(ValueError, match="max_pixels"):
         IndexedPackDataset(
-            prefix, Qwen2VLTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=9999, settings=BMR)
+            prefix, PackedTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=9999, settings=BMR)
         )
     with pytest.raises(PackFormatError, match=r"nothing\.idx and \.bin cannot be read"):
         IndexedPackDataset(prefix.with_name("nothing"), task_encoder())
@@ -267,7 +267,7 @@ def test_settings_that_do_not_match_are_refused(runs: dict[str, Run], tmp_path: 
     shutil.copy(prefix.with_name("media_roots.json"), tmp_path)
     with pytest.raises(PackFormatError, match=r"has no manifest\.json"):
         IndexedPackDataset(tmp_path / prefix.name)
-    other = Qwen2VLTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=784 * 9, settings=BMR)
+    other = PackedTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=784 * 9, settings=BMR)
     with pytest.raises(PackFormatError, match=r"ps_00000000' were made with other settings"):
         IndexedPackDataset(tmp_path / prefix.name, other)[0]
     assert len(IndexedPackDataset(tmp_path / prefix.name, task_encoder())[0].tokens) == 1

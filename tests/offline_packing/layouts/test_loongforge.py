@@ -17,7 +17,7 @@ from offline_packing.layouts.loongforge import _room_of_images
 from offline_packing.verify.verify import verify
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.media.image import VisionSettings, smart_resize
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import (
     captioning_pairs,
@@ -184,7 +184,7 @@ def test_our_task_encoder_reads_them(tmp_path: Path, task: str) -> None:
         source = {"format": "pairs", "path": str(captioning_pairs(tmp_path / "source", 14))}
         run = make_run(source | {"task": task}, tmp_path / "out", output={"layout": "loongforge"})
     pack_all(run)
-    encoder = Qwen2VLTaskEncoder(
+    encoder = PackedTaskEncoder(
         seq_length=run.config.pack.seq_length,
         model=run.config.model,
         settings=PackingSettings(packed=True, bmr=task == "bmr"),

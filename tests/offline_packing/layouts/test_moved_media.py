@@ -14,7 +14,7 @@ from offline_packing.verify.verify import render_verdict, verify
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers import formats
 from tests.helpers.command import invoke
@@ -35,7 +35,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
 
 
 def batches(run: Run) -> list[PackedBatch]:
-    encoder = Qwen2VLTaskEncoder(
+    encoder = PackedTaskEncoder(
         seq_length=512, model=run.config.model, settings=PackingSettings(packed=True, bmr=True)
     )
     root = run.workspace.root

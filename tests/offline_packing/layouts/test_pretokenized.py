@@ -12,7 +12,7 @@ from offline_packing.errors import ConfigError
 from offline_packing.verify.verify import verify
 from task_encoders.energon_samples import BATCH_TENSORS
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import make_config, make_run, mixed_pairs, pack_all
 
@@ -35,14 +35,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
     return runs
 
 
-def task_encoder(**options: Any) -> Qwen2VLTaskEncoder:
+def task_encoder(**options: Any) -> PackedTaskEncoder:
     settings = PackingSettings(packed=True, bmr=True)
-    return Qwen2VLTaskEncoder(
+    return PackedTaskEncoder(
         seq_length=SEQ_LENGTH, max_pixels=28 * 28 * 64, settings=settings, **options
     )
 
 
-def batches(run: Any, encoder: Qwen2VLTaskEncoder) -> list[Any]:
+def batches(run: Any, encoder: PackedTaskEncoder) -> list[Any]:
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
     dataset = get_packed_train_dataset(
         Path(run.config.output.path), encoder, worker_config=config, repeat=False

@@ -31,7 +31,7 @@ from task_encoders.loading.packed_dataset import (
     get_packed_train_dataset,
 )
 from task_encoders.loading.packed_folder import PackedFolder, PackedFolderError
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers import formats
 from tests.helpers.datasets import (
@@ -64,7 +64,7 @@ def reference_run(source: dict[str, Any], folder: Path, **output: Any) -> Run:
 def batches(path: Path, run: Run, workers: int = 0, **options: Any) -> list[PackedBatch]:
     """All batches of an epoch, through Energon's loader."""
     settings = PackingSettings(packed=True, bmr=run.config.task == "bmr")
-    encoder = Qwen2VLTaskEncoder(
+    encoder = PackedTaskEncoder(
         seq_length=run.config.pack.seq_length, model=run.config.model, settings=settings
     )
     config = WorkerConfig(rank=0, world_size=1, num_workers=workers)
@@ -120,7 +120,7 @@ def test_batches_are_those_of_the_copied_packs(both: list[Run], workers: int) ->
 def test_packs_by_number_are_those_of_the_loader(both: list[Run]) -> None:
     copied, run = both
     settings = PackingSettings(packed=True, bmr=True)
-    encoder = Qwen2VLTaskEncoder(seq_length=400, model=run.config.model, settings=settings)
+    encoder = PackedTaskEncoder(seq_length=400, model=run.config.model, settings=settings)
     folder = pickle.loads(pickle.dumps(PackedFolder(run.workspace.root, encoder)))
     assert_same([folder.batch([i]) for i in range(len(folder))], batches(folder.path, run))
     names = [sorted(pack.media) for pack in PackedFolder(copied.workspace.root)]

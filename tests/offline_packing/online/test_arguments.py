@@ -17,7 +17,7 @@ from offline_packing.online.prefetch import Prefetched
 from offline_packing.online.ranks.rank_schedule import RankSampler, RankSchedule
 from offline_packing.storage.yaml_file import validate
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from tests.helpers.online_samples import Indexed, numbered
 
 SAMPLES = numbered([3, 4, 5])
@@ -25,7 +25,7 @@ TOKENS = np.array([3, 4, 5])
 packed = partial(PackedIterableDataset, SAMPLES, packing_length=8)
 constant = partial(ConstantLengthDataset, SAMPLES, seq_length=8)
 dynamic = partial(DynamicBatches, SAMPLES, max_seq_len=8)
-encoder = partial(Qwen2VLTaskEncoder, seq_length=8)
+encoder = partial(PackedTaskEncoder, seq_length=8)
 online = partial(get_online_train_dataset, "nowhere", None)
 schedule = partial(RankSchedule, TOKENS)
 planned = partial(plan_packs, TOKENS, seq_length=8)

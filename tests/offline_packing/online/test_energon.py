@@ -22,7 +22,7 @@ from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_d
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
 from task_encoders.energon_samples import BATCH_TENSORS, MultiMixQASample, PackedBatch
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import dialogue, image_bytes
 from tests.helpers.legacy_packs import CRUDE_YAML, legacy_vqa_folder
@@ -94,7 +94,7 @@ def test_every_sample_is_in_one_pack_and_encoded_as_alone(texts: Path) -> None:
     rows = batches(texts)
     assert sorted(itertools.chain(*keys_of(rows))) == KEYS
     assert all(row.tokens.shape[1] <= SEQ_LENGTH for row in rows)
-    encoder = Qwen2VLTaskEncoder(seq_length=SEQ_LENGTH, settings=UNPACKED)
+    encoder = PackedTaskEncoder(seq_length=SEQ_LENGTH, settings=UNPACKED)
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
     single = get_packed_train_dataset(texts, encoder, worker_config=config, repeat=False)
     alone = {row.sub_sample_keys[0]: row for row in get_packed_loader(single)}
@@ -111,7 +111,7 @@ def test_every_sample_is_in_one_pack_and_encoded_as_alone(texts: Path) -> None:
 
 def test_packs_are_the_planners(texts: Path) -> None:
     """With all samples in one window, in the order of the files."""
-    encoder = Qwen2VLTaskEncoder(seq_length=SEQ_LENGTH, settings=UNPACKED)
+    encoder = PackedTaskEncoder(seq_length=SEQ_LENGTH, settings=UNPACKED)
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
     in_order: dict[str, Any] = {
         "max_samples_per_sequence": None,
@@ -337,7 +337,7 @@ def test_packed_loss_equals_unpacked_loss(tmp_path: Path) -> None:
     packs = batches(folder, encoder=encoder)
     single = get_packed_train_dataset(
         folder,
-        Qwen2VLTaskEncoder(settings=UNPACKED, **options),
+        PackedTaskEncoder(settings=UNPACKED, **options),
         worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
         repeat=False,
     )

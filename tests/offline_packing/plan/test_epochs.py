@@ -21,7 +21,7 @@ from task_encoders.loading.packed_dataset import (
     get_packed_train_dataset,
     get_packed_val_dataset,
 )
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all, plan_index, plan_summary
 
@@ -46,7 +46,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def make_loader(run: Run, num_workers: int, state: Any = None, **options: Any) -> PackedLoader:
     settings = PackingSettings(packed=True)
-    encoder = Qwen2VLTaskEncoder(seq_length=256, model=run.config.model, settings=settings)
+    encoder = PackedTaskEncoder(seq_length=256, model=run.config.model, settings=settings)
     config = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
     dataset = get_packed_train_dataset(run.workspace.root, encoder, worker_config=config, **options)
     loader = get_packed_loader(dataset)
@@ -115,7 +115,7 @@ def test_restored_at_each_step_around_the_edge(packed: Run, num_workers: int) ->
 
 
 def test_validation_has_one_epoch(packed: Run) -> None:
-    encoder = Qwen2VLTaskEncoder(
+    encoder = PackedTaskEncoder(
         seq_length=256, model=packed.config.model, settings=PackingSettings(packed=True)
     )
     dataset = get_packed_val_dataset(

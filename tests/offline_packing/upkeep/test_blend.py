@@ -15,7 +15,7 @@ from offline_packing.errors import StageError
 from offline_packing.upkeep.blend import blend
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 
@@ -45,7 +45,7 @@ def test_energon_reads_both(outputs: list[Path], tmp_path: Path) -> None:
     assert [entry["path"] for entry in document["splits"]["val"]["blend"]] == list(
         map(str, outputs)
     )
-    encoder = Qwen2VLTaskEncoder(
+    encoder = PackedTaskEncoder(
         seq_length=512, max_pixels=28 * 28 * 64, settings=PackingSettings(packed=True)
     )
     dataset = get_packed_train_dataset(
@@ -105,7 +105,7 @@ def test_a_blend_of_epochs_is_read_once(outputs: list[Path], tmp_path: Path) -> 
     path.write_text(blend(outputs, epochs=True))
     splits = yaml.safe_load(path.read_text())["splits"]
     assert [entry["repetitions"] for entry in splits["train"]["blend_epochized"]] == [1, 1]
-    encoder = Qwen2VLTaskEncoder(
+    encoder = PackedTaskEncoder(
         seq_length=512, max_pixels=50176, settings=PackingSettings(packed=True)
     )
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
@@ -125,7 +125,7 @@ def test_a_blend_that_energon_does_not_draw_from(
     document["splits"]["train"]["blend"][0]["weight"] = weight
     path = tmp_path / "blend.yaml"
     path.write_text(yaml.safe_dump(document))
-    encoder = Qwen2VLTaskEncoder(
+    encoder = PackedTaskEncoder(
         seq_length=512, max_pixels=50176, settings=PackingSettings(packed=True)
     )
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
@@ -151,7 +151,7 @@ def test_outputs_made_with_defaults(tmp_path: Path) -> None:
     assert re.fullmatch(r"[0-9a-f]{8}_ps_00000000", keys["a"][0])
     path = tmp_path / "blend.yaml"
     path.write_text(blend([tmp_path / "a", tmp_path / "b"]))
-    encoder = Qwen2VLTaskEncoder(
+    encoder = PackedTaskEncoder(
         seq_length=512, max_pixels=28 * 28 * 64, settings=PackingSettings(packed=True)
     )
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)

@@ -11,7 +11,7 @@ from offline_packing.verify.verify import verify
 from task_encoders.families import FAMILIES
 from task_encoders.families.qwen2_vl import QWEN2_VL, Qwen2VLEncoder, Qwen2VLOptions
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 
@@ -35,7 +35,7 @@ PLAIN_VL = dataclasses.replace(QWEN2_VL, name="plain_vl", Options=PlainOptions, 
 
 
 def batches_of(folder: Path, family: str, **limits: int) -> list[Any]:
-    encoder = Qwen2VLTaskEncoder(
+    encoder = PackedTaskEncoder(
         seq_length=512,
         family=family,
         settings=PackingSettings(packed=True, bmr=True),

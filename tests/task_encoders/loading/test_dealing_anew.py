@@ -12,7 +12,7 @@ from megatron.energon import WorkerConfig
 
 from launch.data.loader_state import from_plain, to_plain
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.rows.pack_dealing import Dealer, Stretch
 from task_encoders.settings import PackingSettings
 from tests.helpers.legacy_packs import text_folder
@@ -28,11 +28,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def encoder() -> Qwen2VLTaskEncoder:
-    return Qwen2VLTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
+def encoder() -> PackedTaskEncoder:
+    return PackedTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
 
 
-def train(path: Path, encoder: Qwen2VLTaskEncoder, legs: Sequence[Leg], **options: Any) -> Any:
+def train(path: Path, encoder: PackedTaskEncoder, legs: Sequence[Leg], **options: Any) -> Any:
     """The keys of all packs that the ranks of each leg read, step by step, from where the ranks of
     the leg before it stood; states go through the plain form of checkpoints."""
     states: list[Any] = []
@@ -66,7 +66,7 @@ def train(path: Path, encoder: Qwen2VLTaskEncoder, legs: Sequence[Leg], **option
     ],
 )
 def test_each_pack_comes_once_per_epoch(
-    legs: list[Leg], folder: Path, encoder: Qwen2VLTaskEncoder
+    legs: list[Leg], folder: Path, encoder: PackedTaskEncoder
 ) -> None:
     read = train(folder, encoder, legs)
     assert len(read) == sum(ranks * steps for ranks, _, steps in legs)
@@ -78,7 +78,7 @@ def test_each_pack_comes_once_per_epoch(
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
 def test_one_pass_ends_after_every_pack(
-    micro_batch_size: int, folder: Path, encoder: Qwen2VLTaskEncoder
+    micro_batch_size: int, folder: Path, encoder: PackedTaskEncoder
 ) -> None:
     legs = [(2, 0, 2), (3, 0, 1), (1, 0, 20)]
     read = train(folder, encoder, legs, repeat=False, micro_batch_size=micro_batch_size)
@@ -87,7 +87,7 @@ def test_one_pass_ends_after_every_pack(
 
 @pytest.mark.parametrize("kind", ["blend", "blend_epochized"])
 def test_the_datasets_of_a_blend_are_dealt_each(
-    kind: str, folder: Path, encoder: Qwen2VLTaskEncoder, tmp_path: Path
+    kind: str, folder: Path, encoder: PackedTaskEncoder, tmp_path: Path
 ) -> None:
     other = text_folder(tmp_path / "other", 6, first=100)
     weights = {"weight": 1.0} if kind == "blend" else {"repetitions": 2}

@@ -26,7 +26,7 @@ from task_encoders.loading.packed_dataset import (
     get_packed_train_dataset,
     get_packed_val_dataset,
 )
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 from tests.helpers.legacy_packs import text_folder
@@ -42,15 +42,15 @@ def text_packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def encoder() -> Qwen2VLTaskEncoder:
-    return Qwen2VLTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
+def encoder() -> PackedTaskEncoder:
+    return PackedTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
 
 
 @contextmanager
 def loading(
     make: Callable[..., Any],
     folder: Path,
-    encoder: Qwen2VLTaskEncoder,
+    encoder: PackedTaskEncoder,
     num_workers: int,
     *,
     state: Any = None,
@@ -265,10 +265,10 @@ ROADS = {
 
 
 @functools.cache
-def captions_encoder(**options: int) -> Qwen2VLTaskEncoder:
+def captions_encoder(**options: int) -> PackedTaskEncoder:
     """As `measured` was packed, but for `options`."""
     packed_with = {"seq_length": SEQ_LENGTH, "max_pixels": 28 * 28 * 64, "pad_multiple": 2}
-    return Qwen2VLTaskEncoder(settings=PackingSettings(packed=True), **(packed_with | options))
+    return PackedTaskEncoder(settings=PackingSettings(packed=True), **(packed_with | options))
 
 
 @pytest.mark.parametrize("road", ROADS)
@@ -297,8 +297,8 @@ def test_the_advice_for_a_blend_is_one_that_works(measured: Path) -> None:
     for environment in ({}, {PACKED: "1", VQA: "1"}, {PACKED: "1", BMR: "1"}):
         settings = PackingSettings.from_env(environment)
         with pytest.raises(PackingSettingsError, match=f"set {PACKED}=1 alone"):
-            plain_train(blend, Qwen2VLTaskEncoder(settings=settings, **options))
-    plain_train(blend, Qwen2VLTaskEncoder(settings=PackingSettings(packed=True), **options))
+            plain_train(blend, PackedTaskEncoder(settings=settings, **options))
+    plain_train(blend, PackedTaskEncoder(settings=PackingSettings(packed=True), **options))
 
 
 def test_a_damaged_manifest_is_named(tmp_path: Path, encoder: Any) -> None:

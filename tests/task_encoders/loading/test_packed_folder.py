@@ -15,7 +15,7 @@ from task_encoders.concatenate import merge_rows, split_row
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.loading.packed_folder import PackedFolder, PackedFolderError
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all, vqa_pairs
 from tests.helpers.legacy_packs import legacy_vqa_folder, text_folder
@@ -30,11 +30,9 @@ TASKS: dict[str, Any] = {
 }
 
 
-def task_encoder(task: str = "captioning", **options: Any) -> Qwen2VLTaskEncoder:
+def task_encoder(task: str = "captioning", **options: Any) -> PackedTaskEncoder:
     settings = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
-    return Qwen2VLTaskEncoder(
-        **{"seq_length": SEQ_LENGTH, "settings": settings, **MODEL, **options}
-    )
+    return PackedTaskEncoder(**{"seq_length": SEQ_LENGTH, "settings": settings, **MODEL, **options})
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +49,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def energon_batches(path: Path, encoder: Qwen2VLTaskEncoder, **options: Any) -> list[PackedBatch]:
+def energon_batches(path: Path, encoder: PackedTaskEncoder, **options: Any) -> list[PackedBatch]:
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
     dataset = get_packed_train_dataset(path, encoder, worker_config=config, repeat=False, **options)
     return list(get_packed_loader(dataset))
@@ -147,7 +145,7 @@ def test_a_blend(packed: Path, tmp_path: Path) -> None:
         task: energon_batches(packed / task, task_encoder(task)) for task in ("captioning", "bmr")
     }
     path = blend_of(tmp_path / "blend.yaml", [packed / task for task in single], epochs=1)
-    encoder = Qwen2VLTaskEncoder(
+    encoder = PackedTaskEncoder(
         seq_length=SEQ_LENGTH, settings=PackingSettings(packed=True), **MODEL
     )
     folder = PackedFolder(path, encoder)

@@ -14,7 +14,7 @@ from megatron.energon.errors import FatalSampleError
 
 from task_encoders.energon_samples import CrudeRecord, MultiMixQASample, PackedBatch
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.rows.unpacked import first_fit_decreasing, unpacked_sub_sample
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import SampleError, SourceSample, Turn
@@ -36,9 +36,9 @@ SEQ_LENGTH = 512
 UNPACKED = PackingSettings(packed=False)
 
 
-def task_encoder(settings: PackingSettings = UNPACKED, **options: Any) -> Qwen2VLTaskEncoder:
+def task_encoder(settings: PackingSettings = UNPACKED, **options: Any) -> PackedTaskEncoder:
     defaults: dict[str, Any] = {"seq_length": SEQ_LENGTH, "max_pixels": 28 * 28 * 64}
-    return Qwen2VLTaskEncoder(settings=settings, **(defaults | options))
+    return PackedTaskEncoder(settings=settings, **(defaults | options))
 
 
 def batches(path: Path, encoder: Any = None, **options: Any) -> Iterator[PackedBatch]:

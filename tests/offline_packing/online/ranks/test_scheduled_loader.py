@@ -17,7 +17,7 @@ from offline_packing.online.ranks.rank_schedule import RankSampler, RankSchedule
 from offline_packing.online.ranks.scheduled_loader import ScheduledLoader
 from task_encoders.families import FAMILIES
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.packed_task_encoder import Qwen2VLTaskEncoder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.pack import parse_json
 from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
@@ -30,7 +30,7 @@ NUM_PACKS = 9
 def texts(tmp_path_factory: pytest.TempPathFactory) -> PackedFolder:
     path = text_folder(tmp_path_factory.mktemp("texts") / "packs", NUM_PACKS)
     settings = PackingSettings(packed=True, bmr=True)
-    return PackedFolder(path, Qwen2VLTaskEncoder(seq_length=64, settings=settings))
+    return PackedFolder(path, PackedTaskEncoder(seq_length=64, settings=settings))
 
 
 def make_loader(folder: PackedFolder, rank: int, workers: int, ranks: int = 2) -> ScheduledLoader:
@@ -175,7 +175,7 @@ def test_tokens_and_costs_of_packs(split: str, outputs: Path) -> None:
     assert tokens.tolist() == tokens_of(folder)
     assert len(cost) == len(folder) > 1
     model = FAMILIES["qwen2_vl"].cost
-    encoder = Qwen2VLTaskEncoder(
+    encoder = PackedTaskEncoder(
         seq_length=512, max_pixels=28 * 28 * 64, settings=PackingSettings(packed=True)
     )
     for number, own in enumerate(cost):
