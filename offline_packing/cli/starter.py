@@ -13,7 +13,6 @@ _COMMENTS: Final = {
     "format": "how the samples are stored",
     "task": "captioning | vqa | bmr: what the model is shown, and what carries loss",
     "text_only": "the samples looked at have no picture: take it out if they should",
-    "fields": "what the records call these fields",
     "image_root": "what image paths are relative to",
     "split": "which of its splits is read; the others are left out",
     "dataset": "which entry of dataset_info.json",

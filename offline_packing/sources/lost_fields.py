@@ -9,7 +9,8 @@ from offline_packing.sources.base import SourceRecord
 from offline_packing.sources.options import FieldMap
 from task_encoders.packs.pack_format import MEDIA_EXTENSIONS
 from task_encoders.records.messages import media_name
-from task_encoders.records.record import MEDIA_FIELDS, PROMPT_FIELDS, RECORD_FIELDS, texts_read
+from task_encoders.records.questions import PROMPT_FIELDS
+from task_encoders.records.record import MEDIA_FIELDS, RECORD_FIELDS, texts_read
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
     VIDEO_PLACEHOLDER,

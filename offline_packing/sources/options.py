@@ -20,14 +20,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from task_encoders.field_types import Count, LocalOrRemotePath, LocalPath, added, not_bool
 from task_encoders.limits import MAX_MEDIA, MAX_MESSAGES, MAX_TEXT_LENGTH
-from task_encoders.records.record import (
+from task_encoders.records.questions import (
     ANSWER_FIELDS,
     DIALOGUE_FIELDS,
-    MEDIA_FIELDS,
     PROMPT_FIELDS,
-    RECORD_FIELDS,
     with_input,
 )
+from task_encoders.records.record import MEDIA_FIELDS, RECORD_FIELDS
 
 #: More copies of a sample than this are taken for a typing error.
 MAX_REPEAT: Final = 1000

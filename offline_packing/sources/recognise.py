@@ -4,20 +4,16 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from offline_packing.errors import StageError
-from offline_packing.sources import SOURCES, open_source, source_class
+from offline_packing.sources import SOURCES, open_source
 from offline_packing.sources.base import Source, SourceRecord
 from offline_packing.sources.lost_fields import UNUSED_MEDIA, lost_fields
 from offline_packing.sources.options import MediaOptions
 from offline_packing.sources.reading.contents import find_image_root
-from task_encoders.records.record import (
-    ANSWER_FIELDS,
-    DIALOGUE_FIELDS,
-    PROMPT_FIELDS,
-    RECORD_FIELDS,
-)
+from task_encoders.records.questions import DIALOGUE_FIELDS, PROMPT_FIELDS
+from task_encoders.records.record import RECORD_FIELDS
 from task_encoders.samples import SampleError, SourceSample
 
 
@@ -60,7 +56,6 @@ def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> R
         )
     name, *others = fitting
     options = {"format": name, "path": path, "task": task or "bmr", **fitting[name]}
-    options |= _guess_fields(options)
     if task is None:
         options["task"] = _guess_task(_records(open_source(options), 50))
     source = open_source(options)
@@ -82,31 +77,6 @@ def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> R
 def _records(source: Source, count: int) -> list[SourceRecord]:
     records = (record for part in source.unread_parts() for record in source.records(part))
     return list(itertools.islice(records, count))
-
-
-#: Names that Alpaca's records and ms-swift's give to a prompt and its answer.
-_KNOWN_FIELDS: Final = (
-    {"question": "instruction", "answer": "output"},
-    {"question": "query", "answer": "response"},
-)
-
-
-def _guess_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The option `fields` for records that have other known names for prompt and answer, none of
-    which could be used without it."""
-    if "fields" not in source_class(options["format"]).Options.model_fields:
-        return {}
-    contents = [
-        record.content
-        for record in _records(open_source(options), 50)
-        if not isinstance(record.content, SampleError)
-    ]
-    read = {*DIALOGUE_FIELDS, *PROMPT_FIELDS, *ANSWER_FIELDS}
-    for fields in _KNOWN_FIELDS:
-        wanted = set(fields.values())
-        if contents and all(wanted <= {*one} and not read & {*one} for one in contents):
-            return {"fields": fields}
-    return {}
 
 
 def _guess_task(records: list[SourceRecord]) -> str:

@@ -3,17 +3,20 @@
     {"messages" | "conversations" | "texts": [...], "images": [str, ...]}     see messages.py
     {"captions": [{"content": str}]}, {"captions": [str]}, {"caption": str}
     {"question" | "prompt" | "context": str, "answer" | "answers": str}
+    {"instruction": str, "input": str, "output": str}                 Alpaca; "input" may lack
+    {"query": str, "response": str, "history": [[str, str], ...]}     ms-swift; so may "history"
     {"text": str}                                       a caption, or plain text without an image
 
-Prompts and answers may also be two lists of equal length: turns. Images are named by "images" or
-"image", videos by "videos" or "video"; the name may stand in an object {"path": ...}. `system` is
-the system message, `tools` (or `functions`) what the model may call. Other fields are ignored;
-offline_packing/sources/lost_fields.py reports it.
+The first prompt and the first answer that a record has, in the order of PROMPT_FIELDS and of
+`answer_fields`, make its turn; prompts and answers may also be two lists of equal length: turns.
+Images are named by "images" or "image", videos by "videos" or "video"; the name may stand in an
+object {"path": ...}. `system` is the system message, `tools` (or `functions`) what the model may
+call. Other fields are ignored; offline_packing/sources/lost_fields.py reports it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import orjson
 
@@ -25,6 +28,17 @@ from task_encoders.records.messages import (
     media_name,
     read_dialogue,
     read_tools,
+)
+from task_encoders.records.questions import (
+    ANSWER_FIELDS,
+    DIALOGUE_FIELDS,
+    HISTORY,
+    INPUT,
+    PROMPT_FIELDS,
+    answer_fields,
+    first_field,
+    quoted,
+    read_turns,
 )
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
@@ -40,17 +54,12 @@ from task_encoders.samples import (
 _MAX_KEY_LENGTH: Final = 4096
 _UTF8_BOM: Final = b"\xef\xbb\xbf"
 MEDIA_FIELDS: Final = frozenset(("image", "images", "video", "videos"))
-DIALOGUE_FIELDS: Final = ("messages", "conversations", "texts")
-PROMPT_FIELDS: Final = ("question", "prompt", "context")
-_ANSWERS: Final = ("answer", "answers")
-_CAPTIONS: Final = ("captions", "caption")
 _TOOLS: Final = ("tools", "functions")
-ANSWER_FIELDS: Final = (*_ANSWERS, *_CAPTIONS, "text")
 
 #: Every field that `to_sample` reads, and "id".
 RECORD_FIELDS: Final = (
     *("id", "system", *_TOOLS, *sorted(MEDIA_FIELDS)),
-    *(*DIALOGUE_FIELDS, *PROMPT_FIELDS, *ANSWER_FIELDS),
+    *(*DIALOGUE_FIELDS, *PROMPT_FIELDS, INPUT, HISTORY, *ANSWER_FIELDS),
 )
 
 #: What a record may hold that would be lost.
@@ -96,8 +105,10 @@ def to_sample(
     where the format pairs by name. Raises SampleError if the record cannot be used."""
     for lost in filter(content.get, _UNPACKED):
         raise SampleError("bad_record", f"the record has {lost!r}, which are not packed")
-    name = _first(content, DIALOGUE_FIELDS)
-    found = read_dialogue(content[name], name) if name else Dialogue(turns=_turns(content, task))
+    name = first_field(content, DIALOGUE_FIELDS)
+    found = (
+        read_dialogue(content[name], name) if name else Dialogue(turns=read_turns(content, task))
+    )
     system = _system(content, found.system) if name or task != "captioning" else None
     images, videos = _media(content, found, paired_media)
     turns = _mark_videos(found.turns, len(videos)) if videos and not images else found.turns
@@ -112,9 +123,11 @@ def to_sample(
 def texts_read(content: Mapping[str, Any], task: str) -> set[str | None]:
     """Which of several fields with text make the sample of a record."""
     beside = {*_TOOLS, None if task == "captioning" else "system"}
-    if name := _first(content, DIALOGUE_FIELDS):
+    if name := first_field(content, DIALOGUE_FIELDS):
         return {*beside, "system", name}
-    return {*beside, _first(content, PROMPT_FIELDS), _first(content, _answer_fields(task))}
+    prompt = first_field(content, PROMPT_FIELDS)
+    about = {"instruction": (INPUT, HISTORY), "query": (HISTORY,)}.get(prompt or "", ())
+    return {*beside, *about, prompt, first_field(content, answer_fields(task))}
 
 
 def check_prompts_are_shown(sample: SourceSample) -> None:
@@ -127,16 +140,6 @@ def check_prompts_are_shown(sample: SourceSample) -> None:
                 f"captioning would not show the prompt {text[:60]!r}; set source.task to vqa or "
                 "bmr, or source.ignore_prompts=true to train the answers as captions",
             )
-
-
-def with_input(instruction: str, given: str) -> str:
-    """Alpaca's `instruction`, and on the next line the `input` that it is about, if any."""
-    return f"{instruction}\n{given}" if instruction and given else instruction or given
-
-
-def has_answer(content: Mapping[str, Any]) -> bool:
-    """Whether a record holds what is to be learned, in any of the forms."""
-    return _first(content, (*DIALOGUE_FIELDS, *_ANSWERS, *_CAPTIONS)) is not None
 
 
 def named_media(content: Mapping[str, Any], kind: str) -> list[Any] | None:
@@ -160,14 +163,6 @@ def best_answer(answers: Any, weights: Any) -> Any:
     return answers[weights.index(max(weights))]
 
 
-def _first(content: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    """The first of some fields that a record has."""
-    for name in names:
-        if content.get(name) is not None:
-            return name
-    return None
-
-
 def _mark_videos(turns: list[Turn], num_videos: int) -> list[Turn]:
     """LLaVA-Video's records mark the places of videos by `<image>`: those marks as our own."""
     marks = [count_placeholders(turns, mark) for mark in (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER)]
@@ -189,41 +184,6 @@ def _system(content: Mapping[str, Any], said: str | None) -> str | None:
     return (beside or None) if said is None else said
 
 
-def _turns(content: Mapping[str, Any], task: str) -> list[Turn]:
-    is_caption = task == "captioning"
-    names = _answer_fields(task)
-    answers = _texts(content, names)
-    if answers is None:
-        raise SampleError("bad_record", f"none of {_names((*DIALOGUE_FIELDS, *names))}")
-    prompts = _texts(content, PROMPT_FIELDS)
-    if prompts is None:
-        if not is_caption:
-            raise SampleError(
-                "bad_record", f"no prompt: none of {_names(PROMPT_FIELDS)}; is it a caption?"
-            )
-        prompts = [""] * len(answers)
-    if len(prompts) != len(answers):
-        raise SampleError("bad_record", f"{len(prompts)} prompts for {len(answers)} answers")
-    return [Turn(*turn) for turn in zip(prompts, answers, strict=True)]
-
-
-def _answer_fields(task: str) -> Sequence[str]:
-    """Where the answers of a record without messages are, the first that exists."""
-    return (*_CAPTIONS, *_ANSWERS, "text") if task == "captioning" else (*_ANSWERS, *_CAPTIONS)
-
-
-def _texts(content: Mapping[str, Any], names: Sequence[str]) -> list[str] | None:
-    """The first of the fields that exists, as a list: 'x', ['x'] and [{"content": 'x'}]."""
-    name = _first(content, names)
-    if name is None:
-        return None
-    values = content[name] if isinstance(content[name], list) else [content[name]]
-    texts = [value.get("content") if isinstance(value, dict) else value for value in values]
-    if any(not isinstance(text, str) for text in texts):
-        raise SampleError("bad_record", f"{name!r} holds something other than text")
-    return cast(list[str], texts)
-
-
 def _media(
     content: Mapping[str, Any], found: Dialogue, paired_media: Sequence[str] | None
 ) -> tuple[Sequence[str], Sequence[str]]:
@@ -238,7 +198,7 @@ def _media(
     if not paired_media:
         raise SampleError("missing_image", "no image of the record's name beside it")
     if len(paired_media) > 1:
-        raise SampleError("ambiguous_image", f"the record names none of {_names(paired_media)}")
+        raise SampleError("ambiguous_image", f"the record names none of {quoted(paired_media)}")
     return ((), paired_media) if is_video_name(paired_media[0]) else (paired_media, ())
 
 
@@ -268,7 +228,3 @@ def _check_places(sample: SourceSample) -> None:
             raise SampleError(
                 f"{kind}_count_mismatch", f"{mark} stands in answers, where no {kind} can be shown"
             )
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))

@@ -23,7 +23,8 @@ from offline_packing.sources.formats.jsonl import JsonlSource, endings
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.storage.streams import UNREAD_SUFFIXES
 from task_encoders.limits import MAX_JSON_BYTES, check_json
-from task_encoders.records.record import DIALOGUE_FIELDS, MEDIA_FIELDS, RECORD_FIELDS, decode_text
+from task_encoders.records.questions import DIALOGUE_FIELDS
+from task_encoders.records.record import MEDIA_FIELDS, RECORD_FIELDS, decode_text
 from task_encoders.samples import SampleError
 
 #: Columns whose cells may be JSON.

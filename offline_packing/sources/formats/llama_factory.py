@@ -23,7 +23,8 @@ from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextS
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.options import FieldMap, FileOptions, MediaOptions
 from task_encoders.limits import MAX_JSON_BYTES
-from task_encoders.records.record import load_json, with_input
+from task_encoders.records.questions import read_history, with_input
+from task_encoders.records.record import load_json
 from task_encoders.samples import SampleError
 
 _INFO_NAME: Final = "dataset_info.json"
@@ -238,11 +239,5 @@ def _alpaca(named: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(query, str):
             raise SampleError("bad_record", f"the query is {query!r:.50}, not text")
         question = with_input(question, query)
-    history = named.get("history") or []
-    are_pairs = isinstance(history, list) and all(
-        isinstance(turn, list) and len(turn) == 2 for turn in history
-    )
-    if not are_pairs:
-        raise SampleError("bad_record", f"'history' is {history!r:.50}, not a list of pairs")
-    turns = [*history, (question, named["response"])]
+    turns = [*read_history(named.get("history")), (question, named["response"])]
     return [{"user": user, "assistant": assistant} for user, assistant in turns]

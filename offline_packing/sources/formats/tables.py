@@ -111,13 +111,16 @@ class TableSource(Source):
 
     def _columns(self, schema: pa.Schema, container: str) -> list[str]:
         """The columns that records are made of. Raises StageError where there are none."""
-        wanted, path = self.fields.columns(), self.root.path(container)
+        named, path = self.fields.named, self.root.path(container)
+        # Pictures are no text, whatever the name of their column ("input", "output") means.
+        media = {*named.values(), *self.fields.media_columns()}
+        pictures = {one.name for one in schema if row_files.holds_pictures(one.type)} - media
+        wanted = self.fields.columns() - pictures
         columns = [name for name in schema.names if name in wanted]
         twice = [name for name in columns if columns.count(name) > 1]
         if twice:
             problem = f"has {len(twice)} columns named {twice[0]!r}"
             raise StageError(f"{path} {problem}; write it again with a name for each")
-        named = self.fields.named
         absent = [f"{name}={at}" for name, at in named.items() if at not in columns]
         if absent or not set(columns) - {"id", named.get("id")}:
             problem = f" (no {absent[0]})" if absent else ""

@@ -136,6 +136,14 @@ def holds_bytes(kind: pa.DataType) -> bool:
     return any(one(kind) for one in (*is_bytes, types.is_fixed_size_binary))
 
 
+def holds_pictures(kind: pa.DataType) -> bool:
+    """Whether a column holds {bytes, path}, or lists of it, which can be no text."""
+    value_type = getattr(kind, "value_type", None)
+    if value_type is not None:
+        return holds_pictures(value_type)
+    return pa.types.is_struct(kind) and holds_bytes(kind)
+
+
 def as_plain(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The same values without dictionaries, of which an Arrow file has one for all batches, and
     without views, of which Arrow cannot take single rows."""

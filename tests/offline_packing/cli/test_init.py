@@ -57,14 +57,14 @@ def test_the_task_is_told_from_the_records(tmp_path: Path) -> None:
         ({"query": "1 and 2?", "response": "3"}, "1 and 2?"),
     ],
 )
-def test_fields_of_alpaca_and_ms_swift_are_known(
+def test_records_of_alpaca_and_ms_swift_are_known(
     record: dict[str, str], prompt: str, tmp_path: Path
 ) -> None:
     path, to = tmp_path / "a.json", tmp_path / "pack.yaml"
     write_file(path, b"[" + lines([record] * 3).strip().replace(b"\n", b",") + b"]")
     invoke("init", path, "--to", to, "--output", tmp_path / "out")
     (source,) = load_config(to).source
-    assert source.task == "vqa"
+    assert (source.task, source.format_options()) == ("vqa", {})
     (example, *_) = recognise(str(path)).examples
     assert example.sample is not None
     assert [(turn.prompt, turn.answer) for turn in example.sample.turns] == [(prompt, "3")]

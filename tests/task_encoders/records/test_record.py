@@ -146,3 +146,40 @@ def test_videos_that_do_not_fit(prompt: str, fields: dict[str, Any], reason: str
 def test_media_that_are_not_clear() -> None:
     with pytest.raises(SampleError, match="ambiguous_image"):
         to_sample({"caption": "a"}, "k", "captioning", ["a.jpg", "a.mp4"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "turns"),
+    [
+        ({"instruction": "Add.", "input": "1, 2", "output": "3"}, [("Add.\n1, 2", "3")]),
+        ({"instruction": "Hi.", "input": "", "output": "Hi."}, [("Hi.", "Hi.")]),
+        ({"query": "Hi.", "response": "Hi.", "input": "lost"}, [("Hi.", "Hi.")]),
+        (
+            {"query": "And?", "response": "No.", "history": [["Who?", "I."]]},
+            [("Who?", "I."), ("And?", "No.")],
+        ),
+        # in doubt, what was read before
+        ({"question": "q", "query": "x", "answer": "a", "response": "x"}, [("q", "a")]),
+        ({"prompt": "q", "response": "a", "history": "of the west"}, [("q", "a")]),
+        ({"instruction": "q", "context": "x", "response": "a"}, [("q", "a")]),
+    ],
+)
+def test_alpaca_and_ms_swift(fields: dict[str, Any], turns: list[tuple[str, str]]) -> None:
+    sample = to_sample(fields, "k", "vqa")
+    assert [(turn.prompt, turn.answer) for turn in sample.turns] == turns
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"instruction": "q", "input": {"a": 1}},
+        {"instruction": ["p", "q"], "output": ["a", "b"], "input": "about both?"},
+        {"query": "q", "history": "x"},
+        {"query": "q", "history": [["a"]]},
+        {"query": "q", "history": [["a", 1]]},
+    ],
+)
+def test_what_no_instruction_can_be_about(fields: dict[str, Any]) -> None:
+    with pytest.raises(SampleError) as error:
+        to_sample({"output": "a", **fields}, "k", "vqa")
+    assert error.value.reason == "bad_record"

@@ -172,3 +172,11 @@ def test_arrow_stream_that_ends_early(tmp_path: Path, damage: str) -> None:
         StageError, match=r"data-00000-of-00001\.arrow.* its 3 rows do not end in an"
     ):
         pack_all(run)
+
+
+def test_pictures_in_columns_that_texts_are_named_by(tmp_path: Path) -> None:
+    picture = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    output = pa.array([{"bytes": OTHER, "path": None}], picture)
+    table = pa.table({"id": ["a"], "image": [JPEG], "output": output, "caption": ["A dog."]})
+    source = write_parquet(tmp_path / "data", table)
+    assert texts_of(source, tmp_path) == ["A dog."]

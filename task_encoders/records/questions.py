@@ -1,0 +1,107 @@
+"""The prompts and answers of a record without messages, and the earlier turns that it names."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, cast
+
+from task_encoders.records.messages import kind_of
+from task_encoders.samples import SampleError, Turn
+
+DIALOGUE_FIELDS: Final = ("messages", "conversations", "texts")
+PROMPT_FIELDS: Final = ("question", "prompt", "instruction", "query", "context")
+#: Prompts of Alpaca's records and ms-swift's, and what only these have beside them.
+_INSTRUCTIONS: Final = ("instruction", "query")
+INPUT, HISTORY = "input", "history"
+_ANSWERS: Final = ("answer", "answers")
+_OUTPUTS: Final = ("output", "response")
+_CAPTIONS: Final = ("captions", "caption")
+ANSWER_FIELDS: Final = (*_ANSWERS, *_CAPTIONS, "text", *_OUTPUTS)
+
+
+def read_turns(content: Mapping[str, Any], task: str) -> list[Turn]:
+    """The turns of a record. Raises SampleError: bad_record."""
+    is_caption = task == "captioning"
+    names = answer_fields(task)
+    answers = _texts(content, names)
+    if answers is None:
+        raise SampleError("bad_record", f"none of {quoted((*DIALOGUE_FIELDS, *names))}")
+    prompts = _texts(content, PROMPT_FIELDS)
+    if prompts is None:
+        if not is_caption:
+            raise SampleError(
+                "bad_record", f"no prompt: none of {quoted(PROMPT_FIELDS)}; is it a caption?"
+            )
+        prompts = [""] * len(answers)
+    if len(prompts) != len(answers):
+        raise SampleError("bad_record", f"{len(prompts)} prompts for {len(answers)} answers")
+    turns = list(zip(prompts, answers, strict=True))
+    if (name := first_field(content, PROMPT_FIELDS)) in _INSTRUCTIONS:
+        turns = _instructed(content, name, turns)
+    return [Turn(*turn) for turn in turns]
+
+
+def _instructed(
+    content: Mapping[str, Any], name: str, turns: list[tuple[str, str]]
+) -> list[tuple[str, str]]:
+    """The turns with what an instruction is about, and those before them."""
+    if name == "instruction" and content.get(INPUT):
+        given = content[INPUT]
+        if not isinstance(given, str) or len(turns) > 1:
+            raise SampleError("bad_record", f"{INPUT!r} is {kind_of(given)} for {len(turns)} turns")
+        turns = [(with_input(prompt, given), answer) for prompt, answer in turns]
+    before = read_history(content.get(HISTORY))
+    if not all(isinstance(text, str) for turn in before for text in turn):
+        raise SampleError("bad_record", f"{HISTORY!r} holds something other than text")
+    return [*((prompt, answer) for prompt, answer in before), *turns]
+
+
+def read_history(history: Any) -> list[list[Any]]:
+    """The earlier turns of Alpaca's records and ms-swift's, a list of [prompt, answer] or nothing.
+    Raises SampleError: bad_record."""
+    turns = history or []
+    are_pairs = isinstance(turns, list) and all(
+        isinstance(turn, list) and len(turn) == 2 for turn in turns
+    )
+    if not are_pairs:
+        raise SampleError("bad_record", f"'history' is {history!r:.50}, not a list of pairs")
+    return list(turns)
+
+
+def with_input(instruction: str, given: str) -> str:
+    """Alpaca's `instruction`, and on the next line the `input` that it is about, if any."""
+    return f"{instruction}\n{given}" if instruction and given else instruction or given
+
+
+def answer_fields(task: str) -> Sequence[str]:
+    """Where the answers of a record without messages are, the first that exists."""
+    known = (*_CAPTIONS, *_ANSWERS, "text") if task == "captioning" else (*_ANSWERS, *_CAPTIONS)
+    return (*known, *_OUTPUTS)
+
+
+def _texts(content: Mapping[str, Any], names: Sequence[str]) -> list[str] | None:
+    """The first of the fields that exists, as a list: 'x', ['x'] and [{"content": 'x'}]."""
+    name = first_field(content, names)
+    if name is None:
+        return None
+    values = content[name] if isinstance(content[name], list) else [content[name]]
+    texts = [value.get("content") if isinstance(value, dict) else value for value in values]
+    if any(not isinstance(text, str) for text in texts):
+        raise SampleError("bad_record", f"{name!r} holds something other than text")
+    return cast(list[str], texts)
+
+
+def has_answer(content: Mapping[str, Any]) -> bool:
+    """Whether a record holds what is to be learned, in any of the forms."""
+    return first_field(content, (*DIALOGUE_FIELDS, *_ANSWERS, *_CAPTIONS, *_OUTPUTS)) is not None
+
+
+def first_field(content: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """The first of some fields that a record has."""
+    for name in names:
+        if content.get(name) is not None:
+            return name
+    return None
+
+
+def quoted(names: Sequence[str]) -> str:
+    """'a', 'b'."""
+    return ", ".join(map(repr, names))
