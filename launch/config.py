@@ -33,7 +33,7 @@ class _Config(BaseModel):
 
 
 class OnlineConfig(_Config):
-    """How data are packed that are not packed: while training, by the loader's processes."""
+    """Packing of unpacked data while training, by the loader's processes."""
 
     seq_length: Count
     #: samples that a process takes in before it plans again
@@ -123,7 +123,7 @@ class DataConfig(_Config):
 
 
 class BatchConfig(_Config):
-    """How much data a step takes. Set one of the two."""
+    """Amount of data per step. Set one of the two."""
 
     #: samples, as in the recipe without packing; divided by the samples in a pack
     global_batch_size: Count | None = None
@@ -144,7 +144,7 @@ class BatchConfig(_Config):
 
 
 class TrainConfig(_Config):
-    """How long, and what is minimised."""
+    """Length of the run, and its loss."""
 
     #: passes over the packs; ignored if iterations is set
     epochs: Annotated[float, BeforeValidator(_not_bool), Field(gt=0)] = 1
@@ -188,7 +188,7 @@ class ScheduleConfig(_Config):
 
 
 class ParallelConfig(_Config):
-    """How ranks share the work. The remaining factor of the ranks is data parallel."""
+    """Parallelism of the ranks. The remaining factor of the ranks is data parallel."""
 
     tensor: Count = 1
     pipeline: Count = 1
@@ -224,7 +224,7 @@ class ValidationConfig(_Config):
 
 
 class MetricsConfig(_Config):
-    """What is reported."""
+    """Metrics and their trackers."""
 
     #: steps between lines in the log; the first and the last step are always logged
     log_every: Count = 10
@@ -235,7 +235,7 @@ class MetricsConfig(_Config):
 
 
 class OutputConfig(_Config):
-    """Where results go: metrics.jsonl, checkpoints/, hf/, tensorboard/."""
+    """Folder of the results: metrics.jsonl, checkpoints/, hf/, tensorboard/."""
 
     path: Path
 

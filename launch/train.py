@@ -19,7 +19,7 @@ from offline_packing.errors import ConfigError, MismatchError, StageError
 from task_encoders.versions import SUPPORTED, UnsupportedVersionError, require_supported
 
 STOPPED: Final = 128 + 15
-#: The exception behind the last frame of a traceback.
+#: The exception after the last frame of a traceback.
 _RAISED: Final = re.compile(r"^[\w.]+: (.*)", re.DOTALL | re.MULTILINE)
 
 
@@ -67,7 +67,7 @@ def failing_in_one_line(*, debug: bool) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """What an error says. Of one from a loader's worker torch makes a text with the whole
+    """Text of an error. For one from a loader's worker torch makes a text with the whole
     traceback, and Energon puts the sample's fields in front of what stopped it."""
     text = str(error)
     _, traceback, rest = text.rpartition('\n  File "')

@@ -177,10 +177,10 @@ def _fill(
         loss_weights[start] = 0  # so that shifting the whole row never crosses a boundary
         padding[real] = False
         position_ids[:, real] = sample.position_ids + offset
-        behind = position_ids[:, real].max() + 1
-        position_ids[:, real.stop : end] = behind + np.arange(end - real.stop)
+        first = position_ids[:, real].max() + 1
+        position_ids[:, real.stop : end] = first + np.arange(end - real.stop)
         if running:
-            offset = behind + end - real.stop
+            offset = first + end - real.stop
     arrays = {
         "tokens": tokens,
         "loss_weights": loss_weights,

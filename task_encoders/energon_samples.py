@@ -46,7 +46,7 @@ class PackedMultiMixQASample(PackedSample):
 
 @edataclass
 class MultiMixQASample(Sample):
-    """A conversation that is no pack, for folders that are trained unpacked."""
+    """A conversation that is not a pack, for folders that are trained unpacked."""
 
     #: in any of the forms of records/messages.py
     messages: list[Any]
@@ -86,7 +86,7 @@ class TextDecoder(SampleDecoder):
 
 
 def part_filter(part: str) -> bool:
-    """Which members of a pack are read: its JSON and its media."""
+    """Select the members of a pack to read: its JSON and its media."""
     return part == JSON_PART or is_medium(part)
 
 
@@ -108,7 +108,7 @@ class PackedRowSample(Sample):
 
     @classmethod
     def of(cls, sample: Sample, *, blended: bool, **encoded: Any) -> "PackedRowSample":
-        """What a sample was encoded to; `blended` folders may have equal keys, and are named."""
+        """The row of an encoded sample; `blended` folders may have equal keys, and are named."""
         key = sample.__key__
         if blended and sample.__sources__:
             key = f"{sample.__sources__[0].dataset_path}/{key}"

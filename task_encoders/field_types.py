@@ -98,7 +98,7 @@ def checked(function: CallableT) -> CallableT:
 
 
 def check_fields(instance: Any) -> None:
-    """As `checked`, for the fields of a frozen dataclass, in its `__post_init__`."""
+    """Check the fields of a frozen dataclass, in its `__post_init__`."""
     cls: Any = type(instance)
     for name, adapter in _adapters(cls).items():
         object.__setattr__(instance, name, _validated(name, getattr(instance, name), adapter))
@@ -106,7 +106,7 @@ def check_fields(instance: Any) -> None:
 
 @functools.cache
 def _adapters(annotated: Callable[..., Any]) -> dict[str, TypeAdapter[Any]]:
-    """What checks each argument or field."""
+    """Validators of each argument or field."""
     found = {}
     for name, hint in get_type_hints(annotated, include_extras=True).items():
         if name != "return" and hint is not Any:

@@ -128,7 +128,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         return self.encode_row(sample, self.sub_samples(sample))
 
     def sub_samples(self, sample: Sample) -> list[SubSample]:
-        """What a sample consists of. Raises FatalSampleError, PackFormatError."""
+        """Sub-samples of a sample. Raises FatalSampleError, PackFormatError."""
         if isinstance(sample, CrudeRecord) and is_pack(
             sample.parts.get(JSON_PART), packed=self.settings.packed
         ):
@@ -148,7 +148,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         return [unpacked_sub_sample(sample)]
 
     def encode_pack(self, pack: Pack, **energon: Any) -> PackedRowSample:
-        """As `encode_sample`, for a pack that Energon has not read, with what it would note."""
+        """Same as `encode_sample`, for a pack that was read without Energon; `energon`: its notes."""
         record = parse_json(pack.record, pack.key)
         own = {"__key__": pack.key, "__restore_key__": (), "__subflavors__": {}, **energon}
         return self.encode_sample(PackedSample(**own, record=record, media=pack.media))
@@ -203,7 +203,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
     def build_val_datasets(
         self, *, datasets: Sequence[Any], **kwargs: Any
     ) -> SavableDataset[PackedBatch]:
-        """As build_train_datasets."""
+        """Same as build_train_datasets."""
         self._check_datasets(datasets)
         return OnePass(super().build_val_datasets(datasets=datasets, **kwargs))
 

@@ -1,4 +1,4 @@
-"""What every sample encoder offers; `families` has one for each model family.
+"""Interface of every sample encoder; `families` has one for each model family.
 
 The invariant that the whole system rests on, for every sample:
 
@@ -33,7 +33,7 @@ def labels_of(
 
 @dataclass(frozen=True, slots=True)
 class SampleLength:
-    """What one sample will cost, known without decoding its media. `grid_thw` holds the grids of
+    """Length of one sample, known without decoding its media. `grid_thw` holds the grids of
     the images, then those of the videos."""
 
     num_tokens: int
@@ -97,7 +97,7 @@ class SampleEncoder(Protocol):
         """Everything that lengths depend on: family, tokenizer, template, pixel limits, frames."""
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
-        """Which frames are taken from a video, and their grid. Raises SampleError."""
+        """Sample frames of a video, and return their grid. Raises SampleError."""
 
     def measure(
         self,

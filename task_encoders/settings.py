@@ -28,14 +28,14 @@ ENVIRONMENT_OF_TASK: Final = {
 }
 
 
-#: Of what is read as packs, and is not.
+#: Remedy where something that is not a pack is read as one.
 NO_PACKS: Final = (
     f"{PACKED}=1, but {{}} holds no packs; set {PACKED}=0 to train it unpacked, or point the task "
     "encoder at a folder written by offline-packing"
 )
 
 
-#: Of loss weights, for a trainer.
+#: Error of fractional loss weights, for a trainer.
 FRACTIONS: Final = (
     "{} holds loss weights other than 0 and 1, which the loss of {} does not take; train with "
     "launch/train.py, or pack without these weights"

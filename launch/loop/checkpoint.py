@@ -5,7 +5,7 @@
         rank_00000.pt, …    per rank: slices of the optimizer, state of loader and generators
                             (tensor parallel ranks of a data parallel one stand together)
         state.json          which run this is; written last
-    checkpoints/iter_00001000.tmp/      being written, or left behind by a kill: never read
+    checkpoints/iter_00001000.tmp/      being written, or left by a kill: never read
 
 A folder takes its name when all ranks have written and synced their files. They hold tensors,
 numbers and text, and are read with torch's weights_only loader, which runs no code.

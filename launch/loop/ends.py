@@ -14,7 +14,7 @@ from task_encoders.families.builtin_processor import has_builtin_processor
 
 logger = logging.getLogger(__name__)
 
-#: In an exported folder: of how many steps it is.
+#: File in an exported folder with its number of steps.
 _TRAINED: Final = "trained.json"
 
 

@@ -1,4 +1,4 @@
-"""What a training step minimises: per-token losses to one number, however the step is divided.
+"""The loss of a training step: per-token losses to one number, however the step is divided.
 
 The sum and its denominator are kept apart until the end of a step, so that neither the number of
 ranks nor that of micro batches changes the weight of a token:
@@ -21,7 +21,7 @@ Normalization = Literal["token", "sample", "sqrt"]
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """How the token losses of one row enter the step's loss."""
+    """Weights of one row's token losses in the step's loss."""
 
     weights: torch.Tensor  #: (1, S) float32, 0 where there is no label
     denominator: torch.Tensor  #: () float32: Σ weights

@@ -1,4 +1,4 @@
-"""What a step measured, over all ranks, and where it is written.
+"""Metrics of a step over all ranks, and their files.
 
 metrics.jsonl holds one line per step, and one per validation. A resumed run first removes the lines
 of steps that it will repeat, so that the file has every step once.

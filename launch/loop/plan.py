@@ -1,4 +1,4 @@
-"""How many steps a run has and what each takes, from the configuration and the manifest."""
+"""Steps of a run and their batches, from the configuration and the manifest."""
 
 import logging
 from dataclasses import dataclass

@@ -22,7 +22,7 @@ PEAK_FLOPS: Final = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """What this rank's GPU can do; None on a CPU and for GPUs that are not in the table."""
+    """Peak rate of this rank's GPU; None on a CPU and for GPUs that are not in the table."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

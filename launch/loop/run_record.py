@@ -52,7 +52,7 @@ _STEP: Final = "packs_per_step"
 
 
 def run_record(config: LaunchConfig, data: PackedData, plan: TrainPlan) -> dict[str, Any]:
-    """What a checkpoint keeps of its run: plain values by dotted name."""
+    """Settings that a checkpoint keeps of its run: plain values by dotted name."""
     fields = dict(_flat(config.model_dump(mode="json")))
     return {
         **{name: value for name, value in sorted(fields.items()) if not _is_in(name, _FREE)},

@@ -1,4 +1,4 @@
-"""What the encoders of all families share. `measure` and `encode` go through `_layout`, so they
+"""Base of the encoders of all families. `measure` and `encode` go through `_layout`, so they
 cannot disagree; a family says what its template, its media and its positions are."""
 
 import itertools
@@ -55,7 +55,7 @@ class FamilyEncoder(ABC):
     POSITION_ROWS: ClassVar[int] = 3
     #: Options of every family on which lengths depend in this one, beside its own.
     LENGTHS_FOLLOW: ClassVar[tuple[str, ...]] = ()
-    #: Where the text after a video goes on, see `spans.position_ids`.
+    #: Position of the text after a video, see `spans.position_ids`.
     video_end: str = "longer_side"
     #: See SampleEncoder.
     media_token_ids: Mapping[str, int]
@@ -78,7 +78,7 @@ class FamilyEncoder(ABC):
         self.normalisation = normalisation
         self.texts = TextSpans(tokenizer)
 
-    # What a family decides.
+    # Decided by a family.
 
     @abstractmethod
     def render(self, sample: SourceSample) -> Iterable[Piece]:
@@ -86,7 +86,7 @@ class FamilyEncoder(ABC):
 
     @abstractmethod
     def image_medium(self, height: int, width: int) -> Medium:
-        """Of an image of this size. Raises SampleError where it cannot be used."""
+        """Medium of an image of this size. Raises SampleError where it cannot be used."""
 
     @abstractmethod
     def encode_image(self, image: PillowImage.Image) -> tuple[Bytes, Medium]:
@@ -104,7 +104,7 @@ class FamilyEncoder(ABC):
     def medium_spans(self, medium: Medium) -> Iterable[Span]:
         """The tokens of an image or a video."""
 
-    # What they share.
+    # Common to all.
 
     @cached_property
     def fingerprint(self) -> Mapping[str, str | int]:
@@ -251,7 +251,7 @@ class FamilyEncoder(ABC):
         images: Iterator[Iterable[Span]],
         videos: Iterator[Iterable[Span]],
     ) -> list[Span]:
-        """Of a checked sample's texts and, in their places, the given ones of its media."""
+        """Spans of a checked sample's texts, with the given ones of its media in their places."""
         spans: list[Span] = []
         for piece in self.render(sample):
             if isinstance(piece, Image):

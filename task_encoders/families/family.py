@@ -44,5 +44,5 @@ class Family:
 
     @property
     def model_types(self) -> tuple[str, ...]:
-        """What `model_type` in config.json may be."""
+        """Accepted values of `model_type` in config.json."""
         return self.other_names or (self.name,)

@@ -189,7 +189,7 @@ COST: Final = ModelCost(
     TransformerShape(1024, 24, 4096, ffn_matrices=2, causal=False),
 )
 
-#: With the published vocabulary and size of images.
+#: Presets with the published vocabulary and size of images.
 PRESETS: Final = {
     "tiny": Preset(
         {

@@ -120,8 +120,8 @@ class Qwen3VLEncoder(QwenVLEncoder):
         yield self._before
         for seconds in timestamps(video, self.vision.temporal_patch_size):
             yield from self.texts.spans(Text(f"<{seconds:.1f} seconds>"))
-            yield from patch_spans(self.video_token_id, step, merge, self._before, self._behind)
-        yield self._behind
+            yield from patch_spans(self.video_token_id, step, merge, self._before, self._after)
+        yield self._after
 
 
 def timestamps(video: SampledVideo, depth: int) -> list[float]:

@@ -116,7 +116,7 @@ class QwenVLEncoder(FamilyEncoder):
         self.image_token_id = ids["image_token_id"]
         self.video_token_id = ids["video_token_id"]
         self._before = Span([ids["vision_start_token_id"]], 1)
-        self._behind = Span([ids["vision_end_token_id"]], 1)
+        self._after = Span([ids["vision_end_token_id"]], 1)
 
     def render(self, sample: SourceSample) -> Iterable[Piece]:
         if sample.task == "captioning":
@@ -146,7 +146,7 @@ class QwenVLEncoder(FamilyEncoder):
             medium.grid,
             self.vision.merge_size,
             self._before,
-            self._behind,
+            self._after,
             self.interval(medium),
         )
 

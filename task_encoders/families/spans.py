@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 class Medium(NamedTuple):
-    """What the tokens and positions of an image or a video follow from."""
+    """Grid of an image or a video, from which its tokens and positions follow."""
 
     grid: Grid  #: in patches
     video: SampledVideo | None = None
@@ -66,7 +66,7 @@ class TextSpans:
 
 
 def stored_parts(tokenized: TokenizedText) -> Iterator[Span | int]:
-    """What was tokenized as spans, each with loss throughout or without any, and its media."""
+    """Spans of a sample, each with loss throughout or without any, and its media."""
     ids = np.asarray(tokenized.ids, dtype=np.int64)
     media = np.flatnonzero(ids < 0)
     cuts = np.unique(np.concatenate([[0], media, media + 1, tokenized.loss, [len(ids)]]))
@@ -79,13 +79,13 @@ def stored_parts(tokenized: TokenizedText) -> Iterator[Span | int]:
 
 
 def patch_spans(
-    token_id: int, grid: Grid, merge_size: int, before: Span, behind: Span, interval: float = 1.0
+    token_id: int, grid: Grid, merge_size: int, before: Span, after: Span, interval: float = 1.0
 ) -> tuple[Span, Span, Span]:
     """A token per merge_size² patches, between two others."""
     t, h, w = grid
     merged = t, h // merge_size, w // merge_size
     num_tokens = math.prod(merged)
-    return before, Span((token_id,), num_tokens, 0.0, merged, interval), behind
+    return before, Span((token_id,), num_tokens, 0.0, merged, interval), after
 
 
 def position_ids(spans: Sequence[Span], num_rows: int, video_end: str) -> npt.NDArray[np.int64]:
@@ -94,8 +94,8 @@ def position_ids(spans: Sequence[Span], num_rows: int, video_end: str) -> npt.ND
 
     Text counts up on all three rows. The tokens of a medium take their place in its grid, with
     `interval` temporal positions (in float32, rounded down) from one step in time to the next.
-    What follows goes on behind the longer side of the grid, as in transformers from 5 on, also
-    where temporal positions reach further; or, with `video_end: last_position`, behind those.
+    The text after it goes on after the longer side of the grid, as in transformers from 5 on, also
+    where temporal positions reach further; or, with `video_end: last_position`, after those.
     """
     num_tokens = sum(span.num_tokens for span in spans)
     if num_rows == 1:

@@ -64,7 +64,7 @@ def _begin(merged: FlexState, seed: int) -> SavableDatasetCheckpoint:
 
 
 def _of_dataset(worker: Any) -> FlexState | None:
-    """The state of the dataset in a worker's; None: it has not begun."""
+    """State of the dataset in a worker's; None if it has yet to begin."""
     if not isinstance(worker, SavableDatasetCheckpoint):  # without loader processes
         return None if worker is None else worker["datasets"][0]
     if worker.offset:
@@ -104,7 +104,7 @@ def _merge(workers: Sequence[FlexState | None], ranks: int, per_rank: int) -> Fl
 
 
 def _progress(state: FlexState) -> tuple[int, bool]:
-    """How far a worker is: its epoch, and whether that is over."""
+    """Progress of a worker: its epoch, and whether that is over."""
     while "datasets" in state:
         state = state["datasets"][0]
     return state["_epoch"], state["_is_over"]

@@ -1,4 +1,4 @@
-"""Which shards a split of a packed folder or a metadataset has, and where their packs begin.
+"""Shards in a split of a packed folder or a metadataset, and the offsets of their packs.
 
 A folder's own metadata are read here; whatever refers to other datasets is Energon's to resolve.
 """

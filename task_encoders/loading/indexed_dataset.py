@@ -1,4 +1,4 @@
-"""A dataset of packs that are stored as token ids: the rows of the tar road, and of any order.
+"""A dataset of packs that are stored as token ids: the same rows as from tars, in any order.
 
 Works with torch's DataLoader and any number of its workers; Energon's loader is not involved.
 """
@@ -76,7 +76,7 @@ class IndexedPackDataset(Dataset[PackedBatch]):
             )
         encoded = self.task_encoder.encode_pack(pack.pack)
         row = encoded.row
-        # Of the sub-samples that are left: one whose image cannot be decoded was dropped.
+        # Tokens of the sub-samples that are left: one whose image cannot be decoded was dropped.
         is_left = np.isin(pack.sub_sample_keys, encoded.sub_sample_keys)
         is_left = np.repeat(is_left, np.diff(pack.cu_lengths))
         for name in ("tokens", "labels"):

@@ -137,8 +137,8 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
             gc.unfreeze()
 
     def save_state_rank(self) -> SavableDataLoaderState | None:
-        """As Energon's, but a worker that has delivered nothing in this pass yet is at its start,
-        not at the end of the previous one, and one that has not begun is where it will begin."""
+        """Same as Energon's, but a worker that has delivered nothing in this pass yet is at its
+        start, not at the end of the previous one; one yet to begin is where it will begin."""
         # Between iter() and the first batch no worker runs yet; Energon would wait for an answer.
         if _running(self) is None:
             self._has_workers = False
@@ -156,7 +156,7 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
         return state
 
     def restore_state_rank(self, state: SavableDataLoaderState | None) -> None:
-        """As Energon's. Raises ValueError for a state of another number of workers."""
+        """Same as Energon's. Raises ValueError for a state of another number of workers."""
         states = [] if state is None else state.worker_states
         then = sum(isinstance(one, SavableDatasetCheckpoint) for one in states)  # in a worker
         now = self.worker_config.num_workers
@@ -174,7 +174,7 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
         self.restore_state_rank(deal_anew(states, self.worker_config))
 
     def _where_workers_begin(self, states: list[Any]) -> list[Any]:
-        """The states, corrected for workers that have not begun.
+        """The states, corrected for workers that have yet to begin.
 
         A worker asked before it has read anything returns the state None and one sample to skip:
         that sample would be lost.

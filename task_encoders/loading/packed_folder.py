@@ -162,7 +162,7 @@ class PackedFolder:
 
 
 def _check(shards: Sequence[Shard], task_encoder: "PackedTaskEncoder") -> None:
-    """As the task encoder checks the datasets that Energon gives it."""
+    """Check the folders as the task encoder checks the datasets that Energon gives it."""
     flavors_of = {shard.path.parent: shard.subflavors for shard in shards}
     task_encoder.is_blend = task_encoder.is_blend or len(flavors_of) > 1
     for folder, flavors in flavors_of.items():

@@ -35,7 +35,7 @@ class PlainJpeg(NamedTuple):
 
     @property
     def pixels(self) -> int:
-        """Of the whole picture."""
+        """Size of the whole picture."""
         return self.height * self.width
 
 

@@ -41,7 +41,7 @@ from task_encoders.packs.stored_media import StoredMedium
 from task_encoders.packs.tokenized import ExpandedText, TokenizedPack, TokenizedText, collapse
 from task_encoders.sample_encoder import labels_of
 
-#: What NeVA calls the files of a packed dataset, without their endings.
+#: NeVA's name of the files of a packed dataset, without their endings.
 PREFIX: Final = "packed_seq_dataset"
 
 #: Beside them: the folders, or URLs, that `media` names.
@@ -153,15 +153,15 @@ class IndexedFile:
             self._items = np.memmap(f"{prefix}.bin", dtype=_ITEM, mode="r")
         except (OSError, ValueError) as error:
             raise PackFormatError(f"{prefix}.idx and .bin cannot be read: {error}") from error
-        behind = len(_HEADER) + 16
-        if index[: len(_HEADER)].tobytes() != _HEADER or len(index) < behind:
+        start = len(_HEADER) + 16
+        if index[: len(_HEADER)].tobytes() != _HEADER or len(index) < start:
             raise PackFormatError(f"{prefix}.idx is no index of int32 of an IndexedDataset")
-        count, documents = struct.unpack("<QQ", index[len(_HEADER) : behind].tobytes())
-        if len(index) < behind + 12 * count + 8 * documents:
+        count, documents = struct.unpack("<QQ", index[len(_HEADER) : start].tobytes())
+        if len(index) < start + 12 * count + 8 * documents:
             raise PackFormatError(f"{prefix}.idx is damaged: it ends early")
-        self._lengths = np.frombuffer(index, "<i4", count, behind)
-        self._offsets = np.frombuffer(index, "<i8", count, behind + 4 * count)
-        self._documents = np.frombuffer(index, "<i8", documents, behind + 12 * count)
+        self._lengths = np.frombuffer(index, "<i4", count, start)
+        self._offsets = np.frombuffer(index, "<i8", count, start + 4 * count)
+        self._documents = np.frombuffer(index, "<i8", documents, start + 12 * count)
         if (np.diff(self._documents) != len(SEQUENCES)).any():
             raise PackFormatError(
                 f"{prefix} holds documents that are no packs of {', '.join(SEQUENCES)}"
@@ -188,7 +188,7 @@ class IndexedPack:
     """A document: the arrays of a row, and the pack that it was made from, without texts."""
 
     def __init__(self, sequences: Sequence[Sequence32], roots: Mapping[str, str]) -> None:
-        """Raises PackFormatError if the document is no pack."""
+        """Raises PackFormatError if the document is not a pack."""
         self._roots = roots
         self.cu_lengths, self.tokens, self.labels, self._mask, document = sequences
         self._stored = parse_json(document.tobytes(), "document")
@@ -209,7 +209,7 @@ class IndexedPack:
 
     @property
     def pack(self) -> Pack:
-        """As a tokenized pack is. Raises PackFormatError if it is damaged."""
+        """Same form as a tokenized pack. Raises PackFormatError if it is damaged."""
         stored = self._stored
         try:
             images, videos, meta = (stored[name] for name in ("images", "videos", "meta"))
@@ -236,7 +236,7 @@ class IndexedPack:
         return Pack(self.key, record, StoredMedia(media, read, check))
 
     def _at(self, place: Sequence[Any]) -> StoredMedium:
-        """Where a medium lies. Raises PackFormatError if its root is unknown."""
+        """Address of a medium. Raises PackFormatError if its root is unknown."""
         root, file, offset, size, mtime_ns, _, _ = place
         if root not in self._roots:
             raise PackFormatError(

@@ -32,7 +32,7 @@ class ShardLine(_Model):
 
 
 class Counts(_Model):
-    """How much there is, in all epochs."""
+    """Totals over all epochs."""
 
     samples: int
     packed: int
@@ -43,7 +43,7 @@ class Counts(_Model):
 
 
 class Manifest(_Model):
-    """What a folder of packs holds, and what it was made with."""
+    """Content of a folder of packs, and the settings it was made with."""
 
     version: Literal[1]
     task: str
@@ -63,7 +63,7 @@ class Manifest(_Model):
     content_hash: str
 
     def of_an_epoch(self, what: Literal["packs", "samples", "tokens"], split: str = "train") -> int:
-        """How much of it one epoch has; the mean, rounded up, where each has packs of its own."""
+        """Amount in one epoch; the mean, rounded up, where each has packs of its own."""
         total: int = sum(getattr(shard, what) for shard in self.shards if shard.split == split)
         return -(-total // len(self.epochs.get(split, (0,))))
 

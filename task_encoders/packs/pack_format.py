@@ -39,7 +39,7 @@ from task_encoders.packs.tokenized import TokenizedPack
 from task_encoders.samples import SourceSample
 
 JSON_PART: Final = "json"
-#: In an output whose packs refer to media: what Energon reads there, see references.py.
+#: File that Energon reads in an output whose packs refer to media, see references.py.
 METADATASET: Final = "metadataset.yaml"
 
 #: Extensions written as they are. Anything else is named after the image's own format: a member's
@@ -79,7 +79,7 @@ def is_video_name(name: str) -> bool:
 
 
 def video_extension(name: str, container: str) -> str:
-    """As `image_extension`, with the extension of the container found in the header."""
+    """Extension of the container found in the header; see `image_extension`."""
     return name.rpartition(".")[2].lower() if is_video_name(name) else container
 
 

@@ -26,7 +26,7 @@ Stores = Mapping[str, FileStore[bytes]]
 
 
 def metadataset_of(path: str | Path | EPath) -> EPath:
-    """What Energon reads of an output: its folder, or the metadataset in one with references."""
+    """Path that Energon reads of an output: its folder, or the metadataset beside references."""
     folder = EPath(path)
     inside = folder / METADATASET
     has_shards = (folder / ".nv-meta" / "dataset.yaml").is_file()

@@ -30,7 +30,7 @@ class MovedMediumError(PackFormatError):
 
 
 class StoredMedium(NamedTuple):
-    """Where the bytes of an image or a video lie."""
+    """Address of the bytes of an image or a video."""
 
     #: absolute, or a URL of fsspec
     path: str

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-#: What stands for an image or a video in token ids that are stored without media.
+#: Token that stands for an image or a video in token ids that are stored without media.
 IMAGE_ID: Final = -1
 VIDEO_ID: Final = -2
 
@@ -33,7 +33,7 @@ def run_weights(text: TokenizedText) -> npt.NDArray[np.float32]:
     return found
 
 
-#: Where a medium stands in a text: its first token, and how many it has.
+#: Place of a medium in a text: its first token, and how many it has.
 Place = tuple[int, int]
 
 

@@ -31,7 +31,7 @@ class SetAside(Savable):
     datasets, which raise FatalSampleError after 100 failures in a row."""
 
     def __init__(self, otherwise: Handler) -> None:
-        """`otherwise`: takes what is no fault of a sample as far as we know."""
+        """`otherwise` handles errors that are not caused by the sample."""
         self.lines: list[str] = []
         self._otherwise = otherwise
         self._folders: list[str] = []
@@ -82,7 +82,7 @@ class SetAside(Savable):
 
 
 def _key_of(sample: Any) -> str:
-    """Of a sample in any stage: as it was read from a tar, crude, or typed."""
+    """Key of a sample in any stage: as it was read from a tar, crude, or typed."""
     while isinstance(data := getattr(sample, "data", None), tuple):
         sample = data[0]
     return str(sample.get("__key__") if isinstance(sample, dict) else sample.__key__)

@@ -1,4 +1,4 @@
-"""Which packs a loader's workers read: each comes equally often, even after a restart.
+"""Dealing of packs to a loader's workers: each comes equally often, even after a restart.
 
 Energon gives each worker a block of packs to loop over. Where packs do not divide evenly, a worker
 with fewer loops faster, and its packs come more often. `DealtPacks` deals the packs left over to
@@ -77,7 +77,7 @@ def check_blend(datasets: Sequence[LoadedDataset], *, repeat: bool) -> None:
 
 
 class _Deal(NamedTuple):
-    """How the packs of an epoch are dealt to all workers of all ranks."""
+    """Deal of an epoch's packs to all workers of all ranks."""
 
     #: the packs, by their place in the folder, (n,)
     packs: Numbers
@@ -114,7 +114,7 @@ class _Deal(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """What was read with some number of workers, before a run went on with another."""
+    """Packs read with some number of workers, before a run went on with another."""
 
     ranks: int
     #: workers of each rank
@@ -139,7 +139,7 @@ def read_stretches(text: str) -> list[Stretch]:
 
 
 class Dealer:
-    """Which packs each worker reads in which epoch, from nothing but its arguments.
+    """Packs of each worker in each epoch, a function of the arguments alone.
 
     Args:
         ranges: the packs [start, end) of each epoch; after the last comes the first again.

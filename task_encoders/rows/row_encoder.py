@@ -31,7 +31,7 @@ _BEGUN_PER_THREAD: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class RowEncoder:
-    """How rows are made; the fields are those of the task encoder."""
+    """Options of rows; the fields are those of the task encoder."""
 
     encoder: SampleEncoder
     seq_length: int
@@ -108,7 +108,7 @@ class RowEncoder:
         self, sub_samples: Sequence[SubSample], pool: Executor
     ) -> Iterator[EncodedSample | SampleError]:
         """Each in two tasks, neither of which waits: what follows the decoding of an image queues
-        behind images that are still to be decoded, so that threads end closer together."""
+        after images that are still to be decoded, so that threads end closer together."""
 
         def begin(sub_sample: SubSample) -> Future[EncodedSample]:
             if isinstance(sub_sample.sample, SampleError):
@@ -147,7 +147,7 @@ class RowEncoder:
 
 
 def measure(sub_sample: SubSample, encoder: SampleEncoder, model: ModelOptions) -> SampleLength:
-    """What it will cost, from the headers of its media. Raises SampleError, FatalSampleError."""
+    """Measure a sub-sample from the headers of its media. Raises SampleError, FatalSampleError."""
     if isinstance(sub_sample.sample, SampleError):
         raise sub_sample.sample
     max_pixels = model.max_image_pixels or MAX_IMAGE_PIXELS

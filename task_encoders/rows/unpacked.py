@@ -1,4 +1,4 @@
-"""Samples that are no packs to sub-samples: Energon's own types, crude ones, and your own.
+"""Sub-samples of samples that are not packs: Energon's own types, crude ones, and your own.
 
 A sample's fields are a record in one of the forms of `records.record`, and its fields `image`,
 `images`, `video` and `videos` are the media, as bytes:
@@ -105,7 +105,7 @@ def unpacked_sub_sample(sample: Sample) -> SubSample:
 
 
 def _task(record: Mapping[str, Any]) -> str:
-    """What a record is to be trained as: what it holds decides, as no configuration says it."""
+    """Task of a record. Its content decides, as no configuration says it."""
     if any(record.get(name) is not None for name in DIALOGUE_FIELDS):
         return "bmr"
     return "vqa" if any(record.get(name) is not None for name in PROMPT_FIELDS) else "captioning"

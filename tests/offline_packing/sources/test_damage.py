@@ -291,7 +291,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
             ".nv-meta/split.yaml": b"split_parts: {val: [a.tar]}\n",
         },
         {"format": "energon"},
-        "no split 'train'; set source.split to one of: val",
+        "split 'train'; set source.split to one of: val",
     ),
     "shard_gone": (
         {
