@@ -148,7 +148,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         return [unpacked_sub_sample(sample)]
 
     def encode_pack(self, pack: Pack, **energon: Any) -> PackedRowSample:
-        """Same as `encode_sample`, for a pack that was read without Energon; `energon`: its notes."""
+        """Same as `encode_sample`, for a pack read without Energon; `energon` holds its notes."""
         record = parse_json(pack.record, pack.key)
         own = {"__key__": pack.key, "__restore_key__": (), "__subflavors__": {}, **energon}
         return self.encode_sample(PackedSample(**own, record=record, media=pack.media))
