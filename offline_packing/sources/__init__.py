@@ -25,7 +25,7 @@ from offline_packing.sources.formats.energon import EnergonSource
 from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextSource
 from offline_packing.sources.formats.llama_factory import LlamaFactorySource
 from offline_packing.sources.formats.packs import PacksSource
-from offline_packing.sources.formats.pairs import PairsSource
+from offline_packing.sources.formats.pairs import CaptionsSource, PairsSource
 from offline_packing.sources.formats.tables import HuggingFaceSource, ParquetSource
 from offline_packing.sources.formats.webdataset import WebDatasetSource
 from offline_packing.sources.options import SourceOptions
@@ -47,6 +47,7 @@ __all__ = [
 
 SOURCES: dict[str, type[Source]] = {
     "pairs": PairsSource,
+    "captions": CaptionsSource,
     "json": JsonSource,
     "jsonl": JsonlSource,
     "csv": CsvSource,

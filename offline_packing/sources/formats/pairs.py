@@ -4,8 +4,10 @@
     root/a/book.json                                    {"images": ["cover.png", ...], ...}
     root/output_00000012.json                           {"images": [], ...} or no "images"
 
-Every JSON file is one sample; its key is its path without the suffix. Files and folders whose name
-begins with a dot are not looked at.
+    root/000000003474.jpg, root/000000003474.txt        the same with captions, as plain text
+
+Every JSON file, or every text, is one sample; its key is its path without the suffix. Files and
+folders whose name begins with a dot are not looked at.
 """
 
 import itertools
@@ -14,13 +16,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import xxhash
 
 from offline_packing.errors import StageError, as_sample_error
 from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
+from offline_packing.sources.options import SourceOptions
 from offline_packing.sources.reading.contents import file_names, first_character, is_pack_name
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.roots import listing
@@ -28,11 +31,10 @@ from offline_packing.sources.roots.listing import DOT, PackedKeys
 from offline_packing.storage.key_set import KeySet
 from task_encoders.limits import MAX_JSON_BYTES
 from task_encoders.packs.pack_format import MEDIA_EXTENSIONS
+from task_encoders.records.record import decode_text
 from task_encoders.samples import SampleError
 
-_RECORD, _MEDIUM = 2, 1
-#: What a suffix in lower case means; all others are not read.
-_KINDS: Final = {b"json": _RECORD} | {name.encode(): _MEDIUM for name in MEDIA_EXTENSIONS}
+_MEDIA: Final = frozenset(name.encode() for name in MEDIA_EXTENSIONS)
 _TEXT_ONLY_NAME: Final = re.compile(r"output_\d{8}")
 
 #: A folder, the files in it that share one stem (as keys), and how many of these are records.
@@ -42,11 +44,14 @@ _Stem = tuple[bytes, list[bytes], int]
 class PairsSource(Source):
     """One JSON file per sample, media beside it. A part is PackedKeys: of both, stem by stem."""
 
+    #: suffix of a record, in lower case; those of media are MEDIA_EXTENSIONS, others are not read
+    RECORD: ClassVar[bytes] = b"json"
+
     def scan(self, samples_per_part: int) -> Scan:
         if self.file_name is not None:
             raise StageError(f"source path {self.path!r} is a file; pairs need a folder")
         digest = xxhash.xxh3_128()
-        table = listing.FileTable(lambda suffix: suffix.lower() in _KINDS)
+        table = listing.FileTable(self._is_suffix)
         unpaired = [np.empty(0, np.uint64)]
 
         def stems() -> Iterator[_Stem]:
@@ -55,7 +60,7 @@ class PairsSource(Source):
                 digest.update(files.sizes.tobytes())
                 table.add(files)
                 alone: list[int] = []
-                for keys, num_records in _by_stem(files.keys):
+                for keys, num_records in _by_stem(files.keys, self.RECORD):
                     if num_records:
                         yield files.folder, keys, num_records
                     else:
@@ -78,18 +83,22 @@ class PairsSource(Source):
 
     def is_read(self, container: str) -> bool:
         stem, _, suffix = container.rpartition(".")
-        return bool(stem) and stem[-1] != "/" and os.fsencode(suffix.lower()) in _KINDS
+        return bool(stem) and stem[-1] != "/" and self._is_suffix(os.fsencode(suffix))
+
+    def _is_suffix(self, suffix: bytes) -> bool:
+        return suffix.lower() in {self.RECORD, *_MEDIA}
 
     def records(self, part: SourcePart) -> Iterator[SourceRecord]:
         for folder, keys in part.items.unpack():
             where = os.fsdecode(folder)
             if self.known is not None:
-                keys, num_known = _drop_known(self.known, where, keys)
+                keys, num_known = self._drop_known(self.known, where, keys)
                 if num_known:
                     yield SourceRecord(where, Locator("file", where, 0, 0), {}, known=num_known)
             for _, stem_keys in itertools.groupby(keys, key=_stem):
                 names = list(map(listing.to_name, stem_keys))
-                beside = tuple(name for name in names if not name.lower().endswith(".json"))
+                ending = f".{self.RECORD.decode()}"
+                beside = tuple(name for name in names if not name.lower().endswith(ending))
                 for name in names:
                     if name not in beside:
                         yield self._record(where + name, beside)
@@ -108,6 +117,30 @@ class PairsSource(Source):
             return SourceRecord(key, Locator("file", container, 0, 0), as_sample_error(error))
         return SourceRecord(key, Locator("file", container, 0, len(data)), content, paired)
 
+    def _drop_known(self, known: KeySet, where: str, keys: list[bytes]) -> tuple[list[bytes], int]:
+        """The keys of a folder's files except those of known records, and how many those are."""
+        records = [_stem(key) for key in keys if key.lower().endswith(DOT + self.RECORD)]
+        found = known.find([_record_key(where + os.fsdecode(stem)) for stem in records])
+        dropped = set(itertools.compress(records, found))
+        return [key for key in keys if _stem(key) not in dropped], int(found.sum())
+
+
+class CaptionsSource(PairsSource):
+    """One text file per sample, the caption of the image or video beside it."""
+
+    Options = SourceOptions
+    RECORD = b"txt"
+
+    @classmethod
+    def recognise(cls, path: Path) -> Mapping[str, Any] | None:
+        parted = [name.rpartition(".") for name in file_names(path)]
+        media = {stem for stem, _, suffix in parted if suffix.lower() in MEDIA_EXTENSIONS}
+        texts = {stem for stem, _, suffix in parted if suffix.lower() == "txt"}
+        return {"task": "captioning"} if media & texts and path.is_dir() else None
+
+    def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
+        return {"caption": decode_text(data.removeprefix(b"\xef\xbb\xbf")).strip()}
+
 
 def _parts(stems: Iterable[_Stem], samples_per_part: int) -> Iterator[SourcePart]:
     """Parts of bounded size; no stem is cut."""
@@ -125,22 +158,13 @@ def _parts(stems: Iterable[_Stem], samples_per_part: int) -> Iterator[SourcePart
         yield SourcePart(PackedKeys.of(folders), held)
 
 
-def _by_stem(keys: Sequence[bytes]) -> Iterator[tuple[list[bytes], int]]:
+def _by_stem(keys: Sequence[bytes], record: bytes) -> Iterator[tuple[list[bytes], int]]:
     """Keys in order -> those of each stem that are records or media, and how many are records."""
     parted = (key.partition(DOT) for key in keys)
     for _, group in itertools.groupby(parted, itemgetter(0)):
-        found = [(key, kind) for key in group if (kind := _KINDS.get(key[2].lower()))]
+        found = {key: suffix for key in group if (suffix := key[2].lower()) in {record, *_MEDIA}}
         if found:
-            kinds = [kind for _, kind in found]
-            yield [b"".join(key) for key, _ in found], kinds.count(_RECORD)
-
-
-def _drop_known(known: KeySet, where: str, keys: list[bytes]) -> tuple[list[bytes], int]:
-    """The keys of a folder's files except those of known records, and the number of the latter."""
-    records = [_stem(key) for key in keys if key.lower().endswith(DOT + b"json")]
-    found = known.find([_record_key(where + os.fsdecode(stem)) for stem in records])
-    dropped = set(itertools.compress(records, found))
-    return [key for key in keys if _stem(key) not in dropped], int(found.sum())
+            yield [*map(b"".join, found)], list(found.values()).count(record)
 
 
 def _record_key(stem: str) -> str:

@@ -54,7 +54,7 @@ def hint_for(reason: str, detail: str, source: SourceOptions) -> str | None:
 def _missing_image(detail: str, source: SourceOptions) -> str | None:
     named = re.match(r"'(.+?)': ", detail)
     if named is None:  # no image beside the record
-        wanted = "json" if source.format == "pairs" else source.format
+        wanted = {"pairs": "json", "captions": "txt"}.get(source.format, source.format)
         return describe_others(source.path, f"*.{wanted}") or None
     root = source.image_root if isinstance(source, MediaOptions) else None
     found = find_image_root(source.path, named[1])

@@ -54,7 +54,7 @@ def test_every_format_has_a_writer(tmp_path: Path) -> None:
     used = {
         write(tmp_path / name, SAMPLES[:1])["format"] for name, write in formats.WRITERS.items()
     }
-    assert used | {"text"} == set(SOURCES)  # which holds no dialogues
+    assert used | {"text", "captions"} == set(SOURCES)  # which hold no dialogues
 
 
 @pytest.mark.parametrize("name", formats.WRITERS)
