@@ -3,14 +3,15 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
-from launch.model.packed_attention import BACKENDS
 from task_encoders.families import FAMILIES
 from task_encoders.field_types import one_of
+
+if TYPE_CHECKING:
+    import torch
 
 #: Families whose language model is built of megatron-core's layers here.
 TRAINED: Final = tuple(name for name, family in FAMILIES.items() if family.megatron_core)
@@ -30,6 +31,8 @@ class TransformersClasses:
 
     def without_memory(self, hf_config: Any) -> Any:
         """A model that has shapes, but no weights."""
+        import torch
+
         with torch.device("meta"):
             return self.model(hf_config)
 
@@ -79,8 +82,8 @@ class ModelConfig(BaseModel):
     tie_word_embeddings: bool | None = None
     #: of the weights; the optimizer keeps a float32 copy. auto: bfloat16 on CUDA, else float32
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    #: a name in packed_attention.BACKENDS
-    attention: str = "auto"
+    #: "auto" is the first of the others that is available
+    attention: Literal["auto", "flash_attn", "transformer_engine", "torch_varlen", "sdpa"] = "auto"
     #: full: keep only the input of every layer, and recompute the rest in the backward pass
     recompute: Literal["none", "full"] = "none"
     #: parts that are not trained: the projector is the vision tower's merger
@@ -97,8 +100,6 @@ class ModelConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> "ModelConfig":
-        if self.attention not in BACKENDS:
-            raise ValueError(f"attention {self.attention!r} is not one of {', '.join(BACKENDS)}")
         if len(self.freeze) == 3:
             raise ValueError("freeze holds all three parts, nothing would be trained; remove one")
         if self.checkpoint is not None:
@@ -116,8 +117,10 @@ class ModelConfig(BaseModel):
             )
         return self
 
-    def resolve_dtype(self, device: torch.device) -> torch.dtype:
+    def resolve_dtype(self, device: "torch.device") -> "torch.dtype":
         """The dtype of the weights on this device."""
+        import torch
+
         if self.dtype == "auto":
             return torch.bfloat16 if device.type == "cuda" else torch.float32
         return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32

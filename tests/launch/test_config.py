@@ -1,5 +1,7 @@
 """The configuration of a run, and the files in launch/ that hold one."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,7 +45,7 @@ def test_overrides_are_yaml(file: Path) -> None:
         ("data.pth=x", "data.pth is not a known field; valid: path, micro_batch_size"),
         ("optimiser.eps=1", "optimiser is not a known field; valid: model, data, batch"),
         ("parallel.pipeline=2", "parallel.pipeline=2: pipeline parallelism is not supported"),
-        ("train.normalization=tokens", "choose 'token' or 'sample'"),
+        ("train.normalization=tokens", "choose 'token', 'sample' or 'sqrt'"),
         ("train.iterations=true", "a number is needed"),
         ("schedule.min_learning_rate=1", "min_learning_rate 1 > learning_rate 1e-05"),
         ("batch.global_batch_packs=8", "packs 8 are both set; add batch.global_batch_size=null"),
@@ -79,3 +81,10 @@ def test_a_config_cannot_be_changed(file: Path) -> None:
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_config(tmp_path / "none.yaml")
+
+
+def test_a_configuration_is_checked_without_torch() -> None:
+    """Importing it takes seconds, and a mistyped key should answer at once."""
+    code = "import sys, launch.start, launch.config; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

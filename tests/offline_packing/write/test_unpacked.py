@@ -55,7 +55,7 @@ def parquet_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def parquet_run(folder: Path, out: Path) -> Run:
     source = {"format": "parquet", "path": str(folder), "task": "captioning"}
-    return make_run(source, out, output={"packs_per_shard": 1})
+    return make_run(source, out, output={"packs_per_shard": 1, "key_prefix": ""})
 
 
 def shard_hashes(manifest: Manifest) -> list[str]:
