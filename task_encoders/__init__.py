@@ -9,9 +9,10 @@ In data order: `versions` (of training's packages), `settings` (environment), `s
 Names below are imported on first use: measuring and planning need neither torch nor Energon.
 """
 
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from task_encoders.first_use import import_on_first_use
 from task_encoders.versions import require_supported
 
 if TYPE_CHECKING:
@@ -58,6 +59,19 @@ _MODULE_OF = {
 }
 __all__ = list(_MODULE_OF)
 _OF_ENERGON = ("energon_samples", "loading.packed_dataset", "packed_task_encoder")
+
+
+def import_on_first_use(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package: `modules` says in which of its modules a name lies."""
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{modules[name]}"), name)
+
+    return get
+
+
 _imported = import_on_first_use(__name__, _MODULE_OF)
 
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Final
 
-from task_encoders.first_use import import_on_first_use
+from task_encoders import import_on_first_use
 
 if TYPE_CHECKING:
     from offline_packing.online.collate import padding_free_collator as padding_free_collator
