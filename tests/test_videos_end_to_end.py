@@ -121,7 +121,7 @@ def test_raw_bytes_arrive_through_energon(run: Any, monkeypatch: pytest.MonkeyPa
     encode = encoder.encode_sample
 
     def collect(sample: Any) -> Any:
-        arrived.extend(map(bytes, sample.images.values()))
+        arrived.extend(map(bytes, sample.media.values()))
         return encode(sample)
 
     monkeypatch.setattr(encoder, "encode_sample", collect)
