@@ -20,7 +20,6 @@ import pytest
 
 from offline_packing.planner.plan_packs import plan_packs
 from task_encoders.families import build_sample_encoder
-from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SourceSample, Turn
 from task_encoders.text.pieces import Answer, Control, Image, Text
 from tests.helpers.texts_and_images import KINDS, random_text, random_turns
@@ -131,7 +130,7 @@ def test_token_ids_are_those_of_the_strings(encoders: dict[str, Any], template: 
                 ids += backend.encode(words, add_special_tokens=False).ids if words else []
         assert text.ids == [encoder.tokenizer.special_id("<s>"), *ids]
         expanded = encoder.expand(text, [(1, 4, 4)] * len(sample.images))
-        trained = expanded.tokens[expanded.labels != IGNORE_INDEX].tolist()
+        trained = expanded.tokens[expanded.loss_weights > 0].tolist()
         answers = [turn.answer + ("\n" if template == "plain" else "") for turn in sample.turns]
         spelled = "".join(part for part, _ in encoder.tokenizer.spell(trained))
         joined = "</s>".join(answers) + ("" if template == "plain" else "</s>")
