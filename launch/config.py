@@ -35,13 +35,15 @@ class _Config(BaseModel):
 class OnlineConfig(_Config):
     """Packing of unpacked data while training, by the loader's processes."""
 
+    #: tokens of a pack
     seq_length: Count
     #: samples that a process takes in before it plans again
     buffer: Count = 1000
+    #: as pack.strategy
     strategy: str = "auto"
-    #: what a pack holds at most beside tokens
+    #: as pack.budgets
     budgets: dict[Literal["vision_patches", "images", "videos"], Count] = {}
-    #: how samples are encoded, as in the configuration of a packing run
+    #: as the model section of a packing run
     model: AnyModelOptions = model_options()
 
 
@@ -50,39 +52,39 @@ class DataConfig(_Config):
 
     #: a folder written by offline-packing, or a metadataset YAML that blends several
     path: str
-    #: packs in one row
+    #: packs per row
     micro_batch_size: Count = 1
     #: loader processes per data parallel rank; 0 reads in the trainer's process
     num_workers: NonNegative = 2
-    #: start over at the end of the data; false ends the run there, each pack trained once
+    #: false: the run ends after one pass over the packs
     repeat: bool = True
-    #: the order packs were written in, or a new one per epoch that gives every rank as much work
+    #: as written, or balanced: dealt to the ranks by cost, in a new order in every epoch
     order: Literal["written", "balanced"] = "written"
-    #: instead of the one in the manifest: the same tokenizer and pixel limits in another place
+    #: if the one in the manifest lies elsewhere now
     processor: str | None = None
     #: pad every pack to seq_length, for kernels compiled per shape
     pad_to_seq_length: bool = False
-    #: a row takes as many packs as fit micro_batch_size × seq_length tokens, not micro_batch_size
+    #: a row takes as many packs as fit micro_batch_size × seq_length tokens
     dyn_bsz: bool = False
-    #: packs among which those of such a row are looked for
+    #: packs among which those of a row are chosen
     dyn_bsz_buffer_size: Count = 16
-    #: pad every row, after its packs are merged, to micro_batch_size × seq_length
+    #: pad every merged row to micro_batch_size × seq_length
     pad_to_length: bool = False
-    #: pixels leave the loader as bytes, an eighth of their values, which are made on the device
+    #: uint8: pixels leave the loader as bytes and become values on the device; float32: in it
     pixel_transport: PixelTransport = "uint8"
-    #: sub-samples of a pack that a loader process encodes at the same time
+    #: threads in which a loader process encodes; each holds up to two decoded images
     encode_threads: Count = 1
-    #: let the samples of a pack attend to each other (not what unpacked training does)
+    #: samples of a pack attend to each other, unlike in unpacked training
     cross_sample_attention: bool = False
-    #: instead of path, packs as token ids: their two files without endings. This name and the next
-    #: two are NeVA's
+    #: instead of path: packs as token ids, their two files without endings
     data_prefix: str | None = None
+    #: NeVA's; only true
     packed_sequence: bool = True
-    #: height and width of images, compared with what the packs were measured with
+    #: NeVA's: height and width of images, compared with the packs'
     crop_size: tuple[Count, Count] | None = None
-    #: 'module:Class', a task encoder of one's own, with the arguments of PackedTaskEncoder
+    #: module:Class, a task encoder of your own, with the arguments of PackedTaskEncoder
     task_encoder: str | None = None
-    #: the path holds data that Energon reads and that are not packed; null: packs
+    #: path holds unpacked data for Energon, to be packed by the loader's processes
     online: OnlineConfig | None = None
 
     @model_validator(mode="before")
@@ -125,9 +127,9 @@ class DataConfig(_Config):
 class BatchConfig(_Config):
     """Amount of data per step. Set one of the two."""
 
-    #: samples, as in the recipe without packing; divided by the samples in a pack
+    #: samples per step, as without packing; divided by the samples per pack
     global_batch_size: Count | None = None
-    #: packs
+    #: or packs per step
     global_batch_packs: Count | None = None
 
     @model_validator(mode="after")
@@ -146,13 +148,14 @@ class BatchConfig(_Config):
 class TrainConfig(_Config):
     """Length of the run, and its loss."""
 
-    #: passes over the packs; ignored if iterations is set
+    #: passes over the packs
     epochs: Annotated[float, BeforeValidator(_not_bool), Field(gt=0)] = 1
+    #: steps, instead of epochs
     iterations: Count | None = None
-    #: how samples weigh in a step: by their tokens' weights, alike, or by the square root of the
-    #: number of their labelled tokens
+    #: what weighs the same in a step: a token (times its answer's weight) or a sample; sqrt: a
+    #: sample weighs the square root of its labelled tokens, as in InternVL
     normalization: Literal["token", "sample", "sqrt"] = "token"
-    #: of random weights, and of every order of the data that is drawn
+    #: of random weights and of orders of the data
     seed: NonNegative = 0
 
 
@@ -162,9 +165,9 @@ class OptimizerConfig(_Config):
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    #: for matrices only: biases and norms do not decay
+    #: of matrices only
     weight_decay: Rate = 0.01
-    #: larger gradients are scaled down to this norm over all ranks; null: never
+    #: norm over all ranks; null: no clipping
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
 
 
@@ -190,7 +193,9 @@ class ScheduleConfig(_Config):
 class ParallelConfig(_Config):
     """Parallelism of the ranks. The remaining factor of the ranks is data parallel."""
 
+    #: ranks that share a layer; the others are data parallel
     tensor: Count = 1
+    #: only 1
     pipeline: Count = 1
 
     @field_validator("pipeline")
@@ -206,18 +211,18 @@ class CheckpointConfig(_Config):
 
     #: steps between checkpoints; 0: only at the end, and on SIGTERM
     every: NonNegative = 500
-    #: how many of the newest are kept
+    #: newest ones that are kept
     keep: Count = 2
-    #: resume from the newest one in output.path, if there is any
+    #: from the newest one in output.path
     resume: bool = True
-    #: write the trained model in Hugging Face's format at the end
+    #: write hf/ at the end, for transformers; an earlier one is kept as hf_STEPS
     export: bool = True
 
 
 class ValidationConfig(_Config):
     """Loss on the val split."""
 
-    #: steps between validations, and one at the end; 0: never
+    #: steps between validations on the val split, and one at the end; 0: never
     every: NonNegative = 0
     #: micro batches per rank; null: the whole split
     limit: Count | None = None
@@ -226,7 +231,7 @@ class ValidationConfig(_Config):
 class MetricsConfig(_Config):
     """Metrics and their trackers."""
 
-    #: steps between lines in the log; the first and the last step are always logged
+    #: steps between lines; the first and the last are always logged
     log_every: Count = 10
     #: needs the tensorboard package
     tensorboard: bool = False
@@ -237,6 +242,7 @@ class MetricsConfig(_Config):
 class OutputConfig(_Config):
     """Folder of the results: metrics.jsonl, checkpoints/, hf/, tensorboard/."""
 
+    #: the folder for checkpoints, metrics and exports
     path: Path
 
 

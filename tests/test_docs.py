@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_links_lead_somewhere() -> None:
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
+    roots = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "examples").rglob("*.md")]
+    for page in (*roots, *(ROOT / "docs").rglob("*.md")):
         for link, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", page.read_text()):
             if link.startswith("http"):
                 continue

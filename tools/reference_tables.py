@@ -12,6 +12,7 @@ import re
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
 
@@ -24,7 +25,7 @@ from launch.config import LaunchConfig
 from offline_packing.config.packing import PackingConfig
 from offline_packing.engines import ENGINES
 from offline_packing.layouts import LAYOUTS
-from offline_packing.planner.strategies import STRATEGIES
+from offline_packing.planner.strategies import STRATEGIES, describe_options
 from offline_packing.sources import SOURCES
 from offline_packing.sources.options import SourceOptions
 from task_encoders.families import FAMILIES
@@ -156,6 +157,21 @@ def reasons() -> str:
     return f"| reason | |\n|---|---|\n{body}"
 
 
+def _strategies() -> str:
+    rows = (
+        f"| `{strategy}` | `{option}` | {default} | {meaning.replace('|', '/')} |\n"
+        for strategy, option, default, meaning in describe_options()
+    )
+    return "| strategy | option | default | |\n|---|---|---|---|\n" + "".join(rows)
+
+
+def _launch() -> str:
+    sections = LaunchConfig.model_fields.items()
+    models = {name: _section(field.annotation) for name, field in sections}
+    rows = (rows_of(model, name) for name, model in models.items() if model is not None)
+    return render(chain.from_iterable(rows))
+
+
 def _sources() -> str:
     options = {name: source.Options for name, source in SOURCES.items()}
     return render(variant_rows(SourceOptions, options, "source"))
@@ -177,7 +193,8 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "source": _sources,
     "model": _models,
     **{name: _of(PackingConfig, name) for name in ("pack", "output", "engine", "report")},
-    **{f"launch.{name}": _of(LaunchConfig, name) for name in LaunchConfig.model_fields},
+    "strategies": _strategies,
+    "launch": _launch,
 }
 
 

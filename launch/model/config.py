@@ -69,24 +69,25 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
+    #: one that is built of megatron-core's layers here
     family: Annotated[str, one_of(FAMILIES)] = TRAINED[0]
-    #: folder of a Hugging Face checkpoint (safetensors); None: random weights
+    #: a Hugging Face folder (safetensors); without it random weights
     checkpoint: Path | None = None
-    #: without a checkpoint: sizes, a name in the family's presets
+    #: sizes of a random model: tiny, 2b (3b), 7b (8b)
     preset: str = "tiny"
-    #: without a checkpoint: fields of transformers' text config that differ from the preset
+    #: of a random model: other fields of transformers' text config
     text: dict[str, Any] = {}
-    #: the same for the vision config
+    #: and of its vision config
     vision: dict[str, Any] = {}
-    #: without a checkpoint: one matrix for input and output embedding (None: as the preset)
+    #: of a random model: one matrix for both embeddings; without it as the preset
     tie_word_embeddings: bool | None = None
-    #: of the weights; the optimizer keeps a float32 copy. auto: bfloat16 on CUDA, else float32
+    #: auto: bfloat16 on CUDA, else float32; the optimizer keeps float32 weights
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    #: "auto" is the first of the others that is available
+    #: auto: the first available of flash_attn, transformer_engine, torch_varlen, sdpa; or its name
     attention: Literal["auto", "flash_attn", "transformer_engine", "torch_varlen", "sdpa"] = "auto"
-    #: full: keep only the input of every layer, and recompute the rest in the backward pass
+    #: none, or full: keep only each layer's input
     recompute: Literal["none", "full"] = "none"
-    #: parts that are not trained: the projector is the vision tower's merger
+    #: any of vision, projector (the vision tower's merger), language: not trained
     freeze: frozenset[Literal["vision", "projector", "language"]] = frozenset()
 
     @field_validator("family")

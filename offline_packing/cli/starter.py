@@ -24,7 +24,7 @@ def render_config(found: Recognised, output: str) -> str:
     source = "".join(_line(name, value) for name, value in found.options.items())
     model = model_options().model_dump()
     return f"""\
-# All fields: docs/user_guide.md. Run it with: offline-packing run --deep THIS_FILE
+# All fields: docs/configuration.md. Run it with: offline-packing run --deep THIS_FILE
 source:
 {source}model:
   family: {model["family"]}  # {" | ".join(FAMILIES)}

@@ -39,6 +39,7 @@ class _Config(BaseModel):
 class OrderConfig(_Config):
     """The loader that will read the packs, for an order that gives its ranks equal work."""
 
+    #: ranks that will read the packs, and get packs of similar cost at each step
     num_ranks: Count
     #: loader workers on each rank
     num_workers: NonNegative = 1

@@ -52,7 +52,7 @@ def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> R
     if not fitting:
         raise StageError(
             f"{path!r} is of no known format; the formats are {', '.join(SOURCES)}: see "
-            "docs/user_guide.md, or write your own source as in examples/csv_source.py"
+            "docs/input.md, or write your own source as in examples/csv_source.py"
         )
     name, *others = fitting
     options = {"format": name, "path": path, "task": task or "bmr", **fitting[name]}

@@ -35,8 +35,8 @@ class DynamicImageOptions(QwenVLOptions):
 class Qwen2VLOptions(DynamicImageOptions):
     """Options of Qwen2-VL and Qwen2.5-VL."""
 
-    #: position of the text after a video: after the longer side of its grid, as in transformers
-    #: from 5 on, or after its last position, as in transformers 4 and the trainers built on it
+    #: where the text after a video begins: after the longer side of its grid (transformers 5), or
+    #: after its last position (transformers 4 and what is built on it)
     video_end: Literal["longer_side", "last_position"] = beside_lengths("longer_side")
 
 

@@ -46,8 +46,8 @@ class QwenVLOptions(ModelOptions):
     video_max_pixels: Count
     #: frames of a video share 0.9 times that many tokens' pixels (default: no such limit)
     video_max_tokens: Count | None = None
-    #: how images and frames are resized: by Pillow, or by torch, five times as fast, with other
-    #: values; each as one of transformers' two backends. Lengths do not depend on it.
+    #: how images and frames are resized: pil, or torch, five times as fast, with other values (as
+    #: transformers' two backends); lengths are the same
     resize: Literal["pil", "torch"] = beside_lengths("pil")
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Recipes of NeMo AutoModel on packs: the one in docs/trainers.md, and what is wrong in others."""
+"""Recipes of NeMo AutoModel: that of docs/integrations.md, and what is wrong in others."""
 
 import itertools
 from pathlib import Path
@@ -20,7 +20,7 @@ from task_encoders.families.builtin_processor import builtin_processor
 from tests.helpers.markdown import blocks
 from tests.helpers.peers import assert_same, check_contradictions
 
-PAGE = Path(__file__).parents[2] / "docs/trainers.md"
+PAGE = Path(__file__).parents[2] / "docs/integrations.md"
 SEQ_LENGTH = 512
 
 

@@ -234,7 +234,7 @@ def test_its_tokenizer_trains_less_and_obeys_texts(encoder: Any, say: Say) -> No
 def test_its_sequence_parallelism_forgets_the_boundaries(
     demo: dict[str, Path], encoder: Any, args: Namespace, say: Say
 ) -> None:
-    """What docs/trainers.md says of it: one segment from end to end. Ours keeps them."""
+    """What docs/integrations.md says of it: one segment from end to end. Ours keeps them."""
     samples = stored_samples(open_packs(demo["vqa"])[0])
     batch = own_batch(encoder, [encode(encoder, *sample) for sample in samples])
     kept = given_to_its_model(encoder, batch)["cu_seqlens"]

@@ -1,4 +1,4 @@
-"""Commands of ms-swift on packs: the one in docs/trainers.md, and what is wrong in others."""
+"""Commands of ms-swift on packs: the one in docs/integrations.md, and what is wrong in others."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from tests.helpers.ms_swift import save_processor
 from tests.helpers.peers import check_contradictions, open_packs
 
-PAGE = Path(__file__).parents[2] / "docs/trainers.md"
+PAGE = Path(__file__).parents[2] / "docs/integrations.md"
 
 
 class CPUArguments(SftArguments):

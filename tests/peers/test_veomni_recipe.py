@@ -1,4 +1,4 @@
-"""Recipes of VeOmni on packs: the one in docs/trainers.md, and what is wrong in others."""
+"""Recipes of VeOmni on packs: the one in docs/integrations.md, and what is wrong in others."""
 
 import sys
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from launch.loop.parallel import initialize_parallel
 from tests.helpers.markdown import blocks
 from tests.helpers.peers import check_contradictions, open_packs
 
-PAGE = Path(__file__).parents[2] / "docs/trainers.md"
+PAGE = Path(__file__).parents[2] / "docs/integrations.md"
 
 
 @pytest.fixture(autouse=True)

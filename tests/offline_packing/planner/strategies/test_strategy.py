@@ -14,7 +14,7 @@ from offline_packing.errors import ConfigError
 from offline_packing.planner.strategies import STRATEGIES, describe_options
 from offline_packing.planner.strategies.strategy import Packs, Strategy, StrategyOptions
 
-GUIDE = Path(__file__).parents[4] / "docs" / "user_guide.md"
+GUIDE = Path(__file__).parents[4] / "docs" / "configuration.md"
 
 
 class PairsOptions(StrategyOptions):
