@@ -147,8 +147,10 @@ def _owners(having: Mapping[str, Any], variants: Mapping[str, Any]) -> str:
 
 
 def render(rows: Iterator[tuple[str, str, str]]) -> str:
-    body = "".join(f"| `{path}` | {default} | {meaning} |\n" for path, default, meaning in rows)
-    return f"| field | default | |\n|---|---|---|\n{body}"
+    body = ""
+    for path, default, meaning in rows:
+        body += f"| `{path}`{f' ({default})' if default else ''} | {meaning} |\n"
+    return f"| field (default) | |\n|---|---|\n{body}"
 
 
 def reasons() -> str:

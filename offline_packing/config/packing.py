@@ -48,7 +48,7 @@ class OrderConfig(_Config):
 class PackConfig(_Config):
     """How samples are put together."""
 
-    #: tokens of a pack; lengths are 32-bit numbers in plans
+    #: tokens of a pack
     seq_length: Annotated[Count, Field(le=2**31 - 1)] = 8192
     #: how samples are combined: a name in STRATEGIES
     strategy: str = "auto"
@@ -81,7 +81,7 @@ class PackConfig(_Config):
     min_samples: Count = 1
     #: the same for packs with fewer tokens than this share of seq_length
     min_fill: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.0
-    #: plans for so many epochs, each with other packs of the train split
+    #: plans so many epochs, each with other packs of the train split
     epochs: Count = 1
     #: nothing is written if a larger share of the samples is set aside
     max_set_aside: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.05
@@ -140,8 +140,8 @@ class OutputConfig(_Config):
     max_shard_bytes: Count | None = None
     #: share of the packs per split
     split: dict[str, float] = {"train": 1.0}
-    #: put before every pack's key, to keep blended datasets apart; WebDataset ends keys at a dot.
-    #: By default 8 digits that follow from the source's files and the plan
+    #: put before every pack's key, without a dot (default: 8 digits from the source's files and
+    #: the plan)
     key_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{0,48}$")] | None = None
     #: store token ids in the packs, so that training need not tokenize
     pretokenize: bool = False

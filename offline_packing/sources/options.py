@@ -132,26 +132,25 @@ class SourceOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    #: how they are stored: a name in SOURCES, or "module:Class" of a Source of your own
+    #: a name in SOURCES, or "module:Class" of a Source of your own
     format: str
     #: a folder or a file, here or of a storage that fsspec knows
     path: LocalOrRemotePath
     #: what they are trained as
     task: Literal["captioning", "vqa", "bmr"]
-    #: put before every key; needed to tell several sources apart (default: the path's last part,
-    #: of a single source nothing)
+    #: put before every key (default: of several sources, the path's last part)
     name: str | None = None
-    #: outputs whose samples, packed or set aside, are left out: these are new data
+    #: outputs whose samples, packed or set aside, are left out
     skip: Annotated[tuple[LocalPath, ...], BeforeValidator(listed)] = ()
     #: how often each sample is used; a fraction uses part of the samples once more
     repeat: Annotated[float, BeforeValidator(not_bool), Field(gt=0, le=MAX_REPEAT)] = 1
-    #: share of all tokens that this source is to have, in proportion to the other sources' weights
+    #: share of all tokens, in proportion to the other sources' weights
     weight: Annotated[float, BeforeValidator(not_bool), Field(gt=0)] | None = None
-    #: train the answers of records with prompts as captions, which are trained without a prompt
+    #: train answers as captions, without their prompts
     ignore_prompts: bool = False
-    #: it has no images and no videos, on purpose; captioning and vqa refuse such a source otherwise
+    #: without images and videos on purpose; captioning and vqa refuse such a source otherwise
     text_only: bool = False
-    #: a sample with more characters, in all its texts together, is set aside
+    #: a sample with more characters in its texts is set aside
     max_text_length: Count = added(MAX_TEXT_LENGTH)
     #: a conversation with more messages is set aside
     max_messages: Count = added(MAX_MESSAGES)
