@@ -54,9 +54,11 @@ def _check(path: str, overrides: Sequence[str]) -> None:
     from task_encoders.settings import PackingSettings
 
     config = load_config(path, overrides)
-    PackingSettings.from_env()
+    settings = PackingSettings.from_env()
     if config.data.online is None:
-        read_packed_data(Path(config.data.path))
+        tasks = read_packed_data(Path(config.data.path)).tasks
+        for task in tasks:
+            settings.resolve_task(task, blend=len(tasks) > 1)
     if config.validation.every:
         check_validation(Path(config.data.path))
 

@@ -43,6 +43,8 @@ class PackedData:
     num_val_packs: int = 0
     #: tokens per pack as drawn, as a share of seq_length
     fill: float = 1.0
+    #: of each dataset
+    tasks: tuple[str, ...] = ()
 
     def packs_per_step(self, global_batch_size: int, multiple: int) -> int:
         """The packs that hold about `global_batch_size` samples, as a multiple of `multiple`."""
@@ -93,6 +95,7 @@ def read_packed_data(path: Path) -> PackedData:
         content_hash=_common_hash([manifest.content_hash for manifest in manifests]),
         num_val_packs=sum(manifest.of_an_epoch("packs", "val") for manifest in manifests),
         fill=drawn_tokens / seq_length,
+        tasks=tuple(manifest.task for manifest in manifests),
     )
 
 

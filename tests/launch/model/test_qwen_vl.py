@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
+from launch.model import qwen_vl as model_module
 from launch.model.config import ModelConfig
 from launch.model.qwen_vl import PackedQwen2VL, build_model
-from launch.model.qwen_vl import qwen_vl as model_module
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.sample_encoder import IGNORE_INDEX
@@ -178,7 +178,7 @@ def test_images_that_do_not_belong_to_the_tokens_are_refused() -> None:
     ("values", "message"),
     [
         ({"preset": "9b"}, "preset '9b' of qwen2_vl is not known; choose one of: tiny, 2b, 7b"),
-        ({"attention": "fast"}, "attention 'fast' is not one of"),
+        ({"attention": "fast"}, "Input should be 'auto'"),
         ({"freeze": ["vision", "projector", "language"]}, "nothing would be trained"),
         ({"checkpoint": "x", "text": {"hidden_size": 8}}, "come from the checkpoint; remove"),
         ({"sizes": {}}, "Extra inputs are not permitted"),

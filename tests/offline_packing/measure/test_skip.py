@@ -172,7 +172,7 @@ def test_what_cannot_be_left_out(tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"no sample is new, source\.skip holds all 10"):
         pack_all(new)
     captioning_pairs(root, 11, first=10)
-    with pytest.raises(StageError, match=r"2 added .*with source\.skip=\S+/old, another output"):
+    with pytest.raises(StageError, match=r"2 added .*source\.skip=\S+/old and another output"):
         measure(old)
 
 
