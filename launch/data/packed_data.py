@@ -70,14 +70,7 @@ def read_packed_data(path: Path) -> PackedData:
             )
     manifests = [_read_manifest(folder) for folder, _ in folders]
     models = [model_options(**manifest.config["model"]) for manifest in manifests]
-    for (folder, _), model in zip(folders, models, strict=True):
-        for name, value in model:
-            first = getattr(models[0], name)
-            if value != first:
-                raise StageError(
-                    f"{path}: {folders[0][0]} was measured with {name} {first!r}, {folder} with "
-                    f"{value!r}; pack both with the same"
-                )
+    _require_one_model(path, [folder for folder, _ in folders], models)
     packs = [manifest.of_an_epoch("packs") for manifest in manifests]
     samples = [manifest.of_an_epoch("samples") for manifest in manifests]
     weights = [weight for _, weight in folders]
@@ -97,6 +90,17 @@ def read_packed_data(path: Path) -> PackedData:
         fill=drawn_tokens / seq_length,
         tasks=tuple(manifest.task for manifest in manifests),
     )
+
+
+def _require_one_model(path: Path, folders: Sequence[Path], models: Sequence[ModelOptions]) -> None:
+    for folder, model in zip(folders, models, strict=True):
+        for name, value in model:
+            first = getattr(models[0], name, None)
+            if value != first:
+                raise StageError(
+                    f"{path}: {folders[0]} was measured with {name} {first!r}, {folder} with "
+                    f"{value!r}; pack both with the same"
+                )
 
 
 def check_validation(path: Path) -> None:
