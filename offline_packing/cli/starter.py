@@ -61,7 +61,9 @@ def _render_example(example: Example) -> list[str]:
         lines.append(f"  not read: {', '.join(example.unread)} (source.fields says what they are)")
     lines += [f"  warning: {line}" for line in example.lost]
     for name in sample.media:
-        lines.append(f"  medium  {name} ({example.missing.get(name, 'found')})")
+        lines.append(
+            f"  medium  {first_words(name, _TEXT_LENGTH)} ({example.missing.get(name, 'found')})"
+        )
     return lines
 
 

@@ -47,6 +47,7 @@ from offline_packing.sources import (
     SourcePart,
     SourceRecord,
 )
+from offline_packing.sources.reading.locators import record_around
 from offline_packing.storage.files import hash_bytes, hash_file
 from offline_packing.storage.key_set import Hashes, KeySet, hash_keys, sort_hashes
 from task_encoders.records.record import to_sample
@@ -73,13 +74,16 @@ def hash_content(sample: SourceSample, media: Iterable[Embedded | None]) -> int:
 
 
 def hash_sample(sample: SourceSample, media: Iterable[tuple[Locator, Embedded | None]]) -> int:
-    """xxh3_64 of a sample's texts and media, these by their bytes where measuring held them, and
-    otherwise by where they lie: equal samples that name the same files have the same."""
+    """xxh3_64 of a sample's texts and media, these by their bytes where measuring held them, or by
+    their text where they stand in the record, and otherwise by where they lie: equal samples that
+    name the same files have the same."""
     turns = [(turn.prompt, turn.answer, turn.details) for turn in sample.turns]
     digest = xxhash.xxh3_64(orjson.dumps([turns, sample.system, sample.tools]))
     for at, medium in media:
         if medium is not None and medium.data is not None:
             digest.update(xxhash.xxh3_128_digest(medium.data))
+        elif at.kind == "record":
+            digest.update(record_around(at)[1].encode())
         else:
             digest.update(f"{at.container}\0{at.offset}\0{at.column}".encode(errors="replace"))
     return digest.intdigest()

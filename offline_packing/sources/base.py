@@ -19,11 +19,18 @@ import numpy.typing as npt
 from offline_packing.errors import ChangedError, StageError
 from offline_packing.sources.options import FieldMap, FieldOptions, MediaOptions, SourceOptions
 from offline_packing.sources.reading.contents import file_names, nothing_found
-from offline_packing.sources.reading.locators import Locator, read_locator
+from offline_packing.sources.reading.locators import (
+    Locator,
+    hash_text,
+    in_record,
+    read_locator,
+    record_around,
+)
 from offline_packing.sources.roots.listing import walk
 from offline_packing.sources.roots.remote import Root, is_remote, open_root
 from offline_packing.storage.key_set import KeySet
 from task_encoders.limits import check_cost
+from task_encoders.records.inline_media import decode_inline, is_inline
 from task_encoders.records.record import check_prompts_are_shown, load_json, to_sample
 from task_encoders.samples import SampleError, SourceSample
 
@@ -106,6 +113,8 @@ class Source(ABC):
         self.image_root = options.image_root if isinstance(options, MediaOptions) else None
         self.fields = FieldMap(options.fields if isinstance(options, FieldOptions) else {})
         self.unpack_folder = unpack_folder
+        #: the record whose media were read last, and their texts by `hash_text`
+        self._texts: tuple[Locator, dict[str, str]] | None = None
         #: keys of the records that are left out, see source.skip
         self.known: KeySet | None = None
         #: `file_name` is the container of the source's file, where `path` is a file, or None
@@ -182,6 +191,9 @@ class Source(ABC):
         """Where an image or a video of a record lies, and a file of its bytes. Raises SampleError:
         missing_image or path_outside_root."""
         found = record.embedded.get(name)
+        if found is None and is_inline(name):
+            data = decode_inline(name)
+            return in_record(record.locator, name, len(data)), io.BytesIO(data)
         if found is None:
             # Names are relative to image_root, or else to the folder of the record's own file.
             folder = "" if self.image_root is not None else record.locator.container
@@ -235,7 +247,24 @@ class Source(ABC):
 
     def read_media(self, locator: Locator) -> bytes:
         """The bytes of a medium. Raises StageError if they no longer exist."""
+        if locator.kind == "record":
+            return self._read_inline(locator)
         return read_locator(self.media_root(locator), locator, self.unpack_folder)
+
+    def _read_inline(self, locator: Locator) -> bytes:
+        """The bytes of a medium that stands in its record as text. The record is kept: it may hold
+        many."""
+        at, text_hash = record_around(locator)
+        try:
+            if self._texts is None or self._texts[0] != at:
+                media = to_sample(self.read(at), "", self.task, ("paired",)).media
+                self._texts = at, {hash_text(name): name for name in media if is_inline(name)}
+            data = decode_inline(self._texts[1].get(text_hash, "data:"))
+        except SampleError as error:
+            raise ChangedError(self.root.path(at.container), error) from error
+        if len(data) != locator.size:
+            raise ChangedError(self.root.path(at.container))
+        return data
 
     def media_root(self, locator: Locator) -> Root:
         """What the container of a medium is relative to: one that is a file of its own may be under

@@ -24,6 +24,7 @@ from task_encoders.energon_samples import CrudeRecord
 from task_encoders.packs.pack import SubSample
 from task_encoders.packs.pack_format import JSON_PART, MEDIA_EXTENSIONS, is_video_name
 from task_encoders.packs.references import is_reference, read_parts
+from task_encoders.records.inline_media import decode_inline, is_inline
 from task_encoders.records.questions import DIALOGUE_FIELDS, PROMPT_FIELDS, has_answer
 from task_encoders.records.record import (
     MEDIA_FIELDS,
@@ -152,6 +153,7 @@ def _files(names: Sequence[str], media: _Media, stem: str) -> tuple[bytes, ...]:
     if len(names) == len(of_kind) == 1:
         return (media[of_kind[0]],)
     by_name = {name: media[part] for part in of_kind for name in (part, f"{stem}.{part}")}
+    by_name |= {name: decode_inline(name) for name in names if is_inline(name)}
     missing = next((name for name in names if name not in by_name), None)
     if missing is not None:
         raise SampleError("missing_image", f"no member {missing!r}")

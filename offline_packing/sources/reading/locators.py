@@ -7,6 +7,7 @@ stream       a .gz or .zst file            first byte, when unpacked        byte
 parquet_row  a Parquet file, `column`      row                              bytes of the value
 arrow_row    an Arrow file, `column`       row                              bytes of the value
 sub_sample   a tar, or a pack's JSON       first byte of the pack's JSON    bytes of the value
+record       that of a record, which holds the medium as text: `offset` is the record's
 """
 
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
+import xxhash
 
 from offline_packing.errors import ChangedError, StageError
 from offline_packing.sources.reading.row_reader import read_value
@@ -31,7 +33,8 @@ class Locator:
 
     `column` says which part is meant: of a row, the columns (row_files.py); of a tar's sample, the
     part (webdataset.py), or the member of a medium; of a pack, "TASK.NUMBER.BYTES": a sub-sample,
-    and the size of the pack's JSON. A `stream_sub_sample` is one in a compressed tar.
+    and the size of the pack's JSON. A `stream_sub_sample` is one in a compressed tar. Of a medium
+    in a `record`, "HASH.BYTES.KIND.COLUMN": xxh3_64 of its text, and the rest of the record's own.
     """
 
     kind: str
@@ -39,6 +42,23 @@ class Locator:
     offset: int
     size: int
     column: str = ""
+
+
+def in_record(record: Locator, text: str, size: int) -> Locator:
+    """Where a medium of `size` bytes lies that stands as text in the record at a locator."""
+    column = f"{hash_text(text)}.{record.size}.{record.kind}.{record.column}"
+    return Locator("record", record.container, record.offset, size, column)
+
+
+def record_around(at: Locator) -> tuple[Locator, str]:
+    """The record that a medium in a `record` stands in, and the hash of its text."""
+    text_hash, size, kind, column = at.column.split(".", 3)
+    return Locator(kind, at.container, at.offset, int(size), column), text_hash
+
+
+def hash_text(text: str) -> str:
+    """What tells the text of a medium from others."""
+    return xxhash.xxh3_64_hexdigest(text.encode(errors="surrogatepass"))
 
 
 def read_locator(root: Root, at: Locator, unpack_folder: Path | None = None) -> bytes:

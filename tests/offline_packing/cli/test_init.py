@@ -134,7 +134,7 @@ def test_the_file_that_is_written_runs_and_is_never_overwritten(tmp_path: Path) 
 
 def test_what_is_no_data_is_refused(tmp_path: Path) -> None:
     write_file(tmp_path / "a.pdf", b"%PDF")
-    with pytest.raises(StageError, match="is of no known format; the formats are pairs, json"):
+    with pytest.raises(StageError, match="is of no known format; the formats are pairs, captions"):
         recognise(str(tmp_path))
 
 
