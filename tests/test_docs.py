@@ -53,5 +53,5 @@ def test_from_python_runs_as_written(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "packs, " in done.stdout
-    assert "'packed': 100" in done.stdout
+    assert "PackPlan(5 packs" in done.stdout
+    assert "packed=60" in done.stdout
