@@ -4,7 +4,11 @@ from functools import partial
 
 import numpy as np
 
-from offline_packing.planner.strategies.composition import Composition, join_compositions
+from offline_packing.planner.strategies.composition import (
+    Composition,
+    join_compositions,
+    select_patterns,
+)
 from offline_packing.planner.strategies.exact_fill import exact_fill
 from offline_packing.planner.strategies.histogram import best_fit_decreasing, lower_bound
 from offline_packing.planner.strategies.narrow_fill import fills_by_fitness, narrow_fill
@@ -14,6 +18,11 @@ from offline_packing.planner.strategies.tilted_sampling import tilted_fills
 
 #: packs above the bound that are not worth a further method: at most 2, or this share
 TOLERANCE = 3e-5
+#: the same for the linear program, whose rounding leaves more packs the more lengths there are: at
+#: most this share, or one for so many lengths
+PROGRAM_TOLERANCE = 2e-4
+_LENGTHS_PER_PACK = 100
+_START_PATTERNS = 2000  # of a plan, for its proof
 
 
 def tilted_sampling(counts: np.ndarray, *, seed: int = 0) -> Composition:
@@ -28,21 +37,25 @@ def auto(counts: np.ndarray, *, seed: int = 0) -> Composition:
     Broad laws end after the first or second method, in milliseconds, and so do narrow ones, such as
     captions behind a fixed number of vision tokens, in a tenth of a second. What is left are laws
     with few exact fills. Where these cannot fill fewer packs, prices prove it; else they take the
-    linear program, after random exact fills where there are very many different lengths.
+    linear program, after random exact fills where there are very many different lengths. A few
+    packs above a proved bound are not worth it, since its rounding leaves as many.
     """
     bound = lower_bound(counts)
-    best = best_fit_decreasing(counts)
+    best = longest_first = best_fit_decreasing(counts)
     first, second = fills_by_fitness(counts)  # where exact fills do worse, they also search long
     if best.num_packs > bound:
         best = _better(best, first(counts, seed=seed))
     if best.num_packs > _tolerated(bound):
         best = _better(best, second(counts, seed=seed))
     if best.num_packs > _tolerated(bound):
-        proof = prove_bound(counts, best)
+        step = 1 + len(best.multiplicity) // _START_PATTERNS
+        some = select_patterns(best, np.arange(0, len(best.multiplicity), step))
+        proof = prove_bound(counts, join_compositions([longest_first, some]))
         bound = max(bound, proof[0])
-    if best.num_packs > _tolerated(bound) and np.count_nonzero(counts) > MAX_SIZES:
+    num_lengths = int(np.count_nonzero(counts))
+    if best.num_packs > _tolerated(bound, num_lengths) and num_lengths > MAX_SIZES:
         best = _better(best, tilted_sampling(counts, seed=seed))  # the program is not exact there
-    if best.num_packs > _tolerated(bound):
+    if best.num_packs > _tolerated(bound, num_lengths):
         best = _better(best, pattern_lp(counts, seed=seed, proof=proof))
     return best._replace(lower_bound=bound)
 
@@ -51,9 +64,10 @@ def _better(best: Composition, other: Composition) -> Composition:
     return other if other.num_packs < best.num_packs else best
 
 
-def _tolerated(bound: int) -> int:
+def _tolerated(bound: int, num_lengths: int = 0) -> int:
     """Packs from which a further method is not worth its time."""
-    return bound + max(2, int(TOLERANCE * bound))
+    rounded = min(PROGRAM_TOLERANCE * bound, num_lengths / _LENGTHS_PER_PACK)
+    return bound + max(2, int(TOLERANCE * bound), int(rounded))
 
 
 def mixed(counts: np.ndarray, *, seed: int = 0) -> Composition:

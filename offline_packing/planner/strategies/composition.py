@@ -68,6 +68,15 @@ def from_entries(entries: np.ndarray, patterns: np.ndarray) -> Composition:
     return Composition(lengths, repeats, np.append(0, ends), multiplicity)
 
 
+def from_packs(packs: np.ndarray, copies: int) -> Composition:
+    """``packs`` as lengths, (num_packs, samples_per_pack), 0 for none; each serves ``copies``."""
+    packs = np.sort(packs, axis=1)
+    lengths = packs[packs > 0]
+    entries = np.stack([lengths, np.ones_like(lengths)], axis=1)
+    ends = np.cumsum(np.count_nonzero(packs, axis=1))
+    return from_entries(entries, np.stack([ends, np.full(len(packs), copies)], axis=1))
+
+
 _NO_PAIRS = np.zeros((0, 2), np.int64)
 #: no packs
 EMPTY = from_entries(_NO_PAIRS, _NO_PAIRS)

@@ -153,3 +153,37 @@ def pack_with(compose: Composer, lengths: np.ndarray, seq_length: int, *, seed: 
     """Packs of a composer, samples of equal length taken in their order."""
     counts = count_lengths(lengths, seq_length)
     return expand_composition(compose(counts, seed=seed), lengths, counts)
+
+
+def even_packs(part: np.ndarray, samples_per_pack: int) -> np.ndarray:
+    """Even packs of at most ``samples_per_pack`` samples. Very long ones are put beside the very
+    shortest, as many as it takes. Returns the packs of at most seq_length tokens, as lengths, int64
+    (num_packs, samples_per_pack), with 0 for none. ``part`` int64 (seq_length + 1,)."""
+    lengths = np.repeat(np.arange(len(part)), part)[::-1]
+    best = np.zeros((0, samples_per_pack), np.int64)
+    num_long = 0
+    while num_long * samples_per_pack <= len(lengths):
+        shortest = len(lengths) - num_long * (samples_per_pack - 1)
+        extreme = np.append(lengths[:num_long], lengths[shortest:])
+        packs = np.concatenate(
+            [_fold(some, samples_per_pack) for some in (extreme, lengths[num_long:shortest])]
+        )
+        fitting = packs[packs.sum(axis=1) < len(part)]
+        if len(fitting) > len(best):
+            best = fitting
+        if len(fitting) == len(packs):
+            break
+        num_long = max(2 * num_long, len(packs) - len(fitting))
+    return best
+
+
+def _fold(lengths: np.ndarray, samples_per_pack: int) -> np.ndarray:
+    """Packs of all samples: the longest that remain go to the packs with the fewest tokens, one
+    each. ``lengths`` descending."""
+    num_packs = -(-len(lengths) // samples_per_pack)
+    packs = np.zeros((num_packs, samples_per_pack), np.int64)
+    for place in range(samples_per_pack):
+        longest = lengths[place * num_packs : (place + 1) * num_packs]
+        emptiest = np.argsort(packs.sum(axis=1), kind="stable")[: len(longest)]
+        packs[emptiest, place] = longest
+    return packs

@@ -6,6 +6,9 @@ ones. Choosing longest first, or around the mean that a pack needs, leaves sampl
 that fill neither. So the samples are divided first: a range of lengths whose mean is
 seq_length / (k + 1) for the packs of k + 1, and the rest, whose mean is then seq_length / k. In
 either part random samples nearly fill a pack, and the last two are looked up to end exactly.
+
+Where even the shortest samples are too long for so many packs of k + 1, no packing is full: as many
+of the shortest as k + 1 of them fill a pack do so, and the packs of k have room to spare.
 """
 
 from bisect import bisect_right
@@ -17,10 +20,11 @@ from numba import njit
 from offline_packing.planner.strategies.composition import (
     Composer,
     Composition,
-    from_entries,
+    from_packs,
     join_compositions,
 )
 from offline_packing.planner.strategies.exact_fill import exact_fill
+from offline_packing.planner.strategies.histogram import even_packs
 from offline_packing.planner.strategies.kernels import (
     add_samples,
     bitset_at_least,
@@ -32,6 +36,7 @@ from offline_packing.planner.strategies.kernels import (
 )
 
 _TRIES = 50  # random starts of one pack before a part counts as used up
+_MAX_SPREAD = 1_000_000  # patterns of packs that cannot be full, with each its own samples
 
 
 class _Pool(NamedTuple):
@@ -165,68 +170,94 @@ def _fill_part(part: np.ndarray, samples_per_pack: int, state: np.ndarray) -> np
     return packs[:num_packs]
 
 
-def _divide(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Split ``counts`` into parts for packs of k and of k + 1 samples; returns both and k. The
-    second part is a range of the sorted samples: as many as its packs need, and placed such that
-    they sum to the capacity of these packs, or just below."""
+class _Parts(NamedTuple):
+    """Samples of similar lengths, divided by how many of them shall form a pack."""
+
+    #: samples of a pack of the first part; one more in the second
+    k: int
+    #: int64 (seq_length + 1,) each: samples of each length
+    smaller: np.ndarray
+    larger: np.ndarray
+    #: whether packs of both parts can be full; else only those of the second
+    is_full: bool
+
+
+def _divide(counts: np.ndarray) -> _Parts:
+    """Split ``counts`` into parts for packs of k and of k + 1 samples. The second part is a range
+    of the sorted samples: as many as its packs need, and placed such that they sum to the capacity
+    of these packs, or just below."""
     capacity = len(counts) - 1
     samples_below = np.append(0, np.cumsum(counts))  # samples shorter than l
     tokens_below = np.append(0, np.cumsum(counts * np.arange(len(counts))))
     num_samples, num_tokens = int(samples_below[-1]), int(tokens_below[-1])
     num_packs = num_tokens // capacity
     if num_packs == 0:
-        return counts, np.zeros_like(counts), 0
+        return _Parts(0, counts, np.zeros_like(counts), True)
     per_pack = num_samples * capacity / num_tokens
     k = int(per_pack)
-    larger_packs = min(round((per_pack - k) * num_packs), num_samples // (k + 1))
-    size = larger_packs * (k + 1)
 
-    def tokens_from(start: int) -> int:
-        ends = np.array([start, start + size])
+    def tokens_between(start: int, end: int) -> int:
+        ends = np.array([start, end])
         lengths = np.searchsorted(samples_below, ends, side="right") - 1
         tokens = tokens_below[lengths] + (ends - samples_below[lengths]) * lengths
         return int(tokens[1] - tokens[0])
 
+    def shortest_per_pack(packs: int) -> int:
+        return -(-tokens_between(0, packs * (k + 1)) // packs)
+
+    larger_packs = min(round((per_pack - k) * num_packs), num_samples // (k + 1))
+    is_full = larger_packs == 0 or shortest_per_pack(larger_packs) <= capacity
+    if not is_full:
+        larger_packs = bisect_right(range(1, larger_packs), capacity, key=shortest_per_pack)
+    size = larger_packs * (k + 1)
     starts = range(num_samples - size + 1)
-    low = max(1, bisect_right(starts, larger_packs * capacity, key=tokens_from)) - 1
+    low = bisect_right(starts, larger_packs * capacity, key=lambda s: tokens_between(s, s + size))
+    low = max(1, low) - 1
     end = np.clip(low + size - samples_below[:-1], 0, counts)
     start = np.clip(low - samples_below[:-1], 0, counts)
-    return counts - (end - start), end - start, k
+    return _Parts(k, counts - (end - start), end - start, is_full)
 
 
 def narrow_fills(
     counts: np.ndarray, *, seed: int = 0, max_patterns: int = 20_000
 ) -> tuple[Composition, np.ndarray]:
-    """Exactly full packs of k and k + 1 samples, k the mean number of samples that fill a pack.
+    """Full packs of k and k + 1 samples, k the mean number of samples that fill a pack; where the
+    packs of k cannot be full, even ones.
 
     ``counts`` int64 (seq_length + 1,). Each pattern serves enough packs that about
     ``max_patterns`` patterns suffice; what such patterns leave is filled by patterns that serve
-    fewer. Returns the packs and the counts that are left, int64 (seq_length + 1,): a few packs'
-    worth on a narrow law, almost everything on a law for which the method is not made.
+    fewer. Returns the packs and the counts that are left, int64 (seq_length + 1,): almost
+    everything where lengths are not narrow.
     """
     left = counts.copy()
-    state = random_state(seed)
-    parts: list[Composition] = []
+    state, found = random_state(seed), list[Composition]()
+
+    def take(packs: np.ndarray, copies: int) -> None:
+        found.append(from_packs(packs, copies))
+        np.subtract(left, found[-1].used_counts(len(left)), out=left)
+
     num_packs = int(left @ np.arange(len(left))) // (len(left) - 1)
     copies = max(1, num_packs // max_patterns)
     while True:
-        smaller, larger, k = _divide(left // copies)
+        k, smaller, larger, is_full = _divide(left // copies)
         if k < 3:
             break
         before = left.sum()
-        for part, size in ((smaller, k), (larger, k + 1)):
-            packs = np.sort(_fill_part(part, size, state), axis=1)
-            entries = np.stack([packs.ravel(), np.ones(packs.size, np.int64)], axis=1)
-            ends = np.arange(1, len(packs) + 1) * size
-            patterns = np.stack([ends, np.full(len(packs), copies)], axis=1)
-            parts.append(from_entries(entries, patterns))
-            left -= parts[-1].used_counts(len(left))
+        if is_full:
+            take(_fill_part(smaller, k, state), copies)
+        take(_fill_part(larger, k + 1, state), copies)
+        if not is_full and left.sum() == before:
+            take(even_packs(larger, k + 1), copies)
         # Dividing again what two parts could not use takes the means to where they should be.
         if left.sum() == before:
             if copies == 1:
                 break
             copies //= 2
-    return join_compositions(parts), left
+    copies = 1 + num_packs // _MAX_SPREAD
+    while k >= 3 and not is_full and copies > 0:
+        take(even_packs(left // copies, k), copies)
+        copies //= 2
+    return join_compositions(found), left
 
 
 def narrow_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:

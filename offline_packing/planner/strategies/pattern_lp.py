@@ -6,6 +6,8 @@ cutting-stock program of Gilmore and Gomory (1961). Patterns come from random ex
 down and the samples that are left over are packed again.
 """
 
+import math
+
 import numpy as np
 from numba import njit
 
@@ -18,7 +20,7 @@ from offline_packing.planner.strategies.composition import (
     select_patterns,
 )
 from offline_packing.planner.strategies.exact_fill import exact_fill
-from offline_packing.planner.strategies.histogram import best_fit_decreasing
+from offline_packing.planner.strategies.histogram import best_fit_decreasing, lower_bound
 from offline_packing.planner.strategies.kernels import list_of
 from offline_packing.planner.strategies.pricing import (
     as_integers,
@@ -54,15 +56,16 @@ def pattern_lp(
         while len(np.unique(-(-sizes // granule))) > _COARSE_SIZES:
             granule *= 2
         coarse = coarsen(counts, granule)
-        return refine(pattern_lp(coarse, seed=seed), counts, granule)
+        proof = lower_bound(coarse), EMPTY
+        return refine(pattern_lp(coarse, seed=seed, proof=proof), counts, granule)
     patterns = _seed_patterns(counts, sizes, seed)
     bound, found = proof or prove_bound(counts, patterns)
     for _ in range(max(1, min(40, _PRICING_WORK // len(sizes)))):
         patterns = join_compositions([patterns, found])
         columns = pattern_matrix(patterns, len(counts))[sizes]
         fractions, prices, objective = solve(columns, counts[sizes])
-        if objective * (len(counts) - 1) <= counts @ np.arange(len(counts)) * (1 + 1e-9):
-            break  # every pack is full
+        if math.ceil(objective - 1e-6) <= bound:
+            break
         _, found = price_patterns(as_integers(prices), sizes, len(counts) - 1)
         if found.num_packs == 0:
             break
