@@ -36,7 +36,7 @@ class ModelOptions(BaseModel):
     max_video_frames: Count = MAX_VIDEO_FRAMES
     #: which answers of a conversation carry loss, if their messages do not say otherwise
     loss_on: Literal["all", "last"] = added("all")
-    #: variables of the chat template, such as {enable_thinking: false}
+    #: variables of the chat template, such as {enable_thinking: false} or {add_vision_id: true}
     template_options: Values = added(())
 
     @classmethod

@@ -16,6 +16,7 @@ searched for control tokens, and templates decide as they would with the real te
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -30,6 +31,7 @@ from task_encoders.text.pieces import (
     Text,
     Video,
     media_in_front,
+    number_media,
     split_at_media,
 )
 
@@ -121,7 +123,7 @@ class ChatTemplate:
         shape: list[Any] = [sample.tools]
         skeleton = self._skeleton
         media = bool(sample.images or sample.videos)
-        front = media_in_front(sample) if media else ""
+        front, counts = media_in_front(sample) if media else "", Counter[str]()
         if sample.system is not None:
             shape.append(("system", skeleton(sample.system, slots)))
         for turn in sample.turns:
@@ -131,7 +133,10 @@ class ChatTemplate:
             prompt = skeleton(front + turn.prompt, slots)
             front = ""
             if media:
-                slots[begin:] = [split_at_media(sample, str(slot)) for slot in slots[begin:]]
+                parted = [split_at_media(sample, str(slot)) for slot in slots[begin:]]
+                for one in parted if self.jinja.options.get("add_vision_id") else ():
+                    number_media(one, counts)
+                slots[begin:] = parted
             answer = skeleton(turn.answer, slots)
             thought = None if turn.thought is None else skeleton(turn.thought, slots)
             shape.append((turn.role, prompt, answer, thought, turn.calls))

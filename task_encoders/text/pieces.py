@@ -6,6 +6,7 @@ control token, and would lose where the answers are.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -100,6 +101,16 @@ def split_at_media(sample: SourceSample, prompt: str) -> list[str | Image | Vide
         first, *rest = prompt.split(IMAGE_PLACEHOLDER)
         return [first, *(piece for text in rest for piece in (Image(), text))]
     return [_MEDIA.get(part, part) for part in _PLACEHOLDERS.split(prompt)]
+
+
+def number_media(texts: list[str | Image | Video], counts: Counter[str]) -> None:
+    """Add to the text before each medium its number, as Qwen's templates with `add_vision_id` do:
+    ['a', Image()] -> ['aPicture 1: ', Image()]. `counts`: how many came before; they go on."""
+    for i, piece in enumerate(texts):
+        if not isinstance(piece, str):
+            kind = "Picture" if isinstance(piece, Image) else "Video"
+            counts[kind] += 1
+            texts[i - 1] = f"{texts[i - 1]}{kind} {counts[kind]}: "
 
 
 def to_messages(sample: SourceSample) -> list[dict[str, Any]]:

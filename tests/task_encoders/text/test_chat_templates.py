@@ -284,3 +284,33 @@ def test_a_template_that_cannot_be_cut_is_refused(template: str, shown: str) -> 
     tokenizer = tiny_tokenizer()
     with pytest.raises(ValueError, match=shown):
         prove(ChatTemplate(JinjaTemplate(template)), tokenizer.apply_chat_template, "a checkpoint")
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_numbered_pictures(tmp_path: Path, family: str) -> None:
+    """`add_vision_id`: "Picture 1: " is text before the picture, when measured and when encoded."""
+    tokenizer = tiny_tokenizer(FAMILIES[family][1])
+    save_with_template(tokenizer, QWEN2_VL_TEMPLATE, tmp_path)
+    settings = {"template_options": {"add_vision_id": True}}
+    encoder = build_sample_encoder(family, str(tmp_path), **settings)
+    plain = build_sample_encoder(family, str(tmp_path))
+    assert encoder.fingerprint != plain.fingerprint
+    turns = (Turn("<image> or 1<image>?", "This."), Turn("\n<image>", "That."))
+    for sample in (
+        SourceSample("a", "bmr", turns, ("a", "b", "c")),
+        SourceSample("b", "vqa", (Turn("What?", "A cat."),), ("a", "b"), "Be brief."),
+        SourceSample("c", "vqa", (Turn("What?", "No picture."),)),
+    ):
+        text = tokenizer.apply_chat_template(to_chat(sample), tokenize=False, add_vision_id=True)
+        assert text.count("Picture ") == len(sample.images)
+        encoded = encoder.encode(sample, [IMAGE] * len(sample.images))
+        pad = encoder.image_token_id
+        ids = encoded.tokens.tolist()
+        once = [one for i, one in enumerate(ids) if one != pad or ids[i - 1] != pad]
+        assert once == tokenizer(text.removesuffix("\n"))["input_ids"]
+        sizes = [(56, 56)] * len(sample.images)
+        assert encoder.measure(sample, sizes).num_tokens == len(ids)
+        longer = len(ids) > plain.measure(sample, sizes).num_tokens
+        assert longer == bool(sample.images)
+    builtin = build_sample_encoder(family, **settings).encode(sample, [])
+    assert len(builtin.tokens)
