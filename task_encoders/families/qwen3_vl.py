@@ -37,7 +37,7 @@ _TOKEN: Final = (2 * _PATCH) ** 2
 class Qwen3VLOptions(QwenVLOptions):
     """Options of transformers' processor classes. Limits of videos are of all frames together;
     published checkpoints have 4 and 24,576 tokens' pixels there. Their processors resize with
-    torch, those of Qwen2-VL and Qwen2.5-VL with Pillow."""
+    torch; those that Qwen2-VL and Qwen2.5-VL were published with, with Pillow."""
 
     min_pixels: Count = 64 * _TOKEN
     max_pixels: Count = 16_384 * _TOKEN
