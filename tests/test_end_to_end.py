@@ -1,4 +1,4 @@
-"""The whole road on drawn data: measure, plan, write, verify, and what reads the result."""
+"""The whole mode on drawn data: measure, plan, write, verify, and what reads the result."""
 
 import itertools
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Written:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
-    root = tmp_path_factory.mktemp("road")
+    root = tmp_path_factory.mktemp("mode")
     generate_demo_dataset(root / "data", num_samples=240, progress=False)
     results = {}
     for task, sources in TASKS.items():

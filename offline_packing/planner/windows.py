@@ -31,8 +31,8 @@ from task_encoders.field_types import Count, NonNegative, Number, check_fields
 
 
 def window_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """Exact fills of the few hundred to few thousand samples of a window. Narrow laws of lengths
-    and broad ones have a method each; where it leaves more than 2% of the tokens in unfilled packs,
+    """Exact fills of the few hundred to few thousand samples of a window. Narrow and broad
+    distributions have a method each; where it leaves more than 2% of the tokens in unfilled packs,
     the other one is tried too."""
     seq_length = len(counts) - 1
 

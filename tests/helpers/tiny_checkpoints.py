@@ -178,7 +178,7 @@ def row_samples(reference: Any, name: str, seed: int = 1) -> list[EncodedSample]
 
 
 def packed_batch(samples: Sequence[EncodedSample], **options: Any) -> PackedBatch:
-    """Samples as one batch, on the road every pack takes; options are those of concatenate."""
+    """Samples as one batch, the way every pack goes; options are those of concatenate."""
     row = concatenate(samples, pad_token_id=0, **options)
     sample = PackedRowSample(
         __key__="pack",

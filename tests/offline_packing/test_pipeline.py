@@ -1,4 +1,4 @@
-"""The whole road on real files: determinism, resuming, refusing what changed, finding damage."""
+"""The whole mode on real files: determinism, resuming, refusing what changed, finding damage."""
 
 import io
 import json

@@ -20,7 +20,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "benchmarks" / "benchmark_online.py
         (["ranks", "--samples", "500"], ["Σ l² | 8 |", "operations | 64 |"]),
         (["buffers", "--samples", "300"], ["1 | 300 | 50 |", "128 | 2 | 5000 |"]),
         (
-            "roads --samples 60 --ranks 2 --buffer 20 --only balanced".split(),
+            "modes --samples 60 --ranks 2 --buffer 20 --only balanced".split(),
             ["offline, balanced |"],
         ),
     ],

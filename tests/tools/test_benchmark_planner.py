@@ -45,7 +45,7 @@ def test_command_prints_a_table(arguments, expected) -> None:
 
 def test_saved_rows_are_drawn(tmp_path) -> None:
     rows = tmp_path / "rows.jsonl"
-    options = ("--law", "narrow", "--method", "best_fit_decreasing", "--repeat", "1")
+    options = ("--distribution", "narrow", "--method", "best_fit_decreasing", "--repeat", "1")
     table = run_tool("speed", "--samples", "3000", *options, "--save", rows)
     assert "| narrow | best_fit_decreasing |" in table.stdout, table.stderr
     result = run_tool("plots", rows, "--folder", tmp_path / "images")
@@ -54,11 +54,11 @@ def test_saved_rows_are_drawn(tmp_path) -> None:
         assert (tmp_path / "images" / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_measured_index_is_a_law(tmp_path) -> None:
+def test_a_measured_index_is_a_distribution(tmp_path) -> None:
     index = tmp_path / "out" / "_packing" / "index"
     write_index(index, np.arange(100, 4000), np.array([9000]))  # 9000: in no pack
-    laws = ("--law", index, "--law", tmp_path / "out")
-    result = run_tool("streaming", "--samples", "2000", *laws)
+    distributions = ("--distribution", index, "--distribution", tmp_path / "out")
+    result = run_tool("streaming", "--samples", "2000", *distributions)
     assert result.returncode == 0, result.stderr
     rows = [line for line in result.stdout.splitlines() if line.startswith(f"| {tmp_path}")]
     assert len(rows) == 2
@@ -66,6 +66,6 @@ def test_a_measured_index_is_a_law(tmp_path) -> None:
 
 
 def test_an_unknown_law_is_refused() -> None:
-    result = run_tool("streaming", "--samples", "2000", "--law", "nowhere")
+    result = run_tool("streaming", "--samples", "2000", "--distribution", "nowhere")
     assert result.returncode != 0
-    assert "law 'nowhere' is unknown; choose one of captions" in result.stderr
+    assert "distribution 'nowhere' is unknown; choose one of captions" in result.stderr

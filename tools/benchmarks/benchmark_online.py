@@ -6,7 +6,7 @@ python tools/benchmarks/benchmark_online.py planning
 python tools/benchmarks/benchmark_online.py prefetch
 python tools/benchmarks/benchmark_online.py buffers
 python tools/benchmarks/benchmark_online.py windows | energon
-python tools/benchmarks/benchmark_online.py roads --samples 4000 --ranks 4 --buffer 200
+python tools/benchmarks/benchmark_online.py modes --samples 4000 --ranks 4 --buffer 200
 """
 
 import tempfile
@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 import numpy as np
-from length_laws import draw_lengths, draw_sft
+from length_distributions import draw_lengths, draw_sft
 
 from offline_packing import plan_packs
 from offline_packing.online.constant_length import ConstantLengthDataset
@@ -54,7 +54,7 @@ def ranks(samples: int) -> None:
     """Idle share of ranks with a `RankSchedule`: one packed folder, and samples under a budget."""
     tokens, patches = draw_sft(samples)
     rows = []
-    for law, cost in (
+    for distribution, cost in (
         ("Σ l²", tokens.astype(np.float64) ** 2),
         ("operations", FAMILIES["qwen2_vl"].cost.of_samples(tokens, patches)),
     ):
@@ -68,7 +68,7 @@ def ranks(samples: int) -> None:
             seconds = time.perf_counter() - start
             rows.append(
                 {
-                    "cost": law,
+                    "cost": distribution,
                     "ranks": num_ranks,
                     "written for 8 x 2, idle %": f"{100 * written:.2f}",
                     "the same packs scheduled": _describe(folder.epoch(0)),
@@ -101,15 +101,19 @@ def loaders(samples: int, buffer: int, tokens_per_second: int) -> None:
     and with a state saved after every pack. Samples are only lengths."""
     print_table(
         [
-            {"law": law, "road": road, **_time_loader(dataset, lengths, tokens_per_second)}
-            for law in ("captions", "sft")
-            for lengths in [draw_lengths(law, samples)]
-            for road, dataset in _roads(lengths, buffer).items()
+            {
+                "distribution": distribution,
+                "mode": mode,
+                **_time_loader(dataset, lengths, tokens_per_second),
+            }
+            for distribution in ("captions", "sft")
+            for lengths in [draw_lengths(distribution, samples)]
+            for mode, dataset in _modes(lengths, buffer).items()
         ]
     )
 
 
-def _roads(lengths: np.ndarray, buffer: int) -> dict[str, OnlineDataset]:
+def _modes(lengths: np.ndarray, buffer: int) -> dict[str, OnlineDataset]:
     samples = [{"length": length} for length in lengths.tolist()]
 
     def packed(strategy: str, leftovers: Any) -> OnlineDataset:
@@ -168,13 +172,13 @@ def planning(samples: int, tokens_per_second: int) -> None:
     against what a trainer takes."""
     rng = np.random.default_rng(0)
     rows = []
-    for law in ("captions", "sft"):
-        lengths, images = draw_lengths(law, samples), rng.integers(0, 5, samples)
+    for distribution in ("captions", "sft"):
+        lengths, images = draw_lengths(distribution, samples), rng.integers(0, 5, samples)
         need = tokens_per_second / lengths.mean()
         for strategy in ("auto", "knapsack", "to_constant_volume"):
             for budgets in ({}, {"images": 18}):
                 row = {
-                    "law": law,
+                    "distribution": distribution,
                     "strategy": strategy,
                     "images per pack": budgets.get("images", ""),
                     "needed": f"{need:,.0f}",
@@ -282,43 +286,51 @@ def _fill(tokens: np.ndarray, packs: int) -> str:
 @click.option("--samples", default=4000, show_default=True)
 @click.option("--ranks", default=4, show_default=True)
 @click.option("--buffer", default=200, show_default=True)
-@click.option("--only", default="", help="roads whose name contains this")
-def roads(samples: int, ranks: int, buffer: int, only: str) -> None:
-    """The same samples through every road of packing: fill, idle ranks, start and restart."""
-    import packing_roads  # needs torch and Energon, the other commands do not
+@click.option("--only", default="", help="modes whose name contains this")
+def modes(samples: int, ranks: int, buffer: int, only: str) -> None:
+    """The same samples through every mode of packing: fill, idle ranks, start and restart."""
+    import packing_modes  # needs torch and Energon, the other commands do not
 
     with tempfile.TemporaryDirectory() as name:
         unpacked, packed, elsewhere = (Path(name, part) for part in ("singles", "packed", "other"))
-        sizes = packing_roads.draw_samples(unpacked, samples)
-        packing_roads.pack_offline(unpacked, elsewhere, max(1, ranks // 2))  # compiles
+        sizes = packing_modes.draw_samples(unpacked, samples)
+        packing_modes.pack_offline(unpacked, elsewhere, max(1, ranks // 2))  # compiles
         start = time.perf_counter()
-        packing_roads.pack_offline(unpacked, packed, ranks)
+        packing_modes.pack_offline(unpacked, packed, ranks)
         click.echo(
             f"{samples:,} samples of {sizes[0].mean():.0f} tokens; offline packing takes "
             f"{time.perf_counter() - start:.1f} s once\n"
         )
-        found = packing_roads.roads(unpacked, sizes, packed, elsewhere, ranks, buffer)
+        found = packing_modes.modes(unpacked, sizes, packed, elsewhere, ranks, buffer)
         print_table(
             [
-                packing_roads.measure_road(road, reader, ranks, samples)
-                for road, reader in found.items()
-                if only in road
+                packing_modes.measure_mode(mode, reader, ranks, samples)
+                for mode, reader in found.items()
+                if only in mode
             ]
         )
 
 
 @main.command()
 @click.option("--samples", default=20_000, show_default=True)
-@click.option("--law", "laws", multiple=True, default=("captions", "sft"), show_default=True)
+@click.option(
+    "--distribution", "distributions", multiple=True, default=("captions", "sft"), show_default=True
+)
 @click.option("--buffer", "buffers", multiple=True, default=(128, 200, 1000), show_default=True)
-def windows(samples: int, laws: Sequence[str], buffers: Sequence[int]) -> None:
+def windows(samples: int, distributions: Sequence[str], buffers: Sequence[int]) -> None:
     """Packs of a stream: windows that carry over, and first-fit-decreasing on each buffer alone."""
-    print_table([count_packs(law, samples, buffer) for law in laws for buffer in buffers])
+    print_table(
+        [
+            count_packs(distribution, samples, buffer)
+            for distribution in distributions
+            for buffer in buffers
+        ]
+    )
 
 
-def count_packs(law: str, samples: int, buffer: int) -> dict[str, Any]:
+def count_packs(distribution: str, samples: int, buffer: int) -> dict[str, Any]:
     """A row of `windows`."""
-    lengths = draw_lengths(law, samples)
+    lengths = draw_lengths(distribution, samples)
     for _ in range(2):  # the first time, functions are compiled
         start = time.perf_counter()
         pool = PackingPool[int](WindowOptions(seq_length=SEQ_LENGTH, window=buffer))
@@ -328,7 +340,7 @@ def count_packs(law: str, samples: int, buffer: int) -> dict[str, Any]:
     assert sorted(i for pack in packs for i in pack) == list(range(samples))
     parts = np.split(lengths, range(buffer, samples, buffer))
     return {
-        "law": law,
+        "distribution": distribution,
         "buffer": buffer,
         "lower bound": lower_bound(count_lengths(lengths, SEQ_LENGTH)),
         "packs": len(packs),
@@ -351,8 +363,8 @@ def energon(buffer: int, side: int, seq_length: int) -> None:
         path = energon_buffers.write_images(Path(folder), 2 * buffer, side)
         print_table(
             [
-                energon_buffers.pack_images(road, path, buffer, seq_length)
-                for road in energon_buffers.ROADS
+                energon_buffers.pack_images(mode, path, buffer, seq_length)
+                for mode in energon_buffers.MODES
             ]
         )
 

@@ -6,7 +6,8 @@ python tools/benchmarks/benchmark_planner.py plots rows.jsonl
 python tools/benchmarks/benchmark_planner.py scale --samples 100000000
 python tools/benchmarks/benchmark_planner.py budgets | assignment | order | streaming
 
-A law is one of length_laws.py or a measured index: a folder of Parquet parts, or an output.
+A distribution is one of length_distributions.py or a measured index: a folder of Parquet parts, or
+an output.
 """
 
 import json
@@ -19,7 +20,7 @@ from typing import Any, TextIO
 
 import click
 import numpy as np
-from length_laws import LAWS, draw_lengths, draw_sft
+from length_distributions import DISTRIBUTIONS, draw_lengths, draw_sft
 from planner_peers import OWN, PEERS, missing_packages
 from planner_plots import draw_gap, draw_seconds
 from planner_speed import WARM_UP_SAMPLES, measure, peak_mib
@@ -50,29 +51,35 @@ def main() -> None:
 @main.command()
 @click.option("--samples", default=1_000_000, show_default=True)
 @click.option("--seq-length", default=8192, show_default=True)
-@click.option("--law", "laws", multiple=True, default=LAWS, help="A law or a measured index.")
+@click.option(
+    "--distribution",
+    "distributions",
+    multiple=True,
+    default=DISTRIBUTIONS,
+    help="A distribution or a measured index.",
+)
 @click.option("--method", "methods", multiple=True, default=(*OWN, *PEERS), show_default=True)
 @click.option("--repeat", default=3, show_default=True)
 @click.option("--save", type=click.File("a"), help="Add the rows to this file, for plots.")
 def speed(
     samples: int,
     seq_length: int,
-    laws: Sequence[str],
+    distributions: Sequence[str],
     methods: Sequence[str],
     repeat: int,
     save: TextIO | None,
 ) -> None:
-    """Packs and time of all methods on every law; no shuffle, warm."""
+    """Packs and time of all methods on every distribution; no shuffle, warm."""
     missing = missing_packages()
     if missing:
         click.echo(f"not installed, so not measured: {', '.join(missing)}\n")
     rows = []
-    for law in laws:
+    for distribution in distributions:
         for method in methods:
             peer = PEERS.get(method)
             if peer and (peer.package in missing or samples > peer.max_samples):
                 continue
-            rows.append(measure(method, law, samples, seq_length, repeat))
+            rows.append(measure(method, distribution, samples, seq_length, repeat))
             click.echo(json.dumps(rows[-1]), err=True)
             if save:
                 click.echo(json.dumps(rows[-1]), file=save)
@@ -83,9 +90,9 @@ def speed(
 @click.argument("rows", type=click.File())
 @click.option("--folder", type=click.Path(path_type=Path), default=IMAGES, show_default=True)
 def plots(rows: TextIO, folder: Path) -> None:
-    """Draw the rows that speed saved: gap and CPU seconds of all methods on every law."""
-    # If a method was measured on a law more than once, the last row counts.
-    found = {(row["law"], row["method"]): row for row in map(json.loads, rows)}
+    """Draw the rows that speed saved: gap and CPU seconds of all methods on every distribution."""
+    # If a method was measured on a distribution more than once, the last row counts.
+    found = {(row["distribution"], row["method"]): row for row in map(json.loads, rows)}
     folder.mkdir(parents=True, exist_ok=True)
     draw_gap(list(found.values()), folder / "planner_gap.png")
     draw_seconds(list(found.values()), folder / "planner_seconds.png")
@@ -94,16 +101,27 @@ def plots(rows: TextIO, folder: Path) -> None:
 @main.command()
 @click.option("--samples", default=100_000, show_default=True)
 @click.option("--seq-length", default=8192, show_default=True)
-@click.option("--law", "laws", multiple=True, default=LAWS, help="A law or a measured index.")
+@click.option(
+    "--distribution",
+    "distributions",
+    multiple=True,
+    default=DISTRIBUTIONS,
+    help="A distribution or a measured index.",
+)
 @click.option("--window", default=1000, show_default=True)
-def streaming(samples: int, seq_length: int, laws: Sequence[str], window: int) -> None:
+def streaming(samples: int, seq_length: int, distributions: Sequence[str], window: int) -> None:
     """Fill and age of samples when windows are packed in sequence, with carry-over."""
-    print_table([_stream(law, samples, WindowOptions(seq_length, window)) for law in laws])
+    print_table(
+        [
+            _stream(distribution, samples, WindowOptions(seq_length, window))
+            for distribution in distributions
+        ]
+    )
 
 
-def _stream(law: str, samples: int, options: WindowOptions) -> dict[str, Any]:
+def _stream(distribution: str, samples: int, options: WindowOptions) -> dict[str, Any]:
     """One row: a whole stream, with what is pending at its end; CPU time of a warm run."""
-    lengths = draw_lengths(law, samples)
+    lengths = draw_lengths(distribution, samples)
     lengths = lengths[lengths <= options.seq_length]
     warm = WindowPlanner(options)
     warm.push(lengths[:WARM_UP_SAMPLES])
@@ -120,7 +138,7 @@ def _stream(law: str, samples: int, options: WindowOptions) -> dict[str, Any]:
     bound = lower_bound(count_lengths(lengths, options.seq_length))
     tokens = int(lengths.sum(dtype=np.int64))
     return {
-        "law": law,
+        "distribution": distribution,
         "packs": packs,
         "above bound": packs - bound,
         "fill %": round(100 * tokens / (packs * options.seq_length), 3),
@@ -133,29 +151,42 @@ def _stream(law: str, samples: int, options: WindowOptions) -> dict[str, Any]:
 
 @main.command()
 @click.option("--samples", default=100_000_000, show_default=True)
-@click.option("--law", default="captions", show_default=True)
+@click.option("--distribution", default="captions", show_default=True)
 @click.option("--seq-length", default=8192, show_default=True)
 @click.option("--shuffle/--no-shuffle", default=True, show_default=True)
 @click.option("--disk/--memory", default=True, show_default=True, help="From disk to disk or not.")
-def scale(samples: int, law: str, seq_length: int, shuffle: bool, disk: bool) -> None:
+def scale(samples: int, distribution: str, seq_length: int, shuffle: bool, disk: bool) -> None:
     """Time and memory of one large plan, from an array on disk to a plan on disk."""
     with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(1) as p:
         path = Path(folder) / "num_tokens.npy"
-        p.apply(_write_lengths, (path, law, samples))
+        p.apply(_write_lengths, (path, distribution, samples))
         with multiprocessing.get_context("spawn").Pool(1) as fresh:
             row = fresh.apply(_scale_here, (path, seq_length, shuffle, disk))
-    print_table([{"law": law, "samples": samples, "shuffle": shuffle, "disk": disk, **row}])
+    print_table(
+        [
+            {
+                "distribution": distribution,
+                "samples": samples,
+                "shuffle": shuffle,
+                "disk": disk,
+                **row,
+            }
+        ]
+    )
 
 
-def _write_lengths(path: Path, law: str, samples: int) -> None:
-    parts = [draw_lengths(law, min(samples, 10**7), seed) for seed in range(-(-samples // 10**7))]
+def _write_lengths(path: Path, distribution: str, samples: int) -> None:
+    parts = [
+        draw_lengths(distribution, min(samples, 10**7), seed)
+        for seed in range(-(-samples // 10**7))
+    ]
     np.save(path, np.concatenate(parts)[:samples])
 
 
 def _scale_here(path: Path, seq_length: int, shuffle: bool, disk: bool) -> dict[str, Any]:
     assignment = ("shuffle",) if shuffle else ()
-    for law in ("captions", "narrow"):
-        plan_packs(draw_lengths(law, WARM_UP_SAMPLES), seq_length, assignment=assignment)
+    for distribution in ("captions", "narrow"):
+        plan_packs(draw_lengths(distribution, WARM_UP_SAMPLES), seq_length, assignment=assignment)
     lengths = None if disk else np.load(path)
     start, cpu_start = time.perf_counter(), time.process_time()
     if lengths is None:
@@ -180,7 +211,7 @@ def _scale_here(path: Path, seq_length: int, shuffle: bool, disk: bool) -> dict[
     "--patches", multiple=True, type=int, default=(30_000, 22_000, 20_000, 19_500, 16_000)
 )
 def budgets(samples: int, seq_length: int, patches: Sequence[int]) -> None:
-    """Limits on tokens and on vision patches at once, SFT law."""
+    """Limits on tokens and on vision patches at once, SFT distribution."""
     tokens, vision = draw_sft(samples)
     plan_packs(tokens[:2000], seq_length, budgets={"patches": (vision[:2000], 22_000)})
     rows = []
@@ -210,8 +241,8 @@ def _pack_sums(plan: PackPlan, values: np.ndarray) -> np.ndarray:
     return np.add.reduceat(values[plan.sample_ids].astype(np.float64), plan.pack_offsets[:-1])
 
 
-def _patches_for(law: str, tokens: np.ndarray) -> np.ndarray:
-    if law == "sft":
+def _patches_for(distribution: str, tokens: np.ndarray) -> np.ndarray:
+    if distribution == "sft":
         return draw_sft(len(tokens))[1]
     share = np.random.default_rng(0).uniform(0.3, 0.98, len(tokens))
     return (tokens * share).astype(np.int32) * 4
@@ -223,10 +254,10 @@ def _patches_for(law: str, tokens: np.ndarray) -> np.ndarray:
 def assignment(samples: int, packs_per_shard: int) -> None:
     """What balance and locality gain, and what they cost in packs."""
     rows = []
-    for law in ("captions", "sft", "narrow"):
+    for distribution in ("captions", "sft", "narrow"):
         for seq_length in (8192, 32_768):
-            tokens = draw_lengths(law, samples)
-            patches = _patches_for(law, tokens)
+            tokens = draw_lengths(distribution, samples)
+            patches = _patches_for(distribution, tokens)
             plain = plan_packs(tokens, seq_length)
             even = plan_packs(
                 tokens, seq_length, assignment=["shuffle", "balance"], balance_by=patches
@@ -235,7 +266,7 @@ def assignment(samples: int, packs_per_shard: int) -> None:
             before, after = (float(sums.std() / sums.mean()) for sums in spread)
             rows.append(
                 {
-                    "law": law,
+                    "distribution": distribution,
                     "seq_length": seq_length,
                     "packs": plain.num_packs,
                     "packs balanced": even.num_packs,
@@ -246,12 +277,14 @@ def assignment(samples: int, packs_per_shard: int) -> None:
             )
     print_table(rows)
     click.echo()
-    print_table([_locality(law, samples, packs_per_shard) for law in LAWS])
+    print_table(
+        [_locality(distribution, samples, packs_per_shard) for distribution in DISTRIBUTIONS]
+    )
 
 
-def _locality(law: str, samples: int, packs_per_shard: int) -> dict[str, Any]:
+def _locality(distribution: str, samples: int, packs_per_shard: int) -> dict[str, Any]:
     """What one output shard reads, in blocks, from source shards of twice its size."""
-    tokens = draw_lengths(law, samples)
+    tokens = draw_lengths(distribution, samples)
     plan = plan_packs(
         tokens,
         8192,
@@ -265,7 +298,7 @@ def _locality(law: str, samples: int, packs_per_shard: int) -> dict[str, Any]:
     block = max(1, int(per_shard / 1000))
     read = np.unique(np.stack([shard, plan.sample_ids // block]), axis=1)
     return {
-        "law": law,
+        "distribution": distribution,
         "packs": plan.num_packs,
         "above bound": plan.num_packs - plan.info.lower_bound,
         "gap %": round(100 * plan.gap, 3),
@@ -280,7 +313,7 @@ def _locality(law: str, samples: int, packs_per_shard: int) -> dict[str, Any]:
 @click.option("--ranks", default=8, show_default=True)
 @click.option("--workers", default=2, show_default=True)
 def order(samples: int, ranks: int, workers: int) -> None:
-    """Idle share of ranks by the sum of squared lengths, SFT law, as Energon splits the packs."""
+    """Idle share of ranks by the sum of squared lengths, sft, as Energon splits the packs."""
     tokens = draw_lengths("sft", samples)
     layouts = [RankLayout(ranks, workers), RankLayout(2 * ranks, workers)]
     layouts += [RankLayout(max(1, ranks // 2), workers), RankLayout(ranks, 2 * workers)]

@@ -184,15 +184,15 @@ def run(base: Path, num_samples: int, rounds: int) -> None:
     digests = []
     for number in range(rounds):
         output = base / f"out{number}"
-        for road, taken in run_round(source, files, output, base / "target").items():
-            best[road] = min(best.get(road, taken), taken)
+        for mode, taken in run_round(source, files, output, base / "target").items():
+            best[mode] = min(best.get(mode, taken), taken)
         digests.append(digest(output))
         shutil.rmtree(output)
     own = best["offline-packing write"]
     print(f"{num_samples} samples, {size:.0f} MiB, one process, best of {rounds} rounds")
-    for road, taken in best.items():
+    for mode, taken in best.items():
         print(
-            f"{road:<26}{taken:6.2f} s{size / taken:7.0f} MiB/s, {taken / own:5.2f} of write's time"
+            f"{mode:<26}{taken:6.2f} s{size / taken:7.0f} MiB/s, {taken / own:5.2f} of write's time"
         )
     print(f"byte-identical in all rounds: {all(found == digests[0] for found in digests)}")
     half = base / "half"
@@ -210,7 +210,7 @@ def run_round(source: Path, files: list[Path], output: Path, target: Path) -> di
     packs = open_plan(run).packs
     images = [path for path in files if path.suffix == ".jpg"]  # in the order of the index
     image_packs = [[images[i] for i in packs.pack(n)] for n in range(packs.num_packs)]
-    roads: dict[str, Callable[[], object]] = {
+    modes: dict[str, Callable[[], object]] = {
         "cat, loose files": partial(cat_files, files, target),
         "offline-packing write": partial(write, run),
         "cp, one file": partial(copy_one, target.with_name("one"), target),
@@ -218,9 +218,9 @@ def run_round(source: Path, files: list[Path], output: Path, target: Path) -> di
         "TarWriter, the whole way": partial(write_webdataset, image_packs, target),
     }
     taken = {}
-    for road, function in roads.items():
-        taken[road] = seconds(function)
-        if road.startswith("cat"):
+    for mode, function in modes.items():
+        taken[mode] = seconds(function)
+        if mode.startswith("cat"):
             target.rename(target.with_name("one"))
         elif target.is_dir():
             shutil.rmtree(target)

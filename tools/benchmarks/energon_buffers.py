@@ -60,25 +60,25 @@ def open_online(path: Path, buffer: int, **options: Any) -> Any:
 
 
 HERE = WorkerConfig(rank=0, world_size=1, num_workers=0)
-ROADS = {"packing_buffer_size": open_plain, "get_online_train_dataset": open_online}
+MODES = {"packing_buffer_size": open_plain, "get_online_train_dataset": open_online}
 
 
-def pack_images(road: str, path: Path, buffer: int, seq_length: int) -> dict[str, Any]:
+def pack_images(mode: str, path: Path, buffer: int, seq_length: int) -> dict[str, Any]:
     """A row of `energon`, measured in a process of its own."""
     context = multiprocessing.get_context("fork")
     results: Any = context.SimpleQueue()
-    process = context.Process(target=_pack_images, args=(road, path, buffer, seq_length, results))
+    process = context.Process(target=_pack_images, args=(mode, path, buffer, seq_length, results))
     process.start()
     process.join()
     if process.exitcode:
-        raise click.ClickException(f"{road} ended with exit status {process.exitcode}")
-    return {"road": road, **results.get()}
+        raise click.ClickException(f"{mode} ended with exit status {process.exitcode}")
+    return {"mode": mode, **results.get()}
 
 
-def _pack_images(road: str, path: Path, buffer: int, seq_length: int, results: Any) -> None:
+def _pack_images(mode: str, path: Path, buffer: int, seq_length: int, results: Any) -> None:
     settings = PackingSettings(packed=False)
     with contextlib.redirect_stdout(sys.stderr):
-        dataset = ROADS[road](path, buffer, seq_length=seq_length, settings=settings)
+        dataset = MODES[mode](path, buffer, seq_length=seq_length, settings=settings)
         WindowPlanner(WindowOptions(seq_length=64, window=50)).push(np.arange(1, 51))  # compiled
         before, start = peak_mib(), time.perf_counter()
         first: float | None = None

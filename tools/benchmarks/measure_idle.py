@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 import numpy as np
-from length_laws import draw_lengths
+from length_distributions import draw_lengths
 from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_train_dataset
 from megatron.energon.flavors.webdataset import BaseWebdatasetFactory
 

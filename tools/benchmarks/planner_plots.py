@@ -1,4 +1,4 @@
-"""Pictures of the planner's benchmark: gap and CPU seconds of every method on every law."""
+"""Pictures of the planner's benchmark: gap and CPU seconds per method and distribution."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,22 +22,26 @@ _LEAST_GAP = 0.001  # per cent; smaller gaps are drawn here
 
 
 def _bars(axes: Axes, rows: Sequence[dict[str, Any]], column: str, least: float) -> None:
-    """Grouped bars on a log scale, one group per law; own methods in blue. A 0 marks no gap."""
-    laws = list(dict.fromkeys(row["law"] for row in rows))
+    """Grouped bars on a log scale, one group per distribution; own methods in blue."""
+    distributions = list(dict.fromkeys(row["distribution"] for row in rows))
     methods = list(dict.fromkeys(row["method"] for row in rows))
     colors = dict(zip([*OWN, *PEERS], [*_OWN_COLORS, *_PEER_COLORS], strict=True))
-    found = {(row["law"], row["method"]): row[column] for row in rows}
+    found = {(row["distribution"], row["method"]): row[column] for row in rows}
     width = 0.86 / len(methods)
     for place, method in enumerate(methods):
-        at = np.arange(len(laws)) + (place - (len(methods) - 1) / 2) * width
-        heights = np.array([found.get((law, method), np.nan) for law in laws])
+        at = np.arange(len(distributions)) + (place - (len(methods) - 1) / 2) * width
+        heights = np.array(
+            [found.get((distribution, method), np.nan) for distribution in distributions]
+        )
         axes.bar(at, np.maximum(heights, least), 0.92 * width, label=method, color=colors[method])
         for x, height in zip(at, heights, strict=True):
             if height < least:
                 axes.annotate("0", (x, least), ha="center", va="bottom", color=colors[method])
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xticks(np.arange(len(laws)), [Path(law).name for law in laws])
+    axes.set_xticks(
+        np.arange(len(distributions)), [Path(distribution).name for distribution in distributions]
+    )
     axes.grid(axis="y", color="#dddddd")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

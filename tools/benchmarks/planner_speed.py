@@ -1,4 +1,4 @@
-"""Time, memory and packs of one method on one law, in a fresh process."""
+"""Time, memory and packs of one method on one distribution, in a fresh process."""
 
 import multiprocessing
 import resource
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from length_laws import draw_lengths
+from length_distributions import draw_lengths
 from planner_peers import PEERS
 
 from offline_packing import plan_packs
@@ -22,17 +22,17 @@ def peak_mib() -> float:
 
 
 def measure(
-    method: str, law: str, num_samples: int, seq_length: int, repeat: int
+    method: str, distribution: str, num_samples: int, seq_length: int, repeat: int
 ) -> dict[str, Any]:
     """One row of the table: the best of ``repeat`` runs after a warm-up, in a fresh process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_measure_here, (method, law, num_samples, seq_length, repeat))
+        return pool.apply(_measure_here, (method, distribution, num_samples, seq_length, repeat))
 
 
 def _measure_here(
-    method: str, law: str, num_samples: int, seq_length: int, repeat: int
+    method: str, distribution: str, num_samples: int, seq_length: int, repeat: int
 ) -> dict[str, Any]:
-    lengths = draw_lengths(law, num_samples)
+    lengths = draw_lengths(distribution, num_samples)
     lengths = lengths[lengths <= seq_length]  # few peers define what happens to longer ones
     run: Callable[[Any], Any]
     if method in PEERS:
@@ -44,7 +44,9 @@ def _measure_here(
         given = lengths
     run(given[:WARM_UP_SAMPLES])
     if method == "auto":
-        run(draw_lengths("narrow", WARM_UP_SAMPLES))  # compiles the parts that narrow laws need
+        run(
+            draw_lengths("narrow", WARM_UP_SAMPLES)
+        )  # compiles the parts that narrow distributions need
     before = peak_mib()
     seconds, cpu_seconds = [], []
     result: Any = None
@@ -61,7 +63,7 @@ def _measure_here(
     cost = np.add.reduceat(lengths[ids].astype(np.float64) ** 2, starts)
     bound = lower_bound(count_lengths(lengths, seq_length))
     return {
-        "law": law,
+        "distribution": distribution,
         "method": method,
         "packs": len(packs),
         "above bound": len(packs) - bound,

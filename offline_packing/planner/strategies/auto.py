@@ -26,7 +26,7 @@ _START_PATTERNS = 2000  # of a plan, for its proof
 
 
 def tilted_sampling(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """Random exact fills of narrow laws, what is left by exact fills longest first."""
+    """Random exact fills of narrow distributions, what is left by exact fills longest first."""
     drawn, left = tilted_fills(counts, seed=seed)
     return join_compositions([drawn, exact_fill(left)])
 
@@ -34,11 +34,12 @@ def tilted_sampling(counts: np.ndarray, *, seed: int = 0) -> Composition:
 def auto(counts: np.ndarray, *, seed: int = 0) -> Composition:
     """Best-fit-decreasing; exact fills unless at the bound; further methods only if far from it.
 
-    Broad laws end after the first or second method, in milliseconds, and so do narrow ones, such as
-    captions behind a fixed number of vision tokens, in a tenth of a second. What is left are laws
-    with few exact fills. Where these cannot fill fewer packs, prices prove it; else they take the
-    linear program, after random exact fills where there are very many different lengths. A few
-    packs above a proved bound are not worth it, since its rounding leaves as many.
+    Broad distributions end after the first or second method, in milliseconds, and so do narrow
+    ones, such as captions after a fixed number of vision tokens, in a tenth of a second. What is
+    left are distributions with few exact fills. Where these cannot fill fewer packs, prices prove
+    it; else they take the linear program, after random exact fills where there are very many
+    different lengths. A few packs above a proved bound are not worth it: its rounding leaves as
+    many.
     """
     bound = lower_bound(counts)
     best = longest_first = best_fit_decreasing(counts)

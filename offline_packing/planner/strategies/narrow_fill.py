@@ -1,4 +1,4 @@
-"""Exact fills for narrow laws of lengths, where a pack holds k or k + 1 samples.
+"""Exact fills for narrow distributions of lengths, where a pack holds k or k + 1 samples.
 
 If all samples are of similar length (a fixed number of vision tokens plus a short text), there is
 no short one to fill a gap: a pack is full with k samples longer than the average or k + 1 shorter

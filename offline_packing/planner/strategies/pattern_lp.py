@@ -41,7 +41,7 @@ _DRAWS = 8  # random fills tried for what rounding leaves
 def pattern_lp(
     counts: np.ndarray, *, seed: int = 0, proof: tuple[int, Composition] | None = None
 ) -> Composition:
-    """Pack by a linear program over patterns; for narrow laws of lengths.
+    """Pack by a linear program over patterns; for narrow distributions of lengths.
 
     ``counts`` int64 (seq_length + 1,). The time depends on the number of different lengths, about
     a second for a thousand, not on the number of samples. Above ``MAX_SIZES`` different lengths

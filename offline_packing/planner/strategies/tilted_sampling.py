@@ -1,8 +1,8 @@
-"""Exact fills drawn at random from an exponentially tilted histogram, for narrow laws of lengths.
+"""Exact fills drawn at random from an exponentially tilted histogram, for narrow distributions.
 
 Where all samples have similar lengths (a fixed number of vision tokens plus a short text), longest
 first wastes the same few per cent in every pack. Here a pack of k samples is drawn as a *bridge*:
-at every step the law of lengths is tilted, P(l) ~ counts[l] * exp(theta * l), so that its mean is
+at every step the distribution is tilted, P(l) ~ counts[l] * exp(theta * l), so that its mean is
 what the pack still needs per sample, and the last two lengths are chosen to end exactly on
 ``seq_length``. Long and short samples are thereby used up at the rate at which they occur.
 """
@@ -21,10 +21,10 @@ from offline_packing.planner.strategies.composition import (
 )
 from offline_packing.planner.strategies.kernels import list_of, random_state, random_unit
 
-_GRID = 65  # target means for which a tilted law is kept
+_GRID = 65  # target means for which a tilted distribution is kept
 _MAX_PATTERNS = 20_000  # about so many patterns use up everything
-_REFRESH = 200  # patterns drawn before the tilted laws are computed again, at least
-_MAX_CELLS = 30_000_000  # entries of tilted laws computed in all: bounds the time to a second
+_REFRESH = 200  # patterns drawn before the tilted distributions are computed again, at least
+_MAX_CELLS = 30_000_000  # entries of tilted distributions in all: bounds the time to a second
 _TRIES = 12  # draws of one pattern
 _MAX_FAILURES = 400  # draws in a row without a pattern before giving up
 
@@ -42,7 +42,7 @@ class _Laws(NamedTuple):
 
 @njit(cache=True)
 def _mean_range(sizes: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
-    """Target means worth a tilted law: three standard deviations around the mean."""
+    """Target means worth a tilted distribution: three standard deviations around the mean."""
     lengths = sizes.astype(np.float64)
     mean = (counts * lengths).sum() / counts.sum()
     squares = (counts * lengths * lengths).sum() / counts.sum()
@@ -88,17 +88,17 @@ def _tilted_laws(sizes: np.ndarray, counts: np.ndarray, theta: np.ndarray) -> _L
 
 
 @njit(cache=True)
-def _draw(laws: _Laws, target: float, state: np.ndarray) -> int:
-    """A size drawn from the law whose mean is nearest to ``target``."""
-    last = laws.cdf.shape[0] - 1
-    row = int((target - laws.low) / (laws.high - laws.low) * last + 0.5)
-    cdf = laws.cdf[min(last, max(0, row)), :-1]
-    return laws.sizes[np.searchsorted(cdf, random_unit(state))]
+def _draw(distributions: _Laws, target: float, state: np.ndarray) -> int:
+    """A size drawn from the distribution whose mean is nearest to ``target``."""
+    last = distributions.cdf.shape[0] - 1
+    row = int((target - distributions.low) / (distributions.high - distributions.low) * last + 0.5)
+    cdf = distributions.cdf[min(last, max(0, row)), :-1]
+    return distributions.sizes[np.searchsorted(cdf, random_unit(state))]
 
 
 @njit(cache=True)
 def _draw_bridge(
-    laws: _Laws, counts: np.ndarray, packs: int, drawn: np.ndarray, state: np.ndarray
+    distributions: _Laws, counts: np.ndarray, packs: int, drawn: np.ndarray, state: np.ndarray
 ) -> bool:
     """Fill ``drawn`` with lengths that sum to the capacity exactly, if a try succeeds. ``packs``:
     how many packs shall use the pattern; lengths with fewer samples are avoided."""
@@ -107,15 +107,15 @@ def _draw_bridge(
         space = counts.shape[0] - 1
         for place in range(samples - 2):
             target = space / (samples - place)
-            length = _draw(laws, target, state)
+            length = _draw(distributions, target, state)
             for _ in range(6):
                 if counts[length] >= packs:
                     break
-                length = _draw(laws, target, state)
+                length = _draw(distributions, target, state)
             drawn[place] = length
             space -= length
         for _ in range(24):
-            length = _draw(laws, space / 2, state)
+            length = _draw(distributions, space / 2, state)
             last = space - length
             if 1 <= last < counts.shape[0] and min(counts[length], counts[last]) >= packs:
                 drawn[samples - 2 :] = length, last
@@ -145,8 +145,8 @@ def _tilted_fills(
         if age >= refresh:
             refreshes += 1
             sizes = np.flatnonzero(counts)
-            laws = _tilted_laws(sizes, counts[sizes], theta)
-            if refreshes > max_refreshes or laws.cdf.size == 0:
+            distributions = _tilted_laws(sizes, counts[sizes], theta)
+            if refreshes > max_refreshes or distributions.cdf.size == 0:
                 break
             age = 0
         per_pack = samples_left * capacity / tokens_left + carried
@@ -157,7 +157,7 @@ def _tilted_fills(
         drawn = np.empty(samples, np.int64)
         runs = list_of((0, 0))
         packs = 0
-        if _draw_bridge(laws, counts, packs_wanted, drawn, state):
+        if _draw_bridge(distributions, counts, packs_wanted, drawn, state):
             drawn.sort()
             add_runs(runs, drawn)
             packs = min(packs_wanted, packs_within(runs, 0, counts))

@@ -1,4 +1,4 @@
-"""Packs as token ids: megatron-core opens them, and their rows are those of the tar road."""
+"""Packs as token ids: megatron-core opens them, and their rows are those of the tars."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What packs train: through each road of PyTorch, the loss and gradients of the samples alone."""
+"""Losses of packs in each mode of PyTorch: the loss and gradients of the samples alone."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,7 @@ def as_dicts(samples: list[Any]) -> list[dict[str, Any]]:
     return dicts
 
 
-ROADS: dict[str, Callable[[list[Any]], Any]] = {
+MODES: dict[str, Callable[[list[Any]], Any]] = {
     "rows": lambda samples: PackedIterableDataset(samples, packing_length=128, yields="rows"),
     "samples and a collator": lambda samples: DataLoader(
         PackedIterableDataset(Indexed(as_dicts(samples)), packing_length=128, strategy="auto"),
@@ -75,15 +75,15 @@ def loss_and_gradients(model: Any, rows: Rows) -> tuple[float, dict[str, torch.T
     }
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_packed_equals_unpacked(road: str, model: Any, samples: list[Any]) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_packed_equals_unpacked(mode: str, model: Any, samples: list[Any]) -> None:
     alone = [
         {**unpacked_inputs(sample), "labels": torch.from_numpy(sample.labels)[None]}
         for sample in samples
     ]
-    rows = list(ROADS[road](samples))
+    rows = list(MODES[mode](samples))
     assert len(rows) < len(samples) / 2
-    if road.endswith("padded"):
+    if mode.endswith("padded"):
         assert {row["input_ids"].shape for row in rows} == {(1, 160)}
     expected, expected_gradients = loss_and_gradients(model, alone)
     loss, gradients = loss_and_gradients(model, rows)

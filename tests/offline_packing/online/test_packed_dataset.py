@@ -23,7 +23,7 @@ from offline_packing.online.packed_dataset import (
 from offline_packing.online.unusable import MAX_FAILURES_IN_A_ROW
 from task_encoders.samples import SampleError
 from tests.helpers.online_samples import Indexed, SavableStream, Stream, lettered, numbered
-from tools.benchmarks.length_laws import draw_lengths
+from tools.benchmarks.length_distributions import draw_lengths
 
 
 def pack(lengths: Sequence[int], packing_length: int, **options: Any) -> list[list[int]]:

@@ -17,7 +17,7 @@ def clipped_lognormal(rng, number, median, sigma, low, high):
     )
 
 
-def law(name: str, number: int) -> np.ndarray:
+def distribution(name: str, number: int) -> np.ndarray:
     rng = np.random.default_rng(1234)
     if name == "captions":
         return clipped_lognormal(rng, number, 400, 0.8, 16, 8192)
@@ -107,7 +107,7 @@ def test_a_restored_state_gives_the_identical_rest(lengths, options, cut):
 
 @pytest.mark.parametrize("name", ["captions", "sft", "narrow"])
 def test_windows_of_a_thousand_fill_99_95_percent(name):
-    lengths = law(name, 60_000)
+    lengths = distribution(name, 60_000)
     planner = WindowPlanner(WindowOptions(seq_length=8192))
     parts = []
     for window, start in enumerate(range(0, len(lengths), 1000)):
@@ -129,7 +129,7 @@ def test_samples_keep_the_ids_they_come_with():
 
 @pytest.mark.parametrize("strategy", ["knapsack", "first_fit_decreasing", "auto"])
 def test_packs_come_out_in_random_order(strategy):
-    lengths = law("sft", 400)
+    lengths = distribution("sft", 400)
     planner = WindowPlanner(WindowOptions(seq_length=8192, strategy=strategy))
     longest = [lengths[pack].max() for pack in run(planner, lengths, [])]
     assert len(longest) > 20
@@ -138,7 +138,7 @@ def test_packs_come_out_in_random_order(strategy):
 
 
 def test_any_composer_can_be_used():
-    lengths = law("sft", 3000)
+    lengths = distribution("sft", 3000)
     planner = WindowPlanner(WindowOptions(seq_length=8192, strategy="best_fit_decreasing"))
     packs = run(planner, lengths, [])
     assert sorted(sample for pack in packs for sample in pack) == list(range(3000))

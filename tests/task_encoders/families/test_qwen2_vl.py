@@ -36,7 +36,7 @@ def encoder() -> Any:
 def reference(
     processor: Any, sample: SourceSample, folder: Path, template: str | None = None, **kwargs: Any
 ) -> Any:
-    """transformers' own road: chat template and processor, images given as paths."""
+    """transformers' own way: chat template and processor, images given as paths."""
     text = processor.apply_chat_template(to_chat(sample), tokenize=False, chat_template=template)
     images = [load_image(str(folder / name)) for name in sample.images]
     return processor(text=[text], images=images or None, return_tensors="np", **kwargs)

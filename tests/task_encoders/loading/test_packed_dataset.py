@@ -253,7 +253,7 @@ def plain_train(path: Path, encoder: Any) -> Any:
     return get_train_dataset(path, task_encoder=encoder, **options, **energon_options())
 
 
-ROADS = {
+MODES = {
     "train": plain_train,
     "val": lambda path, encoder: get_val_dataset(path, task_encoder=encoder, **energon_options()),
     "vals": lambda path, encoder: get_val_datasets(path, task_encoder=encoder, **energon_options())[
@@ -271,7 +271,7 @@ def captions_encoder(**options: int) -> PackedTaskEncoder:
     return PackedTaskEncoder(settings=PackingSettings(packed=True), **(packed_with | options))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["packed", "v1.yaml", "v2.yaml", "nested.yaml"])
 @pytest.mark.parametrize(
     ("options", "names"),
@@ -282,11 +282,11 @@ def captions_encoder(**options: int) -> PackedTaskEncoder:
     ],
 )
 def test_every_road_checks_every_dataset(
-    road: str, name: str, options: dict[str, Any], names: str, measured: Path
+    mode: str, name: str, options: dict[str, Any], names: str, measured: Path
 ) -> None:
-    ROADS[road](measured / name, captions_encoder())
+    MODES[mode](measured / name, captions_encoder())
     with pytest.raises(PackingSettingsError) as error:
-        ROADS[road](measured / name, captions_encoder(**options))
+        MODES[mode](measured / name, captions_encoder(**options))
     assert names in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -1,4 +1,4 @@
-"""The fast road and transformers' give the same ids, and know where an answer begins."""
+"""The fast mode and transformers' give the same ids, and know where an answer begins."""
 
 from pathlib import Path
 

@@ -168,8 +168,8 @@ class FinalPhase(_Model):
 
 Phase = Annotated[PowersOfTwoPhase | SeedPhase | FinalPhase, Field(discriminator="kind")]
 
-#: The original's phases with lengths as shares of seq_length, and limits that pack all laws of
-#: lengths well: its own (5 samples and 95%, 4 and 94%, 6 and 92%) make up to 2.2% more packs.
+#: The original's phases with lengths as shares of seq_length, and limits that pack all length
+#: distributions well: its own (5 samples and 95%, 4 and 94%, 6 and 92%) make up to 2.2% more packs.
 DEFAULT_PHASES: tuple[Phase, ...] = (
     PowersOfTwoPhase(kind="powers_of_two"),
     SeedPhase(kind="seeds", min_fill=0.95),

@@ -1,4 +1,4 @@
-"""The default strategy and the linear program: proved bounds, narrow laws, many lengths."""
+"""The default strategy and the linear program: bounds, narrow distributions, many lengths."""
 
 import sys
 

@@ -1,11 +1,11 @@
-"""Seeded laws of sample lengths for the benchmarks, close to those of vision-language data."""
+"""Seeded length distributions for the benchmarks, close to those of vision-language data."""
 
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 
-LAWS = ("captions", "sft", "uniform", "half", "narrow")
+DISTRIBUTIONS = ("captions", "sft", "uniform", "half", "narrow")
 MAX_TOKENS = 8192
 
 
@@ -16,30 +16,30 @@ def _lognormal(
     return np.clip(values, low, high).astype(np.int32)
 
 
-def draw_lengths(law: str, num_samples: int, seed: int = 1234) -> np.ndarray:
+def draw_lengths(distribution: str, num_samples: int, seed: int = 1234) -> np.ndarray:
     """Tokens per sample, int32 (num_samples,), all in 1..8192.
 
     captions: images of all sizes with a caption; sft: text, single images, conversations, long
     ones; uniform: 1..8192; half: 40% above 4096 tokens; narrow: 596 tokens plus a short text.
-    Any other law is the path of a measured index, from which samples are drawn with replacement:
+    Any other is the path of a measured index, from which samples are drawn with replacement:
     a folder of its Parquet parts, or the output folder of a packing run. Its lengths may exceed
     8192. Raises ValueError if there is none.
     """
     rng = np.random.default_rng(seed)
-    if law == "captions":
+    if distribution == "captions":
         return _lognormal(rng, num_samples, 400, 0.8, 16, MAX_TOKENS)
-    if law == "uniform":
+    if distribution == "uniform":
         return rng.integers(1, MAX_TOKENS + 1, num_samples, dtype=np.int32)
-    if law == "half":
+    if distribution == "half":
         long = rng.random(num_samples) < 0.40
         above = rng.integers(MAX_TOKENS // 2 + 1, MAX_TOKENS + 1, num_samples, dtype=np.int32)
         below = rng.integers(64, MAX_TOKENS // 2 + 1, num_samples, dtype=np.int32)
         return np.where(long, above, below)
-    if law == "sft":
+    if distribution == "sft":
         return draw_sft(num_samples, seed)[0]
-    if law == "narrow":
+    if distribution == "narrow":
         return 596 + _lognormal(rng, num_samples, 60, 0.6, 4, 1500)
-    return rng.choice(read_index(Path(law)), num_samples).astype(np.int32)
+    return rng.choice(read_index(Path(distribution)), num_samples).astype(np.int32)
 
 
 def read_index(folder: Path) -> np.ndarray:
@@ -48,8 +48,8 @@ def read_index(folder: Path) -> np.ndarray:
     parts = sorted((index if index.is_dir() else folder).glob("*.parquet"))
     if not parts:
         raise ValueError(
-            f"law {str(folder)!r} is unknown; choose one of {', '.join(LAWS)}, a folder of index "
-            "parts (*.parquet), or the output of a packing run"
+            f"distribution {str(folder)!r} is unknown; choose one of {', '.join(DISTRIBUTIONS)}, "
+            "a folder of index parts (*.parquet), or the output of a packing run"
         )
     return np.concatenate([_num_tokens(path) for path in parts])
 

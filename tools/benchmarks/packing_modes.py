@@ -1,8 +1,8 @@
-"""The same samples through every road of packing: how full rows are, who waits, what starts when.
+"""The same samples through every mode of packing: how full rows are, who waits, what starts when.
 
-All roads run in this process without loader workers, one data parallel rank after the other, so
+All modes run in this process without loader workers, one data parallel rank after the other, so
 that their times compare. A sample is a text, a picture or several with a question and an answer; it
-lies in the unpacked folder as a pack of its own, which every road can read, and which is the source
+lies in the unpacked folder as a pack of its own, which every mode can read, and which is the source
 of the offline one.
 """
 
@@ -110,17 +110,17 @@ class Reader:
     restore: Callable[[Any], None]
 
 
-Road = Callable[[int], Reader]
+Mode = Callable[[int], Reader]
 
 
-def roads(
+def modes(
     unpacked: Path,
     sizes: tuple[np.ndarray, np.ndarray],
     packed: Path,
     elsewhere: Path,
     ranks: int,
     buffer: int,
-) -> dict[str, Road]:
+) -> dict[str, Mode]:
     """Readers by rank. `packed` was written for as many ranks, `elsewhere` for half of them;
     `sizes` is what `draw_samples` returned."""
 
@@ -212,19 +212,19 @@ def work_of(row: Any) -> tuple[int, int, int, float]:
     return total if is_dict else row.num_tokens, total, len(lengths), float(cost)
 
 
-def measure_road(name: str, road: Road, ranks: int, samples: int) -> dict[str, Any]:
+def measure_mode(name: str, mode: Mode, ranks: int, samples: int) -> dict[str, Any]:
     """One line of the table."""
-    next(iter(road(0).rows))  # imports and compiles
+    next(iter(mode(0).rows))  # imports and compiles
     start = time.perf_counter()
-    reader = road(0)
+    reader = mode(0)
     rows = iter(reader.rows)
     first = work_of(next(rows))
     startup = time.perf_counter() - start
     work = [
         [first, *map(work_of, rows)],
-        *(list(map(work_of, road(r).rows)) for r in range(1, ranks)),
+        *(list(map(work_of, mode(r).rows)) for r in range(1, ranks)),
     ]
-    resume = _resume(road, len(work[0]) // 2)
+    resume = _resume(mode, len(work[0]) // 2)
     steps = max(map(len, work))
     costs = np.array([[w[3] for w in own] + [0.0] * (steps - len(own)) for own in work])
     flat = [w for own in work for w in own]
@@ -232,7 +232,7 @@ def measure_road(name: str, road: Road, ranks: int, samples: int) -> dict[str, A
     room = taken if name.startswith("padded") else SEQ_LENGTH * len(flat)
     counts = sorted({len(own) for own in work})
     return {
-        "road": name,
+        "mode": name,
         "rows": len(flat),
         "fill %": f"{100 * tokens / room:.2f}",
         "rows per rank": "-".join(map(str, counts)),
@@ -243,17 +243,17 @@ def measure_road(name: str, road: Road, ranks: int, samples: int) -> dict[str, A
     }
 
 
-def _resume(road: Road, step: int) -> str:
+def _resume(mode: Mode, step: int) -> str:
     """Seconds to the first row of a loader that is restored in the middle of an epoch, and whether
     it is the row that would have come."""
-    reader = road(0)
+    reader = mode(0)
     rows: Iterator[Any] = iter(reader.rows)
     for _ in range(step):
         next(rows)
     state = reader.save()
     expected = work_of(next(rows))
     start = time.perf_counter()
-    again = road(0)
+    again = mode(0)
     again.restore(state)
     found = work_of(next(iter(again.rows)))
     seconds = time.perf_counter() - start
