@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import xxhash
 from pydantic import BaseModel, ConfigDict
 
-from offline_packing.config.packing import PackConfig, ReportConfig
+from offline_packing.config.sections import PackConfig, ReportConfig
 from offline_packing.errors import StageError
 from offline_packing.index.rows import name_copies
 from offline_packing.index.set_aside import find_duplicates

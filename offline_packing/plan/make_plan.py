@@ -9,7 +9,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.config.packing import PackConfig, PackingConfig
+from offline_packing.config.packing import PackingConfig
+from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError
 from offline_packing.index.rows import name_rows, sum_over_grids
 from offline_packing.index.set_aside import AsideRows, find_duplicates, group_set_aside

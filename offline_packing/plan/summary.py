@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.config.packing import PackingConfig, ReportConfig
+from offline_packing.config.packing import PackingConfig
+from offline_packing.config.sections import ReportConfig
 from offline_packing.index.rows import sums_by_source
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.planner.cost import saving

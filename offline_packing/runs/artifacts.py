@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from offline_packing.config.packing import OutputConfig, PackingConfig
+from offline_packing.config.packing import PackingConfig
+from offline_packing.config.sections import OutputConfig
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.planner.pack_plan import PackPlan

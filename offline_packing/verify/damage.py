@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from offline_packing.config.packing import OutputConfig
+from offline_packing.config.sections import OutputConfig
 from offline_packing.errors import StageError
 from offline_packing.index.table import IndexInfo
 from offline_packing.layouts import LAYOUTS

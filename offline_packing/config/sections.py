@@ -1,0 +1,182 @@
+"""The sections of a configuration that are the same for every source and model."""
+
+import os
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from offline_packing.engines import ENGINES
+from offline_packing.layouts import LAYOUTS
+from offline_packing.planner.request import check_combination, check_epochs
+from offline_packing.sources.options import listed
+from offline_packing.storage.yaml_file import explain_value_error
+from task_encoders.field_types import Count, LocalPath, NonNegative, not_bool, one_of
+
+
+class Section(BaseModel):
+    """A part of a configuration: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )
+
+
+class OrderConfig(Section):
+    """The loader that will read the packs, for an order that gives its ranks equal work."""
+
+    #: ranks that will read the packs, and get packs of similar cost at each step
+    num_ranks: Count
+    #: loader workers on each rank
+    num_workers: NonNegative = 1
+
+
+class PackConfig(Section):
+    """How samples are put together."""
+
+    #: tokens of a pack
+    seq_length: Annotated[Count, Field(le=2**31 - 1)] = 8192
+    #: how samples are combined: a name in STRATEGIES
+    strategy: str = "auto"
+    #: of every random choice
+    seed: NonNegative = 0
+    #: what happens to a sample with more tokens than seq_length
+    on_overlong: Literal["set_aside", "error"] = "set_aside"
+    #: each sample counts as its length rounded up to this multiple
+    pad_multiple: Count = 1
+    #: the strategy's options besides seq_length and seed, such as hash_bucket's phases
+    strategy_options: dict[str, Any] = {}
+    #: which sample of a length goes where: shuffle, locality (packs follow the source), mix (packs
+    #: interleave the sources by weight), balance (vision patches evened out); one, or a list
+    assignment: Annotated[
+        tuple[Literal["shuffle", "locality", "mix", "balance"], ...], BeforeValidator(listed)
+    ] = ("shuffle",)
+    #: how samples stand inside a pack: random, longest_first, composed (as the strategy did)
+    sample_order: Literal["random", "longest_first", "composed"] = "random"
+    #: what the weights of sources are shares of
+    weight_by: Literal["tokens", "samples"] = "tokens"
+    #: write the packs so that the ranks of this loader get packs of similar cost at each step
+    order: OrderConfig | None = None
+    #: further limits per pack: {vision_patches: 22000, images: 16, videos: 2}
+    budgets: dict[Literal["vision_patches", "images", "videos"], Count] = {}
+    #: packs hold only samples with images or videos, or only samples without
+    homogeneous: bool = False
+    #: samples that a pack may hold
+    max_samples: Count | None = None
+    #: packs with fewer samples are dissolved, their samples set aside
+    min_samples: Count = 1
+    #: the same for packs with fewer tokens than this share of seq_length
+    min_fill: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.0
+    #: plans so many epochs, each with other packs of the train split
+    epochs: Count = 1
+    #: nothing is written if a larger share of the samples is set aside
+    max_set_aside: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.05
+
+    @field_validator("strategy")
+    @classmethod
+    def _check_strategy(cls, strategy: str) -> str:
+        if strategy != "auto":  # the planner's compiled parts take half a second to import
+            from offline_packing.planner.strategies import STRATEGIES
+
+            one_of(STRATEGIES).func(strategy)  # type: ignore[call-arg]
+        return strategy
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "PackConfig":
+        if self.pad_multiple > self.seq_length:
+            raise ValueError(
+                f"pad_multiple {self.pad_multiple} > seq_length {self.seq_length}; no sample would "
+                "fit a pack"
+            )
+        limits = [*self.budgets, *(["samples"] if self.max_samples else [])]
+        check_epochs(self.epochs, self.assignment, self.min_fill, self.min_samples)
+        check_combination(
+            strategy=self.strategy,
+            assignment=self.assignment,
+            budgets=limits,
+            has_order=self.order is not None,
+            homogeneous=self.homogeneous,
+            min_samples=self.min_samples,
+            max_samples=self.max_samples,
+        )
+        if self.strategy != "auto":
+            from offline_packing.planner.strategies import check_budgets
+
+            check_budgets(self.strategy, limits)
+        if self.strategy_options:
+            from offline_packing.planner.strategies import check_options
+
+            try:
+                check_options(self.strategy, self.strategy_options)
+            except ValueError as error:
+                raise ValueError(f"strategy_options: {explain_value_error(error)}") from error
+        return self
+
+
+class OutputConfig(Section):
+    """What is written, and where."""
+
+    #: the folder a trainer is given
+    path: LocalPath
+    #: how packs lie on disk: a name in LAYOUTS
+    layout: Annotated[str, one_of(LAYOUTS)] = "energon"
+    #: the most packs in a shard
+    packs_per_shard: Count = 1000
+    #: a shard is closed before it would grow beyond this
+    max_shard_bytes: Count | None = None
+    #: share of the packs per split
+    split: dict[str, float] = {"train": 1.0}
+    #: put before every pack's key, without a dot (default: 8 digits from the source's files and
+    #: the plan)
+    key_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{0,48}$")] | None = None
+    #: store token ids in the packs, so that training need not tokenize
+    pretokenize: bool = False
+    #: replace artifacts of another configuration instead of refusing to go on
+    overwrite: bool = False
+
+    @field_validator("split")
+    @classmethod
+    def _check_split(cls, split: dict[str, float]) -> dict[str, float]:
+        if not split:
+            raise ValueError("no split; write for example {train: 1.0}")
+        for name, share in split.items():
+            if not re.fullmatch(r"[A-Za-z0-9_]+", name):
+                raise ValueError(f"split name {name!r} may hold letters, digits and _ only")
+            if not 0 < share <= 1:
+                raise ValueError(f"share of {name!r} is {share}; it must be in (0, 1]")
+        if abs(sum(split.values()) - 1) > 1e-6:
+            raise ValueError(f"shares sum to {sum(split.values()):g}; make them sum to 1")
+        return split
+
+    @model_validator(mode="after")
+    def _check_pretokenize(self) -> "OutputConfig":
+        if self.pretokenize and LAYOUTS[self.layout].TOKEN_IDS == "never":
+            raise ValueError(f"layout {self.layout} holds no token ids; remove pretokenize")
+        return self
+
+
+class EngineConfig(Section):
+    """What runs the tasks. Nothing here changes any result."""
+
+    #: a name in ENGINES
+    name: Annotated[str, one_of(ENGINES)] = "local"
+    #: processes; 0 runs everything in the calling one
+    workers: NonNegative = Field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    #: records per measuring task, and rows per part of the index
+    samples_per_part: Count = 4096
+
+
+class ReportConfig(Section):
+    """What the summary compares with."""
+
+    #: sequences per training step, before and after packing
+    global_batch_size: Count = 256
+    #: samples padded to the longest among them, in a run without packing
+    padded_batch_size: Count = 8
