@@ -29,7 +29,7 @@ from offline_packing.errors import StageError
 from offline_packing.index.rows import name_copies
 from offline_packing.index.set_aside import find_duplicates
 from offline_packing.index.table import Index, table_writer
-from offline_packing.plan.make_plan import pack_arguments, set_aside_reason
+from offline_packing.plan.make_plan import join_plans, pack_arguments, set_aside_reason
 from offline_packing.plan.summary import render_figures
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import listed
@@ -68,11 +68,6 @@ def plan_lengths(
     cannot be read, lacks columns, or a length is not a whole number from 0."""
     settings = read_config(LengthsConfig, config, overrides)
     pack = settings.pack
-    if pack.epochs > 1:
-        raise StageError(
-            f"pack.epochs={pack.epochs}: lengths are planned for one epoch; plan them again with "
-            "another pack.seed for the next"
-        )
     samples = _read(lengths)
     _check_columns(pack, lengths, samples)
     twice = _duplicates(samples["key"])
@@ -104,7 +99,7 @@ def _plan(
     num_tokens: npt.NDArray[np.integer],
     kept: npt.NDArray[np.integer],
 ) -> PackPlan:
-    """The plan of the rows `kept`; its ids are rows of the table."""
+    """The plan of the rows `kept`, epoch after epoch; its ids are rows of the table."""
     from offline_packing.planner.plan_packs import plan_packs
 
     def column(name: str) -> npt.NDArray[Any]:
@@ -116,9 +111,17 @@ def _plan(
 
     try:
         arguments = pack_arguments(pack, column, kept)
-        plan = plan_packs(num_tokens[kept], pack.seq_length, **arguments)
+        plans = [
+            plan_packs(
+                num_tokens[kept],
+                pack.seq_length,
+                **(arguments | {"seed": pack.seed + epoch, "exchange": pack.epochs > 1}),
+            )
+            for epoch in range(pack.epochs)
+        ]
     except (TypeError, ValueError) as error:
         raise StageError(f"plan: {explain_value_error(error)}") from error
+    plan = plans[0] if pack.epochs == 1 else join_plans({"": plans})
     return replace(plan, sample_ids=kept[plan.sample_ids], set_aside_ids=kept[plan.set_aside_ids])
 
 

@@ -80,11 +80,12 @@ def _pack_uses(
         raise StageError(f"plan: {' '.join(str(error).split())}") from error
     if not uses.repeated and pack.epochs == 1:
         return plans[""][0]
-    return _without_doubles(_join_plans(plans))
+    return join_plans(plans)
 
 
-def _join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
-    """The plans of all splits and epochs, one after the other."""
+def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
+    """The plans of all splits and epochs, one after the other. Samples that none of them packs are
+    set aside, once each."""
     from offline_packing.planner.strategies.strategy import Packs, join_packs
 
     plans = [plan for own in planned.values() for plan in own]
@@ -98,25 +99,13 @@ def _join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
         splits={name: sum(own) for name, own in sizes.items()} if len(sizes) > 1 else {},
         epochs=first if len(first) > 1 else [],
     )
-    return PackPlan(
-        *packs,
-        np.concatenate([plan.set_aside_ids for plan in plans]),
-        np.concatenate([plan.set_aside_reasons for plan in plans]),
-        info,
-    )
-
-
-def _without_doubles(plan: PackPlan) -> PackPlan:
-    """The plan of uses as one of samples: those with no packed use are set aside, once each."""
-    packed = np.unique(plan.sample_ids)
-    aside, first = np.unique(plan.set_aside_ids, return_index=True)
+    packed = np.unique(packs.sample_ids)
+    ids = np.concatenate([plan.set_aside_ids for plan in plans])
+    aside, rows = np.unique(ids, return_index=True)
     lost = ~np.isin(aside, packed)
-    return replace(
-        plan,
-        set_aside_ids=aside[lost],
-        set_aside_reasons=plan.set_aside_reasons[first[lost]],
-        info=replace(plan.info, num_copies=len(plan.sample_ids) - len(packed)),
-    )
+    reasons = np.concatenate([plan.set_aside_reasons for plan in plans])[rows[lost]]
+    info = replace(info, num_copies=len(packs.sample_ids) - len(packed))
+    return PackPlan(*packs, aside[lost], reasons, info)
 
 
 def _find_set_aside(run: Run, samples: Index) -> AsideRows:

@@ -111,8 +111,23 @@ def test_budgets_and_set_asides(tmp_path: Path) -> None:
     assert "duplicate_key         1" in summary
     with pytest.raises(StageError, match="'long' has 999 tokens > seq_length 128"):
         plan_lengths(config, ("pack.on_overlong=error",), tmp_path / "l.csv", None)
-    with pytest.raises(StageError, match="planned for one epoch"):
-        plan_lengths(config, ("pack.epochs=2",), tmp_path / "l.csv", None)
+
+
+def test_every_epoch_has_all_samples_in_other_packs(tmp_path: Path) -> None:
+    rows = "".join(f"s{i},{20 + i % 7}\n" for i in range(200))
+    (tmp_path / "l.csv").write_text(f"key,tokens\n{rows}long,999\n")
+    config = write_config(tmp_path, seq_length=128, epochs=2)
+    summary = plan_lengths(config, (), tmp_path / "l.csv", tmp_path / "out.parquet")
+    found = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert "epochs                  2" in summary
+    assert [row["key"] for row in found if row["pack"] is None] == ["long"]
+    epochs = [found[:200], found[200:400]]
+    packs: list[set[frozenset[str]]] = []
+    for epoch in epochs:
+        assert {row["key"] for row in epoch} == {f"s{i}" for i in range(200)}
+        numbers = sorted({row["pack"] for row in epoch})
+        packs.append({frozenset(r["key"] for r in epoch if r["pack"] == n) for n in numbers})
+    assert len(packs[0] & packs[1]) < len(packs[0]) / 10
 
 
 def test_packs_are_mixed_from_the_sources(tmp_path: Path) -> None:
