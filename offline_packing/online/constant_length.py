@@ -62,7 +62,7 @@ class ConstantLengthDataset(Prefetched):
         packing = WindowOptions(
             seq_length=seq_length,
             window=buffer_size,
-            min_fill=0.0 if even else 1.0,
+            full_at=0.0 if even else 1.0,
             seed=seed,
             strategy=strategy,
             strategy_options={"extra_packs": delta} if even else {},

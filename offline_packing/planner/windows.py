@@ -66,8 +66,8 @@ class WindowOptions:
     max_age: NonNegative = 16
     #: samples that wait at most, all together
     max_carried: NonNegative = 1000
-    #: load of a pack that counts as full: tokens as a share of seq_length, or a budget's share
-    min_fill: Number = 1.0
+    #: load from which a pack waits no longer: tokens as a share of seq_length, or a budget's share
+    full_at: Number = 1.0
     seed: NonNegative = 0
     #: a name in STRATEGIES, and its options
     strategy: str = "auto"
@@ -77,8 +77,8 @@ class WindowOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not 0 <= self.min_fill <= 1:
-            raise ValueError(f"min_fill is {self.min_fill}; it is a share of seq_length, 0 to 1")
+        if not 0 <= self.full_at <= 1:
+            raise ValueError(f"full_at is {self.full_at}; it is a share of each limit, 0 to 1")
         check_known("strategy", self.strategy, STRATEGIES)
         check_budgets(self.strategy, self.budgets)
         check_options(self.strategy, self.strategy_options)
@@ -172,7 +172,7 @@ class WindowPlanner:
         carried = np.empty_like(counts)  # samples in this pack and in emptier ones
         carried[emptiest_first] = np.cumsum(counts[emptiest_first])
         ready = (
-            (load >= options.min_fill)
+            (load >= options.full_at)
             | np.logical_or.reduceat(due, starts)
             | (carried > options.max_carried)
             | last

@@ -189,7 +189,7 @@ def planning(samples: int, tokens_per_second: int) -> None:
                         window=buffer,
                         strategy=strategy,
                         budgets=budgets,
-                        min_fill=0.0 if strategy == "knapsack" else 1.0,
+                        full_at=0.0 if strategy == "knapsack" else 1.0,
                     )
                     _plan(options, lengths[:5000], images)  # compile
                     start = time.process_time()

@@ -89,7 +89,10 @@ def test_frozen(tmp_path: Path) -> None:
         ),
         ("packing.seed=1", r"packing is not a known field; valid: source, model, pack, output"),
         ("source.fmt=x", r"source\.0\.fmt is not a known field; valid: format, path, task"),
-        ("source.format=tar", r"source\.0\.format='tar': .*choose one of: pairs, captions, json, jsonl"),
+        (
+            "source.format=tar",
+            r"source\.0\.format='tar': .*choose one of: pairs, captions, json, jsonl",
+        ),
         ("source.task=caption", r"source\.0\.task='caption' .*choose 'captioning', 'vqa' or 'bmr'"),
         ("model.family=llama", r"model\.family='llama': .*choose one of: qwen2_vl"),
         (

@@ -72,7 +72,7 @@ ONE, ZERO = "it must be at least 1", "it must be at least 0"
         (online, "budgets", {"images": 0}, ONE),
         (windows, "seq_length", "8192", INTEGER),
         (windows, "max_age", 1.5, INTEGER),
-        (windows, "min_fill", "1", "it must be a valid number"),
+        (windows, "full_at", "1", "it must be a valid number"),
         (encoder, "seq_length", 8192.0, INTEGER),
         (encoder, "pad_multiple", 0, ONE),
         (encoder, "pad_multiple", 16, "it must be at most seq_length 8"),
@@ -96,7 +96,7 @@ def test_a_bad_value_is_named(call: Any, argument: str, value: Any, valid: str) 
 
 def test_numbers_of_numpy_are_numbers() -> None:
     assert len(list(packed(packing_length=np.int64(8)))) == 2
-    assert windows(seq_length=np.int32(8), min_fill=np.float32(0.5)).seq_length == 8
+    assert windows(seq_length=np.int32(8), full_at=np.float32(0.5)).seq_length == 8
     assert planned(seq_length=np.int64(8), seed=np.uint8(1)).num_packs == 2
 
 

@@ -23,7 +23,7 @@ option_sets = st.builds(
     window=st.integers(1, 40),
     max_age=st.integers(0, 4),
     max_carried=st.integers(0, 50),
-    min_fill=st.sampled_from([0.9, 1.0]),
+    full_at=st.sampled_from([0.9, 1.0]),
     budgets=st.sampled_from([{}, {"images": 5}, {"images": 9}]),
 )
 

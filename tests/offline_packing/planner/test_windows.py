@@ -53,7 +53,7 @@ option_sets = st.builds(
     window=st.integers(1, 40),
     max_age=st.integers(0, 4),
     max_carried=st.integers(0, 50),
-    min_fill=st.sampled_from([0.9, 1.0]),
+    full_at=st.sampled_from([0.9, 1.0]),
     seed=st.integers(0, 3),
 )
 
@@ -155,7 +155,7 @@ def test_bad_input_is_refused_by_name_and_leaves_the_planner_as_it_was():
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("window", 0), ("max_age", -1), ("seq_length", 0), ("min_fill", 1.5)]
+    ("option", "value"), [("window", 0), ("max_age", -1), ("seq_length", 0), ("full_at", 1.5)]
 )
 def test_impossible_options_are_refused_by_name(option, value):
     with pytest.raises(ValueError, match=f"{option} is {value}"):
