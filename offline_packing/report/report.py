@@ -160,7 +160,6 @@ def _sources(stages: CompleteStages, set_aside: SetAside) -> list[dict[str, Any]
                 "name": name,
                 "path": source.path,
                 "format": source.format,
-                "generation": 0,  # readers of version 1 expect it
                 "repeat": source.repeat,
                 "weight": source.weight,
                 "samples": own["used"] + aside,

@@ -37,7 +37,7 @@ Manifest = Mapping[str, Any]
 
 def read_manifest(workspace: Workspace) -> Manifest | None:
     """The manifest of a dataset that is complete; or None. Raises DamagedError if it is not what
-    was written, StageError if it is of an earlier version's dataset that data were appended to."""
+    was written."""
     path = workspace.manifest
     manifest = read_json(path)
     if manifest is None:
@@ -45,11 +45,6 @@ def read_manifest(workspace: Workspace) -> Manifest | None:
     is_whole = path.read_bytes() == to_json(manifest)
     if not is_whole or _content_hash(manifest) != manifest.get("content_hash"):
         raise DamagedError(f"{path} is not what was written; retry rewrites it")
-    if manifest["appended"]:
-        raise StageError(
-            f"{path} is of a dataset with appended data, which this version cannot read; train "
-            "on it as it is, and pack new data with another output.path"
-        )
     return dict(manifest)
 
 
@@ -123,7 +118,6 @@ def build_manifest(
         "fingerprint": index.fingerprint,
         "config": stored_config(run.config, key_prefix(run, plan["hash"])),
         "plan": hash_plan(plan),
-        "appended": [],  # this and `generation` below: of version 1, which other readers expect
     }
     return {
         **content,
@@ -155,7 +149,6 @@ def _describe(fragment: ShardFragment) -> dict[str, Any]:
         "bytes": fragment.num_bytes,
         "xxh3_128": fragment.xxh3_128,
         "fragment_xxh3_128": fragment.content_hash,
-        "generation": 0,
     }
 
 
