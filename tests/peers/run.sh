@@ -21,6 +21,6 @@ for name; do
     with=$("$python" -c "$versions" $packages transformers torch)
     said+=("$name: $(tail -n 1 "$folder/result.txt"), with $with")
 done
-printf '\nTrainers of others:\n'
+printf '\nOther training frameworks:\n'
 printf '%s\n' "${said[@]}"
 exit $failed
