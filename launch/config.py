@@ -6,7 +6,7 @@ What the packs determine (seq_length, pixel limits, tokenizer) is read from thei
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -15,6 +15,9 @@ from offline_packing.storage.yaml_file import read_config
 from task_encoders.families import AnyModelOptions, model_options
 from task_encoders.media.pixel_values import PixelTransport
 from task_encoders.packs.indexed_file import find_prefix
+
+#: Weights are near .02: a greater rate, a typing error, undoes them in one step.
+MAX_RATE: Final = 0.1
 
 
 def _not_bool(value: Any) -> Any:
@@ -174,7 +177,8 @@ class OptimizerConfig(_Config):
 class ScheduleConfig(_Config):
     """The learning rate."""
 
-    learning_rate: Annotated[float, BeforeValidator(_not_bool), Field(gt=0)] = 1e-5
+    #: AdamW moves every weight by about this much in a step
+    learning_rate: Annotated[float, BeforeValidator(_not_bool), Field(gt=0, le=MAX_RATE)] = 1e-5
     min_learning_rate: Rate = 0.0
     #: share of the iterations
     warmup: Annotated[float, BeforeValidator(_not_bool), Field(ge=0, lt=1)] = 0.03
@@ -267,6 +271,15 @@ class LaunchConfig(_Config):
             raise ValueError(
                 "data.online has packs while training only: set data.order=written and "
                 "validation.every=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_output(self) -> "LaunchConfig":
+        if self.output.path.resolve() == Path(self.data.path).resolve():
+            raise ValueError(
+                f"output.path {str(self.output.path)!r} is data.path, the folder of the packs; "
+                "give the run a folder of its own"
             )
         return self
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import click
 
+from launch.config import MAX_RATE
 from launch.train import failing_in_one_line
+from offline_packing.errors import StageError
 
 
 @click.command()
@@ -25,7 +27,7 @@ from launch.train import failing_in_one_line
 @click.option("--seq-length", type=int, help="Capacity of packs without a manifest.")
 @click.option("--trainer", type=click.Choice(["transformers", "trl"]), default="transformers")
 @click.option("--steps", default=2)
-@click.option("--learning-rate", default=1e-5)
+@click.option("--learning-rate", default=1e-5, type=click.FloatRange(0, MAX_RATE))
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(
     path: Path,
@@ -48,6 +50,8 @@ def main(
         from launch.trainers.transformers_setup import make_model, make_trainer
         from task_encoders.packed_task_encoder import PackedTaskEncoder
 
+        if (Path(output) / "config.json").exists():
+            raise StageError(f"{output} holds a model already; give OUTPUT another name")
         if model is not None:
             options["family"] = options["family"] or family_of_checkpoint(model)
             options["processor"] = options["processor"] or str(model)
@@ -56,12 +60,17 @@ def main(
         task_encoder = PackedTaskEncoder(seq_length=seq_length, model=settings)
         if model is None:
             trained = make_model(settings, task_encoder.encoder.media_token_ids)
+            click.echo("random weights; --model FOLDER trains a checkpoint")
         else:
             trained = AutoModelForImageTextToText.from_pretrained(model)
         if trainer == "trl":
             tokenizer = AutoTokenizer.from_pretrained(settings.processor)
             make = partial(make, processing_class=tokenizer)
-        running = make(model=trained, train_dataset=open_packs(path, task_encoder))
+        packs = open_packs(path, task_encoder)
+        running = make(model=trained, train_dataset=packs)
+        batch = running.args.train_batch_size * running.args.gradient_accumulation_steps
+        passes = steps * batch * running.args.world_size / max(len(packs), 1)
+        click.echo(f"--steps {steps}: {passes:.2f} times all {len(packs)} packs")
         running.train()
         running.save_model()
         if running.is_world_process_zero():

@@ -42,6 +42,10 @@ FRACTIONS: Final = (
 )
 
 
+#: Fields of a sample encoder's fingerprint that it lacks where they are the default.
+OWN_FIELDS: Final = ("chat_template", "loss_on")
+
+
 class PackingSettingsError(ValueError):
     """The environment contradicts itself or the data. One line, naming the variable to set."""
 
@@ -132,12 +136,16 @@ def check_manifest(
     manifest = _read_manifest(folder)
     if manifest is None:
         return
-    for field, value in manifest.fingerprint.items():
+    measured = {f"model.{name}": None for name in OWN_FIELDS} | manifest.fingerprint
+    for field, value in measured.items():
         name = field.removeprefix("model.")
         if field.startswith("model.") and model.get(name) != value:
+            was, has = (
+                "the default" if one is None else repr(one) for one in (value, model.get(name))
+            )
             raise PackingSettingsError(
-                f"{folder}: packs were measured with {name} {value!r}, the task encoder has "
-                f"{model.get(name)!r}; use the same, or measure and pack again"
+                f"{folder}: packs were measured with {name} {was}, the task encoder has {has}; use "
+                "the same, or measure and pack again"
             )
     if manifest.seq_length > seq_length:
         raise PackingSettingsError(

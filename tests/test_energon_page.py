@@ -149,7 +149,7 @@ def open_captions(
     options: dict[str, Any] | None = None, encoder: type[PackedTaskEncoder] = PackedTaskEncoder
 ) -> list[Any]:
     """What Energon's own call gives of packed captions, with these arguments for it."""
-    sizes = {"seq_length": 512, "max_pixels": LIMITS["max_pixels"]}
+    sizes = {"seq_length": 512, "max_pixels": LIMITS["max_pixels"], "loss_on": "all"}
     given = dict(options or {})
     sizes |= {name: given.pop(name) for name in list(given) if name in sizes}
     order: dict[str, Any] = {
@@ -183,6 +183,7 @@ def captions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"image_decode": "pil"}, "already has a decoder"),
         ({"seq_length": 256}, "seq_length 512 tokens > the task encoder's seq_length 256"),
         ({"max_pixels": 100352}, "measured with max_pixels 4014080, the task encoder has 100352"),
+        ({"loss_on": "last"}, "measured with loss_on the default, the task encoder has 'last'"),
     ],
 )
 def test_what_stops(options: dict[str, Any], said: str, captions: None) -> None:

@@ -45,6 +45,10 @@ class PackedData:
     fill: float = 1.0
     #: of each dataset
     tasks: tuple[str, ...] = ()
+    #: the datasets of a blend: folder, packs, share of the packs drawn
+    blended: tuple[tuple[Path, int, float], ...] = ()
+    #: how many ranks a folder's packs are in order for (pack.order)
+    ordered_for: int | None = None
 
     def packs_per_step(self, global_batch_size: int, multiple: int) -> int:
         """The packs that hold about `global_batch_size` samples, as a multiple of `multiple`."""
@@ -89,6 +93,12 @@ def read_packed_data(path: Path) -> PackedData:
         num_val_packs=sum(manifest.of_an_epoch("packs", "val") for manifest in manifests),
         fill=drawn_tokens / seq_length,
         tasks=tuple(manifest.task for manifest in manifests),
+        blended=tuple(
+            (folder, own, weight / sum(weights))
+            for (folder, weight), own in zip(folders, packs, strict=True)
+            if len(folders) > 1
+        ),
+        ordered_for=_ordered_for(manifests[0]) if len(manifests) == 1 else None,
     )
 
 
@@ -101,6 +111,11 @@ def _require_one_model(path: Path, folders: Sequence[Path], models: Sequence[Mod
                     f"{path}: {folders[0]} was measured with {name} {first!r}, {folder} with "
                     f"{value!r}; pack both with the same"
                 )
+
+
+def _ordered_for(manifest: Manifest) -> int | None:
+    order = manifest.config.get("pack", {}).get("order")
+    return int(order["num_ranks"]) if order else None
 
 
 def check_validation(path: Path) -> None:

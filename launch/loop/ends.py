@@ -22,7 +22,18 @@ def check_ends(config: LaunchConfig) -> None:
     """Check what validation and export will need. Raises StageError: it is not there."""
     if config.validation.every:
         check_validation(Path(config.data.path))
+    elif config.validation.limit is not None:
+        logger.warning(
+            "validation.limit=%d without validation.every: there is no validation; set both",
+            config.validation.limit,
+        )
     model = config.model
+    if not model.checkpoint:
+        logger.warning(
+            "random weights, in the sizes of model.preset=%s; set model.checkpoint to train a "
+            "model that exists",
+            model.preset,
+        )
     if (
         config.checkpoint.export
         and not model.checkpoint

@@ -34,14 +34,22 @@ def plan_training(config: LaunchConfig, data: PackedData, data_parallel: int) ->
     accumulation, packs = _step_of(config, data, data_parallel)
     iterations = config.train.iterations or data.iterations(config.train.epochs, packs)
     logger.info(
-        "%d packs of %.2f samples each; a step takes %d packs, about %.0f samples; %d steps",
+        "%d packs of %.2f samples each; a step takes %d packs, about %.0f samples; %d steps, %.2f "
+        "times all packs",
         data.num_packs,
         data.samples_per_pack,
         packs,
         packs * data.samples_per_pack,
         iterations,
+        iterations * packs / data.num_packs,
     )
+    for folder, own, share in data.blended:
+        drawn = share * iterations * packs
+        logger.info(
+            "%.2f%% of them from %s: %.2f times its %d packs", 100 * share, folder, drawn / own, own
+        )
     _warn(config, data, packs, iterations)
+    _warn_of_data(config, data, packs, data_parallel)
     return TrainPlan(
         iterations=iterations,
         packs_per_step=packs,
@@ -88,4 +96,23 @@ def _warn(config: LaunchConfig, data: PackedData, packs: int, iterations: int) -
             "decayed; set data.repeat=true, or train.epochs=1",
             -(-data.num_packs // packs),
             iterations,
+        )
+
+
+def _warn_of_data(config: LaunchConfig, data: PackedData, packs: int, data_parallel: int) -> None:
+    """Warn of packs that are too few, or in an order for others."""
+    if packs > data.num_packs:
+        logger.warning(
+            "a step takes %d packs and there are %d: each step is a pass over the data or more; "
+            "lower batch.%s",
+            packs,
+            data.num_packs,
+            "global_batch_size" if config.batch.global_batch_size else "global_batch_packs",
+        )
+    if data.ordered_for not in (None, data_parallel) and config.data.order == "written":
+        logger.warning(
+            "the packs are in an order for %d data parallel ranks (pack.order), and there are %d: "
+            "these wait for each other; set data.order=balanced",
+            data.ordered_for,
+            data_parallel,
         )

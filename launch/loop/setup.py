@@ -20,7 +20,7 @@ from launch.loop.plan import TrainPlan, plan_training
 from launch.loop.run_record import run_record
 from launch.loop.trainer import Trainer
 from launch.model.qwen_vl import PackedQwen2VL, build_model
-from offline_packing.errors import StageError
+from offline_packing.errors import ConfigError, StageError
 from task_encoders.settings import BMR, PACKED, VQA
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,11 @@ def build_trainer(
     checkpoints = build_checkpoints(config, data, plan, accept_mismatch)
     if (newest := checkpoints.newest()) is not None:
         checkpoints.check(newest)
+    elif accept_mismatch:
+        raise ConfigError(
+            f"--accept-mismatch {', '.join(accept_mismatch)}: {checkpoints.folder} holds no "
+            "checkpoint to resume from; correct output.path, or leave the option out"
+        )
     # The environment is checked here, before a checkpoint of many gigabytes is read.
     task_encoder = build_task_encoder(config.data, data, config.model.family)
     train_data = EnergonMicroBatches(config.data, task_encoder, device, seed=config.train.seed)

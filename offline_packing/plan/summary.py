@@ -25,15 +25,15 @@ def render_summary(
     packs: PackPlan,
     set_aside: Mapping[str, int],
     sources: Sequence[str] = (),
-    media: str = "",
+    content: Sequence[tuple[str, str]] = (),
     warnings: Sequence[str] = (),
 ) -> str:
     """The figures as text, one per line: of packed samples with these `lengths` (num_packed,), and
     those `set_aside` while measuring and planning, by reason. `sources`: the lines of their table;
-    `media`: how many images and videos there are.
+    `content`: what else the samples hold, see `render_content`.
     """
     more = [
-        *([("images and videos", media)] if media else []),
+        *content,
         *(("warning", line) for line in warnings),
     ]
     num_samples = info.num_samples + info.num_set_aside
@@ -92,15 +92,21 @@ def _plan_figures(packs: PackPlan, found: Mapping[str, int | float]) -> list[tup
     ]
 
 
-def render_media(samples: Index, packs: PackPlan) -> str:
-    """'200 images, 3 videos in 150 of 1,000 packed samples'."""
+def render_content(samples: Index, packs: PackPlan) -> list[tuple[str, str]]:
+    """Tokens with loss, and '200 images, 3 videos in 150 of 1,000 packed samples'."""
+    loss, tokens = (
+        samples.array(name)[packs.sample_ids].sum(dtype=np.int64)
+        for name in ("num_loss_tokens", "num_tokens")
+    )
     images, videos = (
         samples.array(f"num_{kind}")[packs.sample_ids] for kind in ("images", "videos")
     )
-    return (
+    media = (
         f"{images.sum(dtype=np.int64):,} images, {videos.sum(dtype=np.int64):,} videos in "
         f"{np.count_nonzero(images + videos):,} of {len(images):,} packed samples"
     )
+    share = loss / max(tokens, 1)
+    return [("tokens with loss", f"{loss:,} ({share:.1%})"), ("images and videos", media)]
 
 
 def _bars(lengths: npt.NDArray[np.integer], seq_length: int) -> list[str]:

@@ -1,6 +1,6 @@
 """Warnings of data that were hardly meant, shown by `plan` and in the report."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) 
         )
     if total > 1 and _has_one_picture(samples):
         lines.append(f"all {total:,} samples have one image or video, by its file")
+    lines.extend(_split_warnings(config.output.split))
     splits = splits_of_plan(packs, config.output.split) if packs is not None else {}
     if packs is not None and len(splits) > 1:
         first, *others = splits
@@ -42,6 +43,17 @@ def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) 
                     f"text and file) stand in split {first}, too"
                 )
     return lines
+
+
+def _split_warnings(split: Mapping[str, float]) -> Iterator[str]:
+    """Of shares that were hardly meant: training reads train."""
+    name, share = max(split.items(), key=lambda item: item[1])
+    train = split.get("train", 0)
+    if share > train and len(split) > 1:
+        yield (
+            f"output.split gives {name} {share:.1%} of the packs and train {train:.1%}; training "
+            "reads train"
+        )
 
 
 def _rows(packs: PackPlan, own: range, num_samples: int) -> Flags:

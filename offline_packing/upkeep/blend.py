@@ -11,6 +11,7 @@ weight, each pack of any output comes once per epoch, on average; since packs ar
 is also in proportion to tokens.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -20,6 +21,8 @@ import yaml
 from offline_packing.errors import StageError
 from task_encoders.packs.manifest import Manifest, ManifestError, read_manifest
 from task_encoders.packs.pack_format import METADATASET
+
+logger = logging.getLogger(__name__)
 
 #: Fields of a manifest that all outputs of a blend share: packs of one batch have one length.
 _COMMON: Final = ("layout", "seq_length", "pad_multiple")
@@ -47,6 +50,7 @@ def blend(folders: Sequence[Path], *, epochs: bool = False) -> str:
             "blend; pack it with output.layout=energon"
         )
     _check_same(outputs)
+    _warn_of_same_data(outputs)
     splits = {}
     for split in dict.fromkeys(split for one in outputs.values() for split in one.counts.packs):
         weights = {root: one.of_an_epoch("packs", split) for root, one in outputs.items()}
@@ -73,6 +77,27 @@ def _read_manifest(root: Path) -> Manifest:
     if manifest is None:
         raise StageError(f"{root} is not complete: it has no manifest.json; run write first")
     return manifest
+
+
+def _warn_of_same_data(outputs: Mapping[Path, Manifest]) -> None:
+    """Warn of two outputs that were packed from the same files, none of them without the other's
+    samples."""
+    first: dict[tuple[object, ...], Path] = {}
+    for root, manifest in outputs.items():
+        for number, source in enumerate(manifest.config["source"]):
+            own = f"source.{number}."
+            read = {k.removeprefix(own): v for k, v in manifest.fingerprint.items() if own in k}
+            same = tuple(sorted((k, v) for k, v in read.items() if k not in ("key_prefix", "task")))
+            other = first.setdefault(same, root)
+            if other != root and not source.get("skip"):
+                logger.warning(
+                    "%s and %s were both packed from %s: its samples come twice, and one's val "
+                    "split may be trained in the other; blend one of them, or pack new samples "
+                    "only, by source.skip",
+                    other,
+                    root,
+                    source["path"],
+                )
 
 
 def _check_same(outputs: Mapping[Path, Manifest]) -> None:

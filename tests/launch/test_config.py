@@ -48,6 +48,11 @@ def test_overrides_are_yaml(file: Path) -> None:
         ("train.normalization=tokens", "choose 'token', 'sample' or 'sqrt'"),
         ("train.iterations=true", "a number is needed"),
         ("schedule.min_learning_rate=1", "min_learning_rate 1 > learning_rate 1e-05"),
+        (
+            "schedule.learning_rate=1e5",
+            "learning_rate=100000.0: input should be less than or equal",
+        ),
+        ("output.path=out/../out/packed", "is data.path, the folder of the packs; give the run"),
         ("batch.global_batch_packs=8", "packs 8 are both set; add batch.global_batch_size=null"),
         ("model.preset=13b", "choose one of: tiny, 2b, 7b"),
         ("model.family=qwen3_5", "use python -m launch.train_transformers"),

@@ -29,6 +29,11 @@ def test_the_example_trains_and_saves(tmp_path: Path, monkeypatch: pytest.Monkey
     assert result.exit_code == 0, result.output
     assert "config.json" in os.listdir(tmp_path / "checkpoint")
     Qwen2VLForConditionalGeneration.from_pretrained(tmp_path / "checkpoint")
+    assert "random weights; --model FOLDER trains a checkpoint" in result.output
+    assert "--steps 2: 0.33 times all 12 packs" in result.output
+    again = CliRunner().invoke(main, arguments)
+    assert "checkpoint holds a model already; give OUTPUT another name" in again.output
+    assert CliRunner().invoke(main, [*arguments, "--learning-rate", "1e5"]).exit_code == 2
 
 
 def packed_folder(family: str, root: Path, layout: str = "energon") -> tuple[Path, Path]:

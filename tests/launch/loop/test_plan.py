@@ -1,6 +1,7 @@
 """Steps and batch sizes from manifests."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import distributed
 from launch.config import DataConfig, LaunchConfig
 from launch.data.micro_batches import build_task_encoder
 from launch.data.packed_data import PackedData, check_validation, read_packed_data
+from launch.loop.ends import check_ends
 from launch.loop.plan import plan_training
 from launch.loop.setup import check_alike
 from offline_packing.errors import StageError
@@ -44,7 +46,7 @@ def plan_of(packed: PackedData, data_parallel: int = 1, /, **sections: Any) -> A
     content: dict[str, Any] = {
         "data": {"path": "unused"},
         "batch": {"global_batch_size": 256},
-        "output": {"path": "unused"},
+        "output": {"path": "out"},
     }
     config = LaunchConfig.model_validate(content | sections)
     return plan_training(config, packed, data_parallel)
@@ -164,6 +166,45 @@ def test_what_a_recipe_does_not_get_is_a_warning(caplog: pytest.LogCaptureFixtur
     assert "data.repeat=false ends the run after 39 of" in caplog.text
 
 
+def test_how_often_packs_are_trained_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    blended = ((Path("a"), 90, 0.25), (Path("b"), 10, 0.75))
+    data = replace(data_of(100, 1_000), blended=blended, ordered_for=4)
+    plan_of(data, batch={"global_batch_packs": 2}, train={"iterations": 80, "epochs": 1})
+    assert "80 steps, 1.60 times all packs" in caplog.text
+    assert "75.00% of them from b: 12.00 times its 10 packs" in caplog.text
+    assert "for 4 data parallel ranks (pack.order), and there are 1" in caplog.text
+    assert "each step is a pass" not in caplog.text
+    plan_of(data_of(100, 1_000), batch={"global_batch_packs": 101})
+    assert "a step takes 101 packs and there are 100: each step is a pass" in caplog.text
+
+
+def test_what_a_manifest_says_of_order_and_blend(
+    captions: Path, dialogues: Path, tmp_path: Path
+) -> None:
+    blend = tmp_path / "blend.yaml"
+    blend.write_text(BLEND.format(captions=captions, dialogues=dialogues))
+    blended = read_packed_data(blend).blended
+    assert [(folder.name, share) for folder, _, share in blended] == [
+        (captions.name, 0.75),
+        (dialogues.name, 0.25),
+    ]
+    manifest = json.loads((captions / "manifest.json").read_bytes())
+    manifest["config"]["pack"]["order"] = {"num_ranks": 4, "num_workers": 1}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert (read_packed_data(captions).ordered_for, read_packed_data(tmp_path).ordered_for) == (
+        None,
+        4,
+    )
+
+
+def test_no_validation_and_random_weights_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    sections = {"data": {"path": "-"}, "batch": {"global_batch_packs": 1}, "output": {"path": "x"}}
+    check_ends(LaunchConfig.model_validate({**sections, "validation": {"limit": 3}}))
+    assert "validation.limit=3 without validation.every" in caplog.text
+    assert "random weights, in the sizes of model.preset=tiny" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -217,7 +258,11 @@ def test_validation_needs_data_of_its_own(
 
 
 def alike(seed_of_rank: list[int]) -> str:
-    sections = {"data": {"path": "-"}, "batch": {"global_batch_packs": 1}, "output": {"path": "-"}}
+    sections = {
+        "data": {"path": "-"},
+        "batch": {"global_batch_packs": 1},
+        "output": {"path": "out"},
+    }
     seed = seed_of_rank[distributed.get_rank()]
     try:
         check_alike(LaunchConfig.model_validate({**sections, "train": {"seed": seed}}))

@@ -205,6 +205,12 @@ def test_other_packs_are_named_by_their_paths(one_step: Path, tmp_path: Path, fo
     assert moved.iteration == 1
 
 
+def test_nothing_is_accepted_without_a_checkpoint(folder: Path, tmp_path: Path) -> None:
+    """Where output.path is misspelt, for example: the run would begin anew."""
+    with pytest.raises(ConfigError, match=r"holds no checkpoint to resume from; correct output"):
+        run(make_config(folder, tmp_path), ["train.iterations"])
+
+
 def test_accepted_settings_of_the_optimizer_take_effect(folder: Path, one_step: Path) -> None:
     sections = {"train": {"iterations": 1}, "optimizer": {"beta2": 0.5, "weight_decay": 0.3}}
     trainer, _, _ = make_trainer(

@@ -81,3 +81,21 @@ def test_parts_are_put_together(tmp_path: Path) -> None:
     assert measure(run).info.only_answer == ""
     run.workspace.index_info.unlink()
     assert measure(run).info.only_answer == ""
+
+
+@pytest.mark.parametrize(
+    ("split", "line"),
+    [
+        ({"train": 0.25, "val": 0.75}, "val 75.0% of the packs and train 25.0%"),
+        ({"trian": 0.5, "val": 0.5}, "trian 50.0% of the packs and train 0.0%"),
+        ({"val": 0.5, "train": 0.5}, ""),
+        ({"test": 1.0}, ""),
+    ],
+)
+def test_splits_that_leave_little_to_train(
+    split: dict[str, float], line: str, tmp_path: Path
+) -> None:
+    found = told(run_of(tmp_path, [asked(i, i) for i in range(10)], split=split))
+    assert [one for one in found if "output.split" in one] == (
+        [f"output.split gives {line}; training reads train"] if line else []
+    )

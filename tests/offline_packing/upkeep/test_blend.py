@@ -158,3 +158,15 @@ def test_outputs_made_with_defaults(tmp_path: Path) -> None:
     loader = iter(get_loader(get_packed_train_dataset(path, encoder, worker_config=config)))
     drawn = {next(loader).__key__[0] for _ in range(12 * len(keys["a"]))}
     assert drawn == {f"{tmp_path}/{name}/{key}" for name in "ab" for key in keys[name]}
+
+
+def test_outputs_of_the_same_files_are_a_warning(
+    outputs: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blend(outputs)
+    assert not caplog.records
+    first = outputs[0]
+    source = first.parent / "data_a"
+    pack_all(make_run(source, tmp_path / "again", pack={"seed": 1, "seq_length": 512}))
+    blend([first, tmp_path / "again"])
+    assert f"{tmp_path / 'again'} were both packed from {source}: its samples" in caplog.text
