@@ -6,6 +6,7 @@ before any rank starts, and a failing rank says why itself: no torchrun tracebac
 Exit status: the first failing rank's, or 128 and the number of the signal that stopped the run.
 """
 
+import itertools
 import logging
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str]) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
+    if remark := lonely_nodes(options):
+        logging.getLogger("launch").warning(remark)
     with failing_in_one_line(debug=parsed["debug"]):
         _check(parsed["config"], parsed["overrides"])
     from torch.distributed import run
@@ -45,6 +48,18 @@ def main(arguments: Sequence[str]) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def lonely_nodes(options: Sequence[str]) -> str:
+    """Of several nodes that were given no address to meet at; else nothing."""
+    given = dict(itertools.pairwise(options))
+    nodes, address = given.get("--nnodes", "1"), given.get("--master-addr", "127.0.0.1")
+    if nodes == "1" or address not in ("127.0.0.1", "localhost"):
+        return ""
+    return (
+        f"NNODES={nodes} with MASTER_ADDR={address}: a node waits there for others of this machine "
+        "only; set MASTER_ADDR to the first node's name, and NODE_RANK on each"
+    )
 
 
 def _check(path: str, overrides: Sequence[str]) -> None:

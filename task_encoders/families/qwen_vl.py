@@ -56,7 +56,8 @@ class QwenVLOptions(ModelOptions):
     def _check_limits(self) -> Self:
         if self.min_pixels > self.max_pixels:
             raise ValueError(
-                f"min_pixels {self.min_pixels} > max_pixels {self.max_pixels}; lower min_pixels"
+                f"min_pixels {self.min_pixels} > max_pixels {self.max_pixels}; lower min_pixels, "
+                "or raise max_pixels if it was meant in tokens"
             )
         _ = self.video
         return self

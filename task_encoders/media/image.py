@@ -69,7 +69,7 @@ class VisionSettings:
         if not smallest <= self.min_pixels <= self.max_pixels:
             raise ValueError(
                 f"min_pixels {self.min_pixels} and max_pixels {self.max_pixels} must satisfy "
-                f"{smallest} <= min_pixels <= max_pixels"
+                f"{smallest} <= min_pixels <= max_pixels; a token has {smallest} pixels"
             )
 
     @property

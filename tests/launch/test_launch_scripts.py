@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from launch.config import load_config
 from launch.loop.metrics import read_metrics
 from launch.loop.setup import run
-from launch.start import main
+from launch.start import lonely_nodes, main
 from launch.train import cli
 from tests.helpers.command import invoke
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
@@ -304,3 +304,10 @@ def test_pack_script_runs_a_configuration(tmp_path: Path) -> None:
     text = finish(process)
     assert process.returncode == 0, text
     assert (tmp_path / "packed" / "manifest.json").is_file()
+
+
+def test_nodes_that_cannot_meet_are_a_warning() -> None:
+    options = ["--nnodes", "2", "--node-rank", "0", "--master-addr"]
+    assert lonely_nodes([*options, "127.0.0.1"]).startswith("NNODES=2 with MASTER_ADDR=127.0.0.1")
+    assert lonely_nodes([*options, "node0"]) == ""
+    assert lonely_nodes(["--nnodes", "1", "--master-addr", "127.0.0.1"]) == ""

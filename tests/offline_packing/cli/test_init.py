@@ -112,7 +112,8 @@ def test_pictures_that_no_sample_uses_stop_a_run(
             in Path(task, "_packing/plan/summary.txt").read_text()
         )
     named = invoke("run", "pack.yaml", "engine.workers=0", "source.fields={images: image_path}")
-    assert "images and videos       4 images, 0 videos in 4 of 4 packed samples" in named.output
+    assert "tokens with loss        " in named.output
+    assert "4 images, 0 videos in 4 of 4 packed samples; " in named.output
     invoke("run", "pack.yaml", *overrides, "source.text_only=true")
 
 
