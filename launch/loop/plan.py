@@ -109,7 +109,8 @@ def _warn_of_data(config: LaunchConfig, data: PackedData, packs: int, data_paral
             data.num_packs,
             "global_batch_size" if config.batch.global_batch_size else "global_batch_packs",
         )
-    if data.ordered_for not in (None, data_parallel) and config.data.order == "written":
+    is_for_others = data.ordered_for not in (None, data_parallel) and data_parallel > 1
+    if is_for_others and config.data.order == "written":
         logger.warning(
             "the packs are in an order for %d data parallel ranks (pack.order), and there are %d: "
             "these wait for each other; set data.order=balanced",
