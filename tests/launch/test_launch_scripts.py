@@ -216,8 +216,9 @@ def test_from_init_to_a_trained_model(tmp_path: Path) -> None:
 
 
 def test_packs_without_a_val_split_are_refused_before_a_rank_starts(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("OFFLINE_PACKED_DATA", "1")
     source = {"format": "pairs", "path": str(captioning_pairs(tmp_path / "data", 8))}
     pack_all(make_run({**source, "task": "captioning"}, tmp_path / "packed"))
     arguments = ["--", str(ROOT / "launch" / "sft.yaml"), f"data.path={tmp_path / 'packed'}"]
