@@ -266,16 +266,12 @@ class LaunchConfig(_Config):
     output: OutputConfig
 
     @model_validator(mode="after")
-    def _check_online(self) -> "LaunchConfig":
+    def _check_data(self) -> "LaunchConfig":
         if self.data.online and (self.data.order != "written" or self.validation.every):
             raise ValueError(
                 "data.online has packs while training only: set data.order=written and "
                 "validation.every=0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_output(self) -> "LaunchConfig":
         if self.output.path.resolve() == Path(self.data.path).resolve():
             raise ValueError(
                 f"output.path {str(self.output.path)!r} is data.path, the folder of the packs; "

@@ -50,8 +50,7 @@ def main(
         from launch.trainers.transformers_setup import make_model, make_trainer
         from task_encoders.packed_task_encoder import PackedTaskEncoder
 
-        if (Path(output) / "config.json").exists():
-            raise StageError(f"{output} holds a model already; give OUTPUT another name")
+        _check_output(output)
         if model is not None:
             options["family"] = options["family"] or family_of_checkpoint(model)
             options["processor"] = options["processor"] or str(model)
@@ -60,21 +59,31 @@ def main(
         task_encoder = PackedTaskEncoder(seq_length=seq_length, model=settings)
         if model is None:
             trained = make_model(settings, task_encoder.encoder.media_token_ids)
-            click.echo("random weights; --model FOLDER trains a checkpoint")
         else:
             trained = AutoModelForImageTextToText.from_pretrained(model)
         if trainer == "trl":
-            tokenizer = AutoTokenizer.from_pretrained(settings.processor)
-            make = partial(make, processing_class=tokenizer)
-        packs = open_packs(path, task_encoder)
-        running = make(model=trained, train_dataset=packs)
-        batch = running.args.train_batch_size * running.args.gradient_accumulation_steps
-        passes = steps * batch * running.args.world_size / max(len(packs), 1)
-        click.echo(f"--steps {steps}: {passes:.2f} times all {len(packs)} packs")
+            make = partial(make, processing_class=AutoTokenizer.from_pretrained(settings.processor))
+        running = make(model=trained, train_dataset=open_packs(path, task_encoder))
+        _say_beginning(running.args, len(running.train_dataset), model)
         running.train()
         running.save_model()
         if running.is_world_process_zero():
             copy_companions(Path(settings.processor), Path(output))
+
+
+def _check_output(output: str) -> None:
+    """Refuse to replace a trained model. Raises StageError."""
+    if (Path(output) / "config.json").exists():
+        raise StageError(f"{output} holds a model already; give OUTPUT another name")
+
+
+def _say_beginning(args: Any, num_packs: int, model: Path | None) -> None:
+    """Say what a run begins with, and how often it trains the packs."""
+    if model is None:
+        click.echo("random weights; --model FOLDER trains a checkpoint")
+    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    passes = args.max_steps * batch / max(num_packs, 1)
+    click.echo(f"--steps {args.max_steps}: {passes:.2f} times all {num_packs} packs")
 
 
 if __name__ == "__main__":
