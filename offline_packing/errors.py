@@ -38,18 +38,16 @@ class ShareDoneError(StageError):
     on when it is run again after them."""
 
 
-def as_sample_error(error: BaseException) -> SampleError:
+def as_sample_error(error: Exception) -> SampleError:
     """Why a record is set aside that raised an error, whatever it is.
 
     Raises:
-        BaseException: the error itself, if it is not the fault of a record: a failing disk, a lack
-            of memory or of a package, a stage that cannot go on, a signal.
+        Exception: the error itself, if it is not the fault of a record: a failing disk, a lack
+            of memory or of a package, a stage that cannot go on.
     """
     if isinstance(error, SampleError):
         return error
-    is_panic = type(error).__name__ == "PanicException"  # of an extension in Rust
-    others = OSError, MemoryError, ImportError, StageError
-    if not is_panic and (not isinstance(error, Exception) or isinstance(error, others)):
+    if isinstance(error, OSError | MemoryError | ImportError | StageError):
         raise error
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return SampleError("unexpected_error", text[:200])

@@ -7,7 +7,8 @@ The first three are defaults of options of a source, `MAX_IMAGE_PIXELS` is one o
 
 import itertools
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from task_encoders.samples import SampleError, SourceSample
@@ -80,6 +81,19 @@ def check_runs(text: str) -> None:
     for what, is_one, limit in _RUNS:
         if len(text) >= limit and _has_run(text, is_one, limit):
             raise SampleError("too_costly", f"{limit:,} {what} in a row; take them out of the text")
+
+
+@contextmanager
+def panics_as_sample_errors() -> Iterator[None]:
+    """Raise SampleError: unexpected_error where a tokenizer in Rust panics, as it does where its
+    stack ends. A panic is a BaseException, which nothing else catches."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        detail = " ".join(f"the tokenizer panics: {error}".split())
+        raise SampleError("unexpected_error", detail[:200]) from error
 
 
 _RUNS: Final[tuple[tuple[str, Callable[[str], object], int], ...]] = (

@@ -219,7 +219,7 @@ class Measuring:
         except (OSError, MemoryError, ImportError, StageError) as error:
             kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
             raise StageError(f"sample {found.key!r} in {path}: {kind}{error}") from error
-        except BaseException as error:  # noqa: BLE001 - an extension may panic
+        except Exception as error:  # noqa: BLE001 - of this sample
             reason = as_sample_error(error)
             found.row = SetAsideSample(found.key, path, reason.reason, reason.detail[:_MAX_DETAIL])
 

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 import tiktoken
 import xxhash
 
-from task_encoders.limits import check_runs
+from task_encoders.limits import check_runs, panics_as_sample_errors
 from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from task_encoders.text.qwen_vocabulary import (
     BUILTIN,
@@ -52,7 +52,7 @@ class Tokenizer(Protocol):
     control_tokens: tuple[str, ...]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text in which special tokens are data. Raises SampleError: too_costly."""
+        """Ids of a text in which special tokens are data. Raises SampleError."""
 
     def encode_answer(self, header: str, answer: str) -> tuple[list[int], int]:
         """Ids of header + answer, and the index of the first that overlaps the answer."""
@@ -112,7 +112,8 @@ class TiktokenTokenizer:
         check_runs(text)
         if self._nfc and not text.isascii():
             text = unicodedata.normalize("NFC", text)
-        return self._encoding.encode_ordinary(text)
+        with panics_as_sample_errors():
+            return self._encoding.encode_ordinary(text)
 
     def encode_answer(self, header: str, answer: str) -> tuple[list[int], int]:
         ids = self.encode(header + answer)
@@ -146,10 +147,12 @@ class TransformersTokenizer:
         self.control_tokens = tuple(token.content for token in added if token.special)
 
     def encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+        with panics_as_sample_errors():
+            return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_answer(self, header: str, answer: str) -> tuple[list[int], int]:
-        encoding = self._backend.encode(header + answer, add_special_tokens=False)
+        with panics_as_sample_errors():
+            encoding = self._backend.encode(header + answer, add_special_tokens=False)
         first = (i for i, (_, end) in enumerate(encoding.offsets) if end > len(header))
         return encoding.ids, next(first, len(encoding.ids))
 

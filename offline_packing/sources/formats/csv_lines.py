@@ -43,13 +43,11 @@ class TsvSource(JsonlSource):
 
     def _split(
         self, container: str, begin: int, end: int | None
-    ) -> Iterator[tuple[int, bytes | None, int]]:
+    ) -> Iterator[tuple[int, int, bytes | None, int]]:
         rows = super()._split(container, begin, end)
         first = next(rows, None) if begin == 0 else None
         heading = first or next(super()._split(container, 0, None))
-        self._heading = orjson.dumps(self._columns(container, heading[1] or b"")).decode()
-        if first is not None:
-            yield 0, b"", 0  # counted as a row
+        self._heading = orjson.dumps(self._columns(container, heading[2] or b"")).decode()
         yield from rows
 
     def _columns(self, container: str, line: bytes) -> list[str]:

@@ -10,6 +10,7 @@ Blank lines are not records.
 import io
 import itertools
 import os
+import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -58,6 +59,8 @@ class JsonlSource(Source):
     UNREAD = endings(".jsonl", UNREAD_SUFFIXES)
     #: bytes at the end of a record that are not its own
     SEPARATOR: ClassVar[int] = 0
+    #: bytes of blank records
+    BLANK: ClassVar[bytes] = string.whitespace.encode()
 
     def _cutter(self, begin: int) -> _Cutter:
         """For a file from its beginning, or from behind a record."""
@@ -123,38 +126,50 @@ class JsonlSource(Source):
         stem = container[: container.lower().rfind(self.ENDINGS[0])] or container
         kind = "stream" if codec_of(container) else "bytes"
         try:
-            found = self._split(container, begin, end)
-            for number, (offset, data, size) in enumerate(found, first):
+            for number, offset, data, size in self._split(container, begin, end):
                 if data is None or data.strip():
                     at = Locator(kind, container, offset, size)
-                    yield self._record(f"{stem}:{number}", at, data)
+                    yield self._record(f"{stem}:{first + number}", at, data)
         except DamagedStreamError as error:
             at = Locator(kind, container, 0, 0)
             yield SourceRecord(container, at, SampleError("damaged_source", str(error)))
 
     def _split(
         self, container: str, begin: int, end: int | None
-    ) -> Iterator[tuple[int, bytes | None, int]]:
-        """Offset of each record between two offsets of a file (no end: of all of it), its bytes
-        (None if there are too many), their number. What is left at the end comes as a record."""
-        cutter = self._cutter(begin)
-        held, start, position = list[bytes](), begin, begin
+    ) -> Iterator[tuple[int, int, bytes | None, int]]:
+        """Number from 0 and offset of each record between two offsets of a file (no end: of all of
+        it), its bytes (None if there are too many), their number. What is left at the end comes as
+        a record; blank ones, of which a small file may unpack to millions, need not come."""
+        cutter, is_text = self._cutter(begin), np.ones(256, np.bool_)
+        is_text[list(self.BLANK)] = False
+        held, start, position, number = list[bytes](), begin, begin, 0
         with self._open(container) as file:
             if begin:
                 file.seek(begin)
             while block := file.read1(_BUFFER if end is None else min(_BUFFER, end - position)):
-                for stop in (cutter(block) + position).tolist():
-                    held.append(block[max(0, start - position) : stop - position - self.SEPARATOR])
-                    size = stop - start - self.SEPARATOR
-                    yield start, b"".join(held) if size <= MAX_JSON_BYTES else None, size
-                    held, start = [], stop
-                held.append(block[max(0, start - position) :])
+                ends = cutter(block)
+                begins = np.concatenate([np.zeros(1, np.intp), ends])  # the last one stays open
+                has_text = np.logical_or.reduceat(
+                    is_text[np.frombuffer(block, np.uint8)], begins[:-1]
+                )
+                has_text[:1] |= start < position or not position
+                for i in np.flatnonzero(has_text).tolist():
+                    first, last = int(begins[i]), int(ends[i]) - self.SEPARATOR
+                    held.append(block[first:last])
+                    offset = position + first if i else start
+                    size = position + last - offset
+                    data = b"".join(held) if size <= MAX_JSON_BYTES else None
+                    yield number + i, offset, data, size
+                    held = []
+                if len(ends):
+                    held, number, start = [], number + len(ends), position + int(ends[-1])
+                held.append(block[begins[-1] :])
                 position += len(block)
                 if position - start > MAX_JSON_BYTES + self.SEPARATOR:
                     held.clear()
         size = position - start
         if size:
-            yield start, b"".join(held) if size <= MAX_JSON_BYTES else None, size
+            yield number, start, b"".join(held) if size <= MAX_JSON_BYTES else None, size
 
     def _record(self, key: str, locator: Locator, data: bytes | None) -> SourceRecord:
         try:
@@ -180,6 +195,7 @@ class JsonSource(JsonlSource):
     ENDINGS = endings(".json")
     UNREAD = endings(".json", UNREAD_SUFFIXES)
     SEPARATOR = 1
+    BLANK = JsonlSource.BLANK + b","
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
@@ -201,12 +217,12 @@ class JsonSource(JsonlSource):
 
     def _split(
         self, container: str, begin: int, end: int | None
-    ) -> Iterator[tuple[int, bytes | None, int]]:
-        for start, data, size in super()._split(container, begin, end):
+    ) -> Iterator[tuple[int, int, bytes | None, int]]:
+        for number, start, data, size in super()._split(container, begin, end):
             if start == 0 and data is not None:  # the bracket that opens the array is not its own
                 data = data.removeprefix(_BOM).lstrip().removeprefix(b"[")
                 start, size = size - len(data), len(data)
-            yield start, data, size
+            yield number, start, data, size
 
 
 #: What a byte does to the depth, and 2 for a comma; 0 is ignored.

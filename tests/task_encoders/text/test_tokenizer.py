@@ -1,14 +1,22 @@
 """The fast mode and transformers' give the same ids, and know where an answer begins."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from task_encoders.families import build_sample_encoder
+from task_encoders.samples import SampleError
+from task_encoders.text import tokenizer
 from task_encoders.text.builtin_tokenizer import builtin_tokenizer
-from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN_SPECIAL_TOKENS
+from task_encoders.text.qwen_vocabulary import (
+    QWEN2_5_TEXT_TOKENS,
+    QWEN_PATTERN,
+    QWEN_SPECIAL_TOKENS,
+    qwen_ranks,
+)
 from task_encoders.text.tokenizer import TiktokenTokenizer, TransformersTokenizer, load_tokenizer
 from tests.helpers.texts_and_images import random_text
 
@@ -29,6 +37,29 @@ def test_tiktoken_and_transformers_agree_on_ids_and_answer_starts() -> None:
         assert (ids, start) == slow.encode_answer("assistant\n", answer)
         merged += start < len(fast.encode("assistant\n"))
     assert merged > 50  # answers whose first newline merged into the header's token
+
+
+class PanicException(BaseException):  # noqa: N818 - as pyo3 calls it
+    """Raised by extensions in Rust."""
+
+
+def test_a_panic_of_the_tokenizer_is_the_texts_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = TransformersTokenizer(builtin_tokenizer())
+    fast = TiktokenTokenizer(qwen_ranks(), QWEN_PATTERN, {}, nfc=True)
+    monkeypatch.setattr(tokenizer, "check_runs", lambda text: None)
+    with pytest.raises(SampleError, match="unexpected_error: the tokenizer panics: .*StackOverflow"):
+        fast.encode("a" + " " * 1_000_000 + "x")
+
+    for one, encoder, method in (
+        (fast, "_encoding", "encode_ordinary"),
+        (slow, "_backend", "encode"),
+    ):
+        for error, told in ((PanicException("no room"), SampleError), (KeyboardInterrupt(), None)):
+            fake = Mock(**{f"{method}.side_effect": error})
+            monkeypatch.setattr(one, encoder, fake)
+            for encode in (one.encode, lambda text, one=one: one.encode_answer(text, "b")):
+                with pytest.raises(told or type(error), match="panics: no room" if told else None):
+                    encode("a")
 
 
 @pytest.mark.parametrize("token", QWEN_SPECIAL_TOKENS)

@@ -1,5 +1,6 @@
 """Elements of a JSON array: those that the parser finds, however the file is cut."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,25 @@ def test_damaged_arrays(tmp_path: Path, text: str, outcomes: list[str]) -> None:
     contents = [record.content for record in read(path)]
     reasons = [c.reason if isinstance(c, SampleError) else "ok" for c in contents]
     assert reasons == outcomes
+
+
+@pytest.mark.parametrize("block", [1, 7, 1 << 16])
+@pytest.mark.parametrize(("name", "text"), [("a.jsonl.gz", "{}%s{}"), ("a.json.gz", "[{}%s{}]")])
+def test_blank_records_are_counted_but_not_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, block: int
+) -> None:
+    monkeypatch.setattr(jsonl, "_BUFFER", block)
+    between = (" ,\n" if "[" in text else " \t\r\n") * 2000
+    (tmp_path / name).write_bytes(gzip.compress((text % between).encode()))
+    form = name.split(".")[1]
+    source = open_source({"format": form, "path": str(tmp_path / name), "task": "bmr"})
+    (part,) = source.scan(10).parts
+    records = list(source.records(part))
+    assert [record.key for record in records] == ["a:1", "a:2001"]
+    assert [record.content for record in records] == [{}, {}]
+    if block > 7:
+        assert isinstance(source, jsonl.JsonlSource)
+        assert len(list(source._split(*part.items[:3]))) < 5
 
 
 def test_element_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
