@@ -39,14 +39,15 @@ class ShareDoneError(StageError):
 
 
 def as_sample_error(error: Exception) -> SampleError:
-    """Why a record is set aside that raised an error, whatever it is.
+    """Why a record is set aside that raised an error, whatever it is; without the traceback, which
+    would hold on to all that the record holds.
 
     Raises:
         Exception: the error itself, if it is not the fault of a record: a failing disk, a lack
             of memory or of a package, a stage that cannot go on.
     """
     if isinstance(error, SampleError):
-        return error
+        return SampleError(error.reason, error.detail)
     if isinstance(error, OSError | MemoryError | ImportError | StageError):
         raise error
     text = " ".join(f"{type(error).__name__}: {error}".split())

@@ -2,7 +2,8 @@
 too many pixels as `image_too_large`), so that no file takes more than about 1 GiB or a minute. No
 limit depends on time or on the machine: the same input gives the same bytes.
 
-The first three are defaults of options of a source, `MAX_IMAGE_PIXELS` is one of the model's.
+The first three and `MAX_PAGE_BYTES` are defaults of options of a source, `MAX_IMAGE_PIXELS` is one
+of the model's.
 """
 
 import itertools
@@ -25,6 +26,9 @@ MAX_JSON_BYTES: Final = 32 << 20
 #: and one with more values before it is parsed: small ones take 200 bytes each.
 MAX_JSON_VALUES: Final = 2_000_000
 
+#: A page of a Parquet file is decoded as a whole, which takes three times its size.
+MAX_PAGE_BYTES: Final = 192 << 20
+
 #: White space in a row. Tokenizers try it in several ways and run out of stack at a million.
 MAX_WHITE_SPACE: Final = 1 << 18
 #: Marks on one character. Unicode's own bound is 30; normalizing n takes n² steps.
@@ -35,6 +39,9 @@ MAX_IMAGE_PIXELS: Final = 89_478_485
 #: How many times the memory of other images the decoder of a format needs. WebP's holds two
 #: canvases, TIFF's strips, that of progressive JPEGs all coefficients.
 DECODING_COST: Final = {"WEBP": 2.0, "TIFF": 1.5, "progressive": 1.5}
+#: Bytes of an image file: no format takes more for a pixel, and so many for what describes it.
+MAX_PIXEL_BYTES: Final = 16
+MAX_IMAGE_EXTRA: Final = 4 << 20
 #: Pixels of a progressive JPEG times its scans: each goes through the whole picture.
 MAX_SCANNED_PIXELS: Final = 4_000_000_000
 #: Reads of a file, most of a few bytes, until an image's size is found.

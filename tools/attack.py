@@ -82,12 +82,23 @@ def write_bomb_stream(root: Path, line: bytes, megabytes: int) -> dict[str, Any]
 TEXT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello."}]
 
 
-def write_large_cells(root: Path, megabytes: int, number: int) -> dict[str, Any]:
-    """Cells of one row group."""
-    images = [picture() + bytes(megabytes << 20) for _ in range(number)]
-    columns = {"image": images, "question": ["What?"] * number, "answer": ["A square."] * number}
-    pq.write_table(pa.table(columns), root / "a.parquet", compression="zstd")
-    return {"format": "parquet", "path": str(root)}
+def write_large_cells(
+    root: Path, kind: str, megabytes: int, number: int, *, dictionary: bool
+) -> dict[str, Any]:
+    """Cells of one row group, after good ones in another."""
+    images = [picture() + bytes(megabytes << 20)] * number
+    for name, cells in (("good", [picture()] * GOOD), ("large", images)):
+        texts = {"question": ["What?"] * len(cells), "answer": ["A square."] * len(cells)}
+        table = pa.table({"image": cells, **texts})
+        if kind == "parquet":
+            pq.write_table(
+                table, root / f"{name}.parquet", compression="zstd", use_dictionary=dictionary
+            )
+        else:
+            options = pa.ipc.IpcWriteOptions(compression="zstd" if dictionary else None)
+            with pa.ipc.new_stream(root / f"{name}.arrow", table.schema, options=options) as writer:
+                writer.write_table(table)
+    return {"format": kind, "path": str(root)}
 
 
 def cases(num_records: int, seed: int) -> Iterator[tuple[str, Callable[[Path], dict[str, Any]]]]:
@@ -110,10 +121,18 @@ def cases(num_records: int, seed: int) -> Iterator[tuple[str, Callable[[Path], d
     for name, line in (("zeros", b"\0"), ("lines", b"\n"), ("spaces", b" "), ("text", b"a" * 64)):
         yield f"gz_{name}", lambda root, line=line: write_bomb_stream(root, line, 500)
     for megabytes, number in ((100, 3), (100, 12), (10, 100)):
-        yield (
-            f"cells_{number}x{megabytes}MB",
-            lambda root, m=megabytes, n=number: write_large_cells(root, m, n),
-        )
+        for kind, case, dictionary in (
+            ("parquet", "cells", True),
+            ("parquet", "pages", False),
+            ("huggingface", "arrow", False),
+            ("huggingface", "arrow_zstd", True),
+        ):
+            yield (
+                f"{case}_{number}x{megabytes}MB",
+                lambda root, k=kind, m=megabytes, n=number, d=dictionary: write_large_cells(
+                    root, k, m, n, dictionary=d
+                ),
+            )
 
 
 def write_apart(write: Callable[[Path], dict[str, Any]], root: Path) -> dict[str, Any]:

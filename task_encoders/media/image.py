@@ -17,7 +17,9 @@ from task_encoders.limits import (
     DECODING_COST,
     MAX_HEADER_BYTES,
     MAX_HEADER_READS,
+    MAX_IMAGE_EXTRA,
     MAX_IMAGE_PIXELS,
+    MAX_PIXEL_BYTES,
 )
 from task_encoders.media.jpeg_header import HEAD_BYTES, check_scans, jpeg_size
 from task_encoders.samples import SampleError
@@ -130,6 +132,7 @@ def read_image_header(file: BinaryIO, *, max_image_pixels: int = MAX_IMAGE_PIXEL
     ):
         file_size = file.seek(-len(_JPEG_END), io.SEEK_END) + len(_JPEG_END)
         if file.read(len(_JPEG_END)) == _JPEG_END:
+            _check_bytes(file_size, plain.pixels)
             if plain.is_progressive:
                 check_scans(file, file_size, plain.pixels)
             return ImageHeader(plain.height, plain.width, "JPEG")
@@ -211,6 +214,7 @@ def _open(file: BinaryIO, max_image_pixels: int) -> tuple[Image.Image, int]:
     position = file.tell()
     is_progressive = bool(image.info.get("progressive"))
     _check_pixels(image, "progressive" if is_progressive else image_format, max_image_pixels)
+    _check_bytes(size, image.width * image.height)
     if is_progressive:
         check_scans(file, size, image.width * image.height)
     tail = _read_tail(file, size, _TAIL_BYTES if image_format == "PNG" else _END_BYTES)
@@ -228,6 +232,16 @@ def _check_pixels(image: Image.Image, decoder: str, max_image_pixels: int) -> No
         raise SampleError(
             "image_too_large",
             f"{image.width}x{image.height} pixels > max_image_pixels {max_image_pixels}{of}",
+        )
+
+
+def _check_bytes(size: int, pixels: int) -> None:
+    """Raise SampleError: too_costly for a file that is mostly something other than the picture:
+    packs would carry it."""
+    limit = MAX_IMAGE_EXTRA + MAX_PIXEL_BYTES * pixels
+    if size > limit:
+        raise SampleError(
+            "too_costly", f"{size:,} bytes for {pixels:,} pixels > {limit:,}; save the picture anew"
         )
 
 

@@ -9,6 +9,7 @@ A record's key is its id, or else `FILE:ROW`, rows counted from 0.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final
@@ -23,7 +24,8 @@ from offline_packing.sources.reading import row_files
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.reading.row_files import RowFile
 from offline_packing.sources.roots.listing import hash_files
-from task_encoders.limits import MAX_JSON_BYTES
+from task_encoders.field_types import Count, added
+from task_encoders.limits import MAX_JSON_BYTES, MAX_PAGE_BYTES
 from task_encoders.records.record import own_key
 from task_encoders.samples import SampleError
 
@@ -37,6 +39,8 @@ class TableSource(Source):
     Options = FileOptions
     #: kind of the locators
     KIND: ClassVar[str]
+    #: largest page that is decoded
+    max_page_bytes = MAX_PAGE_BYTES
 
     def scan(self, samples_per_part: int) -> Scan:
         files = self.files()
@@ -74,16 +78,30 @@ class TableSource(Source):
             unread = tuple(name for name in with_bytes if name not in columns)
             others = (one for one in rows.schema if one.name not in {*columns, *unread})
             unread_text = tuple(one.name for one in others if "string" in str(one.type))
-            for batch in rows.batches(groups, columns):
-                column = row_files.record_column(batch.schema.names, media_columns)
-                for values in _to_rows(batch):
-                    at = Locator(self.KIND, container, row, 0, column)
-                    record = self._record(f"{stem}:{row}", at, values, media_columns)
-                    yield replace(record, unread=unread, unread_text=unread_text)
-                    row += 1
+            column = row_files.record_column(columns, media_columns)
+            for values in self._values(rows, groups, columns):
+                at = Locator(self.KIND, container, row, 0, column)
+                record = self._record(f"{stem}:{row}", at, values, media_columns)
+                yield replace(record, unread=unread, unread_text=unread_text)
+                row += 1
         except _DAMAGE as error:
             for lost in range(row, end):
                 yield self._lost(container, f"{stem}:{lost}", lost, _one_line(error))
+
+    def _values(
+        self, rows: RowFile, groups: range, columns: Sequence[str]
+    ) -> Iterator[Mapping[str, Any] | SampleError]:
+        """Each row of some groups; of those that would take too much memory, the error."""
+        for group in groups:
+            largest = rows.largest_page(group, columns)
+            if largest > self.max_page_bytes:
+                problem = f"a page of {largest:,} bytes > source.max_page_bytes"
+                remedy = f"{self.max_page_bytes:,}; raise it, or write smaller row groups"
+                error = SampleError("too_costly", f"{problem} {remedy}")
+                yield from itertools.repeat(error, rows.group_rows[group])
+                continue
+            for batch in rows.batches(range(group, group + 1), columns):
+                yield from _to_rows(batch)
 
     def _lost(self, container: str, key: str, row: int, detail: str) -> SourceRecord:
         at = Locator(self.KIND, container, row, 0)
@@ -145,11 +163,24 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
+class ParquetOptions(FileOptions):
+    """Options of Parquet files."""
+
+    #: rows of a row group with a page that is larger when decoded are set aside
+    max_page_bytes: Count = added(MAX_PAGE_BYTES)
+
+
 class ParquetSource(TableSource):
     """Parquet files: one, or all below a folder."""
 
+    Options = ParquetOptions
+    options: ParquetOptions
     KIND = "parquet_row"
     ENDINGS = (".parquet",)
+
+    @property
+    def max_page_bytes(self) -> int:  # type: ignore[override]
+        return self.options.max_page_bytes
 
 
 class HuggingFaceOptions(FileOptions):

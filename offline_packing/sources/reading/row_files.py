@@ -15,11 +15,16 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from offline_packing.sources.reading.parquet_pages import largest_page
 from task_encoders.samples import SampleError
 
 #: Rows and bytes taken at a time while reading in order.
 _BATCH_ROWS: Final = 128
 _BATCH_BYTES: Final = 4 << 20
+#: and at most so many, whichever values the rows hold.
+_MAX_BATCH_BYTES: Final = 64 << 20
+#: Bytes handed on at a time.
+_MAX_PART_BYTES: Final = 16 << 20
 #: Bytes of a remote Parquet file asked for at a time.
 _REMOTE_BUFFER: Final = 4 << 20
 #: Of Arrow's streaming format: a continuation mark, and a message of length 0.
@@ -33,6 +38,7 @@ class RowFile:
         self, source: "BinaryIO | pa.NativeFile", kind: str, mapped: mmap.mmap | None = None
     ) -> None:
         """Raises pa.ArrowException or OSError if the file is damaged."""
+        self._source = source
         self._parquet: pq.ParquetFile | None = None
         self._table: pa.Table | None = None
         self._mapped = mapped
@@ -68,21 +74,41 @@ class RowFile:
         column is decoded at a time.
         """
         if self._parquet is not None:
-            num_rows = sum(self.group_rows[i] for i in groups)
-            num_bytes = sum(self.group_bytes[i] for i in groups)
-            size = min(_BATCH_ROWS, max(1, _BATCH_BYTES * num_rows // max(1, num_bytes)))
             for group in groups:  # of several at once, Arrow refuses lists of dictionaries
+                num_rows, num_bytes = self.group_rows[group], self.group_bytes[group]
+                # All rows may hold the longest value of a page.
+                longest = max(1, self.largest_page(group, columns))
+                size = min(
+                    _BATCH_BYTES * num_rows // max(1, num_bytes), _MAX_BATCH_BYTES // longest
+                )
+                size = max(1, min(_BATCH_ROWS, size))
                 for batch in self._parquet.iter_batches(size, [group], list(columns)):
-                    yield as_plain(batch)
-                    self.release()
+                    for part in _parts(as_plain(batch)):
+                        yield part
+                        self.release()
             return
         assert self._table is not None
         begin, end = self.group_starts[groups.start], self.group_starts[groups.stop]
         rows = self._table.select(list(columns)).slice(begin, end - begin)
         for batch in rows.to_batches(max_chunksize=_BATCH_ROWS):
             batch.validate(full=True)  # nothing else does, and a wrong offset would end the process
-            yield batch
-            self.release()
+            for part in _parts(batch):
+                yield part
+                self.release()
+
+    def largest_page(self, group: int, columns: Sequence[str]) -> int:
+        """Bytes, unpacked, of the largest page of a row group; 0 in Arrow files, which are used as
+        they are."""
+        if self._parquet is None:
+            return 0
+        metadata = self._parquet.metadata.row_group(group)
+        chunks = [metadata.column(i) for i in range(metadata.num_columns)]
+        wanted = [one for one in chunks if one.path_in_schema.partition(".")[0] in columns]
+        return max((largest_page(chunk, self._read) for chunk in wanted), default=0)
+
+    def _read(self, offset: int, size: int) -> bytes:
+        self._source.seek(offset)
+        return self._source.read(size)
 
     def release(self) -> None:
         """Release the memory of what was read from a mapped file; it is read again if needed."""
@@ -92,6 +118,16 @@ class RowFile:
     def group(self, number: int, columns: Sequence[str]) -> pa.Table:
         """All rows of one group."""
         return pa.Table.from_batches(self.batches(range(number, number + 1), columns))
+
+
+def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """A batch cut until its parts have at most so many bytes, or one row."""
+    if len(batch) < 2 or batch.nbytes <= _MAX_PART_BYTES:
+        yield batch
+    else:
+        half = len(batch) // 2
+        yield from _parts(batch.slice(0, half))
+        yield from _parts(batch.slice(half))
 
 
 def _open_parquet(source: "BinaryIO | pa.NativeFile", buffer_size: int) -> pq.ParquetFile:

@@ -7,10 +7,12 @@ from pathlib import Path
 import orjson
 import pytest
 
+from offline_packing.errors import as_sample_error
 from offline_packing.index.measured import MeasuredSample
 from offline_packing.measure.measure_part import Measuring
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Embedded, Source, SourceRecord
+from task_encoders.samples import SampleError
 from tests.helpers.accounting import MODEL, open_one
 
 #: Of the records, every seventh has an empty answer.
@@ -58,3 +60,14 @@ def test_media_in_records_are_held_within_a_limit(
     next(rows)
     assert drawn == most
     assert len(list(rows)) == len(found) - 1
+
+
+def test_an_error_holds_nothing_of_its_record() -> None:
+    def fail(record: bytes) -> None:
+        raise SampleError("too_costly", f"{len(record)} bytes")
+
+    with pytest.raises(SampleError) as raised:
+        fail(bytes(100))
+    assert raised.value.__traceback__ is not None  # whose frames have the record
+    kept = as_sample_error(raised.value)
+    assert (str(kept), kept.__traceback__) == ("too_costly: 100 bytes", None)

@@ -14,6 +14,7 @@ from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
 from task_encoders.families import build_sample_encoder
+from task_encoders.limits import MAX_IMAGE_EXTRA, MAX_PIXEL_BYTES
 from task_encoders.media import image, jpeg_header
 from task_encoders.media.image import decode_image, read_image_header, smart_resize
 from task_encoders.samples import SampleError
@@ -182,6 +183,17 @@ def test_decoders_that_need_more_memory_have_fewer_pixels() -> None:
         assert header(data, max_image_pixels=4800).width == 60
         with pytest.raises(SampleError, match=r"60x40 pixels > max_image_pixels 3200 / "):
             header(data, max_image_pixels=3200)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+def test_files_that_are_mostly_something_else_are_refused(form: str) -> None:
+    data = save(picture(), form)
+    limit = MAX_IMAGE_EXTRA + MAX_PIXEL_BYTES * 60 * 40
+    end = data[-12:]
+    most = data[:-12] + bytes(limit - len(data)) + end
+    assert header(most).width == 60
+    with pytest.raises(SampleError, match=f"too_costly: {limit + 1:,} bytes for 2,400 pixels"):
+        header(data[:-12] + bytes(limit + 1 - len(data)) + end)
 
 
 def test_scans_are_counted_where_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:

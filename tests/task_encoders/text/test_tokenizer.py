@@ -39,7 +39,7 @@ def test_tiktoken_and_transformers_agree_on_ids_and_answer_starts() -> None:
     assert merged > 50  # answers whose first newline merged into the header's token
 
 
-class PanicException(BaseException):  # noqa: N818 - as pyo3 calls it
+class PanicException(BaseException):
     """Raised by extensions in Rust."""
 
 
@@ -47,7 +47,9 @@ def test_a_panic_of_the_tokenizer_is_the_texts_fault(monkeypatch: pytest.MonkeyP
     slow = TransformersTokenizer(builtin_tokenizer())
     fast = TiktokenTokenizer(qwen_ranks(), QWEN_PATTERN, {}, nfc=True)
     monkeypatch.setattr(tokenizer, "check_runs", lambda text: None)
-    with pytest.raises(SampleError, match="unexpected_error: the tokenizer panics: .*StackOverflow"):
+    with pytest.raises(
+        SampleError, match=r"unexpected_error: the tokenizer panics: .*StackOverflow"
+    ):
         fast.encode("a" + " " * 1_000_000 + "x")
 
     for one, encoder, method in (

@@ -8,7 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.errors import StageError
-from offline_packing.sources.reading import row_reader
+from offline_packing.sources.reading import row_files, row_reader
+from offline_packing.sources.reading.parquet_pages import largest_page
+from offline_packing.sources.reading.row_files import RowFile
 from offline_packing.verify.verify import verify
 from tests.helpers import accounting, formats
 from tests.helpers.datasets import image_bytes, make_run, pack_all, write_json
@@ -180,3 +182,46 @@ def test_pictures_in_columns_that_texts_are_named_by(tmp_path: Path) -> None:
     table = pa.table({"id": ["a"], "image": [JPEG], "output": output, "caption": ["A dog."]})
     source = write_parquet(tmp_path / "data", table)
     assert texts_of(source, tmp_path) == ["A dog."]
+
+
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_row_groups_with_large_pages_are_set_aside(tmp_path: Path, dictionary: bool) -> None:
+    images = [JPEG, JPEG + bytes(700_000), OTHER + bytes(800_000)]
+    table = pa.table({"image": images, "caption": ["A dog."] * 3})
+    options = {"row_group_size": 2, "use_dictionary": dictionary, "data_page_size": 1 << 30}
+    source = write_parquet(tmp_path / "data", table, **options)
+    source["max_page_bytes"] = 1_000_000
+    path = tmp_path / "data" / "a.parquet"
+    found = [outcome for _, outcome, _ in accounting.account(accounting.open_one(source, tmp_path))]
+    assert found == ["ok"] * 3  # a column chunk of at most 1 MiB is not looked into
+
+    pq.write_table(table, path, **{**options, "row_group_size": 3})
+    found = [outcome for _, outcome, _ in accounting.account(accounting.open_one(source, tmp_path))]
+    assert found == ["too_costly"] * 3
+    source["max_page_bytes"] = 2_000_000
+    found = [outcome for _, outcome, _ in accounting.account(accounting.open_one(source, tmp_path))]
+    assert found == ["ok"] * 3
+
+    chunk = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    data = path.read_bytes()
+    own = largest_page(chunk, lambda offset, size: data[offset : offset + size])
+    assert sum(map(len, images)) <= own <= sum(map(len, images)) + 100
+    no_headers = largest_page(chunk, lambda offset, size: b"")
+    assert no_headers == chunk.total_uncompressed_size > own
+
+
+@pytest.mark.parametrize("kind", ["parquet_row", "arrow_row"])
+def test_rows_are_handed_on_a_few_megabytes_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(row_files, "_MAX_PART_BYTES", 1000)
+    table = pa.table({"image": [bytes([i]) * size for i, size in enumerate((9, 9, 2000, 5, 700))]})
+    with open(tmp_path / "a", "wb") as file:
+        if kind == "parquet_row":
+            pq.write_table(table, file)
+        else:
+            row_files.write_arrow(file, table.to_batches())
+    rows = RowFile.open(open(tmp_path / "a", "rb"), kind)  # noqa: SIM115 - it closes the file
+    parts = list(rows.batches(range(1), ["image"]))
+    assert [len(part) for part in parts] == [2, 1, 2]
+    assert pa.Table.from_batches(parts) == table
