@@ -6,11 +6,13 @@ the next row: batches carry it to the trainer, from any worker and over a restar
 
 import logging
 import tarfile
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megatron.energon import SavableDataset, WorkerConfig
 from megatron.energon.errors import FatalSampleError
+from megatron.energon.flavors.webdataset.itar_reader import ITarReader
 from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
 from megatron.energon.savable import Savable
 from megatron.energon.state import FlexState
@@ -61,17 +63,24 @@ class SetAside(Savable):
         """The rows, each of which tells of all lines since the one before it.
 
         Raises:
-            FatalSampleError: a file ends early or cannot be read, and so no more rows come.
+            FatalSampleError: a file is damaged, ends early or cannot be read, and so no more rows
+                come.
         """
         try:
             for row in rows:
                 row.dropped[:0] = self.lines
                 self.lines.clear()
                 yield row
-        except (OSError, EOFError, tarfile.TarError) as error:
+        except FatalSampleError:
+            raise
+        except Exception as error:
+            tar = _read_tar(error)
+            if tar is None and not isinstance(error, OSError | EOFError | tarfile.TarError):
+                raise
             raise FatalSampleError(
-                f"{', '.join(self._folders)}: {error}; restore the tars, and prepare them again if "
-                "they have changed"
+                f"{tar or ', '.join(self._folders)}: {error}; the tar or its .idx is damaged or "
+                "gone: offline-packing verify names the remedy; tars of others are to be restored, "
+                "and prepared again if they have changed"
             ) from error
 
     def save_state(self) -> list[str]:
@@ -79,6 +88,15 @@ class SetAside(Savable):
 
     def restore_state(self, state: list[str]) -> None:
         self.lines[:] = state
+
+
+def _read_tar(error: Exception) -> str | None:
+    """The tar in which Energon met an error; None where it was not reading one. Most of its texts
+    do not say."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals["__name__"] == ITarReader.__module__ and "shard_name" in frame.f_locals:
+            return f"{frame.f_locals['self'].base_path}/{frame.f_locals['shard_name']}"
+    return None
 
 
 def _key_of(sample: Any) -> str:

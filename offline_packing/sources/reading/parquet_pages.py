@@ -13,8 +13,11 @@ _HEADER_BYTES: Final = 1 << 14
 #: A column chunk of at most these bytes is not looked into.
 _SMALL_CHUNK: Final = 1 << 20
 
-_STOP, _BYTE, _DOUBLE, _BINARY, _STRUCT = 0, 3, 7, 8, 12
-_FLAGS, _INTEGERS = (1, 2), (4, 5, 6)
+#: Kinds of values: bytes of those of one size (flags are in their own head), and others.
+_FIXED: Final = {1: 0, 2: 0, 3: 1, 7: 8}
+_INTEGERS: Final = (4, 5, 6)
+_BINARY: Final = 8
+_STRUCT: Final = 12
 
 
 def largest_page(chunk: Any, read: Callable[[int, int], bytes]) -> int:
@@ -39,49 +42,53 @@ def largest_page(chunk: Any, read: Callable[[int, int], bytes]) -> int:
 def page_header(data: bytes) -> tuple[int, int, int]:
     """Bytes of a page unpacked and packed, and of its header. Raises IndexError: these bytes hold
     no whole header."""
-    position, sizes, field = 0, {2: 0, 3: 0}, 0
+    reader, field, sizes = _Compact(data), 0, {2: 0, 3: 0}
+    while head := reader.byte():
+        field = field + (head >> 4) if head >> 4 else reader.integer() >> 1
+        if field in sizes:
+            value = reader.integer()
+            sizes[field] = (value >> 1) ^ -(value & 1)  # zigzag
+        else:
+            reader.skip(head & 15)
+    if min(sizes.values()) < 0 or reader.position > len(data):
+        raise IndexError
+    return sizes[2], sizes[3], reader.position
 
-    def integer() -> int:
-        nonlocal position
+
+class _Compact:
+    """Reads a struct in the compact protocol."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.position = 0
+
+    def byte(self) -> int:
+        self.position += 1
+        return self._data[self.position - 1]
+
+    def integer(self) -> int:
+        """Seven bits per byte, the lowest first."""
         value = shift = 0
         while True:
-            byte = data[position]
-            position += 1
+            byte = self.byte()
             value |= (byte & 127) << shift
             shift += 7
             if byte < 128:
                 return value
 
-    def skip(kind: int, depth: int) -> None:
-        nonlocal position
-        if kind in (_BYTE, _DOUBLE):
-            position += 1 if kind == _BYTE else 8
+    def skip(self, kind: int, depth: int = 0) -> None:
+        """Pass over a value. Raises IndexError for a list, which these headers lack."""
+        if kind in _FIXED:
+            self.position += _FIXED[kind]
         elif kind in _INTEGERS:
-            integer()
+            self.integer()
         elif kind == _BINARY:
-            length = integer()  # moves the position
-            position += length
+            size = self.integer()
+            self.position += size
         elif kind == _STRUCT and depth < 8:
-            while (inner := next_field()) != _STOP:
-                skip(inner, depth + 1)
-        elif kind not in _FLAGS:  # PageHeader has no lists
-            raise IndexError
-
-    def next_field() -> int:
-        nonlocal position, field
-        head = data[position]
-        position += 1
-        field = field + (head >> 4) if head >> 4 or not head else integer() >> 1
-        return head & 15
-
-    while (kind := next_field()) != _STOP:
-        number = field
-        if number in sizes:
-            value = integer()
-            sizes[number] = (value >> 1) ^ -(value & 1)  # zigzag
+            while head := self.byte():
+                if not head >> 4:
+                    self.integer()
+                self.skip(head & 15, depth + 1)
         else:
-            skip(kind, 0)
-            field = number
-    if min(sizes.values()) < 0 or position > len(data):
-        raise IndexError
-    return sizes[2], sizes[3], position
+            raise IndexError

@@ -3,6 +3,7 @@
 import collections
 import functools
 import itertools
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.energon import (
@@ -19,6 +21,7 @@ from megatron.energon import (
     get_val_dataset,
     get_val_datasets,
 )
+from megatron.energon.errors import FatalSampleError
 
 from task_encoders.loading.packed_dataset import (
     PackedLoader,
@@ -299,6 +302,32 @@ def test_the_advice_for_a_blend_is_one_that_works(measured: Path) -> None:
         with pytest.raises(PackingSettingsError, match=f"set {PACKED}=1 alone"):
             plain_train(blend, PackedTaskEncoder(settings=settings, **options))
     plain_train(blend, PackedTaskEncoder(settings=PackingSettings(packed=True), **options))
+
+
+DAMAGE: dict[str, Callable[[bytearray, Any], None]] = {
+    "header": lambda tar, offsets: tar.__setitem__(slice(offsets[2], offsets[2] + 512), bytes(512)),
+    "end": lambda tar, offsets: tar.__delitem__(slice(offsets[2] + 600, None)),
+    "offset": lambda tar, offsets: offsets.__setitem__(2, offsets[2] + 1024),
+    "order": lambda tar, offsets: offsets.__setitem__(2, offsets[3]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_tar_or_index_is_named(tmp_path: Path, encoder: Any, damage: str) -> None:
+    folder = text_folder(tmp_path / "packs", 5)
+    tar, index = folder / "shard_0.tar", folder / "shard_0.tar.idx"
+    data, offsets = bytearray(tar.read_bytes()), np.fromfile(index, "<u8")
+    DAMAGE[damage](data, offsets)
+    tar.write_bytes(data)
+    offsets.tofile(index)
+    named = (
+        rf"{re.escape(str(tar))}: .*; the tar or its \.idx is damaged .* verify names the remedy"
+    )
+    with (
+        loading(get_packed_loader, folder, encoder, 0, repeat=False) as loader,
+        pytest.raises(FatalSampleError, match=named),
+    ):
+        keys_of(loader)
 
 
 def test_a_damaged_manifest_is_named(tmp_path: Path, encoder: Any) -> None:
