@@ -57,6 +57,7 @@ def test_packs_of_numbers_are_those_of_the_document(
     assert [[int(number) for number in pack] for pack in packs] == PRINTED[strategy, num_workers]
 
 
+@pytest.mark.exhaustive
 def test_every_stage_prints_and_draws_and_padding_falls(
     programs: dict[str, Any], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -172,6 +172,7 @@ def test_the_checkpoint_of_the_script_loads_in_transformers(sft_run: Path) -> No
     assert logits.isfinite().all()
 
 
+@pytest.mark.exhaustive
 def test_stage_1_trains_the_projector_on_two_processes(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -185,6 +186,7 @@ def test_stage_1_trains_the_projector_on_two_processes(
     assert (tmp_path / "hf" / "config.json").is_file()
 
 
+@pytest.mark.exhaustive
 def test_from_init_to_a_trained_model(tmp_path: Path) -> None:
     """The three commands that the README shows, with sft.yaml's validation."""
     data = mixed_pairs(tmp_path / "data", 30)
@@ -255,6 +257,7 @@ def test_stage_1_5_refuses_packs_of_another_task(dialogues: Path, tmp_path: Path
     assert "OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_BMR=1" in line
 
 
+@pytest.mark.exhaustive
 def test_data_that_are_not_packed(tmp_path: Path) -> None:
     folder = crude_folder(tmp_path / "crude", 20)
     online = "data.online={seq_length: 512, model: {max_pixels: 50176}}"

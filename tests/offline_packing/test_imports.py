@@ -77,7 +77,13 @@ def test_measure_plan_and_report(config: str) -> None:
         assert text in result.stdout
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=() if layout == "energon" else pytest.mark.exhaustive)
+        for layout in LAYOUTS
+    ],
+)
 def test_a_whole_run(config: str, layout: str) -> None:
     """Writing and verifying in every layout, with Energon's metadata, needs none of them either."""
     result = run_blocked(BLOCKED, "run", config, f"output.layout={layout}")

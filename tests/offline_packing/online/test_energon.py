@@ -129,7 +129,7 @@ def test_packs_are_the_planners(texts: Path) -> None:
     assert keys_of(batches(texts, buffer=64, seed=3, **in_order)) == expected
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_state_of_each_of_fifty_steps_gives_the_identical_rest(
     num_workers: int, texts: Path
 ) -> None:

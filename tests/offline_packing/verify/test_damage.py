@@ -33,7 +33,13 @@ UNCHECKED = {
     r"_packing/report/report\.(html|json)": "for people; `report` makes them anew",
     r"_packing/index/_started\.json": "read while the index is not complete only",
 }
-LAYOUTS = ("energon", "indexed", "llava_onevision", "raw_packing", "references")
+LAYOUTS = (
+    *("energon", "references"),
+    *(
+        pytest.param(layout, marks=pytest.mark.exhaustive)
+        for layout in ("indexed", "llava_onevision", "raw_packing")
+    ),
+)
 
 Edit = Callable[[Path], None]
 
