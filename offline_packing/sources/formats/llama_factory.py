@@ -21,7 +21,7 @@ from offline_packing.errors import StageError
 from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextSource
 from offline_packing.sources.formats.tables import ParquetSource
-from offline_packing.sources.options import FieldMap, FileOptions, MediaOptions
+from offline_packing.sources.options import FieldMap, MediaOptions
 from task_encoders.limits import MAX_JSON_BYTES
 from task_encoders.records.questions import read_history, with_input
 from task_encoders.records.record import load_json
@@ -88,10 +88,11 @@ class LlamaFactorySource(Source):
             )
         folder = self.root.path("").rstrip("/")
         root = self.image_root or folder
-        of_file = FileOptions(
+        reader = _FORMATS[suffix]
+        of_file = reader.Options(
             format=options.format, path=f"{folder}/{name}", task=options.task, image_root=root
         )
-        self._file = _FORMATS[suffix](of_file, **places)
+        self._file = reader(of_file, **places)
         self._file.fields = self.fields = _EntryFields(entry)
         self.root, self.media = self._file.root, self._file.media
         self.image_root = self._file.image_root
