@@ -89,8 +89,13 @@ class LlamaFactorySource(Source):
         folder = self.root.path("").rstrip("/")
         root = self.image_root or folder
         reader = _FORMATS[suffix]
-        of_file = reader.Options(
-            format=options.format, path=f"{folder}/{name}", task=options.task, image_root=root
+        of_file = reader.Options.model_validate(
+            {
+                "format": options.format,
+                "path": f"{folder}/{name}",
+                "task": options.task,
+                "image_root": root,
+            }
         )
         self._file = reader(of_file, **places)
         self._file.fields = self.fields = _EntryFields(entry)
