@@ -8,7 +8,7 @@ class StageError(RuntimeError):
 
 
 class ChangedError(StageError):
-    """What was measured is gone, or is another."""
+    """The source changed after it was measured."""
 
     def __init__(self, what: str, why: object = "") -> None:
         super().__init__(
@@ -34,7 +34,7 @@ class DiskFullError(StageError):
 
 
 class ShareDoneError(StageError):
-    """One of several ranks has done its share of a stage, and the others have not: the stage goes
+    """One of several ranks has done its share of a stage, the others are not done: the stage goes
     on when it is run again after them."""
 
 

@@ -98,7 +98,7 @@ class PackingConfig(Section):
 
     @property
     def task(self) -> str:
-        """What the packs are trained as."""
+        """Task that the packs are trained as."""
         return self.source[0].task
 
     def key_prefixes(self) -> list[str]:
@@ -109,7 +109,7 @@ class PackingConfig(Section):
         return [f"{name}/" if name else "" for name in names]
 
     def source_names(self) -> list[str]:
-        """What the sources are called: their names, or the last parts of their paths."""
+        """Labels of the sources: their names, or the last parts of their paths."""
         return [
             prefix.rstrip("/") or source.path.rstrip("/").rpartition("/")[2]
             for source, prefix in zip(self.source, self.key_prefixes(), strict=True)

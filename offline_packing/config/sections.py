@@ -39,7 +39,7 @@ class OrderConfig(Section):
 
 
 class PackConfig(Section):
-    """How samples are put together."""
+    """Options of packing."""
 
     #: tokens of a pack
     seq_length: Annotated[Count, Field(le=2**31 - 1)] = 8192
@@ -121,7 +121,7 @@ class PackConfig(Section):
 
 
 class OutputConfig(Section):
-    """What is written, and where."""
+    """Output folder, and form of the packs in it."""
 
     #: the folder a trainer is given
     path: LocalPath
@@ -163,7 +163,7 @@ class OutputConfig(Section):
 
 
 class EngineConfig(Section):
-    """What runs the tasks. Nothing here changes any result."""
+    """Engine that runs the tasks. Nothing here changes any result."""
 
     #: a name in ENGINES
     name: Annotated[str, one_of(ENGINES)] = "local"
@@ -174,7 +174,7 @@ class EngineConfig(Section):
 
 
 class ReportConfig(Section):
-    """What the summary compares with."""
+    """Unpacked training that the summary compares with."""
 
     #: sequences per training step, before and after packing
     global_batch_size: Count = 256

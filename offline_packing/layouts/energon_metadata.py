@@ -52,10 +52,10 @@ METADATA_FILES: Final = (
     "index.uuid",
 )
 
-#: Whose tables and files these are.
+#: Version of Energon whose tables and files these are.
 ENERGON_VERSION: Final = "7.4.1"
 
-#: In task_encoders.energon_samples, by task.
+#: Classes in task_encoders.energon_samples, by task.
 _SAMPLE_CLASS: Final = {
     "captioning": "PackedCaptioningSample",
     "vqa": "PackedVQASample",

@@ -1,4 +1,4 @@
-"""Which samples are packed, how often and in which split; what the planner makes of them."""
+"""Samples to pack, their uses and splits, and the plan made of them."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -76,7 +76,7 @@ def _pack_uses(
                     "set_aside_ids": rows[plan.set_aside_ids],
                 }
                 plans.setdefault(name, []).append(replace(plan, **ids))
-    except (TypeError, ValueError) as error:  # TypeError: an option that the strategy has not
+    except (TypeError, ValueError) as error:  # TypeError: an option that the strategy lacks
         raise StageError(f"plan: {' '.join(str(error).split())}") from error
     if not uses.repeated and pack.epochs == 1:
         return plans[""][0]
@@ -119,7 +119,7 @@ def _find_set_aside(run: Run, samples: Index) -> AsideRows:
 
 
 def _left_out(run: Run, packs: PackPlan, num_tokens: npt.NDArray[np.integer]) -> AsideRows:
-    """What the planner left out; `num_tokens` are those of `packs.set_aside_ids`."""
+    """Samples that the planner left out; `num_tokens` are those of `packs.set_aside_ids`."""
     kinds = packs.set_aside_reasons.astype(np.int64) << 32 | num_tokens
     different, codes = np.unique(kinds, return_inverse=True)
     texts = tuple(
@@ -182,14 +182,14 @@ def pack_arguments(
     column: Callable[[str], npt.NDArray[Any]],
     source_order: npt.NDArray[np.integer],
 ) -> dict[str, Any]:
-    """What a `pack` section and columns of the samples say of the arguments of `plan_packs`."""
+    """Arguments of `plan_packs` from a `pack` section and columns of the samples."""
     from offline_packing.planner.order import RankLayout
 
     arguments = {name: getattr(pack, name) for name in _PASSED_ON}
     arguments["budgets"] = {
         name: (column(f"num_{name}"), limit) for name, limit in pack.budgets.items()
     }
-    # Which sample of a length goes where, and in which order packs are written:
+    # Assignment of samples, and order of packs:
     if pack.homogeneous:
         with_media = column("num_images") + column("num_videos") > 0
         arguments |= {"homogeneous": True, "groups": with_media.astype(np.int32)}

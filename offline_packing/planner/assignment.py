@@ -1,4 +1,4 @@
-"""Which sample goes where: reading in source order, mixing of datasets, even load.
+"""Assignment of samples to slots: reading in source order, mixing of datasets, even load.
 
 *Locality* and *mix* both fix an order of the samples and pack it window by window, with the
 unfilled rest of a window carried into the next; *balance* exchanges samples, or a few, of equal
@@ -106,7 +106,7 @@ def _exchange(
 ) -> None:
     """Offer every group of slots a random partner of its class; swap if it evens their packs out.
     ``members`` int64 (num_groups, size) holds slots of one pack each, ``class_starts`` where the
-    groups of equal token sums start. A sum that an earlier swap changed is no partner."""
+    groups of equal token sums start. A sum that an earlier swap changed is not a partner."""
     for number in range(class_starts.shape[0] - 1):
         start = class_starts[number]
         size = class_starts[number + 1] - start

@@ -21,7 +21,7 @@ _ROOMS = 4096  # packs that are searched for room
 
 @njit(cache=True)
 def rounds_of_copies(copy_of: np.ndarray) -> np.ndarray:
-    """How many earlier samples are copies of the same: [7, 3, 7, 7] -> [0, 0, 1, 2], int32."""
+    """Number of earlier copies of the same sample: [7, 3, 7, 7] -> [0, 0, 1, 2], int32."""
     seen = np.zeros(copy_of.max() + 1 if len(copy_of) else 0, np.int32)
     rounds = np.empty(len(copy_of), np.int32)
     for sample in range(len(copy_of)):

@@ -1,4 +1,4 @@
-"""What padding would cost, and packing saves."""
+"""Cost of padding, and the saving of packing."""
 
 import math
 
@@ -32,7 +32,7 @@ def saving(
     padded_batch_size: int,
     global_batch_size: int,
 ) -> dict[str, int | float]:
-    """What packing saves, against batches of `padded_batch_size` samples padded to their longest:
+    """Saving of packing, against batches of `padded_batch_size` samples padded to their longest:
     tokens, shares of padding, and steps of an epoch at `global_batch_size`. `lengths` (num_packed,)
     are the tokens of the packed samples, at least one."""
     num_samples, real = len(lengths), int(lengths.sum(dtype=np.int64))

@@ -35,7 +35,7 @@ def exchange_samples(
     min_samples: int = 1,
     window: int | None = None,
 ) -> Packs:
-    """As many packs, of the same samples.
+    """Return as many packs, of the same samples.
 
     Args:
         sizes: int64 (num_samples, num_limits): tokens and whatever else a pack is limited in.

@@ -1,4 +1,4 @@
-"""In which order the packs are written, and so trained on."""
+"""Order in which the packs are written, and so trained on."""
 
 from dataclasses import dataclass
 

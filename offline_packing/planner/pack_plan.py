@@ -23,7 +23,7 @@ _ARRAYS = ("sample_ids", "pack_offsets", "set_aside_ids", "set_aside_reasons")
 
 @dataclass(frozen=True)
 class PlanInfo:
-    """What a plan was made with and what came out; tokens count padding to ``pad_multiple``."""
+    """Settings and totals of a plan; tokens count padding to ``pad_multiple``."""
 
     seq_length: int
     strategy: str
@@ -102,8 +102,8 @@ class PackPlan:
         return self.sample_ids[self.pack_offsets[index] : self.pack_offsets[index + 1]]
 
     def copy_numbers(self) -> np.ndarray | None:
-        """How often each of ``sample_ids`` stands there before in its epoch, int32 (num_packed,): 0
-        for the first use of a sample. None where none is used twice."""
+        """Number of earlier uses of each of ``sample_ids`` in its epoch, int32 (num_packed,): 0 for
+        the first use of a sample. None where none is used twice."""
         if self.info.num_copies == 0:
             return None
         from offline_packing.planner.copies import rounds_of_copies  # compiled: takes time
@@ -113,7 +113,7 @@ class PackPlan:
         return np.concatenate(numbers) if any(some.any() for some in numbers) else None
 
     def set_aside_counts(self) -> dict[str, int]:
-        """How many samples were set aside for each reason."""
+        """Number of samples set aside for each reason."""
         counts = np.bincount(self.set_aside_reasons, minlength=len(self.info.reason_names))
         names = self.info.reason_names
         return {name: int(count) for name, count in zip(names, counts, strict=True) if count}

@@ -193,7 +193,7 @@ def _cost_order(packs: Packs, request: PlanRequest) -> np.ndarray:
 
 
 def _settings(request: PlanRequest) -> dict[str, Any]:
-    """What the plan was asked for besides the fields of PlanInfo, as JSON values."""
+    """Requested settings besides the fields of PlanInfo, as JSON values."""
     order = request.order
     return {
         "assignment": sorted(request.assignment),

@@ -1,4 +1,4 @@
-"""What plan_packs was asked for: checked, and cut to the samples that can be packed at all.
+"""Request of a plan: checked, and cut to the samples that can be packed at all.
 
 Configurations are checked with it as well, so it imports nothing that compiles.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Budgets = Mapping[str, tuple[np.ndarray, int]]
 
 ASSIGNMENTS = ("shuffle", "locality", "mix", "balance")
-#: How samples stand inside a pack.
+#: Orders of samples inside a pack.
 SAMPLE_ORDERS = ("random", "longest_first", "composed")
 EMPTY = "empty"
 OVER_SEQ_LENGTH = "over_seq_length"

@@ -57,7 +57,7 @@ def pack_window(lengths: np.ndarray, seq_length: int, *, seed: int) -> Packs:
 
 @dataclass(frozen=True)
 class WindowOptions:
-    """How a stream is packed; part of the saved state."""
+    """Options of packing a stream; part of the saved state."""
 
     seq_length: Count
     #: samples taken in at a time
@@ -183,7 +183,7 @@ class WindowPlanner:
         return given_out.of(ids)
 
     def _checked(self, amounts: Mapping[str, np.ndarray], num_samples: int) -> list[np.ndarray]:
-        """What new samples take of each budget: int64 (num_samples,) arrays."""
+        """Sizes of new samples in each budget: int64 (num_samples,) arrays."""
         columns = []
         for name, limit in self.options.budgets.items():
             if name not in amounts:

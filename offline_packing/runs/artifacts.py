@@ -36,7 +36,7 @@ PLAN_FILES: Final = (
     "set_aside.parquet",
     "summary.txt",
 )
-#: Those that say which samples form which pack.
+#: Files that say which samples form which pack.
 _PACKS: Final = ("sample_ids.npy", "pack_offsets.npy")
 
 _PLAN_REMEDY: Final = "retry makes the plan again"

@@ -144,7 +144,7 @@ class Run:
         self.discard_plan()
         folder = self.workspace
         folder.index_info.unlink(missing_ok=True)
-        # What was unpacked goes too: perhaps its files were replaced.
+        # Unpacked copies go too: perhaps its files were replaced.
         for path in (folder.index, folder.set_aside, folder.files, folder.unpacked):
             shutil.rmtree(path, ignore_errors=True)
 

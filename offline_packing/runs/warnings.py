@@ -46,7 +46,7 @@ def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) 
 
 
 def _split_warnings(split: Mapping[str, float]) -> Iterator[str]:
-    """Of shares that were hardly meant: training reads train."""
+    """Warnings of shares that were hardly meant: training reads train."""
     name, share = max(split.items(), key=lambda item: item[1])
     train = split.get("train", 0)
     if share > train and len(split) > 1:
@@ -65,8 +65,8 @@ def _rows(packs: PackPlan, own: range, num_samples: int) -> Flags:
 
 
 def _shared(samples: Index, own: Flags, others: Flags) -> list[tuple[int, int]]:
-    """How many different media, and samples, of some rows stand in the others, and how many there
-    are: of media, then of samples. Only those of the first rows are held."""
+    """Count the different media, and samples, of some rows that stand in the others, and all of
+    them: of media, then of samples. Only those of the first rows are held."""
     counts = []
     for hashes in (_media_hashes, _sample_hashes):
         held = np.unique(np.concatenate([np.empty(0, np.uint64), *hashes(samples, own)]))

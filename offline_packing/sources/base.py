@@ -1,4 +1,4 @@
-"""What a source is: a format lists parts and reads their records, and all else follows from these.
+"""A source: a format lists parts and reads their records, and all else follows from these.
 
 scan()                    -> parts of bounded size, and a hash of everything that was listed
 records(part)             -> each record as found: key, where its JSON lies, the JSON
@@ -184,11 +184,11 @@ class Source(ABC):
             ) from error
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
-        """What `to_sample` reads, of bytes at a locator with this `column`. Raises SampleError."""
+        """Record for `to_sample`, from bytes at a locator with this `column`. Raises SampleError."""
         return self.fields.apply(load_json(data))
 
     def open_media(self, record: SourceRecord, name: str) -> tuple[Locator, BinaryIO]:
-        """Where an image or a video of a record lies, and a file of its bytes. Raises SampleError:
+        """Address of an image or a video of a record, and a file of its bytes. Raises SampleError:
         missing_image or path_outside_root."""
         found = record.embedded.get(name)
         if found is None and is_inline(name):
@@ -267,6 +267,6 @@ class Source(ABC):
         return data
 
     def media_root(self, locator: Locator) -> Root:
-        """What the container of a medium is relative to: one that is a file of its own may be under
-        image_root, all others are in the source."""
+        """Root of a medium's container: one that is a file of its own may be under image_root, all
+        others are in the source."""
         return self.media if locator.kind == "file" else self.root

@@ -1,5 +1,5 @@
-"""What records hold and no sample is trained on as its author meant: counted, each with an example,
-and told once all are measured, in the summary and in the report."""
+"""Content of records that no sample is trained on as its author meant: counted, each with an
+example, and told once all are measured, in the summary and in the report."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -36,7 +36,7 @@ _RECORD_FIELDS: Final = frozenset(RECORD_FIELDS)
 _TEXT_FIELDS: Final = _RECORD_FIELDS - MEDIA_FIELDS - {"id"}
 #: Fields next to a prompt that the model should have seen, too.
 _BESIDE_PROMPT: Final = ("choices", "options", "hint", "passage", *PROMPT_FIELDS)
-#: How other projects mark the place of an image.
+#: Marks of an image in other projects.
 _OTHER_MARKS: Final = re.compile(
     r"<\|?(?:ImageHere|image_pad|vision_start|image[_ ]?\d*|img|media|video_pad)\|?>|\[IMG\]",
     re.IGNORECASE,
@@ -48,7 +48,7 @@ Lost = tuple[str, str]
 
 
 def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) -> Iterator[Lost]:
-    """What of a record its sample lacks."""
+    """Content of a record that its sample lacks."""
     content = record.content
     assert not isinstance(content, SampleError)
     used = {_base_name(name) for name in sample.media}
@@ -140,7 +140,7 @@ def _holds_media(name: str, value: Any, used: set[str]) -> bool:
 
 
 def _lost_text(name: str, value: Any, used: set[str]) -> str | None:
-    """The first text in a field that is no name of used media, and no label of the record."""
+    """The first text in a field that is not a name of used media, nor a label of the record."""
     is_label = _LABEL_NAME.fullmatch(name) is not None
     for text in _texts(value):
         words = text.split()

@@ -31,7 +31,7 @@ from task_encoders.records.record import MEDIA_FIELDS, RECORD_FIELDS
 #: More copies of a sample than this are taken for a typing error.
 MAX_REPEAT: Final = 1000
 
-#: What may stand on the left of `fields`, and the default names that do not count beside it.
+#: Names on the left of `fields`, and the default names that do not count beside it.
 _REPLACED: Final[Mapping[str, tuple[str, ...]]] = {
     "id": ("id",),
     "images": ("images", "image"),
@@ -128,7 +128,7 @@ def _check_fields(fields: dict[str, str]) -> dict[str, str]:
 
 
 class SourceOptions(BaseModel):
-    """Where samples come from; what every format understands."""
+    """Options of a source that every format has."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -158,7 +158,7 @@ class SourceOptions(BaseModel):
     max_media: Count = added(MAX_MEDIA)
 
     def format_options(self) -> dict[str, Any]:
-        """What samples depend on besides format, path and task, without defaults."""
+        """Options that samples depend on besides format, path and task, without defaults."""
         fields = type(self).model_fields
         return {k: v for k, v in self if k not in _APART and v != fields[k].default}
 

@@ -1,4 +1,4 @@
-"""What is at a path: its format, its task, and some of its records as they would be packed."""
+"""Recognise the data at a path: format, task, and some records as they would be packed."""
 
 import itertools
 from collections.abc import Mapping

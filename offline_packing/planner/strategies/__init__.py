@@ -57,7 +57,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def check_options(strategy: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for options that a strategy has not, or values that it does not take."""
+    """Raise ValueError for options that a strategy lacks, or values that it does not take."""
     valid = STRATEGIES[strategy].options.model_fields
     unknown = sorted(set(options) - set(valid))
     if unknown:

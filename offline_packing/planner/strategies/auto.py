@@ -72,7 +72,7 @@ def _tolerated(bound: int, num_lengths: int = 0) -> int:
 
 
 def mixed(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """As many packs as ``auto``, but of randomly mixed lengths where that is possible. Longest
+    """Make as many packs as ``auto``, but of randomly mixed lengths where that is possible. Longest
     first puts alike samples together; a random mix leaves far more freedom to even out another
     quantity by exchanging samples of equal length. Takes up to some seconds."""
     plain = auto(counts, seed=seed)

@@ -107,7 +107,7 @@ def _fits(sizes: np.ndarray, sample: int, room: np.ndarray) -> bool:
 
 @njit(cache=True)
 def _loss(room: np.ndarray, sizes: np.ndarray, sample: int, need: np.ndarray) -> float:
-    """What closing a pack costs, in packs, if ``sample`` (or -1 for none) still joins it. ``need``
+    """Cost of closing a pack, in packs, if ``sample`` (or -1 for none) still joins it. ``need``
     is how many packs' worth of each budget is left; the scarcest decides how many packs follow. The
     smaller term keeps the other budgets in proportion for the packs to come."""
     scarcest = need.max()

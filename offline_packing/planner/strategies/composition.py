@@ -1,4 +1,4 @@
-"""What the packs are made of, before anyone decides which sample goes where.
+"""Composition of packs from lengths, before samples are assigned.
 
 A *pattern* is a multiset of lengths that fills one pack; a *composition* says how many packs use
 each pattern. Lengths are integers up to ``seq_length``, so a composition is found on the histogram
@@ -124,7 +124,7 @@ def add_runs(entries: Pairs, lengths: np.ndarray) -> None:
 
 @njit(cache=True)
 def packs_within(entries: Pairs, start: int, counts: np.ndarray) -> int:
-    """How many packs of the pattern ``entries[start:]`` the counts allow."""
+    """Number of packs of the pattern ``entries[start:]`` the counts allow."""
     packs = 1 << 62
     for entry in range(start, len(entries)):
         length, repeat = entries[entry]

@@ -1,4 +1,4 @@
-"""What a strategy is: a function from lengths to packs, and the options that it declares."""
+"""A strategy: a function from lengths to packs, and the options that it declares."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def join_packs(parts: Sequence[Packs]) -> Packs:
 
 
 class StrategyOptions(BaseModel):
-    """What a strategy understands beside sizes, limits and seed: by itself nothing. Every field has
+    """Options of a strategy beside sizes, limits and seed: by itself none. Every field has
     a default and a description, which is what help and guide say of it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -77,7 +77,7 @@ class Strategy:
     ) -> Packs:
         """The packs. ``budgets``: name -> (sizes (num_samples,), limit per pack); `check_budgets`
         says whether it honours any. Raises ValueError for samples that no pack can hold, and for
-        options that it has not, or values out of range."""
+        options that it lacks, or values out of range."""
         parsed = self.options(**options)
         given = {"options": parsed} if self.options.model_fields else {}
         lengths = check_lengths(num_tokens, seq_length)
@@ -124,7 +124,7 @@ def check_lengths(num_tokens: np.ndarray, seq_length: int, *, first_sample: int 
 def check_amounts(
     name: str, amounts: np.ndarray, limit: int, num_samples: int, *, first_sample: int = 0
 ) -> np.ndarray:
-    """What the samples take of a budget, as int64 (num_samples,), all in 0..limit. Raises
+    """Sizes of the samples in a budget, as int64 (num_samples,), all in 0..limit. Raises
     ValueError for a wrong shape, and for the first sample that no pack can hold."""
     amounts = np.asarray(amounts)
     if amounts.shape != (num_samples,):

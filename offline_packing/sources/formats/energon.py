@@ -49,7 +49,7 @@ _MAX_NAMES: Final = 1_000_000
 _INNERMOST: Final = re.compile(r"\{([^{}]*)\}")
 _RANGE: Final = re.compile(r"(-?\d+)\.\.(-?\d+)(\.\.-?\d+)?")
 
-#: Where a field lies: alternatives, each a part and the steps into it.
+#: Places of a field: alternatives, each a part and the steps into it.
 _Places = list[list[str]]
 
 
@@ -207,7 +207,7 @@ class EnergonSource(WebDatasetSource):
 
 
 def _count_names(pattern: str) -> int:
-    """How many names a pattern stands for, or a few more; braces are counted from within."""
+    """Number of names that a pattern stands for, or a few more; braces are counted from within."""
     while inner := _INNERMOST.search(pattern):
         found = _RANGE.fullmatch(inner[1])
         count = abs(int(found[1]) - int(found[2])) + 1 if found else 0

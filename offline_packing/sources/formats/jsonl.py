@@ -41,7 +41,7 @@ _BUFFER: Final = 1 << 16
 _CODECS: Final = ("", *(f".{name}" for name in CODECS))
 _BOM: Final = b"\xef\xbb\xbf"
 
-#: Takes a file block by block; says behind which bytes of each block a record ends.
+#: Takes a file block by block; returns the end offset of each record in the block.
 _Cutter = Callable[[bytes], npt.NDArray[np.intp]]
 
 
@@ -63,7 +63,7 @@ class JsonlSource(Source):
     BLANK: ClassVar[bytes] = string.whitespace.encode()
 
     def _cutter(self, begin: int) -> _Cutter:
-        """For a file from its beginning, or from behind a record."""
+        """Cutter of a file from its beginning, or from the end of a record."""
         return lambda block: np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
 
     def _check_beginning(self, container: str, block: bytes) -> None:
@@ -104,8 +104,8 @@ class JsonlSource(Source):
                 chosen = ends[(-num_records - 1) % records_per_part :: records_per_part]
                 cuts += (chosen + offset).tolist()
                 num_records += len(ends)
-                behind = block[ends[-1] :] if len(ends) else block
-                is_open = bool(behind.strip()) or (is_open and not len(ends))
+                rest = block[ends[-1] :] if len(ends) else block
+                is_open = bool(rest.strip()) or (is_open and not len(ends))
                 offset += len(block)
         if is_open:  # a last line without its end, or an array that was cut off
             num_records += 1
@@ -225,7 +225,7 @@ class JsonSource(JsonlSource):
             yield number, start, data, size
 
 
-#: What a byte does to the depth, and 2 for a comma; 0 is ignored.
+#: Change of the depth by a byte, and 2 for a comma; 0 is ignored.
 _CLASS: Final = np.zeros(256, np.int8)
 _CLASS[[ord(character) for character in "[{"]] = 1
 _CLASS[[ord(character) for character in "]}"]] = -1
@@ -239,12 +239,12 @@ class _ArrayCutter:
     pass of simdjson (https://arxiv.org/abs/1902.08318)."""
 
     def __init__(self, depth: int) -> None:
-        """`depth`: 0 in front of the array, 1 behind an element."""
+        """`depth`: 0 in front of the array, 1 after an element."""
         self._depth = depth
         self._in_string = self._escaped = self._closed = False
 
     def __call__(self, block: bytes) -> npt.NDArray[np.intp]:
-        """Behind which bytes of the next block an element ends, its separator included."""
+        """End offset of each element in the block, its separator included."""
         if self._escaped:  # by the last byte of the last block
             block = b" " + block[1:]
         block = block.replace(rb"\\", b"  ").replace(rb"\"", b"  ")
@@ -258,7 +258,7 @@ class _ArrayCutter:
         depth = self._depth + np.cumsum(np.where(kinds == 2, 0, kinds))
         self._depth = int(depth[-1]) if len(depth) else self._depth
         ends = np.flatnonzero(((kinds == 2) & (depth == 1)) | ((kinds == -1) & (depth == 0)))
-        if self._closed:  # behind the array, nothing is an element's end any more
+        if self._closed:  # after the array, nothing is an element's end any more
             ends = ends[:0]
         elif (closing := np.flatnonzero(kinds[ends] == -1)).size:
             ends, self._closed = ends[: closing[0] + 1], True

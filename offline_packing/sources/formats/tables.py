@@ -130,7 +130,7 @@ class TableSource(Source):
     def _columns(self, schema: pa.Schema, container: str) -> list[str]:
         """The columns that records are made of. Raises StageError where there are none."""
         named, path = self.fields.named, self.root.path(container)
-        # Pictures are no text, whatever the name of their column ("input", "output") means.
+        # Pictures are not text, whatever the name of their column ("input", "output") means.
         media = {*named.values(), *self.fields.media_columns()}
         pictures = {one.name for one in schema if row_files.holds_pictures(one.type)} - media
         wanted = self.fields.columns() - pictures
@@ -201,7 +201,7 @@ class HuggingFaceSource(TableSource):
     def is_read(self, container: str) -> bool:
         if self._data_files is not None:
             return container in self._data_files
-        # What `map` and `filter` leave behind, cache-*, holds samples a second time.
+        # Files that `map` and `filter` leave, cache-*, hold samples a second time.
         is_cache = container.rpartition("/")[2].lower().startswith("cache-")
         in_split = container.startswith(self._split_folder)
         return in_split and super().is_read(container) and not is_cache

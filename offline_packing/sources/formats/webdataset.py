@@ -73,7 +73,7 @@ class TarSample:
         return Locator(kind, self.container, offset, size, column)
 
     def locator(self, parts: list[str]) -> Locator:
-        """Where a record lies that some parts make."""
+        """Address of a record that some parts make."""
         members = [self.members[part] for part in parts]
         if len(parts) == 1:
             return self.at(members[0].offset, members[0].size, parts[0])

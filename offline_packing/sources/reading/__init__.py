@@ -1,1 +1,1 @@
-"""Where bytes lie: folders here and elsewhere, listings, locators, rows of tables."""
+"""Reading stored bytes: locators, rows of tables, content of folders."""

@@ -1,4 +1,4 @@
-"""What is in a folder, to recognise its format, and for hints on what a source lacks."""
+"""Content of a folder, to recognise its format, and for hints on what a source lacks."""
 
 import contextlib
 import itertools
@@ -30,12 +30,12 @@ _FORMATS: Final = {
     ".json": "json or pairs",
 }
 _PACK_NAME: Final = re.compile(r"[A-Za-z0-9_-]*ps_\d+\.")
-#: How many names are looked at: a source may hold millions.
+#: Names that are looked at: a source may hold millions.
 _MAX_NAMES: Final = 10_000
 
 
 def hint_for(reason: str, detail: str, source: SourceOptions) -> str | None:
-    """What to change in a source's options, if known, where samples like one were set aside."""
+    """Change of a source's options, if known, where samples like one were set aside."""
     if reason == "missing_image":
         return _missing_image(detail, source)
     if reason == "path_outside_root":
@@ -107,7 +107,7 @@ def describe_others(path: str, wanted: str) -> str:
 def find_image_root(path: str, name: str) -> str | None:
     """A folder at, below or above a source from which a missing image can be reached by its name in
     the record: the value of source.image_root; or None. Where a link leads out of such a folder, it
-    is the one that the name is relative to behind the link."""
+    is the one that the name is relative to after the link."""
     if is_remote(path) or name.startswith("/"):
         return None
     start = Path(path) if Path(path).is_dir() else Path(path).parent

@@ -1,4 +1,4 @@
-"""Where bytes are stored, and reading them there.
+"""Places of stored bytes, and reading them there.
 
 kind         container                     offset                           size
 file         a file                        0                                of the whole file
@@ -45,7 +45,7 @@ class Locator:
 
 
 def in_record(record: Locator, text: str, size: int) -> Locator:
-    """Where a medium of `size` bytes lies that stands as text in the record at a locator."""
+    """Locator of a medium of `size` bytes that stands as text in the record at a locator."""
     column = f"{hash_text(text)}.{record.size}.{record.kind}.{record.column}"
     return Locator("record", record.container, record.offset, size, column)
 
@@ -57,7 +57,7 @@ def record_around(at: Locator) -> tuple[Locator, str]:
 
 
 def hash_text(text: str) -> str:
-    """What tells the text of a medium from others."""
+    """Hash of the text of a medium."""
     return xxhash.xxh3_64_hexdigest(text.encode(errors="surrogatepass"))
 
 

@@ -2,7 +2,7 @@
 
 A record's `column` lists the columns that it is made of, those of images and videos in brackets:
 `["id","caption",["image"]]`. A medium's is where in the row it lies: "images.2" is the third of a
-list, "image.0" one that is no list.
+list, "image.0" one that is not a list.
 """
 
 import io
@@ -27,7 +27,7 @@ _MAX_BATCH_BYTES: Final = 64 << 20
 _MAX_PART_BYTES: Final = 16 << 20
 #: Bytes of a remote Parquet file asked for at a time.
 _REMOTE_BUFFER: Final = 4 << 20
-#: Of Arrow's streaming format: a continuation mark, and a message of length 0.
+#: End of Arrow's streaming format: a continuation mark, and a message of length 0.
 _STREAM_END: Final = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -207,7 +207,7 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def name_media(value: Any, column: str) -> tuple[Any, dict[str, bytes]]:
-    """What a row holds in a column of images -> names for the record, and bytes by name.
+    """Split a column of images of a row: names for the record, and bytes by name.
 
     Bytes are named by their column; an image that is only a path keeps the path as its name.
     """
@@ -259,7 +259,7 @@ def record_json(
 
 
 def _as_text(value: Any) -> str:
-    """What JSON has no form for: dates and decimals; and bytes, as older writers store text."""
+    """Convert what JSON lacks: dates and decimals; and bytes, as older writers store text."""
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)
 
 

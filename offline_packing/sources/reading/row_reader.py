@@ -91,7 +91,7 @@ class _Copy:
 
 @dataclass
 class _AtHand:
-    """What is prepared of one file: some rows, ascending, and a folder for copies of groups."""
+    """Prepared part of one file: some rows, ascending, and a folder for copies of groups."""
 
     columns: tuple[str, ...]
     folder: Path
@@ -107,7 +107,7 @@ class _AtHand:
 
 
 class _RowReader:
-    """What a process keeps between reads."""
+    """State that a process keeps between reads."""
 
     def __init__(self) -> None:
         self._files: dict[tuple[str, str], RowFile] = {}

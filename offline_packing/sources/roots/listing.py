@@ -126,13 +126,13 @@ def to_names(keys: list[bytes]) -> list[str]:
 
 
 def hash_files(files: Iterable[tuple[str, int]]) -> str:
-    """What distinguishes some containers and their sizes from others."""
+    """Hash of some containers and their sizes."""
     lines = (os.fsencode(container) + b"\0%d\n" % size for container, size in files)
     return xxhash.xxh3_128_hexdigest(b"".join(lines))
 
 
 def container_hash(container: bytes) -> int:
-    """What distinguishes a file from others, in 8 bytes."""
+    """Identity of a file in 8 bytes."""
     return xxhash.xxh3_64_intdigest(container)
 
 

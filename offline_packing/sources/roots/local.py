@@ -147,7 +147,7 @@ def check_name(name: str) -> None:
 
 
 def _stat(entry: os.DirEntry[bytes]) -> os.stat_result:
-    """Of the file that a link leads to; of the link itself if it is broken."""
+    """Status of the file that a link leads to; of the link itself if it is broken."""
     try:
         return entry.stat()
     except OSError:

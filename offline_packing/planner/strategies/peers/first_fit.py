@@ -39,7 +39,7 @@ first_fit_decreasing = Strategy(
 
 
 class FirstFitShuffleOptions(StrategyOptions):
-    """How the samples are divided."""
+    """Division of the samples."""
 
     chunk_size: int = Field(20_000, ge=1, description="samples that are packed independently")
     num_threads: int = Field(1, ge=1, description="threads that pack them; changes no pack")

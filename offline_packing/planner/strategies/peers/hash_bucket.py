@@ -200,7 +200,7 @@ def _by_potential(seeds: np.ndarray, fillers: np.ndarray, min_samples: int) -> n
 
 
 class HashBucketOptions(StrategyOptions):
-    """What is done, in order."""
+    """Phases, in order."""
 
     phases: tuple[Phase, ...] = Field(
         DEFAULT_PHASES,

@@ -32,7 +32,7 @@ def to_constant_volume(sizes: np.ndarray, limits: np.ndarray, *, seed: int) -> P
 
 
 class KnapsackOptions(StrategyOptions):
-    """How many packs it starts with."""
+    """Number of packs to start with."""
 
     num_packs: int | None = Field(
         None, ge=0, description="packs to begin with; by default as few as the tokens need"

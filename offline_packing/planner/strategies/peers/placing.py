@@ -13,7 +13,7 @@ from numba import njit
 
 from offline_packing.planner.strategies.strategy import Packs, group_into_packs
 
-#: Which of the packs with room is taken; of equally full ones the oldest.
+#: Choice among the packs with room; of equally full ones the oldest.
 FIRST: Final = 0
 LIGHTEST: Final = 1
 FULLEST: Final = -1
