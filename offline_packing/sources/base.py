@@ -184,7 +184,7 @@ class Source(ABC):
             ) from error
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
-        """Record for `to_sample`, from bytes at a locator with this `column`. Raises SampleError."""
+        """Record for `to_sample`, from bytes at a locator with a `column`. Raises SampleError."""
         return self.fields.apply(load_json(data))
 
     def open_media(self, record: SourceRecord, name: str) -> tuple[Locator, BinaryIO]:
