@@ -1,4 +1,4 @@
-"""Packs for the trainers of others, the samples in them, and one step of our own trainer."""
+"""Packs for other training frameworks, the samples in them, and one step of our own trainer."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Packs in the trainers of others. test_NAME.py and test_NAME_*.py run in the environment that
+"""Packs in other training frameworks. test_NAME.py and test_NAME_*.py run in the environment that
 `make peers` makes from NAME.txt, and are skipped in any other."""
 
 import sys

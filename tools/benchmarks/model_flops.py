@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import torch
 
-#: Dense bfloat16 operations per second, by torch's name of the device.
-PEAK_FLOPS: Final = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+from launch.loop.progress import PEAK_FLOPS
 
 FORWARD_AND_BACKWARD: Final = 3
 
