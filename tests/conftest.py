@@ -1,4 +1,4 @@
-"""What all tests have in common."""
+"""Options and fixtures of all tests."""
 
 import gc
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""Which folder may import which, and how large a file or function may grow. Imports are read from
-the syntax tree, so that those in functions and under TYPE_CHECKING count as well."""
+"""Folders that a folder may import, and the largest files and functions. Imports are read from the
+syntax tree, so that those in functions and under TYPE_CHECKING count as well."""
 
 import ast
 from collections import Counter

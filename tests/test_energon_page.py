@@ -32,7 +32,7 @@ LIMITS = {"min_pixels": 3136, "max_pixels": 4014080}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the page names: two packed folders, packs of others, scans, and a processor."""
+    """The things that the page names: two packed folders, packs of others, scans, a processor."""
     root = tmp_path_factory.mktemp("energon")
     for task, pairs in (("captioning", captioning_pairs), ("bmr", mixed_pairs)):
         source = {"format": "pairs", "path": str(pairs(root / "pairs" / task)), "task": task}
@@ -148,7 +148,7 @@ def test_what_the_variables_do(line: int, folder: Path, monkeypatch: pytest.Monk
 def open_captions(
     options: dict[str, Any] | None = None, encoder: type[PackedTaskEncoder] = PackedTaskEncoder
 ) -> list[Any]:
-    """What Energon's own call gives of packed captions, with these arguments for it."""
+    """Batches of packed captions from Energon's own call, with these arguments for it."""
     sizes = {"seq_length": 512, "max_pixels": LIMITS["max_pixels"], "loss_on": "all"}
     given = dict(options or {})
     sizes |= {name: given.pop(name) for name in list(given) if name in sizes}

@@ -1,4 +1,4 @@
-"""What an installed package holds."""
+"""Contents of an installed package."""
 
 import subprocess
 import sys

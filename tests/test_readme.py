@@ -53,7 +53,7 @@ def write_checkpoint(folder: Path) -> None:
 
 
 def environment() -> dict[str, str]:
-    """That of a user who has installed the packages; nothing leaves this machine."""
+    """Environment of a user who has installed the packages; nothing leaves this machine."""
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]

@@ -21,7 +21,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def test_no_test_imports_another() -> None:
-    """What several tests need stands in tests/helpers, which in turn imports no test."""
+    """Code that several tests need stands in tests/helpers, which in turn imports no test."""
     paths = list(TESTS.rglob("*.py"))
     assert len(paths) > 50
     found = [

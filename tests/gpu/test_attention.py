@@ -29,7 +29,7 @@ def available() -> list[str]:
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the whole tensor, in the Euclidean norm."""
+    """Relative error of the whole tensor, in the Euclidean norm."""
     return float((found.float() - expected).norm() / expected.norm())
 
 

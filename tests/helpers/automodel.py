@@ -22,7 +22,7 @@ from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import to_chat
 
-#: A caption behind its media, without the headers of a dialogue.
+#: A caption after its media, without the headers of a dialogue.
 CAPTION_TEMPLATE = (
     "{% for part in messages[0].content %}{% if part.type == 'text' %}{{ part.text }}{% else %}"
     "<|vision_start|><|{{ part.type }}_pad|><|vision_end|>{% endif %}{% endfor %}<|im_end|>"
@@ -85,14 +85,14 @@ def conversation(
 
 
 def without_last_newline(result: Any, processor: Any) -> Any:
-    """What the template puts behind the very last end of a turn."""
+    """The tokens that the template puts after the very last end of a turn."""
     for name in ("input_ids", "attention_mask", "mm_token_type_ids"):
         result[name] = result[name][:, :-1]
     return result
 
 
 def own_batch(samples: list[Any], processor: Any, model: Any, **options: Any) -> dict[str, Any]:
-    """What AutoModel makes of samples in one pack."""
+    """One pack of these samples as AutoModel makes it."""
     tokenized = PreTokenizedDatasetWrapperConfig(max_retries=1, **options).build(
         dataset=samples, processor=processor
     )

@@ -115,7 +115,7 @@ def write_planned(run: Run) -> Manifest:
 
 
 def plan_summary(run: Run) -> str:
-    """What `plan` says."""
+    """The lines that `plan` prints."""
     made = plan_index(run)
     return summary_text(run, open_index(run), made.packs, made.set_aside)
 

@@ -274,7 +274,7 @@ def parquet(root: Path, samples: list[Sample]) -> dict[str, Any]:
 
 
 def huggingface(root: Path, samples: list[Sample]) -> dict[str, Any]:
-    """What `datasets.DatasetDict.save_to_disk` writes."""
+    """A folder as `datasets.DatasetDict.save_to_disk` writes it."""
     write_json(root / "dataset_dict.json", {"splits": ["train", "test"]})
     for split, some in (("train", samples), ("test", samples[:1])):
         path = root / split / "data-00000-of-00001.arrow"

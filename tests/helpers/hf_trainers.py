@@ -1,4 +1,4 @@
-"""What trainers made from transformers' Trainer do with packs: order, resuming, loss."""
+"""Packs in trainers made from transformers' Trainer: order, resuming, loss."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ QUIET: dict[str, Any] = {
 
 
 def number_of(input_ids: torch.Tensor, packs: PackedFolder) -> int:
-    """Which pack a row is."""
+    """The number of a row's pack."""
     found = [
         i for i in range(len(packs)) if torch.equal(packs.row(i).row.tokens, input_ids.flatten())
     ]

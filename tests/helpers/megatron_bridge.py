@@ -36,7 +36,7 @@ from task_encoders.text.pieces import to_chat
 from tests.helpers.peers import assert_same
 
 END, NEWLINE = 151645, 198
-#: A caption behind its images, without the headers of a dialogue.
+#: A caption after its images, without the headers of a dialogue.
 CAPTION_TEMPLATE = (
     "{% for part in messages[0].content %}{% if part.type == 'image' %}"
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}"
@@ -47,7 +47,7 @@ LIMITS = {"min_pixels": 3136, "max_pixels": 100352}
 
 
 def make_model(**changes: Any) -> Any:
-    """What packs read of a model."""
+    """The part of a model that packs read."""
     given = {"vision_config": SimpleNamespace(patch_size=14), "context_parallel_size": 1}
     given |= {"tensor_model_parallel_size": 1, "sequence_parallel": False}
     return SimpleNamespace(**(given | changes))
@@ -77,7 +77,7 @@ def make_iterator(
 
 
 def as_read(rows: Any) -> dict[str, Any]:
-    """What `vlm_step` hands to its model of the next row."""
+    """The next row as `vlm_step` hands it to its model."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
     *tensors, boundaries, visual = get_batch(
@@ -134,8 +134,8 @@ def own_sample(sample: SourceSample, media: list[bytes]) -> ChatMLSample:
 
 
 def own_batch(encoder: QwenVLTaskEncoder, samples: Any) -> dict[str, Any]:
-    """What Bridge packs of samples, with two changes: images stay where they are in their turn, and
-    the newline behind every answer is not trained."""
+    """The samples as Bridge packs them, with two changes: images stay where they are in their turn,
+    and the newline after every answer is not trained."""
     encoded = []
     for sample in samples:
         chat = normalize_energon_vlm_sample(own_sample(*sample))

@@ -1,4 +1,4 @@
-"""What a packed folder holds, and ways to damage it."""
+"""Read a packed folder, and damage it."""
 
 import json
 import sqlite3

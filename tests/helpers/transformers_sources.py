@@ -1,4 +1,4 @@
-"""What transformers itself makes of samples, where ours are held against it."""
+"""Samples as transformers itself encodes them, to compare ours with."""
 
 import ast
 import math

@@ -55,7 +55,7 @@ def own_sample(
     media: list[bytes],
     frames_of: Callable[[bytes], list[Image.Image]] | None = None,
 ) -> dict[str, Any]:
-    """What VeOmni makes of a sample, in the form of its template's own trainers. `frames_of` are
+    """A sample as VeOmni encodes it, in the form of its template's own trainers. `frames_of` are
     those of a video that are given to it."""
     count = len(sample.images)
     videos = [frames_of(data) for data in media[count:] if frames_of]
@@ -77,7 +77,7 @@ def own_sample(
         {"conversations": chat, "images": images, "videos": videos, "source": "messages"}
     )
     tokens, labels = made["input_ids"], made["labels"]
-    # It trains the newline behind every answer, and keeps the last.
+    # It trains the newline after every answer, and keeps the last.
     labels[tokens.roll(1) == END] = -100
     first = 0
     end = len(tokens) - 1

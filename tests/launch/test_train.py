@@ -1,4 +1,4 @@
-"""What a run says when it fails."""
+"""Messages of a run that fails."""
 
 import pytest
 from megatron.energon.errors import FatalSampleError

@@ -1,4 +1,4 @@
-"""What each kind of bad, and of merely unusual, input becomes: one real run of measure over all."""
+"""Each kind of bad, and of merely unusual, input: one real run of measure over all."""
 
 import json
 import os

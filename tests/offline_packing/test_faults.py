@@ -1,4 +1,4 @@
-"""What the machine and its users do to a run: full disks, failing reads, edits, second launches."""
+"""Faults of the machine and its users: full disks, failing reads, edits, second launches."""
 
 import errno
 import os

@@ -95,7 +95,7 @@ def test_a_whole_run(config: str, layout: str) -> None:
 
 
 def test_packs_are_read_by_number(config: str, tmp_path: Path) -> None:
-    """Of a folder as written, whose metadata need no Energon to be understood."""
+    """The metadata of a written folder can be understood without Energon."""
     named = ["run", config, "output.key_prefix=a_"]
     assert CliRunner().invoke(cli, named).exit_code == 0
     read = f"print(*[p.key for p in task_encoders.PackedFolder({str(tmp_path / 'out')!r})])"

@@ -442,7 +442,7 @@ def test_max_shard_bytes(captions: Path, tmp_path: Path) -> None:
 
 
 def test_task_of_worker_is_small(captions: Path, tmp_path: Path) -> None:
-    """What a worker is sent holds the rows of its own shard only."""
+    """A worker is sent the rows of its own shard only."""
     run = make_run(captions, tmp_path / "out")
     measure(run)
     plan_index(run)

@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What was compared, with versions."""
+    """Record of the comparisons, with versions."""
     for line in terminalreporter.config.stash[_LINES]:
         terminalreporter.write_line(line)
 
@@ -45,14 +45,14 @@ def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 @pytest.fixture(autouse=True)
 def _packs_of_dialogues(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the environment says of the packs of `case`."""
+    """Set the environment variables for the packs of `case`."""
     monkeypatch.setenv("OFFLINE_PACKED_DATA", "1")
     monkeypatch.setenv("OFFLINE_PACKING_BMR", "1")
 
 
 @pytest.fixture(scope="module")
 def family() -> str:
-    """That of `case`; a module of tests may name another."""
+    """Family of `case`; a module of tests may name another."""
     return "qwen2_5_vl"
 
 

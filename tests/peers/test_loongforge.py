@@ -1,6 +1,6 @@
 """LoongForge on packs of its layout: its loader, cookers and task encoder, up to the batch.
 
-It is no package: LOONGFORGE names a checkout of github.com/baidu-baige/LoongForge.
+It is not a package: LOONGFORGE names a checkout of github.com/baidu-baige/LoongForge.
 
 Packs are written by .venv's Python: its Energon is older than the one that writes them.
 """
@@ -56,7 +56,7 @@ Picture = tuple[list[int], torch.Tensor]
 
 
 class Compared(NamedTuple):
-    """What a comparison covered."""
+    """Counts of the things that were compared."""
 
     packs: int
     samples: int
@@ -112,7 +112,7 @@ def batches(packed: Path, encoder: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def compare(packed: Path, encoder: Any, model: dict[str, Any], *, newline: bool) -> Compared:
     """Compare every pack, sample by sample, with what we make of it. `newline`: its template writes
-    one behind the last answer, and trains those behind all answers."""
+    one after the last answer, and trains those after all answers."""
     packs = {raw.key: raw for raw in PackedFolder(packed)}
     ours = build_sample_encoder(model_options(**model))
     (end,), (line,) = (encoder.tokenizer.tokenize(text) for text in ("<|im_end|>", "\n"))

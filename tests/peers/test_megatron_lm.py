@@ -1,6 +1,6 @@
 """Megatron-LM's multimodal example on packs, and against what its own code makes of their samples.
 
-It is no package: MEGATRON_LM names a checkout. Its tiles stand for merged patches here, one
+It is not a package: MEGATRON_LM names a checkout. Its tiles stand for merged patches here, one
 embedding each, and its tokenizer has Qwen2-VL's words, so that rows are of one length in both.
 """
 # ruff: noqa: E402  the checkout's folders come first
@@ -171,7 +171,7 @@ def given_to_its_model(encoder: Any, batch: Batch) -> Batch:
 
 
 def without_newlines(row: Batch) -> Batch:
-    """But for the newline behind every end token, which its template trains, also the last one."""
+    """But for the newline after every end token, which its template trains, also the last one."""
     last = row["cu_seqlens"][1:].long() - 1
     assert bool((row["tokens"][last] == NEWLINE).all())
     kept = ~torch.isin(torch.arange(len(row["tokens"])), last)
@@ -234,7 +234,7 @@ def test_its_tokenizer_trains_less_and_obeys_texts(encoder: Any, say: Say) -> No
 def test_its_sequence_parallelism_forgets_the_boundaries(
     demo: dict[str, Path], encoder: Any, args: Namespace, say: Say
 ) -> None:
-    """What docs/integrations.md says of it: one segment from end to end. Ours keeps them."""
+    """As docs/integrations.md says: one segment from end to end. Ours keeps them."""
     samples = stored_samples(open_packs(demo["vqa"])[0])
     batch = own_batch(encoder, [encode(encoder, *sample) for sample in samples])
     kept = given_to_its_model(encoder, batch)["cu_seqlens"]

@@ -37,7 +37,7 @@ def case(case: tuple[Path, Path]) -> tuple[Path, Path]:
 
 
 def datasets(checkpoint: Path, packed: Path, output: Path, *more: str) -> list[Any]:
-    """What a pipeline of the documented command trains on, and these options."""
+    """The samples that a pipeline of the documented command trains on, with these options."""
     (command,) = re.findall(r"`(swift sft [^`]*)`", PAGE.read_text())
     names = {"FOLDER": str(checkpoint), "out/packed": str(packed)}
     words = [names.get(word, word) for word in shlex.split(command)[2:]]

@@ -35,7 +35,7 @@ def _decoder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def same_frames(encoder: Any, data: bytes) -> bool:
-    """Whether ms-swift takes the frames of packs, which are transformers'."""
+    """Return True if ms-swift takes the frames of packs, which are transformers'."""
     header = read_video_header(io.BytesIO(data))
     frames = list(encoder.sample_video(header).frames)
     spread = torch.linspace(0, header.num_frames - 1, len(frames)).round().long()

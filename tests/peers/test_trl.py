@@ -57,7 +57,7 @@ def own_batch(
     template: str = TEMPLATE,
     scratch: Path = Path(),
 ) -> Any:
-    """What TRL makes of a sample. `scratch` is for its videos."""
+    """A sample as TRL encodes it. `scratch` is for its videos."""
     num_images = len(sample.images)
     images = [Image().decode_example({"bytes": d, "path": None}) for d in media[:num_images]]
     if sample.task == "captioning":
@@ -79,10 +79,10 @@ def own_batch(
 
 
 def expected_row(model: Any, batches: list[Any], end_token: int = END) -> dict[str, Any]:
-    """Batches of one sample each, one behind the other as packing has to put them."""
+    """Batches of one sample each, one after the other as packing has to put them."""
     tokens, labels, positions = [], [], []
     for batch in batches:
-        # TRL keeps the newline behind the last end token, and trains those behind all of them,
+        # TRL keeps the newline after the last end token, and trains those after all of them,
         # which no model has to write.
         after_end = batch["input_ids"].roll(1) == end_token
         batch["labels"][after_end] = IGNORE_INDEX

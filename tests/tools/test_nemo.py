@@ -27,7 +27,7 @@ from tests.helpers.tiny_tokenizer import save_llama_tokenizer
 
 STORED = Path(__file__).with_name("nemo_2_0_0.json")
 #: Two modules, and what ends an answer before the next question. The older one's <extra_id_7> is
-#: mapped to </s> behind the tokenizer; its blank is the one that LLaMA's puts in front of any text.
+#: mapped to </s> after the tokenizer; its blank is the one that LLaMA's puts in front of any text.
 CONVERSATIONS = {
     "nemo/collections/vlm/neva/data/conversation.py": ("</s>USER:", "</s>"),
     "nemo/collections/multimodal/data/neva/conversation.py": ("<extra_id_7> USER:", "<extra_id_7>"),
@@ -82,7 +82,7 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def our_string(encoder: Any, sample: SourceSample) -> str:
-    """What the pieces spell behind the <s> that LLaMA's tokenizer puts in front."""
+    """The text that the pieces spell after the <s> that LLaMA's tokenizer puts in front."""
     spelled = []
     for piece in encoder.render(sample):
         match piece:
@@ -148,7 +148,7 @@ def test_packs_are_those_of_the_preprocessing(algorithm: str) -> None:
 
 
 def nemo_strings(folder: Path, template: str) -> list[list[str]]:
-    """Of each dialogue, by each conversation module."""
+    """Tokens of each dialogue, by each conversation module."""
     found = []
     for name, (between, end) in CONVERSATIONS.items():
         if template == "plain" and end != "</s>":
@@ -193,7 +193,7 @@ def nemo_packs(folder: Path, algorithm: str, lengths: np.ndarray) -> list[list[i
 
 
 def ask(folder: Path) -> dict[str, Any]:
-    """What is stored."""
+    """The stored tokens and loss runs."""
     strings = {}
     for template in ("v1", "plain"):
         first, *others = nemo_strings(folder, template)

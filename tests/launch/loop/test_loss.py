@@ -1,4 +1,4 @@
-"""What a token weighs must not depend on how a step is cut into ranks and micro batches."""
+"""A token's weight must not depend on how a step is cut into ranks and micro batches."""
 
 import numpy as np
 import pytest

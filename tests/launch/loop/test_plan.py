@@ -278,7 +278,7 @@ def test_ranks_started_differently_stop(tmp_path: Path) -> None:
 
 
 def test_a_default_and_its_value_are_one_setting() -> None:
-    """What a manifest holds is read back as given; packs of the defaults must still match."""
+    """A manifest is read back as it was given; packs of the defaults must still match."""
     given = model_options(**model_options().model_dump())
     built = [build_sample_encoder(model).fingerprint for model in (model_options(), given)]
     assert built[0] == built[1]

@@ -206,7 +206,7 @@ def test_other_packs_are_named_by_their_paths(one_step: Path, tmp_path: Path, fo
 
 
 def test_nothing_is_accepted_without_a_checkpoint(folder: Path, tmp_path: Path) -> None:
-    """Where output.path is misspelt, for example: the run would begin anew."""
+    """If output.path is misspelt, for example, the run would begin anew."""
     with pytest.raises(ConfigError, match=r"holds no checkpoint to resume from; correct output"):
         run(make_config(folder, tmp_path), ["train.iterations"])
 

@@ -30,7 +30,7 @@ ORDERS = ("written", "balanced")
 
 @dataclass
 class Leg:
-    """What one rank did, by order of the packs."""
+    """One rank's work, by order of the packs."""
 
     keys: dict[str, list[str]]
     #: slices of weights and moments before the first step, and after the last

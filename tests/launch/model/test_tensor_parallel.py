@@ -42,7 +42,7 @@ def equal_on_all_ranks(tensor: torch.Tensor) -> bool:
 
 
 def examine_rank(source: Path, target: Path) -> dict[str, Any]:
-    """What one of two ranks sees of a model and its gradients. Also copies a checkpoint."""
+    """A model and its gradients as one of two ranks sees them. Also copies a checkpoint."""
     device = initialize_parallel(2)
     save_hf_checkpoint(build_model(ModelConfig(checkpoint=source), device=device), target)
     model = build_model(CONFIG, device=device, seed=5)

@@ -49,7 +49,7 @@ def example_batches() -> list[PackedBatch]:
 
 
 def as_tensors(batch: PackedBatch) -> dict[str, Any]:
-    """What a model is given, as tensors with memory of their own, to send to another process."""
+    """Inputs of a model, as tensors with memory of their own, to send to another process."""
     values = {name: getattr(batch, name) for name in BATCH_TENSORS}
     values |= vars(to_packed_seq_params(batch)) | {"keys": batch.sub_sample_keys}
     return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in values.items()}

@@ -179,7 +179,7 @@ def test_looking_makes_no_output(
     capsys: pytest.CaptureFixture[str],
     verb: str,
 ) -> None:
-    """Of an output that was never made they say so, and leave no folder behind."""
+    """An output that was never made is named as such, and no folder is made for it."""
     monkeypatch.setattr(sys, "argv", ["offline-packing", verb, str(config)])
     if verb == "status":
         cli_module.main()

@@ -54,7 +54,7 @@ def texts_of(record: dict[str, Any]) -> list[str]:
 
 
 def images_of(truth: Truth, name: str, record: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is true of a sample's pictures."""
+    """Ground truth of a sample's images."""
     if "images" in record:
         paths = [f"{name.split('/')[0]}/{image}" for image in record["images"]]
         return [truth["images"][path] for path in paths if path in truth["images"]]

@@ -1,4 +1,4 @@
-"""What all engines share, and what is said where one cannot be used."""
+"""The interface of all engines, and the message where one cannot be used."""
 
 import sys
 from pathlib import Path

@@ -37,7 +37,7 @@ def number_of(task: Numbered) -> int:
 
 
 def array(index: int, first: int, last: int, count: int, step: int = 1) -> dict[str, str]:
-    """What slurm sets in a task of an array, and in every batch script."""
+    """Variables that slurm sets in a task of an array, and in every batch script."""
     return {
         "SLURM_ARRAY_JOB_ID": "101",
         "SLURM_ARRAY_TASK_ID": str(index),
@@ -51,7 +51,7 @@ def array(index: int, first: int, last: int, count: int, step: int = 1) -> dict[
 
 
 def step(process: int, processes: int) -> dict[str, str]:
-    """What srun adds."""
+    """Variables that srun adds."""
     return {"SLURM_PROCID": str(process), "SLURM_STEP_NUM_TASKS": str(processes)}
 
 
@@ -143,7 +143,7 @@ def test_array_gives_the_bytes_of_one_process(
     last = Run(config, LocalEngine(0))
 
     def on_all_ranks(verb: Callable[[Run], object]) -> int:
-        """How many ranks ended with tasks left to others."""
+        """Number of ranks that ended with tasks left to others."""
         left = 0
         for rank in (2, 0, 1):
             run = Run(config, rank_engine(monkeypatch, rank, 3))

@@ -73,7 +73,7 @@ def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -
 
 
 def duplicates(rows: list[tuple[int, str, int]]) -> list[int]:
-    """Of rows (source, key, hash)."""
+    """A table of rows (source, key, hash)."""
     sources, keys, hashes = zip(*rows, strict=True) if rows else ((), (), ())
     names = pa.table(
         {"source_id": pa.array(sources, pa.int32()), "key": pa.array(keys, pa.large_string())}

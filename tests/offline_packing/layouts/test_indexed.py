@@ -176,7 +176,7 @@ def test_any_number_of_workers_writes_the_same(tmp_path: Path) -> None:
 
 
 def test_what_a_kill_leaves_is_completed(tmp_path: Path) -> None:
-    """Killed before the pieces are joined; while they are; behind it, with some removed."""
+    """Killed before the pieces are joined; while they are; after it, with some removed."""
     source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "data")), "task": "bmr"}
     run = indexed_run(source, tmp_path / "out", packs_per_shard=1)
     pack_all(run)

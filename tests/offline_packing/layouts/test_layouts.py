@@ -172,7 +172,7 @@ def load_module(path: Path) -> Any:
 
 
 def check_pack(loader: Any, task: str, parts: dict[str, bytes]) -> int:
-    """What that loader asks of a pack; returns its number of sub-samples."""
+    """Check all that their loader asks of a pack; return its number of sub-samples."""
     assert list(parts) == [*(f"img{i}.jpg" for i in range(len(parts) - 1)), "json"]
     record = json.loads(parts["json"])
     assert record["images"] == list(parts)[:-1]

@@ -155,7 +155,7 @@ def test_room_for_images_of_any_size() -> None:
 
 
 def test_captions_are_those_of_the_llava_onevision_layout(tmp_path: Path) -> None:
-    """Which it reads as `packed_captioning`, with one image each."""
+    """Packs that it reads as `packed_captioning`, with one image each."""
     source = captioning_pairs(tmp_path / "source", 12)
     (source / "part0/text.json").write_text(
         json.dumps({"caption": "Nothing to see.", "images": []})

@@ -24,7 +24,7 @@ Entry = tuple[str, int, int]
 def order(container: bytes) -> bytes:
     """By this key files are in the order in which they are listed."""
     folder, slash, name = container.rpartition(b"/")
-    # Files stand before the folders beside them: the file behind two zeros, a folder behind 0, 1.
+    # Files stand before the folders beside them: the file after two zeros, a folder after 0, 1.
     return (slash + folder).replace(b"/", b"\0\1") + b"\0\0" + listing.to_key(name)
 
 

@@ -115,7 +115,7 @@ def test_media_in_lists_are_in_the_row() -> None:
 
 
 def test_images_in_lists_stay_one_list() -> None:
-    """Of any sizes, as nanoVLM's model takes them."""
+    """Images of any sizes, as nanoVLM's model takes them."""
     images = [torch.full((tiles, 3, 4, 4), tiles) for tiles in (1, 2, 5)]
     samples = [
         {"input_ids": [1], "images": images[:2]},

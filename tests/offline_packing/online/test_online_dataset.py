@@ -1,4 +1,4 @@
-"""What datasets that pack while reading share: epochs, ranks, streams that divide themselves."""
+"""Datasets that pack while reading: epochs, ranks, streams that divide themselves."""
 
 import gc
 import logging
@@ -194,7 +194,7 @@ def test_workers_of_many_ranks_count_for_themselves() -> None:
 
 
 class TrackedState(dict[str, int]):
-    """Of which it can be told how many there are."""
+    """A state whose live instances can be counted."""
 
 
 class TrackedStream(SavableStream):

@@ -76,7 +76,7 @@ def test_packs_are_those_of_ms_swift(strategy: str) -> None:
 
 
 def published_loop(lengths: Sequence[int], packing_length: int, buffer_size: int) -> Any:
-    """What the published wrapper does: fill a buffer, pack it, give everything out."""
+    """Do as the published wrapper does: fill a buffer, pack it, give everything out."""
     for begin in range(0, len(lengths), buffer_size):
         window = list(enumerate(lengths))[begin : begin + buffer_size]
         for group in binpacking.to_constant_volume(window, packing_length, weight_pos=1):

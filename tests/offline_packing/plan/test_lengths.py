@@ -151,7 +151,7 @@ def test_packs_are_mixed_from_the_sources(tmp_path: Path) -> None:
         ("a.parquet", "no Parquet", "cannot be read"),
         ("a.csv", "key,tokens\na,10000\n", "nothing to pack .* overlong 1"),
         ("a.csv", "key,tokens\n", "nothing to pack"),
-        # the first line is no heading where it has a number
+        # the first line is not a heading where it has a number
         ("a.txt", "a\t10.0\nb\t20\n", "10.0' is not name<TAB>tokens nor name:tokens"),
         ("a.csv", "key,tokens\na,1\n,2\n", "a sample has no key"),
         ("a.csv", "key,tokens,num_images\na,1,2\nb,1,\n", "num_images is empty; write 0"),

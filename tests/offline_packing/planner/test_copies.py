@@ -90,7 +90,7 @@ def test_limits_and_groups_hold_with_copies(options: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("offset", [0, 596])
 def test_copies_cost_no_fill(offset: int) -> None:
-    """Short texts, of which a pack holds many of one length, by themselves and behind pictures."""
+    """Short texts, of which a pack holds many of one length, by themselves and after pictures."""
     rng = np.random.default_rng(0)
     copy_of = used(rng.integers(2, 4, 20_000))
     lengths = (offset + np.clip(rng.lognormal(3.2, 0.6, 20_000), 4, 400).astype(np.int64))[copy_of]

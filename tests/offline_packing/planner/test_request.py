@@ -1,4 +1,4 @@
-"""Which samples can be packed at all, and what bad input is told."""
+"""Samples that can be packed at all, and messages on bad input."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""How far a stage is, where there is no terminal."""
+"""Progress of a stage where there is no terminal."""
 
 import re
 from dataclasses import replace

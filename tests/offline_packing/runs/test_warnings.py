@@ -1,4 +1,4 @@
-"""What the data of a run have in common is told before anybody trains on them."""
+"""Warnings about the data as a whole, given before anybody trains on them."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What damaged, hostile and odd containers become."""
+"""Damaged, hostile and odd containers: read in part, or refused."""
 
 import gzip
 import io
@@ -25,7 +25,7 @@ WEBDATASET = {"format": "webdataset"}
 
 
 def offset_of(name: str) -> int:
-    """Where a member's header begins in TAR."""
+    """Offset of a member's header in TAR."""
     with tarfile.open(fileobj=io.BytesIO(TAR)) as tar:
         return tar.getmember(name).offset
 

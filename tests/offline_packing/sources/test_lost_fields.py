@@ -1,4 +1,4 @@
-"""What a record holds beside its sample is told, with its name and how often."""
+"""A field of a record that is not part of its sample is told, with its name and how often."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def told(
     fields: dict[str, str] | None = None,
     paired: tuple[str, ...] | None = None,
 ) -> list[str]:
-    """What is told of a record, after its fields were named."""
+    """The notes on a record, after its fields were named."""
     names = FieldMap(fields or {})
     record = SourceRecord("k", Locator("bytes", "a", 0, 0), names.apply(content), paired)
     sample = to_sample(names.apply(content), "k", task, paired)

@@ -107,7 +107,7 @@ MODULES = {
 
 
 def names_option(path: Path, option: str) -> bool:
-    """Whether a module declares an option or takes it out of a source's options."""
+    """Return True if a module declares an option or takes it out of a source's options."""
     for node in ast.walk(MODULES[path]):
         match node:
             case ast.ClassDef(name=name) if name.endswith("Options"):
@@ -126,7 +126,7 @@ def names_option(path: Path, option: str) -> bool:
     sorted({name for one in SOURCES.values() for name in one.Options.model_fields} - OF_ALL),
 )
 def test_an_option_touches_two_files(option: str) -> None:
-    """Where it is declared and where it is used; a format may have its own, or its own default."""
+    """Named where it is declared and where it is used; a format may have its own, or a default."""
     named = {path for path in MODULES if names_option(path, option)}
     formats = {path for path in named if path.parent.name == "formats"}
     assert named

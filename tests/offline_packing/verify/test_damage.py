@@ -96,7 +96,7 @@ def files_of(run: Run) -> list[Path]:
 
 
 def found_in(run: Run) -> str:
-    """What verify says, as a report of problems or as an error; empty where all is well."""
+    """The problems that verify reports, or its error; empty where all is well."""
     try:
         result = verify(run)
     except StageError as error:

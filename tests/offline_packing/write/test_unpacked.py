@@ -33,7 +33,7 @@ NUM_ROWS = 200
 
 
 def table_of(num_rows: int, first: int = 0) -> pa.Table:
-    """Rows whose images all differ: noise behind the end of a picture."""
+    """Rows whose images all differ: noise after the end of a picture."""
     noise = np.random.default_rng(first)
     images = [
         image_bytes(28 * (2 + i % 4), 56) + noise.bytes(3000) + b"\xff\xd9" for i in range(num_rows)
@@ -69,7 +69,7 @@ def test_huge_row_groups_give_the_packs_of_small_ones(
     small_group: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whether a shard decodes a group for itself, or all read of a copy, the bytes are the same."""
+    """A shard that decodes a group for itself and one that reads a copy write the same bytes."""
     small = pack_all(parquet_run(parquet_folder / "small", tmp_path / "small"))
     monkeypatch.setattr(row_reader, "SMALL_GROUP", small_group)
     monkeypatch.setattr(row_reader, "WANTED_SHARE", 2.0)

@@ -106,7 +106,7 @@ class Reference:
         return self.processor.replace_video_token(inputs, video_idx=0)
 
     def positions(self, encoded: Any, seconds: list[float]) -> Any:
-        """What get_rope_index makes of an encoded sample."""
+        """Positions of an encoded sample by get_rope_index."""
         if self.model is None:
             return np.arange(len(encoded.tokens))[None]
         vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=2)
@@ -138,7 +138,7 @@ def check(reference: Reference, sample: SourceSample, folder: Path, files: Any, 
     headers = [read_video_header(io.BytesIO(data)) for data in clips]
     encoded = encoder.encode(sample, files, clips)
     expected = reference.arrays(sample, folder, headers)
-    # The template's newline behind the very last end token is dropped.
+    # The template's newline after the very last end token is dropped.
     np.testing.assert_array_equal(encoded.tokens, expected["input_ids"][0][:-1])
     if files:
         np.testing.assert_array_equal(encoded.image_grid_thw, expected["image_grid_thw"])

@@ -50,7 +50,7 @@ def test_every_array_equals_the_processors(
     for sample, files in random_samples(kind, SAMPLES_PER_KIND, tmp_path):
         expected = reference(processor, sample, tmp_path)
         encoded = encoder.encode(sample, files)
-        # The template's newline behind the very last end token is dropped.
+        # The template's newline after the very last end token is dropped.
         np.testing.assert_array_equal(encoded.tokens, expected["input_ids"][0][:-1])
         if files:
             np.testing.assert_array_equal(encoded.image_grid_thw, expected["image_grid_thw"])

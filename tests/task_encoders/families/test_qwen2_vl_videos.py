@@ -138,21 +138,21 @@ def test_families_differ_in_the_time_of_videos_only() -> None:
 def positions_of_transformers_4(
     tokens: Any, grids: Sequence[Any], intervals: Sequence[float]
 ) -> Any:
-    """What get_rope_index of transformers 4.5x gives: each run of text or of one medium goes on
-    behind the largest position before it."""
+    """Positions by get_rope_index of transformers 4.5x: each run of text or of one medium goes on
+    after the largest position before it."""
     runs: list[Any] = []
     media = iter(zip(grids, intervals, strict=True))
     start = 0
     while start < len(tokens):
-        behind = 0 if not runs else int(runs[-1].max()) + 1
+        start = 0 if not runs else int(runs[-1].max()) + 1
         if tokens[start] in (IMAGE_PAD, VIDEO_PAD):
             (t, h, w), interval = next(media)
             time = (torch.arange(t) * torch.tensor(interval)).long()
             sides = torch.arange(h // 2), torch.arange(w // 2)
             places = torch.stack(torch.meshgrid(time, *sides, indexing="ij"))
-            runs.append(places.reshape(3, -1) + behind)
+            runs.append(places.reshape(3, -1) + start)
         else:
-            runs.append(torch.full((3, 1), behind))
+            runs.append(torch.full((3, 1), start))
         start += runs[-1].shape[1]
     return torch.cat(runs, dim=1).numpy()
 

@@ -1,4 +1,4 @@
-"""Which packs a folder or a metadataset has, and how often they come in an epoch."""
+"""The packs of a folder or a metadataset, and how often they come in an epoch."""
 
 import shutil
 from pathlib import Path

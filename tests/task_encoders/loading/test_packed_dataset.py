@@ -76,7 +76,7 @@ def keys_of(batches: Any, count: int | None = None) -> list[str]:
 
 
 def states_of(loader: Any, count: int) -> tuple[list[str], list[Any]]:
-    """The first batches, and the loader's state before the first and behind each."""
+    """The first batches, and the loader's state before the first and after each."""
     states, keys = [loader.save_state_rank()], []
     for batch in itertools.islice(iter(loader), count):
         keys += keys_of([batch])

@@ -52,7 +52,7 @@ def test_torch_resizes_as_transformers_torch_backend(family: str) -> None:
 
 @pytest.mark.parametrize("resize", BACKENDS)
 def test_images_that_pillow_holds_in_blocks(resize: str) -> None:
-    """Of 5 megapixels: their memory is not handed out."""
+    """Patches of 5 megapixels: their memory is not handed out."""
     vision = build_sample_encoder("qwen2_vl", resize=resize, max_pixels=200_000).vision  # type: ignore[attr-defined]
     image = Image.open(io.BytesIO(png(np.random.default_rng(3), 2500, 2000)))
     with pytest.raises(ValueError, match=r"not contiguous|in multiple array blocks"):

@@ -197,7 +197,7 @@ def test_transformers_takes_as_many_frames() -> None:
         ).tolist()  # fmt: skip
         count = num_sampled_frames(VideoHeader(total, fps, 1, 1), rule)
         ours = sampled_frames(total, count)
-        if len(theirs) > count:  # their rounding has given one number more, behind the last frame
+        if len(theirs) > count:  # their rounding has given one number more, after the last frame
             assert len(theirs) == count + 1
             assert theirs.pop() == total
             extra += 1
@@ -428,7 +428,7 @@ def test_without_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def survives(data: bytes) -> bool:
-    """Whether a file is accepted; what is accepted encodes to its measured grid, or not at all."""
+    """Return True if a file is accepted; it then encodes to its measured grid, or not at all."""
     try:
         header = read_video_header(io.BytesIO(data), max_frame_pixels=1 << 20, max_frames=2000)
         grid = video_grid(header, SMALL, VISION)

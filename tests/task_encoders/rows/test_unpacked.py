@@ -1,4 +1,4 @@
-"""Samples that are no packs, through the same encoder and Energon's own loader."""
+"""Samples that are not packs, through the same encoder and Energon's own loader."""
 
 import itertools
 import json

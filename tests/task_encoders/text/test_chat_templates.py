@@ -65,7 +65,7 @@ class Reference:
         return messages, json.loads(sample.tools) if sample.tools else None
 
     def ids(self, sample: SourceSample) -> list[int] | None:
-        """What transformers writes and tokenizes, with control tokens in texts as data; None where
+        """Tokens as transformers writes them, with control tokens in texts as data; None where
         the template refuses the conversation."""
         messages, tools = self.arguments(sample)
         plain = json.dumps([messages, tools], ensure_ascii=False)

@@ -91,7 +91,7 @@ def test_its_length_may_be_asked_at_any_time(workers: int, texts: PackedFolder) 
 
 
 class Samples:
-    """A map-style dataset of samples that are no packs."""
+    """A map-style dataset of samples that are not packs."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = lengths

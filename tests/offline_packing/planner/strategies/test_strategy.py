@@ -1,4 +1,4 @@
-"""What strategies declare: shown in help and guide; a new one is a file and a line."""
+"""Declarations of strategies: shown in help and guide; a new one is a file and a line."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ GUIDE = Path(__file__).parents[4] / "docs" / "configuration.md"
 
 
 class PairsOptions(StrategyOptions):
-    """Of the strategy below."""
+    """Options of the strategy below."""
 
     per_pack: int = Field(2, ge=1, description="neighbours that share a pack")
 

@@ -31,7 +31,7 @@ def picture(i: int) -> bytes:
 
 
 def flat(task: str, padded: bool, names: Mapping[int, str] = {}, **record: Any) -> Pack:
-    """Three or twelve sub-samples; `names` are those in the JSON where they are no members."""
+    """Three or twelve sub-samples; `names` are those in the JSON where they are not members."""
     count = 3 if padded else 12
     members = {f"img{i:03d}.jpg" if padded else f"img{i}.jpg": picture(i) for i in range(count)}
     prompts = ["描述", "what about...", "", *(f"<image>\nq{i}" for i in range(3, count))]

@@ -1,4 +1,4 @@
-"""What is asked of a storage: an HTTP server that counts its requests and bytes."""
+"""Requests to a storage: an HTTP server that counts them and their bytes."""
 
 import io
 import re
