@@ -15,10 +15,11 @@ from pydantic import (
 
 from offline_packing.engines import ENGINES
 from offline_packing.layouts import LAYOUTS
+from offline_packing.planner.context_parallel import ContextParallel
 from offline_packing.planner.request import check_combination, check_epochs
 from offline_packing.sources.options import listed
 from offline_packing.storage.yaml_file import explain_value_error
-from task_encoders.field_types import Count, LocalPath, NonNegative, not_bool, one_of
+from task_encoders.field_types import Count, LocalPath, NonNegative, added, not_bool, one_of
 
 
 class Section(BaseModel):
@@ -36,6 +37,35 @@ class OrderConfig(Section):
     num_ranks: Count
     #: loader workers on each rank
     num_workers: NonNegative = 1
+
+
+class ContextParallelConfig(Section):
+    """Ranks that a pack goes over: `size` for every pack, or 1, 2, 4 … by its tokens and cost."""
+
+    #: ranks that every pack goes over
+    size: Count | None = None
+    #: ranks that share out each slot of packs, a power of two; leave out size
+    ranks: Count | None = None
+    #: tokens of a pack on each of its ranks; pack.seq_length is the longest pack
+    tokens_per_rank: Count | None = None
+
+    @model_validator(mode="after")
+    def _check_form(self) -> "ContextParallelConfig":
+        given = [name for name, value in self if value is not None]
+        if given not in (["size"], ["ranks", "tokens_per_rank"]):
+            raise ValueError(
+                "write {size: 4} for packs that all go over 4 ranks, or {ranks: 32, "
+                "tokens_per_rank: 8192} for packs that go over as many of 32 as they need"
+            )
+        self.per_pack  # noqa: B018 - checks the numbers
+        return self
+
+    @property
+    def per_pack(self) -> ContextParallel | None:
+        """The ranks, if each pack has a size of its own."""
+        if self.ranks is None or self.tokens_per_rank is None:
+            return None
+        return ContextParallel(self.ranks, self.tokens_per_rank)
 
 
 class PackConfig(Section):
@@ -64,6 +94,9 @@ class PackConfig(Section):
     weight_by: Literal["tokens", "samples"] = "tokens"
     #: write the packs so that the ranks of this loader get packs of similar cost at each step
     order: OrderConfig | None = None
+    #: context parallelism: {size: 4} for packs over 4 ranks each, or {ranks: 32, tokens_per_rank:
+    #: 8192} for packs over 1, 2, 4 … of 32 ranks
+    context_parallel: ContextParallelConfig | None = added(None)
     #: further limits per pack: {vision_patches: 22000, images: 16, videos: 2}
     budgets: dict[Literal["vision_patches", "images", "videos"], Count] = {}
     #: packs hold only samples with images or videos, or only samples without
@@ -78,6 +111,12 @@ class PackConfig(Section):
     epochs: Count = 1
     #: nothing is written if a larger share of the samples is set aside
     max_set_aside: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.05
+
+    @field_validator("context_parallel")
+    @classmethod
+    def _refuse_context_parallel(cls, value: ContextParallelConfig | None) -> None:
+        if value is not None:
+            raise ValueError("packs are not planned for context parallelism yet; leave it out")
 
     @field_validator("strategy")
     @classmethod
