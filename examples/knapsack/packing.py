@@ -45,7 +45,7 @@ def packs_of_numbers(strategy: str, num_workers: int = 0) -> list[list[torch.Ten
     """The packs of 1 to 24, made by a thread and taken from its queue."""
     packed = PackedIterableDataset(
         Numbers(1, 25),
-        packing_length=MAX_LENGTH,
+        seq_length=MAX_LENGTH,
         strategy=STRATEGIES[strategy],
         leftovers="emit",
         encode=as_sequence,

@@ -70,7 +70,7 @@ def measure_verb(run: Run, dry_run: bool) -> None:
     """Measure the tokens of every sample; no image or video is decoded."""
     from offline_packing.index.set_aside import group_set_aside
     from offline_packing.measure.measure import measure, preview_measure
-    from offline_packing.runs.losses import aside_while_measuring, render_examples
+    from offline_packing.runs.set_aside import aside_while_measuring, render_examples
 
     if dry_run:
         click.echo(preview_measure(run), nl=False)
@@ -102,7 +102,7 @@ def plan_verb(run: Run, dry_run: bool, output: Path | None = None) -> None:
     from offline_packing.plan.lengths import write_assignment
     from offline_packing.plan.plan import plan, preview_plan, summary_text
     from offline_packing.runs.artifacts import open_index
-    from offline_packing.runs.losses import aside_while_planning, render_examples
+    from offline_packing.runs.set_aside import aside_while_planning, render_examples
 
     samples = open_index(run)
     if dry_run:
@@ -122,7 +122,7 @@ def plan_verb(run: Run, dry_run: bool, output: Path | None = None) -> None:
 def write_verb(run: Run, dry_run: bool) -> None:
     """Write the packs as tar shards, with the metadata that Megatron-Energon needs."""
     from offline_packing.runs.artifacts import open_index, open_plan
-    from offline_packing.runs.losses import check_losses, check_media
+    from offline_packing.runs.set_aside import check_media, check_set_aside
     from offline_packing.write.write import preview_write, write
 
     samples, made = open_index(run), open_plan(run)
@@ -130,7 +130,7 @@ def write_verb(run: Run, dry_run: bool) -> None:
         click.echo(preview_write(run, samples, made))
         return
     if not run.workspace.manifest.exists():
-        check_losses(run)
+        check_set_aside(run)
         check_media(run)
     counts = write(run, samples, made)["counts"]
     packs = ", ".join(f"{name} {count:,}" for name, count in counts["packs"].items())
@@ -219,7 +219,7 @@ def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
 @verb("set-aside", params=[*_SET_ASIDE], locks=False, is_shared=True)
 def set_aside_verb(run: Run, dry_run: bool, **form: Any) -> None:
     """List the samples that are in no pack: key, source, reason and detail."""
-    from offline_packing.runs.losses import list_set_aside
+    from offline_packing.runs.set_aside import list_set_aside
 
     for lines in list_set_aside(run, **form):
         click.echo(lines, nl=False)

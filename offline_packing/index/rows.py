@@ -1,6 +1,6 @@
-"""Rows of the index in the order of the packs, whatever the size of the index.
+"""Samples of the index in the order of the packs, whatever the size of the index.
 
-A shard's samples lie all over the index. Rows that do not fit in memory are therefore sorted in two
+A shard's samples lie all over the index. Those that do not fit in memory are sorted in two
 steps: one pass over the index deals them out to groups of shards, each a scratch file; then
 group after group is read back and put in order.
 """
@@ -20,29 +20,29 @@ import pyarrow.parquet as pq
 
 from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash
 
-#: Rows held in memory at a time: some 200 MB of index.
-ROWS_IN_MEMORY: Final = 1 << 19
+#: Samples held in memory at a time: some 200 MB of index.
+SAMPLES_IN_MEMORY: Final = 1 << 19
 #: Groups, each of which holds a scratch file open.
 _MAX_GROUPS: Final = 256
 
-#: Numbers of samples: rows of the index, over all parts.
+#: Row numbers of the index, over all parts.
 SampleIds = npt.NDArray[np.integer]
 
 
-def rows_of_shards(
+def samples_of_shards(
     samples: Index,
     columns: Sequence[str],
     ids_of_shards: Sequence[SampleIds],
     scratch: Path,
     *,
-    rows_in_memory: int = ROWS_IN_MEMORY,
+    samples_in_memory: int = SAMPLES_IN_MEMORY,
 ) -> Iterator[pa.Table]:
-    """Columns of the rows of each shard, in the given order. `scratch` is an existing folder; the
-    files in it have no name and vanish with this process."""
+    """Columns of the samples of each shard, in the given order. `scratch` is an existing folder;
+    the files in it have no name and vanish with this process."""
     none = INDEX_SCHEMA.empty_table().select(list(columns))
-    groups = _group(ids_of_shards, rows_in_memory)
+    groups = _group(ids_of_shards, samples_in_memory)
     sorted_ids = [np.sort(np.concatenate(group)) for group in groups]
-    picked = _pick(samples, none, sorted_ids, rows_in_memory)
+    picked = _pick(samples, none, sorted_ids, samples_in_memory)
     if len(groups) == 1:
         tables = iter([pa.concat_tables([none, *(table for _, table in picked)])])
     else:
@@ -53,9 +53,9 @@ def rows_of_shards(
             yield table.take(pa.array(np.searchsorted(ids, shard)))
 
 
-def name_rows(samples: Index, rows: SampleIds) -> pa.Table:
-    """source_id and key of some rows, in the given order."""
-    return next(rows_of_shards(samples, ("source_id", "key"), [rows], Path()))
+def name_samples(samples: Index, ids: SampleIds) -> pa.Table:
+    """source_id and key of some samples, in the given order."""
+    return next(samples_of_shards(samples, ("source_id", "key"), [ids], Path()))
 
 
 def sum_over_grids(
@@ -72,31 +72,31 @@ def sum_over_grids(
     return np.concatenate(sums)
 
 
-def name_copies(rows: pa.Table, copies: SampleIds) -> pa.Table:
-    """Rows with the keys of copies, 'a/17', 'a/17#2', 'a/17#3': `copies` (num_rows,) are their
-    numbers, 0 for the first use."""
+def name_copies(table: pa.Table, copies: SampleIds) -> pa.Table:
+    """The table with the keys of copies, 'a/17', 'a/17#2', 'a/17#3': `copies` (num_samples,) are
+    their numbers, 0 for the first use."""
     numbers = pa.array(copies + 1).cast(pa.large_string())
-    named = pc.binary_join_element_wise(rows["key"], numbers, pa.scalar("#", numbers.type))
-    keys = pc.if_else(pa.array(copies > 0), named, rows["key"])
-    place = rows.schema.get_field_index("key")
-    return rows.set_column(place, rows.schema.field(place), keys)
+    named = pc.binary_join_element_wise(table["key"], numbers, pa.scalar("#", numbers.type))
+    keys = pc.if_else(pa.array(copies > 0), named, table["key"])
+    place = table.schema.get_field_index("key")
+    return table.set_column(place, table.schema.field(place), keys)
 
 
-def hash_keys(samples: Index, rows: SampleIds, copies: SampleIds | None) -> npt.NDArray[np.uint64]:
-    """(num_rows,) key_hash of rows; `copies` (num_rows,) are their numbers where some are copies,
+def hash_keys(samples: Index, ids: SampleIds, copies: SampleIds | None) -> npt.NDArray[np.uint64]:
+    """(num_ids,) key_hash of samples; `copies` (num_ids,) are their numbers where some are copies,
     whose keys are hashed anew."""
-    hashes: npt.NDArray[np.uint64] = samples.array("key_hash")[rows]
+    hashes: npt.NDArray[np.uint64] = samples.array("key_hash")[ids]
     if copies is not None and copies.any():
         chosen = np.flatnonzero(copies)
-        named = name_copies(name_rows(samples, rows[chosen]), copies[chosen])
+        named = name_copies(name_samples(samples, ids[chosen]), copies[chosen])
         pairs = zip(named["source_id"].to_pylist(), named["key"].to_pylist(), strict=True)
         hashes[chosen] = [key_hash(*pair) for pair in pairs]
     return hashes
 
 
-def _group(ids_of_shards: Sequence[SampleIds], rows_in_memory: int) -> list[list[SampleIds]]:
-    """Shards in a row that fit in memory together; a larger one stands alone."""
-    limit = max(rows_in_memory, -(-2 * sum(map(len, ids_of_shards)) // _MAX_GROUPS))
+def _group(ids_of_shards: Sequence[SampleIds], samples_in_memory: int) -> list[list[SampleIds]]:
+    """Consecutive shards that fit in memory together; a larger one stands alone."""
+    limit = max(samples_in_memory, -(-2 * sum(map(len, ids_of_shards)) // _MAX_GROUPS))
     groups: list[list[SampleIds]] = []
     held = 0
     for ids in ids_of_shards:
@@ -109,10 +109,10 @@ def _group(ids_of_shards: Sequence[SampleIds], rows_in_memory: int) -> list[list
 
 
 def _pick(
-    samples: Index, none: pa.Table, sorted_ids: Sequence[SampleIds], rows_in_memory: int
+    samples: Index, none: pa.Table, sorted_ids: Sequence[SampleIds], samples_in_memory: int
 ) -> Iterator[tuple[int, pa.Table]]:
-    """(group, some of its rows), ascending: of neighboring parts that fit in memory together; parts
-    without any of the ids are not read. `none` is such a table without rows."""
+    """(group, some of its samples), ascending: of neighboring parts that fit in memory together;
+    parts without any of the ids are not read. `none` is such a table without samples."""
     ends = np.cumsum([*samples.info.part_rows, 0])
     wanted = np.zeros(len(ends), dtype=bool)
     for ids in sorted_ids:
@@ -121,7 +121,7 @@ def _pick(
     for number, (end, is_wanted) in enumerate(zip(ends.tolist(), wanted, strict=True)):
         if is_wanted:
             held.append(samples.part(number, *none.column_names))
-        if held and (not is_wanted or sum(map(len, held)) >= rows_in_memory):
+        if held and (not is_wanted or sum(map(len, held)) >= samples_in_memory):
             table = pa.concat_tables([none, *held]).combine_chunks()
             for group, ids in enumerate(sorted_ids):
                 start, stop = np.searchsorted(ids, (first, first + len(table)))
@@ -135,8 +135,8 @@ def _pick(
 def _through_files(
     picked: Iterator[tuple[int, pa.Table]], schema: pa.Schema, num_groups: int, scratch: Path
 ) -> Iterator[pa.Table]:
-    """The rows of each group, by way of an Arrow stream in a scratch file each; of an output that
-    is read-only, among the system's temporary files."""
+    """The samples of each group, by way of an Arrow stream in a scratch file each; where the
+    output is read-only, among the system's temporary files."""
     where = scratch if os.access(scratch, os.W_OK) else None
     options = pa.ipc.IpcWriteOptions(compression="lz4")
     with ExitStack() as stack:
@@ -155,8 +155,8 @@ def _through_files(
 def sums_by_source(
     samples: Index, uses: npt.NDArray[np.integer], num_sources: int, columns: Sequence[str]
 ) -> dict[str, list[int]]:
-    """Per source: rows of the index that are `used`, all `uses` of them, and the sums over these of
-    `bytes` (of record and media) and of columns of integers. `uses` is (num_samples,)."""
+    """Per source: samples that are `used`, all `uses` of them, and the sums over these of `bytes`
+    (of record and media) and of columns of integers. `uses` is (num_samples,)."""
     names = ("used", "uses", "bytes", *columns)
     sums = {name: np.zeros(num_sources, np.int64) for name in names}
     first = 0
@@ -171,7 +171,7 @@ def sums_by_source(
 
 
 def _sample_bytes(path: Path) -> npt.NDArray[np.int64]:
-    """(num_rows,) bytes of the record and the media of each sample in a part of the index."""
+    """(num_samples,) bytes of the record and the media of each sample in a part of the index."""
     # Sizes without the other columns of record and media.
     table = pq.ParquetFile(path).read(columns=["json.size", "media.list.element.size"])
     media = table["media"].combine_chunks()

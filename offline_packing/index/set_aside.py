@@ -1,5 +1,5 @@
-"""Samples set aside: rows of an index that are not planned, and why, as arrays, since there can be
-as many as rows; and the tables of an output, read again."""
+"""Samples set aside: those of an index that are not planned, and why, as arrays, since they can be
+almost all; and the tables of an output, read again."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -15,42 +15,43 @@ import pyarrow.parquet as pq
 
 from offline_packing.errors import StageError
 from offline_packing.index.measured import escape
-from offline_packing.index.rows import SampleIds, name_rows
+from offline_packing.index.rows import SampleIds, name_samples
 from offline_packing.index.table import SET_ASIDE_SCHEMA, Index
 
-#: Rows whose keys are in memory at a time.
-_ROWS_AT_ONCE: Final = 1 << 17
+#: Samples whose keys are in memory at a time.
+_NAMED_AT_ONCE: Final = 1 << 17
 _READ_AT_ONCE: Final = 1 << 16
 
 
 @dataclass(frozen=True)
-class AsideRows:
-    """Rows, ascending, and for each the number of its reason and detail in `texts`."""
+class AsideSamples:
+    """Samples set aside, ascending by id, and the number of the reason and detail of each."""
 
-    rows: SampleIds
-    #: int32 (num_rows,)
+    ids: SampleIds
+    #: (num_samples,) places in texts
     codes: npt.NDArray[np.int32]
+    #: (reason, detail)
     texts: tuple[tuple[str, str], ...]
 
     @classmethod
-    def of(cls, rows: SampleIds, reason: str, detail: str) -> "AsideRows":
-        """Rows, ascending, with one reason."""
-        return cls(rows, np.zeros(len(rows), np.int32), ((reason, detail),))
+    def of(cls, ids: SampleIds, reason: str, detail: str) -> "AsideSamples":
+        """Samples, ascending by id, with one reason."""
+        return cls(ids, np.zeros(len(ids), np.int32), ((reason, detail),))
 
     @classmethod
-    def merge(cls, found: Sequence["AsideRows"]) -> "AsideRows":
-        """All rows; one that is in several has the reason of the first."""
+    def merge(cls, found: Sequence["AsideSamples"]) -> "AsideSamples":
+        """All samples; one that is in several has the reason of the first."""
         if not found:
             return cls(np.zeros(0, np.int64), np.zeros(0, np.int32), ())
         starts = np.cumsum([0, *(len(aside.texts) for aside in found)])
         codes = [aside.codes + np.int32(start) for aside, start in zip(found, starts, strict=False)]
-        rows, first = np.unique(np.concatenate([aside.rows for aside in found]), return_index=True)
+        ids, first = np.unique(np.concatenate([aside.ids for aside in found]), return_index=True)
         texts = tuple(text for aside in found for text in aside.texts)
-        return cls(rows, np.concatenate(codes)[first], texts)
+        return cls(ids, np.concatenate(codes)[first], texts)
 
     @property
     def reasons(self) -> Counter[str]:
-        """Rows by reason."""
+        """Number of samples by reason."""
         counts: Counter[str] = Counter()
         numbers = np.bincount(self.codes, minlength=len(self.texts)).tolist()
         for (reason, _), number in zip(self.texts, numbers, strict=True):
@@ -58,21 +59,21 @@ class AsideRows:
         return +counts
 
     def first(self, reason: str) -> tuple[int, str] | None:
-        """The first row set aside for a reason, and its detail."""
+        """The first sample set aside for a reason, and its detail."""
         numbers = [i for i, text in enumerate(self.texts) if text[0] == reason]
         places = np.flatnonzero(np.isin(self.codes, numbers))
         if not len(places):
             return None
-        return int(self.rows[places[0]]), self.texts[self.codes[places[0]]][1]
+        return int(self.ids[places[0]]), self.texts[self.codes[places[0]]][1]
 
     def tables(self, samples: Index, sources: Sequence[str]) -> Iterator[pa.Table]:
         """The rows of the set-aside table, some at a time. `sources` are the paths of all."""
         paths = pa.array([escape(path) for path in sources], pa.string())
         reasons = pa.array([reason for reason, _ in self.texts], pa.string())
         details = pa.array([escape(detail) for _, detail in self.texts], pa.large_string())
-        for start in range(0, len(self.rows), _ROWS_AT_ONCE):
-            some = slice(start, start + _ROWS_AT_ONCE)
-            named = name_rows(samples, self.rows[some])
+        for start in range(0, len(self.ids), _NAMED_AT_ONCE):
+            some = slice(start, start + _NAMED_AT_ONCE)
+            named = name_samples(samples, self.ids[some])
             codes = pa.array(self.codes[some])
             columns = {
                 "key": named["key"],
@@ -86,14 +87,14 @@ class AsideRows:
 def find_duplicates(
     hashes: npt.NDArray[np.uint64], name: Callable[[SampleIds], pa.Table]
 ) -> SampleIds:
-    """Rows whose key an earlier row of the same source has, ascending. Equal ones of the `hashes`,
-    (num_samples,) key_hash of the index, are found by sorting; the few rows that have one are
-    compared by their keys, which `name` gives with their source_id, see `name_rows`."""
+    """Samples whose key an earlier sample of the same source has, ascending. Equal `hashes`,
+    (num_samples,) key_hash of the index, are found by sorting; the few samples that have one are
+    compared by their keys, which `name` gives with their source_id, see `name_samples`."""
     order = np.argsort(hashes, kind="stable")
     equal = hashes[order[1:]] == hashes[order[:-1]]
     suspects = np.union1d(order[1:][equal], order[:-1][equal])
-    named = name(suspects).append_column("row", pa.array(suspects))
-    firsts = named.group_by(["source_id", "key"]).aggregate([("row", "min")])["row_min"]
+    named = name(suspects).append_column("id", pa.array(suspects))
+    firsts = named.group_by(["source_id", "key"]).aggregate([("id", "min")])["id_min"]
     return np.setdiff1d(suspects, firsts.to_numpy(), assume_unique=True)
 
 

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index
-from offline_packing.layouts.shard_tasks import Row, ShardTask
+from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
 from offline_packing.layouts.shards import ShardFragment, estimate_pack_bytes
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Source, SourceOptions
@@ -113,33 +113,35 @@ class Layout(ABC):
         self, task: ShardTask, name: str, num_bytes: int, digest: str, packs: Sequence[PackEntry]
     ) -> ShardFragment:
         """The fragment of a task's shard, which is written."""
-        num_tokens = int(pc.sum(task.rows["num_tokens"]).as_py() or 0)
-        split, num_samples = task.shard.split, len(task.rows)
+        num_tokens = int(pc.sum(task.samples["num_tokens"]).as_py() or 0)
+        split, num_samples = task.shard.split, len(task.samples)
         return ShardFragment(name, split, num_samples, num_tokens, num_bytes, digest, packs)
 
-    def checked_members(self, task: ShardTask, rows: Sequence[Row]) -> list[Member]:
+    def checked_members(self, task: ShardTask, samples: Sequence[PlannedSample]) -> list[Member]:
         """A pack's members. Raises StageError if a sample changed since it was measured."""
-        members = self.members(task, rows)
-        for row in rows:
-            task.check_unchanged(row)
+        members = self.members(task, samples)
+        for sample in samples:
+            task.check_unchanged(sample)
         return members
 
-    def members(self, task: ShardTask, rows: Sequence[Row]) -> list[Member]:
+    def members(self, task: ShardTask, samples: Sequence[PlannedSample]) -> list[Member]:
         """The media in order, then the JSON."""
-        media = [data for row in rows for data in task.read_media(row)]
-        names = media_part_names([extension for row in rows for extension in row.extensions])
-        return [*zip(names, media, strict=True), (JSON_PART, self.record(task, rows))]
+        media = [data for sample in samples for data in task.read_media(sample)]
+        names = media_part_names(
+            [extension for sample in samples for extension in sample.extensions]
+        )
+        return [*zip(names, media, strict=True), (JSON_PART, self.record(task, samples))]
 
-    def record(self, task: ShardTask, rows: Sequence[Row]) -> bytes:
+    def record(self, task: ShardTask, samples: Sequence[PlannedSample]) -> bytes:
         """A pack's JSON."""
-        samples = [task.read_sample(row) for row in rows]
+        read = [task.read_sample(sample) for sample in samples]
         subs = [
-            PackedSubSample(sample, row.extensions, row.num_tokens)
-            for sample, row in zip(samples, rows, strict=True)
+            PackedSubSample(content, sample.extensions, sample.num_tokens)
+            for content, sample in zip(read, samples, strict=True)
         ]
         tokenized = None
         if task.tokenizes is not None:
             encoder = encoder_of(task.tokenizes)
             digest = fingerprint_digest(encoder.fingerprint)
-            tokenized = TokenizedPack([encoder.tokenize(sample) for sample in samples], digest)
+            tokenized = TokenizedPack([encoder.tokenize(sample) for sample in read], digest)
         return pack_json(subs, task.task, tokenized)

@@ -37,8 +37,8 @@ class EnergonLayout(Layout):
         path = task.folder / self.shard_file(task.shard.name)
         with atomic_file(path) as file:
             writer = TarShardWriter(file)
-            for key, rows in task.packs():
-                writer.add(key, self.checked_members(task, rows))
+            for key, samples in task.packs():
+                writer.add(key, self.checked_members(task, samples))
             digest = writer.finish()
         write_atomically(path.with_suffix(".tar.idx"), index_bytes(writer.entries))
         return self.fragment(task, path.name, writer.size, digest, writer.entries)

@@ -26,7 +26,7 @@ from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index
 from offline_packing.layouts.addresses import media_roots, time_of_medium
 from offline_packing.layouts.base import Layout, encoder_of
-from offline_packing.layouts.shard_tasks import Row, ShardTask
+from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Locator, SourceOptions
@@ -98,8 +98,8 @@ class IndexedLayout(Layout):
         encoder = encoder_of(task.tokenizes)
         digest, packs, size = xxhash.xxh3_128(), [], 0
         with atomic_file(task.folder / _piece(task.shard.name)) as file:
-            for key, rows in task.packs():
-                subs = [_sub_sample(task, row, encoder) for row in rows]
+            for key, samples in task.packs():
+                subs = [_sub_sample(task, sample, encoder) for sample in samples]
                 document = make_document(
                     key, task.task, subs, fingerprint_digest(encoder.fingerprint)
                 )
@@ -244,20 +244,20 @@ def _blocks(file: BinaryIO, begin: int, size: int) -> Iterator[bytes]:
         size -= len(block)
 
 
-def _sub_sample(task: ShardTask, row: Row, encoder: SampleEncoder) -> IndexedSubSample:
+def _sub_sample(task: ShardTask, sample: PlannedSample, encoder: SampleEncoder) -> IndexedSubSample:
     """A sample as its document holds it. Raises StageError if it changed since it was measured."""
-    source = task.sources[row.source_id]
-    text = encoder.tokenize(task.read_sample(row))
-    grids = np.reshape(row.grid_thw, (-1, 3)).tolist()[: len(row.media) - row.num_videos]
-    expanded = encoder.expand(text, [tuple(grid) for grid in grids], _videos(task, row, encoder))
-    task.check_unchanged(row)
-    if len(expanded.tokens) != row.num_tokens:
+    source = task.sources[sample.source_id]
+    text = encoder.tokenize(task.read_sample(sample))
+    grids = np.reshape(sample.grid_thw, (-1, 3)).tolist()[: len(sample.media) - sample.num_videos]
+    expanded = encoder.expand(text, [tuple(grid) for grid in grids], _videos(task, sample, encoder))
+    task.check_unchanged(sample)
+    if len(expanded.tokens) != sample.num_tokens:
         raise StageError(
-            f"sample {row.key!r} changed since it was measured: it has {len(expanded.tokens)} "
-            f"tokens, was {row.num_tokens}; restore it, or pack again with another output.path"
+            f"sample {sample.key!r} changed since it was measured: it has {len(expanded.tokens)} "
+            f"tokens, was {sample.num_tokens}; restore it, or pack again with another output.path"
         )
-    media = [_stored(row.source_id, source.media_root(at), at) for at in row.media]
-    return IndexedSubSample(row.key, text, expanded, row.extensions, media)
+    media = [_stored(sample.source_id, source.media_root(at), at) for at in sample.media]
+    return IndexedSubSample(sample.key, text, expanded, sample.extensions, media)
 
 
 def _stored(source_id: int, root: Root, at: Locator) -> list[Any]:
@@ -266,13 +266,13 @@ def _stored(source_id: int, root: Root, at: Locator) -> list[Any]:
     return [f"{name}{source_id}", at.container, offset, at.size, time_of_medium(root, at)]
 
 
-def _videos(task: ShardTask, row: Row, encoder: SampleEncoder) -> list[SampledVideo]:
+def _videos(task: ShardTask, sample: PlannedSample, encoder: SampleEncoder) -> list[SampledVideo]:
     assert task.tokenizes is not None
     limits = {"max_frames": task.tokenizes.max_video_frames}
     if task.tokenizes.max_image_pixels:
         limits["max_frame_pixels"] = task.tokenizes.max_image_pixels
-    source, sampled = task.sources[row.source_id], []
-    for at in row.media[len(row.media) - row.num_videos :] if row.num_videos else ():
+    source, sampled = task.sources[sample.source_id], []
+    for at in sample.media[len(sample.media) - sample.num_videos :] if sample.num_videos else ():
         with source.media_root(at).open_range(at.container, at.offset, at.size) as file:
             sampled.append(encoder.sample_video(read_video_header(file, **limits)))
     return sampled

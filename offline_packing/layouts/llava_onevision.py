@@ -25,7 +25,7 @@ from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index
 from offline_packing.layouts.base import Member
 from offline_packing.layouts.energon import EnergonLayout
-from offline_packing.layouts.shard_tasks import Row, ShardTask
+from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
 from offline_packing.storage.files import write_atomically
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.samples import IMAGE_PLACEHOLDER, SourceSample, Turn
@@ -74,18 +74,18 @@ class LlavaOneVisionLayout(EnergonLayout):
         for trait, what in _UNFIT_TRAITS.items():
             yield what, np.flatnonzero(traits & trait)
 
-    def members(self, task: ShardTask, rows: Sequence[Row]) -> list[Member]:
-        samples = [self.stored_form(task.read_sample(row)) for row in rows]
-        images = [task.read_media(row)[0] for row in rows]
-        names = [f"img{i}.jpg" for i in range(len(rows))]
+    def members(self, task: ShardTask, samples: Sequence[PlannedSample]) -> list[Member]:
+        stored = [self.stored_form(task.read_sample(sample)) for sample in samples]
+        images = [task.read_media(sample)[0] for sample in samples]
+        names = [f"img{i}.jpg" for i in range(len(samples))]
         record = {
             "images": names,
-            "prompts": [sample.turns[0].prompt for sample in samples],
-            "captions": [sample.turns[0].answer for sample in samples],
+            "prompts": [one.turns[0].prompt for one in stored],
+            "captions": [one.turns[0].answer for one in stored],
             "meta": {
                 "task": task.task,
-                "keys": [row.key for row in rows],
-                "num_tokens": [row.num_tokens for row in rows],
+                "keys": [sample.key for sample in samples],
+                "num_tokens": [sample.num_tokens for sample in samples],
             },
         }
         return [*zip(names, images, strict=True), (JSON_PART, orjson.dumps(record))]

@@ -30,7 +30,7 @@ from offline_packing.index.table import Index
 from offline_packing.layouts.base import Member
 from offline_packing.layouts.energon import EnergonLayout
 from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout
-from offline_packing.layouts.shard_tasks import Row, ShardTask
+from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
 from offline_packing.storage.files import write_atomically
 from task_encoders.families import FAMILIES
 from task_encoders.packs.pack import restore_pack
@@ -89,21 +89,23 @@ class LoongForgeLayout(EnergonLayout):
         smallest = int(samples.info.fingerprint["model.min_pixels"]) / side**2
         return newline + sum_over_grids(samples, partial(_room_of_images, smallest=smallest))
 
-    def members(self, task: ShardTask, rows: Sequence[Row]) -> list[Member]:
+    def members(self, task: ShardTask, samples: Sequence[PlannedSample]) -> list[Member]:
         if task.task == "captioning":
-            return _CAPTIONS.members(task, rows)
-        read_as = [tuple(_READ_AS.get(name, name) for name in row.extensions) for row in rows]
-        rows = [replace(row, extensions=own) for row, own in zip(rows, read_as, strict=True)]
-        *media, (_, packed) = super().members(task, rows)
-        samples = []
+            return _CAPTIONS.members(task, samples)
+        read_as = [
+            replace(one, extensions=tuple(_READ_AS.get(name, name) for name in one.extensions))
+            for one in samples
+        ]
+        *media, (_, packed) = super().members(task, read_as)
+        stored = []
         for sample in restore_pack(packed, "").sub_samples:
             if isinstance(sample, SampleError):
                 raise sample  # planned, so it was fit
-            samples.append(sample)
+            stored.append(sample)
         kinds = {"video" if is_video_name(name) else "image" for name, _ in media}
         fields = {
-            "messages": list(map(_conversation, samples)),
-            "media_files": [list(sample.media) for sample in samples],
+            "messages": list(map(_conversation, stored)),
+            "media_files": [list(sample.media) for sample in stored],
             "media_type": min(kinds, default="text"),  # there is one at most: ONE_MEDIUM
         }
         return [*media, (JSON_PART, orjson.dumps(orjson.loads(packed) | fields))]

@@ -43,9 +43,9 @@ class RawPackingLayout(Layout):
         digest = xxhash.xxh3_128()
         offset = 0
         with translate_disk_full(partial):
-            for key, rows in task.packs():
+            for key, samples in task.packs():
                 parts = []
-                for name, data in self.checked_members(task, rows):
+                for name, data in self.checked_members(task, samples):
                     (partial / f"{key}.{name}").write_bytes(data)
                     digest.update(data)
                     parts.append(FilePart(name, offset, len(data), hash_bytes(data)))

@@ -26,7 +26,7 @@ from offline_packing.errors import StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts.addresses import address_of, aux_datasets, check_address, locate
 from offline_packing.layouts.base import Layout
-from offline_packing.layouts.shard_tasks import Row, ShardTask
+from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
 from offline_packing.layouts.shards import ShardFragment, estimate_pack_bytes
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Source, SourceOptions
@@ -71,8 +71,8 @@ class ReferencesLayout(Layout):
         entries: list[PackEntry] = []
         digest, size = xxhash.xxh3_128(), 0
         with atomic_file(_shard_path(task.folder, task.shard.name)) as file:
-            for key, rows in task.packs():
-                line = _line(key, self.record(task, rows), task, rows)
+            for key, samples in task.packs():
+                line = _line(key, self.record(task, samples), task, samples)
                 file.write(line)
                 digest.update(line)
                 entries.append(PackEntry(key, size, len(line), ()))
@@ -173,14 +173,16 @@ def _begin_of_line(key: str) -> bytes:
     return orjson.dumps({"key": key})[:-1] + b","
 
 
-def _line(key: str, record: bytes, task: ShardTask, rows: Sequence[Row]) -> bytes:
+def _line(key: str, record: bytes, task: ShardTask, samples: Sequence[PlannedSample]) -> bytes:
     """A pack's line. Raises StageError if a sample changed since it was measured."""
-    names = media_part_names([extension for row in rows for extension in row.extensions])
+    names = media_part_names([extension for sample in samples for extension in sample.extensions])
     locators = [
-        locate(row.source_id, task.sources[row.source_id], at) for row in rows for at in row.media
+        locate(sample.source_id, task.sources[sample.source_id], at)
+        for sample in samples
+        for at in sample.media
     ]
-    for row in rows:
-        task.check_unchanged(row)
+    for sample in samples:
+        task.check_unchanged(sample)
     content = {"pack": orjson.Fragment(record), "media": dict(zip(names, locators, strict=True))}
     return _begin_of_line(key) + orjson.dumps(content)[1:] + b"\n"
 

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from offline_packing.engines.local import advance
 from offline_packing.errors import StageError
 from offline_packing.index.measured import MODIFICATION_TIME, sample_stamp
-from offline_packing.layouts.shards import Shard
+from offline_packing.layouts.shards import PlannedShard
 from offline_packing.sources import Locator, Source
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.reading.row_files import record_columns
@@ -27,13 +27,13 @@ from task_encoders.samples import SourceSample
 #: Columns of the index that a task carries.
 COLUMNS: Final = ("key", "source_id", "num_tokens", "stamp", "grid_thw", "json", "media")
 _ROW_PLACE: Final = ("container", "column", "offset")
-#: Packs whose rows are Python objects at a time.
+#: Packs whose samples are Python objects at a time.
 _PACKS_AT_ONCE: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """The part of a sample's row of the index that a task needs."""
+class PlannedSample:
+    """A sample to be written: the columns of its row of the index that a task needs."""
 
     key: str
     source_id: int
@@ -53,14 +53,15 @@ class Row:
 
 @dataclass(frozen=True)
 class ShardTask:
-    """One shard: rows of its samples in the order of the packs, and how many each pack has."""
+    """One shard: its samples in the order of the packs, as rows of the index, and how many each
+    pack has."""
 
-    shard: Shard
+    shard: PlannedShard
     folder: Path
     fragment_path: Path
     #: folder for copies of what has no random access
     unpack_folder: Path
-    rows: pa.Table
+    samples: pa.Table
     #: (num_packs,)
     pack_sizes: npt.NDArray[np.int64]
     sources: tuple[Source, ...]
@@ -84,16 +85,16 @@ class ShardTask:
         first = self.shard.first_pack
         return [pack_key(first + i, self.key_prefix) for i in range(len(self.pack_sizes))]
 
-    def packs(self) -> Iterator[tuple[str, list[Row]]]:
-        """Key and rows of each pack; the task advances by one when it asks for the next."""
+    def packs(self) -> Iterator[tuple[str, list[PlannedSample]]]:
+        """Key and samples of each pack; the task advances by one when it asks for the next."""
         keys, start = self.keys(), 0
         for first in range(0, len(keys), _PACKS_AT_ONCE):
             some = slice(first, first + _PACKS_AT_ONCE)
             sizes = self.pack_sizes[some].tolist()
-            rows = iter(read_rows(self.rows.slice(start, sum(sizes))))
+            samples = read_planned(self.samples.slice(start, sum(sizes)))
             start += sum(sizes)
             for key, size in zip(keys[some], sizes, strict=True):
-                yield key, list(islice(rows, size))
+                yield key, list(islice(samples, size))
                 advance()
 
     @contextmanager
@@ -102,14 +103,14 @@ class ShardTask:
         cost of reading in order. Raises StageError where such a file cannot be read."""
         scratch = self.fragment_path.parent
         scratch.mkdir(parents=True, exist_ok=True)
-        with rows_at_hand(self._wanted_rows(), scratch, self.unpack_folder):
+        with rows_at_hand(self._wanted_table_rows(), scratch, self.unpack_folder):
             yield
 
-    def _wanted_rows(self) -> list[WantedRows]:
+    def _wanted_table_rows(self) -> list[WantedRows]:
         """The rows of Parquet files that the samples are made of."""
-        json = self.rows["json"].combine_chunks()
+        json = self.samples["json"].combine_chunks()
         is_row = pc.equal(json.field("kind"), ParquetSource.KIND)
-        columns = [self.rows["source_id"], *(json.field(name) for name in _ROW_PLACE)]
+        columns = [self.samples["source_id"], *(json.field(name) for name in _ROW_PLACE)]
         table = pa.table(columns, ["source_id", *_ROW_PLACE]).filter(is_row)
         files = table.group_by(["source_id", "container", "column"]).aggregate([("offset", "list")])
         return [
@@ -123,39 +124,36 @@ class ShardTask:
             for file in files.to_pylist()
         ]
 
-    def read_sample(self, row: Row) -> SourceSample:
+    def read_sample(self, sample: PlannedSample) -> SourceSample:
         """Read and parse a sample's record again. Raises StageError if it is no longer what was
         measured."""
-        num_images = len(row.media) - row.num_videos
-        source = self.sources[row.source_id]
-        return source.read_sample(row.key, row.json, num_images, row.num_videos)
+        num_images = len(sample.media) - sample.num_videos
+        source = self.sources[sample.source_id]
+        return source.read_sample(sample.key, sample.json, num_images, sample.num_videos)
 
-    def read_media(self, row: Row) -> list[bytes]:
+    def read_media(self, sample: PlannedSample) -> list[bytes]:
         """The bytes of a sample's media as they are now. Raises StageError if one changed."""
-        source = self.sources[row.source_id]
-        return [source.read_media(locator) for locator in row.media]
+        source = self.sources[sample.source_id]
+        return [source.read_media(locator) for locator in sample.media]
 
-    def check_unchanged(self, row: Row) -> None:
+    def check_unchanged(self, sample: PlannedSample) -> None:
         """Raise StageError if a file of the sample was written to since it was measured."""
         if not self.check_times:
             return
-        if sample_stamp(self.sources[row.source_id], row.json, row.media) != row.stamp:
-            paths = sorted({locator.container for locator in (row.json, *row.media)})
+        if sample_stamp(self.sources[sample.source_id], sample.json, sample.media) != sample.stamp:
+            paths = sorted({locator.container for locator in (sample.json, *sample.media)})
             raise StageError(
-                f"sample {row.key!r} changed since it was measured: {' or '.join(paths)} has "
+                f"sample {sample.key!r} changed since it was measured: {' or '.join(paths)} has "
                 "another modification time; restore it; if it was copied without its times, "
                 f"copy it with cp -a or rsync -t or pass --accept-mismatch {MODIFICATION_TIME}; or "
                 "pack again with another output.path"
             )
 
 
-def read_rows(table: pa.Table) -> list[Row]:
-    """Rows of a table with COLUMNS."""
-    rows = []
+def read_planned(table: pa.Table) -> Iterator[PlannedSample]:
+    """The samples of a table with COLUMNS."""
     for row in table.to_pylist():
         extensions = tuple(medium.pop("extension") for medium in row["media"])
-        media = tuple(Locator(**medium) for medium in row["media"])
-        rows.append(
-            Row(**{**row, "json": Locator(**row["json"]), "media": media}, extensions=extensions)
-        )
-    return rows
+        row["media"] = tuple(Locator(**medium) for medium in row["media"])
+        row["json"] = Locator(**row["json"])
+        yield PlannedSample(**row, extensions=extensions)

@@ -25,7 +25,7 @@ _EXTRA_BYTES = 96
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class PlannedShard:
     """Packs first_pack to first_pack + num_packs of the plan. `number` counts the shards of all
     splits, `packs_before` the packs of its split in earlier shards."""
 
@@ -66,11 +66,11 @@ def lay_out_shards(
     splits: Mapping[str, range],
     packs_per_shard: int,
     max_shard_bytes: int | None = None,
-) -> list[Shard]:
+) -> list[PlannedShard]:
     """Cut the packs into shards; no shard holds packs of two splits. A pack that is larger than
     max_shard_bytes by itself gets a shard of its own. `pack_bytes` (num_packs,) is what each pack
     takes in a tar, or more."""
-    shards: list[Shard] = []
+    shards: list[PlannedShard] = []
     for split, packs in splits.items():
         sizes = pack_bytes[packs.start : packs.stop].tolist()
         cuts = [packs.start]
@@ -85,7 +85,7 @@ def lay_out_shards(
             if end > start:
                 name = f"{split}-{i:06d}"
                 before = start - packs.start
-                shards.append(Shard(name, split, len(shards), start, end - start, before))
+                shards.append(PlannedShard(name, split, len(shards), start, end - start, before))
     return shards
 
 

@@ -36,9 +36,9 @@ import xxhash
 from offline_packing.errors import StageError
 from offline_packing.index.set_aside import read_set_aside
 from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo, key_hash, table_writer
-from offline_packing.runs.losses import aside_while_measuring
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.run import Run, Workspace
+from offline_packing.runs.set_aside import aside_while_measuring
 from offline_packing.sources import (
     Embedded,
     Locator,

@@ -124,9 +124,9 @@ class _ImagePacks(OnlineDataset):
 class _LimitedPool:
     """A pool that counts images, and takes in no sample over the limits of a single one."""
 
-    def __init__(self, pool: PackingPool[Any], max_length: int, max_images: int) -> None:
+    def __init__(self, pool: PackingPool[Any], max_tokens: int, max_images: int) -> None:
         self._pool = pool
-        self._max_length = max_length
+        self._max_tokens = max_tokens
         self._max_images = max_images
         self.finish = pool.finish
         self.state = pool.state
@@ -139,8 +139,8 @@ class _LimitedPool:
     def add(self, item: Any, num_tokens: int) -> list[list[Any]]:
         """See Pool."""
         images = count_images(item.content)
-        if num_tokens > self._max_length:
-            raise SampleError("overlong", f"{num_tokens} tokens > {self._max_length} of a sample")
+        if num_tokens > self._max_tokens:
+            raise SampleError("overlong", f"{num_tokens} tokens > {self._max_tokens} of a sample")
         if images > self._max_images:
             raise SampleError("over_budget", f"{images} images > {self._max_images} of a sample")
         return self._pool.add(item, num_tokens, {"images": images})

@@ -19,8 +19,8 @@ from offline_packing.errors import StageError
 from offline_packing.online.matching import Pool
 from offline_packing.online.reading import (
     Load,
+    Reader,
     Sample,
-    Shard,
     check_ranks,
     has_indices,
     open_source,
@@ -142,15 +142,17 @@ class OnlineDataset(IterableDataset[Any]):
 class _Pass:
     """One reader's pass over its samples: an iterator over packs."""
 
-    def __init__(self, owner: OnlineDataset, shard: Shard, saved: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, owner: OnlineDataset, reader: Reader, saved: Mapping[str, Any] | None
+    ) -> None:
         self._owner = owner
-        self._shard = shard
-        if shard.world_size > 1 and shard.index == 0 and not (owner.repeat or saved):
-            logger.warning(_UNEQUAL, shard.world_size)
-        self._unusable = Unusable(owner._counts, shard.worker)
+        self._reader = reader
+        if reader.world_size > 1 and reader.index == 0 and not (owner.repeat or saved):
+            logger.warning(_UNEQUAL, reader.world_size)
+        self._unusable = Unusable(owner._counts, reader.worker)
         order = {"shuffle": owner.shuffle, "seed": owner.seed}
         order |= {"num_samples": len(owner.dataset)} if owner.shuffle else {}
-        self._made_with = owner.settings() | order | vars(shard)
+        self._made_with = owner.settings() | order | vars(reader)
         self._ready: deque[list[Sample]] = deque()
         self._begin(int(saved["epoch"] if saved else owner._epoch))
         if saved and "source" in saved:
@@ -162,7 +164,7 @@ class _Pass:
         self._epoch = epoch
         self._source = open_source(
             owner.dataset,
-            self._shard,
+            self._reader,
             epoch=epoch,
             shuffle_seed=owner.seed if owner.shuffle else None,
             split=owner.split,
@@ -283,7 +285,7 @@ class _Pass:
 
     def _check_use(self) -> None:
         """Raise StageError at the end of an epoch in which no sample could be used."""
-        self._unusable.check_end(is_only_reader=self._shard.count == 1)
+        self._unusable.check_end(is_only_reader=self._reader.count == 1)
         if self._owner.repeat:
-            reader = f"worker {self._shard.worker} of rank {self._shard.rank}"
-            raise StageError(f"{reader} has no sample to repeat; take fewer workers")
+            place = f"worker {self._reader.worker} of rank {self._reader.rank}"
+            raise StageError(f"{place} has no sample to repeat; take fewer workers")

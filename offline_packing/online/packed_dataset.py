@@ -1,6 +1,6 @@
 """A PyTorch dataset whose items are packs, made from samples while they are read.
 
-    for pack in PackedIterableDataset(samples, packing_length=8192): ...   # lists of samples
+    for pack in PackedIterableDataset(samples, seq_length=8192): ...   # lists of samples
 
 Its packs equal those of ms-swift for the strategies `binpack` and `sequential`; `auto` fills packs
 better. The collator of ms-swift, or `padding_free_collator`, makes one row of a pack.
@@ -32,7 +32,7 @@ Yields = Literal["samples", "rows"]
 
 
 class PackedIterableDataset(OnlineDataset):
-    """Packs of at most `packing_length` tokens, made from `buffer_size` samples at a time.
+    """Packs of at most `seq_length` tokens, made from `buffer_size` samples at a time.
 
     Args:
         dataset: map-style or iterable; an item is a mapping with `input_ids` or `length`, or an
@@ -54,7 +54,7 @@ class PackedIterableDataset(OnlineDataset):
         self,
         dataset: Any,
         *,
-        packing_length: Count,
+        seq_length: Count,
         buffer_size: Count = 1000,
         strategy: str = "binpack",
         leftovers: Leftovers = "carry",
@@ -65,7 +65,7 @@ class PackedIterableDataset(OnlineDataset):
         super().__init__(dataset, **options)
         check_known("strategy", strategy, [*_AS_MS_SWIFT, *STRATEGIES])
         self._options = WindowOptions(
-            seq_length=packing_length,
+            seq_length=seq_length,
             window=buffer_size,
             strategy=_AS_MS_SWIFT.get(strategy, strategy),
             seed=self.seed,
@@ -80,7 +80,7 @@ class PackedIterableDataset(OnlineDataset):
     def settings(self) -> dict[str, Any]:
         """See OnlineDataset."""
         return {
-            "packing_length": self._options.seq_length,
+            "seq_length": self._options.seq_length,
             "buffer_size": self._options.window,
             "strategy": self._strategy,
             "leftovers": self._leftovers,
@@ -123,7 +123,7 @@ class PackedDatasetWrapper(PackedIterableDataset):
         super().__init__(
             dataset,
             template=template,
-            packing_length=packing_length,
+            seq_length=packing_length,
             buffer_size=buffer_size,
             **options,
         )

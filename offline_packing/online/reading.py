@@ -25,7 +25,7 @@ Load = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Shard:
+class Reader:
     """Place of this reader among all. It takes the samples `index`, `index + count`, ..."""
 
     rank: int
@@ -62,12 +62,12 @@ def rank_and_size(given: tuple[int, int] | None) -> tuple[int, int] | None:
     return given
 
 
-def this_reader(given: tuple[int, int] | None) -> Shard:
+def this_reader(given: tuple[int, int] | None) -> Reader:
     """The present process; rank and number of ranks as `rank_and_size` says."""
     info = get_worker_info()
     worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
     rank, world_size = rank_and_size(given) or (0, 1)
-    return Shard(rank, world_size, worker, num_workers)
+    return Reader(rank, world_size, worker, num_workers)
 
 
 class Sample(NamedTuple):
@@ -122,11 +122,11 @@ class Source(Protocol):
 class IndexedSamples:
     """A dataset with `__getitem__` and `__len__`; `order`, integers (n,), is the epoch's."""
 
-    def __init__(self, dataset: Any, shard: Shard, order: np.ndarray) -> None:
+    def __init__(self, dataset: Any, reader: Reader, order: np.ndarray) -> None:
         if not len(order):
             raise StageError("the dataset is empty; give one with samples")
         self._dataset = dataset
-        self._order = order[shard.index :: shard.count]
+        self._order = order[reader.index :: reader.count]
         self._position = 0
 
     def next(self) -> tuple[int, Load] | None:
@@ -164,12 +164,12 @@ class StreamedSamples:
             each reader its part, which may be nothing.
     """
 
-    def __init__(self, dataset: Any, shard: Shard, *, split: bool, mark_every: int) -> None:
+    def __init__(self, dataset: Any, reader: Reader, *, split: bool, mark_every: int) -> None:
         self._dataset = dataset
         self._split = split
-        self._keeps = (shard.index, shard.count) if split else (0, 1)
+        self._keeps = (reader.index, reader.count) if split else (0, 1)
         #: where the end comes at once, the dataset has no samples for anybody
-        self._must_give = split or shard.count == 1
+        self._must_give = split or reader.count == 1
         self._length = len(dataset) if split and hasattr(dataset, "__len__") else None
         self._mark_every = mark_every if hasattr(dataset, "state_dict") else 0
         self._iterator: Iterator[Any] | None = None
@@ -263,7 +263,7 @@ def has_indices(dataset: Any) -> bool:
 
 def open_source(
     dataset: Any,
-    shard: Shard,
+    reader: Reader,
     *,
     epoch: int,
     shuffle_seed: int | None,
@@ -274,11 +274,11 @@ def open_source(
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)
     if not has_indices(dataset):
-        return StreamedSamples(dataset, shard, split=split, mark_every=mark_every)
+        return StreamedSamples(dataset, reader, split=split, mark_every=mark_every)
     order = np.arange(len(dataset))
     if shuffle_seed is not None:
         order = np.random.default_rng([shuffle_seed, epoch]).permutation(order)
-    return IndexedSamples(dataset, shard, order)
+    return IndexedSamples(dataset, reader, order)
 
 
 def _loaded(sample: Any) -> Any:

@@ -12,14 +12,14 @@ import numpy.typing as npt
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError
-from offline_packing.index.rows import name_rows, sum_over_grids
-from offline_packing.index.set_aside import AsideRows, find_duplicates, group_set_aside
+from offline_packing.index.rows import SampleIds, name_samples, sum_over_grids
+from offline_packing.index.set_aside import AsideSamples, find_duplicates, group_set_aside
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.plan.uses import Uses, choose_uses
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.runs.losses import aside_while_measuring, explain
 from offline_packing.runs.run import Run, listed
+from offline_packing.runs.set_aside import aside_while_measuring, explain
 from task_encoders.families import model_cost
 
 #: Fields of PackConfig that are arguments of `plan_packs` as they are.
@@ -31,10 +31,10 @@ _PASSED_ON: Final = (
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan whose ids are rows of the index, and what it leaves out."""
+    """A plan over the ids of the index, and what it leaves out."""
 
     packs: PackPlan
-    set_aside: AsideRows
+    set_aside: AsideSamples
 
 
 def make_plan(run: Run, samples: Index) -> Planned:
@@ -44,11 +44,11 @@ def make_plan(run: Run, samples: Index) -> Planned:
     measured: npt.NDArray[np.int64] = samples.array("num_tokens")
     num_tokens = measured + layout.added_tokens(samples)
     aside = _find_set_aside(run, samples)
-    kept = np.delete(np.arange(len(num_tokens)), aside.rows)
+    kept = np.delete(np.arange(len(num_tokens)), aside.ids)
     uses = choose_uses(run.config, samples, kept)
     packs = _pack_uses(run, samples, num_tokens, uses)
     left_out = _left_out(run, packs, num_tokens[packs.set_aside_ids])
-    planned = Planned(packs, AsideRows.merge([aside, uses.not_drawn, left_out]))
+    planned = Planned(packs, AsideSamples.merge([aside, uses.not_drawn, left_out]))
     _check_planned(run, samples, planned)
     return planned
 
@@ -56,26 +56,26 @@ def make_plan(run: Run, samples: Index) -> Planned:
 def _pack_uses(
     run: Run, samples: Index, num_tokens: npt.NDArray[np.integer], uses: Uses
 ) -> PackPlan:
-    """The plan of all uses, split after split; its ids are rows of the index."""
+    """The plan of all uses, split after split, over the ids of the index."""
     # Its compiled parts take time to import.
     from offline_packing.planner.plan_packs import plan_packs
 
     pack = run.config.pack
     plans: dict[str, list[PackPlan]] = {}
     try:
-        for name, rows in uses.rows.items():
-            copy_of = rows if uses.repeated else None
-            arguments = plan_arguments(run.config, samples, rows)
+        for name, ids in uses.ids.items():
+            copy_of = ids if uses.repeated else None
+            arguments = plan_arguments(run.config, samples, ids)
             for epoch in range(1 if plans else pack.epochs):
                 other = {"seed": pack.seed + epoch, "exchange": pack.epochs > 1}
                 plan = plan_packs(
-                    num_tokens[rows], pack.seq_length, copy_of=copy_of, **(arguments | other)
+                    num_tokens[ids], pack.seq_length, copy_of=copy_of, **(arguments | other)
                 )
-                ids = {
-                    "sample_ids": rows[plan.sample_ids],
-                    "set_aside_ids": rows[plan.set_aside_ids],
+                own = {
+                    "sample_ids": ids[plan.sample_ids],
+                    "set_aside_ids": ids[plan.set_aside_ids],
                 }
-                plans.setdefault(name, []).append(replace(plan, **ids))
+                plans.setdefault(name, []).append(replace(plan, **own))
     except (TypeError, ValueError) as error:  # TypeError: an option that the strategy lacks
         raise StageError(f"plan: {' '.join(str(error).split())}") from error
     if not uses.repeated and pack.epochs == 1:
@@ -101,24 +101,24 @@ def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
     )
     packed = np.unique(packs.sample_ids)
     ids = np.concatenate([plan.set_aside_ids for plan in plans])
-    aside, rows = np.unique(ids, return_index=True)
+    aside, firsts = np.unique(ids, return_index=True)
     lost = ~np.isin(aside, packed)
-    reasons = np.concatenate([plan.set_aside_reasons for plan in plans])[rows[lost]]
+    reasons = np.concatenate([plan.set_aside_reasons for plan in plans])[firsts[lost]]
     info = replace(info, num_copies=len(packs.sample_ids) - len(packed))
     return PackPlan(*packs, aside[lost], reasons, info)
 
 
-def _find_set_aside(run: Run, samples: Index) -> AsideRows:
-    """The rows that are not planned."""
+def _find_set_aside(run: Run, samples: Index) -> AsideSamples:
+    """Samples that are not planned."""
     layout = run.config.output.layout
-    duplicates = find_duplicates(samples.array("key_hash"), partial(name_rows, samples))
+    duplicates = find_duplicates(samples.array("key_hash"), partial(name_samples, samples))
     found = [(duplicates, "duplicate_key", "an earlier sample has this key")]
-    for what, rows in LAYOUTS[layout].find_unfit(samples):
-        found.append((rows, "not_in_layout", f"layout {layout} holds no {what}"))
-    return AsideRows.merge([AsideRows.of(rows, *reason) for rows, *reason in found])
+    for what, ids in LAYOUTS[layout].find_unfit(samples):
+        found.append((ids, "not_in_layout", f"layout {layout} holds no {what}"))
+    return AsideSamples.merge([AsideSamples.of(ids, *reason) for ids, *reason in found])
 
 
-def _left_out(run: Run, packs: PackPlan, num_tokens: npt.NDArray[np.integer]) -> AsideRows:
+def _left_out(run: Run, packs: PackPlan, num_tokens: npt.NDArray[np.integer]) -> AsideSamples:
     """Samples that the planner left out; `num_tokens` are those of `packs.set_aside_ids`."""
     kinds = packs.set_aside_reasons.astype(np.int64) << 32 | num_tokens
     different, codes = np.unique(kinds, return_inverse=True)
@@ -126,14 +126,14 @@ def _left_out(run: Run, packs: PackPlan, num_tokens: npt.NDArray[np.integer]) ->
         set_aside_reason(packs.info.reason_names[kind >> 32], kind & 0xFFFFFFFF, run.config.pack)
         for kind in different.tolist()
     )
-    return AsideRows(packs.set_aside_ids.astype(np.int64), codes.astype(np.int32), texts)
+    return AsideSamples(packs.set_aside_ids.astype(np.int64), codes.astype(np.int32), texts)
 
 
 def _check_planned(run: Run, samples: Index, planned: Planned) -> None:
     overlong = planned.set_aside.first("overlong")
     if overlong is not None and run.config.pack.on_overlong == "error":
-        row, detail = overlong
-        key = name_rows(samples, np.array([row]))["key"][0].as_py()
+        sample_id, detail = overlong
+        key = name_samples(samples, np.array([sample_id]))["key"][0].as_py()
         raise StageError(
             f"sample {key!r} has {detail} ({planned.set_aside.reasons['overlong']:,} such samples);"
             " set pack.on_overlong: set_aside, or a longer pack.seq_length"
@@ -154,12 +154,9 @@ def _check_planned(run: Run, samples: Index, planned: Planned) -> None:
         )
 
 
-def plan_arguments(
-    config: PackingConfig, samples: Index, kept: npt.NDArray[np.int64]
-) -> dict[str, Any]:
+def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> dict[str, Any]:
     """Keyword arguments of `plan_packs` beside lengths and seq_length. `kept` (num_kept,) are the
-    rows of the index that are planned, one that is used twice appears twice; the arrays returned
-    are theirs."""
+    samples that are planned, one that is used twice appears twice; the arrays are theirs."""
 
     def column(name: str) -> npt.NDArray[Any]:
         return samples.array(name)[kept]

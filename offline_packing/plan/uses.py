@@ -14,37 +14,37 @@ import numpy.typing as npt
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
-from offline_packing.index.set_aside import AsideRows
+from offline_packing.index.rows import SampleIds
+from offline_packing.index.set_aside import AsideSamples
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import split_packs
 from offline_packing.sources.options import MAX_REPEAT
 
-Rows = npt.NDArray[np.int64]
 #: Salts of the numbers that are drawn from a key.
 _USE, _SPLIT = 0, 1
 
 
 @dataclass(frozen=True)
 class Uses:
-    """Samples to pack: rows of the index, each as often as it is used, round by round."""
+    """Ids of the samples to pack, each as often as it is used, round by round."""
 
     #: by split; a single entry without a name where splits are cut from the finished packs
-    rows: Mapping[str, Rows]
-    #: whether any row appears twice
+    ids: Mapping[str, SampleIds]
+    #: whether any sample appears twice
     repeated: bool
-    #: rows that are not used at all
-    not_drawn: AsideRows
+    #: samples that are not used at all
+    not_drawn: AsideSamples
 
 
-def choose_uses(config: PackingConfig, samples: Index, kept: Rows) -> Uses:
-    """Rows and splits of all uses of the rows that can be packed. A split holds whole samples:
+def choose_uses(config: PackingConfig, samples: Index, kept: SampleIds) -> Uses:
+    """All uses of the samples that can be packed, and their splits. A split holds whole samples:
     where one is used several times, all its uses are in one split. Raises StageError if the weights
     ask for too many copies of a sample."""
     repeats = [source.repeat for source in config.source]
     is_split = len(config.output.split) > 1
     are_once = not any(source.weight for source in config.source) and set(repeats) == {1}
     if are_once and not (is_split and config.pack.epochs > 1):
-        return Uses({"": kept}, False, AsideRows.merge([]))
+        return Uses({"": kept}, False, AsideSamples.merge([]))
     source_ids = samples.array("source_id")[kept]
     hashes = samples.array("key_hash")[kept]
     if config.source[0].weight:
@@ -52,16 +52,16 @@ def choose_uses(config: PackingConfig, samples: Index, kept: Rows) -> Uses:
     uses = count_uses(hashes, np.array(repeats)[source_ids], config.pack.seed)
     unused = uses == 0
     not_drawn = [
-        AsideRows.of(kept[unused & (source_ids == i)], "not_drawn", f"repeat {repeat:g}")
+        AsideSamples.of(kept[unused & (source_ids == i)], "not_drawn", f"repeat {repeat:g}")
         for i, repeat in enumerate(repeats)
         if repeat < 1
     ]
     repeated = int(uses.max(initial=0)) > 1
-    parts = {"": np.flatnonzero(~unused)}
+    parts: dict[str, SampleIds] = {"": np.flatnonzero(~unused)}
     if is_split and (repeated or config.pack.epochs > 1):
         parts = assign_splits(hashes, parts[""], config.output.split, config.pack.seed)
-    rows = {name: kept[in_rounds(part, uses[part])] for name, part in parts.items()}
-    return Uses(rows, repeated, AsideRows.merge(not_drawn))
+    ids = {name: kept[in_rounds(part, uses[part])] for name, part in parts.items()}
+    return Uses(ids, repeated, AsideSamples.merge(not_drawn))
 
 
 def _repeats_of_weights(
@@ -101,21 +101,21 @@ def count_uses(
     return (whole + (_drawn(hashes, seed, _USE) < repeats - whole)).astype(np.int64)
 
 
-def in_rounds(rows: Rows, uses: npt.NDArray[np.int64]) -> Rows:
+def in_rounds(ids: SampleIds, uses: npt.NDArray[np.int64]) -> SampleIds:
     """[4, 7] used [1, 3] times -> [4, 7, 7, 7]: all first uses, then all second ones, and so on."""
-    rounds = [rows[uses > i] for i in range(int(uses.max(initial=0)))]
+    rounds = [ids[uses > i] for i in range(int(uses.max(initial=0)))]
     return np.concatenate([np.empty(0, np.int64), *rounds])
 
 
 def assign_splits(
-    hashes: npt.NDArray[np.uint64], rows: Rows, shares: Mapping[str, float], seed: int
-) -> dict[str, Rows]:
-    """The rows of each split, ascending: shares of the samples, at least one each if there are
+    hashes: npt.NDArray[np.uint64], ids: SampleIds, shares: Mapping[str, float], seed: int
+) -> dict[str, SampleIds]:
+    """The samples of each split, ascending: shares of the samples, at least one each if there are
     enough. Their hashes decide which, whatever the repeats and weights are."""
-    drawn = rows[np.argsort(_drawn(hashes[rows], seed, _SPLIT), kind="stable")]
+    drawn = ids[np.argsort(_drawn(hashes[ids], seed, _SPLIT), kind="stable")]
     return {
         name: np.sort(drawn[places.start : places.stop])
-        for name, places in split_packs(len(rows), shares).items()
+        for name, places in split_packs(len(ids), shares).items()
     }
 
 

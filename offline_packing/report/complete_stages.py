@@ -15,9 +15,9 @@ from offline_packing.index.set_aside import read_set_aside
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import check_layout, key_prefix, open_index, open_plan
-from offline_packing.runs.losses import aside_while_measuring, aside_while_planning
 from offline_packing.runs.manifest import Manifest, read_manifest
 from offline_packing.runs.run import Run
+from offline_packing.runs.set_aside import aside_while_measuring, aside_while_planning
 from task_encoders.samples import REASONS
 
 #: Packs whose samples are looked up at a time, to keep temporaries small.

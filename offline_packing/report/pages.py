@@ -23,8 +23,8 @@ _THUMBNAIL: Final = (220, 160)
 _NUM_COLOURS: Final = 6
 _MAX_LABELS: Final = 9
 
-#: Segments of a row as they are drawn: tokens, class, title.
-Row = list[tuple[int, str, str]]
+#: Bar of a drawing, its segments: tokens, class, title.
+Bar = list[tuple[int, str, str]]
 
 
 def render_report(document: dict[str, Any], verdict: str) -> bytes:
@@ -105,7 +105,7 @@ def _drawn(document: dict[str, Any]) -> dict[str, Any]:
     names = [source["name"] for source in document["sources"]]
     by_source = 1 < len(names) <= _NUM_COLOURS
     kinds = names if by_source else ["one image", "text only", "several images"]
-    packed: list[Row] = []
+    packed: list[Bar] = []
     for pack in document["drawn"]["packs"]:
         packed.append([])
         columns = (pack[name] for name in ("keys", "sources", "tokens", "images"))
@@ -113,21 +113,21 @@ def _drawn(document: dict[str, Any]) -> dict[str, Any]:
             kind = source if by_source else (1, 0, 2)[min(images, 2)]
             title = f"{pack['key']}: {key}, {tokens:,} tokens, {images} images"
             packed[-1].append((tokens, f"c{kind}", title))
-    padded: list[Row] = [
+    padded: list[Bar] = [
         [(tokens, "c4", f"{tokens:,} tokens"), (width - tokens, "none", "padding")]
         for tokens, width in document["drawn"]["padded"]
     ]
-    used = sorted({class_ for row in packed for _, class_, _ in row})
+    used = sorted({class_ for bar in packed for _, class_, _ in bar})
     legend = [(class_, kinds[int(class_[1:])]) for class_ in used]
     return {"packed_rows": packed, "padded_rows": padded, "legend": legend}
 
 
-def _segments(pack: PackPreview) -> Row:
-    row = []
+def _segments(pack: PackPreview) -> Bar:
+    bar = []
     for i, sub in enumerate(pack.sub_samples):
         title = f"#{i} {sub.sample.key}: {sub.num_tokens:,} tokens"
-        row.append((sub.num_tokens, f"c{i % _NUM_COLOURS}", title))
-    return [*row, (pack.seq_length - pack.cu_lengths[-1], "none", "empty")]
+        bar.append((sub.num_tokens, f"c{i % _NUM_COLOURS}", title))
+    return [*bar, (pack.seq_length - pack.cu_lengths[-1], "none", "empty")]
 
 
 def _thumbnail(medium: MediumPreview) -> str:

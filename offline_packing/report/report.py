@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.index.rows import name_rows, sums_by_source
+from offline_packing.index.rows import name_samples, sums_by_source
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.report.complete_stages import (
     CompleteStages,
@@ -196,7 +196,7 @@ def _drawn(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
     chosen = np.linspace(0, plan.num_packs - 1, min(_NUM_DRAWN, plan.num_packs))
     numbers = np.unique(chosen.astype(np.int64)).tolist()
     rows = [plan.pack(number).astype(np.int64) for number in numbers]
-    named = name_rows(stages.samples, np.concatenate(rows))
+    named = name_samples(stages.samples, np.concatenate(rows))
     lengths, images = stages.columns["num_tokens"], stages.columns["num_images"]
     packs, start = [], 0
     for number, ids in zip(numbers, rows, strict=True):

@@ -15,12 +15,12 @@ import numpy as np
 
 from offline_packing.errors import ShareDoneError
 from offline_packing.index.measured import MODIFICATION_TIME
-from offline_packing.index.rows import name_copies, rows_of_shards
+from offline_packing.index.rows import name_copies, samples_of_shards
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import COLUMNS, ShardTask
 from offline_packing.layouts.shards import (
-    Shard,
+    PlannedShard,
     lay_out_shards,
     splits_of_plan,
 )
@@ -54,7 +54,7 @@ def check_all_done(
         )
 
 
-def plan_shards(run: Run, samples: Index, plan: PackPlan) -> list[Shard]:
+def plan_shards(run: Run, samples: Index, plan: PackPlan) -> list[PlannedShard]:
     """Assign packs to shards."""
     output = run.config.output
     if output.max_shard_bytes is None:
@@ -66,7 +66,12 @@ def plan_shards(run: Run, samples: Index, plan: PackPlan) -> list[Shard]:
 
 
 def iterate_tasks(
-    run: Run, samples: Index, plan: PackPlan, shards: Sequence[Shard], *, with_sources: bool = True
+    run: Run,
+    samples: Index,
+    plan: PackPlan,
+    shards: Sequence[PlannedShard],
+    *,
+    with_sources: bool = True,
 ) -> Iterator[ShardTask]:
     """The task of each shard, made when it is asked for; without sources, which need not exist
     then, a task reads neither samples nor media."""
@@ -76,20 +81,20 @@ def iterate_tasks(
     sources = tuple(open_sources(config)) if with_sources else ()
     bounds = [plan.pack_offsets[s.first_pack : s.first_pack + s.num_packs + 1] for s in shards]
     ids = [plan.sample_ids[offsets[0] : offsets[-1]] for offsets in bounds]
-    tables = rows_of_shards(samples, COLUMNS, ids, workspace.write)
+    tables = samples_of_shards(samples, COLUMNS, ids, workspace.write)
     copies = plan.copy_numbers()
     output = config.output
     tokenizes = output.pretokenize or LAYOUTS[output.layout].TOKEN_IDS == "always"
     prefix = read_json(workspace.started)["output.key_prefix"]
-    for shard, offsets, rows in zip(shards, bounds, tables, strict=True):
+    for shard, offsets, table in zip(shards, bounds, tables, strict=True):
         if copies is not None:
-            rows = name_copies(rows, copies[offsets[0] : offsets[-1]])
+            table = name_copies(table, copies[offsets[0] : offsets[-1]])
         yield ShardTask(
             shard=shard,
             folder=workspace.root,
             fragment_path=workspace.fragment(shard.name),
             unpack_folder=workspace.unpacked,
-            rows=rows,
+            samples=table,
             pack_sizes=np.diff(offsets),
             sources=sources,
             task=config.task,

@@ -33,9 +33,9 @@ def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) 
     splits = splits_of_plan(packs, config.output.split) if packs is not None else {}
     if packs is not None and len(splits) > 1:
         first, *others = splits
-        in_first = _rows(packs, splits[first], total)
+        in_first = _packed(packs, splits[first], total)
         for name in others:
-            shared = _shared(samples, _rows(packs, splits[name], total), in_first)
+            shared = _shared(samples, _packed(packs, splits[name], total), in_first)
             if any(count for count, _ in shared):
                 media, same = (f"{count:,} of {whole:,}" for count, whole in shared)
                 lines.append(
@@ -56,8 +56,8 @@ def _split_warnings(split: Mapping[str, float]) -> Iterator[str]:
         )
 
 
-def _rows(packs: PackPlan, own: range, num_samples: int) -> Flags:
-    """(num_samples,) the rows of the index in some packs."""
+def _packed(packs: PackPlan, own: range, num_samples: int) -> Flags:
+    """(num_samples,) the samples of the index in some packs."""
     flags = np.zeros(num_samples, bool)
     start, stop = packs.pack_offsets[own.start], packs.pack_offsets[own.stop]
     flags[packs.sample_ids[start:stop]] = True
@@ -65,8 +65,8 @@ def _rows(packs: PackPlan, own: range, num_samples: int) -> Flags:
 
 
 def _shared(samples: Index, own: Flags, others: Flags) -> list[tuple[int, int]]:
-    """Count the different media, and samples, of some rows that stand in the others, and all of
-    them: of media, then of samples. Only those of the first rows are held."""
+    """Count the different media, and samples, of some samples that stand in the others, and all of
+    them: of media, then of samples. Only those of the first samples are held."""
     counts = []
     for hashes in (_media_hashes, _sample_hashes):
         held = np.unique(np.concatenate([np.empty(0, np.uint64), *hashes(samples, own)]))
@@ -79,18 +79,18 @@ def _shared(samples: Index, own: Flags, others: Flags) -> list[tuple[int, int]]:
     return counts
 
 
-def _sample_hashes(samples: Index, rows: Flags) -> Iterator[Hashes]:
+def _sample_hashes(samples: Index, chosen: Flags) -> Iterator[Hashes]:
     first = 0
     for part in samples.parts("sample_hash"):
-        yield part["sample_hash"].to_numpy()[rows[first : first + len(part)]]
+        yield part["sample_hash"].to_numpy()[chosen[first : first + len(part)]]
         first += len(part)
 
 
-def _media_hashes(samples: Index, rows: Flags) -> Iterator[Hashes]:
-    """Hash of each image and video of some rows, by its address."""
+def _media_hashes(samples: Index, chosen: Flags) -> Iterator[Hashes]:
+    """Hash of each image and video of some samples, by its address."""
     first = 0
     for number, count in enumerate(samples.info.part_rows):
-        own = rows[first : first + count]
+        own = chosen[first : first + count]
         first += count
         if own.any():
             hashes, owners = _locator_hashes(samples, number)
@@ -98,7 +98,7 @@ def _media_hashes(samples: Index, rows: Flags) -> Iterator[Hashes]:
 
 
 def _locator_hashes(samples: Index, number: int) -> tuple[Hashes, npt.NDArray[np.int64]]:
-    """(num_media,) of a part: a hash of where each lies, and the number of its row."""
+    """(num_media,) of a part: a hash of where each lies, and the row of its sample."""
     names = (f"media.list.element.{name}" for name in ("container", "column", "offset"))
     rows = pq.ParquetFile(samples.paths[number]).read(columns=["source_id", *names])
     media = rows["media"].combine_chunks()

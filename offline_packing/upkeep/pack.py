@@ -11,8 +11,8 @@ from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index
-from offline_packing.runs.losses import check_losses, check_media
 from offline_packing.runs.run import Run, build_engine
+from offline_packing.runs.set_aside import check_media, check_set_aside
 from offline_packing.verify.verify import VerifyResult, render_verdict, verify
 from offline_packing.write.write import write
 from task_encoders.packs.manifest import Manifest, read_manifest
@@ -68,7 +68,7 @@ def _pack(run: Run, deep: bool) -> Packed:
     samples = open_index(run)
     made = plan(run, samples)
     if not workspace.manifest.exists():
-        check_losses(run)
+        check_set_aside(run)
         check_media(run)
     write(run, samples, made)
     verified = verify(run, deep=deep)

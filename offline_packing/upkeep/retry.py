@@ -20,9 +20,9 @@ from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan, restore_plan
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
-from offline_packing.runs.losses import check_losses
 from offline_packing.runs.manifest import Manifest, finish_layout, read_manifest
 from offline_packing.runs.run import Run
+from offline_packing.runs.set_aside import check_set_aside
 from offline_packing.runs.tasks import iterate_tasks, plan_shards
 from offline_packing.storage.files import hash_file, read_json, seal, to_json, write_atomically
 from offline_packing.upkeep.set_apart import put_back, set_apart
@@ -76,7 +76,7 @@ def _go_on(run: Run) -> str:
             check_layout(run, planned.hash)
             broken = _broken_fragments(run, samples, planned.packs)
         elif not workspace.write.exists():
-            check_losses(run)
+            check_set_aside(run)
         with set_apart(workspace, broken, keeps_new=True):
             shards = write(run, samples, planned)["shards"]
     files = [one.name for one in damage] + [one.stem for one in broken]
@@ -103,7 +103,7 @@ def find_broken_fragment(task: ShardTask) -> Path | None:
     """The fragment of a shard, if it is damaged, or the shard is not the one that it describes."""
     try:
         fragment = ShardFragment.load(task.fragment_path)
-        is_whole = fragment.num_samples == len(task.rows) and not (
+        is_whole = fragment.num_samples == len(task.samples) and not (
             LAYOUTS[task.layout].find_damage(task, fragment.xxh3_128)
         )
     except StageError:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from offline_packing.errors import StageError, as_sample_error
 from offline_packing.index.table import Index, key_hash
 from offline_packing.layouts import LAYOUTS
-from offline_packing.layouts.shard_tasks import Row, ShardTask
-from offline_packing.layouts.shards import Shard, ShardFragment
+from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
+from offline_packing.layouts.shards import PlannedShard, ShardFragment
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.manifest import Manifest
 from offline_packing.runs.run import Run, open_encoder
@@ -84,7 +84,7 @@ def verify_tasks(
     samples: Index,
     plan: PackPlan,
     manifest: Manifest,
-    shards: Sequence[Shard],
+    shards: Sequence[PlannedShard],
     *,
     deep: bool,
 ) -> Iterator[VerifyTask]:
@@ -133,12 +133,12 @@ def _verify_packs(task: VerifyTask, report: VerifyResult) -> None:
     try:
         with task.shard.rows_at_hand() if task.deep else nullcontext():
             for pack in layout.read_packs(task.shard):
-                planned_key, rows = next(planned, ("", []))
+                planned_key, samples = next(planned, ("", []))
                 if pack.key != planned_key:
                     report.problem(f"{name} does not hold the packs {keys[0]} to {keys[-1]}")
                     return
                 report.num_packs += 1
-                for text in _pack_problems(task, pack, rows, report):
+                for text in _pack_problems(task, pack, samples, report):
                     report.problem(f"{name}: {pack.key}: {text}")
     except StageError as error:
         if not report.num_problems:
@@ -149,7 +149,7 @@ def _verify_packs(task: VerifyTask, report: VerifyResult) -> None:
 
 
 def _pack_problems(
-    task: VerifyTask, stored: Pack, rows: Sequence[Row], report: VerifyResult
+    task: VerifyTask, stored: Pack, samples: Sequence[PlannedSample], report: VerifyResult
 ) -> Iterator[str]:
     """Compare one pack with its rows of the index, and with their sources if the task is deep."""
     try:
@@ -159,38 +159,42 @@ def _pack_problems(
         return
     if pack.task != task.shard.task:
         yield f"task is {pack.task}, not {task.shard.task}"
-    if list(pack.keys) != [row.key for row in rows]:
+    if list(pack.keys) != [sample.key for sample in samples]:
         yield "does not hold the planned samples"
         return
-    lengths = [row.num_tokens for row in rows]
+    lengths = [sample.num_tokens for sample in samples]
     if list(pack.num_tokens or ()) != lengths:
         yield "meta.num_tokens is not what was measured"
     padded = sum(-(-length // task.pad_multiple) * task.pad_multiple for length in lengths)
     if padded > task.shard.seq_length:
         yield f"{padded} tokens > seq_length {task.shard.seq_length}"
-    hashes = [key_hash(row.source_id, row.key) for row in rows]
+    hashes = [key_hash(sample.source_id, sample.key) for sample in samples]
     report.key_hashes.append(np.array(hashes, dtype=np.uint64))
-    report.num_samples += len(rows)
-    texts = pack.tokenized.texts if pack.tokenized else [None] * len(rows)
-    for row, sub, text in zip(rows, pack.sub_samples, texts, strict=True):
-        problem = _sub_sample_problem(task, row, sub, text, stored.media, report)
+    report.num_samples += len(samples)
+    texts = pack.tokenized.texts if pack.tokenized else [None] * len(samples)
+    for sample, sub, text in zip(samples, pack.sub_samples, texts, strict=True):
+        problem = _sub_sample_problem(task, sample, sub, text, stored.media, report)
         if problem is not None:
-            yield f"{row.key!r}: {problem}"
+            yield f"{sample.key!r}: {problem}"
 
 
 def _sub_sample_problem(
     task: VerifyTask,
-    row: Row,
+    sample: PlannedSample,
     sub: SourceSample | SampleError,
     text: TokenizedText | None,
     media: Mapping[str, bytes],
     report: VerifyResult,
 ) -> str | None:
-    """Compare one sub-sample with its row; if the task is deep, with its source; and encode it."""
+    """Compare one sub-sample with its row of the index; if the task is deep, also with its source,
+    and encode it."""
     if isinstance(sub, SampleError):
         return str(sub)
     counts = (len(sub.media), len(sub.videos))
-    if any(name not in media for name in sub.media) or counts != (len(row.media), row.num_videos):
+    if any(name not in media for name in sub.media) or counts != (
+        len(sample.media),
+        sample.num_videos,
+    ):
         return "its media are not those that were measured"
     if not task.deep:
         return _stored_problem(sub, media)
@@ -198,13 +202,13 @@ def _sub_sample_problem(
     try:
         images = [media[name] for name in sub.images]
         videos = [media[name] for name in sub.videos]
-        measured = task.shard.read_sample(row)
+        measured = task.shard.read_sample(sample)
         source = LAYOUTS[task.shard.layout].stored_form(measured)
         if (sub.turns, sub.system, sub.tools) != (source.turns, source.system, source.tools):
             return "text differs from the source"
         if text is not None and text != encoder.tokenize(measured):
             return "token ids differ from those of the source"
-        originals = task.shard.read_media(row)
+        originals = task.shard.read_media(sample)
         if images + videos != originals:
             kind = "image" if images != originals[: len(images)] else "video"
             return f"{kind} bytes differ from the source"
@@ -215,8 +219,8 @@ def _sub_sample_problem(
     report.num_images += len(images)
     report.num_videos += len(videos)
     report.num_tokens += num_tokens
-    if num_tokens != row.num_tokens:
-        return f"encodes to {num_tokens} tokens, measured {row.num_tokens}"
+    if num_tokens != sample.num_tokens:
+        return f"encodes to {num_tokens} tokens, measured {sample.num_tokens}"
     return None
 
 

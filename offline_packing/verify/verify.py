@@ -16,7 +16,7 @@ from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.rows import hash_keys
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
-from offline_packing.layouts.shards import Shard
+from offline_packing.layouts.shards import PlannedShard
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
 from offline_packing.runs.manifest import Manifest, read_manifest, require_manifest
@@ -145,7 +145,7 @@ def render_verdict(result: VerifyResult) -> str:
 
 
 def _check_each_once(
-    samples: Index, plan: PackPlan, shards: Sequence[Shard], total: VerifyResult
+    samples: Index, plan: PackPlan, shards: Sequence[PlannedShard], total: VerifyResult
 ) -> None:
     """The samples found are those of the plan, and no row of the index is in two places."""
     first = [plan.pack_offsets[shard.first_pack] for shard in shards]

@@ -20,7 +20,7 @@ from offline_packing.errors import DiskFullError, StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import ShardTask
-from offline_packing.layouts.shards import Shard
+from offline_packing.layouts.shards import PlannedShard
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import (
     StoredPlan,
@@ -128,10 +128,10 @@ def _start(run: Run, plan: StoredPlan) -> None:
     write_atomically(started, to_json(seal(fingerprint)))
 
 
-def _run_tasks(run: Run, samples: Index, plan: PackPlan, shards: list[Shard]) -> None:
+def _run_tasks(run: Run, samples: Index, plan: PackPlan, shards: list[PlannedShard]) -> None:
     """Write the missing shards. Raises StageError if any is still missing at the end."""
 
-    def marker(shard: Shard) -> Path:
+    def marker(shard: PlannedShard) -> Path:
         return run.workspace.fragment(shard.name)
 
     left = unfinished("write", shards, marker)

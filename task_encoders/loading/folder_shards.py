@@ -33,7 +33,7 @@ class PackedFolderError(ValueError):
     """A folder whose packs cannot be found, or read."""
 
 
-class Shard(NamedTuple):
+class ShardRange(NamedTuple):
     """The packs [start, end) of one tar, or of one file of references."""
 
     #: a local path, or Energon's of a remote one
@@ -49,7 +49,7 @@ class Shard(NamedTuple):
         return self.end - self.start
 
 
-def find_shards(path: str | Path, split: str) -> tuple[list[Shard], Numbers]:
+def find_shards(path: str | Path, split: str) -> tuple[list[ShardRange], Numbers]:
     """The shards of a split, and the packs of an epoch, by their places in them, (num_packs,).
 
     Raises PackedFolderError if there are none to be found.
@@ -74,7 +74,7 @@ def path_of(path: str | Path) -> Any:
     return EPath(path)
 
 
-def read_index(shard: Shard) -> Numbers:
+def read_index(shard: ShardRange) -> Numbers:
     """Offsets of a shard's packs and the end of the last."""
     path = shard.path.parent / f"{shard.path.name}.idx"
     try:
@@ -104,7 +104,7 @@ def spread(sizes: Sequence[int], draws: Sequence[int]) -> Numbers:
     return np.concatenate(places)[np.argsort(np.concatenate(times), kind="stable")]
 
 
-def _shards_of_folder(path: Any, split: str) -> tuple[list[Shard], Numbers]:
+def _shards_of_folder(path: Any, split: str) -> tuple[list[ShardRange], Numbers]:
     meta = path / ".nv-meta"
     try:
         splits = yaml.load((meta / "split.yaml").read_bytes(), _YAML_LOADER)  # safe loaders, both
@@ -120,11 +120,11 @@ def _shards_of_folder(path: Any, split: str) -> tuple[list[Shard], Numbers]:
     if exclude or not counts.keys() >= set(names[split]):  # a name with braces is several
         return _shards_of_metadataset(path, split)
     flavors = dataset.get("subflavors") or {}
-    shards = [Shard(path / name, flavors, 0, counts[name]) for name in names[split]]
+    shards = [ShardRange(path / name, flavors, 0, counts[name]) for name in names[split]]
     return shards, np.arange(sum(shard.num_packs for shard in shards))
 
 
-def _shards_of_metadataset(path: Any, split: str) -> tuple[list[Shard], Numbers]:
+def _shards_of_metadataset(path: Any, split: str) -> tuple[list[ShardRange], Numbers]:
     """The shards as Energon resolves them. In training, datasets are spread over an epoch by their
     weights or repetitions; otherwise they follow each other, each pack once."""
     entries = _load_datasets(path, split)
@@ -195,7 +195,7 @@ def _draws(entries: Sequence[Any], sizes: Sequence[int]) -> list[int]:
     return [round(epoch * weight) if size else 0 for size, weight in pairs]
 
 
-def _shards_of_dataset(entry: Any) -> list[Shard]:
+def _shards_of_dataset(entry: Any) -> list[ShardRange]:
     """The shards of one dataset, cut to its subset."""
     dataset = entry.dataset
     size = len(dataset)
@@ -203,7 +203,7 @@ def _shards_of_dataset(entry: Any) -> list[Shard]:
     flavors = getattr(dataset, "subflavors", None) or {}
     if not hasattr(dataset, "shards"):  # a JSONL dataset
         path = path_of(str(dataset.path))
-        return [Shard(path, flavors, start, end, entry.aux or {})]
+        return [ShardRange(path, flavors, start, end, entry.aux or {})]
     if dataset.sample_excludes:
         raise PackedFolderError(
             f"{dataset.path}: split.yaml excludes single packs; a map-style dataset would read "
@@ -213,6 +213,6 @@ def _shards_of_dataset(entry: Any) -> list[Shard]:
     for shard in dataset.shards:
         own = max(0, start - first), min(shard.count, end - first)
         if own[0] < own[1]:
-            shards.append(Shard(path_of(str(shard.path)), flavors, *own))
+            shards.append(ShardRange(path_of(str(shard.path)), flavors, *own))
         first += shard.count
     return shards

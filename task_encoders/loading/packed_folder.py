@@ -27,7 +27,7 @@ import orjson
 
 from task_encoders.loading.folder_shards import (
     PackedFolderError,
-    Shard,
+    ShardRange,
     find_shards,
     path_of,
     read_index,
@@ -161,7 +161,7 @@ class PackedFolder:
         return self._task_encoder.encode_pack(Pack(*stored), **notes)
 
 
-def _check(shards: Sequence[Shard], task_encoder: "PackedTaskEncoder") -> None:
+def _check(shards: Sequence[ShardRange], task_encoder: "PackedTaskEncoder") -> None:
     """Check the folders as the task encoder checks the datasets that Energon gives it."""
     flavors_of = {shard.path.parent: shard.subflavors for shard in shards}
     task_encoder.is_blend = task_encoder.is_blend or len(flavors_of) > 1

@@ -449,7 +449,7 @@ def test_task_of_worker_is_small(captions: Path, tmp_path: Path) -> None:
     sizes: list[int] = []
 
     def remember(task: ShardTask) -> int:
-        sizes.append(len(task.rows))
+        sizes.append(len(task.samples))
         return write_shard(task)
 
     with pytest.MonkeyPatch.context() as patch:

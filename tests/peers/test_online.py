@@ -63,7 +63,7 @@ def test_packs_equal_those_of_ms_swift(
         given_out = [call.args[0][1] for call in queue.put.call_args_list]
         expected = [[number for number, _ in pack] for packs in given_out for pack in packs]
         packed = PackedIterableDataset(
-            numbered(lengths), packing_length=capacity, buffer_size=window, strategy=strategy
+            numbered(lengths), seq_length=capacity, buffer_size=window, strategy=strategy
         )
         assert [[sample["number"] for sample in pack] for pack in packed] == expected
     version = importlib.metadata.version("ms-swift")

@@ -119,7 +119,7 @@ def _modes(lengths: np.ndarray, buffer: int) -> dict[str, OnlineDataset]:
     def packed(strategy: str, leftovers: Any) -> OnlineDataset:
         return PackedIterableDataset(
             samples,
-            packing_length=SEQ_LENGTH,
+            seq_length=SEQ_LENGTH,
             buffer_size=buffer,
             strategy=strategy,
             leftovers=leftovers,

@@ -170,7 +170,7 @@ def modes(
         loader = ScheduledLoader(folder, RankSchedule(lengths, cost, ranks, budget), rank)
         return Reader(loader, loader.state_dict, loader.load_state_dict)
 
-    packs = partial(PackedIterableDataset, packing_length=SEQ_LENGTH, yields="rows")
+    packs = partial(PackedIterableDataset, seq_length=SEQ_LENGTH, yields="rows")
     dynamic = partial(DynamicBatches, max_seq_len=SEQ_LENGTH, buffer_size=buffer)
     return {
         "padded to the longest of 8": partial(hook, PaddingEncoder, {"batch_size": 8}),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offline_packing.index import set_aside
-from offline_packing.index.set_aside import AsideRows, find_duplicates
+from offline_packing.index.set_aside import AsideSamples, find_duplicates
 from offline_packing.index.table import SET_ASIDE_SCHEMA
 from tests.helpers.index_tables import make_index
 
@@ -19,15 +19,15 @@ def rows(*numbers: int) -> np.ndarray:
     return np.array(numbers, dtype=np.int64)
 
 
-def merged() -> AsideRows:
-    left_out = AsideRows(
+def merged() -> AsideSamples:
+    left_out = AsideSamples(
         rows(2, 7), np.array([1, 0], np.int32), (("overlong", "9 tokens"), ("poor_pack", "few"))
     )
-    return AsideRows.merge(
+    return AsideSamples.merge(
         [
-            AsideRows.of(rows(5, 9), "duplicate_key", "again"),
-            AsideRows.of(rows(1, 5), "not_in_layout", "no image"),
-            AsideRows.of(rows(), "not_in_layout", "no turn"),
+            AsideSamples.of(rows(5, 9), "duplicate_key", "again"),
+            AsideSamples.of(rows(1, 5), "not_in_layout", "no image"),
+            AsideSamples.of(rows(), "not_in_layout", "no turn"),
             left_out,
         ]
     )
@@ -35,7 +35,7 @@ def merged() -> AsideRows:
 
 def test_the_first_reason_counts() -> None:
     aside = merged()
-    assert aside.rows.tolist() == [1, 2, 5, 7, 9]
+    assert aside.ids.tolist() == [1, 2, 5, 7, 9]
     assert [aside.texts[code] for code in aside.codes] == [
         ("not_in_layout", "no image"),
         ("poor_pack", "few"),
@@ -54,13 +54,13 @@ def test_the_first_reason_counts() -> None:
 
 
 def test_nothing() -> None:
-    aside = AsideRows.merge([])
-    assert (len(aside.rows), aside.reasons, aside.first("overlong")) == (0, {}, None)
+    aside = AsideSamples.merge([])
+    assert (len(aside.ids), aside.reasons, aside.first("overlong")) == (0, {}, None)
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 100])
 def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(set_aside, "_ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(set_aside, "_NAMED_AT_ONCE", at_once)
     samples = make_index(tmp_path, [3, 0, 4, 5])
     tables = list(merged().tables(samples, ["data/\udcff"]))
     assert len(tables) == -(-5 // at_once)

@@ -22,7 +22,7 @@ from tests.helpers.online_samples import Indexed, numbered
 
 SAMPLES = numbered([3, 4, 5])
 TOKENS = np.array([3, 4, 5])
-packed = partial(PackedIterableDataset, SAMPLES, packing_length=8)
+packed = partial(PackedIterableDataset, SAMPLES, seq_length=8)
 constant = partial(ConstantLengthDataset, SAMPLES, seq_length=8)
 dynamic = partial(DynamicBatches, SAMPLES, max_seq_len=8)
 encoder = partial(PackedTaskEncoder, seq_length=8)
@@ -38,8 +38,8 @@ ONE, ZERO = "it must be at least 1", "it must be at least 0"
 @pytest.mark.parametrize(
     ("call", "argument", "value", "valid"),
     [
-        (packed, "packing_length", "100", INTEGER),
-        (packed, "packing_length", 0, ONE),
+        (packed, "seq_length", "100", INTEGER),
+        (packed, "seq_length", 0, ONE),
         (packed, "buffer_size", 2.5, INTEGER),
         (packed, "leftovers", "drop", "it must be 'carry' or 'emit'"),
         (packed, "yields", "row", "it must be 'samples' or 'rows'"),
@@ -95,7 +95,7 @@ def test_a_bad_value_is_named(call: Any, argument: str, value: Any, valid: str) 
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    assert len(list(packed(packing_length=np.int64(8)))) == 2
+    assert len(list(packed(seq_length=np.int64(8)))) == 2
     assert windows(seq_length=np.int32(8), full_at=np.float32(0.5)).seq_length == 8
     assert planned(seq_length=np.int64(8), seed=np.uint8(1)).num_packs == 2
 
@@ -150,7 +150,7 @@ def test_a_shorter_dataset_on_resuming_is_one_error(with_lengths: bool) -> None:
         lengths = [5] * count
         known = {"lengths": lengths} if with_lengths else {}
         samples = Indexed(numbered(lengths))
-        return PackedIterableDataset(samples, packing_length=8, buffer_size=4, **known)
+        return PackedIterableDataset(samples, seq_length=8, buffer_size=4, **known)
 
     packs = iter(dataset := make(40))
     assert len([next(packs) for _ in range(20)]) == 20

@@ -42,9 +42,9 @@ def as_dicts(samples: list[Any]) -> list[dict[str, Any]]:
 
 
 MODES: dict[str, Callable[[list[Any]], Any]] = {
-    "rows": lambda samples: PackedIterableDataset(samples, packing_length=128, yields="rows"),
+    "rows": lambda samples: PackedIterableDataset(samples, seq_length=128, yields="rows"),
     "samples and a collator": lambda samples: DataLoader(
-        PackedIterableDataset(Indexed(as_dicts(samples)), packing_length=128, strategy="auto"),
+        PackedIterableDataset(Indexed(as_dicts(samples)), seq_length=128, strategy="auto"),
         batch_size=2,
         collate_fn=padding_free_collator,
     ),
@@ -98,7 +98,7 @@ def test_packed_equals_unpacked(mode: str, model: Any, samples: list[Any]) -> No
 @torch.no_grad()
 def test_without_boundaries_samples_see_each_other(model: Any, samples: list[Any]) -> None:
     """The control: a loss that would be equal for any row proves nothing."""
-    (row,) = PackedIterableDataset(samples, packing_length=1000, yields="rows")
+    (row,) = PackedIterableDataset(samples, seq_length=1000, yields="rows")
     leaking = dict(row)
     leaking["position_ids"] = row["position_ids"].clone()
     leaking["position_ids"][0] = torch.arange(row["input_ids"].shape[1])

@@ -17,14 +17,14 @@ from offline_packing.errors import StageError
 from offline_packing.online.online_dataset import _Pass
 from offline_packing.online.packed_dataset import PackedIterableDataset
 from offline_packing.online.prefetch import Prefetched
-from offline_packing.online.reading import Shard
+from offline_packing.online.reading import Reader
 from tests.helpers.online_samples import Indexed, SavableStream, Stream, numbered
 
 LENGTHS = np.random.default_rng(3).integers(1, 50, 41)
 
 
 def packed(kind: Any = Indexed, lengths: Any = LENGTHS, **options: Any) -> PackedIterableDataset:
-    defaults = {"packing_length": 64, "buffer_size": 7, "strategy": "auto"}
+    defaults = {"seq_length": 64, "buffer_size": 7, "strategy": "auto"}
     return PackedIterableDataset(kind(numbered(lengths)), **{**defaults, **options})
 
 
@@ -147,7 +147,7 @@ def test_lengths_that_are_wrong_end_the_run(repeats: bool, count: int) -> None:
     real = np.resize(LENGTHS, count)
 
     def with_lengths(lengths: Any) -> PackedIterableDataset:
-        options = {"packing_length": 64, "buffer_size": 7, "repeat": repeats}
+        options = {"seq_length": 64, "buffer_size": 7, "repeat": repeats}
         return PackedIterableDataset(numbered(real), lengths=lengths, **options)
 
     with pytest.raises(StageError, match="its length was given as"):
@@ -165,7 +165,7 @@ def test_a_stream_of_samples_that_are_all_too_long_ends_the_run() -> None:
 
     message = "no sample can be used, the last one because of overlong: 99 tokens"
     with pytest.raises(StageError, match=message):
-        next(iter(PackedIterableDataset(Endless(), packing_length=64)))
+        next(iter(PackedIterableDataset(Endless(), seq_length=64)))
     for reader in range(2):  # neither is the only one
         two = {"rank": reader, "world_size": 2}
         with pytest.raises(StageError, match=message):
@@ -186,7 +186,7 @@ def test_a_shuffled_dataset_that_has_grown_is_refused() -> None:
 def test_workers_of_many_ranks_count_for_themselves() -> None:
     """Whatever the number of ranks, no worker's state counts what another set aside."""
     dataset = packed(Indexed, [*LENGTHS, *[99] * 600])
-    readers = [_Pass(dataset, Shard(5, 256, worker, 2), None) for worker in range(2)]
+    readers = [_Pass(dataset, Reader(5, 256, worker, 2), None) for worker in range(2)]
     for reader in readers:
         list(reader)
     assert [sum(reader.state()["set_aside"]) for reader in readers] == [1, 1]

@@ -26,10 +26,8 @@ from tests.helpers.online_samples import Indexed, SavableStream, Stream, lettere
 from tools.benchmarks.length_distributions import draw_lengths
 
 
-def pack(lengths: Sequence[int], packing_length: int, **options: Any) -> list[list[int]]:
-    dataset = PackedIterableDataset(
-        Indexed(numbered(lengths)), packing_length=packing_length, **options
-    )
+def pack(lengths: Sequence[int], seq_length: int, **options: Any) -> list[list[int]]:
+    dataset = PackedIterableDataset(Indexed(numbered(lengths)), seq_length=seq_length, **options)
     return [[sample["number"] for sample in pack] for pack in dataset]
 
 
@@ -75,11 +73,11 @@ def test_packs_are_those_of_ms_swift(strategy: str) -> None:
     assert sorted(chain(*MS_SWIFT[strategy])) == list(range(len(LENGTHS)))
 
 
-def published_loop(lengths: Sequence[int], packing_length: int, buffer_size: int) -> Any:
+def published_loop(lengths: Sequence[int], seq_length: int, buffer_size: int) -> Any:
     """Do as the published wrapper does: fill a buffer, pack it, give everything out."""
     for begin in range(0, len(lengths), buffer_size):
         window = list(enumerate(lengths))[begin : begin + buffer_size]
-        for group in binpacking.to_constant_volume(window, packing_length, weight_pos=1):
+        for group in binpacking.to_constant_volume(window, seq_length, weight_pos=1):
             yield [number for number, _ in group]
 
 
@@ -134,7 +132,7 @@ def test_the_wrapper_sets_the_template_and_reads_lazily() -> None:
 
 def test_loaders_join_packs_to_rows() -> None:
     samples = lettered(4, 2, 3, 1)
-    options = {"packing_length": 10, "strategy": "sequential"}
+    options = {"seq_length": 10, "strategy": "sequential"}
     loader = DataLoader(
         PackedIterableDataset(samples, **options), batch_size=1, collate_fn=padding_free_collator
     )
@@ -151,7 +149,7 @@ def test_readers_share_the_samples(kind, num_workers) -> None:
     found = []
     for rank in range(2):
         packed = PackedIterableDataset(
-            kind(numbered(lengths)), packing_length=64, buffer_size=9, rank=rank, world_size=2
+            kind(numbered(lengths)), seq_length=64, buffer_size=9, rank=rank, world_size=2
         )
         loader = DataLoader(packed, batch_size=None, num_workers=num_workers)
         found.append(sorted(sample["number"] for pack in loader for sample in pack))
@@ -161,7 +159,7 @@ def test_readers_share_the_samples(kind, num_workers) -> None:
 
 def test_shuffling_follows_seed_and_epoch() -> None:
     samples = Indexed(numbered([3] * 40))
-    packed = PackedIterableDataset(samples, packing_length=12, shuffle=True, seed=5)
+    packed = PackedIterableDataset(samples, seq_length=12, shuffle=True, seed=5)
 
     def orders() -> list[int]:
         return [sample["number"] for pack in packed for sample in pack]
@@ -187,7 +185,7 @@ class Epochs(Stream):
 
 
 def test_the_epoch_is_handed_to_the_dataset() -> None:
-    packed = PackedIterableDataset(Epochs(numbered([5, 6, 7])), packing_length=64)
+    packed = PackedIterableDataset(Epochs(numbered([5, 6, 7])), seq_length=64)
     packed.set_epoch(1)
     assert [sample["length"] for pack in packed for sample in pack] == [7, 6]
 
@@ -196,7 +194,7 @@ def test_bad_samples_are_set_aside_and_counted(caplog) -> None:
     samples: list[Any] = lettered(4, 2, 3)
     samples[1:1] = [SampleError("bad_image", "no bytes"), OSError("no such file"), {"text": "?"}]
     samples += [{"length": 0}, {"length": 65}, {"length": 3, "input_ids": [1]}]
-    packed = PackedIterableDataset(Indexed(samples), packing_length=64)
+    packed = PackedIterableDataset(Indexed(samples), seq_length=64)
     (found,) = packed
     assert sorted(sample["length"] for sample in found) == [2, 3, 4]
     assert packed.set_aside == {"bad_image": 1, "bad_record": 4, "overlong": 1}
@@ -214,7 +212,7 @@ def test_with_lengths_samples_are_read_when_their_pack_is_made(caplog) -> None:
     samples[3] = OSError("no such file")
     samples[5]["length"] = 2
     dataset = Indexed(samples)
-    packed = PackedIterableDataset(dataset, packing_length=64, buffer_size=5, lengths=lengths)
+    packed = PackedIterableDataset(dataset, seq_length=64, buffer_size=5, lengths=lengths)
     packs = iter(packed)
     assert [sample["number"] for sample in next(packs)] == [4]  # without 3, which cannot be read
     assert dataset.asked == [4, 3]
@@ -223,7 +221,7 @@ def test_with_lengths_samples_are_read_when_their_pack_is_made(caplog) -> None:
     assert packed.set_aside == {"overlong": 1, "bad_record": 2}
     assert "sample 5: bad_record: 2 tokens, and its length was given as 1" in caplog.text
     with pytest.raises(ValueError, match="1 lengths: give one for each sample"):
-        PackedIterableDataset(dataset, packing_length=64, lengths=[3])
+        PackedIterableDataset(dataset, seq_length=64, lengths=[3])
 
 
 def test_samples_of_a_stream_are_encoded_by_their_reader(caplog) -> None:
@@ -233,7 +231,7 @@ def test_samples_of_a_stream_are_encoded_by_their_reader(caplog) -> None:
 
     encoded: list[int] = []
     packed = PackedIterableDataset(
-        Stream([3, 0, 2, 6, 1]), packing_length=64, encode=encode, rank=1, world_size=2
+        Stream([3, 0, 2, 6, 1]), seq_length=64, encode=encode, rank=1, world_size=2
     )
     (found,) = packed
     assert [sample["length"] for sample in found] == [10]
@@ -274,7 +272,7 @@ def failing():
 )
 def test_sources_that_fail_end_in_one_line(dataset, message) -> None:
     with pytest.raises(StageError, match=message) as error:
-        list(PackedIterableDataset(dataset, packing_length=64))
+        list(PackedIterableDataset(dataset, seq_length=64))
     assert "\n" not in str(error.value)
 
 
@@ -283,14 +281,14 @@ def test_arguments_are_checked() -> None:
         ({"strategy": "best"}, "strategy 'best' is unknown"),
         ({"leftovers": "drop"}, "leftovers is 'drop'; it must be 'carry' or 'emit'"),
         ({"yields": "tensors"}, "yields is 'tensors'; it must be"),
-        ({"packing_length": 0}, "must be at least 1"),
+        ({"seq_length": 0}, "must be at least 1"),
         ({"rank": 1}, "rank and world_size go together"),
         ({"rank": 2, "world_size": 2}, "rank is 2"),
     ):
         with pytest.raises(ValueError, match=message):
-            PackedIterableDataset([], **{"packing_length": 64, **options})
+            PackedIterableDataset([], **{"seq_length": 64, **options})
     with pytest.raises(ValueError, match="shuffle needs a dataset with indices"):
-        PackedIterableDataset(Stream([]), packing_length=64, shuffle=True)
+        PackedIterableDataset(Stream([]), seq_length=64, shuffle=True)
 
 
 def test_the_yaml_block(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ class CountingStates(PackedIterableDataset):
 @pytest.mark.parametrize("strategy", ["auto", "knapsack"])
 def test_the_producer_makes_a_state_for_a_window_not_for_a_pack(strategy: str) -> None:
     samples = numbered([30] * 2000)
-    packs = CountingStates(samples, packing_length=64, buffer_size=500, strategy=strategy)
+    packs = CountingStates(samples, seq_length=64, buffer_size=500, strategy=strategy)
     assert sum(1 for _ in Prefetched(packs)) == 1000
     assert packs.num_states <= 2000 / 500 + 2
 

@@ -24,7 +24,7 @@ LENGTHS[::40] = 99  # set aside: three of them
 
 
 def packed(kind: Any = Indexed, **options: Any) -> PackedIterableDataset:
-    defaults = {"packing_length": 64, "buffer_size": 7}
+    defaults = {"seq_length": 64, "buffer_size": 7}
     return PackedIterableDataset(kind(numbered(LENGTHS)), **{**defaults, **options})
 
 
@@ -154,7 +154,7 @@ def test_samples_of_known_length_are_not_read_again() -> None:
 
 def test_states_hold_no_samples() -> None:
     content = {"length": 10, "pixels": np.zeros(1_000_000, np.uint8)}
-    loader = loader_of(PackedIterableDataset([content] * 50, packing_length=64, buffer_size=20))
+    loader = loader_of(PackedIterableDataset([content] * 50, seq_length=64, buffer_size=20))
     iterator = iter(loader)
     next(iterator)
     assert len(pickle.dumps(loader.state_dict())) < 5_000
@@ -174,11 +174,11 @@ def test_other_settings_readers_and_samples_are_refused() -> None:
         other.load_state_dict(state)
         with pytest.raises(StageError, match=message):
             iter(other)
-    changed = PackedIterableDataset(numbered(LENGTHS // 2 + 1), packing_length=64, buffer_size=7)
+    changed = PackedIterableDataset(numbered(LENGTHS // 2 + 1), seq_length=64, buffer_size=7)
     changed.load_state_dict(state)
     with pytest.raises(StageError, match=r"sample \d+ has \d+ tokens, and had \d+ before"):
         iter(changed)
-    shorter = PackedIterableDataset(Stream(numbered(LENGTHS[:2])), packing_length=64, buffer_size=7)
+    shorter = PackedIterableDataset(Stream(numbered(LENGTHS[:2])), seq_length=64, buffer_size=7)
     shorter.load_state_dict(state | {"source": {"position": 7, "mark": [0, None]}})
     with pytest.raises(StageError, match="ended after 2 samples, and had 7"):
         iter(shorter)

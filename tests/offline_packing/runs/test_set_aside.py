@@ -13,7 +13,7 @@ import pytest
 from offline_packing.cli import main as cli
 from offline_packing.index.set_aside import group_set_aside
 from offline_packing.measure.measure import measure
-from offline_packing.runs.losses import aside_while_measuring, render_examples
+from offline_packing.runs.set_aside import aside_while_measuring, render_examples
 from offline_packing.sources.reading.contents import describe_others, find_image_root
 from offline_packing.sources.recognise import recognise
 from tests.helpers.datasets import captioning_pairs, dialogue, image_bytes, make_run, write_json

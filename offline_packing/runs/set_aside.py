@@ -61,7 +61,7 @@ def explain(config: PackingConfig, group: AsideGroup) -> str:
     return f"for example {_example(group)}{f'; {hint}' if hint else ''}"
 
 
-def check_losses(run: Run) -> None:
+def check_set_aside(run: Run) -> None:
     """Stop a run that is about to write less than its user thinks. Raises StageError if a source
     gives no sample at all, or more samples are set aside than pack.max_set_aside allows."""
     workspace, config = run.workspace, run.config
@@ -92,10 +92,10 @@ def _refuse_empty_sources(
     config: PackingConfig, samples: Index, lost: Sequence[AsideGroup]
 ) -> None:
     """Raise StageError for a source of which every sample is set aside."""
-    rows = np.zeros(len(config.source), np.int64)
+    counts = np.zeros(len(config.source), np.int64)
     for part in samples.parts("source_id"):
-        rows += np.bincount(part["source_id"].to_numpy(), minlength=len(rows))
-    alive = {source.path for source, count in zip(config.source, rows, strict=True) if count}
+        counts += np.bincount(part["source_id"].to_numpy(), minlength=len(counts))
+    alive = {source.path for source, count in zip(config.source, counts, strict=True) if count}
     for path in (group.source for group in lost):
         if path not in alive:
             own = [group for group in lost if group.source == path]
@@ -171,8 +171,10 @@ def list_set_aside(
             pyarrow.csv.write_csv(pa.table(columns, table.column_names), buffer, options)
             yield buffer.getvalue().decode()
         else:
-            rows = zip(*columns, strict=True)
-            yield "".join("\t".join(" ".join(text.split()) for text in row) + "\n" for row in rows)
+            lines = zip(*columns, strict=True)
+            yield "".join(
+                "\t".join(" ".join(text.split()) for text in line) + "\n" for line in lines
+            )
 
 
 def show_controls(text: str) -> str:
