@@ -186,15 +186,11 @@ def _sub_sample_problem(
     media: Mapping[str, bytes],
     report: VerifyResult,
 ) -> str | None:
-    """Compare one sub-sample with its row of the index; if the task is deep, also with its source,
-    and encode it."""
+    """Compare one sub-sample with its row of the index; if deep, also its source and length."""
     if isinstance(sub, SampleError):
         return str(sub)
-    counts = (len(sub.media), len(sub.videos))
-    if any(name not in media for name in sub.media) or counts != (
-        len(sample.media),
-        sample.num_videos,
-    ):
+    counts = (len(sample.media), sample.num_videos)
+    if (len(sub.media), len(sub.videos)) != counts or any(one not in media for one in sub.media):
         return "its media are not those that were measured"
     if not task.deep:
         return _stored_problem(sub, media)
