@@ -26,9 +26,9 @@ class StepCounts:
     """
 
     def __init__(self, device: torch.device) -> None:
-        #: loss, denominator, labelled tokens, squares
-        self._losses = torch.zeros(4, dtype=torch.float64, device=device)
-        self._tokens = self._samples = self._packs = self._patches = 0
+        #: loss, denominator, labelled tokens, operations of tower and language model
+        self._losses = torch.zeros(5, dtype=torch.float64, device=device)
+        self._tokens = self._samples = self._packs = 0
         self._watch = Stopwatch(device)
         self._data_seconds = 0.0
 
@@ -41,16 +41,15 @@ class StepCounts:
         loss_tokens: torch.Tensor,
         samples: int,
         packs: int,
-        squares: torch.Tensor,
-        patches: int,
+        flops: torch.Tensor,
     ) -> None:
-        """Count one micro batch: the sum of its losses and the denominator; for the FLOPs, Σ l² of
-        its segments and the patches of its media."""
-        self._losses += torch.stack([loss.detach(), denominator, loss_tokens, squares]).double()
+        """Count one micro batch: the sum of its losses and the denominator, and what `row_flops`
+        says of it."""
+        sums = torch.stack([loss.detach(), denominator, loss_tokens]).double()
+        self._losses += torch.cat([sums, flops])
         self._tokens += tokens
         self._samples += samples
         self._packs += packs
-        self._patches += patches
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -73,14 +72,14 @@ class StepCounts:
             stop: the signal that asked this rank to stop, or 0; one is enough for all.
         """
         compute = self._watch.seconds()
-        own = self._losses.new_tensor([self._tokens, self._samples, self._packs, self._patches])
+        own = self._losses.new_tensor([self._tokens, self._samples, self._packs])
         sums = torch.cat([self._losses, own]) * counts
         sums = torch.cat([sums, sums.new_tensor([compute])])
         worst = sums.new_tensor([compute, self._data_seconds, float(stop)])
         distributed.all_reduce(sums)
         distributed.all_reduce(worst, op=distributed.ReduceOp.MAX)
-        loss, denominator, loss_tokens, squares, *counted, total_compute = sums.tolist()
-        tokens, samples, packs, patches = map(round, counted)
+        loss, denominator, loss_tokens, tower, language, *counted, total_compute = sums.tolist()
+        tokens, samples, packs = map(round, counted)
         slowest, data_seconds, stopped = worst.tolist()
         # Where nothing is labelled at all, the gradient should be zero, not NaN.
         denominator = denominator or 1.0
@@ -92,8 +91,8 @@ class StepCounts:
             tokens=tokens,
             samples=samples,
             packs=packs,
-            squares=squares,
-            patches=patches,
+            tower_flops=tower,
+            language_flops=language,
             imbalance=slowest / mean_compute if mean_compute else 1.0,
             data_seconds=data_seconds,
             stop=round(stopped),
@@ -110,10 +109,9 @@ class StepTotals:
     tokens: int
     samples: int
     packs: int
-    #: Σ length² over segments
-    squares: float
-    #: of images and videos
-    patches: int
+    #: operations of the forward pass
+    tower_flops: float
+    language_flops: float
     #: compute seconds of the slowest rank over the mean
     imbalance: float
     #: the longest that any rank waited for its loader

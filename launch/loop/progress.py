@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from launch.loop.metrics import StepTotals
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.families.cost import ModelCost
+from task_encoders.sample_encoder import IGNORE_INDEX
 
 #: Dense bfloat16 FLOP/s of a GPU, by a part of its name (NVIDIA's data sheets).
 PEAK_FLOPS: Final = {
@@ -29,30 +31,18 @@ def peak_flops(device: torch.device) -> float | None:
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
-class StepFlops:
-    """Model FLOPs of training steps: 6 per weight and token, and causal attention within segments.
+def row_flops(cost: ModelCost, row: PackedBatch) -> torch.Tensor:
+    """(2,) float64, on the row's device: operations that the vision tower and the language model
+    need, forward, for its real tokens and the logits of its labels."""
 
-    The convention of PaLM (appendix B, https://arxiv.org/abs/2204.02311): forward and backward,
-    without recomputation, frozen or not. Embeddings are looked up, not multiplied.
-    """
+    def counts(mask: torch.Tensor) -> torch.Tensor:
+        until = torch.nn.functional.pad(mask.flatten().cumsum(0), (1, 0))
+        return until[row.cu_lengths.flatten().long()].diff().double()  # of each segment
 
-    def __init__(self, model: Any) -> None:
-        text = model.hf_config.text_config
-        width, inner = text.hidden_size, text.intermediate_size
-        key_width = width // text.num_attention_heads * text.num_key_value_heads
-        layer = 2 * width * width + 2 * width * key_width + 3 * width * inner
-        self._per_token = 6 * (text.num_hidden_layers * layer + width * text.vocab_size)
-        self._per_square = 6 * text.num_hidden_layers * width
-        # The tower, merger included, as if every patch went through all of it.
-        self._per_patch = 6 * sum(p.numel() for p in model.visual.parameters())
-
-    def of(self, totals: StepTotals) -> float:
-        """FLOPs of one step over all ranks."""
-        return (
-            self._per_token * totals.tokens
-            + self._per_square * totals.squares
-            + self._per_patch * totals.patches
-        )
+    language = cost.language_flops(counts(~row.attn_mask), counts(row.labels != IGNORE_INDEX))
+    steps, height, width = torch.cat([row.image_grid_thw, row.video_grid_thw]).double().T
+    tower = (steps * cost.tower_flops(height * width)).sum()
+    return torch.stack([tower, language.sum()])
 
 
 def memory_gib(device: torch.device) -> float:

@@ -24,9 +24,11 @@ from launch.loop.metrics import MetricsLog, StepCounts, StepTotals
 from launch.loop.optimizer import ShardedAdamW, learning_rate
 from launch.loop.parallel import on_all_ranks
 from launch.loop.plan import TrainPlan
-from launch.loop.progress import Eta, StepFlops, format_line, memory_gib, peak_flops
+from launch.loop.progress import Eta, format_line, memory_gib, peak_flops, row_flops
 from launch.loop.stop_request import StopRequest
+from launch.model.qwen_vl import PackedQwen2VL
 from task_encoders.energon_samples import PackedBatch
+from task_encoders.families.cost import TRAINING, cost_of_sizes
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.sample_encoder import IGNORE_INDEX
 
@@ -62,7 +64,7 @@ class Trainer:
         config: LaunchConfig,
         plan: TrainPlan,
         *,
-        model: torch.nn.Module,
+        model: PackedQwen2VL,
         optimizer: ShardedAdamW,
         train_data: MicroBatches,
         checkpoints: CheckpointFolder,
@@ -83,7 +85,8 @@ class Trainer:
         self._reports = parallel_state.get_tensor_model_parallel_rank() == 0
         self._log: MetricsLog | None = None
         self._peak_flops = peak_flops(device)
-        self._flops = StepFlops(model) if self._peak_flops else None
+        sizes = model.hf_config.text_config, model.hf_config.vision_config
+        self._cost = cost_of_sizes("", *(part.to_dict() for part in sizes))
         #: the last step's line, until it is logged
         self._line = ""
         #: the last step after which there was a validation
@@ -190,9 +193,9 @@ class Trainer:
         metrics = totals.metrics(seconds, self._seq_length)
         metrics |= {"learning_rate": rate, "grad_norm": norm}
         metrics["memory_gib"] = memory_gib(self._device)
-        if self._flops is not None and self._peak_flops is not None:
+        if self._peak_flops is not None:
             available = seconds * self._peak_flops * distributed.get_world_size()
-            metrics["mfu"] = self._flops.of(totals) / available
+            metrics["mfu"] = TRAINING * (totals.tower_flops + totals.language_flops) / available
         self._report(metrics, bar)
         return totals
 
@@ -231,9 +234,7 @@ class Trainer:
             loss_tokens=(labels != IGNORE_INDEX).sum(),
             samples=len(row.sub_sample_keys),
             packs=len(row.__key__),
-            squares=row.cu_lengths.diff().double().square().sum(),
-            patches=int(len(row.image_grid_thw) and len(row.imgs))
-            + int(len(row.video_grid_thw) and len(row.pixel_values_videos)),
+            flops=row_flops(self._cost, row),
         )
         return loss
 

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash
+from task_encoders.families.cost import ModelCost
 
 #: Samples held in memory at a time: some 200 MB of index.
 SAMPLES_IN_MEMORY: Final = 1 << 19
@@ -59,17 +60,40 @@ def name_samples(samples: Index, ids: SampleIds) -> pa.Table:
 
 
 def sum_over_grids(
-    samples: Index, of_grids: Callable[[npt.NDArray[np.integer]], npt.NDArray[np.integer]]
-) -> npt.NDArray[np.int64]:
+    samples: Index, of_grids: Callable[[npt.NDArray[np.integer]], npt.NDArray[Any]]
+) -> npt.NDArray[Any]:
     """(num_samples,) sum over the media of each sample of a number that follows from a medium's
     grid: `of_grids` takes (num_media, 3), (t, h, w) in patches, and gives (num_media,)."""
-    sums = [np.empty(0, np.int64)]
+    sums = []
     for table in samples.parts("grid_thw"):
         grids = table["grid_thw"].combine_chunks()
+        owner = np.repeat(np.arange(len(grids)), grids.value_lengths().to_numpy() // 3)
         numbers = of_grids(grids.flatten().to_numpy().reshape(-1, 3))
-        until = np.concatenate([[0], np.cumsum(numbers, dtype=np.int64)])
-        sums.append(np.diff(until[np.cumsum([0, *grids.value_lengths().to_numpy() // 3])]))
-    return np.concatenate(sums)
+        sums.append(np.bincount(owner, numbers, len(grids)).astype(numbers.dtype))
+    return np.concatenate(sums) if sums else np.empty(0)
+
+
+class SampleFlops(NamedTuple):
+    """Forward operations of samples, float32 (num_samples,) each."""
+
+    tower: npt.NDArray[np.float32]
+    language: npt.NDArray[np.float32]
+
+    @property
+    def total(self) -> npt.NDArray[np.float32]:
+        """Both together."""
+        return self.tower + self.language
+
+
+def sample_flops(samples: Index, cost: ModelCost) -> SampleFlops:
+    """The operations of every sample; patches attend within an image, or a step of a video."""
+
+    def of_grids(grids: npt.NDArray[np.integer]) -> npt.NDArray[np.float32]:
+        steps, height, width = grids.T.astype(np.float32)
+        return steps * cost.tower_flops(height * width)
+
+    num_tokens = samples.array("num_tokens").astype(np.float32)
+    return SampleFlops(sum_over_grids(samples, of_grids), cost.language_flops(num_tokens))
 
 
 def name_copies(table: pa.Table, copies: SampleIds) -> pa.Table:

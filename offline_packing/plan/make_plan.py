@@ -12,7 +12,7 @@ import numpy.typing as npt
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError
-from offline_packing.index.rows import SampleIds, name_samples, sum_over_grids
+from offline_packing.index.rows import SampleIds, name_samples, sample_flops
 from offline_packing.index.set_aside import AsideSamples, find_duplicates, group_set_aside
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
@@ -168,9 +168,7 @@ def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> di
         if groups is not None:
             arguments |= {"homogeneous": True, "groups": groups}
     if config.pack.order is not None:
-        arguments["cost"] = model_cost(config.model).of_samples(
-            column("num_tokens"), column("num_vision_patches"), num_pictures(samples)[kept]
-        )
+        arguments["cost"] = sample_flops(samples, model_cost(config.model)).total[kept]
     return arguments
 
 
@@ -215,11 +213,6 @@ def _media_groups(
             "would mix them; leave it out, or pack images, videos and text by themselves"
         )
     return groups
-
-
-def num_pictures(samples: Index) -> npt.NDArray[np.int64]:
-    """(num_samples,) pictures within which patches attend: images, and steps of videos' grids."""
-    return sum_over_grids(samples, lambda grids: grids[:, 0])
 
 
 def set_aside_reason(name: str, num_tokens: int, pack: PackConfig) -> tuple[str, str]:

@@ -6,6 +6,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from offline_packing.index.rows import sample_flops
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.planner.cost import saving
 from offline_packing.planner.pack_plan import PackPlan
@@ -22,7 +23,6 @@ _TRIED_SAMPLES: Final = 50_000
 _BUFFERS: Final = (100, 1000)
 #: The ranks whose waiting is computed if pack.order names none.
 _NUM_RANKS: Final = 8
-_COST_CHUNK: Final = 1 << 20
 #: Bins of a logarithmic histogram per doubling, and of one of equal width.
 _BINS_PER_DOUBLING: Final = 4
 _MAX_BINS: Final = 40
@@ -70,7 +70,9 @@ def pack_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
     """Fill, samples and cost per pack. The plan has one pack at least."""
     sums = {name: stages.sum_of_packs(column) for name, column in stages.columns.items()}
     squares = np.square(stages.columns["num_tokens"], dtype=np.float64)
-    costs, samples = stages.sum_of_packs(_cost(stages)), np.diff(plan.pack_offsets)
+    cost_of = model_cost(stages.run.config.model)
+    costs = stages.sum_of_packs(sample_flops(stages.samples, cost_of).total)
+    samples = np.diff(plan.pack_offsets)
     limits = [math.ceil(share * plan.info.seq_length) for share in _FILL_BANDS]
     at_least = [int((sums["num_tokens"] >= limit).sum()) for limit in limits]
     bands = zip(_FILL_BANDS, np.diff(at_least, prepend=0).tolist(), strict=True)
@@ -85,7 +87,7 @@ def pack_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
             "samples": spread(samples),
             "operations": spread(costs),
         },
-        "cost_of": model_cost(stages.run.config.model).name,
+        "cost_of": cost_of.name,
         "waiting": _waiting(stages, plan, costs),
     }
 
@@ -96,15 +98,6 @@ def saving_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
     lengths = stages.packed(stages.columns["num_tokens"])
     found = saving(lengths, plan, compared.padded_batch_size, compared.global_batch_size)
     return {**found, "online": _online(stages, plan)}
-
-
-def _cost(stages: CompleteStages) -> npt.NDArray[np.float32]:
-    """(num_samples,) forward operations; a chunk at a time, for the temporaries."""
-    columns = stages.columns.values()
-    starts = range(0, stages.samples.info.num_samples, _COST_CHUNK)
-    chunks = ([column[start : start + _COST_CHUNK] for column in columns] for start in starts)
-    cost_of = model_cost(stages.run.config.model).of_samples
-    return np.concatenate([cost_of(*chunk).astype(np.float32) for chunk in chunks])
 
 
 def _waiting(

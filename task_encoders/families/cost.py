@@ -1,15 +1,14 @@
-"""Cost of training on a sample: floating-point operations of its model, forward pass."""
+"""Cost of training on a sample: floating-point operations of its model."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
-Floats = npt.NDArray[np.float64]
+#: Operations of a training step over those of its forward pass: the backward pass takes twice as
+#: many. Recomputation does not count, and a frozen part counts in full.
+TRAINING: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,48 +27,79 @@ class TransformerShape:
     causal: bool = True
     #: width of all queries (0: hidden_size)
     query_size: int = 0
-    #: layers whose attention is quadratic, the others' is linear (None: all)
+    #: layers whose attention is quadratic; the others' is linear, or within windows (None: all)
     num_quadratic_layers: int | None = None
 
-    def flops(self, num_tokens: npt.NDArray[Any]) -> Floats:
-        """2 operations per multiplication; attention is quadratic within the sample only."""
-        length = np.asarray(num_tokens, np.float64)
+    def flops(self, lengths: Any) -> Any:
+        """Operations for each sequence of so many tokens or patches."""
         queries = self.query_size or self.hidden_size
-        projections = 2 * self.hidden_size * queries * (2 + 2 * self.kv_share)
-        feed_forward = 2 * self.ffn_matrices * self.hidden_size * self.ffn_size
-        scores = 4 * queries * (0.5 if self.causal else 1.0)
-        quadratic = scores * length**2
+        projections = 2.0 * self.hidden_size * queries * (2 + 2 * self.kv_share)
+        feed_forward = 2.0 * self.ffn_matrices * self.hidden_size * self.ffn_size
+        scores = 4.0 * queries * (0.5 if self.causal else 1.0)
+        quadratic = self.num_layers
         if self.num_quadratic_layers is not None:
-            quadratic = quadratic * (self.num_quadratic_layers / self.num_layers)
-        return self.num_layers * (length * (projections + feed_forward) + quadratic)
+            quadratic = self.num_quadratic_layers
+        linear = self.num_layers * (projections + feed_forward)
+        return lengths * (linear + quadratic * scores * lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """A language model and its vision tower."""
+    """Operations of a language model and its vision tower, forward pass; see `TRAINING`.
+
+    Two per multiplication of matrix products, whether a part is frozen or not; attention within
+    segments, half of it under a causal mask (Narayanan et al., 2021,
+    https://arxiv.org/abs/2104.04473, appendix). Embeddings are looked up, not multiplied. All
+    methods take NumPy arrays or tensors of any shape, and return floats of that shape. A pack costs
+    the sum of its samples.
+    """
 
     #: of which model the figures are, for reports
     name: str
     language: TransformerShape
     vision: TransformerShape
+    #: multiplications for the logits of one token
+    head: int
+    #: multiplications, per patch, of what turns features into embeddings
+    merger: float
 
-    def of_samples(
-        self,
-        num_tokens: npt.NDArray[Any],
-        num_vision_patches: npt.NDArray[Any] | None = None,
-        num_images: npt.NDArray[Any] | None = None,
-    ) -> Floats:
-        """Forward operations of each sample, float64 (num_samples,).
+    def language_flops(self, num_tokens: Any, num_logits: Any = None) -> Any:
+        """Operations of the language model for segments of `num_tokens`; logits are computed for
+        `num_logits` of them (default: all)."""
+        logits = num_tokens if num_logits is None else num_logits
+        return self.language.flops(num_tokens) + 2.0 * self.head * logits
 
-        All arrays are (num_samples,). The patches of a sample count as ``num_images`` equal
-        pictures (default: one), steps in time of videos included. The cost of a pack is the sum
-        over its samples.
-        """
-        cost = self.language.flops(num_tokens)
-        if num_vision_patches is not None:
-            images = np.maximum(1, num_images) if num_images is not None else 1
-            cost = cost + images * self.vision.flops(np.asarray(num_vision_patches) / images)
-        return cost
+    def tower_flops(self, num_patches: Any) -> Any:
+        """Operations of the vision tower for pictures of `num_patches`: images, or single steps of
+        a video's grid. Patches attend within a picture."""
+        return self.vision.flops(num_patches) + 2.0 * self.merger * num_patches
+
+
+def cost_of_sizes(name: str, text: Mapping[str, Any], vision: Mapping[str, Any]) -> ModelCost:
+    """The cost of a model, from its text and vision configs in the form of transformers: of Qwen's
+    towers, or of CLIP's and SigLIP's. Fields that Qwen2-VL's omit have transformers' defaults.
+
+    Raises:
+        KeyError: a field that decides the cost is missing.
+    """
+    language = _language(text)
+    width, out = vision.get("embed_dim", vision.get("hidden_size", 1280)), language.hidden_size
+    windowed = vision.get("fullatt_block_indexes")
+    tower = TransformerShape(
+        width,
+        vision.get("depth", vision.get("num_hidden_layers", 32)),
+        vision.get("intermediate_size", vision.get("mlp_ratio", 4) * width),
+        ffn_matrices=3 if vision.get("hidden_act") == "silu" else 2,
+        causal=False,
+        num_quadratic_layers=None if windowed is None else len(windowed),
+    )
+    if "num_hidden_layers" in vision:  # LLaVA projects each patch
+        merger = float(out * (width + out))
+    else:  # Qwen merges squares of patches; after inner layers, too, where DeepStack takes them
+        square = vision.get("spatial_merge_size", 2) ** 2
+        mergers = 1 + len(vision.get("deepstack_visual_indexes") or ())
+        merger = mergers * width * (square * width + out)
+    return ModelCost(name, language, tower, out * text["vocab_size"], merger)
 
 
 def cost_of_checkpoint(folder: str) -> ModelCost | None:
@@ -85,14 +115,25 @@ def cost_of_checkpoint(folder: str) -> ModelCost | None:
         config = json.loads(path.read_bytes())
         if "vision_config" not in config:
             return None  # the folder of a tokenizer
-        language = _language(config.get("text_config", config))
-        return ModelCost(Path(folder).name, language, _vision(config["vision_config"]))
+        text = config.get("text_config", config)
+        return cost_of_sizes(Path(folder).name, text, config["vision_config"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} names no sizes of a model ({reason})") from error
 
 
+#: Defaults of transformers' LlamaConfig, which LLaVA's config.json leaves out.
+LLAMA_7B: Final = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+}
+
+
 def _language(config: Mapping[str, Any]) -> TransformerShape:
+    if config.get("model_type") == "llama":
+        config = {**LLAMA_7B, **config}
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     ffn = config.get("intermediate_size", 0)
     if config.get("num_experts_per_tok"):
@@ -108,17 +149,4 @@ def _language(config: Mapping[str, Any]) -> TransformerShape:
         num_quadratic_layers=layers.count("full_attention")
         if "linear_attention" in layers
         else None,
-    )
-
-
-def _vision(config: Mapping[str, Any]) -> TransformerShape:
-    """A tower's sizes, under the names of Qwen's configs or of CLIP's and SigLIP's. What
-    Qwen2-VL's omit has transformers' defaults."""
-    width = config.get("embed_dim", config.get("hidden_size", 1280))
-    return TransformerShape(
-        width,
-        config.get("depth", config.get("num_hidden_layers", 32)),
-        config.get("intermediate_size", config.get("mlp_ratio", 4) * width),
-        ffn_matrices=3 if config.get("hidden_act") == "silu" else 2,
-        causal=False,
     )

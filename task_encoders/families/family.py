@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from task_encoders.families.cost import ModelCost
+from task_encoders.families.cost import ModelCost, cost_of_sizes
 from task_encoders.families.options import ModelOptions
 from task_encoders.sample_encoder import SampleEncoder
 
@@ -17,6 +17,10 @@ class Preset:
     vision: Mapping[str, Any]
     #: fields of the whole config: ids of special tokens, tie_word_embeddings
     whole: Mapping[str, Any]
+
+    def cost(self, name: str) -> ModelCost:
+        """The cost of this model, called `name`."""
+        return cost_of_sizes(name, self.text, self.vision)
 
 
 @dataclass(frozen=True, slots=True)

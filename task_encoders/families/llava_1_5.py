@@ -11,7 +11,7 @@ from typing import Final, Literal
 import numpy as np
 from PIL import Image as PillowImage
 
-from task_encoders.families.cost import ModelCost, TransformerShape
+from task_encoders.families.cost import LLAMA_7B, cost_of_sizes
 from task_encoders.families.encoder import FamilyEncoder
 from task_encoders.families.family import Family, Preset
 from task_encoders.families.options import ModelOptions
@@ -183,11 +183,8 @@ class Llava15Encoder(FamilyEncoder):
             )
 
 
-COST: Final = ModelCost(
-    "LLaVA-1.5-7B",
-    TransformerShape(4096, 32, 11008),
-    TransformerShape(1024, 24, 4096, ffn_matrices=2, causal=False),
-)
+#: CLIP ViT-L/14.
+_TOWER: Final = {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096}
 
 #: Presets with the published vocabulary and size of images.
 PRESETS: Final = {
@@ -218,7 +215,7 @@ LLAVA_1_5: Final = Family(
     "llava_1_5",
     Llava15Options,
     Llava15Encoder,
-    COST,
+    cost_of_sizes("LLaVA-1.5-7B", {**LLAMA_7B, "vocab_size": 32_064}, _TOWER),
     "Llava",
     other_names=("llava", "llava_llama"),
     presets=PRESETS,

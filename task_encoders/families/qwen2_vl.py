@@ -3,7 +3,6 @@ time."""
 
 from typing import Any, Final, Literal
 
-from task_encoders.families.cost import ModelCost, TransformerShape
 from task_encoders.families.family import Family, Preset
 from task_encoders.families.options import beside_lengths
 from task_encoders.families.qwen_vl import QwenVLEncoder, QwenVLOptions
@@ -117,7 +116,7 @@ _LARGE: Final = _text(3584, 18944, 28, 28, 4, vocab=152_064)
 QWEN2_VL_PRESETS: Final = {
     "tiny": Preset(_TINY, {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}, _TIED),
     "2b": Preset(_text(1536, 8960, 28, 12, 2), {"hidden_size": 1536}, _TIED),
-    "7b": Preset(_LARGE, {"hidden_size": 3584}, _UNTIED),
+    "7b": Preset(_LARGE, {"embed_dim": 1280, "hidden_size": 3584}, _UNTIED),
 }
 
 QWEN2_5_VL_PRESETS: Final = {
@@ -139,23 +138,24 @@ QWEN2_5_VL_PRESETS: Final = {
         _TIED,
     ),
     "7b": Preset(
-        _LARGE, {"hidden_size": 1280, "out_hidden_size": 3584, "tokens_per_second": 2}, _UNTIED
+        _LARGE,
+        {
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "hidden_act": "silu",
+            "fullatt_block_indexes": [7, 15, 23, 31],
+            "out_hidden_size": 3584,
+            "tokens_per_second": 2,
+        },
+        _UNTIED,
     ),
 }
-
-#: Cost of both 7B models: their language model is the same, and the gated feed-forward layer of
-#: Qwen2.5-VL's tower costs as much. That some of its layers see only windows is ignored.
-COST: Final = ModelCost(
-    "Qwen2-VL-7B",
-    TransformerShape(3584, 28, 18944, kv_share=4 / 28),
-    TransformerShape(1280, 32, 5120, ffn_matrices=2, causal=False),
-)
 
 QWEN2_VL: Final = Family(
     "qwen2_vl",
     Qwen2VLOptions,
     Qwen2VLEncoder,
-    COST,
+    QWEN2_VL_PRESETS["7b"].cost("Qwen2-VL-7B"),
     "Qwen2VL",
     presets=QWEN2_VL_PRESETS,
     megatron_core=True,
@@ -164,7 +164,7 @@ QWEN2_5_VL: Final = Family(
     "qwen2_5_vl",
     Qwen2VLOptions,
     Qwen25VLEncoder,
-    COST,
+    QWEN2_5_VL_PRESETS["7b"].cost("Qwen2.5-VL-7B"),
     "Qwen2_5_VL",
     presets=QWEN2_5_VL_PRESETS,
     megatron_core=True,

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from task_encoders.families.cost import ModelCost, TransformerShape
+from task_encoders.families.cost import cost_of_sizes
 from task_encoders.families.family import Family, Preset
 from task_encoders.families.options import beside_lengths
 from task_encoders.families.qwen_vl import QwenVLEncoder, QwenVLOptions
@@ -234,25 +234,32 @@ QWEN3_5_PRESETS: Final = {
     )
 }
 
-_TOWER: Final = TransformerShape(1152, 27, 4304, ffn_matrices=2, causal=False)
-COST: Final = ModelCost("Qwen3-VL-8B", TransformerShape(4096, 36, 12288, kv_share=8 / 32), _TOWER)
 #: One layer in four has attention; the others are recurrent.
-QWEN3_5_COST: Final = ModelCost(
-    "Qwen3.5-9B",
-    TransformerShape(4096, 32, 12288, kv_share=4 / 16, num_quadratic_layers=8),
-    _TOWER,
-)
+_QWEN3_5_9B: Final = {
+    "vocab_size": 248_320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
+}
 
 QWEN3_VL: Final = Family(
     "qwen3_vl",
     Qwen3VLOptions,
     Qwen3VLEncoder,
-    COST,
+    PRESETS["8b"].cost("Qwen3-VL-8B"),
     "Qwen3VL",
     nested_names=True,
     presets=PRESETS,
     megatron_core=True,
 )
 QWEN3_5: Final = Family(
-    "qwen3_5", Qwen3VLOptions, Qwen35Encoder, QWEN3_5_COST, "Qwen3_5", presets=QWEN3_5_PRESETS
+    "qwen3_5",
+    Qwen3VLOptions,
+    Qwen35Encoder,
+    cost_of_sizes("Qwen3.5-9B", _QWEN3_5_9B, _vision(1152, 4304, 27, 16, 4096, [])),
+    "Qwen3_5",
+    presets=QWEN3_5_PRESETS,
 )

@@ -53,10 +53,10 @@ def main() -> None:
 def ranks(samples: int) -> None:
     """Idle share of ranks with a `RankSchedule`: one packed folder, and samples under a budget."""
     tokens, patches = draw_sft(samples)
-    rows = []
+    rows, model = [], FAMILIES["qwen2_vl"].cost
     for distribution, cost in (
         ("Σ l²", tokens.astype(np.float64) ** 2),
-        ("operations", FAMILIES["qwen2_vl"].cost.of_samples(tokens, patches)),
+        ("operations", model.language_flops(tokens) + model.tower_flops(patches)),
     ):
         plan = plan_packs(tokens, SEQ_LENGTH, order=RankLayout(8, 2), cost=cost)
         packs = np.add.reduceat(cost[plan.sample_ids], plan.pack_offsets[:-1])

@@ -24,17 +24,18 @@ from typing import Any, Final
 import click
 import torch
 from gpu_monitor import GpuMonitor
-from model_flops import peak_flops, row_flops
 from training_loaders import MODES, build_loader, write_unpacked
 from training_report import draw, gains, render_table, summarize
 
 from launch.loop.loss import shift_labels
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel
+from launch.loop.progress import peak_flops, row_flops
 from launch.model.config import ModelConfig
 from launch.model.qwen_vl import build_model
 from offline_packing.storage.files import read_json
 from task_encoders.energon_samples import PackedBatch
+from task_encoders.families.cost import TRAINING, ModelCost, cost_of_sizes
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
@@ -134,6 +135,8 @@ def run_mode(
     torch.set_num_threads(1)
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     model = build_model(ModelConfig(**SHAPES[shapes]), device=device).train()
+    sizes = model.hf_config.text_config, model.hf_config.vision_config
+    cost = cost_of_sizes(shapes, *(part.to_dict() for part in sizes))
     if shapes == "cpu":
         model.hf_config.image_token_id = FOLDED_WORDS - 1
     optimizer = ShardedAdamW(model, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
@@ -146,14 +149,14 @@ def run_mode(
     monitor: Any = GpuMonitor() if is_cuda else contextlib.nullcontext()
     with monitor as gpu:
         for wait, batch in timed(batches, clock):
-            started = clock()
-            flops = train_row(model, optimizer, batch, device, folded=shapes == "cpu")
+            counted, started = count_step(batch, cost), clock()
+            train_row(model, optimizer, batch, device, folded=shapes == "cpu")
             seconds = wait + clock() - started
-            steps.append(count_step(batch) | {"wait": wait, "seconds": seconds, "flops": flops})
+            steps.append(counted | {"wait": wait, "seconds": seconds})
             if len(steps) == max_steps:
                 break
     name = torch.cuda.get_device_name() if is_cuda else "cpu"
-    summary = summarize(steps, peak_flops(name)) | {"memory_gib": peak_memory_gib(is_cuda)}
+    summary = summarize(steps, peak_flops(device)) | {"memory_gib": peak_memory_gib(is_cuda)}
     samples = gpu.samples if is_cuda else []
     return {"mode": mode, "device": name, "summary": summary, "steps": steps, "gpu": samples}
 
@@ -172,17 +175,14 @@ def timed(
 
 def train_row(
     model: Any, optimizer: ShardedAdamW, batch: PackedBatch, device: torch.device, *, folded: bool
-) -> float:
-    """One step on one row. Returns its operations."""
+) -> None:
+    """One step on one row."""
     tokens, labels = batch.tokens, shift_labels(batch.labels)
     if folded:
         is_image = tokens == MEDIA_TOKEN_IDS["image_token_id"]
         tokens = (tokens % (FOLDED_WORDS - 1)).masked_fill(is_image, FOLDED_WORDS - 1)
         labels = torch.where(labels == IGNORE_INDEX, labels, labels % (FOLDED_WORDS - 1))
-    params = to_packed_seq_params(batch)
     num_labels = int((labels != IGNORE_INDEX).sum())
-    grids = torch.cat([batch.image_grid_thw, batch.video_grid_thw])
-    flops = row_flops(model, params.cu_seqlens_q.diff(), grids, num_labels)
     params = to_packed_seq_params(move(batch, device))
     losses = model(
         tokens=tokens.to(device, non_blocking=True),
@@ -199,7 +199,6 @@ def train_row(
     optimizer.step(learning_rate=1e-5, denominator=max(num_labels, 1), max_norm=1.0)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return flops
 
 
 def move(batch: PackedBatch, device: torch.device) -> PackedBatch:
@@ -209,12 +208,13 @@ def move(batch: PackedBatch, device: torch.device) -> PackedBatch:
     return batch
 
 
-def count_step(batch: PackedBatch) -> dict[str, float]:
-    """Samples, real tokens, and positions that are computed."""
+def count_step(batch: PackedBatch, cost: ModelCost) -> dict[str, float]:
+    """Samples, real tokens, positions that are computed, and operations that are needed."""
     return {
         "samples": len(batch.sub_sample_keys),
         "tokens": int((~batch.attn_mask).sum()),
         "positions": batch.tokens.shape[1],
+        "flops": TRAINING * float(row_flops(cost, batch).sum()),
     }
 
 

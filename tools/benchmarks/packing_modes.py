@@ -77,7 +77,9 @@ def draw_samples(folder: Path, count: int) -> tuple[np.ndarray, np.ndarray]:
         writer.finish()
     index_pack_folder(folder)
     columns = np.array(measured).T
-    return columns[0], COST.of_samples(*columns)
+    tokens, patches, pictures = columns
+    tower = COST.tower_flops(patches / np.maximum(1, pictures)) * pictures
+    return tokens, COST.language_flops(tokens) + tower
 
 
 def _picture(rng: np.random.Generator, size: tuple[int, int]) -> bytes:
@@ -207,7 +209,7 @@ def work_of(row: Any) -> tuple[int, int, int, float]:
     boundaries = row["cu_seq_lens_q"] if is_dict else row.cu_lengths[0]
     grids = row.get("image_grid_thw", torch.empty(0, 3)) if is_dict else row.image_grid_thw
     lengths = boundaries.diff().numpy()
-    cost = COST.language.flops(lengths).sum() + COST.vision.flops(grids.prod(1).numpy()).sum()
+    cost = COST.language_flops(lengths).sum() + COST.tower_flops(grids.prod(1).numpy()).sum()
     total = int(lengths.sum())
     return total if is_dict else row.num_tokens, total, len(lengths), float(cost)
 

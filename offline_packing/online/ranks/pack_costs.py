@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing.errors import StageError
+from offline_packing.index.rows import sample_flops
 from offline_packing.index.table import Index, IndexInfo
-from offline_packing.plan.make_plan import num_pictures
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.manifest import hash_plan
 from offline_packing.runs.run import Workspace
@@ -66,8 +66,8 @@ def _of_output(
     if hash_plan(stage) != manifest["plan"] or index != hash_file(workspace.index_info):
         raise StageError(f"{root}: the shards are not those of its plan and index; run write again")
     samples, plan = Index(workspace.index, info), PackPlan.load(workspace.plan)
-    tokens, patches = (samples.array(name) for name in ("num_tokens", "num_vision_patches"))
     model = model or model_cost(model_options(**manifest["config"]["model"]))
-    cost = model.of_samples(tokens, patches, num_pictures(samples))
+    tokens, cost = samples.array("num_tokens"), sample_flops(samples, model).total
     ids, starts = plan.sample_ids, plan.pack_offsets[:-1]
-    return np.add.reduceat(tokens[ids], starts), np.add.reduceat(cost[ids], starts)
+    packed_tokens = np.add.reduceat(tokens[ids], starts)
+    return packed_tokens, np.add.reduceat(cost[ids], starts, dtype=np.float64)

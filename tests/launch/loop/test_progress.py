@@ -1,4 +1,4 @@
-"""FLOPs of a step, the time that is left, and the line in the log."""
+"""Operations of a row, the time that is left, and the line in the log."""
 
 import types
 from typing import Any
@@ -6,35 +6,30 @@ from typing import Any
 import pytest
 import torch
 
-from launch.loop.metrics import StepTotals
-from launch.loop.progress import Eta, StepFlops, format_line
+from launch.loop.progress import Eta, format_line, row_flops
+from task_encoders.families import FAMILIES
+from task_encoders.sample_encoder import IGNORE_INDEX
 
 
-def totals(**counts: Any) -> StepTotals:
-    names = ("loss", "denominator", "loss_tokens", "tokens", "samples", "packs", "squares")
-    others = ("patches", "imbalance", "data_seconds", "stop")
-    return StepTotals(**(dict.fromkeys((*names, *others), 0) | counts))
-
-
-def test_flops_are_six_per_weight_and_token_and_attention_inside_segments() -> None:
-    hidden, inner, vocab, layers = 1024, 4096, 5000, 3
-    text = types.SimpleNamespace(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        num_hidden_layers=layers,
-        vocab_size=vocab,
+def test_operations_are_those_of_real_tokens_labels_and_pictures() -> None:
+    cost = FAMILIES["qwen2_5_vl"].cost
+    labels = torch.full((1, 12), IGNORE_INDEX)
+    labels[0, [1, 5, 6]] = 7
+    padding = torch.zeros(1, 12, dtype=torch.bool)
+    padding[0, [3, 8, 9, 10, 11]] = True
+    row: Any = types.SimpleNamespace(
+        cu_lengths=torch.tensor([[0, 4, 9, 12]], dtype=torch.int32),  # 3 and 4 tokens, then none
+        attn_mask=padding,
+        labels=labels,
+        image_grid_thw=torch.tensor([[1, 8, 6], [1, 2, 2]], dtype=torch.int32),
+        video_grid_thw=torch.tensor([[3, 4, 4]], dtype=torch.int32),
     )
-    model = types.SimpleNamespace(
-        hf_config=types.SimpleNamespace(text_config=text), visual=torch.nn.Linear(10, 7)
-    )
-    flops = StepFlops(model)
-    weights = layers * (4 * hidden**2 + 3 * hidden * inner) + hidden * vocab
-    assert flops.of(totals(tokens=100)) == 6 * weights * 100
-    # Scores and values: 2 · 2 · l² · width forward, thrice that with backward, half of it causal.
-    assert flops.of(totals(squares=100.0**2)) == layers * 3 * 4 * 100**2 * hidden / 2
-    assert flops.of(totals(patches=8)) == 6 * 77 * 8
+    tower, language = row_flops(cost, row).tolist()
+    assert language == cost.language_flops(3, 1) + cost.language_flops(4, 2)
+    pictures = (48, 4, 16, 16, 16)
+    assert tower == pytest.approx(sum(map(cost.tower_flops, pictures)))
+    row.image_grid_thw = row.video_grid_thw = torch.empty(0, 3, dtype=torch.int32)
+    assert row_flops(cost, row).tolist() == [0, language]
 
 
 def test_the_time_left_is_that_of_the_steps_left(monkeypatch: pytest.MonkeyPatch) -> None:

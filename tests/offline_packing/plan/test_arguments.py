@@ -10,6 +10,7 @@ from offline_packing.config.packing import parse_config
 from offline_packing.demo.generate import generate_demo_dataset
 from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import ConfigError
+from offline_packing.index.rows import sample_flops
 from offline_packing.measure.measure import measure
 from offline_packing.plan.make_plan import make_plan
 from offline_packing.runs.artifacts import open_index
@@ -100,8 +101,7 @@ def test_an_order_for_ranks_evens_out_their_steps(data: Path, engine: LocalEngin
     idle = {}
     for name, order in (("shuffled", None), ("grouped", {"num_ranks": 2, "num_workers": 1})):
         samples, plan = planned(data, engine, order=order)
-        columns = ("num_tokens", "num_vision_patches", "num_images")
-        cost = QWEN2_VL.cost.of_samples(*(samples.array(column) for column in columns))
+        cost = sample_flops(samples, QWEN2_VL.cost).total
         idle[name] = idle_share(pack_sums(plan, cost), layout)
     assert idle["grouped"] < idle["shuffled"]
 

@@ -149,8 +149,9 @@ def test_packs_are_summed_up(run: Run) -> None:
 
 
 def cost_of(row: dict[str, Any]) -> float:
-    sizes = (row["num_tokens"], row["num_vision_patches"], row["num_images"])
-    return float(QWEN2_VL.cost.of_samples(*(np.array([size]) for size in sizes))[0])
+    pictures = np.array(row["grid_thw"]).reshape(-1, 3).prod(1)  # images, of one step in time
+    cost = QWEN2_VL.cost
+    return float(cost.language_flops(row["num_tokens"]) + cost.tower_flops(pictures).sum())
 
 
 def test_lengths_loss_and_overlong(run: Run) -> None:

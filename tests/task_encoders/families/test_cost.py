@@ -1,66 +1,113 @@
 """Operations of a model's samples, and the sizes that a checkpoint's config.json names."""
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from launch.model.config import config_of_preset, transformers_classes
 from task_encoders.families import FAMILIES, model_cost, model_options
-from task_encoders.families.cost import cost_of_checkpoint
-from task_encoders.families.qwen2_vl import COST
+from task_encoders.families.cost import ModelCost, cost_of_checkpoint, cost_of_sizes
+
+QWEN2_VL_7B = FAMILIES["qwen2_vl"].cost
+#: the sizes of each family's usual model, where it is a preset
+USUAL = {"qwen2_vl": "7b", "qwen2_5_vl": "7b", "qwen3_vl": "8b"}
 
 
-def test_sample_cost_is_additive_and_counts_vision() -> None:
-    tokens = np.array([100, 8192])
-    flops = COST.language.flops(tokens)
+def test_cost_is_additive_and_attention_stays_inside() -> None:
+    tokens = np.array([100, 8192], np.int32)
+    flops = QWEN2_VL_7B.language_flops(tokens, 0)
     # About 2 operations per weight and token (6.5e9 weights in the layers) for a short sample.
     assert flops[0] == pytest.approx(2 * 6.5e9 * 100, rel=0.05)
     assert flops[1] > 82 * flops[0]
-    with_images = COST.of_samples(tokens, np.array([0, 4096]), np.array([0, 4]))
-    assert with_images[0] == COST.of_samples(tokens)[0]
-    one_image = COST.of_samples(tokens, np.array([0, 4096]))
-    assert COST.of_samples(tokens)[1] < with_images[1] < one_image[1]
+    logits = QWEN2_VL_7B.language_flops(tokens) - flops
+    np.testing.assert_allclose(logits, 2 * 3584 * 152_064 * tokens.astype(float), rtol=1e-9)
+    four = QWEN2_VL_7B.tower_flops(np.full(4, 1024)).sum()
+    assert four < QWEN2_VL_7B.tower_flops(4096) < 2 * four
+    assert torch.equal(QWEN2_VL_7B.tower_flops(torch.zeros(0, dtype=torch.float64)), torch.zeros(0))
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES.values() if f.transformers_name])
-def test_configs_of_transformers_are_read(family: Any, tmp_path: Path) -> None:
-    """A config with the sizes of the family's usual model costs what that does."""
-    import transformers
+def counted(family: str) -> tuple[dict[str, int], ModelCost]:
+    """Operations of each module of a tiny model, as torch counts them, and what it should cost:
+    12 tokens that are no media, and one picture of 8 x 8 patches."""
+    every_layer = {"fullatt_block_indexes": [0, 1]} if family == "qwen2_5_vl" else {}
+    config = config_of_preset(
+        family,
+        "tiny",
+        {"vocab_size": 1000, "bos_token_id": None, "eos_token_id": None},
+        every_layer,
+    )
+    config._attn_implementation = "eager"
+    model = transformers_classes(family).model(config).eval()
+    vision = model.model.visual
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.arange(12)[None])
+        size = vision.config.in_channels * vision.config.temporal_patch_size
+        vision(
+            torch.zeros(64, size * vision.config.patch_size**2),
+            grid_thw=torch.tensor([[1, 8, 8]]),
+        )
+    sums = {name: sum(own.values()) for name, own in counter.get_flop_counts().items()}
+    parts = (config.text_config.to_dict(), config.vision_config.to_dict())
+    return sums, cost_of_sizes("tiny", *parts)
 
-    config_class = getattr(transformers, f"{family.transformers_name}Config")
-    language, vision = family.cost.language, family.cost.vision
-    heads = {28: 28, 16: 16}.get(language.num_layers, 32)
-    text = {
-        "hidden_size": language.hidden_size,
-        "num_hidden_layers": language.num_layers,
-        "intermediate_size": language.ffn_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": round(heads * language.kv_share),
-        "head_dim": language.hidden_size // heads,
-    }
-    tower = {"hidden_size": vision.hidden_size, "depth": vision.num_layers}
-    if family.name == "qwen2_vl":
-        text.pop("head_dim")
-        tower = {"embed_dim": vision.hidden_size, "depth": vision.num_layers}
-    if family.name == "qwen2_5_vl":
-        text.pop("head_dim")
-    if family.name == "llava_1_5":
-        tower = {"hidden_size": vision.hidden_size, "num_hidden_layers": vision.num_layers}
-        text |= {"model_type": "llama"}
-        tower |= {
-            "model_type": "clip_vision_model",
-            "intermediate_size": vision.ffn_size,
-            "num_attention_heads": 16,
-        }
-    config_class(text_config=text, vision_config=tower).save_pretrained(tmp_path)
+
+@pytest.mark.parametrize("family", USUAL)
+def test_operations_are_those_that_torch_counts(family: str) -> None:
+    found, cost = counted(family)
+
+    def sum_of(pattern: str) -> int:
+        return sum(flops for name, flops in found.items() if re.fullmatch(pattern, name))
+
+    full = dataclasses.replace(cost.language, causal=False)  # the eager kernel masks afterwards
+    language = sum_of(r"\w+\.model\.language_model\.layers\.\d+") + sum_of(r"\w+\.lm_head")
+    assert dataclasses.replace(cost, language=full).language_flops(12) == language
+    tower = sum_of(r"\w+\.model\.visual\.(blocks\.\d+|merger|deepstack_merger_list\.\d+)")
+    assert cost.tower_flops(64) == tower
+
+
+@pytest.mark.parametrize("family", USUAL)
+def test_a_checkpoint_of_the_usual_model_costs_what_the_family_says(
+    family: str, tmp_path: Path
+) -> None:
+    config_of_preset(family, USUAL[family]).save_pretrained(tmp_path)
     found = cost_of_checkpoint(str(tmp_path))
     assert found is not None
-    lengths, patches = np.array([64, 3000]), np.array([256, 4096])
-    np.testing.assert_allclose(
-        found.of_samples(lengths, patches), family.cost.of_samples(lengths, patches), rtol=0.002
-    )
+    assert dataclasses.replace(found, name=FAMILIES[family].cost.name) == FAMILIES[family].cost
+
+
+def test_llava_leaves_out_the_sizes_of_llama(tmp_path: Path) -> None:
+    config = {
+        "text_config": {"model_type": "llama", "vocab_size": 32_064},
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "intermediate_size": 4096,
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = cost_of_checkpoint(str(tmp_path))
+    assert found is not None
+    usual = FAMILIES["llava_1_5"].cost
+    assert dataclasses.replace(found, name=usual.name) == usual
+    assert usual.merger == 1024 * 4096 + 4096**2
+
+
+def test_recurrent_layers_cost_no_squares() -> None:
+    import transformers
+
+    config = transformers.Qwen3_5Config()
+    parts = (config.text_config.to_dict(), config.vision_config.to_dict())
+    found, usual = cost_of_sizes("", *parts), FAMILIES["qwen3_5"].cost
+    assert found.language == usual.language
+    assert usual.language.num_quadratic_layers == 8
 
 
 def test_of_a_mixture_the_experts_that_a_token_meets_count(tmp_path: Path) -> None:
@@ -70,12 +117,12 @@ def test_of_a_mixture_the_experts_that_a_token_meets_count(tmp_path: Path) -> No
     config.save_pretrained(tmp_path)
     found = cost_of_checkpoint(str(tmp_path))
     assert found is not None
-    text = config.text_config
+    text: Any = config.text_config
     assert found.language.ffn_size == text.moe_intermediate_size * text.num_experts_per_tok
 
 
 def test_without_a_models_config_the_family_says(tmp_path: Path) -> None:
-    assert model_cost(model_options()) is COST
+    assert model_cost(model_options()) is QWEN2_VL_7B
     assert cost_of_checkpoint(str(tmp_path)) is None
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_vl"}')
     assert cost_of_checkpoint(str(tmp_path)) is None

@@ -30,7 +30,7 @@ def sft_law(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 TOKENS, PATCHES = sft_law(60_000)
-FLOPS = COST.of_samples(TOKENS, PATCHES)
+FLOPS = COST.language_flops(TOKENS) + COST.tower_flops(PATCHES)
 
 
 def items_of(epoch: EpochSchedule) -> list[list[list[int]]]:
