@@ -1,4 +1,4 @@
-"""Start a node's ranks: `python -m launch.start [TORCHRUN OPTIONS] -- CONFIG [key.sub=value ...]`.
+"""Starts a node's ranks: `python -m launch.start [TORCHRUN OPTIONS] -- CONFIG [key.sub=value ...]`.
 
 Like torchrun, but mistakes in command, configuration, environment or data are reported in one line
 before any rank starts, and a failing rank says why itself: no torchrun traceback.

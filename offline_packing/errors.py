@@ -30,7 +30,7 @@ class DamagedError(StageError):
 
 
 class DiskFullError(StageError):
-    """There is no room for what a stage writes; no other task would fare better."""
+    """The disk is full: every other task would fail, too."""
 
 
 class ShareDoneError(StageError):
@@ -39,8 +39,8 @@ class ShareDoneError(StageError):
 
 
 def as_sample_error(error: Exception) -> SampleError:
-    """Why a record is set aside that raised an error, whatever it is; without the traceback, which
-    would hold on to all that the record holds.
+    """Reason to set aside a record that raised any error; without the traceback, which would keep
+    the whole record in memory.
 
     Raises:
         Exception: the error itself, if it is not the fault of a record: a failing disk, a lack

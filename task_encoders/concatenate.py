@@ -1,4 +1,4 @@
-"""Encoded samples to one packed row, and k rows to one.
+"""Encoded samples as one packed row, and k rows as one.
 
     samples of 3, 2 and 4 tokens
     tokens       [a a a b b c c c c]

@@ -58,7 +58,7 @@ class MultiMixQASample(Sample):
 
 @edataclass
 class CrudeRecord(Sample):
-    """A crude sample as it was read: member name -> bytes, or parsed JSON. A pack, or no pack."""
+    """A crude sample as it was read, a pack or not: member name -> bytes, or parsed JSON."""
 
     parts: dict[str, Any]
 

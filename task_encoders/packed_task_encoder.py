@@ -117,7 +117,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
 
     @stateless
     def encode_sample(self, sample: Sample) -> PackedRowSample:
-        """A pack, or a sample that is none, to one row. Bad sub-samples are dropped and listed, not
+        """Encode a pack, or a plain sample, as one row. Bad sub-samples are dropped and listed, not
         their pack.
 
         Raises:
@@ -287,7 +287,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
             refuse_fractions(folder, self._trainer)
 
     def refuse_fractions(self, trainer: str) -> None:
-        """Stop at loss weights other than 0 and 1, which this trainer's loss does not take, in rows
+        """Refuse loss weights other than 0 and 1, which this trainer's loss does not take, in rows
         and by the manifests of folders. Raises PackingSettingsError if one checked has them."""
         self._trainer = trainer
         for folder in self._folders:

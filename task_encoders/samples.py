@@ -132,7 +132,7 @@ def make_turn(prompt: str, answer: str, details: Mapping[str, Any]) -> Turn:
 
 
 def is_weight(value: Any) -> bool:
-    """Whether a value can weigh tokens: 0, or a number that float32 holds well."""
+    """Whether a value can weigh tokens: 0, or a number that float32 holds precisely."""
     return isinstance(value, int | float) and (value == 0 or 1e-6 <= value <= 1e6)
 
 

@@ -44,7 +44,7 @@ TIMEOUT = 600
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one process ended."""
+    """End of one process."""
 
     status: int
     samples: int

@@ -1,5 +1,4 @@
-"""How much of the code the first batch of packs goes through: files, functions, and moves from one
-file to another.
+"""Count the files, functions and moves between files that the first batch of packs goes through.
 
     OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_VQA=1 python tools/count_calls.py out/packed --list
 

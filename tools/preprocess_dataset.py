@@ -155,7 +155,7 @@ def save_configuration(config: Mapping[str, Any], path: Path) -> None:
 
 
 def absolute(path: str) -> str:
-    """Of a local path, so that pack.yaml means the same in any folder."""
+    """Absolute form of a local path, so that pack.yaml means the same in any folder."""
     return path if "://" in path else os.path.abspath(path)
 
 

@@ -10,7 +10,7 @@ from task_encoders.loading.packed_dataset import PackedLoader
 
 
 class DynamicRows:
-    """Takes the place of a loader: batches, and a state after each.
+    """Loader of such batches, with a state after each.
 
     Args:
         open_loader: opens one of encoded packs, one by one (`micro_batch_size=None`).

@@ -160,7 +160,7 @@ class Stopwatch:
             self._seconds += time.perf_counter() - self._started
 
     def seconds(self) -> float:
-        """All of them so far. On CUDA this waits for the last to end."""
+        """Seconds of all work so far. On CUDA this waits for the last to end."""
         if self._events:
             self._events[-1][1].synchronize()
         return self._seconds + sum(start.elapsed_time(end) / 1e3 for start, end in self._events)

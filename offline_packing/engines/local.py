@@ -55,7 +55,7 @@ def advance(count: int = 1) -> None:
 
 @contextmanager
 def told_to(listener: Advance | None) -> Iterator[None]:
-    """Tasks that run in here tell this listener how they advance."""
+    """Send the progress of tasks that run in this block to a listener."""
     token = _LISTENER.set(listener)
     try:
         yield
@@ -88,7 +88,7 @@ class Engine(AbstractContextManager["Engine"]):
         """
 
     def share(self, tasks: Iterable[Task]) -> list[Task]:
-        """The tasks that are this engine's to run, by their `number`; all, but where IS_SHARED."""
+        """The tasks that this engine runs, by their `number`; all of them unless IS_SHARED."""
         return list(tasks)
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ def _run_task(function: Callable[[Task], Result], task: Task) -> Result:
 
 @contextmanager
 def _held(*numbers: signal.Signals) -> Iterator[None]:
-    """Hold signals back until the block ends. A process started inside inherits that they are
+    """Block signals until the block ends. A process started inside inherits that they are
     blocked: a worker takes none before it can end without the traceback of a half-done import, nor
     while its pool is starting others, which would break the pool. Here they are blocked in one
     thread: another one takes them, and Python still calls the handler in the main one, which must

@@ -92,8 +92,8 @@ def escape(text: str) -> str:
 
 
 class Trait(IntFlag):
-    """Properties of a sample that some layout cannot hold, in the index column `traits`. Measuring
-    records it, since only then is the sample's text at hand; a layout names what it cannot hold in
+    """Properties of a sample that some layout cannot store: the index column `traits`. Measuring
+    records it, since only then is the sample's text at hand; a layout names what it cannot store in
     `Layout.find_unfit`, and planning sets such samples aside. Stored: a flag's value never changes
     its meaning."""
 
@@ -163,8 +163,8 @@ def _has_control_elsewhere(sample: SourceSample) -> bool:
 
 
 def sample_stamp(source: Source, json: Locator, media: Iterable[Locator]) -> int:
-    """64 bits that change when a file of the sample is written to, or is gone, though its size may
-    be the same.
+    """Stamp of 64 bits, which changes when a file of the sample is written to or removed, even if
+    its size does not.
 
     They cover the modification times of the files that the sample lies in. Hashing their content
     would mean reading all media twice; a time costs one call per file. Remote objects have no
@@ -181,7 +181,7 @@ def sample_stamp(source: Source, json: Locator, media: Iterable[Locator]) -> int
 
 
 def modification_time(root: object, container: str) -> int:
-    """Modification time in ns; 0 of what is remote or gone."""
+    """Modification time in ns; 0 for a remote or missing file."""
     if not isinstance(root, MediaRoot):
         return 0
     try:

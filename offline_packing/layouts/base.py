@@ -60,7 +60,7 @@ class Layout(ABC):
         return self.METADATA
 
     def find_unfit(self, samples: Index) -> Iterator[tuple[str, SampleIds]]:
-        """Reasons why the layout cannot hold samples, and the affected rows of an index, ascending.
+        """Reasons why the layout cannot hold samples, and the affected samples, ascending.
         Such samples are set aside when planning; `write` meets none."""
         yield from ()
 
@@ -72,7 +72,7 @@ class Layout(ABC):
     def check_sources(  # noqa: B027 - bytes can be copied from any
         self, samples: Index, sources: Sequence[Source]
     ) -> None:
-        """Raise StageError if a source is of no use to the layout."""
+        """Raise StageError if the layout cannot use a source."""
 
     @abstractmethod
     def write(self, task: ShardTask) -> ShardFragment:
@@ -81,8 +81,8 @@ class Layout(ABC):
     def finish(  # noqa: B027 - where each pack says everything, nothing is needed
         self, folder: Path, manifest: Mapping[str, Any], fragments: Sequence[Path]
     ) -> None:
-        """Write what describes all shards of the output `folder`: METADATA. The manifest has all
-        but the hashes of these, the fragments are those of all shards, in order."""
+        """Write METADATA, which describes all shards of the output `folder`. The manifest has all
+        but the hashes of these files; the fragments are those of all shards, in order."""
 
     def media_roots(self, manifest: Mapping[str, Any], sources: Sequence[SourceOptions]) -> bytes:
         """Content of MEDIA_ROOTS. When a source moves, it changes and the packs do not. Raises

@@ -79,7 +79,7 @@ class IndexedLayout(Layout):
         return to_json(dict(media_roots(sources)))
 
     def find_unfit(self, samples: Index) -> Iterator[tuple[str, SampleIds]]:
-        """None; raises StageError where media have no place in a file that could be named."""
+        """None; raises StageError where media do not lie in a file that could be named."""
         for part in samples.parts("media"):
             media = part["media"].combine_chunks().flatten()
             is_kept = pc.is_in(media.field("kind"), pa.array(["file", "bytes"]))
@@ -116,8 +116,7 @@ class IndexedLayout(Layout):
         return self.fragment(task, task.shard.name, size, digest.hexdigest(), packs)
 
     def finish(self, folder: Path, manifest: Mapping[str, Any], fragments: Sequence[Path]) -> None:
-        """Put the shards of each split together: pieces just written, and stretches of what was
-        put together before."""
+        """Join the shards of each split: pieces just written, and ranges of files joined before."""
         shards = list(zip(fragments, manifest["shards"], strict=True))
         for split in dict.fromkeys(line["split"] for _, line in shards):
             joined, sizes = folder / f"{_prefix(split)}.bin", []
@@ -182,7 +181,7 @@ class IndexedLayout(Layout):
                 path.unlink()
 
     def stored_form(self, sample: SourceSample) -> SourceSample:
-        """Without its text, which is stored as token ids."""
+        """The sample without its text, which is stored as token ids."""
         return SourceSample(
             sample.key, sample.task, (Turn(*NO_TEXT),), sample.images, videos=sample.videos
         )
@@ -212,8 +211,8 @@ def _place(task: ShardTask) -> tuple[Path, int]:
 def _find_pieces(
     folder: Path, joined: Path, shards: Sequence[tuple[Path, Mapping[str, Any]]]
 ) -> list[tuple[Path, int]]:
-    """Yield for each shard of a split a file with its bytes, and their offset: its piece, or what
-    was put together before. Raises StageError where there is neither; such shards are unfinished
+    """Yield for each shard of a split a file with its bytes, and their offset: its piece, or the
+    file joined before. Raises StageError where there is neither; such shards are unfinished
     then. `shards`: fragments, and lines of the manifest."""
     ends = list(itertools.accumulate(line["bytes"] for _, line in shards))
     is_there = joined.stat().st_size if joined.exists() else 0
@@ -237,7 +236,7 @@ def _find_pieces(
 
 
 def _blocks(file: BinaryIO, begin: int, size: int) -> Iterator[bytes]:
-    """Bytes of a stretch of a file, as far as there are any."""
+    """Bytes of a range of a file, as far as they exist."""
     file.seek(begin)
     while size and (block := file.read(min(size, _BLOCK))):
         yield block

@@ -60,7 +60,7 @@ _UNFIT_TRAITS: Final[Mapping[Trait, str]] = {
 
 
 class LlavaOneVisionLayout(EnergonLayout):
-    """Tar shards with the member names and metadata of those trainers."""
+    """Tar shards with the member names and metadata that those trainers expect."""
 
     TASKS: ClassVar[Sequence[str]] = ("captioning", "vqa")
     TOKEN_IDS = "never"

@@ -1,4 +1,4 @@
-"""Packs as single files in one folder: for people to look at, and for tools that read files.
+"""Packs as single files in one folder, for people to look at and for tools that read files.
 
     raw_packing_data/ps_00000000.img000.jpg
     raw_packing_data/ps_00000000.img001.jpg

@@ -1,4 +1,4 @@
-"""Packs as lines of locators: texts stand in the line, media stay where they are. Energon reads it
+"""Packs as lines of locators: texts are in the line, media stay where they are. Energon reads it
 as a JSONL dataset with auxiliary ones.
 
 train.jsonl, train.jsonl.idx    a pack per line (task_encoders.packs.references); Energon's offsets

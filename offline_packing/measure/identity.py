@@ -95,7 +95,7 @@ def repeated_key(key: str, content_hash: int) -> str:
 
 
 def rename_repeated(samples: Index) -> int:
-    """Give samples of a measured index that share an id keys of their own; returns their number.
+    """Give samples of a measured index that share an id different keys; returns their number.
 
     Parts are replaced whole. Killed and run again, or run twice at once, it does the same: the
     first sample of an id is never renamed, and what was renamed shares no id any more.
@@ -151,8 +151,8 @@ def skip_fingerprint(config: SourceOptions) -> str:
 
 
 def set_known_keys(run: Run, sources: Sequence[Source], folder: Path) -> None:
-    """Tell each source which keys to leave out, by a file in a folder; one that is there already
-    is used. Raises StageError as `skip_fingerprint`."""
+    """Tell each source which keys to skip, in a file of a folder; an existing file is used. Raises
+    StageError as `skip_fingerprint`."""
     for i, (config, source) in enumerate(zip(run.config.source, sources, strict=True)):
         if config.skip:
             path = folder / f"source-{i:05d}-{skip_fingerprint(config)}.npy"

@@ -167,7 +167,7 @@ def _started(run: Run, scans: Sequence[Scan]) -> Fingerprint:
 def _existing_index(
     run: Run, sources: Sequence[Source], scans: Sequence[Scan], *, dry_run: bool = False
 ) -> IndexInfo | None:
-    """The complete index, if there is one; what cannot be used is refused, or removed."""
+    """The complete index, if there is one; an index that cannot be used is refused, or removed."""
     workspace, fingerprint = run.workspace, _fingerprint(run, scans)
     explain = partial(explain_listing, workspace.files, sources)
     info = IndexInfo.load(workspace.index_info)

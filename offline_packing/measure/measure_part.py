@@ -150,7 +150,7 @@ def measure_part(task: MeasureTask) -> None:
 
 @dataclass(slots=True)
 class _Found:
-    """A record on its way to a row of either table. Each step sets what later ones read."""
+    """A record on its way to a row of either table. Each step sets fields that later ones read."""
 
     record: SourceRecord
     key: str

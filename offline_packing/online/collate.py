@@ -163,7 +163,7 @@ def _encoded_fields(sample: EncodedSample) -> dict[str, Any]:
 def _padding(
     rows: Sequence[Mapping[str, Any]], length: int, pad_token_id: int
 ) -> dict[str, torch.Tensor]:
-    """A segment of padding, with the fields per token that the rows have."""
+    """A segment of padding, with the same fields per token as the rows."""
     values = {"input_ids": pad_token_id, **_PER_TOKEN}
     like = {name: row[name] for row in rows for name in values if name in row}
     return {name: tensor.new_full((length,), values[name]) for name, tensor in like.items()}

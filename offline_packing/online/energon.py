@@ -153,7 +153,7 @@ def get_online_train_dataset(
 
 
 class MeasuringTaskEncoder(OnlineTaskEncoder):
-    """Gives what samples take of a pack instead of rows, to know the data before training."""
+    """Yields the sizes of samples in a pack instead of rows, to know the data before training."""
 
     def build_encode_sample(
         self, dataset: SavableDataset[Any], *, worker_config: WorkerConfig

@@ -31,7 +31,7 @@ class Pool(Protocol[Item]):
         """All items that still wait, in packs."""
 
     def state(self) -> dict[str, Any]:
-        """Everything beside the waiting items that decides what comes out from here on."""
+        """State besides the waiting items: everything that later packs depend on."""
 
 
 class _Waiting(Generic[Item]):
@@ -51,7 +51,7 @@ class _Waiting(Generic[Item]):
         return {"num_tokens": [num_tokens for _, num_tokens in self._items]}
 
     def restore(self, state: Mapping[str, Any], items: Iterable[Item]) -> None:
-        """Go on where :meth:`state` was taken; ``items`` waited then."""
+        """Continue where :meth:`state` was taken, while ``items`` waited."""
         self._items = list(zip(items, state["num_tokens"], strict=True))
 
     def _take_in(self, item: Item, num_tokens: int) -> None:
@@ -130,7 +130,7 @@ class TokenBudget(_Waiting[Item]):
         self._num_tokens = sum(state["num_tokens"])
 
     def take(self) -> list[Item]:
-        """The next pack of what waits, which must not be nothing."""
+        """The next pack of the waiting items, of which there must be one."""
         room = self._max_tokens
         pack, rest = [], []
         for item, num_tokens in self._items:

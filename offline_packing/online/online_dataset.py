@@ -96,7 +96,7 @@ class OnlineDataset(IterableDataset[Any]):
 
     @abstractmethod
     def make_pool(self, saved: tuple[Mapping[str, Any], list[Any]] | None) -> Pool[Any]:
-        """The pool that packs, new, or as it was when (its state, the items that waited) were."""
+        """The pool that packs: a new one, or one restored from (its state, the items waiting)."""
 
     @abstractmethod
     def collate(self, samples: list[Any]) -> Any:
@@ -194,7 +194,7 @@ class _Pass:
                 return self._owner.collate(contents)
 
     def _contents(self, pack: list[Sample]) -> list[Any]:
-        """The samples of a pack, but for those that prove not to be usable when they are read."""
+        """The samples of a pack, except those that turn out to be unusable when they are read."""
         if self._owner.lengths is None:
             return [sample.content for sample in pack]
         contents = []

@@ -1,4 +1,4 @@
-"""Items that wait for a pack while a stream is packed: the core of online packing."""
+"""Pool of the items that wait for a pack while a stream is packed: the core of online packing."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -15,7 +15,7 @@ _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class PackingPool(Generic[Item]):
-    """Takes items of any kind one by one and gives them back in packs.
+    """Takes items of any kind one by one and returns them in packs.
 
     ::
 
@@ -65,15 +65,15 @@ class PackingPool(Generic[Item]):
         return ready + self._take(self._planner.finish())
 
     def state(self) -> dict[str, Any]:
-        """Everything beside the :attr:`waiting` items that decides what comes out from here on;
-        of plain values and arrays."""
+        """State besides the :attr:`waiting` items: everything that later packs depend on, as plain
+        values and arrays."""
         assert not self._push()  # the window is not full
         numbers = np.fromiter(self._items, np.int64, len(self._items))
         return {"planner": self._planner.state(), "num_added": self._num_added, "items": numbers}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], items: Iterable[Item]) -> "PackingPool[Item]":
-        """A pool that goes on exactly where :meth:`state` was taken; ``items`` waited then."""
+        """A pool that continues exactly where :meth:`state` was taken, while ``items`` waited."""
         planner = WindowPlanner.from_state(state["planner"])
         pool = cls(planner.options)
         pool._planner = planner

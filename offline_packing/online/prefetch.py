@@ -106,7 +106,7 @@ class Prefetched(IterableDataset[Any]):
 
 
 def _put(queue: Queue[_Produced], produced: _Produced, stop: threading.Event) -> bool:
-    """Put it as soon as there is room; False if nobody waits for it any more."""
+    """Put it as soon as there is room; False if nobody waits for it anymore."""
     while not stop.is_set():
         try:
             queue.put(produced, timeout=_PATIENCE)

@@ -1,5 +1,5 @@
 """Samples that a reader cannot use: counted by reason, and bounded, so that a run whose data do not
-suit its settings ends with an error instead of searching on."""
+fit its settings ends with an error instead of searching forever."""
 
 import logging
 from collections import Counter

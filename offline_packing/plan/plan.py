@@ -149,7 +149,7 @@ def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mappin
 
 
 def _discard_previous(run: Run, found: Fingerprint, wanted: Fingerprint) -> None:
-    """Make way for a new plan. A plan may be replaced until shards are written from it."""
+    """Remove an earlier plan, which may be replaced until shards are written from it."""
     workspace = run.workspace
     if any(workspace.write.glob("*.json")) and not run.config.output.overwrite:
         if not found:

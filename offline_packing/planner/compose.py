@@ -67,7 +67,7 @@ def _compose_apart(request: PlanRequest, num_parts: int) -> Packs:
 
 
 def _compose_some(request: PlanRequest, chosen: np.ndarray) -> Packs:
-    """Packs of some of the samples: bool or index array."""
+    """Pack some of the samples, given as a bool or index array."""
     ids = np.flatnonzero(chosen) if chosen.dtype == bool else chosen
     packs, _ = _compose(request.subset(ids))
     return packs.of(ids)
@@ -81,7 +81,7 @@ def limited(request: PlanRequest) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _compose(request: PlanRequest) -> tuple[Packs, int]:
-    """The same as `_pack`, as if copies were samples of their own."""
+    """Pack like `_pack`, as if copies were different samples."""
     lengths, seq_length, seed = request.lengths, request.seq_length, request.seed
     if request.sizes:
         strategy, options = STRATEGIES[request.strategy], request.options

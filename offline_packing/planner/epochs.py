@@ -1,4 +1,4 @@
-"""Other packs of the same samples, exactly as full: what a further epoch is trained on.
+"""Different packs of the same samples, exactly as full, for a further epoch.
 
 Composition is the same for equal lengths whatever the seed, so that samples of rare lengths would
 meet in every epoch. Here packs are put together two by two, at random, and what both hold is parted
@@ -71,7 +71,7 @@ def _part_pairs(
     min_samples: int,
     state: np.ndarray,
 ) -> int:
-    """Part the packs 2i and 2i + 1 anew, in place; returns how many pairs were."""
+    """Divide the samples of packs 2i and 2i + 1 anew, in place; returns how many pairs changed."""
     parted = 0
     for first in range(0, offsets.shape[0] - 2, 2):
         begin, middle, end = offsets[first], offsets[first + 1], offsets[first + 2]

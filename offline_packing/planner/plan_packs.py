@@ -167,7 +167,7 @@ def _dissolve_poor(packs: Packs, request: PlanRequest) -> tuple[Packs, np.ndarra
 
 
 def _exchange(packs: Packs, request: PlanRequest) -> Packs:
-    """Other packs, under the same limits."""
+    """Packs of another epoch, under the same limits."""
     sizes, limits = limited(request)
     return exchange_samples(
         packs,

@@ -64,7 +64,7 @@ class PlanRequest:
 
     def admitted(self, admission: Admission) -> "PlanRequest":
         """The same request for the samples that can be packed, with the lengths that count. Raises
-        ValueError if an array has not one entry per sample."""
+        ValueError if an array lacks one entry per sample."""
         arrays: dict[str, Any] = {name: np.asarray(a) for name, a in self._arrays().items()}
         for name, array in arrays.items():
             if array.shape != (len(self.lengths),):
@@ -169,7 +169,7 @@ def check_combination(
 def check_epochs(
     epochs: int, assignment: Collection[str], min_fill: float, min_samples: int
 ) -> None:
-    """Raise ValueError for what cannot be kept while epochs exchange samples."""
+    """Raise ValueError for limits that cannot hold while epochs exchange samples."""
     if epochs > 1 and (min_fill > 0 or min_samples > 1 or "balance" in assignment):
         raise ValueError(
             f"epochs {epochs} exchanges samples between packs; min_fill and min_samples would set "

@@ -141,7 +141,7 @@ class WindowPlanner:
         return self._run_window(last=True)
 
     def state(self) -> dict[str, Any]:
-        """Everything that decides what comes out from here on; of plain values and arrays."""
+        """State: everything that later packs depend on, as plain values and arrays."""
         return {
             "options": asdict(self.options),
             "num_seen": self._num_seen,
@@ -150,7 +150,7 @@ class WindowPlanner:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "WindowPlanner":
-        """A planner that goes on exactly where :meth:`state` was taken."""
+        """A planner that continues exactly where :meth:`state` was taken."""
         planner = cls(WindowOptions(**state["options"]))
         planner._num_seen = int(state["num_seen"])
         planner._pool = np.array(state["pool"], np.int64)

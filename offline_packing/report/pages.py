@@ -91,7 +91,7 @@ def _labelled_edges(edges: Sequence[int]) -> list[int]:
 
 
 def _used_bands(bands: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
-    """Names and packs of the bands down to the last non-empty one, and of one more."""
+    """Name and packs of each band down to one beyond the last non-empty one."""
     ends = itertools.pairwise(100 * band["at_least"] for band in bands)
     names = ["full", *(f"{low:.4g} – {end:.4g} %" for end, low in ends)]
     counts = [band["packs"] for band in bands]

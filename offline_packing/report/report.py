@@ -104,7 +104,7 @@ def _document(stages: CompleteStages) -> Document:
 
 
 def _verdict(document: Document) -> str:
-    """Say in one line what became of the samples."""
+    """Describe in one line what became of the samples."""
     samples, plan = document["samples"], document["plan"]
     if plan is None:
         usable = samples["found"] - samples["set_aside"]

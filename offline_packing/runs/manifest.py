@@ -73,7 +73,7 @@ def finish_layout(run: Run, manifest: Manifest) -> Manifest:
 
 
 def follow_media(run: Run, manifest: Manifest) -> Manifest:
-    """Write anew where the media lie which packs refer to, if their sources moved; the packs stay.
+    """Rewrite the addresses of media that packs refer to, if their sources moved; keep packs.
     Raises StageError if a source is not where the configuration says."""
     layout = LAYOUTS[manifest["layout"]]
     if layout.MEDIA_ROOTS is None:

@@ -91,7 +91,7 @@ class Workspace:
 
     @contextmanager
     def lock(self, *, shared: bool = False) -> Iterator[None]:
-        """Keep other runs away from this output; with `shared`, only those that do not share it.
+        """Lock this output against other runs; if `shared`, against those that do not share it.
         Raises StageError if another run holds it, or something in the folder is not ours."""
         if self.root.exists() and not self.packing.exists() and any(self.root.iterdir()):
             raise StageError(

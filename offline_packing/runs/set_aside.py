@@ -62,7 +62,7 @@ def explain(config: PackingConfig, group: AsideGroup) -> str:
 
 
 def check_set_aside(run: Run) -> None:
-    """Stop a run that is about to write less than its user thinks. Raises StageError if a source
+    """Stop a run that is about to write less than its user expects. Raises StageError if a source
     gives no sample at all, or more samples are set aside than pack.max_set_aside allows."""
     workspace, config = run.workspace, run.config
     info = IndexInfo.load(workspace.index_info)

@@ -1,4 +1,4 @@
-"""Warnings of data that were hardly meant, shown by `plan` and in the report."""
+"""Warnings about data that is probably a mistake, shown by `plan` and in the report."""
 
 from collections.abc import Iterator, Mapping
 
@@ -46,7 +46,7 @@ def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) 
 
 
 def _split_warnings(split: Mapping[str, float]) -> Iterator[str]:
-    """Warnings of shares that were hardly meant: training reads train."""
+    """Warn of shares that are probably a mistake: training reads train."""
     name, share = max(split.items(), key=lambda item: item[1])
     train = split.get("train", 0)
     if share > train and len(split) > 1:

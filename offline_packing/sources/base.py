@@ -61,7 +61,7 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """A medium inside the record's own container; `data` if it had to be read on the way."""
+    """A medium inside the record's own container; `data` if it was read with the record."""
 
     locator: Locator
     data: bytes | None = None
@@ -69,7 +69,7 @@ class Embedded:
 
 @dataclass(frozen=True, slots=True)
 class SourceRecord:
-    """A record as found. `content` is its JSON object, or why there is none.
+    """A record as found. `content` is its JSON object, or the error instead of one.
 
     `paired_media` are the images and videos that belong to it by their name, where the format pairs
     by name (None where it does not); they count only if the content names none itself. `embedded`
@@ -135,7 +135,7 @@ class Source(ABC):
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
-        """The options besides the path for reading what is here; None: it has another format."""
+        """The options besides the path to read a source with; None: it has another format."""
         is_here = any(name.lower().endswith(cls.ENDINGS) for name in file_names(path))
         return {} if is_here else None
 
@@ -252,7 +252,7 @@ class Source(ABC):
         return read_locator(self.media_root(locator), locator, self.unpack_folder)
 
     def _read_inline(self, locator: Locator) -> bytes:
-        """The bytes of a medium that stands in its record as text. The record is kept: it may hold
+        """The bytes of a medium stored as text in its record. The record is cached: it may hold
         many."""
         at, text_hash = record_around(locator)
         try:

@@ -1,5 +1,5 @@
-"""Content of records that no sample is trained on as its author meant: counted, each with an
-example, and told once all are measured, in the summary and in the report."""
+"""Content of records that is not trained on as its author meant: counted, with an example each, and
+reported in the summary and the report once all are measured."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -173,6 +173,6 @@ def _base_name(name: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The beginning of the first text in a value, on one line; of no text nothing."""
+    """The beginning of the first text in a value, on one line; empty without a text."""
     text = next(_texts(value), "")
     return repr(text[:_EXAMPLE_LENGTH]) if text else ""

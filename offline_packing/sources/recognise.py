@@ -42,8 +42,8 @@ class Recognised:
 
 
 def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> Recognised:
-    """Look at a folder or a file here. Without `task`, what its samples are trained as is guessed
-    from the records. Raises StageError if it is of no known format, or cannot be read."""
+    """Look at a local folder or file. Without `task`, the task is guessed from the records. Raises
+    StageError if it is of no known format, or cannot be read."""
     fitting = {
         name: found
         for name, source in SOURCES.items()

@@ -45,7 +45,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def translate_disk_full(path: Path) -> Iterator[None]:
-    """Raise DiskFullError where the block, which writes to `path`, finds no room."""
+    """Raise DiskFullError where the block, which writes to `path`, fills the disk."""
     try:
         yield
     except OSError as error:
@@ -90,7 +90,7 @@ def to_json(content: Any) -> bytes:
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """An object with a hash of its content, by which `read_json` knows damage from other settings.
+    """An object with a hash of its content, by which `read_json` tells damage from other settings.
     Files of earlier versions have none."""
     return {**content, _SEAL: hash_bytes(to_json(content))}
 
@@ -151,8 +151,8 @@ def remove_temporaries(folder: Path) -> None:
 
 @contextmanager
 def hold_lock(path: Path, what: str, *, shared: bool = False) -> Iterator[None]:
-    """Hold a lock file while the block runs, or share it; one that may not be written to is locked
-    as it is. Raises StageError: another holds it."""
+    """Hold a lock file while the block runs, or share it; a read-only file is locked as it is.
+    Raises StageError: another holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _open_lock(path) as file:
         try:

@@ -35,7 +35,7 @@ def sort_hashes(parts: Iterable[Hashes]) -> Hashes:
 
 
 class KeySet:
-    """Keys in a file. Sent to another process, it is no more than a path."""
+    """Keys in a file. Sent to another process, it is only a path."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

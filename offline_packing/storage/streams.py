@@ -31,7 +31,7 @@ _BLOCK: Final = 1 << 16
 
 
 class DamagedStreamError(ValueError):
-    """The rest of a compressed file or a tar cannot be read."""
+    """The rest of a compressed file or of a tar cannot be read."""
 
 
 class RangeFile(io.RawIOBase):
@@ -130,7 +130,7 @@ class _UnpackedStream(io.RawIOBase):
 
 
 def unpack(file: BinaryIO, name: str, packed_size: int, target: BinaryIO) -> None:
-    """Write what a compressed file holds; of a damaged one what lies before that, as measured."""
+    """Write the content of a compressed file; of a damaged one, as far as it was measured."""
     with (
         open_unpacked(file, name, packed_size) as content,
         contextlib.suppress(DamagedStreamError),
@@ -139,7 +139,7 @@ def unpack(file: BinaryIO, name: str, packed_size: int, target: BinaryIO) -> Non
 
 
 def unpacked_copy(name: str, what: str, folder: Path, write: Callable[[BinaryIO], None]) -> Path:
-    """A file in `folder` that is made once, by whoever needs it first; others wait for it.
+    """A file in `folder` that is made once, by the first process that needs it; others wait.
 
     Killed on the way, it leaves nothing that counts: the next one begins anew. Where there are no
     locks, several processes may write it at once, each to a file of its own, and all rename the

@@ -244,7 +244,7 @@ class TarReader:
         return data
 
     def _skip_to(self, position: int, what: str) -> None:
-        """Go on to a position that may lie after the end."""
+        """Skip to a position, which may lie after the end."""
         if self._end is not None:
             if position > self._end:
                 raise DamagedStreamError(f"the tar ends within {what}, after {self._end} bytes")

@@ -1,5 +1,5 @@
-"""YAML as people expect it to be read (`no` is text, `1e-5` is a number, a key stands once), and a
-file of it with overrides `a.b=value` as a validated pydantic model; errors are one line."""
+"""YAML as people expect it to be read (`no` is text, `1e-5` is a number, no key twice), and a file
+of it with overrides `a.b=value` as a validated pydantic model; errors are one line."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -80,8 +80,7 @@ def _read_manifest(root: Path) -> Manifest:
 
 
 def _warn_of_same_data(outputs: Mapping[Path, Manifest]) -> None:
-    """Warn of two outputs that were packed from the same files, none of them without the other's
-    samples."""
+    """Warn of two outputs that were packed from the same files without source.skip between them."""
     first: dict[tuple[object, ...], Path] = {}
     for root, manifest in outputs.items():
         for number, source in enumerate(manifest.config["source"]):

@@ -60,7 +60,7 @@ def retry(run: Run) -> str:
 
 
 def _go_on(run: Run) -> str:
-    """Without a manifest: the stages that are not complete, and what is damaged of the others.
+    """Without a manifest: list the incomplete stages, and damage to the others.
     Shards are written again where they or their fragment are damaged; all, where nothing says any
     more with which plan and settings they were written."""
     workspace = run.workspace

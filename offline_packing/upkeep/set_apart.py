@@ -40,7 +40,7 @@ def set_apart(
 
 
 def put_back(workspace: Workspace) -> None:
-    """Files that a killed retry had set apart, where there are no new ones."""
+    """Restore files that a killed retry had set apart, where there are no new ones."""
     for path in [one for one in workspace.damaged.rglob("*") if one.is_file()]:
         target = workspace.root / path.relative_to(workspace.damaged)
         if not target.exists():

@@ -108,7 +108,7 @@ def find_stage_damage(run: Run, manifest: Manifest | None) -> list[Damage]:
 
 
 def expected_started(run: Run, manifest: Manifest, plan: Mapping[str, Any]) -> Fingerprint:
-    """The content of write/started.json, by the configuration that the manifest holds."""
+    """Expected content of write/started.json, from the configuration in the manifest."""
     output = {**manifest["config"]["output"], "path": run.config.output.path}
     return layout_fingerprint(OutputConfig(**output), plan["hash"])
 

@@ -110,7 +110,7 @@ def verify_shard(task: VerifyTask) -> VerifyResult:
 
 
 def find_damage(task: VerifyTask) -> list[str]:
-    """Describe damage to a shard as a whole, or with its fragment; retry repairs it."""
+    """Describe damage to a shard as a whole, or to its fragment; retry repairs it."""
     shard, path, found = task.shard, task.shard.fragment_path, []
     name = path.relative_to(shard.folder)
     if not path.is_file():

@@ -147,7 +147,7 @@ def render_verdict(result: VerifyResult) -> str:
 def _check_each_once(
     samples: Index, plan: PackPlan, shards: Sequence[PlannedShard], total: VerifyResult
 ) -> None:
-    """The samples found are those of the plan, and no row of the index is in two places."""
+    """Check that the samples found are those of the plan, and that none is found twice."""
     first = [plan.pack_offsets[shard.first_pack] for shard in shards]
     last = [plan.pack_offsets[shard.first_pack + shard.num_packs] for shard in shards]
     places = [slice(0, 0), *map(slice, first, last)]

@@ -129,7 +129,7 @@ def family_of_processor(processor: str) -> str | None:
 
 
 def _model_type(processor: str) -> str | None:
-    """`model_type` of a checkpoint's config.json, of which mixtures of experts are no other; None
+    """`model_type` of a checkpoint's config.json, without the suffix of mixtures of experts; None
     where it has none."""
     if processor == BUILTIN:
         return None

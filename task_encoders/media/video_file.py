@@ -31,7 +31,7 @@ _TURNS: Final = {
 
 
 class MissingPyAVError(ImportError):
-    """A video has to be read, and PyAV is not installed."""
+    """A video has to be read, but PyAV is not installed."""
 
     def __str__(self) -> str:
         return (

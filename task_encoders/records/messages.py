@@ -45,7 +45,7 @@ _ROLES: Final[Mapping[str, str]] = {
 #: Messages of an assistant whose content is a call, or a list of them.
 _CALL_ROLES: Final = ("function_call", "tool_call")
 _THOUGHT_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
-#: What a message may hold besides its text, and would be lost.
+#: Fields that a message may hold besides its text, and that would be lost.
 _UNPACKED: Final = ("image", "images", "video", "videos", "audio", "audios")
 #: All that most messages hold: there is nothing else to look for in them.
 _PLAIN: Final = frozenset(("role", "content", "from", "value"))
@@ -143,7 +143,7 @@ def read_tools(value: Any) -> str:
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """What a text spells as JSON; anything else as it is."""
+    """Parse a text as JSON; return anything else as it is."""
     if not isinstance(value, str) or not value.strip():
         return value or None
     try:

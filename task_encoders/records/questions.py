@@ -72,7 +72,7 @@ def with_input(instruction: str, given: str) -> str:
 
 
 def answer_fields(task: str) -> Sequence[str]:
-    """Where the answers of a record without messages are, the first that exists."""
+    """Field that holds the answers of a record without messages: the first that exists."""
     known = (*_CAPTIONS, *_ANSWERS, "text") if task == "captioning" else (*_ANSWERS, *_CAPTIONS)
     return (*known, *_OUTPUTS)
 
@@ -90,7 +90,7 @@ def _texts(content: Mapping[str, Any], names: Sequence[str]) -> list[str] | None
 
 
 def has_answer(content: Mapping[str, Any]) -> bool:
-    """Whether a record holds what is to be learned, in any of the forms."""
+    """Whether a record holds an answer to learn, in any of the forms."""
     return first_field(content, (*DIALOGUE_FIELDS, *_ANSWERS, *_CAPTIONS, *_OUTPUTS)) is not None
 
 

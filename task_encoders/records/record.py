@@ -62,7 +62,7 @@ RECORD_FIELDS: Final = (
     *(*DIALOGUE_FIELDS, *PROMPT_FIELDS, INPUT, HISTORY, *ANSWER_FIELDS),
 )
 
-#: What a record may hold that would be lost.
+#: Fields that a record may hold and that would be lost.
 _UNPACKED: Final = ("audios", "audio")
 
 
@@ -121,7 +121,7 @@ def to_sample(
 
 
 def texts_read(content: Mapping[str, Any], task: str) -> set[str | None]:
-    """Which of several fields with text make the sample of a record."""
+    """Choose the fields with text that make the sample of a record."""
     beside = {*_TOOLS, None if task == "captioning" else "system"}
     if name := first_field(content, DIALOGUE_FIELDS):
         return {*beside, "system", name}
@@ -143,8 +143,8 @@ def check_prompts_are_shown(sample: SourceSample) -> None:
 
 
 def named_media(content: Mapping[str, Any], kind: str) -> list[Any] | None:
-    """What a record names as media of a kind, "image" or "video", unchecked; None where it names
-    none, and [] where it says that there are no images."""
+    """Names of a record's media of a kind, "image" or "video", unchecked; None where it names none,
+    and [] where it says that there are no images."""
     many = content.get(f"{kind}s")
     named = many or content.get(kind)
     named = many if named is None else named
@@ -154,7 +154,7 @@ def named_media(content: Mapping[str, Any], kind: str) -> list[Any] | None:
 
 
 def best_answer(answers: Any, weights: Any) -> Any:
-    """Of a VQA sample's answers the one with the largest weight; the first where there are none."""
+    """The answer of a VQA sample with the largest weight; without weights the first."""
     if not isinstance(answers, list) or not answers:
         return answers
     is_weighed = isinstance(weights, list) and all(isinstance(one, int | float) for one in weights)
@@ -164,7 +164,7 @@ def best_answer(answers: Any, weights: Any) -> Any:
 
 
 def _mark_videos(turns: list[Turn], num_videos: int) -> list[Turn]:
-    """LLaVA-Video's records mark the places of videos by `<image>`: those marks as our own."""
+    """Replace `<image>`, by which LLaVA-Video's records mark the places of videos, by our mark."""
     marks = [count_placeholders(turns, mark) for mark in (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER)]
     if marks != [num_videos, 0]:
         return turns
@@ -217,7 +217,7 @@ def _one_list(
 
 
 def _check_places(sample: SourceSample) -> None:
-    """Placeholders only in the answers would be trained as text, with the media in front."""
+    """Refuse placeholders that are only in the answers: they would be trained as text."""
     for kind, mark, names in (
         ("image", IMAGE_PLACEHOLDER, sample.images),
         ("video", VIDEO_PLACEHOLDER, sample.videos),

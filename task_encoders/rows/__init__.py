@@ -1,1 +1,1 @@
-"""Energon's samples to rows: a sample, packed or not, to its sub-samples, and those to a row."""
+"""Energon's samples as rows: a sample, packed or not, becomes its sub-samples, and those a row."""

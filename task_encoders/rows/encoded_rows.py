@@ -1,4 +1,4 @@
-"""Energon's dataset of encoded samples, which tells of those that were left out.
+"""Energon's dataset of encoded samples, which reports those that were left out.
 
 Energon prints a sample that cannot be used, and goes on. Here it is also named in the `dropped` of
 the next row: batches carry it to the trainer, from any worker and over a restart.
@@ -29,8 +29,8 @@ Handler = Callable[[Exception, Any, Any], None]
 
 
 class SetAside(Savable):
-    """Why samples were left out that no row has told of yet: an error handler for Energon's
-    datasets, which raise FatalSampleError after 100 failures in a row."""
+    """Samples left out that no row has reported yet: an error handler for Energon's datasets, which
+    raise FatalSampleError after 100 consecutive failures."""
 
     def __init__(self, otherwise: Handler) -> None:
         """`otherwise` handles errors that are not caused by the sample."""
@@ -60,7 +60,7 @@ class SetAside(Savable):
             self.watch(inner)
 
     def tell(self, rows: Iterable[PackedRowSample]) -> Iterator[PackedRowSample]:
-        """The rows, each of which tells of all lines since the one before it.
+        """The rows, each with all lines noted since the one before it.
 
         Raises:
             FatalSampleError: a file is damaged, ends early or cannot be read, and so no more rows
@@ -107,7 +107,7 @@ def _key_of(sample: Any) -> str:
 
 
 class EncodedRows(MapDataset[Any, PackedRowSample]):
-    """Energon's MapDataset with rows that tell of samples set aside before them."""
+    """Energon's MapDataset with rows that report the samples set aside before them."""
 
     _savable_fields = (*MapDataset._savable_fields, "_set_aside")
 

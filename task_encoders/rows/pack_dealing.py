@@ -114,7 +114,7 @@ class _Deal(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Packs read with some number of workers, before a run went on with another."""
+    """Packs read with some number of workers, before a run continued with another."""
 
     ranks: int
     #: workers of each rank
@@ -199,7 +199,7 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
 
     So each epoch contains every pack once, and at any step the packs' counts differ by at most one
     (with micro batches of several packs: by two, while some workers have had their turn and others
-    have not).
+    have yet to).
     """
 
     #: `_earlier`: stretches with other workers, as JSON, since Energon copies the state per batch

@@ -1,4 +1,4 @@
-"""Sub-samples to a row: each is encoded, and those that can be used are concatenated."""
+"""Sub-samples as a row: each is encoded, and the usable ones are concatenated."""
 
 import io
 import logging
@@ -107,8 +107,8 @@ class RowEncoder:
     def _encode_each(
         self, sub_samples: Sequence[SubSample], pool: Executor
     ) -> Iterator[EncodedSample | SampleError]:
-        """Each in two tasks, neither of which waits: what follows the decoding of an image queues
-        after images that are still to be decoded, so that threads end closer together."""
+        """Encode each in two tasks, neither of which waits: the steps after decoding an image queue
+        after the images that are still to be decoded, so that threads end closer together."""
 
         def begin(sub_sample: SubSample) -> Future[EncodedSample]:
             if isinstance(sub_sample.sample, SampleError):
@@ -185,7 +185,7 @@ class _Here(Executor):
 
 @cache
 def _pool(num_threads: int) -> Executor:
-    """Kept from row to row: new threads get new memory, and wait for its page faults."""
+    """The thread pool, kept from row to row: new threads wait for page faults of new memory."""
     return ThreadPoolExecutor(num_threads) if num_threads > 1 else _Here()
 
 

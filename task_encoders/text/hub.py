@@ -1,4 +1,4 @@
-"""Whether the model hub answers, asked once: transformers would retry for a minute."""
+"""Check once whether the model hub answers: transformers would retry for a minute."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ _TIMEOUT_SECONDS: Final = 10
 
 
 def require_hub(name: str) -> None:
-    """Does nothing for a folder, for a checkpoint that was downloaded before, and offline.
+    """Do nothing for a folder, for a checkpoint that was downloaded before, and offline.
 
     Raises:
         ValueError: the checkpoint would have to be downloaded, and the hub is out of reach.

@@ -1,5 +1,5 @@
-"""The proof that a checkpoint's chat template was cut correctly: conversations with all that a
-sample can contain, as pieces and as transformers' `apply_chat_template` writes them."""
+"""Proof that a checkpoint's chat template was cut correctly: conversations with everything a sample
+can contain, as pieces and as transformers' `apply_chat_template` writes them."""
 
 import json
 import logging

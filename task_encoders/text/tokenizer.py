@@ -236,7 +236,7 @@ def load_tokenizer(processor: str, text_tokens: tuple[str, ...] = ()) -> Tokeniz
 
 
 def _explain_missing(processor: str) -> str:
-    """Why transformers found no tokenizer, in a line where it writes a paragraph."""
+    """Reason why transformers found no tokenizer, in a line where it writes a paragraph."""
     path = Path(processor)
     if path.is_dir():
         why = "is a folder without a tokenizer (tokenizer.json, tokenizer_config.json)"

@@ -65,7 +65,7 @@ def test_a_measured_index_is_a_distribution(tmp_path) -> None:
     assert rows[0].split("|")[2:7] == rows[1].split("|")[2:7]
 
 
-def test_an_unknown_law_is_refused() -> None:
+def test_an_unknown_distribution_is_refused() -> None:
     result = run_tool("streaming", "--samples", "2000", "--distribution", "nowhere")
     assert result.returncode != 0
     assert "distribution 'nowhere' is unknown; choose one of captions" in result.stderr

@@ -1,4 +1,4 @@
-"""What encoding a pack costs, compared with transformers' processor and with its lower bound.
+"""Cost of encoding a pack, compared with transformers' processor and with its lower bound.
 
     python tools/benchmarks/benchmark_encoder.py --images 60
 
@@ -82,7 +82,7 @@ def make_packs(encoder: Any, files: list[bytes]) -> list[PackedSample]:
 
 
 def encode_packs(task_encoder: PackedTaskEncoder, packs: list[PackedSample]) -> int:
-    """All packs to batches; returns the bytes of their pixels."""
+    """Encode all packs as batches; returns the bytes of their pixels."""
     return sum(task_encoder.batch([task_encoder.encode_sample(pack)]).imgs.nbytes for pack in packs)
 
 

@@ -1,4 +1,4 @@
-"""What packs cost to reach by their number, compared with Energon's reader and with the bare bytes.
+"""Cost of reading packs by their number, compared with Energon's reader and with the bare bytes.
 
     python tools/benchmarks/benchmark_folder.py opening --packs 1000000
     python tools/benchmarks/benchmark_folder.py reading --packs 2000

@@ -1,4 +1,4 @@
-"""What packing while training, and dealing packs to ranks, reach and cost.
+"""Fill and cost of packing while training, and of dealing packs to ranks.
 
 python tools/benchmarks/benchmark_online.py ranks
 python tools/benchmarks/benchmark_online.py loaders

@@ -252,7 +252,7 @@ def _patches_for(distribution: str, tokens: np.ndarray) -> np.ndarray:
 @click.option("--samples", default=100_000, show_default=True)
 @click.option("--packs-per-shard", default=1000, show_default=True)
 def assignment(samples: int, packs_per_shard: int) -> None:
-    """What balance and locality gain, and what they cost in packs."""
+    """Measure the gain of balance and locality, and their cost in packs."""
     rows = []
     for distribution in ("captions", "sft", "narrow"):
         for seq_length in (8192, 32_768):
@@ -283,7 +283,7 @@ def assignment(samples: int, packs_per_shard: int) -> None:
 
 
 def _locality(distribution: str, samples: int, packs_per_shard: int) -> dict[str, Any]:
-    """What one output shard reads, in blocks, from source shards of twice its size."""
+    """Measure the blocks that one output shard reads from source shards of twice its size."""
     tokens = draw_lengths(distribution, samples)
     plan = plan_packs(
         tokens,

@@ -36,7 +36,7 @@ class _Bytes(DefaultTaskEncoder):
 
 
 def make_source(folder: Path, num_samples: int, num_bytes: int) -> None:
-    """Pictures of so many bytes, most of them behind the end of the JPEG, with captions."""
+    """Write pictures of so many bytes, most of them after the end of the JPEG, with captions."""
     rng = np.random.default_rng(0)
     folder.mkdir()
     for i in range(num_samples):

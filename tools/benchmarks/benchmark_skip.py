@@ -1,4 +1,4 @@
-"""What `source.skip` costs: measuring new samples among many that another output already has.
+"""Cost of `source.skip`: measuring new samples among many that another output already has.
 
     PYTHONPATH=. python tools/benchmarks/benchmark_skip.py [--samples 60000] [--new 600]
 
@@ -50,7 +50,7 @@ def make_run(root: Path, output: Path, skip: Path | None = None) -> Run:
 
 
 def processor_seconds(function: Callable[[], object]) -> float:
-    """Of one call."""
+    """Seconds of one call."""
     begin = time.process_time()
     function()
     return time.process_time() - begin

@@ -1,4 +1,4 @@
-"""How fast `write` is, compared with `cat`, `cp` and the usual way with webdataset's TarWriter.
+"""Speed of `write`, compared with `cat`, `cp` and the usual way with webdataset's TarWriter.
 
     python tools/benchmarks/benchmark_write.py [--samples 2000] [--rounds 3] [--folder FOLDER]
 
@@ -174,7 +174,7 @@ def main() -> None:
 
 
 def run(base: Path, num_samples: int, rounds: int) -> None:
-    """All rounds; the folder is emptied by the caller."""
+    """Run all rounds; the caller empties the folder."""
     source = base / "source"
     source.mkdir()
     make_samples(source, num_samples)

@@ -70,7 +70,7 @@ def _trl(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[int]]:
 
 
 def _binpacking(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[int]]:
-    """As ms-swift calls it: (index, length) pairs."""
+    """Pack as ms-swift does, by (index, length) pairs."""
     import binpacking
 
     packs = binpacking.to_constant_volume(list(enumerate(lengths)), seq_length, weight_pos=1)

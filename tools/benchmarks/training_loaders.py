@@ -111,13 +111,13 @@ def replace_row(sample: PackedRowSample, row: PackedRow) -> PackedRowSample:
 def pad_row(row: PackedRow, length: int, pad_token_id: int) -> PackedRow:
     """A row of one segment, padded inside that segment."""
     extra = length - len(row.tokens)
-    behind = int(row.position_ids.max()) + 1 + torch.arange(extra)
+    after = int(row.position_ids.max()) + 1 + torch.arange(extra)
     return replace(
         row,
         tokens=F.pad(row.tokens, (0, extra), value=pad_token_id),
         loss_weights=F.pad(row.loss_weights, (0, extra)),
         attn_mask=F.pad(row.attn_mask, (0, extra), value=True),
-        position_ids=torch.cat([row.position_ids, behind.expand(3, -1)], dim=1),
+        position_ids=torch.cat([row.position_ids, after.expand(3, -1)], dim=1),
         cu_lengths=torch.tensor([0, length], dtype=torch.int32),
     )
 

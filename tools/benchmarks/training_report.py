@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 
 COLORS = {"padded": "#b0b0b0", "online": "#e8a33d", "offline": "#2f6db5", "indexed": "#4a9c6d"}
 
-#: What NeMo's documentation reports of NeVA: Vicuna-1.5 13B on 8 GPUs, samples/s padded and packed.
+#: Figures of NeMo's documentation for NeVA: Vicuna-1.5 13B, 8 GPUs, samples/s padded and packed.
 NEVA = {"NeVA, TP 8": (63.745, 89.155), "NeVA, TP 4, PP 2": (63.745, 93.840)}
 
 
@@ -39,8 +39,8 @@ def summarize(steps: Sequence[Mapping[str, float]], peak_flops: float | None) ->
 
 
 def gains(summaries: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[float, float]]:
-    """Of each mode: samples per second as a multiple of the padded run's, and what that would be
-    if only the padding that is saved counted."""
+    """Samples per second of each mode as a multiple of the padded run's, and the multiple that the
+    saved padding alone would give."""
     base = summaries["padded"]
     return {
         mode: (

@@ -1,4 +1,4 @@
-"""The default strategy: as much effort as the distance from the bound calls for."""
+"""The default strategy: tries further methods only while the packs are far from the bound."""
 
 from functools import partial
 

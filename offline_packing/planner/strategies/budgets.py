@@ -56,7 +56,7 @@ class SamplePool(NamedTuple):
 
 
 def make_pool(sizes: np.ndarray) -> SamplePool:
-    """All samples; ``sizes`` float64 (num_samples, at least 2), each in 0..1."""
+    """Start with all samples; ``sizes`` float64 (num_samples, at least 2), each in 0..1."""
     step = np.minimum((sizes[:, :2] * _GRID).astype(np.int64), _GRID - 1)
     cell = step[:, 0] * _GRID + step[:, 1]
     cell_size = np.bincount(cell, minlength=_GRID * _GRID)

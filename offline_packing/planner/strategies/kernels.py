@@ -85,7 +85,7 @@ def add_samples(counts: np.ndarray, present: np.ndarray, length: int, number: in
 
 @njit(cache=True)
 def list_of(example: Any) -> list[Any]:
-    """An empty list of such values; of [] numba could not tell the type."""
+    """An empty list of such values: numba cannot infer the type of []."""
     return [example for _ in range(0)]
 
 

@@ -261,7 +261,7 @@ def narrow_fills(
 
 
 def narrow_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """All samples: :func:`narrow_fills`, and exact fills with what it leaves."""
+    """Pack all samples: :func:`narrow_fills`, then exact fills of the rest."""
     packs, left = narrow_fills(counts, seed=seed)
     return join_compositions([packs, exact_fill(left)])
 

@@ -35,7 +35,7 @@ class Packs(NamedTuple):
         return np.add.reduceat(values[self.sample_ids], self.pack_offsets[:-1], dtype=np.int64)
 
     def of(self, ids: np.ndarray) -> "Packs":
-        """The same packs of samples that are known as ``ids`` elsewhere."""
+        """The same packs, with ``ids`` in place of the samples' numbers."""
         return Packs(ids[self.sample_ids], self.pack_offsets)
 
 

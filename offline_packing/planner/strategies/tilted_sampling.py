@@ -29,7 +29,7 @@ _TRIES = 12  # draws of one pattern
 _MAX_FAILURES = 400  # draws in a row without a pattern before giving up
 
 
-class _Laws(NamedTuple):
+class _Tilted(NamedTuple):
     """The histogram tilted to a grid of means from ``low`` to ``high``."""
 
     #: int64 (num_sizes,): the lengths that have samples
@@ -51,12 +51,12 @@ def _mean_range(sizes: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
 
 
 @njit(cache=True)
-def _tilted_laws(sizes: np.ndarray, counts: np.ndarray, theta: np.ndarray) -> _Laws:
+def _tilt(sizes: np.ndarray, counts: np.ndarray, theta: np.ndarray) -> _Tilted:
     """Newton's method for the tilt of each target mean. ``counts`` (num_sizes,) of the ``sizes``;
     ``theta`` float64 (grid,) holds start values and receives the tilts."""
     low, high = _mean_range(sizes, counts)
     if high <= low + 1:
-        return _Laws(sizes, np.zeros((0, 0)), low, high)
+        return _Tilted(sizes, np.zeros((0, 0)), low, high)
     grid = theta.shape[0]
     cdf = np.empty((grid, sizes.shape[0]))
     precision = max(0.3, 0.1 * (high - low) / (grid - 1))
@@ -84,11 +84,11 @@ def _tilted_laws(sizes: np.ndarray, counts: np.ndarray, theta: np.ndarray) -> _L
             total += counts[i] * np.exp(theta[row] * (sizes[i] - target))
             cdf[row, i] = total
         cdf[row] /= total
-    return _Laws(sizes, cdf, low, high)
+    return _Tilted(sizes, cdf, low, high)
 
 
 @njit(cache=True)
-def _draw(distributions: _Laws, target: float, state: np.ndarray) -> int:
+def _draw(distributions: _Tilted, target: float, state: np.ndarray) -> int:
     """A size drawn from the distribution whose mean is nearest to ``target``."""
     last = distributions.cdf.shape[0] - 1
     row = int((target - distributions.low) / (distributions.high - distributions.low) * last + 0.5)
@@ -98,7 +98,7 @@ def _draw(distributions: _Laws, target: float, state: np.ndarray) -> int:
 
 @njit(cache=True)
 def _draw_bridge(
-    distributions: _Laws, counts: np.ndarray, packs: int, drawn: np.ndarray, state: np.ndarray
+    distributions: _Tilted, counts: np.ndarray, packs: int, drawn: np.ndarray, state: np.ndarray
 ) -> bool:
     """Fill ``drawn`` with lengths that sum to the capacity exactly, if a try succeeds. ``packs``:
     how many packs shall use the pattern; lengths with fewer samples are avoided."""
@@ -145,7 +145,7 @@ def _tilted_fills(
         if age >= refresh:
             refreshes += 1
             sizes = np.flatnonzero(counts)
-            distributions = _tilted_laws(sizes, counts[sizes], theta)
+            distributions = _tilt(sizes, counts[sizes], theta)
             if refreshes > max_refreshes or distributions.cdf.size == 0:
                 break
             age = 0

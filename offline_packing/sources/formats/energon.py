@@ -207,7 +207,7 @@ class EnergonSource(WebDatasetSource):
 
 
 def _count_names(pattern: str) -> int:
-    """Number of names that a pattern stands for, or a few more; braces are counted from within."""
+    """Number of names that a pattern expands to, or a few more; inner braces are counted first."""
     while inner := _INNERMOST.search(pattern):
         found = _RANGE.fullmatch(inner[1])
         count = abs(int(found[1]) - int(found[2])) + 1 if found else 0

@@ -151,7 +151,7 @@ class LlamaFactorySource(Source):
 
 
 def _find_problem(entry: Any) -> str | None:
-    """Why an entry cannot be read as LLaMA-Factory would, and what to do."""
+    """Error for an entry that cannot be read as LLaMA-Factory reads it, with the remedy."""
     if not isinstance(entry, dict):
         return f"is {entry!r:.100}, not an object"
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}

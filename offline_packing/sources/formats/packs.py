@@ -32,7 +32,7 @@ _LOOSE_PACK: Final = re.compile(r"(?:.*/)?([A-Za-z0-9_-]*ps_\d+)\.json")
 
 
 class PacksOptions(MediaOptions):
-    """Options of packs, whose captions may come with prompts that no trainer shows."""
+    """Options of packs, whose captions may have prompts that no trainer shows to the model."""
 
     ignore_prompts: bool = True
 

@@ -55,7 +55,7 @@ _SPAN: Final = "*"
 
 @dataclass(slots=True)
 class TarSample:
-    """Members of one sample by their part ('json', 'img0.jpg'), and content read on the way."""
+    """Members of one sample by their part ('json', 'img0.jpg'), and content that was read."""
 
     container: str
     file: BinaryIO
@@ -73,7 +73,7 @@ class TarSample:
         return Locator(kind, self.container, offset, size, column)
 
     def locator(self, parts: list[str]) -> Locator:
-        """Address of a record that some parts make."""
+        """Address of a record made of some parts."""
         members = [self.members[part] for part in parts]
         if len(parts) == 1:
             return self.at(members[0].offset, members[0].size, parts[0])
@@ -128,7 +128,7 @@ class WebDatasetSource(Source):
                     yield from self._records(key, sample)
 
     def _records(self, key: str, sample: TarSample) -> Iterator[SourceRecord]:
-        """The records that a sample of the tar makes: one, except in a tar of packs."""
+        """The records in a sample of the tar: one, except in a tar of packs."""
         at = sample.at()
         if self.is_known(key):
             yield SourceRecord(key, at, {}, known=1)
@@ -191,7 +191,7 @@ class WebDatasetSource(Source):
         return self.parse_parts(next((one.data for one in found if not one.is_unnamed), {}))
 
     def parse_parts(self, parts: Mapping[str, bytes]) -> Mapping[str, Any]:
-        """The record that some members make. Raises SampleError."""
+        """The record made of some members. Raises SampleError."""
         ((part, data),) = parts.items()
         if _extension(part) == "json":
             return super().parse(data)

@@ -35,7 +35,7 @@ _MAX_NAMES: Final = 10_000
 
 
 def hint_for(reason: str, detail: str, source: SourceOptions) -> str | None:
-    """Change of a source's options, if known, where samples like one were set aside."""
+    """Hint for samples set aside like this one: a change of the source's options, if known."""
     if reason == "missing_image":
         return _missing_image(detail, source)
     if reason == "path_outside_root":
@@ -142,7 +142,7 @@ def _walk(folder: Path, inside: str = "") -> Iterator[str]:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Some of what is in a folder, by name; nothing of one that cannot be read."""
+    """Some of a folder's content, by name; nothing for a folder that cannot be read."""
     try:
         with os.scandir(folder) as found:
             some = list(itertools.islice(found, _MAX_NAMES))

@@ -1,4 +1,4 @@
-"""Places of stored bytes, and reading them there.
+"""Locators of stored bytes, and reading them.
 
 kind         container                     offset                           size
 file         a file                        0                                of the whole file

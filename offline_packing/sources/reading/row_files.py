@@ -60,7 +60,7 @@ class RowFile:
 
     @classmethod
     def open(cls, file: BinaryIO, kind: str) -> "RowFile":
-        """A table in a file. One that is here is mapped: nothing is read before it is used."""
+        """A table in a file. A local one is mapped: nothing is read before it is used."""
         if not isinstance(getattr(file, "raw", None), io.FileIO):
             return cls(file, kind)
         with file:
@@ -207,7 +207,7 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def name_media(value: Any, column: str) -> tuple[Any, dict[str, bytes]]:
-    """Split a column of images of a row: names for the record, and bytes by name.
+    """Split a row's column of images: names for the record, and bytes by name.
 
     Bytes are named by their column; an image that is only a path keeps the path as its name.
     """

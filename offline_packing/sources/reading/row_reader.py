@@ -68,7 +68,7 @@ class WantedRows:
 
 
 class _Copy:
-    """Rows in an Arrow file of our own, mapped."""
+    """Rows in an Arrow file that we wrote, mapped."""
 
     def __init__(self, file: BinaryIO) -> None:
         """`file` may be closed afterwards."""
@@ -99,7 +99,7 @@ class _AtHand:
     copy: _Copy | None
 
     def row(self, number: int, columns: Sequence[str]) -> pa.Table | None:
-        """A row; None if it is not among those that are kept."""
+        """A row; None if it is not kept."""
         place = int(np.searchsorted(self.rows, number))
         if self.copy is None or place == len(self.rows) or self.rows[place] != number:
             return None
@@ -141,7 +141,7 @@ class _RowReader:
         return group.slice(place, 1)
 
     def file(self, root: Root, kind: str, container: str) -> tuple[RowFile, str]:
-        """A file and its stamp: a replaced file counts as another one."""
+        """A file and its stamp; a replaced file counts as a different one."""
         key = (root.path(container), root.stamp(container))
         return _cached(self._files, key, lambda: RowFile.open(root.open(container), kind)), key[1]
 
@@ -174,7 +174,7 @@ class _RowReader:
 
 
 def _cached(cache: dict[Any, Value], key: Any, make: Callable[[], Value]) -> Value:
-    """A value, made if it is not there; the one that was not used for longest is forgotten."""
+    """A cached value, made if it is missing; the least recently used one is dropped."""
     cache[key] = cache.pop(key) if key in cache else make()
     if len(cache) > _OPEN_FILES:
         cache.pop(next(iter(cache)))

@@ -147,7 +147,7 @@ class FileTable:
         self._writer = pa.ipc.new_stream(self._sink, FILES_SCHEMA, options=options)
 
     def add(self, files: Files) -> None:
-        """Add those of some files that are read."""
+        """Add those of some files that the source reads."""
         is_read = [self._is_read(key.partition(DOT)[2]) for key in files.keys]
         names = b"/".join(files.keys).replace(DOT, b".").split(b"/")
         containers = [files.folder + name for name in itertools.compress(names, is_read)]

@@ -155,7 +155,7 @@ def _stat(entry: os.DirEntry[bytes]) -> os.stat_result:
 
 
 def _as_sample_error(container: str, error: OSError, missing: str) -> Exception:
-    """A missing file is the sample's fault; a failing disk is not."""
+    """Errors of a file: a missing one is the sample's fault, a failing disk is not."""
     if isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError) or (
         error.strerror in ("File name too long", "Too many levels of symbolic links")
     ):

@@ -186,7 +186,7 @@ def open_root(path: str) -> tuple[Root, str | None]:
 
 @contextmanager
 def _missing(container: str, reason: str = "missing_image") -> Iterator[None]:
-    """A missing file is the sample's fault; a failing storage is not."""
+    """Errors of a file: a missing one is the sample's fault, a failing storage is not."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:

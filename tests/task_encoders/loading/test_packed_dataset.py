@@ -284,7 +284,7 @@ def captions_encoder(**options: int) -> PackedTaskEncoder:
         ({"max_pixels": 28 * 28 * 32}, "max_pixels"),
     ],
 )
-def test_every_road_checks_every_dataset(
+def test_every_way_checks_every_dataset(
     mode: str, name: str, options: dict[str, Any], names: str, measured: Path
 ) -> None:
     MODES[mode](measured / name, captions_encoder())

@@ -1,4 +1,4 @@
-"""Packers that take the samples as they come: first fit and next fit, sorted or shuffled or not.
+"""Packers that take samples one by one: first fit and next fit, sorted, shuffled or in order.
 
 First-fit-decreasing, first fit shuffled in chunks and shuffle-and-pack are the three algorithms of
 NeMo's sequence packing for NeVA. There first fit scans all open packs for every sample, O(n**2);

@@ -105,7 +105,7 @@ def select_seeds(rule: SeedRule, counts: np.ndarray) -> np.ndarray:
 
 
 class PowersOfTwoPhase(_Model):
-    """Packs filled exactly by the lengths seq_length, seq_length / 2, … as far as it halves."""
+    """Packs filled exactly by lengths seq_length, seq_length / 2, … while it divides evenly."""
 
     kind: Literal["powers_of_two"]
 

@@ -18,7 +18,7 @@ BUDGET = 8192
 COST = FAMILIES["qwen2_vl"].cost
 
 
-def sft_law(count: int) -> tuple[np.ndarray, np.ndarray]:
+def sft_lengths(count: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of texts, pictures, talks and long documents, and vision patches."""
     rng = np.random.default_rng(1234)
     kind = rng.random(count)
@@ -29,7 +29,7 @@ def sft_law(count: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens.astype(np.int64), (4 * tokens * share).astype(np.int64)
 
 
-TOKENS, PATCHES = sft_law(60_000)
+TOKENS, PATCHES = sft_lengths(60_000)
 FLOPS = COST.language_flops(TOKENS) + COST.tower_flops(PATCHES)
 
 

@@ -75,7 +75,7 @@ def test_bounds_never_exceed_the_optimum_and_auto_is_near_it(lengths) -> None:
 
 
 @pytest.mark.parametrize("seq_length", [8192, 32_768])
-def test_narrow_law_reaches_the_bound(seq_length) -> None:
+def test_narrow_distribution_reaches_the_bound(seq_length) -> None:
     counts = count_lengths(narrow_lengths(100_000), seq_length)
     composition = auto(counts)
     assert_packs_all(composition, counts)
@@ -85,7 +85,7 @@ def test_narrow_law_reaches_the_bound(seq_length) -> None:
         assert best_fit_decreasing(counts).num_packs > 1.03 * bound
 
 
-def test_narrow_law_needs_no_linear_program(monkeypatch) -> None:
+def test_narrow_distribution_needs_no_linear_program(monkeypatch) -> None:
     def refuse(*args: object, **kwargs: object) -> Composition:
         raise AssertionError("the linear program ran")
 

@@ -64,7 +64,7 @@ def test_every_pack_is_exactly_full_where_this_is_possible():
 @pytest.mark.parametrize(
     ("number", "capacity"), [(10_000, 8192), (100_000, 8192), (1_000_000, 8192), (100_000, 32768)]
 )
-def test_a_narrow_law_reaches_the_bound(number, capacity):
+def test_a_narrow_distribution_reaches_the_bound(number, capacity):
     """Best-fit-decreasing needs 3.5% more packs here."""
     counts = narrow_counts(number, capacity)
     assert narrow_fill(counts).num_packs <= lower_bound(counts) + 2
@@ -83,7 +83,7 @@ def test_very_long_samples_stand_beside_the_shortest():
     assert sorted(np.sort(packs).tolist()) == [[1390, 1390, 1390, 4000], [1500] * 4]
 
 
-def test_a_law_without_exact_fills_ends():
+def test_a_distribution_without_exact_fills_ends():
     """At 4,096 seven samples of 600 or more do not fit, and most choices of six leave a gap."""
     counts = narrow_counts(20_000, 4096)
     counts[:600] = 0
