@@ -26,7 +26,7 @@ _MAX_PATTERNS = 20_000  # about so many patterns use up everything
 _REFRESH = 200  # patterns drawn before the tilted distributions are computed again, at least
 _MAX_CELLS = 30_000_000  # entries of tilted distributions in all: bounds the time to a second
 _TRIES = 12  # draws of one pattern
-_MAX_FAILURES = 400  # draws in a row without a pattern before giving up
+_MAX_FAILURES = 400  # consecutive draws without a pattern before giving up
 
 
 class _Tilted(NamedTuple):
@@ -34,7 +34,8 @@ class _Tilted(NamedTuple):
 
     #: int64 (num_sizes,): the lengths that have samples
     sizes: np.ndarray
-    #: float64 (grid, num_sizes): cumulative shares of the sizes; (0, 0) if there is no such range
+    #: float64 (grid, num_sizes): cumulative shares of the sizes at each mean; (0, 0) where no
+    #: mean can be reached
     cdf: np.ndarray
     low: float
     high: float
