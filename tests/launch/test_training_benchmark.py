@@ -1,23 +1,17 @@
 """The three forms in which benchmark_training.py gives the same samples to a model."""
 
-import importlib
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from task_encoders.energon_samples import PackedBatch
 from tests.helpers.packed_runs import SEQ_LENGTH, bmr_folder
+from tests.helpers.tools import benchmark
 
-TOOLS = Path(__file__).parents[2] / "tools" / "benchmarks"
 PADDED_BATCH = 3
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[PackedBatch]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(TOOLS)
-        loaders: Any = importlib.import_module("training_loaders")
+    loaders = benchmark("training_loaders")
     packed = bmr_folder(tmp_path_factory.mktemp("bmr"))
     unpacked = tmp_path_factory.mktemp("unpacked")
     loaders.write_unpacked(packed, unpacked)
@@ -70,9 +64,7 @@ def test_packed_rows_are_not_padded(mode: str, rows: dict[str, list[PackedBatch]
 
 
 def test_the_table_compares_with_padding() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(TOOLS)
-        report: Any = importlib.import_module("training_report")
+    report = benchmark("training_report")
     step = {"seconds": 2.0, "wait": 0.1, "samples": 4, "tokens": 50, "positions": 100, "flops": 1e9}
     padded = report.summarize([step] * 3, 1e9) | {"memory_gib": 1.0}
     offline = report.summarize([{**step, "seconds": 1.0, "positions": 50}] * 3, 1e9)

@@ -1,12 +1,8 @@
 """The benchmark of packing while training runs on small input."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-TOOL = Path(__file__).parents[2] / "tools" / "benchmarks" / "benchmark_online.py"
+from tests.helpers.tools import run_benchmark
 
 
 @pytest.mark.parametrize(
@@ -26,13 +22,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "benchmarks" / "benchmark_online.py
     ],
 )
 def test_it_prints_a_table(arguments: list[str], rows: list[str]) -> None:
-    result = subprocess.run(
-        [sys.executable, str(TOOL), *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
+    result = run_benchmark("benchmark_online", *arguments)
+    assert result.exit_code == 0, result.output
     for row in rows:
         assert f"| {row}" in result.stdout

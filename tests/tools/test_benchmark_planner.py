@@ -1,5 +1,6 @@
 """The benchmark runs on small input, prints tables and draws them."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -9,17 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-TOOL = Path(__file__).parents[2] / "tools" / "benchmarks" / "benchmark_planner.py"
+from tests.helpers.tools import BENCHMARKS, run_benchmark
 
-
-def run_tool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(TOOL), *map(str, arguments)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+run_tool = functools.partial(run_benchmark, "benchmark_planner")
 
 
 def write_index(folder: Path, *parts: np.ndarray) -> None:
@@ -39,8 +32,16 @@ def write_index(folder: Path, *parts: np.ndarray) -> None:
 )
 def test_command_prints_a_table(arguments, expected) -> None:
     result = run_tool(*arguments)
-    assert result.returncode == 0, result.stderr
+    assert result.exit_code == 0, result.output
     assert expected in result.stdout
+
+
+def test_it_is_a_script() -> None:
+    """In a process of its own, by its path."""
+    script = BENCHMARKS / "benchmark_planner.py"
+    command = [sys.executable, str(script), "order", "--samples", "300"]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "| for 8 x 2 | 8 x 2 |" in result.stdout
 
 
 def test_saved_rows_are_drawn(tmp_path) -> None:
@@ -49,7 +50,7 @@ def test_saved_rows_are_drawn(tmp_path) -> None:
     table = run_tool("speed", "--samples", "3000", *options, "--save", rows)
     assert "| narrow | best_fit_decreasing |" in table.stdout, table.stderr
     result = run_tool("plots", rows, "--folder", tmp_path / "images")
-    assert result.returncode == 0, result.stderr
+    assert result.exit_code == 0, result.output
     for name in ("planner_gap.png", "planner_seconds.png"):
         assert (tmp_path / "images" / name).read_bytes().startswith(b"\x89PNG")
 
@@ -59,13 +60,12 @@ def test_a_measured_index_is_a_distribution(tmp_path) -> None:
     write_index(index, np.arange(100, 4000), np.array([9000]))  # 9000: in no pack
     distributions = ("--distribution", index, "--distribution", tmp_path / "out")
     result = run_tool("streaming", "--samples", "2000", *distributions)
-    assert result.returncode == 0, result.stderr
+    assert result.exit_code == 0, result.output
     rows = [line for line in result.stdout.splitlines() if line.startswith(f"| {tmp_path}")]
     assert len(rows) == 2
     assert rows[0].split("|")[2:7] == rows[1].split("|")[2:7]
 
 
 def test_an_unknown_distribution_is_refused() -> None:
-    result = run_tool("streaming", "--samples", "2000", "--distribution", "nowhere")
-    assert result.returncode != 0
-    assert "distribution 'nowhere' is unknown; choose one of captions" in result.stderr
+    with pytest.raises(Exception, match="distribution 'nowhere' is unknown; choose one of captio"):
+        run_tool("streaming", "--samples", "2000", "--distribution", "nowhere")

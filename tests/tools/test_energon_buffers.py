@@ -3,21 +3,10 @@ measures them."""
 
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-TOOLS = Path(__file__).parents[2] / "tools" / "benchmarks"
-
-
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(TOOLS)
-    import benchmark_online
-
-    return benchmark_online
-
+from tests.helpers.tools import BENCHMARKS, benchmark
 
 #: Packs of 20,000 samples at 8,192 tokens by first-fit-decreasing on each buffer alone.
 FIRST_FIT = {
@@ -31,8 +20,8 @@ FIRST_FIT = {
 
 
 @pytest.mark.parametrize(("distribution", "buffer"), FIRST_FIT)
-def test_windows_reach_the_bound(distribution: str, buffer: int, tool: Any) -> None:
-    row = tool.count_packs(distribution, 20_000, buffer)
+def test_windows_reach_the_bound(distribution: str, buffer: int) -> None:
+    row = benchmark("benchmark_online").count_packs(distribution, 20_000, buffer)
     assert row["first-fit-decreasing per buffer"] == FIRST_FIT[distribution, buffer]
     assert row["lower bound"] == {"captions": 1336, "sft": 3628}[distribution]
     assert row["packs"] <= {"captions": 1337, "sft": 3628}[distribution]
@@ -42,7 +31,7 @@ def test_a_waiting_sample_takes_no_pixels() -> None:
     """300 small images, and what any process takes; with 1,000 of 448 pixels a side the peaks are
     25 to 1."""
     small = ["--buffer", "300", "--side", "224", "--seq-length", "512"]
-    command = [sys.executable, str(TOOLS / "benchmark_online.py"), "energon", *small]
+    command = [sys.executable, str(BENCHMARKS / "benchmark_online.py"), "energon", *small]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
     header, _, *rows = (line.split(" | ") for line in done.stdout.splitlines())
     plain, ours = (dict(zip(header, row, strict=True)) for row in rows)
