@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -10,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from launch.config import load_config
+from launch.data.packed_data import read_packed_data
 from offline_packing.cli.commands import cli
 from task_encoders.families import FAMILIES
 from task_encoders.families.builtin_processor import builtin_processor
+from tests.helpers.command import invoke
 from tests.helpers.datasets import captioning_pairs, write_json
 from tests.helpers.markdown import Block, blocks
 
@@ -84,18 +88,51 @@ def run_block(block: Block, folder: Path) -> None:
     assert done.returncode == 0, f"README.md:{block.line}\n{done.stdout}\n{done.stderr}"
 
 
-def test_every_block_runs(folder: Path) -> None:
-    """In the order in which a reader meets them."""
+def blocks_in_order() -> list[Block]:
+    """The blocks that are run, in the order in which a reader meets them."""
     found = list(blocks(README))
     assert {block.language for block in found} == {"bash", "yaml", "python", "text"}
     assert "\n    " not in re.sub(r"^```.*?^```$", "", README, flags=re.M | re.S), "indented block"
     run = [block for block in found if block.language != "text"]
     run = [block for block in run if not block.text.startswith(APART)]
     assert len(run) >= 4
-    for block in run:
+    return run
+
+
+@pytest.mark.exhaustive
+def test_every_block_runs(folder: Path) -> None:
+    for block in blocks_in_order():
         run_block(block, folder)
     assert (folder / "out/packed/_packing/report/report.html").is_file()
     assert (folder / "out/stage1/hf/config.json").is_file()
+
+
+def run_here(block: Block) -> None:
+    """Run a block in this folder and process; a script's training as far as its configuration."""
+    if block.language == "yaml":
+        run_block(block, Path())
+    elif block.language == "python":
+        exec(compile(block.text, f"README.md:{block.line}", "exec"), {})
+    for line in block.text.replace("\\\n", " ").splitlines() if block.language == "bash" else ():
+        command, *arguments = shlex.split(line, comments=True)
+        if command == "offline-packing":
+            invoke(*arguments, "engine.workers=0")
+            continue
+        script, *overrides = arguments
+        assert (command, Path(script).is_file()) == ("bash", True)
+        config = load_config("launch/pretrain_stage1.yaml", overrides)
+        assert read_packed_data(Path(config.data.path)).tasks == ("captioning",)
+        assert Path(config.model.checkpoint or "").is_dir()
+
+
+def test_blocks_in_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, but for training by the script, which tests/launch starts."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("OFFLINE_PACKED_DATA", "0")  # a block sets it; gone after the test
+    for block in blocks_in_order():
+        run_here(block)
+    assert Path("out/packed/_packing/report/report.html").is_file()
 
 
 def test_ci_runs_what_takes_long() -> None:

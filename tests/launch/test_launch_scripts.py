@@ -90,10 +90,22 @@ def rank_of(torchrun: subprocess.Popen[str]) -> int:
     return int(children[0])
 
 
+def check_stop(process: subprocess.Popen[str], output: Path, name: str) -> int:
+    """Wait for the end of a run that was sent a signal, after a step; return its steps."""
+    text = finish(process)
+    assert f"stopped by {name} after" in text, text
+    assert process.returncode == 128 + signal.Signals[name]
+    assert "Traceback" not in text
+    done = steps_done(output)
+    assert 1 <= done < STEPS
+    assert (output / "checkpoints" / f"iter_{done:08d}" / "state.json").is_file()
+    return done
+
+
 @pytest.fixture(scope="module")
 def sft_run(dialogues: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was stopped by SIGTERM and SIGINT, killed, and then left to finish; all its paths
-    are relative to a folder in which another package has this one's name."""
+    """A run that was stopped by SIGTERM, killed, and then left to finish; all its paths are
+    relative to a folder in which another package has this one's name."""
     cwd = tmp_path_factory.mktemp("sft")
     output = cwd / "out"
     (cwd / "packs").symlink_to(dialogues)
@@ -109,24 +121,7 @@ def sft_run(dialogues: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     stopped = start_again()
     wait_for_steps(stopped, output, 1)
     stopped.send_signal(signal.SIGTERM)  # to torchrun, as slurm does
-    text = finish(stopped)
-    assert "stopped by SIGTERM after" in text, text
-    assert stopped.returncode == 128 + signal.SIGTERM
-    assert "Traceback" not in text
-    done = steps_done(output)
-    assert 1 <= done < STEPS
-    assert (output / "checkpoints" / f"iter_{done:08d}" / "state.json").is_file()
-
-    interrupted = start_again()
-    wait_for_steps(interrupted, output, done + 1)
-    os.killpg(interrupted.pid, signal.SIGINT)  # to all, as a terminal does
-    text = finish(interrupted)
-    assert "stopped by SIGINT after" in text, text
-    assert interrupted.returncode == 128 + signal.SIGINT
-    assert "Traceback" not in text
-    done = steps_done(output)
-    assert done < STEPS
-    assert (output / "checkpoints" / f"iter_{done:08d}" / "state.json").is_file()
+    done = check_stop(stopped, output, "SIGTERM")
 
     killed = start_again()
     wait_for_steps(killed, output, done + 1)
@@ -170,6 +165,15 @@ def test_the_checkpoint_of_the_script_loads_in_transformers(sft_run: Path) -> No
     logits = model(input_ids=tokens).logits
     assert logits.shape == (1, tokens.shape[1], 151_936)
     assert logits.isfinite().all()
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_stops_torchrun_and_its_ranks(dialogues: Path, tmp_path: Path) -> None:
+    paths = (f"data.path={dialogues}", f"output.path={tmp_path}")
+    process = start("sft_qwen2_vl.sh", *paths, f"train.iterations={STEPS}", *SMALL)
+    wait_for_steps(process, tmp_path, 1)
+    os.killpg(process.pid, signal.SIGINT)  # to all, as a terminal does
+    check_stop(process, tmp_path, "SIGINT")
 
 
 @pytest.mark.exhaustive
