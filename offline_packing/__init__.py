@@ -5,14 +5,24 @@ from typing import TYPE_CHECKING, Final
 from task_encoders import import_on_first_use
 
 if TYPE_CHECKING:
+    from offline_packing.planner.context_parallel import ContextParallel
     from offline_packing.planner.pack_plan import PackPlan
     from offline_packing.planner.plan_packs import plan_packs
     from offline_packing.planner.windows import WindowOptions, WindowPlanner
     from offline_packing.upkeep.pack import Packed, pack
 
-__all__ = ["PackPlan", "Packed", "WindowOptions", "WindowPlanner", "pack", "plan_packs"]
+__all__ = [
+    "ContextParallel",
+    "PackPlan",
+    "Packed",
+    "WindowOptions",
+    "WindowPlanner",
+    "pack",
+    "plan_packs",
+]
 
 _MODULES: Final = {
+    "ContextParallel": "planner.context_parallel",
     "PackPlan": "planner.pack_plan",
     "Packed": "upkeep.pack",
     "WindowOptions": "planner.windows",

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -15,7 +16,7 @@ from pydantic import (
 
 from offline_packing.engines import ENGINES
 from offline_packing.layouts import LAYOUTS
-from offline_packing.planner.context_parallel import ContextParallel
+from offline_packing.planner.context_parallel import ContextParallel, check_slots
 from offline_packing.planner.request import check_combination, check_epochs
 from offline_packing.sources.options import listed
 from offline_packing.storage.yaml_file import explain_value_error
@@ -112,6 +113,16 @@ class PackConfig(Section):
     #: nothing is written if a larger share of the samples is set aside
     max_set_aside: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.05
 
+    @model_validator(mode="before")
+    @classmethod
+    def _longest_pack(cls, content: Any) -> Any:
+        """All that the ranks hold, unless seq_length is given."""
+        ranks = content.get("context_parallel") if isinstance(content, Mapping) else None
+        match ranks:
+            case {"ranks": int(count), "tokens_per_rank": int(room)} if "seq_length" not in content:
+                return {**content, "seq_length": count * room}
+        return content
+
     @field_validator("context_parallel")
     @classmethod
     def _refuse_context_parallel(cls, value: ContextParallelConfig | None) -> None:
@@ -145,6 +156,7 @@ class PackConfig(Section):
             min_samples=self.min_samples,
             max_samples=self.max_samples,
         )
+        self._check_slots(limits)
         if self.strategy != "auto":
             from offline_packing.planner.strategies import check_budgets
 
@@ -157,6 +169,20 @@ class PackConfig(Section):
             except ValueError as error:
                 raise ValueError(f"strategy_options: {explain_value_error(error)}") from error
         return self
+
+    def _check_slots(self, limits: Sequence[str]) -> None:
+        ranks = None if self.context_parallel is None else self.context_parallel.per_pack
+        if ranks is None:
+            return
+        ranks.check(self.seq_length, self.pad_multiple)
+        check_slots(
+            strategy=self.strategy,
+            assignment=self.assignment,
+            budgets=limits,
+            has_order=self.order is not None,
+            is_dissolving=self.min_fill > 0 or self.min_samples > 1,
+            is_exchanging=self.epochs > 1,
+        )
 
 
 class OutputConfig(Section):

@@ -78,7 +78,7 @@ def _pack_uses(
                 plans.setdefault(name, []).append(replace(plan, **own))
     except (TypeError, ValueError) as error:  # TypeError: an option that the strategy lacks
         raise StageError(f"plan: {' '.join(str(error).split())}") from error
-    if not uses.repeated and pack.epochs == 1:
+    if not uses.repeated and pack.epochs == 1 and len(plans) == 1:
         return plans[""][0]
     return join_plans(plans)
 
@@ -99,13 +99,16 @@ def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
         splits={name: sum(own) for name, own in sizes.items()} if len(sizes) > 1 else {},
         epochs=first if len(first) > 1 else [],
     )
+    cp_sizes = None
+    if plans[0].cp_sizes is not None:
+        cp_sizes = np.concatenate([np.asarray(plan.cp_sizes) for plan in plans])
     packed = np.unique(packs.sample_ids)
     ids = np.concatenate([plan.set_aside_ids for plan in plans])
     aside, firsts = np.unique(ids, return_index=True)
     lost = ~np.isin(aside, packed)
     reasons = np.concatenate([plan.set_aside_reasons for plan in plans])[firsts[lost]]
     info = replace(info, num_copies=len(packs.sample_ids) - len(packed))
-    return PackPlan(*packs, aside[lost], reasons, info)
+    return PackPlan(*packs, aside[lost], reasons, info, cp_sizes)
 
 
 def _find_set_aside(run: Run, samples: Index) -> AsideSamples:
@@ -167,7 +170,7 @@ def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> di
         groups = _media_groups(config, column("num_images"), column("num_videos"))
         if groups is not None:
             arguments |= {"homogeneous": True, "groups": groups}
-    if config.pack.order is not None:
+    if config.pack.order is not None or config.pack.context_parallel is not None:
         arguments["cost"] = sample_flops(samples, model_cost(config.model)).total[kept]
     return arguments
 
@@ -196,6 +199,8 @@ def pack_arguments(
         arguments["balance_by"] = column("num_vision_patches")
     if pack.order is not None:
         arguments["order"] = RankLayout(pack.order.num_ranks, pack.order.num_workers)
+    if pack.context_parallel is not None:
+        arguments["context_parallel"] = pack.context_parallel.per_pack
     return arguments
 
 

@@ -43,7 +43,8 @@ def choose_uses(config: PackingConfig, samples: Index, kept: SampleIds) -> Uses:
     repeats = [source.repeat for source in config.source]
     is_split = len(config.output.split) > 1
     are_once = not any(source.weight for source in config.source) and set(repeats) == {1}
-    if are_once and not (is_split and config.pack.epochs > 1):
+    apart = is_split and (config.pack.epochs > 1 or config.pack.context_parallel is not None)
+    if are_once and not apart:
         return Uses({"": kept}, False, AsideSamples.merge([]))
     source_ids = samples.array("source_id")[kept]
     hashes = samples.array("key_hash")[kept]
@@ -58,7 +59,7 @@ def choose_uses(config: PackingConfig, samples: Index, kept: SampleIds) -> Uses:
     ]
     repeated = int(uses.max(initial=0)) > 1
     parts: dict[str, SampleIds] = {"": np.flatnonzero(~unused)}
-    if is_split and (repeated or config.pack.epochs > 1):
+    if apart or (is_split and repeated):
         parts = assign_splits(hashes, parts[""], config.output.split, config.pack.seed)
     ids = {name: kept[in_rounds(part, uses[part])] for name, part in parts.items()}
     return Uses(ids, repeated, AsideSamples.merge(not_drawn))

@@ -12,6 +12,7 @@ from offline_packing.planner.strategies import COMPOSERS, STRATEGIES
 from offline_packing.planner.strategies.budgets import size_lower_bound
 from offline_packing.planner.strategies.composition import expand_composition
 from offline_packing.planner.strategies.histogram import count_lengths, lower_bound
+from offline_packing.planner.strategies.over_ranks import pack_over_ranks
 from offline_packing.planner.strategies.strategy import Packs, join_packs
 
 _PART_PACKS = 200  # packs that a part has at least when copies are dealt out
@@ -35,6 +36,8 @@ def pack_request(request: PlanRequest) -> tuple[Packs, int]:
 
 def _pack(request: PlanRequest) -> tuple[Packs, int]:
     """Packs of all samples and a lower bound of their number."""
+    if request.context_parallel is not None:
+        return _pack_over_ranks(request), 0
     if request.copy_of is None:
         return _compose(request)
     most_copies = int(np.bincount(request.copy_of).max(initial=0))  # of one sample
@@ -46,6 +49,21 @@ def _pack(request: PlanRequest) -> tuple[Packs, int]:
     reach = request.window_packs if request.windowed else None
     sizes, limits = limited(request)
     return separate_copies(packs, sizes, limits, request.copy_of, reach, request.seed), bound
+
+
+def _pack_over_ranks(request: PlanRequest) -> Packs:
+    """Packs over 1, 2, 4 … ranks; all first uses of samples, then all second ones, and so on."""
+    assert request.context_parallel is not None
+    capacities = request.context_parallel.capacities(request.seq_length) // request.unit
+    copy_of, parts = request.copy_of, []
+    rounds = np.zeros(len(request.lengths), int) if copy_of is None else rounds_of_copies(copy_of)
+    for number in range(int(rounds.max(initial=-1)) + 1):
+        ids = np.flatnonzero(rounds == number)
+        seed = request.seed + number if "shuffle" in request.assignment else None
+        lengths = (request.lengths[ids] // request.unit).astype(np.int32)
+        ranks = request.context_parallel.ranks
+        parts.append(pack_over_ranks(lengths, capacities, ranks=ranks, seed=seed).of(ids))
+    return join_packs(parts)
 
 
 def _compose_apart(request: PlanRequest, num_parts: int) -> Packs:

@@ -6,6 +6,7 @@ Configurations are checked with it as well, so it imports nothing that compiles.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,3 +65,47 @@ def cut_multiple(cp_size: int, pad_multiple: int = 1) -> int:
     `pad_multiple` (tensor ranks under sequence parallelism; 16 for FP8).
     """
     return cp_size * math.lcm(2, pad_multiple)
+
+
+def check_slots(
+    *,
+    strategy: str,
+    assignment: Collection[str],
+    budgets: Collection[str],
+    has_order: bool,
+    is_dissolving: bool,
+    is_exchanging: bool,
+) -> None:
+    """Raise ValueError for what cannot be kept while packs go over 1, 2, 4 … ranks and fill slots;
+    arguments as those of `request.check_combination`."""
+    others = sorted(set(assignment) - {"shuffle"})
+    for name, is_given, why in (
+        (f"strategy {strategy!r}", strategy != "auto", "it packs for one size; take auto"),
+        (f"assignment {', '.join(others)}", others, "slots are filled by cost; take shuffle"),
+        (f"a limit of {', '.join(budgets)}", budgets, "packs hold as much as their ranks"),
+        ("order", has_order, "the ranks of a slot have equal cost already"),
+        ("min_fill or min_samples", is_dissolving, "slots would miss the dissolved packs"),
+        ("packs of other epochs", is_exchanging, "exchanged samples change the cost of slots"),
+    ):
+        if is_given:
+            raise ValueError(f"context_parallel cannot keep {name}: {why}; leave out one of them")
+
+
+def slot_offsets(cp_sizes: np.ndarray, ranks: int) -> np.ndarray:
+    """Where slots of so many ranks begin, and the end: [4, 2, 2, 8] of 8 -> [0, 3, 4]. Raises
+    ValueError if the sizes, integers (num_packs,), do not add up to slots."""
+    ends = np.cumsum(cp_sizes, dtype=np.int64)
+    offsets = np.append(0, np.flatnonzero(ends % ranks == 0) + 1)
+    full = np.arange(1, len(offsets)) * ranks
+    if offsets[-1] != len(ends) or not np.array_equal(ends[offsets[1:] - 1], full):
+        raise ValueError(f"the ranks of packs do not add up to slots of {ranks} ranks")
+    return offsets
+
+
+def idle_in_slots(cost: np.ndarray, cp_sizes: np.ndarray, ranks: int) -> float:
+    """Share of time that ranks wait for the costliest pack per rank of their slot. ``cost``
+    (num_packs,) of whole packs; what ranks say to each other costs nothing here."""
+    if not len(cost):
+        return 0.0
+    slowest = np.maximum.reduceat(cost / cp_sizes, slot_offsets(cp_sizes, ranks)[:-1])
+    return float(1 - cost.sum() / (slowest.sum() * ranks)) if slowest.any() else 0.0

@@ -4,6 +4,7 @@ plan/sample_ids.npy          int32 or int64 (num_packed,)
 plan/pack_offsets.npy        int64 (num_packs + 1,)
 plan/set_aside_ids.npy       int32 or int64 (num_set_aside,)
 plan/set_aside_reasons.npy   uint8 (num_set_aside,): index into reason_names
+plan/cp_sizes.npy            int32 (num_packs,), if packs go over 1, 2, 4 … ranks
 plan/plan.json               everything else; written last, so its presence means complete
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from offline_packing.errors import StageError
+from offline_packing.planner.context_parallel import ContextParallel, slot_offsets
 from offline_packing.storage.files import atomic_file, read_json, to_json, write_atomically
 
 FORMAT_VERSION = 1
@@ -23,15 +25,15 @@ _ARRAYS = ("sample_ids", "pack_offsets", "set_aside_ids", "set_aside_reasons")
 
 @dataclass(frozen=True)
 class PlanInfo:
-    """Settings and totals of a plan; tokens count padding to ``pad_multiple``."""
+    """Settings and totals of a plan; tokens count the padding of samples."""
 
     seq_length: int
     strategy: str
     seed: int
     pad_multiple: int
-    #: tokens in all packs, each sample padded to pad_multiple
+    #: tokens in all packs, each sample padded to pad_multiple, or to what its pack's ranks cut
     num_tokens: int
-    #: no plan for these samples has fewer packs (of the same groups and budgets)
+    #: no plan for these samples has fewer packs (of the same groups and budgets); or fewer slots
     lower_bound: int
     #: names of the reasons that ``set_aside_reasons`` indexes
     reason_names: tuple[str, ...] = ()
@@ -43,6 +45,8 @@ class PlanInfo:
     epochs: list[int] = field(default_factory=list)
     #: further settings in words, for the report: budgets, assignment, order
     settings: dict[str, Any] = field(default_factory=dict)
+    #: ranks of a slot, if packs go over 1, 2, 4 … of them
+    context_parallel: ContextParallel | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -62,6 +66,8 @@ class PackPlan:
     #: uint8 (num_set_aside,): index into ``info.reason_names``
     set_aside_reasons: np.ndarray
     info: PlanInfo
+    #: int32 (num_packs,): ranks that each pack goes over; None: all packs are alike
+    cp_sizes: np.ndarray | None = None
 
     @property
     def num_packs(self) -> int:
@@ -69,14 +75,30 @@ class PackPlan:
         return len(self.pack_offsets) - 1
 
     @property
+    def slot_offsets(self) -> np.ndarray:
+        """int64 (num_slots + 1,): slot i holds the packs slot_offsets[i]:slot_offsets[i + 1], whose
+        ``cp_sizes`` add up to the ranks. Without these, each pack is a slot."""
+        if self.cp_sizes is None or self.info.context_parallel is None:
+            return np.arange(self.num_packs + 1)
+        return slot_offsets(self.cp_sizes, self.info.context_parallel.ranks)
+
+    @property
+    def room(self) -> int:
+        """Tokens that all packs could hold."""
+        if self.cp_sizes is None or self.info.context_parallel is None:
+            return self.num_packs * self.info.seq_length
+        return int(self.cp_sizes.sum(dtype=np.int64)) * self.info.context_parallel.tokens_per_rank
+
+    @property
     def gap(self) -> float:
-        """Packs above the lower bound, as a share of it: 0.0 is proven optimal."""
-        return self.num_packs / self.info.lower_bound - 1 if self.info.lower_bound else 0.0
+        """Packs, or slots, above the lower bound, as a share of it: 0.0 is proven optimal."""
+        bound = self.info.lower_bound
+        return (len(self.slot_offsets) - 1) / bound - 1 if bound else 0.0
 
     @property
     def fill(self) -> float:
         """Tokens over the room in all packs, 0.0 to 1.0."""
-        return self.info.num_tokens / (self.num_packs * self.info.seq_length or 1)
+        return self.info.num_tokens / (self.room or 1)
 
     @property
     def packing_factor(self) -> float:
@@ -118,7 +140,7 @@ class PackPlan:
         names = self.info.reason_names
         return {name: int(count) for name, count in zip(names, counts, strict=True) if count}
 
-    def statistics(self) -> dict[str, float | int | dict[str, int]]:
+    def statistics(self) -> dict[str, Any]:
         """Figures for the report and the log."""
         return {
             "num_packs": self.num_packs,
@@ -126,9 +148,19 @@ class PackPlan:
             "gap": self.gap,
             "fill": self.fill,
             "packing_factor": self.packing_factor,
+            **self._slot_statistics(),
             "num_packed_samples": len(self.sample_ids),
             "num_set_aside": len(self.set_aside_ids),
             "set_aside_counts": self.set_aside_counts(),
+        }
+
+    def _slot_statistics(self) -> dict[str, Any]:
+        if self.cp_sizes is None:
+            return {}
+        sizes, counts = np.unique(self.cp_sizes, return_counts=True)
+        return {
+            "num_slots": len(self.slot_offsets) - 1,
+            "packs_by_cp_size": dict(zip(map(str, sizes), counts.tolist(), strict=True)),
         }
 
     def save(self, folder: str | Path) -> None:
@@ -140,11 +172,16 @@ class PackPlan:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "plan.json").unlink(missing_ok=True)
-        for name in _ARRAYS:
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        if self.cp_sizes is not None:
+            arrays["cp_sizes"] = self.cp_sizes
+        for name, array in arrays.items():
             with atomic_file(folder / f"{name}.npy") as file:
-                np.save(file, getattr(self, name), allow_pickle=False)
-        shapes = {name: list(getattr(self, name).shape) for name in _ARRAYS}
+                np.save(file, array, allow_pickle=False)
+        shapes = {name: list(array.shape) for name, array in arrays.items()}
         document = {"format_version": FORMAT_VERSION, "shapes": shapes, **asdict(self.info)}
+        if self.info.context_parallel is None:
+            del document["context_parallel"]
         document["statistics"] = self.statistics()
         write_atomically(folder / "plan.json", to_json(document))
 
@@ -168,8 +205,10 @@ class PackPlan:
                 f"this version reads {FORMAT_VERSION}; plan again"
             )
         shapes = document["shapes"]
-        arrays = {name: _load_array(folder / f"{name}.npy", shapes[name]) for name in _ARRAYS}
+        arrays = {name: _load_array(folder / f"{name}.npy", shapes[name]) for name in shapes}
         try:
+            if "context_parallel" in document:
+                document["context_parallel"] = ContextParallel(**document["context_parallel"])
             document["reason_names"] = tuple(document["reason_names"])
             known = document.keys() & PlanInfo.__dataclass_fields__  # some came with later versions
             info = PlanInfo(**{name: document[name] for name in known})

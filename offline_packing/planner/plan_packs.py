@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from offline_packing.planner.compose import limited, pack_request, packs_bound
+from offline_packing.planner.context_parallel import ContextParallel, cut_multiple
 from offline_packing.planner.epochs import exchange_samples
 from offline_packing.planner.order import (
     RankLayout,
     cost_grouped_order,
+    fill_slots,
     order_samples,
     reorder_packs,
 )
@@ -52,6 +54,7 @@ def plan_packs(
     copy_of: np.ndarray | None = None,
     assignment: str | Sequence[str] = ("shuffle",),
     order: RankLayout | None = None,
+    context_parallel: ContextParallel | None = None,
     homogeneous: bool = False,
     max_samples: Count | None = None,
     min_samples: NonNegative = 1,
@@ -77,7 +80,7 @@ def plan_packs(
         groups: integer array, the dataset or kind of media of each sample.
         weights: group -> weight for assignment mix; default: the sizes of the groups.
         cost: what training on each sample costs (``families.model_cost``); default: its length
-            squared. Used by ``order``.
+            squared. Used by ``order`` and ``context_parallel``.
         source_order: where each sample stands in the source, any sortable array.
         balance_by: the quantity that assignment balance evens out, for example vision patches.
         copy_of: integer array from 0; samples with the same number are copies of one. No pack holds
@@ -86,6 +89,9 @@ def plan_packs(
             locality (packs follow source_order), mix (packs interleave groups by weight) and
             balance; empty for none.
         order: write the packs so that the ranks of this layout get similar cost at each step.
+        context_parallel: packs go over 1, 2, 4 … ranks, in slots of all ranks with nearly equal
+            cost; ``seq_length`` is the longest pack. Each sample counts as its length rounded up to
+            ``cut_multiple`` of its pack's ranks. The lower bound is one of slots.
         homogeneous: packs hold samples of one group only.
         max_samples: samples that a pack may hold; a budget like those.
         min_samples: packs with fewer samples are dissolved, their samples set aside.
@@ -102,7 +108,11 @@ def plan_packs(
     limits = dict(budgets or {})
     if max_samples is not None:
         limits["samples"] = (np.ones(len(num_tokens), np.int32), max_samples)
-    admission = admit_samples(num_tokens, seq_length, pad_multiple=pad_multiple, budgets=limits)
+    multiple = pad_multiple
+    if context_parallel is not None:
+        context_parallel.check(seq_length, pad_multiple)
+        multiple = cut_multiple(1, pad_multiple)
+    admission = admit_samples(num_tokens, seq_length, pad_multiple=multiple, budgets=limits)
     request = PlanRequest(
         seq_length=seq_length,
         strategy=strategy,
@@ -122,6 +132,9 @@ def plan_packs(
         balance_by=balance_by,
         copy_of=copy_of,
         order=order,
+        context_parallel=context_parallel,
+        unit=multiple,
+        exchange=exchange,
         options=strategy_options or {},
     ).admitted(admission)
     check_known("strategy", strategy, STRATEGIES)
@@ -129,28 +142,39 @@ def plan_packs(
     request.check()
     check_budgets(strategy, limits)
     packs, bound = pack_request(request)
+    cp_sizes = None
     packs, dissolved, reasons = _dissolve_poor(packs, request)
     if len(dissolved):
         bound = packs_bound(request.subset(packs.sample_ids))
-    if exchange:
+    if request.exchange:
         packs = _exchange(packs, request)
     if request.order is not None:
         packs = reorder_packs(packs, _cost_order(packs, request))
+    elif context_parallel is not None:
+        packs, cp_sizes = _fill_slots(packs, request)
     elif "shuffle" in chosen and not request.windowed:
         packs = reorder_packs(packs, np.random.default_rng(seed).permutation(packs.num_packs))
     packs = order_samples(packs, request.lengths, sample_order, seed)
     kept = request.lengths[packs.sample_ids] if len(dissolved) else request.lengths
+    num_tokens_in_packs = int(kept.sum(dtype=np.int64))
+    if context_parallel is not None and cp_sizes is not None:
+        room = context_parallel.ranks * context_parallel.tokens_per_rank
+        bound = -(-num_tokens_in_packs // room)
+        each = np.repeat(cp_sizes, np.diff(packs.pack_offsets)) * multiple
+        padded = -(-request.lengths[packs.sample_ids] // each) * each.astype(np.int64)
+        num_tokens_in_packs = int(padded.sum())
     info = PlanInfo(
         seq_length=seq_length,
         strategy=strategy,
         seed=seed,
         pad_multiple=pad_multiple,
-        num_tokens=int(kept.sum(dtype=np.int64)),
+        num_tokens=num_tokens_in_packs,
         lower_bound=bound,
         reason_names=(*admission.reason_names, *_DISSOLVED),
         settings=_settings(request),
+        context_parallel=context_parallel,
     )
-    return _make_plan(packs, dissolved, reasons, admission, info)
+    return replace(_make_plan(packs, dissolved, reasons, admission, info), cp_sizes=cp_sizes)
 
 
 def _dissolve_poor(packs: Packs, request: PlanRequest) -> tuple[Packs, np.ndarray, np.ndarray]:
@@ -184,12 +208,25 @@ def _exchange(packs: Packs, request: PlanRequest) -> Packs:
 def _cost_order(packs: Packs, request: PlanRequest) -> np.ndarray:
     """The order for the ranks of ``request.order``."""
     assert request.order is not None
-    cost = request.cost
-    if cost is None:
-        cost = request.lengths.astype(np.float64) ** 2
-    slots = cost[packs.sample_ids]
+    slots = _sample_costs(request)[packs.sample_ids]
     totals = np.bincount(packs.pack_of_slot(), slots, minlength=packs.num_packs)
     return cost_grouped_order(totals, request.order, request.seed)
+
+
+def _fill_slots(packs: Packs, request: PlanRequest) -> tuple[Packs, np.ndarray]:
+    """The packs in slots of ``request.context_parallel``, and the ranks of each."""
+    assert request.context_parallel is not None
+    return fill_slots(
+        packs,
+        request.lengths // request.unit,
+        _sample_costs(request),
+        request.context_parallel.capacities(request.seq_length) // request.unit,
+        request.seed if "shuffle" in request.assignment else None,
+    )
+
+
+def _sample_costs(request: PlanRequest) -> np.ndarray:
+    return request.lengths.astype(np.float64) ** 2 if request.cost is None else request.cost
 
 
 def _settings(request: PlanRequest) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from offline_packing.planner.context_parallel import ContextParallel, check_slots
+
 if TYPE_CHECKING:
     from offline_packing.planner.order import RankLayout
 
@@ -60,6 +62,10 @@ class PlanRequest:
     balance_by: np.ndarray | None = None
     copy_of: np.ndarray | None = None
     order: "RankLayout | None" = None
+    context_parallel: ContextParallel | None = None
+    #: the multiple that lengths are padded to
+    unit: int = 1
+    exchange: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def admitted(self, admission: Admission) -> "PlanRequest":
@@ -121,6 +127,15 @@ class PlanRequest:
             min_samples=self.min_samples,
             max_samples=self.sizes["samples"][1] if "samples" in self.sizes else None,
         )
+        if self.context_parallel is not None:
+            check_slots(
+                strategy=self.strategy,
+                assignment=asked,
+                budgets=self.sizes,
+                has_order=self.order is not None,
+                is_dissolving=self.min_fill > 0 or self.min_samples > 1,
+                is_exchanging=self.exchange,
+            )
 
 
 def check_known(what: str, name: str, known: Collection[str]) -> None:

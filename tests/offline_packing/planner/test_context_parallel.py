@@ -1,8 +1,17 @@
 """A context-parallel size per pack: sizes, slots, and what cannot be planned."""
 
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 
-from offline_packing.planner.context_parallel import ContextParallel, cut_multiple
+from offline_packing import ContextParallel, PackPlan, plan_packs
+from offline_packing.planner.context_parallel import cut_multiple, idle_in_slots, slot_offsets
+from offline_packing.planner.order import RankLayout
 
 
 def test_ranks_are_a_power_of_two_and_hold_the_longest_pack() -> None:
@@ -30,3 +39,179 @@ def test_sub_samples_are_padded_to_what_context_and_sequence_parallelism_cut(
 ) -> None:
     """lcm(2 * CP, CP * TP), as Megatron-Bridge's documents state."""
     assert cut_multiple(cp_size, tensor_ranks) == multiple
+
+
+def _heavy(num_samples: int, seed: int, longest: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    lengths = np.exp(np.log(40) + 1.5 * rng.standard_normal(num_samples))
+    return np.clip(lengths, 1, longest).astype(np.int32)
+
+
+def _check(plan: PackPlan, num_tokens: np.ndarray, pad_multiple: int = 1) -> None:
+    """Each sample once, no pack over its room, slots of all ranks that begin as they must."""
+    ranks = plan.info.context_parallel
+    assert ranks is not None
+    assert plan.cp_sizes is not None
+    assert plan.cp_sizes.dtype == np.int32
+    assert plan.slot_offsets.dtype == np.int64
+    ids = np.sort(np.append(plan.sample_ids, plan.set_aside_ids))
+    assert np.array_equal(ids, np.arange(len(num_tokens)))
+    in_packs = 0
+    for pack, cp_size in zip(plan, plan.cp_sizes.tolist(), strict=True):
+        multiple = cut_multiple(cp_size, pad_multiple)
+        padded = int((-(-num_tokens[pack] // multiple) * multiple).sum())
+        assert 0 < padded <= min(cp_size * ranks.tokens_per_rank, plan.info.seq_length)
+        in_packs += padded
+    assert in_packs == plan.info.num_tokens
+    for start, end in itertools.pairwise(plan.slot_offsets):
+        sizes = plan.cp_sizes[start:end]
+        assert sizes.sum() == ranks.ranks
+        begins = np.cumsum(sizes) - sizes
+        assert not (begins % sizes).any()  # groups are made once: [k * size, (k + 1) * size)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    ("ranks", "room", "pad"), [(1, 64, 1), (4, 64, 1), (8, 96, 3), (32, 64, 2)]
+)
+def test_slots_hold_every_sample_once(ranks: int, room: int, pad: int, seed: int) -> None:
+    layout = ContextParallel(ranks, room)
+    num_tokens = _heavy(3 + 150 * seed, seed, longest=ranks * room + 9)
+    plan = plan_packs(
+        num_tokens, ranks * room, context_parallel=layout, pad_multiple=pad, seed=seed
+    )
+    _check(plan, num_tokens, pad)
+    assert np.array_equal(plan.set_aside_ids, np.flatnonzero(num_tokens > ranks * room))
+    again = plan_packs(
+        num_tokens, ranks * room, context_parallel=layout, pad_multiple=pad, seed=seed
+    )
+    for name in ("sample_ids", "pack_offsets", "cp_sizes"):
+        assert np.array_equal(getattr(plan, name), getattr(again, name))
+
+
+def test_tokens_of_one_are_split_where_they_cannot_go_over_more_ranks() -> None:
+    """200 samples of a token fill 400 of a rank's 512 tokens; over two ranks they take 800, over
+    eight 3,200 of 4,096."""
+    num_tokens = np.ones(200, np.int32)
+    _check(plan_packs(num_tokens, 4096, context_parallel=ContextParallel(8, 512)), num_tokens)
+    num_tokens = np.ones(1000, np.int32)
+    plan = plan_packs(num_tokens, 2016, context_parallel=ContextParallel(16, 2016))
+    _check(plan, num_tokens)
+    assert len(plan.slot_offsets) == 2
+    assert plan.num_packs > 1
+
+
+def test_samples_that_leave_half_of_the_room_share_larger_packs() -> None:
+    """Three samples of 70 tokens fill 4 ranks of 64 by 82%, each over 2 ranks by 55%."""
+    num_tokens = np.full(300, 70, np.int32)
+    plan = plan_packs(num_tokens, 256, context_parallel=ContextParallel(4, 64))
+    _check(plan, num_tokens)
+    assert len(plan.slot_offsets) - 1 == 100
+
+
+def _fewest_slots(lengths: list[int], room: int) -> int:
+    """The fewest slots of 4 ranks, over all partitions into packs."""
+
+    def cp_size(pack: list[int]) -> float:
+        for size in (1, 2, 4):
+            if sum(-(-n // (2 * size)) * 2 * size for n in pack) <= size * room:
+                return size
+        return math.inf
+
+    def partitions(rest: list[int]) -> Iterator[list[list[int]]]:
+        if not rest:
+            yield []
+            return
+        for packs in partitions(rest[1:]):
+            yield [[rest[0]], *packs]
+            for i, pack in enumerate(packs):
+                yield [*packs[:i], [rest[0], *pack], *packs[i + 1 :]]
+
+    return math.ceil(min(sum(map(cp_size, packs)) for packs in partitions(lengths)) / 4)
+
+
+def test_few_samples_take_the_fewest_slots() -> None:
+    excess = []
+    for seed in range(60):
+        num_tokens = np.random.default_rng(seed).integers(1, 33, 7).astype(np.int32)
+        plan = plan_packs(num_tokens, 32, context_parallel=ContextParallel(4, 8), seed=seed)
+        _check(plan, num_tokens)
+        excess.append(len(plan.slot_offsets) - 1 - _fewest_slots(num_tokens.tolist(), 8))
+    assert min(excess) >= 0
+    assert max(excess) <= 1
+    assert np.mean(excess) < 0.2
+
+
+def test_ranks_of_a_slot_have_equal_cost() -> None:
+    """Fill and idle time of a heavy distribution, as in the benchmark; at random slots idle 20%."""
+    rng = np.random.default_rng(0)
+    num_tokens = _heavy(20_000, 1, longest=8 * 512)
+    cost = num_tokens * (1 + num_tokens / 2048) + 2 * num_tokens * rng.random(len(num_tokens))
+    ranks = ContextParallel(8, 512)
+    plan = plan_packs(num_tokens, 8 * 512, context_parallel=ranks, cost=cost)
+    assert not len(plan.set_aside_ids)
+    assert plan.fill > 0.998
+    costs = np.add.reduceat(cost[plan.sample_ids], plan.pack_offsets[:-1])
+    assert idle_in_slots(costs, plan.cp_sizes, 8) < 0.005
+    shuffled = np.concatenate(
+        [
+            rng.permutation(np.flatnonzero(plan.cp_sizes == size))
+            for size in np.unique(plan.cp_sizes)[::-1]
+        ]
+    )
+    assert idle_in_slots(costs[shuffled], plan.cp_sizes[shuffled], 8) > 0.05
+
+
+def test_idle_time_and_slots_by_hand() -> None:
+    cp_sizes = np.array([4, 2, 1, 1, 8], np.int32)
+    assert slot_offsets(cp_sizes, 8).tolist() == [0, 4, 5]
+    # per rank 2, 4, 1, 3 and 1: the first slot takes 4, the second 1, of 8 ranks
+    assert idle_in_slots(np.array([8.0, 8, 1, 3, 8]), cp_sizes, 8) == 1 - 28 / (8 * 5)
+    for wrong in ([4, 2], [4, 8, 4], [3, 8]):
+        with pytest.raises(ValueError, match="do not add up to slots of 8 ranks"):
+            slot_offsets(np.array(wrong), 8)
+
+
+def test_copies_of_a_sample_share_no_pack() -> None:
+    num_tokens, copy_of = np.tile(_heavy(300, 3, 500), 3), np.tile(np.arange(300), 3)
+    plan = plan_packs(num_tokens, 512, context_parallel=ContextParallel(8, 64), copy_of=copy_of)
+    _check(plan, num_tokens)
+    assert all(len(np.unique(copy_of[pack])) == len(pack) for pack in plan)
+
+
+def test_groups_share_no_pack() -> None:
+    num_tokens = _heavy(900, 3, 500)
+    groups = (np.arange(900) % 3).astype(np.int32)
+    plan = plan_packs(
+        num_tokens, 512, context_parallel=ContextParallel(8, 64), homogeneous=True, groups=groups
+    )
+    _check(plan, num_tokens)
+    assert all(len(np.unique(groups[pack])) == 1 for pack in plan)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"strategy": "exact_fill"}, "strategy 'exact_fill'"),
+        ({"assignment": "locality", "source_order": np.arange(9)}, "assignment locality"),
+        ({"max_samples": 4}, "a limit of samples"),
+        ({"budgets": {"images": (np.ones(9, int), 4)}}, "a limit of images"),
+        ({"order": RankLayout(8)}, "order"),
+        ({"min_fill": 0.5}, "min_fill or min_samples"),
+        ({"exchange": True}, "packs of other epochs"),
+    ],
+)
+def test_what_slots_cannot_keep_is_refused(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"context_parallel cannot keep {named}"):
+        plan_packs(np.full(9, 8), 512, context_parallel=ContextParallel(8, 64), **given)
+
+
+def test_a_plan_of_slots_is_saved_whole(tmp_path: Path) -> None:
+    num_tokens = _heavy(200, 3, 500)
+    plan = plan_packs(num_tokens, 512, context_parallel=ContextParallel(8, 64))
+    plan.save(tmp_path)
+    again = PackPlan.load(tmp_path)
+    assert again.info == plan.info
+    assert np.array_equal(again.cp_sizes, plan.cp_sizes)
+    assert np.array_equal(again.slot_offsets, plan.slot_offsets)
+    assert again.statistics()["num_slots"] == len(plan.slot_offsets) - 1
