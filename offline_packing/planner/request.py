@@ -260,16 +260,16 @@ def checked_sizes(
     return array
 
 
-def checked_costs(cost: np.ndarray | Sequence[float]) -> np.ndarray:
-    """``cost`` as float64. Raises ValueError for the first that is not a number of at least 0."""
+def checked_costs(cost: np.ndarray | Sequence[float], name: str = "cost") -> np.ndarray:
+    """Costs as float64. Raises ValueError for the first that is not a number of at least 0."""
     array = np.asarray(cost)
     if array.dtype.kind not in "iuf":
-        raise ValueError(f"cost has type {array.dtype}; pass an array of numbers")
+        raise ValueError(f"{name} has type {array.dtype}; pass an array of numbers")
     bad = ~((array >= 0) & np.isfinite(array)).ravel()
     if bad.any():
         first = int(bad.argmax())
         raise ValueError(
-            f"cost[{first}] is {array.ravel()[first]}; it must be finite and at least 0"
+            f"{name}[{first}] is {array.ravel()[first]}; it must be finite and at least 0"
         )
     return array.astype(np.float64, copy=False)
 

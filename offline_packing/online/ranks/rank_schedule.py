@@ -7,29 +7,39 @@ same step, so that no rank waits for another:
     in random order of steps and ranks      rank 0   4 1 8
                                             rank 1   3 1 9
 
+With `tower_cost`, micro batches of a step are alike in both phases, the vision tower's and the
+language model's, after each of which ranks wait for each other. With `kinds`, they are of one kind.
+
 All ranks have the same number of steps. Where micro batches do not divide evenly among the ranks,
 some are divided, so that each sample comes once. Repeated within an epoch is only what cannot be
-divided: with n packs, or n samples that need as many steps, (ranks × steps - n) of them come twice.
+divided: with n packs, or n samples that need as many steps, (ranks × steps - n) of them come twice;
+the same of each kind.
 """
 
 import hashlib
-import heapq
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from offline_packing.online.ranks.micro_batches import fill_micro_batches
 from offline_packing.planner.order import reorder_packs
-from offline_packing.planner.plan_packs import plan_packs
+from offline_packing.planner.ranks.deal import BLOCK, deal_steps
+from offline_packing.planner.ranks.similar import idle_shares
 from offline_packing.planner.request import checked_costs, checked_sizes
 from offline_packing.planner.strategies.strategy import Packs, join_packs
 from task_encoders.field_types import Count, Integer, NonNegative, checked
 
 logger = logging.getLogger(__name__)
+
+#: States of another method would go on elsewhere.
+_METHOD: Final = 2
+
+#: Arguments with a value per item.
+_ARRAYS: Final = ("cost", "tower_cost", "kinds", "features")
 
 #: Steps that were trained with some number of ranks: (num_ranks, steps).
 Stretch = tuple[int, int]
@@ -43,8 +53,9 @@ class EpochSchedule:
     micro_batches: Packs
     #: int64 (num_steps, num_ranks): numbers of micro batches
     table: np.ndarray
-    #: float64 (num_steps, num_ranks): what they cost
+    #: float64 (num_steps, num_ranks): what they cost, and the tower's part of it
     cost: np.ndarray
+    tower_cost: np.ndarray
 
     def items(self, step: int, rank: int) -> np.ndarray:
         """The items of a micro batch, int64 (n,): indices into the schedule's lengths."""
@@ -54,8 +65,12 @@ class EpochSchedule:
     @property
     def idle_share(self) -> float:
         """Share of time that ranks wait for the slowest of each step."""
-        available = self.cost.max(axis=1).sum() * self.cost.shape[1] if self.cost.size else 0.0
-        return float(1 - self.cost.sum() / available) if available else 0.0
+        return idle_shares(self.cost, self.tower_cost)[0]
+
+    @property
+    def two_phase_idle_share(self) -> float:
+        """The same where they wait after the vision tower and after the language model."""
+        return idle_shares(self.cost, self.tower_cost)[1]
 
 
 class RankSchedule:
@@ -63,12 +78,18 @@ class RankSchedule:
 
     Args:
         lengths: integers (num_items,), tokens of each pack or sample.
-        cost: (num_items,) of training on each; default: the length squared. See
-            `task_encoders.families.model_cost` for samples, `pack_costs` for packs.
+        cost: (num_items,) of training on each, the tower's included; default: the length squared.
+            See `task_encoders.families.model_cost` for samples, `pack_costs` for packs.
         num_ranks: data parallel ranks. Workers of their loaders change nothing.
         budget: tokens of a micro batch, made of several items, in new company in each epoch; items
             that do not fit are in `set_aside_ids`. None: each item is a micro batch, as packs are.
         seed: decides every random choice, together with the epoch.
+        tower_cost: (num_items,), the vision tower's part of `cost`; minimised is then the time of
+            both phases. The sum's idle share may grow by a hundredth for it.
+        kinds: integers (num_items,) that do not differ within a step, as FSDP asks where a tower
+            has no pictures: 1 with images, 0 without.
+        features: (num_items, num_features), further quantities that optimizer steps of 8 micro
+            batches are to have alike: tokens with loss, each source's tokens.
 
     Raises:
         ValueError: an argument is out of range, or there is nothing to schedule.
@@ -82,14 +103,17 @@ class RankSchedule:
         num_ranks: Count = 1,
         budget: Count | None = None,
         seed: NonNegative = 0,
+        tower_cost: np.ndarray | None = None,
+        kinds: np.ndarray | None = None,
+        features: np.ndarray | None = None,
     ) -> None:
         self.lengths = checked_sizes("lengths", lengths).astype(np.int64)
         self.cost = self.lengths**2.0 if cost is None else checked_costs(cost)
+        self.tower_cost = None if tower_cost is None else checked_costs(tower_cost, "tower_cost")
+        self.kinds = None if kinds is None else np.asarray(kinds)
+        self.features = None if features is None else np.asarray(features, np.float64)
         self.num_ranks, self.budget, self.seed = num_ranks, budget, seed
-        if self.cost.shape != self.lengths.shape:
-            raise ValueError(
-                f"cost {self.cost.shape} must have a value per length {self.lengths.shape}"
-            )
+        self._check_arrays()
         fits = (self.lengths >= 1) & (self.lengths <= (np.inf if budget is None else budget))
         #: int64 (n,): items without tokens, or longer than the budget
         self.set_aside_ids = np.flatnonzero(~fits)
@@ -104,11 +128,35 @@ class RankSchedule:
                 budget,
             )
 
+    def _check_arrays(self) -> None:
+        for name in _ARRAYS:
+            array = getattr(self, name)
+            if array is not None and array.shape[:1] != self.lengths.shape:
+                raise ValueError(
+                    f"{name} {array.shape} must have a value per length {self.lengths.shape}"
+                )
+        if self.kinds is not None and (self.kinds.ndim != 1 or self.kinds.dtype.kind not in "iub"):
+            raise ValueError(
+                f"kinds has shape {self.kinds.shape} and type {self.kinds.dtype}; pass an integer "
+                "per length"
+            )
+        if self.features is not None and self.features.ndim != 2:
+            raise ValueError(f"features {self.features.shape} must have two dimensions")
+        if self.tower_cost is not None and (above := self.tower_cost > self.cost).any():
+            first = int(above.argmax())
+            raise ValueError(
+                f"tower_cost[{first}] is {self.tower_cost[first]:g} > cost {self.cost[first]:g}; "
+                "cost is the sum of the tower's and the language model's"
+            )
+
     @cached_property
     def digest(self) -> str:
         """Identifies what is scheduled, with any number of ranks."""
-        found = hashlib.sha256(repr((self.budget, self.seed)).encode())
-        found.update(self.lengths.tobytes() + self.cost.tobytes())
+        found = hashlib.sha256(repr((self.budget, self.seed, _METHOD)).encode())
+        for name in ("lengths", *_ARRAYS):
+            array = getattr(self, name)
+            if array is not None:
+                found.update(np.ascontiguousarray(array, array.dtype.newbyteorder("=")).tobytes())
         return found.hexdigest()[:16]
 
     def epoch(self, number: int, earlier: Sequence[Stretch] = ()) -> EpochSchedule:
@@ -126,87 +174,30 @@ class RankSchedule:
         return self._schedule(left, self.num_ranks, (self.seed, number, len(earlier)))
 
     def _schedule(self, ids: np.ndarray, num_ranks: int, seed: Sequence[int]) -> EpochSchedule:
-        packs = self._micro_batches(ids, num_ranks, seed)
-        offsets = packs.pack_offsets
-        cost = np.add.reduceat(self.cost[packs.sample_ids], offsets[:-1]) if len(ids) else ids
-        table = _similar_at_each_step(cost, num_ranks, np.random.default_rng(seed))
-        return EpochSchedule(packs, table, cost[table].astype(np.float64))
+        """Micro batches, each of one kind, and their steps."""
+        kinds = np.zeros(len(ids), np.int64) if self.kinds is None else self.kinds[ids]
+        packs = Packs(ids, np.arange(len(ids) + 1))
+        if self.budget is not None and len(ids):
+            data = self.lengths, self.cost, self.budget, num_ranks, seed
+            own = [fill_micro_batches(ids[kinds == kind], *data) for kind in np.unique(kinds)]
+            packs = join_packs(own)
+            kinds = np.repeat(np.unique(kinds), [part.num_packs for part in own])
+        cost = self._sums(self.cost, packs)
+        tower = None if self.tower_cost is None else self._sums(self.tower_cost, packs)
+        features = None if self.features is None else self._sums(self.features, packs)
+        rng = np.random.default_rng(seed)
+        table = deal_steps(cost, tower, kinds, num_ranks, rng, features)
+        if not seed[2]:  # where the blocks of an endless sequence of epochs begin
+            table = np.roll(table, -seed[1] * len(table) % BLOCK, axis=0)
+        in_tower = np.zeros(table.shape) if tower is None else tower[table]
+        return EpochSchedule(packs, table, cost[table], in_tower)
 
-    def _micro_batches(self, ids: np.ndarray, num_ranks: int, seed: Sequence[int]) -> Packs:
-        """Each item alone; or under the budget, if possible a multiple of num_ranks of them."""
-        if self.budget is None or not len(ids):
-            return Packs(ids, np.arange(len(ids) + 1))
-        planning_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        plan = plan_packs(self.lengths[ids], self.budget, seed=planning_seed)
-        packs = Packs(ids[plan.sample_ids], plan.pack_offsets)
-        odd = packs.num_packs % num_ranks
-        if not odd:
-            return packs
-        # The rows of most samples: small ones are easily divided.
-        by_size = np.argsort(np.diff(packs.pack_offsets), kind="stable")
-        last = reorder_packs(packs, by_size[-odd:])
-        rest = reorder_packs(packs, np.sort(by_size[:-odd]))
-        divided = self._divide(last.sample_ids, num_ranks)
-        if divided is None:
-            return self._split(packs, num_ranks - odd)
-        return join_packs([rest, _as_packs(divided)])
-
-    def _divide(self, ids: np.ndarray, num_ranks: int) -> list[list[int]] | None:
-        """Samples as one micro batch of similar cost per rank: the costliest first, each to the
-        rank with the lowest cost that has room. None if that fails."""
-        parts: list[list[int]] = [[] for _ in range(num_ranks)]
-        spent, room = np.zeros(num_ranks), np.full(num_ranks, self.budget)
-        for item in ids[np.argsort(-self.cost[ids], kind="stable")].tolist():
-            open_ranks = np.flatnonzero(room >= self.lengths[item])
-            if not len(open_ranks):
-                return None
-            rank = open_ranks[spent[open_ranks].argmin()]
-            parts[rank].append(item)
-            spent[rank] += self.cost[item] or np.finfo(float).tiny
-            room[rank] -= self.lengths[item]
-        return parts if all(parts) else None
-
-    def _split(self, packs: Packs, count: int) -> Packs:
-        """Micro batches of the same samples, `count` more of them if there are as many samples:
-        again and again the costliest that has several becomes two of similar cost."""
-        offsets = packs.pack_offsets
-        several = np.flatnonzero(np.diff(offsets) > 1)
-        cost = np.add.reduceat(self.cost[packs.sample_ids], offsets[:-1])[several]
-        chosen = several[np.argsort(-cost, kind="stable")[:count]]
-        whole = [packs.sample_ids[offsets[i] : offsets[i + 1]] for i in chosen]
-        parts = [(-self.cost[ids].sum(), ids.tolist()) for ids in whole]
-        heapq.heapify(parts)
-        alone: list[list[int]] = []
-        while count and parts:
-            count -= 1
-            for half in self._divide(np.array(heapq.heappop(parts)[1]), 2) or ():
-                if len(half) > 1:
-                    heapq.heappush(parts, (-self.cost[half].sum(), half))
-                else:
-                    alone.append(half)
-        rest = reorder_packs(packs, np.setdiff1d(np.arange(packs.num_packs), chosen))
-        return join_packs([rest, _as_packs([*alone, *(ids for _, ids in parts)])])
-
-
-def _as_packs(parts: Sequence[Sequence[int]]) -> Packs:
-    sizes = [len(part) for part in parts]
-    return Packs(np.array([*chain(*parts)], np.int64), np.cumsum([0, *sizes]))
-
-
-def _similar_at_each_step(cost: np.ndarray, num_ranks: int, rng: np.random.Generator) -> np.ndarray:
-    """(num_steps, num_ranks): each micro batch once, and the fewest repeated that fill all steps.
-
-    An incomplete group, anywhere in the order by cost, is filled with the next in cost: these are
-    in other groups, so that no step holds one twice, if there are enough.
-    """
-    order = np.argsort(cost, kind="stable")
-    odd = len(order) % num_ranks
-    if odd:
-        start = num_ranks * rng.integers(len(order) // num_ranks + 1)
-        next_in_cost = np.concatenate([order[start + odd :], order[:start][::-1], order])
-        order = np.insert(order, start + odd, np.resize(next_in_cost, num_ranks - odd))
-    groups = rng.permutation(order.reshape(-1, num_ranks))
-    return rng.permuted(groups, axis=1)
+    @staticmethod
+    def _sums(values: np.ndarray, packs: Packs) -> np.ndarray:
+        """Sums over each micro batch, float64 (num_packs, …)."""
+        if not packs.num_packs:
+            return np.empty((0, *values.shape[1:]))
+        return np.add.reduceat(values[packs.sample_ids], packs.pack_offsets[:-1], dtype=np.float64)
 
 
 class RankSampler:

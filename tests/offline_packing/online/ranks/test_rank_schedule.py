@@ -26,11 +26,13 @@ def sft_lengths(count: int) -> tuple[np.ndarray, np.ndarray]:
     other = [rng.integers(*limits, count) for limits in ((256, 1501), (1000, 4001), (3000, 8193))]
     tokens = np.select([kind < 0.3, kind < 0.7, kind < 0.9], [text, *other[:2]], other[2])
     share = np.where(kind < 0.3, 0, rng.uniform(0.3, 0.95, count))
-    return tokens.astype(np.int64), (4 * tokens * share).astype(np.int64)
+    return tokens.astype(np.int64), np.minimum(4 * tokens * share, 14_000).astype(np.int64)
 
 
 TOKENS, PATCHES = sft_lengths(60_000)
-FLOPS = COST.language_flops(TOKENS) + COST.tower_flops(PATCHES)
+PICTURES = np.maximum(1, -(-PATCHES // 4000))
+TOWER = PICTURES * np.asarray(COST.tower_flops(PATCHES / PICTURES), np.float64)
+FLOPS = COST.language_flops(TOKENS) + TOWER
 
 
 def items_of(epoch: EpochSchedule) -> list[list[list[int]]]:
@@ -135,6 +137,97 @@ def test_idle_share_is_what_ranks_wait() -> None:
     assert epoch.idle_share == pytest.approx(6 / 18)
 
 
+@pytest.fixture(scope="module")
+def packed() -> dict[str, np.ndarray]:
+    """Cost of packs, and the tower's part."""
+    plan = plan_packs(TOKENS, BUDGET)
+    return {
+        name: np.add.reduceat(of[plan.sample_ids], plan.pack_offsets[:-1])
+        for name, of in (("cost", FLOPS), ("tower_cost", TOWER))
+    }
+
+
+@pytest.mark.parametrize(("num_ranks", "most"), [(8, 0.003), (32, 0.007), (128, 0.014)])
+def test_both_phases_cost_the_same(
+    num_ranks: int, most: float, packed: dict[str, np.ndarray]
+) -> None:
+    ones = np.ones(len(packed["cost"]), np.int64)
+    epoch = RankSchedule(ones, num_ranks=num_ranks, **packed).epoch(0)
+    by_sum = RankSchedule(ones, packed["cost"], num_ranks).epoch(0)
+    phases = [(epoch.cost - epoch.tower_cost).max(axis=1), epoch.tower_cost.max(axis=1)]
+    time = num_ranks * np.sum(phases)
+    assert epoch.two_phase_idle_share == pytest.approx(1 - epoch.cost.sum() / time)
+    assert epoch.two_phase_idle_share <= most
+    assert epoch.idle_share <= by_sum.idle_share + 0.01
+    assert by_sum.two_phase_idle_share == by_sum.idle_share  # it knows of one phase
+    assert np.array_equal(epoch.cost, packed["cost"][epoch.table])
+
+
+@given(
+    items=st.lists(
+        st.tuples(st.integers(1, 20), st.floats(0, 9), st.floats(0, 9), st.integers(0, 2)),
+        min_size=1,
+        max_size=60,
+    ),
+    num_ranks=st.integers(1, 9),
+    budget=st.sampled_from([None, 20, 50]),
+)
+@settings(max_examples=100, deadline=None)
+def test_steps_of_one_kind_in_both_phases(
+    items: list[tuple[int, float, float, int]], num_ranks: int, budget: int | None
+) -> None:
+    """Of each kind, what is promised of all: every item once, few repeated, the same when asked
+    again; and with other ranks, what was left."""
+    lengths, tower, language, kinds = (np.array(column) for column in zip(*items, strict=True))
+    arrays = {"tower_cost": tower, "kinds": kinds, "features": lengths[:, None]}
+    made = [
+        RankSchedule(lengths, tower + language, ranks, budget, 3, **arrays)
+        for ranks in (num_ranks, num_ranks, num_ranks % 4 + 1)
+    ]
+    epoch = made[0].epoch(1)
+    steps = items_of(epoch)
+    assert steps == items_of(made[1].epoch(1))
+    assert all(len({kinds[item] for own in step for item in own}) == 1 for step in steps)
+    assert budget is None or all(lengths[own].sum() <= budget for step in steps for own in step)
+    for kind in np.unique(kinds):
+        of_kind = [step for step in steps if kinds[step[0][0]] == kind]
+        count = (kinds == kind).sum()
+        times = np.bincount([item for step in of_kind for own in step for item in own])
+        times = times[kinds[: len(times)] == kind]
+        assert len(times) == count
+        assert times.sum() - count == max(0, len(of_kind) * num_ranks - count)
+        assert times.max() - times.min() <= 1
+    if len(steps) > 1:
+        rest = items_of(made[2].epoch(1, [(num_ranks, len(steps) // 2)]))
+        trained = {item for step in steps[: len(steps) // 2] for own in step for item in own}
+        left = [item for step in rest for own in step for item in own]
+        assert set(left) == set(range(len(items))) - trained
+        assert all(len({kinds[item] for own in step for item in own}) == 1 for step in rest)
+
+
+@pytest.mark.parametrize("budget", [None, BUDGET])
+def test_optimizer_steps_of_eight_micro_batches_learn_from_alike(budget: int | None) -> None:
+    """Compared with as many at random, although micro batches of a step are alike."""
+    count = 8200
+    tokens, tower, cost = TOKENS[:count], TOWER[:count], FLOPS[:count]
+    arrays = {"tower_cost": tower, "features": np.stack([tokens, tower], 1)}
+    epoch = RankSchedule(tokens, cost, 8, budget, **arrays).epoch(0)
+    micro_batches, rng = epoch.micro_batches, np.random.default_rng(0)
+    assert len(epoch.table) % 8 > 0  # where the step that is filled up is least noticed
+    for values in (tokens, tower, cost):
+        sums = np.add.reduceat(values[micro_batches.sample_ids], micro_batches.pack_offsets[:-1])
+
+        def spread(table: np.ndarray, sums: np.ndarray = sums) -> float:
+            whole = table[: len(table) // 8 * 8]
+            return float(sums[whole].reshape(-1, 64).sum(axis=1).std())
+
+        at_random = [
+            spread(rng.permutation(epoch.table.ravel()).reshape(epoch.table.shape))
+            for _ in range(5)
+        ]
+        assert spread(epoch.table) <= 1.1 * np.mean(at_random)
+
+
 @pytest.mark.parametrize("budget", [None, BUDGET])
 def test_epochs_differ_and_are_reproducible(budget: int | None) -> None:
     def drawn(seed: int, epoch: int) -> Any:
@@ -214,3 +307,14 @@ def test_bad_arguments_are_named() -> None:
     state = RankSampler(RankSchedule(lengths), 0).state_dict()
     with pytest.raises(ValueError, match="schedule of other lengths"):
         RankSampler(RankSchedule(lengths + 1), 0).load_state_dict(state)
+    for name in ("tower_cost", "kinds", "features"):
+        with pytest.raises(ValueError, match=rf"{name} \(3,\) must have a value per length"):
+            RankSchedule(lengths, **{name: np.ones(3, int)})
+        value = np.ones((2, 1) if name == "features" else 2, int)
+        sampler = RankSampler(RankSchedule(lengths, **{name: value}), 0)
+        with pytest.raises(ValueError, match="schedule of other lengths"):
+            sampler.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"tower_cost\[1\] is 17 > cost 16; cost is the sum"):
+        RankSchedule(lengths, tower_cost=np.array([1, 17]))
+    with pytest.raises(ValueError, match="pass an integer per length"):
+        RankSchedule(lengths, kinds=np.array([0.5, 1]))
