@@ -20,23 +20,13 @@ def builtin_tokenizer(text_tokens: tuple[str, ...] = ()) -> Any:
     require_supported("transformers")
     from transformers import AddedToken, Qwen2Tokenizer
 
-    ranks = qwen_ranks()
-    characters = {byte: character for character, byte in byte_level_alphabet().items()}
-
-    def spell(token: bytes) -> str:
-        return "".join(characters[byte] for byte in token)
-
-    merges = [
-        tuple(map(spell, _last_merge(ranks, token, rank)))
-        for token, rank in sorted(ranks.items(), key=lambda item: item[1])
-        if len(token) > 1
-    ]
+    vocabulary, merges = _vocabulary_and_merges()
     tokenizer = Qwen2Tokenizer(
-        vocab={spell(token): rank for token, rank in ranks.items()},
+        vocab=vocabulary,
         merges=merges,
         # Without fixed ids transformers would choose the special tokens' ids itself.
         added_tokens_decoder={
-            len(ranks) + i: AddedToken(
+            len(vocabulary) + i: AddedToken(
                 token, special=i < len(QWEN_SPECIAL_TOKENS), normalized=False
             )
             for i, token in enumerate(QWEN_SPECIAL_TOKENS + text_tokens)
@@ -48,6 +38,23 @@ def builtin_tokenizer(text_tokens: tuple[str, ...] = ()) -> Any:
     )
     tokenizer.chat_template = QWEN2_VL_TEMPLATE
     return tokenizer
+
+
+@functools.cache
+def _vocabulary_and_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Id of every token that is not special, and the merges that make them, in order."""
+    ranks = qwen_ranks()
+    characters = {byte: character for character, byte in byte_level_alphabet().items()}
+
+    def spell(token: bytes) -> str:
+        return "".join(characters[byte] for byte in token)
+
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        if len(token) > 1:
+            left, right = _last_merge(ranks, token, rank)
+            merges.append((spell(left), spell(right)))
+    return {spell(token): rank for token, rank in ranks.items()}, merges
 
 
 def _last_merge(ranks: dict[bytes, int], token: bytes, rank: int) -> tuple[bytes, bytes]:

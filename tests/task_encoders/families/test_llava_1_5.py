@@ -85,10 +85,9 @@ def files() -> list[bytes]:
     return [random_image(rng, width, height) for width, height in sides]
 
 
-#: (image_aspect, template, number of samples): 2,000 in all.
+@pytest.mark.parametrize("count", [150, pytest.param(900, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
-    ("aspect", "template", "count"),
-    [("pad", "v1", 900), ("square", "v1", 900), ("pad", "plain", 200)],
+    ("aspect", "template"), [("pad", "v1"), ("square", "v1"), ("pad", "plain")]
 )
 def test_every_array_equals_the_processors(
     folder: Path, files: list[bytes], aspect: str, template: str, count: int

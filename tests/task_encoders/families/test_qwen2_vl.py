@@ -20,7 +20,8 @@ from tests.helpers.texts_and_images import KINDS, random_image, random_samples
 from tests.helpers.transformers_sources import needs_transformers
 
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 96
-SAMPLES_PER_KIND = 100
+#: Number of samples of each kind.
+COUNTS = [30, pytest.param(100, marks=pytest.mark.exhaustive)]
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +43,13 @@ def reference(
     return processor(text=[text], images=images or None, return_tensors="np", **kwargs)
 
 
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_array_equals_the_processors(
-    kind: str, processor: Any, encoder: Any, tmp_path: Path
+    kind: str, count: int, processor: Any, encoder: Any, tmp_path: Path
 ) -> None:
     compared = 0
-    for sample, files in random_samples(kind, SAMPLES_PER_KIND, tmp_path):
+    for sample, files in random_samples(kind, count, tmp_path):
         expected = reference(processor, sample, tmp_path)
         encoded = encoder.encode(sample, files)
         # The template's newline after the very last end token is dropped.
@@ -62,15 +64,16 @@ def test_every_array_equals_the_processors(
         assert measured.num_vision_patches == len(encoded.pixel_values)
         assert measured.grid_thw == tuple(map(tuple, encoded.image_grid_thw.tolist()))
         compared += 1
-    assert compared == SAMPLES_PER_KIND
+    assert compared == count
 
 
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_labels_equal_the_assistant_mask(
-    kind: str, processor: Any, encoder: Any, tmp_path: Path
+    kind: str, count: int, processor: Any, encoder: Any, tmp_path: Path
 ) -> None:
     needs_transformers("5.18", "has no assistant mask in its processors")
-    for sample, files in random_samples(kind, SAMPLES_PER_KIND, tmp_path):
+    for sample, files in random_samples(kind, count, tmp_path):
         encoded = encoder.encode(sample, files)
         found = processor.apply_chat_template(
             _with_paths(sample, tmp_path),

@@ -144,21 +144,21 @@ def positions_of_transformers_4(
     media = iter(zip(grids, intervals, strict=True))
     start = 0
     while start < len(tokens):
-        start = 0 if not runs else int(runs[-1].max()) + 1
+        first = 0 if not runs else int(runs[-1].max()) + 1
         if tokens[start] in (IMAGE_PAD, VIDEO_PAD):
             (t, h, w), interval = next(media)
             time = (torch.arange(t) * torch.tensor(interval)).long()
             sides = torch.arange(h // 2), torch.arange(w // 2)
             places = torch.stack(torch.meshgrid(time, *sides, indexing="ij"))
-            runs.append(places.reshape(3, -1) + start)
+            runs.append(places.reshape(3, -1) + first)
         else:
-            runs.append(torch.full((3, 1), start))
+            runs.append(torch.full((3, 1), first))
         start += runs[-1].shape[1]
     return torch.cat(runs, dim=1).numpy()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_text_can_go_on_behind_the_last_position_of_a_video(family: str) -> None:
+def test_text_can_go_on_after_the_last_position_of_a_video(family: str) -> None:
     sample, images, videos = make_sample("all_in_front")
     ours = encoder_of(family, video_end="last_position")
     encoded = ours.encode(sample, images, videos)
