@@ -6,11 +6,12 @@ import functools
 import inspect
 import os
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any, Final, TypeVar, cast, get_type_hints
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
     Field,
     PlainSerializer,
@@ -20,6 +21,7 @@ from pydantic import (
 from pydantic.errors import PydanticSchemaGenerationError
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+ModelT = TypeVar("ModelT", bound=BaseModel)
 _MAX_INTEGER: Final = 2**63 - 1
 
 
@@ -97,6 +99,23 @@ def checked(function: CallableT) -> CallableT:
     return cast(CallableT, call)
 
 
+def checked_model(model: type[ModelT], arguments: Mapping[str, Any]) -> ModelT:
+    """The model of some arguments of a function, which are checked in the same way. Raises
+    TypeError for a name that the model lacks."""
+    unknown = arguments.keys() - model.model_fields.keys()
+    if unknown:
+        raise TypeError(f"{min(unknown)} is unknown; valid: {', '.join(model.model_fields)}")
+    try:
+        return model.model_validate(arguments, strict=True)
+    except ValidationError as error:
+        problems = error.errors()
+    name = next(iter(problems[0]["loc"]), None)
+    if name is None:  # of the fields together
+        raise ValueError(problems[0]["msg"].removeprefix("Value error, "))
+    own = [problem for problem in problems if problem["loc"][:1] == (name,)]
+    raise _refusal(str(name), arguments[str(name)], own)
+
+
 def check_fields(instance: Any) -> None:
     """Check the fields of a frozen dataclass, in its `__post_init__`."""
     cls: Any = type(instance)
@@ -119,9 +138,13 @@ def _validated(name: str, value: Any, adapter: TypeAdapter[Any]) -> Any:
     try:
         return adapter.validate_python(value, strict=True)
     except ValidationError as error:
-        problems = error.errors()
+        raise _refusal(name, value, error.errors()) from None
+
+
+def _refusal(name: str, value: Any, problems: Iterable[Any]) -> ValueError:
+    """Name, value, what is valid."""
     wants = dict.fromkeys(problem["msg"].removeprefix("Value error, ") for problem in problems)
     text = " or ".join(wants).replace("Input should be", "it must be")
     text = text.replace(" or it must be", " or").replace("greater than or equal to", "at least")
     text = text.replace("less than or equal to", "at most")
-    raise ValueError(f"{name} is {reprlib.repr(value)}; {text}")
+    return ValueError(f"{name} is {reprlib.repr(value)}; {text}")

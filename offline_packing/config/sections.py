@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -16,10 +16,8 @@ from pydantic import (
 
 from offline_packing.engines import ENGINES
 from offline_packing.layouts import LAYOUTS
-from offline_packing.planner.context_parallel import ContextParallel, check_slots
-from offline_packing.planner.request import check_combination, check_epochs
-from offline_packing.sources.options import listed
-from offline_packing.storage.yaml_file import explain_value_error
+from offline_packing.planner.context_parallel import ContextParallel
+from offline_packing.planner.options import PlanOptions
 from task_encoders.field_types import Count, LocalPath, NonNegative, added, not_bool, one_of
 
 
@@ -69,28 +67,11 @@ class ContextParallelConfig(Section):
         return ContextParallel(self.ranks, self.tokens_per_rank)
 
 
-class PackConfig(Section):
-    """Options of packing."""
+class PackConfig(PlanOptions, Section):
+    """Options of packing: those of a plan, and those that the configuration adds."""
 
-    #: tokens of a pack
-    seq_length: Annotated[Count, Field(le=2**31 - 1)] = 8192
-    #: how samples are combined: a name in STRATEGIES
-    strategy: str = "auto"
-    #: of every random choice
-    seed: NonNegative = 0
     #: what happens to a sample with more tokens than seq_length
     on_overlong: Literal["set_aside", "error"] = "set_aside"
-    #: each sample counts as its length rounded up to this multiple
-    pad_multiple: Count = 1
-    #: the strategy's options besides seq_length and seed, such as hash_bucket's phases
-    strategy_options: dict[str, Any] = {}
-    #: which sample of a length goes where: shuffle, locality (packs follow the source), mix (packs
-    #: interleave the sources by weight), balance (vision patches evened out); one, or a list
-    assignment: Annotated[
-        tuple[Literal["shuffle", "locality", "mix", "balance"], ...], BeforeValidator(listed)
-    ] = ("shuffle",)
-    #: how samples stand inside a pack: random, longest_first, composed (as the strategy did)
-    sample_order: Literal["random", "longest_first", "composed"] = "random"
     #: what the weights of sources are shares of
     weight_by: Literal["tokens", "samples"] = "tokens"
     #: write the packs so that the ranks of this loader get packs of similar cost at each step
@@ -100,14 +81,6 @@ class PackConfig(Section):
     context_parallel: ContextParallelConfig | None = added(None)
     #: further limits per pack: {vision_patches: 22000, images: 16, videos: 2}
     budgets: dict[Literal["vision_patches", "images", "videos"], Count] = {}
-    #: packs hold only samples with images or videos, or only samples without
-    homogeneous: bool = False
-    #: samples that a pack may hold
-    max_samples: Count | None = None
-    #: packs with fewer samples are dissolved, their samples set aside
-    min_samples: Count = 1
-    #: the same for packs with fewer tokens than this share of seq_length
-    min_fill: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.0
     #: plans so many epochs, each with other packs of the train split
     epochs: Count = 1
     #: nothing is written if a larger share of the samples is set aside
@@ -129,60 +102,28 @@ class PackConfig(Section):
         if value is not None:
             raise ValueError("packs are not planned for context parallelism yet; leave it out")
 
-    @field_validator("strategy")
-    @classmethod
-    def _check_strategy(cls, strategy: str) -> str:
-        if strategy != "auto":  # the planner's compiled parts take half a second to import
-            from offline_packing.planner.strategies import STRATEGIES
-
-            one_of(STRATEGIES).func(strategy)  # type: ignore[call-arg]
-        return strategy
-
     @model_validator(mode="after")
-    def _check_together(self) -> "PackConfig":
-        if self.pad_multiple > self.seq_length:
+    def _check_added(self) -> "PackConfig":
+        dissolves = self.min_fill > 0 or self.min_samples > 1
+        if self.epochs > 1 and (dissolves or "balance" in self.assignment):
             raise ValueError(
-                f"pad_multiple {self.pad_multiple} > seq_length {self.seq_length}; no sample would "
-                "fit a pack"
+                f"epochs {self.epochs} exchanges samples between packs; min_fill and min_samples "
+                "would set others aside each time, and assignment balance is undone: leave these "
+                "out"
             )
-        limits = [*self.budgets, *(["samples"] if self.max_samples else [])]
-        check_epochs(self.epochs, self.assignment, self.min_fill, self.min_samples)
-        check_combination(
-            strategy=self.strategy,
-            assignment=self.assignment,
-            budgets=limits,
+        if self.homogeneous and "mix" in self.assignment:
+            raise ValueError(
+                "homogeneous groups samples by their media, assignment mix by their source; leave "
+                "out one of the two"
+            )
+        ranks = self.context_parallel
+        self.check_limits(
+            self.budgets,
             has_order=self.order is not None,
-            homogeneous=self.homogeneous,
-            min_samples=self.min_samples,
-            max_samples=self.max_samples,
+            context_parallel=None if ranks is None else ranks.per_pack,
+            exchanges=self.epochs > 1,
         )
-        self._check_slots(limits)
-        if self.strategy != "auto":
-            from offline_packing.planner.strategies import check_budgets
-
-            check_budgets(self.strategy, limits)
-        if self.strategy_options:
-            from offline_packing.planner.strategies import check_options
-
-            try:
-                check_options(self.strategy, self.strategy_options)
-            except ValueError as error:
-                raise ValueError(f"strategy_options: {explain_value_error(error)}") from error
         return self
-
-    def _check_slots(self, limits: Sequence[str]) -> None:
-        ranks = None if self.context_parallel is None else self.context_parallel.per_pack
-        if ranks is None:
-            return
-        ranks.check(self.seq_length, self.pad_multiple)
-        check_slots(
-            strategy=self.strategy,
-            assignment=self.assignment,
-            budgets=limits,
-            has_order=self.order is not None,
-            is_dissolving=self.min_fill > 0 or self.min_samples > 1,
-            is_exchanging=self.epochs > 1,
-        )
 
 
 class OutputConfig(Section):

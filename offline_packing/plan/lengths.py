@@ -114,7 +114,6 @@ def _plan(
         plans = [
             plan_packs(
                 num_tokens[kept],
-                pack.seq_length,
                 **(arguments | {"seed": pack.seed + epoch, "exchange": pack.epochs > 1}),
             )
             for epoch in range(pack.epochs)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +17,11 @@ from offline_packing.index.set_aside import AsideSamples, find_duplicates, group
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.plan.uses import Uses, choose_uses
+from offline_packing.planner.options import PlanOptions
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, listed
 from offline_packing.runs.set_aside import aside_while_measuring, explain
 from task_encoders.families import model_cost
-
-#: Fields of PackConfig that are arguments of `plan_packs` as they are.
-_PASSED_ON: Final = (
-    *("strategy", "seed", "pad_multiple", "strategy_options", "assignment"),
-    *("max_samples", "min_samples", "min_fill", "sample_order"),
-)
 
 
 @dataclass(frozen=True)
@@ -68,9 +63,7 @@ def _pack_uses(
             arguments = plan_arguments(run.config, samples, ids)
             for epoch in range(1 if plans else pack.epochs):
                 other = {"seed": pack.seed + epoch, "exchange": pack.epochs > 1}
-                plan = plan_packs(
-                    num_tokens[ids], pack.seq_length, copy_of=copy_of, **(arguments | other)
-                )
+                plan = plan_packs(num_tokens[ids], copy_of=copy_of, **(arguments | other))
                 own = {
                     "sample_ids": ids[plan.sample_ids],
                     "set_aside_ids": ids[plan.set_aside_ids],
@@ -158,7 +151,7 @@ def _check_planned(run: Run, samples: Index, planned: Planned) -> None:
 
 
 def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> dict[str, Any]:
-    """Keyword arguments of `plan_packs` beside lengths and seq_length. `kept` (num_kept,) are the
+    """Keyword arguments of `plan_packs` beside lengths. `kept` (num_kept,) are the
     samples that are planned, one that is used twice appears twice; the arrays are theirs."""
 
     def column(name: str) -> npt.NDArray[Any]:
@@ -183,7 +176,7 @@ def pack_arguments(
     """Arguments of `plan_packs` from a `pack` section and columns of the samples."""
     from offline_packing.planner.order import RankLayout
 
-    arguments = {name: getattr(pack, name) for name in _PASSED_ON}
+    arguments = {name: getattr(pack, name) for name in PlanOptions.model_fields}
     arguments["budgets"] = {
         name: (column(f"num_{name}"), limit) for name, limit in pack.budgets.items()
     }

@@ -1,7 +1,5 @@
 """Composing the packs that were asked for: by strategy, budgets, windows, groups and copies."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from offline_packing.planner.assignment import balance_packs, interleaved_order, pack_in_order
@@ -22,7 +20,7 @@ _MOST_POOR = 0.1  # share of packs that are composed again; where it is larger, 
 
 def pack_request(request: PlanRequest) -> tuple[Packs, int]:
     """Packs of all samples and their lower bound; group by group if packs shall be homogeneous."""
-    if not request.homogeneous:
+    if not request.options.homogeneous:
         return _pack(request)
     assert request.groups is not None
     parts, bound = [], 0
@@ -42,24 +40,25 @@ def _pack(request: PlanRequest) -> tuple[Packs, int]:
         return _compose(request)
     most_copies = int(np.bincount(request.copy_of).max(initial=0))  # of one sample
     bound = max(packs_bound(request), most_copies)
-    if request.windowed:
+    if request.options.windowed:
         packs, _ = _compose(request)
     else:
         packs = _compose_apart(request, min(most_copies, bound // _PART_PACKS))
-    reach = request.window_packs if request.windowed else None
+    reach = request.window_packs if request.options.windowed else None
     sizes, limits = limited(request)
-    return separate_copies(packs, sizes, limits, request.copy_of, reach, request.seed), bound
+    seed = request.options.seed
+    return separate_copies(packs, sizes, limits, request.copy_of, reach, seed), bound
 
 
 def _pack_over_ranks(request: PlanRequest) -> Packs:
     """Packs over 1, 2, 4 … ranks; all first uses of samples, then all second ones, and so on."""
     assert request.context_parallel is not None
-    capacities = request.context_parallel.capacities(request.seq_length) // request.unit
+    capacities = request.context_parallel.capacities(request.options.seq_length) // request.unit
     copy_of, parts = request.copy_of, []
     rounds = np.zeros(len(request.lengths), int) if copy_of is None else rounds_of_copies(copy_of)
     for number in range(int(rounds.max(initial=-1)) + 1):
         ids = np.flatnonzero(rounds == number)
-        seed = request.seed + number if "shuffle" in request.assignment else None
+        seed = request.options.seed + number if "shuffle" in request.options.assignment else None
         lengths = (request.lengths[ids] // request.unit).astype(np.int32)
         ranks = request.context_parallel.ranks
         parts.append(pack_over_ranks(lengths, capacities, ranks=ranks, seed=seed).of(ids))
@@ -74,7 +73,7 @@ def _compose_apart(request: PlanRequest, num_parts: int) -> Packs:
     if num_parts < 2:
         return _compose(request)[0]
     assert request.copy_of is not None
-    part_of = deal_out_copies(request.copy_of, num_parts, request.seed)
+    part_of = deal_out_copies(request.copy_of, num_parts, request.options.seed)
     packs = join_packs([_compose_some(request, part_of == part) for part in range(num_parts)])
     sizes, limits = limited(request)
     poor = (packs.sums(sizes) / limits).max(axis=1) < _FULL
@@ -94,33 +93,34 @@ def _compose_some(request: PlanRequest, chosen: np.ndarray) -> Packs:
 def limited(request: PlanRequest) -> tuple[np.ndarray, np.ndarray]:
     """Sizes int64 (num_samples, num_limits), tokens first, and the limits of a pack."""
     columns = [request.lengths, *(array for array, _ in request.sizes.values())]
-    limits = [request.seq_length, *(limit for _, limit in request.sizes.values())]
+    limits = [request.options.seq_length, *(limit for _, limit in request.sizes.values())]
     return np.stack(columns, axis=1).astype(np.int64), np.array(limits)
 
 
 def _compose(request: PlanRequest) -> tuple[Packs, int]:
     """Pack like `_pack`, as if copies were different samples."""
-    lengths, seq_length, seed = request.lengths, request.seq_length, request.seed
+    lengths, options = request.lengths, request.options
+    seq_length, seed = options.seq_length, options.seed
+    strategy, own = STRATEGIES[options.strategy], options.strategy_options
     if request.sizes:
-        strategy, options = STRATEGIES[request.strategy], request.options
-        packs = strategy(lengths, seq_length, seed=seed, budgets=request.sizes, **options)
+        packs = strategy(lengths, seq_length, seed=seed, budgets=request.sizes, **own)
         return packs, packs_bound(request)
     counts = count_lengths(lengths, seq_length)
     bound = lower_bound(counts)
-    window_packs = request.window_packs if request.windowed else None
+    window_packs = request.window_packs if options.windowed else None
     if window_packs is not None:
         order = _sample_order(request)
         packs = pack_in_order(lengths, seq_length, order, window_packs=window_packs, seed=seed)
-    elif request.strategy in COMPOSERS:
-        even = request.strategy == "auto" and "balance" in request.assignment
-        composer = COMPOSERS["mixed" if even else request.strategy]
+    elif options.strategy in COMPOSERS:
+        even = options.strategy == "auto" and "balance" in options.assignment
+        composer = COMPOSERS["mixed" if even else options.strategy]
         composition = composer(counts, seed=seed)
         bound = max(bound, composition.lower_bound)
-        choice = seed if "shuffle" in request.assignment else None
+        choice = seed if "shuffle" in options.assignment else None
         packs = expand_composition(composition, lengths, counts, seed=choice)
     else:
-        packs = STRATEGIES[request.strategy](lengths, seq_length, seed=seed, **request.options)
-    if "balance" in request.assignment:
+        packs = strategy(lengths, seq_length, seed=seed, **own)
+    if "balance" in options.assignment:
         assert request.balance_by is not None
         packs = balance_packs(packs, lengths, request.balance_by, window_packs, seed)
     return packs, bound
@@ -128,14 +128,16 @@ def _compose(request: PlanRequest) -> tuple[Packs, int]:
 
 def _sample_order(request: PlanRequest) -> np.ndarray:
     """The order in which locality or mix packs the samples."""
-    if "locality" in request.assignment:
+    options = request.options
+    if "locality" in options.assignment:
         assert request.source_order is not None
         order = np.argsort(request.source_order, kind="stable")
     else:
-        order = np.argsort(np.random.default_rng(request.seed).permutation(len(request.lengths)))
+        rng = np.random.default_rng(options.seed)
+        order = np.argsort(rng.permutation(len(request.lengths)))
     if request.copy_of is not None:
         order = order[np.argsort(rounds_of_copies(request.copy_of)[order], kind="stable")]
-    if "mix" in request.assignment:
+    if "mix" in options.assignment:
         assert request.groups is not None
         order = interleaved_order(request.groups, order, weights=request.weights)
     return order
@@ -143,11 +145,12 @@ def _sample_order(request: PlanRequest) -> np.ndarray:
 
 def packs_bound(request: PlanRequest) -> int:
     """Lower bound of the number of packs: the scarcest budget's, summed over homogeneous groups."""
-    if request.homogeneous:
-        assert request.groups is not None
-        whole = replace(request, homogeneous=False)
-        return sum(
-            packs_bound(whole.subset(request.groups == g)) for g in np.unique(request.groups)
-        )
-    budgets = [(request.lengths, request.seq_length), *request.sizes.values()]
-    return max(size_lower_bound(sizes, limit) for sizes, limit in budgets)
+    groups, parts = request.groups, [request]
+    if request.options.homogeneous:
+        assert groups is not None
+        parts = [request.subset(groups == group) for group in np.unique(groups)]
+    bound = 0
+    for part in parts:
+        budgets = [(part.lengths, part.options.seq_length), *part.sizes.values()]
+        bound += max(size_lower_bound(sizes, limit) for sizes, limit in budgets)
+    return bound

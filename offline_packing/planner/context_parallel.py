@@ -77,7 +77,7 @@ def check_slots(
     is_exchanging: bool,
 ) -> None:
     """Raise ValueError for what cannot be kept while packs go over 1, 2, 4 … ranks and fill slots;
-    arguments as those of `request.check_combination`."""
+    see `PlanOptions.check_limits`."""
     others = sorted(set(assignment) - {"shuffle"})
     for name, is_given, why in (
         (f"strategy {strategy!r}", strategy != "auto", "it packs for one size; take auto"),

@@ -1,7 +1,7 @@
 """The plan: which samples form which pack, in which order, and which are set aside."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -12,6 +12,7 @@ import numpy as np
 from offline_packing.planner.compose import limited, pack_request, packs_bound
 from offline_packing.planner.context_parallel import ContextParallel, cut_multiple
 from offline_packing.planner.epochs import exchange_samples
+from offline_packing.planner.options import PlanOptions
 from offline_packing.planner.order import (
     RankLayout,
     cost_grouped_order,
@@ -25,11 +26,10 @@ from offline_packing.planner.request import (
     Budgets,
     PlanRequest,
     admit_samples,
-    check_known,
 )
-from offline_packing.planner.strategies import STRATEGIES, check_budgets, histogram
+from offline_packing.planner.strategies import histogram
 from offline_packing.planner.strategies.strategy import Packs
-from task_encoders.field_types import Count, Integer, NonNegative, Number, checked
+from task_encoders.field_types import Count, Integer, Number, checked, checked_model
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,6 @@ def plan_packs(
     num_tokens: np.ndarray,
     seq_length: Integer,
     *,
-    strategy: str = "auto",
-    seed: NonNegative = 0,
-    pad_multiple: Integer = 1,
     budgets: Budgets | None = None,
     groups: np.ndarray | None = None,
     weights: Mapping[Integer, Number] | None = None,
@@ -52,17 +49,11 @@ def plan_packs(
     source_order: np.ndarray | None = None,
     balance_by: np.ndarray | None = None,
     copy_of: np.ndarray | None = None,
-    assignment: str | Sequence[str] = ("shuffle",),
     order: RankLayout | None = None,
     context_parallel: ContextParallel | None = None,
-    homogeneous: bool = False,
-    max_samples: Count | None = None,
-    min_samples: NonNegative = 1,
-    min_fill: Number = 0.0,
     window_packs: Count = 1000,
-    sample_order: str = "random",
     exchange: bool = False,
-    strategy_options: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> PackPlan:
     """Pack samples into sequences of ``seq_length`` tokens. Samples that fit no pack are set aside,
     with a reason each. Raises ValueError where an argument is out of range, missing for what was
@@ -72,57 +63,40 @@ def plan_packs(
         num_tokens: integer array (num_samples,), tokens of each sample. All further arrays have
             the same shape.
         seq_length: tokens that a pack may hold.
-        strategy: a name in ``STRATEGIES``.
-        seed: decides every random choice; the same input and seed give the same plan.
-        pad_multiple: each sample counts as its length rounded up to this multiple.
         budgets: further limits per pack, name -> (integer array, limit). Any strategy but those
             that decide on the histogram of lengths: ``COMPOSERS`` but auto, and hash_bucket.
-        groups: integer array, the dataset or kind of media of each sample.
+        groups: integer array, the dataset or kind of media of each sample, for assignment mix; with
+            ``homogeneous``, packs hold samples of one group only.
         weights: group -> weight for assignment mix; default: the sizes of the groups.
         cost: what training on each sample costs (``families.model_cost``); default: its length
             squared. Used by ``order`` and ``context_parallel``.
-        source_order: where each sample stands in the source, any sortable array.
+        source_order: where each sample stands in the source, any sortable array; for assignment
+            locality.
         balance_by: the quantity that assignment balance evens out, for example vision patches.
         copy_of: integer array from 0; samples with the same number are copies of one. No pack holds
             two, and locality and mix take first copies first, then all second ones, and so on.
-        assignment: any of shuffle (random choice among equal lengths, random order of packs),
-            locality (packs follow source_order), mix (packs interleave groups by weight) and
-            balance; empty for none.
         order: write the packs so that the ranks of this layout get similar cost at each step.
         context_parallel: packs go over 1, 2, 4 … ranks, in slots of all ranks with nearly equal
             cost; ``seq_length`` is the longest pack. Each sample counts as its length rounded up to
             ``cut_multiple`` of its pack's ranks. The lower bound is one of slots.
-        homogeneous: packs hold samples of one group only.
-        max_samples: samples that a pack may hold; a budget like those.
-        min_samples: packs with fewer samples are dissolved, their samples set aside.
-        min_fill: likewise for packs with fewer tokens than this share of seq_length.
         window_packs: packs that locality and mix compose at a time; best the packs of a shard.
-        sample_order: how samples stand inside a pack: random, longest_first, or composed (as the
-            strategy placed them).
         exchange: part the packs anew at random, as full as they are, for a further epoch (see
             epochs.py); this undoes assignment balance.
-        strategy_options: keyword arguments of the strategy; arrays may be per sample.
+        options: further fields of ``PlanOptions``: strategy, strategy_options, seed, pad_multiple,
+            assignment, sample_order, homogeneous, max_samples, min_samples, min_fill. The same
+            input and seed give the same plan.
     """
     announce_compilation()
-    chosen = frozenset([assignment] if isinstance(assignment, str) else assignment)
+    given = {name: value for name, value in options.items() if value is not None}
+    chosen = checked_model(PlanOptions, {"seq_length": seq_length, **given})
     limits = dict(budgets or {})
-    if max_samples is not None:
-        limits["samples"] = (np.ones(len(num_tokens), np.int32), max_samples)
-    multiple = pad_multiple
-    if context_parallel is not None:
-        context_parallel.check(seq_length, pad_multiple)
-        multiple = cut_multiple(1, pad_multiple)
-    admission = admit_samples(num_tokens, seq_length, pad_multiple=multiple, budgets=limits)
+    if chosen.max_samples is not None:
+        limits["samples"] = (np.ones(len(num_tokens), np.int32), chosen.max_samples)
+    unit = cut_multiple(1, chosen.pad_multiple) if context_parallel else chosen.pad_multiple
+    admission = admit_samples(num_tokens, seq_length, unit, limits)
     request = PlanRequest(
-        seq_length=seq_length,
-        strategy=strategy,
-        seed=seed,
-        assignment=chosen,
+        options=chosen,
         window_packs=window_packs,
-        sample_order=sample_order,
-        homogeneous=homogeneous,
-        min_fill=min_fill,
-        min_samples=min_samples,
         lengths=num_tokens,
         sizes=limits,
         groups=groups,
@@ -133,14 +107,10 @@ def plan_packs(
         copy_of=copy_of,
         order=order,
         context_parallel=context_parallel,
-        unit=multiple,
+        unit=unit,
         exchange=exchange,
-        options=strategy_options or {},
     ).admitted(admission)
-    check_known("strategy", strategy, STRATEGIES)
-    STRATEGIES[strategy].options(**request.options)
     request.check()
-    check_budgets(strategy, limits)
     packs, bound = pack_request(request)
     cp_sizes = None
     packs, dissolved, reasons = _dissolve_poor(packs, request)
@@ -152,22 +122,23 @@ def plan_packs(
         packs = reorder_packs(packs, _cost_order(packs, request))
     elif context_parallel is not None:
         packs, cp_sizes = _fill_slots(packs, request)
-    elif "shuffle" in chosen and not request.windowed:
-        packs = reorder_packs(packs, np.random.default_rng(seed).permutation(packs.num_packs))
-    packs = order_samples(packs, request.lengths, sample_order, seed)
+    elif "shuffle" in chosen.assignment and not chosen.windowed:
+        shuffled = np.random.default_rng(chosen.seed).permutation(packs.num_packs)
+        packs = reorder_packs(packs, shuffled)
+    packs = order_samples(packs, request.lengths, chosen.sample_order, chosen.seed)
     kept = request.lengths[packs.sample_ids] if len(dissolved) else request.lengths
     num_tokens_in_packs = int(kept.sum(dtype=np.int64))
     if context_parallel is not None and cp_sizes is not None:
         room = context_parallel.ranks * context_parallel.tokens_per_rank
         bound = -(-num_tokens_in_packs // room)
-        each = np.repeat(cp_sizes, np.diff(packs.pack_offsets)) * multiple
+        each = np.repeat(cp_sizes, np.diff(packs.pack_offsets)) * unit
         padded = -(-request.lengths[packs.sample_ids] // each) * each.astype(np.int64)
         num_tokens_in_packs = int(padded.sum())
     info = PlanInfo(
         seq_length=seq_length,
-        strategy=strategy,
-        seed=seed,
-        pad_multiple=pad_multiple,
+        strategy=chosen.strategy,
+        seed=chosen.seed,
+        pad_multiple=chosen.pad_multiple,
         num_tokens=num_tokens_in_packs,
         lower_bound=bound,
         reason_names=(*admission.reason_names, *_DISSOLVED),
@@ -179,12 +150,12 @@ def plan_packs(
 
 def _dissolve_poor(packs: Packs, request: PlanRequest) -> tuple[Packs, np.ndarray, np.ndarray]:
     """Packs that meet min_fill and min_samples; samples of the others; 0 or 1 for the reason."""
-    none = np.zeros(0, packs.sample_ids.dtype)
-    if (request.min_fill == 0 and request.min_samples <= 1) or packs.num_packs == 0:
+    none, options = np.zeros(0, packs.sample_ids.dtype), request.options
+    if (options.min_fill == 0 and options.min_samples <= 1) or packs.num_packs == 0:
         return packs, none, none.astype(np.uint8)
-    empty = packs.sums(request.lengths) < request.min_fill * request.seq_length
+    empty = packs.sums(request.lengths) < options.min_fill * options.seq_length
     sizes = np.diff(packs.pack_offsets)
-    poor = empty | (sizes < request.min_samples)
+    poor = empty | (sizes < options.min_samples)
     in_poor = np.repeat(poor, sizes)
     reasons = np.repeat(np.where(empty, 0, 1), sizes)[in_poor].astype(np.uint8)
     return reorder_packs(packs, np.flatnonzero(~poor)), packs.sample_ids[in_poor], reasons
@@ -192,16 +163,16 @@ def _dissolve_poor(packs: Packs, request: PlanRequest) -> tuple[Packs, np.ndarra
 
 def _exchange(packs: Packs, request: PlanRequest) -> Packs:
     """Packs of another epoch, under the same limits."""
-    sizes, limits = limited(request)
+    (sizes, limits), options = limited(request), request.options
     return exchange_samples(
         packs,
         sizes,
         limits,
-        seed=request.seed,
-        groups=request.groups if request.homogeneous else None,
+        seed=options.seed,
+        groups=request.groups if options.homogeneous else None,
         copy_of=request.copy_of,
-        min_samples=request.min_samples,
-        window=request.window_packs if request.windowed else None,
+        min_samples=options.min_samples,
+        window=request.window_packs if options.windowed else None,
     )
 
 
@@ -210,7 +181,7 @@ def _cost_order(packs: Packs, request: PlanRequest) -> np.ndarray:
     assert request.order is not None
     slots = _sample_costs(request)[packs.sample_ids]
     totals = np.bincount(packs.pack_of_slot(), slots, minlength=packs.num_packs)
-    return cost_grouped_order(totals, request.order, request.seed)
+    return cost_grouped_order(totals, request.order, request.options.seed)
 
 
 def _fill_slots(packs: Packs, request: PlanRequest) -> tuple[Packs, np.ndarray]:
@@ -220,8 +191,8 @@ def _fill_slots(packs: Packs, request: PlanRequest) -> tuple[Packs, np.ndarray]:
         packs,
         request.lengths // request.unit,
         _sample_costs(request),
-        request.context_parallel.capacities(request.seq_length) // request.unit,
-        request.seed if "shuffle" in request.assignment else None,
+        request.context_parallel.capacities(request.options.seq_length) // request.unit,
+        request.options.seed if "shuffle" in request.options.assignment else None,
     )
 
 
@@ -231,14 +202,12 @@ def _sample_costs(request: PlanRequest) -> np.ndarray:
 
 def _settings(request: PlanRequest) -> dict[str, Any]:
     """Requested settings besides the fields of PlanInfo, as JSON values."""
-    order = request.order
+    order, options = request.order, request.options
+    names = {"homogeneous", "min_fill", "min_samples", "sample_order"}
     return {
-        "assignment": sorted(request.assignment),
+        **options.model_dump(include=names),
+        "assignment": sorted(set(options.assignment)),
         "budgets": {name: int(limit) for name, (_, limit) in request.sizes.items()},
-        "homogeneous": request.homogeneous,
-        "min_fill": request.min_fill,
-        "min_samples": request.min_samples,
-        "sample_order": request.sample_order,
         "order": None if order is None else asdict(order),
     }
 

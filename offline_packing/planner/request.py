@@ -1,7 +1,4 @@
-"""Request of a plan: checked, and cut to the samples that can be packed at all.
-
-Configurations are checked with it as well, so it imports nothing that compiles.
-"""
+"""Request of a plan: checked, and cut to the samples that can be packed at all."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from offline_packing.planner.context_parallel import ContextParallel, check_slots
+from offline_packing.planner.context_parallel import ContextParallel
+from offline_packing.planner.options import PlanOptions
 
 if TYPE_CHECKING:
     from offline_packing.planner.order import RankLayout
@@ -17,12 +15,8 @@ if TYPE_CHECKING:
 #: (size of each sample, limit per pack): vision patches, images, …
 Budgets = Mapping[str, tuple[np.ndarray, int]]
 
-ASSIGNMENTS = ("shuffle", "locality", "mix", "balance")
-#: Orders of samples inside a pack.
-SAMPLE_ORDERS = ("random", "longest_first", "composed")
 EMPTY = "empty"
 OVER_SEQ_LENGTH = "over_seq_length"
-MAX_SEQ_LENGTH = 2**31 - 1
 _CHUNK = 1 << 20  # samples handled at a time: temporaries stay in cache and far below the input
 
 
@@ -44,15 +38,8 @@ class Admission(NamedTuple):
 class PlanRequest:
     """The arguments of plan_packs that decide how samples are packed. Arrays are per sample."""
 
-    seq_length: int
-    strategy: str
-    seed: int
-    assignment: frozenset[str]
+    options: PlanOptions
     window_packs: int
-    homogeneous: bool
-    min_fill: float
-    min_samples: int
-    sample_order: str
     lengths: np.ndarray
     sizes: Budgets = field(default_factory=dict)
     groups: np.ndarray | None = None
@@ -66,7 +53,6 @@ class PlanRequest:
     #: the multiple that lengths are padded to
     unit: int = 1
     exchange: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     def admitted(self, admission: Admission) -> "PlanRequest":
         """The same request for the samples that can be packed, with the lengths that count. Raises
@@ -97,99 +83,29 @@ class PlanRequest:
         names = ("lengths", "groups", "cost", "source_order", "balance_by", "copy_of")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
-    @property
-    def windowed(self) -> bool:
-        """Whether packs follow a given order of the samples."""
-        return not self.assignment.isdisjoint(("locality", "mix"))
-
     def check(self) -> None:
-        """Raise ValueError for names that do not exist and arguments that do not go together."""
-        asked = self.assignment
-        for name in sorted(asked):
-            check_known("assignment", name, ASSIGNMENTS)
-        check_known("sample_order", self.sample_order, SAMPLE_ORDERS)
+        """Raise ValueError for an array that is missing, and options that do not go together."""
+        asked = self.options.assignment
         for what, needs, name in (
             ("assignment locality", "locality" in asked, "source_order"),
             ("assignment mix", "mix" in asked, "groups"),
             ("assignment balance", "balance" in asked, "balance_by"),
-            ("homogeneous", self.homogeneous, "groups"),
+            ("homogeneous", self.options.homogeneous, "groups"),
         ):
             if needs and getattr(self, name) is None:
                 raise ValueError(f"{what} needs {name}, an array with one entry per sample")
-        if not 0 <= self.min_fill <= 1:
-            raise ValueError(f"min_fill is {self.min_fill}; it is a share of seq_length, 0 to 1")
-        check_combination(
-            strategy=self.strategy,
-            assignment=asked,
-            budgets=self.sizes,
+        self.options.check_limits(
+            self.sizes,
             has_order=self.order is not None,
-            homogeneous=False,  # what its groups are is the caller's choice
-            min_samples=self.min_samples,
-            max_samples=self.sizes["samples"][1] if "samples" in self.sizes else None,
+            context_parallel=self.context_parallel,
+            exchanges=self.exchange,
         )
-        if self.context_parallel is not None:
-            check_slots(
-                strategy=self.strategy,
-                assignment=asked,
-                budgets=self.sizes,
-                has_order=self.order is not None,
-                is_dissolving=self.min_fill > 0 or self.min_samples > 1,
-                is_exchanging=self.exchange,
-            )
 
 
 def check_known(what: str, name: str, known: Collection[str]) -> None:
     """Raise ValueError with the valid names for one that is not among them."""
     if name not in known:
         raise ValueError(f"{what} {name!r} is unknown; choose one of {', '.join(known)}")
-
-
-def check_combination(
-    *,
-    strategy: str,
-    assignment: Collection[str],
-    budgets: Collection[str],
-    has_order: bool,
-    homogeneous: bool,
-    min_samples: int,
-    max_samples: int | None,
-) -> None:
-    """Raise ValueError for settings that contradict each other. `budgets` names the limits per pack
-    beside seq_length, "samples" for max_samples; `has_order`: packs are ordered for the ranks."""
-    windowed = sorted({"locality", "mix"}.intersection(assignment))
-    if windowed and has_order:
-        raise ValueError(
-            f"order puts packs of similar cost side by side, assignment {windowed[0]} packs of the "
-            "same stretch of the source; choose one of them"
-        )
-    if windowed and strategy != "auto":
-        raise ValueError(f"assignment {windowed[0]} needs strategy 'auto', not {strategy!r}")
-    exchanging = {"locality", "mix", "balance"}.intersection(assignment)
-    if budgets and exchanging:
-        raise ValueError(
-            f"assignment {min(exchanging)} exchanges samples of equal length, which may break a "
-            "budget; leave out one of the two"
-        )
-    if homogeneous and "mix" in assignment:
-        raise ValueError(
-            "homogeneous groups samples by their media, assignment mix by their source; leave out "
-            "one of the two"
-        )
-    if max_samples is not None and min_samples > max_samples:
-        raise ValueError(
-            f"min_samples is {min_samples} > max_samples {max_samples}; no pack can be both"
-        )
-
-
-def check_epochs(
-    epochs: int, assignment: Collection[str], min_fill: float, min_samples: int
-) -> None:
-    """Raise ValueError for limits that cannot hold while epochs exchange samples."""
-    if epochs > 1 and (min_fill > 0 or min_samples > 1 or "balance" in assignment):
-        raise ValueError(
-            f"epochs {epochs} exchanges samples between packs; min_fill and min_samples would set "
-            "others aside each time, and assignment balance is undone: leave these out"
-        )
 
 
 def admit_samples(
@@ -201,7 +117,11 @@ def admit_samples(
     ValueError naming the argument, the value and the limit."""
     num_tokens = checked_sizes("num_tokens", num_tokens)
     budgets = budgets or {}
-    _check_limits(seq_length, pad_multiple, budgets)
+    for name, (_, limit) in budgets.items():
+        if limit < 1:
+            raise ValueError(
+                f"budgets[{name!r}] has limit {limit}; it must be at least 1, or leave it out"
+            )
     sizes = {
         name: checked_sizes(f"budgets[{name!r}]", array, len(num_tokens))
         for name, (array, _) in budgets.items()
@@ -272,18 +192,3 @@ def checked_costs(cost: np.ndarray | Sequence[float], name: str = "cost") -> np.
             f"{name}[{first}] is {array.ravel()[first]}; it must be finite and at least 0"
         )
     return array.astype(np.float64, copy=False)
-
-
-def _check_limits(seq_length: int, pad_multiple: int, budgets: Budgets) -> None:
-    if not 1 <= seq_length <= MAX_SEQ_LENGTH:
-        raise ValueError(f"seq_length is {seq_length}; it must be 1 to {MAX_SEQ_LENGTH}")
-    if not 1 <= pad_multiple <= seq_length:
-        raise ValueError(
-            f"pad_multiple is {pad_multiple}; it must be 1 to seq_length {seq_length}, "
-            "or no sample fits a pack"
-        )
-    for name, (_, limit) in budgets.items():
-        if limit < 1:
-            raise ValueError(
-                f"budgets[{name!r}] has limit {limit}; it must be at least 1, or leave it out"
-            )

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing import plan_packs
+from offline_packing.config.sections import PackConfig
+from offline_packing.planner.options import PlanOptions
 from offline_packing.planner.order import RankLayout
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.plan_packs import announce_compilation
@@ -103,7 +105,9 @@ def test_long_sequences() -> None:
 
 
 def test_unknown_strategy_lists_the_names() -> None:
-    with pytest.raises(ValueError, match=r"'bdf' is unknown; choose one of .*best_fit_decreasing"):
+    with pytest.raises(
+        ValueError, match=r"strategy is 'bdf'; not a known name; choose one of.*, best_fit_decr"
+    ):
         plan_packs(np.array([1]), 10, strategy="bdf")
 
 
@@ -166,13 +170,16 @@ def test_no_budget_is_exceeded(rows, limit, max_samples, seed) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"assignment": "locallity"}, "'locallity' is unknown; choose one of shuffle, locality"),
+        ({"assignment": "locallity"}, "'locallity'.*; it must be 'shuffle', 'locality'"),
+        ({"seq_length": 0}, "seq_length is 0; it must be at least 1"),
+        ({"pad_multiple": 0}, "pad_multiple is 0; it must be at least 1"),
+        ({"pad_multiple": 64}, "pad_multiple 64 > seq_length 10; no sample would fit a pack"),
         ({"assignment": "locality"}, "assignment locality needs source_order"),
         ({"assignment": ["mix"]}, "assignment mix needs groups"),
         ({"assignment": "balance"}, "assignment balance needs balance_by"),
         ({"homogeneous": True}, "homogeneous needs groups"),
         ({"groups": np.zeros(2)}, r"groups has shape \(2,\) for 3 samples"),
-        ({"min_fill": 1.5}, "min_fill is 1.5"),
+        ({"min_fill": 1.5}, "min_fill is 1.5; it must be at most 1"),
         ({"max_samples": 0}, "max_samples is 0; it must be at least 1"),
         ({"max_samples": 2, "min_samples": 3}, "min_samples is 3 > max_samples 2"),
         ({"max_samples": 2, "strategy": "best_fit_decreasing"}, "cannot honour budget 'samples'"),
@@ -188,7 +195,24 @@ def test_no_budget_is_exceeded(rows, limit, max_samples, seed) -> None:
 )
 def test_contradicting_arguments_are_named(arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
-        plan_packs(np.array([3, 4, 5]), 10, **arguments)
+        plan_packs(np.array([3, 4, 5]), **({"seq_length": 10} | arguments))
+
+
+def test_an_option_that_does_not_exist_is_named() -> None:
+    with pytest.raises(TypeError, match="max_sample is unknown; valid: seq_length, strategy, seed"):
+        plan_packs(np.array([3, 4, 5]), 10, max_sample=2)
+
+
+def test_options_are_said_once() -> None:
+    """Every option of a plan is a field of the configuration and an argument, and in the guide."""
+    for name, field in PlanOptions.model_fields.items():
+        assert PackConfig.model_fields[name].default == field.default
+        assert name in (plan_packs.__doc__ or "")
+    config = PackConfig(strategy="best_fit_decreasing", pad_multiple=4, min_fill=0.5)
+    options = config.model_dump(include=set(PlanOptions.model_fields))
+    plan = plan_packs(np.array([3, 4, 5]), **options)
+    assert (plan.info.strategy, plan.info.pad_multiple) == ("best_fit_decreasing", 4)
+    assert plan.info.settings["min_fill"] == 0.5
 
 
 def test_first_run_says_once_that_it_compiles(tmp_path, monkeypatch, caplog) -> None:
