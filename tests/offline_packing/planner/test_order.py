@@ -93,5 +93,5 @@ def test_samples_inside_packs() -> None:
     assert np.array_equal(plans["random"].sample_ids, again.sample_ids)
     longest_at = [lengths[again.pack(i)].argmax() for i in range(again.num_packs)]
     assert np.mean(np.array(longest_at) > 0) > 0.3
-    with pytest.raises(ValueError, match="sample_order is .sorted.; it must be .random."):
+    with pytest.raises(ValueError, match="sample_order is 'sorted'; it must be 'random'"):
         plan_packs(lengths, 1000, sample_order="sorted")
