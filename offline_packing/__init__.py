@@ -1,5 +1,6 @@
 """Offline sample packing: samples of different lengths become packs that fill one sequence."""
 
+import os
 from typing import TYPE_CHECKING, Final
 
 from task_encoders import import_on_first_use
@@ -10,6 +11,10 @@ if TYPE_CHECKING:
     from offline_packing.planner.plan_packs import plan_packs
     from offline_packing.planner.windows import WindowOptions, WindowPlanner
     from offline_packing.upkeep.pack import Packed, pack
+
+# Arrow's own allocator keeps what was freed: as much again as a compressed page of 300 MiB takes.
+# It reads this when pyarrow is first imported.
+os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
 __all__ = [
     "ContextParallel",

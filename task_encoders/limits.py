@@ -27,8 +27,11 @@ MAX_JSON_BYTES: Final = 32 << 20
 #: and one with more values before it is parsed: small ones take 200 bytes each.
 MAX_JSON_VALUES: Final = 2_000_000
 
-#: A page of a Parquet file is decoded as a whole, which takes three times its size.
-MAX_PAGE_BYTES: Final = 192 << 20
+#: A page of a Parquet file is unpacked as a whole, which takes twice its size (pyarrow's hold 1,024
+#: values). So is a batch of an Arrow file whose buffers are compressed.
+MAX_PAGE_BYTES: Final = 320 << 20
+#: A row of such a file, with its images and videos.
+MAX_ROW_BYTES: Final = 192 << 20
 
 #: White space in a row. Tokenizers try it in several ways and run out of stack at a million.
 MAX_WHITE_SPACE: Final = 1 << 18

@@ -17,7 +17,7 @@ from offline_packing.errors import StageError
 from offline_packing.index.measured import MODIFICATION_TIME, sample_stamp
 from offline_packing.layouts.shards import PlannedShard
 from offline_packing.sources import Locator, Source
-from offline_packing.sources.formats.tables import ParquetSource
+from offline_packing.sources.formats.tables import HuggingFaceSource, ParquetSource
 from offline_packing.sources.reading.row_files import record_columns
 from offline_packing.sources.reading.row_reader import WantedRows, rows_at_hand
 from task_encoders.families import ModelOptions
@@ -26,7 +26,8 @@ from task_encoders.samples import SourceSample
 
 #: Columns of the index that a task carries.
 COLUMNS: Final = ("key", "source_id", "num_tokens", "stamp", "grid_thw", "json", "media")
-_ROW_PLACE: Final = ("container", "column", "offset")
+_ROW_PLACE: Final = ("kind", "container", "column", "offset")
+_ROW_KINDS: Final = pa.array([ParquetSource.KIND, HuggingFaceSource.KIND])
 #: Packs whose samples are Python objects at a time.
 _PACKS_AT_ONCE: Final = 64
 
@@ -99,24 +100,24 @@ class ShardTask:
 
     @contextmanager
     def rows_at_hand(self) -> Iterator[None]:
-        """While the block runs, samples in rows of Parquet files can be read in any order at the
-        cost of reading in order. Raises StageError where such a file cannot be read."""
+        """While the block runs, samples in rows of tables can be read in any order at the cost of
+        reading in order. Raises StageError where such a file cannot be read."""
         scratch = self.fragment_path.parent
         scratch.mkdir(parents=True, exist_ok=True)
         with rows_at_hand(self._wanted_table_rows(), scratch, self.unpack_folder):
             yield
 
     def _wanted_table_rows(self) -> list[WantedRows]:
-        """The rows of Parquet files that the samples are made of."""
+        """The rows of tables that the samples are made of."""
         json = self.samples["json"].combine_chunks()
-        is_row = pc.equal(json.field("kind"), ParquetSource.KIND)
+        is_row = pc.is_in(json.field("kind"), _ROW_KINDS)
         columns = [self.samples["source_id"], *(json.field(name) for name in _ROW_PLACE)]
         table = pa.table(columns, ["source_id", *_ROW_PLACE]).filter(is_row)
-        files = table.group_by(["source_id", "container", "column"]).aggregate([("offset", "list")])
+        files = table.group_by(["source_id", *_ROW_PLACE[:-1]]).aggregate([("offset", "list")])
         return [
             WantedRows(
                 self.sources[file["source_id"]].root,
-                ParquetSource.KIND,
+                file["kind"],
                 file["container"],
                 np.unique(np.array(file["offset_list"])),
                 tuple(record_columns(file["column"])[0]),

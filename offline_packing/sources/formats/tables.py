@@ -25,22 +25,30 @@ from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.reading.row_files import RowFile
 from offline_packing.sources.roots.listing import hash_files
 from task_encoders.field_types import Count, added
-from task_encoders.limits import MAX_JSON_BYTES, MAX_PAGE_BYTES
+from task_encoders.limits import MAX_JSON_BYTES, MAX_PAGE_BYTES, MAX_ROW_BYTES
 from task_encoders.records.record import own_key
 from task_encoders.samples import SampleError
 
 _STATE_NAME: Final = "state.json"
+#: unpacked as a whole, by kind of locator
+_UNPACKED: Final = {"parquet_row": "a page", "arrow_row": "a compressed batch"}
 _DAMAGE: Final = (OSError, ValueError, pa.ArrowException)
+
+
+class TableOptions(FileOptions):
+    """Options of tables."""
+
+    #: rows of a page, or of a compressed Arrow batch, that is larger when unpacked are set aside
+    max_page_bytes: Count = added(MAX_PAGE_BYTES)
 
 
 class TableSource(Source):
     """A part is (container, row groups as a range, first row); of a damaged file, the reason."""
 
-    Options = FileOptions
+    Options = TableOptions
+    options: TableOptions
     #: kind of the locators
     KIND: ClassVar[str]
-    #: largest page that is decoded
-    max_page_bytes = MAX_PAGE_BYTES
 
     def scan(self, samples_per_part: int) -> Scan:
         files = self.files()
@@ -79,7 +87,7 @@ class TableSource(Source):
             others = (one for one in rows.schema if one.name not in {*columns, *unread})
             unread_text = tuple(one.name for one in others if "string" in str(one.type))
             column = row_files.record_column(columns, media_columns)
-            for values in self._values(rows, groups, columns):
+            for values in self._values(rows, groups, columns, media_columns):
                 at = Locator(self.KIND, container, row, 0, column)
                 record = self._record(f"{stem}:{row}", at, values, media_columns)
                 yield replace(record, unread=unread, unread_text=unread_text)
@@ -89,19 +97,21 @@ class TableSource(Source):
                 yield self._lost(container, f"{stem}:{lost}", lost, _one_line(error))
 
     def _values(
-        self, rows: RowFile, groups: range, columns: Sequence[str]
+        self, rows: RowFile, groups: range, columns: Sequence[str], media: Sequence[str]
     ) -> Iterator[Mapping[str, Any] | SampleError]:
         """Each row of some groups; of those that would take too much memory, the error."""
+        limit = self.options.max_page_bytes
         for group in groups:
-            largest = rows.largest_page(group, columns)
-            if largest > self.max_page_bytes:
-                problem = f"a page of {largest:,} bytes > source.max_page_bytes"
-                remedy = f"{self.max_page_bytes:,}; raise it, or write smaller row groups"
-                error = SampleError("too_costly", f"{problem} {remedy}")
+            largest = rows.unpacked_at_once(group, columns)
+            if largest > limit:
+                problem = (
+                    f"{_UNPACKED[self.KIND]} of {largest:,} bytes > source.max_page_bytes {limit:,}"
+                )
+                error = SampleError("too_costly", f"{problem}; raise it, or write smaller ones")
                 yield from itertools.repeat(error, rows.group_rows[group])
                 continue
             for batch in rows.batches(range(group, group + 1), columns):
-                yield from _to_rows(batch)
+                yield from _to_rows(batch, media)
 
     def _lost(self, container: str, key: str, row: int, detail: str) -> SourceRecord:
         at = Locator(self.KIND, container, row, 0)
@@ -149,13 +159,26 @@ class TableSource(Source):
         return columns
 
 
-def _to_rows(batch: pa.RecordBatch) -> Sequence[Mapping[str, Any] | SampleError]:
-    """Rows of a batch; one whose text is not UTF-8 as its error."""
+def _to_rows(
+    batch: pa.RecordBatch, media: Sequence[str]
+) -> Sequence[Mapping[str, Any] | SampleError]:
+    """Rows of a batch; one that is too large, or whose text is not UTF-8, as its error."""
+    num_bytes = batch.nbytes
+    if num_bytes > MAX_JSON_BYTES and len(batch) == 1:  # as large rows are handed on
+        text_bytes = batch.drop_columns(media).nbytes
+        for what, value, limit in (
+            ("text", text_bytes, MAX_JSON_BYTES),
+            ("values", num_bytes, MAX_ROW_BYTES),
+        ):
+            if value > limit:
+                return [
+                    SampleError("too_costly", f"a row with {value:,} bytes of {what} > {limit:,}")
+                ]
     try:
         return batch.to_pylist()
     except UnicodeDecodeError as error:
         if len(batch) > 1:
-            return [row for i in range(len(batch)) for row in _to_rows(batch.slice(i, 1))]
+            return [row for i in range(len(batch)) for row in _to_rows(batch.slice(i, 1), media)]
         return [SampleError("bad_json", str(error))]
 
 
@@ -163,27 +186,14 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-class ParquetOptions(FileOptions):
-    """Options of Parquet files."""
-
-    #: rows of a row group with a page that is larger when decoded are set aside
-    max_page_bytes: Count = added(MAX_PAGE_BYTES)
-
-
 class ParquetSource(TableSource):
     """Parquet files: one, or all below a folder."""
 
-    Options = ParquetOptions
-    options: ParquetOptions
     KIND = "parquet_row"
     ENDINGS = (".parquet",)
 
-    @property
-    def max_page_bytes(self) -> int:  # type: ignore[override]
-        return self.options.max_page_bytes
 
-
-class HuggingFaceOptions(FileOptions):
+class HuggingFaceOptions(TableOptions):
     """Options of a dataset that may have splits."""
 
     #: which of them is read (default: train)

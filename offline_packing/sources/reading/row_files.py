@@ -15,6 +15,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from offline_packing.sources.reading.arrow_batches import ArrowBatches
 from offline_packing.sources.reading.parquet_pages import largest_page
 from task_encoders.samples import SampleError
 
@@ -25,10 +26,8 @@ _BATCH_BYTES: Final = 4 << 20
 _MAX_BATCH_BYTES: Final = 64 << 20
 #: Bytes handed on at a time.
 _MAX_PART_BYTES: Final = 16 << 20
-#: Bytes of a remote Parquet file asked for at a time.
-_REMOTE_BUFFER: Final = 4 << 20
-#: End of Arrow's streaming format: a continuation mark, and a message of length 0.
-_STREAM_END: Final = b"\xff\xff\xff\xff\0\0\0\0"
+#: Bytes of a Parquet file read at a time.
+_BUFFER_BYTES: Final = 4 << 20
 
 
 class RowFile:
@@ -39,31 +38,33 @@ class RowFile:
     ) -> None:
         """Raises pa.ArrowException or OSError if the file is damaged."""
         self._source = source
-        self._parquet: pq.ParquetFile | None = None
-        self._table: pa.Table | None = None
         self._mapped = mapped
-        #: bytes of each row group when decoded, all columns; of Arrow files 0: they are not
-        self.group_bytes: list[int] = []
+        self._parquet: pq.ParquetFile | None = None
         if kind == "parquet_row":
-            self._parquet = _open_parquet(source, 0 if mapped else _REMOTE_BUFFER)
+            # Only with a buffer it is read a page at a time.
+            self._parquet = pq.ParquetFile(source, buffer_size=_BUFFER_BYTES, pre_buffer=False)
             metadata = self._parquet.metadata
             groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+            #: rows of each row group or batch; its bytes when decoded, 0 if it is used as it is
             self.group_rows = [group.num_rows for group in groups]
             self.group_bytes = [group.total_byte_size for group in groups]
             self.schema = self._parquet.schema_arrow
         else:
-            self._table = _read_arrow(source)
-            self.group_rows = [len(batch) for batch in self._table.to_batches()]
-            self.schema = self._table.schema
+            self._arrow = ArrowBatches(source)
+            self.group_rows, self.group_bytes = self._arrow.num_rows, self._arrow.unpacked
+            self.schema = self._arrow.schema
         #: first row of each group, and the number of rows
         self.group_starts = [0, *itertools.accumulate(self.group_rows)]
 
     @classmethod
     def open(cls, file: BinaryIO, kind: str) -> "RowFile":
-        """A table in a file. A local one is mapped: nothing is read before it is used."""
+        """A table in a file. A local Arrow file is mapped: nothing is read before it is used. Of a
+        mapped Parquet file, packed and unpacked pages would both be in memory."""
         if not isinstance(getattr(file, "raw", None), io.FileIO):
             return cls(file, kind)
         with file:
+            if kind == "parquet_row":
+                return cls(pa.OSFile(f"/dev/fd/{file.fileno()}"), kind)
             mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         return cls(pa.BufferReader(pa.py_buffer(mapped)), kind, mapped)
 
@@ -77,7 +78,7 @@ class RowFile:
             for group in groups:  # of several at once, Arrow refuses lists of dictionaries
                 num_rows, num_bytes = self.group_rows[group], self.group_bytes[group]
                 # All rows may hold the longest value of a page.
-                longest = max(1, self.largest_page(group, columns))
+                longest = max(1, self.unpacked_at_once(group, columns))
                 size = min(
                     _BATCH_BYTES * num_rows // max(1, num_bytes), _MAX_BATCH_BYTES // longest
                 )
@@ -87,20 +88,20 @@ class RowFile:
                         yield part
                         self.release()
             return
-        assert self._table is not None
-        begin, end = self.group_starts[groups.start], self.group_starts[groups.stop]
-        rows = self._table.select(list(columns)).slice(begin, end - begin)
-        for batch in rows.to_batches(max_chunksize=_BATCH_ROWS):
-            batch.validate(full=True)  # nothing else does, and a wrong offset would end the process
-            for part in _parts(batch):
-                yield part
-                self.release()
+        for group in groups:
+            batch = self._arrow.read(group).select(list(columns))
+            for start in range(0, len(batch), _BATCH_ROWS):
+                rows = batch.slice(start, _BATCH_ROWS)
+                rows.validate(full=True)  # nothing else does; a wrong offset would end the process
+                for part in _parts(rows):
+                    yield part
+                    self.release()
 
-    def largest_page(self, group: int, columns: Sequence[str]) -> int:
-        """Bytes, unpacked, of the largest page of a row group; 0 in Arrow files, which are used as
-        they are."""
+    def unpacked_at_once(self, group: int, columns: Sequence[str]) -> int:
+        """Bytes of the largest page of a row group, or of a batch of compressed buffers; 0: the
+        batch is used as it is."""
         if self._parquet is None:
-            return 0
+            return self.group_bytes[group]
         metadata = self._parquet.metadata.row_group(group)
         chunks = [metadata.column(i) for i in range(metadata.num_columns)]
         wanted = [one for one in chunks if one.path_in_schema.partition(".")[0] in columns]
@@ -128,36 +129,6 @@ def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         half = len(batch) // 2
         yield from _parts(batch.slice(0, half))
         yield from _parts(batch.slice(half))
-
-
-def _open_parquet(source: "BinaryIO | pa.NativeFile", buffer_size: int) -> pq.ParquetFile:
-    # Arrow's own allocator copies a buffer that grows, and keeps what was freed: for pages of
-    # 130 MiB, which its writer makes of images of 130 KiB, 630 MiB instead of 500.
-    pool = pa.default_memory_pool()
-    pa.set_memory_pool(pa.system_memory_pool())
-    try:
-        return pq.ParquetFile(source, buffer_size=buffer_size, pre_buffer=False)
-    finally:
-        pa.set_memory_pool(pool)
-
-
-def _read_arrow(source: "BinaryIO | pa.NativeFile") -> pa.Table:
-    """A file of either Arrow format. Raises pa.ArrowInvalid too where a stream lacks its end, as
-    one that was cut between two batches, or goes on after it."""
-    try:
-        reader = pa.ipc.open_stream(source)
-    except pa.ArrowInvalid:
-        source.seek(0)
-        return pa.ipc.open_file(source).read_all()
-    table = reader.read_all()
-    end = source.tell()
-    source.seek(max(0, end - len(_STREAM_END)))
-    if source.read(len(_STREAM_END)) != _STREAM_END or source.read(1):
-        raise pa.ArrowInvalid(
-            f"its {len(table)} rows do not end in an end-of-stream mark at the end of the file: it "
-            "was cut, or written over; restore it or save the dataset again"
-        )
-    return table
 
 
 def holds_bytes(kind: pa.DataType) -> bool:

@@ -1,7 +1,8 @@
 """Single rows of Parquet and Arrow files, in any order.
 
-A row of an Arrow file is where it is. A Parquet row group can only be decoded from its beginning:
-whoever reads many rows says so first (`rows_at_hand`), and has them in one of two ways:
+A row of an Arrow file is where it is. A Parquet row group can only be decoded from its beginning, a
+compressed Arrow batch as a whole: whoever reads many rows says so first (`rows_at_hand`), and has
+them in one of two ways:
 
     groups that are small, or much of which is wanted     decoded once, in the order of the file;
                                                           these rows are kept in an unnamed file
@@ -196,21 +197,25 @@ def rows_at_hand(
     try:
         for one in wanted:
             path = one.root.path(one.container)
-            at_hand.setdefault(path, []).append(_prepare(one, scratch, unpack_folder))
+            prepared = _prepare(one, scratch, unpack_folder)
+            at_hand.setdefault(path, []).extend(prepared)
         yield
     finally:
         _reader.at_hand = before
         _reader.copies.clear()  # a removed one occupies its space until then
 
 
-def _prepare(wanted: WantedRows, scratch: Path, unpack_folder: Path) -> _AtHand:
+def _prepare(wanted: WantedRows, scratch: Path, unpack_folder: Path) -> list[_AtHand]:
+    """Rows of a file; none of one whose rows are used as they are."""
     try:
         file, _ = _reader.file(wanted.root, wanted.kind, wanted.container)
+        if not any(file.group_bytes):
+            return []
         chosen = decoded_at_once(file.group_starts, file.group_bytes, wanted.rows)
         with translate_disk_full(scratch), tempfile.TemporaryFile(dir=scratch) as kept:
             rows = _write_rows(kept, file, np.flatnonzero(chosen), wanted)
             copy = _Copy(kept) if len(rows) else None
-            return _AtHand(wanted.columns, unpack_folder, rows, copy)
+            return [_AtHand(wanted.columns, unpack_folder, rows, copy)]
     except (*_DAMAGE, SampleError) as error:
         path = wanted.root.path(wanted.container)
         raise StageError(f"{path} cannot be read: {error}") from error

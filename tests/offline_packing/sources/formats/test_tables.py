@@ -1,6 +1,7 @@
 """Tables: types of columns that writers choose, their names, and which files are read."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -8,7 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.errors import StageError
-from offline_packing.sources.reading import row_files, row_reader
+from offline_packing.sources.formats import tables
+from offline_packing.sources.reading import arrow_batches, row_files, row_reader
+from offline_packing.sources.reading.arrow_batches import ArrowBatches
 from offline_packing.sources.reading.parquet_pages import largest_page
 from offline_packing.sources.reading.row_files import RowFile
 from offline_packing.verify.verify import verify
@@ -193,7 +196,7 @@ def test_row_groups_with_large_pages_are_set_aside(tmp_path: Path, dictionary: b
     source["max_page_bytes"] = 1_000_000
     path = tmp_path / "data" / "a.parquet"
     found = [outcome for _, outcome, _ in accounting.account(accounting.open_one(source, tmp_path))]
-    assert found == ["ok"] * 3  # a column chunk of at most 1 MiB is not looked into
+    assert found == ["ok"] * 3
 
     pq.write_table(table, path, **{**options, "row_group_size": 3})
     found = [outcome for _, outcome, _ in accounting.account(accounting.open_one(source, tmp_path))]
@@ -206,8 +209,80 @@ def test_row_groups_with_large_pages_are_set_aside(tmp_path: Path, dictionary: b
     data = path.read_bytes()
     own = largest_page(chunk, lambda offset, size: data[offset : offset + size])
     assert sum(map(len, images)) <= own <= sum(map(len, images)) + 100
-    no_headers = largest_page(chunk, lambda offset, size: b"")
-    assert no_headers == chunk.total_uncompressed_size > own
+    claimed = SimpleNamespace(
+        dictionary_page_offset=chunk.dictionary_page_offset,
+        data_page_offset=chunk.data_page_offset,
+        total_compressed_size=chunk.total_compressed_size,
+        total_uncompressed_size=100,  # of which only Arrow's writers are sure to tell the truth
+    )
+    assert largest_page(claimed, lambda offset, size: data[offset : offset + size]) == own
+    with pytest.raises(pa.ArrowInvalid, match="no header of a page at byte"):
+        largest_page(chunk, lambda offset, size: bytes(size))
+
+
+def write_packed_arrow(path: Path, table: pa.Table, form: str) -> dict[str, Any]:
+    """A source of a file of compressed batches of 8 rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = pa.ipc.new_file if form == "file" else pa.ipc.new_stream
+    options = pa.ipc.IpcWriteOptions(compression="zstd", emit_dictionary_deltas=True)
+    with pa.OSFile(str(path), "wb") as file, new(file, table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=8)
+    return {"format": "huggingface", "path": str(path.parent), "task": "captioning"}
+
+
+@pytest.mark.parametrize("small_group", [0, 1 << 30], ids=["copies", "decoded"])
+@pytest.mark.parametrize("form", ["stream", "file", "dictionary"])
+def test_compressed_arrow_batches(
+    tmp_path: Path, form: str, small_group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unpacked one at a time, but where they share dictionaries; each once for a shard, too."""
+    monkeypatch.setattr(row_reader, "SMALL_GROUP", small_group)
+    images = [image_bytes(28 * (2 + i // 8), 56) + bytes(5000) for i in range(24)]
+    texts = pa.array([f"Number {i % 3}." for i in range(24)])
+    captions = texts.dictionary_encode() if form == "dictionary" else texts
+    table = pa.table({"id": [f"{i:02d}" for i in range(24)], "image": images, "caption": captions})
+    source = write_packed_arrow(tmp_path / "data" / "a.arrow", table, form)
+    with open(tmp_path / "data" / "a.arrow", "rb") as file:
+        batches = ArrowBatches(file)
+    assert batches.num_rows == [8, 8, 8]
+    expected = sum(map(len, images[:8]))
+    if form != "dictionary":
+        assert all(expected < size < expected + 8000 for size in batches.unpacked)
+    reads, read = [], ArrowBatches.read
+    monkeypatch.setattr(
+        ArrowBatches, "read", lambda self, number: reads.append(number) or read(self, number)
+    )
+    run = make_run(source, tmp_path / "out")
+    assert pack_all(run)["counts"]["packed"] == 24
+    if form != "dictionary":
+        assert sorted(reads) == [0, 0, 1, 1, 2, 2]  # measured and written
+    assert verify(run, deep=True).ok
+
+
+def test_compressed_arrow_batches_that_are_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = [JPEG] * 8 + [JPEG + bytes(200_000)] * 8
+    table = pa.table({"image": images, "caption": ["A dog."] * 16})
+    path = tmp_path / "data" / "a.arrow"
+    source = write_packed_arrow(path, table, "stream") | {"max_page_bytes": 1_000_000}
+    found = [outcome for _, outcome, _ in accounting.account(accounting.open_one(source, tmp_path))]
+    assert found == ["ok"] * 8 + ["too_costly"] * 8
+    coded = table.set_column(1, "caption", table["caption"].dictionary_encode())
+    write_packed_arrow(path, coded, "stream")
+    monkeypatch.setattr(arrow_batches, "MAX_PAGE_BYTES", 1_000_000)
+    with pytest.raises(pa.ArrowInvalid, match=r"with dictionaries, 1,6.* bytes in all > 1,000,000"):
+        RowFile.open(open(path, "rb"), "arrow_row")  # noqa: SIM115 - it closes the file
+
+
+def test_rows_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_files, "_MAX_PART_BYTES", 1000)
+    monkeypatch.setattr(tables, "MAX_JSON_BYTES", 5_000)
+    monkeypatch.setattr(tables, "MAX_ROW_BYTES", 20_000)
+    images, texts = [JPEG, JPEG + bytes(20_000), JPEG], ["A dog.", "A dog.", "A" * 6000]
+    source = write_parquet(tmp_path / "data", pa.table({"image": images, "caption": texts}))
+    rows = list(accounting.account(accounting.open_one(source, tmp_path)))
+    assert [outcome for _, outcome, _ in rows] == ["ok", "too_costly", "too_costly"]
 
 
 @pytest.mark.parametrize("kind", ["parquet_row", "arrow_row"])
