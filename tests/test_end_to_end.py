@@ -83,11 +83,11 @@ def task_encoder(task: str) -> PackedTaskEncoder:
 @pytest.mark.parametrize("task", TASKS)
 def test_nothing_is_lost_doubled_or_mismeasured(task: str, written: dict[str, Written]) -> None:
     result = written[task]
-    counts = result.manifest["counts"]
+    counts = result.manifest.counts
     assert result.verified.ok, result.verified.problems
-    assert counts["samples"] == counts["packed"] + sum(counts["set_aside"].values())
-    assert counts["set_aside"]  # the drawn data hold samples that must be set aside
-    assert result.verified.num_samples == counts["packed"] > 50
+    assert counts.samples == counts.packed + sum(counts.set_aside.values())
+    assert counts.set_aside  # the drawn data hold samples that must be set aside
+    assert result.verified.num_samples == counts.packed > 50
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -99,8 +99,8 @@ def test_the_loader_gives_every_sample_once(task: str, written: dict[str, Writte
     batches = [*get_loader(train), *get_loader(val)]
     keys = [key for batch in batches for key in batch.sub_sample_keys]
     assert not any(batch.dropped for batch in batches)
-    assert len(keys) == len(set(keys)) == result.manifest["counts"]["packed"]
-    assert sum(batch.tokens.shape[1] for batch in batches) == result.manifest["counts"]["tokens"]
+    assert len(keys) == len(set(keys)) == result.manifest.counts.packed
+    assert sum(batch.tokens.shape[1] for batch in batches) == result.manifest.counts.tokens
     assert all(batch.tokens.shape[1] <= SEQ_LENGTH for batch in batches)
     measured = dict(zip(*result.index.table("key", "num_tokens").to_pydict().values(), strict=True))
     for batch in batches:
@@ -124,9 +124,8 @@ def test_the_plain_webdataset_library_reads_every_sample(
     result = written[task]
     shards = sorted(map(str, result.path.glob("*.tar")))
     samples = list(webdataset.WebDataset(shards, shardshuffle=False, empty_check=False).decode())
-    assert (
-        sum(len(sample["json"]["captions"]) for sample in samples)
-        == (result.manifest["counts"]["packed"])
+    assert sum(len(sample["json"]["captions"]) for sample in samples) == (
+        result.manifest.counts.packed
     )
     for sample in samples:
         nested = [name if isinstance(name, list) else [name] for name in sample["json"]["images"]]

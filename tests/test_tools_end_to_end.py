@@ -49,7 +49,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def packed(source: dict[str, Any], folder: Path) -> tuple[Run, dict[str, Any]]:
     run = make_run({**source, "task": "bmr"}, folder, model=MODEL, pack={"seq_length": 1024})
-    return run, pack_all(run)["counts"]
+    return run, pack_all(run).counts
 
 
 def test_tools_from_records_to_rows(data: Path, tmp_path: Path) -> None:

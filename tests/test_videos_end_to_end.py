@@ -326,8 +326,8 @@ def test_the_llava_onevision_layout_holds_no_videos(run: Any, tmp_path: Path) ->
     source = {"format": "pairs", "path": str(tmp_path / "data"), "task": "captioning"}
     output = {"layout": "llava_onevision"}
     manifest = pack_all(make_run(source, tmp_path / "out", model=MODEL, output=output))
-    assert manifest["counts"]["set_aside"] == {"not_in_layout": 2}
-    assert manifest["counts"]["packed"] == 1
+    assert manifest.counts.set_aside == {"not_in_layout": 2}
+    assert manifest.counts.packed == 1
 
 
 BAD_FILES = {

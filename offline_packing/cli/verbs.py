@@ -132,9 +132,9 @@ def write_verb(run: Run, dry_run: bool) -> None:
     if not run.workspace.manifest.exists():
         check_set_aside(run)
         check_media(run)
-    counts = write(run, samples, made)["counts"]
-    packs = ", ".join(f"{name} {count:,}" for name, count in counts["packs"].items())
-    click.echo(f"wrote {counts['packed']:,} samples to {run.workspace.root}; packs: {packs}")
+    counts = write(run, samples, made).counts
+    packs = ", ".join(f"{name} {count:,}" for name, count in counts.packs.items())
+    click.echo(f"wrote {counts.packed:,} samples to {run.workspace.root}; packs: {packs}")
 
 
 @verb("verify", params=[_DEEP], is_shared=True, needs_output=True)

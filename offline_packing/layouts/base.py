@@ -1,10 +1,10 @@
 """Interface of every layout: writing one shard, the metadata of all, and reading both again."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Source, SourceOptions
 from offline_packing.storage.tars import PackEntry
 from task_encoders.families import build_sample_encoder
+from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack
 from task_encoders.packs.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
 from task_encoders.packs.tokenized import TokenizedPack, fingerprint_digest
@@ -79,12 +80,12 @@ class Layout(ABC):
         """Write a shard; no file has its final name before it is complete."""
 
     def finish(  # noqa: B027 - where each pack says everything, nothing is needed
-        self, folder: Path, manifest: Mapping[str, Any], fragments: Sequence[Path]
+        self, folder: Path, manifest: Manifest, fragments: Sequence[Path]
     ) -> None:
         """Write METADATA, which describes all shards of the output `folder`. The manifest has all
         but the hashes of these files; the fragments are those of all shards, in order."""
 
-    def media_roots(self, manifest: Mapping[str, Any], sources: Sequence[SourceOptions]) -> bytes:
+    def media_roots(self, manifest: Manifest, sources: Sequence[SourceOptions]) -> bytes:
         """Content of MEDIA_ROOTS. When a source moves, it changes and the packs do not. Raises
         StageError if one is not there."""
         raise NotImplementedError

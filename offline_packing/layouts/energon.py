@@ -6,9 +6,9 @@ train-000000.tar, train-000000.tar.idx    see tars.py
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Final
+from typing import BinaryIO, ClassVar, Final
 
 from offline_packing.errors import StageError
 from offline_packing.layouts.base import Layout
@@ -20,6 +20,7 @@ from offline_packing.layouts.shard_tasks import ShardTask
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.storage.files import atomic_file, hash_file, write_atomically
 from offline_packing.storage.tars import PackEntry, TarShardWriter, index_bytes, scan_tar
+from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack
 
 _SHARD: Final = re.compile(r"[A-Za-z0-9_]+-\d{6}\.tar(\.idx)?")
@@ -43,13 +44,13 @@ class EnergonLayout(Layout):
         write_atomically(path.with_suffix(".tar.idx"), index_bytes(writer.entries))
         return self.fragment(task, path.name, writer.size, digest, writer.entries)
 
-    def finish(self, folder: Path, manifest: Mapping[str, Any], fragments: Sequence[Path]) -> None:
-        splits: dict[str, list[str]] = {split: [] for split in manifest["counts"]["packs"]}
-        for shard in manifest["shards"]:
-            splits[shard["split"]].append(shard["name"])
+    def finish(self, folder: Path, manifest: Manifest, fragments: Sequence[Path]) -> None:
+        splits: dict[str, list[str]] = {split: [] for split in manifest.counts.packs}
+        for shard in manifest.shards:
+            splits[shard.split].append(shard.name)
         packs = ((shard.name, shard.packs) for shard in map(ShardFragment.load, fragments))
-        content_hash = manifest["content_hash"]
-        write_energon_metadata(folder, manifest["task"], splits, packs, content_hash=content_hash)
+        content_hash = manifest.content_hash
+        write_energon_metadata(folder, manifest.task, splits, packs, content_hash=content_hash)
 
     def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
         path = task.folder / self.shard_file(task.shard.name)

@@ -11,7 +11,7 @@ fragment where each sequence lies.
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -31,7 +31,7 @@ from offline_packing.layouts.shards import ShardFragment
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Locator, SourceOptions
 from offline_packing.sources.roots.remote import Root
-from offline_packing.storage.files import atomic_file, read_json, to_json, write_atomically
+from offline_packing.storage.files import atomic_file, to_json, write_atomically
 from offline_packing.storage.tars import PackEntry, Part
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import read_video_header
@@ -47,6 +47,7 @@ from task_encoders.packs.indexed_file import (
     make_document,
     read_media_roots,
 )
+from task_encoders.packs.manifest import Manifest, ShardLine, read_manifest
 from task_encoders.packs.pack import Pack, PackFormatError
 from task_encoders.packs.tokenized import fingerprint_digest
 from task_encoders.sample_encoder import SampleEncoder
@@ -75,7 +76,7 @@ class IndexedLayout(Layout):
         prefixes = map(_prefix, dict.fromkeys(splits))
         return [*(f"{one}{end}" for one in prefixes for end in (".bin", ".idx")), MEDIA_ROOTS]
 
-    def media_roots(self, manifest: Mapping[str, Any], sources: Sequence[SourceOptions]) -> bytes:
+    def media_roots(self, manifest: Manifest, sources: Sequence[SourceOptions]) -> bytes:
         return to_json(dict(media_roots(sources)))
 
     def find_unfit(self, samples: Index) -> Iterator[tuple[str, SampleIds]]:
@@ -115,23 +116,23 @@ class IndexedLayout(Layout):
                 size += packs[-1].size
         return self.fragment(task, task.shard.name, size, digest.hexdigest(), packs)
 
-    def finish(self, folder: Path, manifest: Mapping[str, Any], fragments: Sequence[Path]) -> None:
+    def finish(self, folder: Path, manifest: Manifest, fragments: Sequence[Path]) -> None:
         """Join the shards of each split: pieces just written, and ranges of files joined before."""
-        shards = list(zip(fragments, manifest["shards"], strict=True))
-        for split in dict.fromkeys(line["split"] for _, line in shards):
+        shards = list(zip(fragments, manifest.shards, strict=True))
+        for split in dict.fromkeys(line.split for _, line in shards):
             joined, sizes = folder / f"{_prefix(split)}.bin", []
-            own = [(at, line) for at, line in shards if line["split"] == split]
+            own = [(at, line) for at, line in shards if line.split == split]
             places = _find_pieces(folder, joined, own)
             with atomic_file(joined) as file:
                 for (at, line), (path, begin) in zip(own, places, strict=True):
                     with open(path, "rb") as piece:
-                        for block in _blocks(piece, begin, line["bytes"]):
+                        for block in _blocks(piece, begin, line.bytes):
                             file.write(block)
                     packs = ShardFragment.load(at).packs
                     sizes.append(np.array([[part.size for part in pack.parts] for pack in packs]))
             write_atomically(joined.with_suffix(".idx"), index_file(sizes))
         for _, line in shards:
-            (folder / _piece(line["name"])).unlink(missing_ok=True)
+            (folder / _piece(line.name)).unlink(missing_ok=True)
 
     def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
         path, begin = _place(task)
@@ -166,10 +167,10 @@ class IndexedLayout(Layout):
             raise StageError(f"{path} cannot be read: {error}") from error
 
     def read_pack(self, folder: Path, shard_file: str, key: str) -> Pack:
-        lines = read_json(folder / "manifest.json")["shards"]
-        split = next(line["split"] for line in lines if line["name"] == shard_file)
-        before = itertools.takewhile(lambda line: line["split"] != split, lines)
-        number = int(key.rpartition("_")[2]) - sum(line["packs"] for line in before)
+        lines = _shard_lines(folder)
+        split = next(line.split for line in lines if line.name == shard_file)
+        before = itertools.takewhile(lambda line: line.split != split, lines)
+        number = int(key.rpartition("_")[2]) - sum(line.packs for line in before)
         try:
             return IndexedFile(folder / _prefix(split))[number].pack
         except (PackFormatError, LookupError) as error:
@@ -196,33 +197,39 @@ def _piece(shard_name: str) -> str:
     return f"{shard_name}.bin"
 
 
+def _shard_lines(folder: Path) -> Sequence[ShardLine]:
+    manifest = read_manifest(folder)
+    return manifest.shards if manifest else ()
+
+
 def _place(task: ShardTask) -> tuple[Path, int]:
     """The file of a shard, and where the shard begins in it: its piece, or in a complete output
     that of its split."""
     piece = task.folder / _piece(task.shard.name)
     if piece.exists():
         return piece, 0
-    lines = (read_json(task.folder / "manifest.json") or {"shards": []})["shards"]
-    before = itertools.takewhile(lambda line: line["name"] != task.shard.name, lines)
-    begin = sum(line["bytes"] for line in before if line["split"] == task.shard.split)
+    before = itertools.takewhile(
+        lambda line: line.name != task.shard.name, _shard_lines(task.folder)
+    )
+    begin = sum(line.bytes for line in before if line.split == task.shard.split)
     return task.folder / f"{_prefix(task.shard.split)}.bin", begin
 
 
 def _find_pieces(
-    folder: Path, joined: Path, shards: Sequence[tuple[Path, Mapping[str, Any]]]
+    folder: Path, joined: Path, shards: Sequence[tuple[Path, ShardLine]]
 ) -> list[tuple[Path, int]]:
     """Yield for each shard of a split a file with its bytes, and their offset: its piece, or the
     file joined before. Raises StageError where there is neither; such shards are unfinished
     then. `shards`: fragments, and lines of the manifest."""
-    ends = list(itertools.accumulate(line["bytes"] for _, line in shards))
+    ends = list(itertools.accumulate(line.bytes for _, line in shards))
     is_there = joined.stat().st_size if joined.exists() else 0
     found, lost = [], []
     for (at, line), end in zip(shards, ends, strict=True):
-        piece = folder / _piece(line["name"])
+        piece = folder / _piece(line.name)
         if piece.exists():
             found.append((piece, 0))
         elif end <= is_there:
-            found.append((joined, end - line["bytes"]))
+            found.append((joined, end - line.bytes))
         else:
             lost.append(at)
     for at in lost:

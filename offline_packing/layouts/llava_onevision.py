@@ -13,7 +13,7 @@ orientation; the number of tokens is the same.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 import orjson
@@ -27,6 +27,7 @@ from offline_packing.layouts.base import Member
 from offline_packing.layouts.energon import EnergonLayout
 from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
 from offline_packing.storage.files import write_atomically
+from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.samples import IMAGE_PLACEHOLDER, SourceSample, Turn
 
@@ -103,7 +104,7 @@ class LlavaOneVisionLayout(EnergonLayout):
             prompt = IMAGE_PLACEHOLDER + prompt
         return replace(sample, turns=(Turn(prompt, answer),), system=None)
 
-    def finish(self, folder: Path, manifest: Mapping[str, Any], fragments: Sequence[Path]) -> None:
+    def finish(self, folder: Path, manifest: Manifest, fragments: Sequence[Path]) -> None:
         super().finish(folder, manifest, fragments)
         meta = folder / ".nv-meta"
         dataset = {
@@ -114,7 +115,7 @@ class LlavaOneVisionLayout(EnergonLayout):
             "part_filter": "sample_loader.py:part_filter",
             "sample_loader": "sample_loader.py:sample_loader",
         }
-        counts = {shard["name"]: shard["packs"] for shard in manifest["shards"]}
+        counts = {shard.name: shard.packs for shard in manifest.shards}
         write_atomically(meta / "sample_loader.py", _SAMPLE_LOADER.encode())
         write_atomically(meta / "dataset.yaml", yaml.safe_dump(dataset, sort_keys=False).encode())
         info = yaml.safe_dump({"shard_counts": counts}, sort_keys=False)

@@ -33,6 +33,7 @@ from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout
 from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
 from offline_packing.storage.files import write_atomically
 from task_encoders.families import FAMILIES
+from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import restore_pack
 from task_encoders.packs.pack_format import JSON_PART, is_video_name
 from task_encoders.samples import SampleError, SourceSample
@@ -113,16 +114,16 @@ class LoongForgeLayout(EnergonLayout):
     def stored_form(self, sample: SourceSample) -> SourceSample:
         return _CAPTIONS.stored_form(sample) if sample.task == "captioning" else sample
 
-    def finish(self, folder: Path, manifest: Mapping[str, Any], fragments: Sequence[Path]) -> None:
+    def finish(self, folder: Path, manifest: Manifest, fragments: Sequence[Path]) -> None:
         super().finish(folder, manifest, fragments)
-        meta, task = folder / ".nv-meta", manifest["task"]
+        meta, task = folder / ".nv-meta", manifest.task
         sample_type = "packed_captioning" if task == "captioning" else "packed_chat_mix"
         dataset = {
             "__module__": "megatron.energon",
             "__class__": "CrudeWebdataset",
             "subflavors": {"sample_type": sample_type, "offline_packing": task},
         }
-        counts = {shard["name"]: shard["packs"] for shard in manifest["shards"]}
+        counts = {shard.name: shard.packs for shard in manifest.shards}
         info = yaml.safe_dump({"shard_counts": counts}, sort_keys=False)
         write_atomically(meta / "dataset.yaml", yaml.safe_dump(dataset, sort_keys=False).encode())
         write_atomically(meta / ".info.yaml", info.encode())

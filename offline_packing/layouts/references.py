@@ -32,6 +32,7 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Source, SourceOptions
 from offline_packing.storage.files import atomic_file, write_atomically
 from offline_packing.storage.tars import PackEntry
+from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack, StoredMedia
 from task_encoders.packs.pack_format import METADATASET, media_part_names
 from task_encoders.packs.stored_media import MovedMediumError, StoredMedium
@@ -79,16 +80,16 @@ class ReferencesLayout(Layout):
                 size += len(line)
         return self.fragment(task, task.shard.name, size, digest.hexdigest(), entries)
 
-    def finish(self, folder: Path, manifest: Mapping[str, Any], fragments: Sequence[Path]) -> None:
+    def finish(self, folder: Path, manifest: Manifest, fragments: Sequence[Path]) -> None:
         splits: dict[str, list[ShardFragment]] = {}
         for fragment in map(ShardFragment.load, fragments):
             splits.setdefault(fragment.split, []).append(fragment)
         for split, own in splits.items():
             _join(folder, split, own)
-        for shard in manifest["shards"]:
-            _shard_path(folder, shard["name"]).unlink(missing_ok=True)
+        for shard in manifest.shards:
+            _shard_path(folder, shard.name).unlink(missing_ok=True)
 
-    def media_roots(self, manifest: Mapping[str, Any], sources: Sequence[SourceOptions]) -> bytes:
+    def media_roots(self, manifest: Manifest, sources: Sequence[SourceOptions]) -> bytes:
         aux = aux_datasets(sources)
         content = {
             "__module__": "megatron.energon",
@@ -96,10 +97,10 @@ class ReferencesLayout(Layout):
             "splits": {
                 split: {
                     "path": f"{split}.jsonl",
-                    "subflavors": {"offline_packing": manifest["task"]},
+                    "subflavors": {"offline_packing": manifest.task},
                     "aux": dict(aux),  # no anchors in the YAML
                 }
-                for split in dict.fromkeys(shard["split"] for shard in manifest["shards"])
+                for split in dict.fromkeys(shard.split for shard in manifest.shards)
             },
         }
         return yaml.safe_dump(content, sort_keys=False).encode()

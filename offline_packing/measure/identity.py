@@ -195,14 +195,14 @@ def is_known(source: Source, record: SourceRecord) -> bool:
 def _complete_output(path: str) -> tuple[Workspace, IndexInfo, Sequence[Mapping[str, Any]]]:
     """A skipped output, its index, and the sources of its configuration."""
     workspace = Workspace(Path(path))
-    manifest, info = read_manifest(workspace), IndexInfo.load(workspace.index_info)
+    manifest, info = read_manifest(workspace.root), IndexInfo.load(workspace.index_info)
     if manifest is None or info is None:
         lacks = workspace.manifest if manifest is None else workspace.index_info
         raise StageError(
             f"source.skip: {path} is not a complete output, it has no {lacks.name}; finish it "
             "first, or take it out"
         )
-    return workspace, info, manifest["config"]["source"]
+    return workspace, info, manifest.config["source"]
 
 
 def _collect(config: SourceOptions, prefix: str) -> Hashes:

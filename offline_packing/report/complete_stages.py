@@ -15,9 +15,10 @@ from offline_packing.index.set_aside import read_set_aside
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import check_layout, key_prefix, open_index, open_plan
-from offline_packing.runs.manifest import Manifest, read_manifest
+from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.run import Run
 from offline_packing.runs.set_aside import aside_while_measuring, aside_while_planning
+from task_encoders.packs.manifest import Manifest
 from task_encoders.samples import REASONS
 
 #: Packs whose samples are looked up at a time, to keep temporaries small.
@@ -76,7 +77,7 @@ class CompleteStages:
 def open_complete_stages(run: Run) -> CompleteStages:
     """All complete stages of an output. Raises StageError if not even the index is complete, or a
     stage was made with other settings."""
-    manifest, samples = read_manifest(run.workspace), open_index(run)
+    manifest, samples = read_manifest(run.workspace.root), open_index(run)
     plan = open_plan(run) if run.workspace.plan_info.exists() else None
     if plan is not None and manifest is not None:
         check_layout(run, plan.hash)

@@ -16,12 +16,13 @@ import numpy.typing as npt
 from offline_packing.errors import StageError
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import check_energon
-from offline_packing.runs.manifest import Manifest, require_manifest
+from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
 from task_encoders.families import ModelOptions
 from task_encoders.limits import MAX_IMAGE_PIXELS
 from task_encoders.media.image import decode_image
 from task_encoders.media.video_file import decode_frames, read_video_header
+from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack, restore_pack
 from task_encoders.packs.pack_format import is_video_name, pack_key
 from task_encoders.sample_encoder import SampleEncoder
@@ -109,7 +110,7 @@ def preview(
     Raises StageError if the packs are not written, there is no such pack, or the configuration's
     model is not the one that they were measured with."""
     check_energon()
-    manifest = require_manifest(run)
+    manifest = require_manifest(run.workspace.root)
     numbers = choose(manifest, num_packs, packs, seed)
     task_encoder = _task_encoder(run, manifest)
     return (_preview_pack(run, manifest, task_encoder, number) for number in numbers)
@@ -118,11 +119,11 @@ def preview(
 def choose(manifest: Manifest, num_packs: int, packs: Sequence[str], seed: int) -> list[int]:
     """Numbers of the named packs, or of some drawn ones, ascending. Raises StageError where there
     is no such pack."""
-    total = sum(shard["packs"] for shard in manifest["shards"])
+    total = sum(shard.packs for shard in manifest.shards)
     if not packs:
         drawn = np.random.default_rng(seed).choice(total, min(num_packs, total), replace=False)
         return sorted(drawn.tolist())
-    prefix = manifest["config"]["output"]["key_prefix"]
+    prefix = manifest.config["output"]["key_prefix"]
     form = re.compile(rf"(?:(?:{re.escape(prefix)})?ps_)?(\d+)")
     numbers = []
     for name in packs:
@@ -139,12 +140,12 @@ def choose(manifest: Manifest, num_packs: int, packs: Sequence[str], seed: int) 
 def _task_encoder(run: Run, manifest: Manifest) -> "PackedTaskEncoder":
     from task_encoders.packed_task_encoder import PackedTaskEncoder
 
-    task = manifest["task"]
+    task = manifest.task
     try:
         task_encoder = PackedTaskEncoder(
             model=run.config.model,
-            seq_length=manifest["seq_length"],
-            pad_multiple=manifest["pad_multiple"],
+            seq_length=manifest.seq_length,
+            pad_multiple=manifest.pad_multiple,
             settings=PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr"),
         )
         task_encoder.check_manifest(run.workspace.root)
@@ -160,20 +161,19 @@ def _preview_pack(
     be used."""
     from megatron.energon.errors import FatalSampleError
 
-    shards = manifest["shards"]
-    ends = np.cumsum([shard["packs"] for shard in shards])
-    shard = shards[int(np.searchsorted(ends, number, side="right"))]
-    key = pack_key(number, manifest["config"]["output"]["key_prefix"])
-    pack = LAYOUTS[manifest["layout"]].read_pack(run.workspace.root, shard["name"], key)
+    ends = np.cumsum([shard.packs for shard in manifest.shards])
+    shard = manifest.shards[int(np.searchsorted(ends, number, side="right"))]
+    key = pack_key(number, manifest.config["output"]["key_prefix"])
+    pack = LAYOUTS[manifest.layout].read_pack(run.workspace.root, shard.name, key)
     try:
         row = task_encoder.encode_pack(pack)
     except (FatalSampleError, ValueError) as error:
         raise StageError(f"pack {key!r} cannot be trained on: {error}") from error
     return PackPreview(
         key=key,
-        shard=shard["name"],
-        split=shard["split"],
-        seq_length=manifest["seq_length"],
+        shard=shard.name,
+        split=shard.split,
+        seq_length=manifest.seq_length,
         cu_lengths=tuple(row.row.cu_lengths.tolist()),
         sub_samples=tuple(_sub_samples(run, task_encoder, row, pack)),
         dropped=tuple(row.dropped),

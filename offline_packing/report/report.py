@@ -4,7 +4,6 @@ _packing/report/report.html    one self-contained page for people
 _packing/report/report.json    the same figures; docs/formats.md describes the fields
 """
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -25,10 +24,11 @@ from offline_packing.report.figures import (
     saving_figures,
 )
 from offline_packing.report.pages import render_report
-from offline_packing.runs.manifest import Manifest, stored_config
+from offline_packing.runs.manifest import read_manifest, stored_config
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.runs.warnings import run_warnings
 from offline_packing.storage.files import hash_file, read_json, to_json, write_atomically
+from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack_format import pack_key
 
 REPORT_VERSION: Final = 1
@@ -57,7 +57,7 @@ def report_status(workspace: Workspace) -> str | None:
     document = read_json(workspace.report / "report.json")
     if document is None:
         return None
-    current = _made_from(workspace, read_json(workspace.manifest))
+    current = _made_from(workspace, read_manifest(workspace.root))
     old = "" if document["made_from"] == current else ", out of date: run report again"
     return f"{workspace.report / 'report.html'}{old}"
 
@@ -124,13 +124,13 @@ def _verdict(document: Document) -> str:
     return line if document["stages"]["write"] else f"{line}; not written yet: run write"
 
 
-def _made_from(workspace: Workspace, manifest: Mapping[str, Any] | None) -> dict[str, str | None]:
+def _made_from(workspace: Workspace, manifest: Manifest | None) -> dict[str, str | None]:
     """Identity of the stages that a report describes."""
     index, plan = workspace.index_info, read_json(workspace.plan_info) or {}
     return {
         "index": hash_file(index) if index.exists() else None,
         "plan": plan.get("hash"),
-        "shards": None if manifest is None else manifest["content_hash"],
+        "shards": None if manifest is None else manifest.content_hash,
     }
 
 
@@ -177,14 +177,14 @@ def _sources(stages: CompleteStages, set_aside: SetAside) -> list[dict[str, Any]
 def _shards(manifest: Manifest) -> list[dict[str, Any]]:
     """One entry per split."""
     lines = []
-    for split in manifest["counts"]["packs"]:
-        shards = [shard for shard in manifest["shards"] if shard["split"] == split]
+    for split in manifest.counts.packs:
+        shards = [shard for shard in manifest.shards if shard.split == split]
         names = ("packs", "samples", "tokens", "bytes")
         line = {"split": split, "shards": len(shards)}
-        line |= {name: sum(shard[name] for shard in shards) for name in names}
+        line |= {name: sum(getattr(shard, name) for shard in shards) for name in names}
         for name in ("packs", "bytes"):
-            line[f"min_{name}"] = min((shard[name] for shard in shards), default=0)
-            line[f"max_{name}"] = max((shard[name] for shard in shards), default=0)
+            line[f"min_{name}"] = min((getattr(shard, name) for shard in shards), default=0)
+            line[f"max_{name}"] = max((getattr(shard, name) for shard in shards), default=0)
         lines.append(line)
     return lines
 

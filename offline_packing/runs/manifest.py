@@ -1,4 +1,5 @@
-"""The manifest: what a packed dataset holds, and that it is complete.
+"""The manifest of an output, see task_encoders.packs.manifest: made, written last, and read by the
+stages, which take it only as it was written.
 
 The same input, configuration and seed give the same manifest on any number of workers. It is put
 together from one fragment per shard, kept in _packing/write/.
@@ -17,13 +18,15 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.runs.artifacts import key_prefix
-from offline_packing.runs.run import Run, Workspace
-from offline_packing.storage.files import hash_bytes, read_json, to_json, write_atomically
+from offline_packing.runs.run import Run
+from offline_packing.storage.files import hash_bytes, to_json, write_atomically
+from task_encoders.packs import manifest as stored
+from task_encoders.packs.manifest import Counts, Manifest, ManifestError, ShardLine
 
 logger = logging.getLogger(__name__)
 
 #: Fields that `content_hash` does not cover.
-_APART: Final = ("content_hash", "library_versions", "metadata")
+_APART: Final = {"content_hash", "library_versions", "metadata"}
 
 #: A source of version 1 has all of these, whatever its format understands.
 _SOURCE_FIELDS: Final[Mapping[str, Any]] = {
@@ -32,20 +35,43 @@ _SOURCE_FIELDS: Final[Mapping[str, Any]] = {
     "repeat": 1,
 }
 
-Manifest = Mapping[str, Any]
 
-
-def read_manifest(workspace: Workspace) -> Manifest | None:
-    """The manifest of a dataset that is complete; or None. Raises DamagedError if it is not what
+def read_manifest(root: Path) -> Manifest | None:
+    """The manifest of an output that is complete; or None. Raises DamagedError if it is not what
     was written."""
-    path = workspace.manifest
-    manifest = read_json(path)
+    path = root / stored.NAME
+    try:
+        manifest = stored.read_manifest(root)
+        if manifest is None:
+            return None
+        if path.read_bytes() != _to_bytes(manifest) or manifest.content_hash != _hash(manifest):
+            raise ManifestError(f"{path} is damaged")
+    except ManifestError as error:
+        raise DamagedError(f"{path} is not what was written; retry rewrites it") from error
+    return manifest
+
+
+def require_manifest(root: Path) -> Manifest:
+    """The manifest. Raises StageError if the output is not complete."""
+    manifest = read_manifest(root)
     if manifest is None:
-        return None
-    is_whole = path.read_bytes() == to_json(manifest)
-    if not is_whole or _content_hash(manifest) != manifest.get("content_hash"):
-        raise DamagedError(f"{path} is not what was written; retry rewrites it")
-    return dict(manifest)
+        raise StageError(f"no manifest in {root}; run write first")
+    return manifest
+
+
+def save_manifest(run: Run, manifest: Manifest) -> Manifest:
+    """Write a manifest, which makes an output complete; returns it."""
+    write_atomically(run.workspace.manifest, _to_bytes(manifest))
+    return manifest
+
+
+def _to_bytes(manifest: Manifest) -> bytes:
+    return to_json(manifest.model_dump())
+
+
+def _hash(manifest: Manifest) -> str:
+    """Hash of everything that does not depend on versions of libraries."""
+    return hash_bytes(to_json(manifest.model_dump(exclude=_APART)))
 
 
 def write_manifest(
@@ -53,83 +79,72 @@ def write_manifest(
 ) -> Manifest:
     """Write the layout's metadata and then the manifest, which makes the dataset complete. `plan`
     is the content of the plan's stage.json; the fragments are in order."""
-    manifest = finish_layout(run, build_manifest(run, index, plan, fragments))
-    write_atomically(run.workspace.manifest, to_json(manifest))
-    return manifest
+    return save_manifest(run, finish_layout(run, build_manifest(run, index, plan, fragments)))
 
 
 def finish_layout(run: Run, manifest: Manifest) -> Manifest:
     """Write the layout's metadata on a manifest's shards; returns it with these files' hashes."""
     workspace = run.workspace
-    fragments = [workspace.fragment(shard["name"]) for shard in manifest["shards"]]
-    layout = LAYOUTS[manifest["layout"]]
+    fragments = [workspace.fragment(shard.name) for shard in manifest.shards]
+    layout = LAYOUTS[manifest.layout]
     layout.finish(workspace.root, manifest, fragments)
     if layout.MEDIA_ROOTS is not None:
         content = layout.media_roots(manifest, run.config.source)
         write_atomically(workspace.root / layout.MEDIA_ROOTS, content)
-    names = layout.metadata([shard["split"] for shard in manifest["shards"]])
+    names = layout.metadata([shard.split for shard in manifest.shards])
     hashes = {name: hash_metadata(workspace.root / name) for name in names}
-    return {**manifest, "metadata": hashes}
+    return manifest.model_copy(update={"metadata": hashes})
 
 
 def follow_media(run: Run, manifest: Manifest) -> Manifest:
     """Rewrite the addresses of media that packs refer to, if their sources moved; keep packs.
     Raises StageError if a source is not where the configuration says."""
-    layout = LAYOUTS[manifest["layout"]]
+    layout = LAYOUTS[manifest.layout]
     if layout.MEDIA_ROOTS is None:
         return manifest
     content = layout.media_roots(manifest, run.config.source)
-    if hash_bytes(content) == manifest["metadata"][layout.MEDIA_ROOTS]:
+    if hash_bytes(content) == manifest.metadata[layout.MEDIA_ROOTS]:
         return manifest
     paths = ", ".join(source.path for source in run.config.source)
     logger.info("write: the packs now refer to media in %s; verify opens them", paths)
     write_atomically(run.workspace.root / layout.MEDIA_ROOTS, content)
-    hashes = {**manifest["metadata"], layout.MEDIA_ROOTS: hash_bytes(content)}
-    moved = {**manifest, "metadata": hashes}
-    write_atomically(run.workspace.manifest, to_json(moved))
-    return moved
+    hashes = {**manifest.metadata, layout.MEDIA_ROOTS: hash_bytes(content)}
+    return save_manifest(run, manifest.model_copy(update={"metadata": hashes}))
 
 
 def build_manifest(
     run: Run, index: IndexInfo, plan: Mapping[str, Any], fragments: Sequence[Path]
-) -> dict[str, Any]:
-    """The manifest's content except `metadata`, which `finish_layout` adds."""
-    shards = [_describe(ShardFragment.load(path)) for path in fragments]
-    set_aside = Counter(index.set_aside) + Counter(plan["set_aside"])
-    content = {
-        "version": 1,
-        "task": run.config.task,
-        "layout": run.config.output.layout,
-        "seq_length": run.config.pack.seq_length,
-        "pad_multiple": run.config.pack.pad_multiple,
-        "counts": {
-            "samples": index.num_samples + index.num_set_aside + plan.get("copies", 0),
-            "packed": sum(shard["samples"] for shard in shards),
-            "set_aside": dict(set_aside),
-            "tokens": sum(shard["tokens"] for shard in shards),
-            "packs": {
-                split: sum(shard["packs"] for shard in shards if shard["split"] == split)
-                for split in run.config.output.split
-            },
-        },
-        **({"epochs": plan["epochs"]} if plan.get("epochs") else {}),
-        **({"loss_weights": "fractional"} if index.num_weighted else {}),
-        "shards": shards,
-        "fingerprint": index.fingerprint,
-        "config": stored_config(run.config, key_prefix(run, plan["hash"])),
-        "plan": hash_plan(plan),
+) -> Manifest:
+    """The manifest without `metadata`, which `finish_layout` adds."""
+    shards = tuple(_describe(ShardFragment.load(path)) for path in fragments)
+    packs = {
+        split: sum(shard.packs for shard in shards if shard.split == split)
+        for split in run.config.output.split
     }
-    return {
-        **content,
-        "content_hash": _content_hash(content),
-        "library_versions": index.versions,
-    }
-
-
-def _content_hash(manifest: Manifest) -> str:
-    """Hash of everything that does not depend on versions of libraries."""
-    content = {name: value for name, value in manifest.items() if name not in _APART}
-    return hash_bytes(to_json(content))
+    manifest = Manifest(
+        version=1,
+        task=run.config.task,
+        layout=run.config.output.layout,
+        seq_length=run.config.pack.seq_length,
+        pad_multiple=run.config.pack.pad_multiple,
+        counts=Counts(
+            samples=index.num_samples + index.num_set_aside + plan.get("copies", 0),
+            packed=sum(shard.samples for shard in shards),
+            set_aside=Counter(index.set_aside) + Counter(plan["set_aside"]),
+            tokens=sum(shard.tokens for shard in shards),
+            packs=packs,
+        ),
+        epochs=plan.get("epochs", {}),
+        loss_weights="fractional" if index.num_weighted else None,
+        shards=shards,
+        fingerprint=index.fingerprint,
+        config=stored_config(run.config, key_prefix(run, plan["hash"])),
+        plan=hash_plan(plan),
+        content_hash="",
+        library_versions=index.versions,
+        metadata={},
+    )
+    return manifest.model_copy(update={"content_hash": _hash(manifest)})
 
 
 def hash_plan(info: Mapping[str, Any]) -> str:
@@ -139,17 +154,17 @@ def hash_plan(info: Mapping[str, Any]) -> str:
     return hash_bytes(to_json(named))
 
 
-def _describe(fragment: ShardFragment) -> dict[str, Any]:
-    return {
-        "name": fragment.name,
-        "split": fragment.split,
-        "packs": fragment.num_packs,
-        "samples": fragment.num_samples,
-        "tokens": fragment.num_tokens,
-        "bytes": fragment.num_bytes,
-        "xxh3_128": fragment.xxh3_128,
-        "fragment_xxh3_128": fragment.content_hash,
-    }
+def _describe(fragment: ShardFragment) -> ShardLine:
+    return ShardLine(
+        name=fragment.name,
+        split=fragment.split,
+        packs=fragment.num_packs,
+        samples=fragment.num_samples,
+        tokens=fragment.num_tokens,
+        bytes=fragment.num_bytes,
+        xxh3_128=fragment.xxh3_128,
+        fragment_xxh3_128=fragment.content_hash,
+    )
 
 
 def stored_config(config: PackingConfig, key_prefix: str | None = None) -> dict[str, Any]:
@@ -182,11 +197,3 @@ def stored_config(config: PackingConfig, key_prefix: str | None = None) -> dict[
     if not config.output.pretokenize:
         del content["output"]["pretokenize"]
     return content
-
-
-def require_manifest(run: Run) -> Manifest:
-    """The manifest. Raises StageError if the dataset is not complete."""
-    manifest = read_manifest(run.workspace)
-    if manifest is None:
-        raise StageError(f"no manifest in {run.workspace.root}; run write first")
-    return manifest

@@ -19,7 +19,8 @@ from typing import Final
 import yaml
 
 from offline_packing.errors import StageError
-from task_encoders.packs.manifest import Manifest, ManifestError, read_manifest
+from offline_packing.runs.manifest import require_manifest
+from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack_format import METADATASET
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ def blend(folders: Sequence[Path], *, epochs: bool = False) -> str:
     repeated = next((root for root in roots if roots.count(root) > 1), None)
     if repeated is not None:
         raise StageError(f"{repeated} is named twice; name each output once")
-    outputs = {root: _read_manifest(root) for root in roots}
+    outputs = {root: require_manifest(root) for root in roots}
     layout = outputs[roots[0]].layout
     if layout not in ("energon", "references"):
         raise StageError(
@@ -67,16 +68,6 @@ def blend(folders: Sequence[Path], *, epochs: bool = False) -> str:
     if epochs:
         about = "# Each pack comes as often per epoch as repetitions say.\n"
     return about + yaml.safe_dump(head, sort_keys=False)
-
-
-def _read_manifest(root: Path) -> Manifest:
-    try:
-        manifest = read_manifest(root)
-    except ManifestError as error:
-        raise StageError(str(error)) from error
-    if manifest is None:
-        raise StageError(f"{root} is not complete: it has no manifest.json; run write first")
-    return manifest
 
 
 def _warn_of_same_data(outputs: Mapping[Path, Manifest]) -> None:

@@ -15,7 +15,7 @@ from offline_packing.runs.run import Run, build_engine
 from offline_packing.runs.set_aside import check_media, check_set_aside
 from offline_packing.verify.verify import VerifyResult, render_verdict, verify
 from offline_packing.write.write import write
-from task_encoders.packs.manifest import Manifest, read_manifest
+from task_encoders.packs.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,9 @@ def _pack(run: Run, deep: bool) -> Packed:
     if not workspace.manifest.exists():
         check_set_aside(run)
         check_media(run)
-    write(run, samples, made)
+    manifest = write(run, samples, made)
     verified = verify(run, deep=deep)
     if not verified.ok:
         raise StageError(f"{workspace.root} has {render_verdict(verified)}")
     report(run)
-    manifest = read_manifest(workspace.root)
-    assert manifest is not None  # just verified
     return Packed(workspace.root, manifest, verified, workspace.report / "report.html")

@@ -20,7 +20,7 @@ from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan, restore_plan
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
-from offline_packing.runs.manifest import Manifest, finish_layout, read_manifest
+from offline_packing.runs.manifest import finish_layout, read_manifest, save_manifest
 from offline_packing.runs.run import Run
 from offline_packing.runs.set_aside import check_set_aside
 from offline_packing.runs.tasks import iterate_tasks, plan_shards
@@ -34,6 +34,7 @@ from offline_packing.verify.damage import (
 )
 from offline_packing.verify.shard import VerifyTask, find_damage, verify_tasks
 from offline_packing.write.write import write
+from task_encoders.packs.manifest import Manifest
 
 #: Names of the index's files, below the output, begin with one of these.
 _OF_INDEX: Final = ("_packing/index", "_packing/set_aside", "_packing/files")
@@ -50,7 +51,7 @@ def retry(run: Run) -> str:
     workspace.remove_temporaries()
     put_back(workspace)
     try:
-        manifest = read_manifest(run.workspace)
+        manifest = read_manifest(workspace.root)
     except DamagedError:
         manifest = None
     if manifest is not None:
@@ -78,7 +79,7 @@ def _go_on(run: Run) -> str:
         elif not workspace.write.exists():
             check_set_aside(run)
         with set_apart(workspace, broken, keeps_new=True):
-            shards = write(run, samples, planned)["shards"]
+            shards = write(run, samples, planned).shards
     files = [one.name for one in damage] + [one.stem for one in broken]
     return f"{len(shards):,} shards are complete" + (f"; and {', '.join(files)}" if files else "")
 
@@ -146,7 +147,7 @@ def _of_index(damage: Iterable[Damage]) -> list[Damage]:
 def _repair_made(run: Run, manifest: Manifest, damage: Sequence[Damage]) -> None:
     """Inputs of the shards, and the files that record them."""
     workspace = run.workspace
-    _repair_stages(run, damage, _as_planned(run, manifest), manifest["plan"])
+    _repair_stages(run, damage, _as_planned(run, manifest), manifest.plan)
     if len(damage) > len(_of_index(damage)):
         content = expected_started(run, manifest, read_json(workspace.plan_info))
         workspace.write.mkdir(exist_ok=True)
@@ -203,7 +204,7 @@ def _measure_again(
 def _as_planned(run: Run, manifest: Manifest) -> Run:
     """A run with the `pack.sample_order` of the manifest; versions that did not have it wrote
     samples as they were composed."""
-    order = {"sample_order": manifest["config"]["pack"].get("sample_order", "composed")}
+    order = {"sample_order": manifest.config["pack"].get("sample_order", "composed")}
     config = run.config.model_copy(update={"pack": run.config.pack.model_copy(update=order)})
     return replace(run, config=config)
 
@@ -217,10 +218,10 @@ def _repair_metadata(run: Run, manifest: Manifest, has_new_shards: bool) -> list
         now = finish_layout(run, manifest)
     index = IndexInfo.load(run.workspace.index_info)
     if index is not None:
-        now = {**now, "library_versions": index.versions}
+        now = now.model_copy(update={"library_versions": index.versions})
     names = [one.name for one in damage]
     if now != manifest:  # its own bits, or another version of Energon
-        write_atomically(run.workspace.manifest, to_json(now))
+        save_manifest(run, now)
         names.append(run.workspace.manifest.name)
     return names
 
@@ -255,7 +256,7 @@ def repair_shard(task: VerifyTask) -> str:
             fragment = LAYOUTS[shard.layout].write(
                 replace(shard, folder=scratch, check_times=False)
             )
-        if fragment.xxh3_128 != task.expected["xxh3_128"]:
+        if fragment.xxh3_128 != task.expected.xxh3_128:
             raise StageError(
                 f"{fragment.name} cannot be restored: the source changed; pack it again "
                 "with another output.path"

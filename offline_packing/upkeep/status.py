@@ -10,6 +10,7 @@ from offline_packing.index.table import IndexInfo
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.report.report import report_status
 from offline_packing.runs.artifacts import check_index, check_layout, check_plan
+from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.run import Run, Workspace, listed
 from offline_packing.storage.files import read_json
 
@@ -18,13 +19,13 @@ def status(run: Run) -> str:
     """The progress of an output, as text; nothing is written, and a run may be active on it."""
     root = run.workspace
     lines = _status_of(root)
-    manifest = read_json(root.manifest)
+    manifest = read_manifest(root.root)
     if manifest is not None:
-        counts = manifest["counts"]
-        packs = sum(counts["packs"].values())
+        counts = manifest.counts
+        packs = sum(counts.packs.values())
         lines.append(
-            f"complete: {counts['packed']:,} samples in {packs:,} packs, "
-            f"{len(manifest['shards']):,} shards; set aside: {listed(counts['set_aside'].items())}"
+            f"complete: {counts.packed:,} samples in {packs:,} packs, "
+            f"{len(manifest.shards):,} shards; set aside: {listed(counts.set_aside.items())}"
         )
     written = report_status(root)
     if written is not None:

@@ -19,9 +19,10 @@ from offline_packing.index.table import IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.runs.artifacts import PLAN_FILES, Fingerprint, layout_fingerprint
-from offline_packing.runs.manifest import Manifest, hash_plan
+from offline_packing.runs.manifest import hash_plan
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import hash_file, read_json, seal, to_json
+from task_encoders.packs.manifest import Manifest
 
 #: Damage to these does not prevent comparing the shards with the plan.
 _FOR_PEOPLE: Final = ("set_aside.parquet", "summary.txt")
@@ -71,10 +72,10 @@ def check_file(task: FileCheck) -> Damage | None:
 def find_metadata_damage(run: Run, manifest: Manifest) -> list[Damage]:
     """Damage to the layout's metadata on all shards; somebody may have edited it."""
     root, recorded_in = run.workspace.root, run.workspace.manifest
-    roots = LAYOUTS[manifest["layout"]].MEDIA_ROOTS
+    roots = LAYOUTS[manifest.layout].MEDIA_ROOTS
     checks = [
         FileCheck(root, root / name, expected, recorded_in, is_aside=name != roots)
-        for name, expected in manifest["metadata"].items()
+        for name, expected in manifest.metadata.items()
     ]
     return _run(run, checks)
 
@@ -109,7 +110,7 @@ def find_stage_damage(run: Run, manifest: Manifest | None) -> list[Damage]:
 
 def expected_started(run: Run, manifest: Manifest, plan: Mapping[str, Any]) -> Fingerprint:
     """Expected content of write/started.json, from the configuration in the manifest."""
-    output = {**manifest["config"]["output"], "path": run.config.output.path}
+    output = {**manifest.config["output"], "path": run.config.output.path}
     return layout_fingerprint(OutputConfig(**output), plan["hash"])
 
 
@@ -136,7 +137,7 @@ def _read_plan_info(run: Run, manifest: Manifest | None) -> tuple[Mapping[str, A
             return None, "is missing" if manifest or run.workspace.write.exists() else ""
         is_whole = sorted(info["files"]) == sorted(PLAN_FILES)
         is_whole = is_whole and path.read_bytes() == to_json(seal(info))
-        if is_whole and (manifest is None or hash_plan(info) == manifest["plan"]):
+        if is_whole and (manifest is None or hash_plan(info) == manifest.plan):
             return info, ""
     except (StageError, LookupError, TypeError):
         pass  # a damaged file can have any form

@@ -4,7 +4,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +15,11 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
 from offline_packing.layouts.shards import PlannedShard, ShardFragment
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.runs.manifest import Manifest
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.runs.tasks import iterate_tasks
 from task_encoders.families import ModelOptions
 from task_encoders.media.video_file import MissingPyAVError
+from task_encoders.packs.manifest import Manifest, ShardLine
 from task_encoders.packs.pack import Pack, PackFormatError, StoredMedia, restore_pack
 from task_encoders.packs.tokenized import TokenizedText
 from task_encoders.samples import SampleError, SourceSample
@@ -73,7 +73,7 @@ class VerifyTask:
     A deep one also compares it with the source."""
 
     shard: ShardTask
-    expected: Mapping[str, Any]
+    expected: ShardLine
     pad_multiple: int
     model: ModelOptions
     deep: bool
@@ -91,7 +91,7 @@ def verify_tasks(
     """The tasks of the shards that the manifest lists; only deep ones need the source."""
     config = run.config
     layout = LAYOUTS[config.output.layout]
-    lines = {line["name"]: line for line in manifest["shards"]}
+    lines = {line.name: line for line in manifest.shards}
     listed = [shard for shard in shards if layout.shard_file(shard.name) in lines]
     for task in iterate_tasks(run, samples, plan, listed, with_sources=deep):
         line = lines[layout.shard_file(task.shard.name)]
@@ -115,10 +115,10 @@ def find_damage(task: VerifyTask) -> list[str]:
     name = path.relative_to(shard.folder)
     if not path.is_file():
         found = [f"{name} is missing"]
-    elif not ShardFragment.is_whole(path, task.expected["fragment_xxh3_128"]):
+    elif not ShardFragment.is_whole(path, task.expected.fragment_xxh3_128):
         found = [f"{name} is not what was written: its hash differs"]
     try:
-        return found + LAYOUTS[shard.layout].find_damage(shard, task.expected["xxh3_128"])
+        return found + LAYOUTS[shard.layout].find_damage(shard, task.expected.xxh3_128)
     except StageError:  # a layout that finds its files by the fragment
         if found:
             return found
@@ -127,7 +127,7 @@ def find_damage(task: VerifyTask) -> list[str]:
 
 def _verify_packs(task: VerifyTask, report: VerifyResult) -> None:
     """Compare the packs of a shard with the plan."""
-    layout, name = LAYOUTS[task.shard.layout], task.expected["name"]
+    layout, name = LAYOUTS[task.shard.layout], task.expected.name
     keys = task.shard.keys()
     planned = task.shard.packs()
     try:

@@ -19,11 +19,12 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import PlannedShard
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
-from offline_packing.runs.manifest import Manifest, read_manifest, require_manifest
+from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import plan_shards
 from offline_packing.verify.damage import find_metadata_damage, find_stage_damage
 from offline_packing.verify.shard import VerifyResult, verify_shard, verify_tasks
+from task_encoders.packs.manifest import Manifest
 
 
 def verify(run: Run, *, deep: bool = False) -> VerifyResult:
@@ -37,7 +38,7 @@ def verify(run: Run, *, deep: bool = False) -> VerifyResult:
     except DamagedError as error:
         total.problem(f"{error}", repairable=True)
         return total
-    total.num_shards = len(manifest["shards"])
+    total.num_shards = len(manifest.shards)
     if deep:
         try:
             open_sources(run.config)
@@ -66,7 +67,7 @@ def _verify_shards(run: Run, manifest: Manifest, deep: bool, total: VerifyResult
     own = run.engine.share(shards)
     layout = LAYOUTS[run.config.output.layout]
     planned = {layout.shard_file(shard.name): shard.num_packs for shard in shards}
-    if planned != {line["name"]: line["packs"] for line in manifest["shards"]}:
+    if planned != {line.name: line.packs for line in manifest.shards}:
         total.problem("manifest.json does not list the planned shards with their packs")
     with run.bar("verify", sum(shard.num_packs for shard in own), "pack") as bar:
         tasks = verify_tasks(run, samples, stored.packs, manifest, own, deep=deep)
@@ -79,25 +80,25 @@ def _verify_shards(run: Run, manifest: Manifest, deep: bool, total: VerifyResult
 def _check_manifest(run: Run, manifest: Manifest, total: VerifyResult) -> None:
     """Check the manifest's counts, and what its own hash does not cover."""
     index = IndexInfo.load(run.workspace.index_info)
-    if index is None or manifest.get("library_versions") != index.versions:
+    if index is None or manifest.library_versions != index.versions:
         total.problem(
             "manifest.json is not what was written: its library_versions are not those of the "
             "index; retry makes it again",
             repairable=True,
         )
-    counts = manifest["counts"]
-    if counts["samples"] != counts["packed"] + total.num_set_aside:
+    counts = manifest.counts
+    if counts.samples != counts.packed + total.num_set_aside:
         total.problem(
-            f"manifest.json: {counts['samples']} samples are not {counts['packed']} packed + "
+            f"manifest.json: {counts.samples} samples are not {counts.packed} packed + "
             f"{total.num_set_aside} set aside"
         )
 
 
 def preview_verify(run: Run) -> str:
     """Describe what `verify` would check. Raises StageError as `verify`."""
-    counts = _require_complete(run)["counts"]
-    packs = sum(counts["packs"].values())
-    return f"would check {counts['packed']:,} samples in {packs:,} packs"
+    counts = _require_complete(run).counts
+    packs = sum(counts.packs.values())
+    return f"would check {counts.packed:,} samples in {packs:,} packs"
 
 
 def _require_complete(run: Run) -> Manifest:
@@ -107,11 +108,10 @@ def _require_complete(run: Run) -> Manifest:
             f"{packing} is missing, and with it the plan that the packs are compared with; copy it "
             "to here as well"
         )
-    manifest = read_manifest(run.workspace)
-    if manifest is None:
+    if not run.workspace.manifest.exists():
         open_index(run)
         open_plan(run)  # where an earlier stage is missing, this says which
-    return manifest or require_manifest(run)
+    return require_manifest(run.workspace.root)
 
 
 def render_result(result: VerifyResult, *, deep: bool) -> str:

@@ -29,12 +29,13 @@ from offline_packing.runs.artifacts import (
     layout_fingerprint,
     named_output,
 )
-from offline_packing.runs.manifest import Manifest, follow_media, read_manifest, write_manifest
+from offline_packing.runs.manifest import follow_media, read_manifest, write_manifest
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import check_all_done, iterate_tasks, plan_shards, unfinished
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.reading.row_reader import WANTED_SHARE
 from offline_packing.storage.files import read_json, seal, to_json, write_atomically
+from task_encoders.packs.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +50,9 @@ def write(run: Run, samples: Index, plan: StoredPlan) -> Manifest:
     workspace = run.workspace
     _start(run, plan)
     with run.unpacked_files():
-        manifest = read_manifest(run.workspace)
+        manifest = read_manifest(run.workspace.root)
         if manifest is not None:
-            logger.info("write: complete (%d shards), nothing to do", len(manifest["shards"]))
+            logger.info("write: complete (%d shards), nothing to do", len(manifest.shards))
             return follow_media(run, manifest)
         layout = LAYOUTS[run.config.output.layout]
         layout.check_sources(samples, open_sources(run.config))
@@ -64,13 +65,13 @@ def write(run: Run, samples: Index, plan: StoredPlan) -> Manifest:
 
 def preview_write(run: Run, samples: Index, stored: StoredPlan) -> str:
     """Describe what `write` would write; writes nothing."""
-    plan, manifest = stored.packs, read_manifest(run.workspace)
+    plan, manifest = stored.packs, read_manifest(run.workspace.root)
     if manifest is not None:
         written_as = read_json(run.workspace.started) or {}
         if not changed_fields(
             written_as, layout_fingerprint(named_output(run, stored.hash), stored.hash)
         ):
-            return f"write: complete ({len(manifest['shards']):,} shards), nothing to do"
+            return f"write: complete ({len(manifest.shards):,} shards), nothing to do"
         if not run.config.output.overwrite:
             check_layout(run, stored.hash)
     shards = plan_shards(run, samples, plan)

@@ -1,12 +1,13 @@
-"""manifest.json beside packs, as whatever reads packs sees it; offline_packing.runs writes it.
-
-Packs written by others have none.
+"""manifest.json beside packs: their content, and the settings they were made with.
+offline_packing.runs.manifest writes it; packs written by others have none.
 """
 
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+from task_encoders.field_types import added
 
 NAME: Final = "manifest.json"
 
@@ -16,7 +17,7 @@ class ManifestError(ValueError):
 
 
 class _Model(BaseModel):
-    """Frozen. Hashes and versions, with which an output is verified, are left to what wrote it."""
+    """Frozen; fields of later versions are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -29,6 +30,10 @@ class ShardLine(_Model):
     packs: int
     samples: int
     tokens: int
+    #: with a hash of them, and one of the shard's fragment in `_packing/write/`
+    bytes: int
+    xxh3_128: str
+    fragment_xxh3_128: str
 
 
 class Counts(_Model):
@@ -49,18 +54,23 @@ class Manifest(_Model):
     task: str
     layout: str
     seq_length: int
-    pad_multiple: int = 1
+    pad_multiple: int
     counts: Counts
     shards: tuple[ShardLine, ...]
     #: by split, the packs of each epoch, where each has packs of its own
-    epochs: dict[str, tuple[int, ...]] = {}
+    epochs: dict[str, tuple[int, ...]] = added({})
     #: set if some answers weigh neither 0 nor 1
-    loss_weights: Literal["fractional"] | None = None
+    loss_weights: Literal["fractional"] | None = added(None)
     #: what samples were measured with; see offline_packing.runs.artifacts
     fingerprint: dict[str, str | int]
     config: dict[str, Any]
-    #: changes with the packs
+    #: hash of the plan's stage.json
+    plan: str
+    #: of all above: changes with the packs
     content_hash: str
+    library_versions: dict[str, str]
+    #: hashes of the layout's own files, by name
+    metadata: dict[str, str]
 
     def of_an_epoch(self, what: Literal["packs", "samples", "tokens"], split: str = "train") -> int:
         """Amount in one epoch; the mean, rounded up, where each has packs of its own."""

@@ -15,9 +15,9 @@ from offline_packing.index.table import Index, part_name
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan, summary_text
 from offline_packing.runs.artifacts import StoredPlan, open_index, open_plan
-from offline_packing.runs.manifest import Manifest
 from offline_packing.runs.run import Run
 from offline_packing.write.write import write
+from task_encoders.packs.manifest import Manifest
 
 WORDS = "red green blue circle square above below left right of the a picture shows".split()
 

@@ -337,6 +337,6 @@ def test_duplicate_keys_and_overlong_samples(tmp_path: Path) -> None:
     assert sorted(packs.sample_ids) == [0, 3]  # the first 'a' stays
     assert len(packs.sample_ids) + len(aside.ids) == info.num_samples == 5
     plan_index(run)
-    counts = write_planned(run)["counts"]
-    assert (counts["samples"], counts["packed"]) == (5, 2)
-    assert counts["set_aside"] == {"duplicate_key": 2, "overlong": 1}
+    counts = write_planned(run).counts
+    assert (counts.samples, counts.packed) == (5, 2)
+    assert counts.set_aside == {"duplicate_key": 2, "overlong": 1}

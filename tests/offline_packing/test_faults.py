@@ -248,10 +248,10 @@ def test_duplicate_samples_over_files_of_one_source(tmp_path: Path) -> None:
         )
     source = {"format": "json", "path": str(tmp_path / "data"), "task": "captioning"}
     run = make_run(source, tmp_path / "out", engine={"samples_per_part": 7})
-    counts = pack_all(run)["counts"]
-    assert counts["samples"] == 40
-    assert counts["packed"] == 20
-    assert counts["set_aside"] == {"duplicate_key": 20}
+    counts = pack_all(run).counts
+    assert counts.samples == 40
+    assert counts.packed == 20
+    assert counts.set_aside == {"duplicate_key": 20}
     assert verify(run, deep=True).ok
     places = open_index(run).table("json")["json"].combine_chunks().field("container")
     planned = make_plan(run, open_index(run)).packs.sample_ids

@@ -71,7 +71,7 @@ def test_packs_hold_the_source(mixed: Path, tmp_path: Path) -> None:
                 sources = [mixed / image["container"] for image in rows[sub.key]["media"]]
                 assert [parts[name] for name in sub.images] == [p.read_bytes() for p in sources]
     assert found.keys() == rows.keys()
-    assert len(found) == manifest["counts"]["packed"] == 30
+    assert len(found) == manifest.counts.packed == 30
     for key, sub in found.items():
         messages = json.loads((mixed / f"{key}.json").read_text())["messages"]
         texts = [message["content"] for message in messages]
@@ -122,7 +122,7 @@ def test_row_order_does_not_depend_on_parts(captions: Path, tmp_path: Path) -> N
 def test_seed_changes_the_packs(captions: Path, tmp_path: Path) -> None:
     stages = [make_run(captions, tmp_path / str(s), pack={"seed": s}) for s in (0, 1)]
     manifests = [pack_all(run) for run in stages]
-    assert manifests[0]["content_hash"] != manifests[1]["content_hash"]
+    assert manifests[0].content_hash != manifests[1].content_hash
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
@@ -336,8 +336,8 @@ def test_verify_counts(captions: Path, tmp_path: Path) -> None:
     result = verify(run, deep=True)
     tokens = sum(row["num_tokens"] for row in index_rows(run))
     assert result == VerifyResult(
-        num_shards=len(manifest["shards"]),
-        num_packs=manifest["counts"]["packs"]["train"],
+        num_shards=len(manifest.shards),
+        num_packs=manifest.counts.packs["train"],
         num_samples=40,
         num_set_aside=0,
         num_images=40,
@@ -352,7 +352,7 @@ def test_two_sources_with_the_same_keys(tmp_path: Path) -> None:
         for name in ("first", "second")
     ]
     run = make_run(sources, tmp_path / "out")
-    assert pack_all(run)["counts"]["packed"] == 12
+    assert pack_all(run).counts.packed == 12
     keys = {row["key"] for row in index_rows(run)}
     assert {"first/part0/000000", "second/part0/000000"} <= keys
     assert verify(run, deep=True).ok
@@ -423,8 +423,8 @@ def test_shards_hold_the_planned_splits(captions: Path, tmp_path: Path) -> None:
     output = {"split": {"train": 0.6, "val": 0.4}, "packs_per_shard": 2, "key_prefix": "cc-"}
     run = make_run(captions, tmp_path / "out", output=output)
     manifest = pack_all(run)
-    assert min(manifest["counts"]["packs"].values()) >= 1
-    names = [shard["name"] for shard in manifest["shards"]]
+    assert min(manifest.counts.packs.values()) >= 1
+    names = [shard.name for shard in manifest.shards]
     assert names[0] == "train-000000.tar"
     assert "val-000000.tar" in names
     keys = [entry.key for name in names for entry in scan_tar(run.workspace.root / name)]
@@ -434,11 +434,11 @@ def test_shards_hold_the_planned_splits(captions: Path, tmp_path: Path) -> None:
 def test_max_shard_bytes(captions: Path, tmp_path: Path) -> None:
     output = {"packs_per_shard": 1000, "max_shard_bytes": 80_000}
     run = make_run(captions, tmp_path / "out", output=output)
-    sizes = [shard["bytes"] for shard in pack_all(run)["shards"]]
+    sizes = [shard.bytes for shard in pack_all(run).shards]
     assert len(sizes) > 1
     assert 40_000 < max(sizes) <= 80_000
     small = make_run(captions, tmp_path / "small", output={"max_shard_bytes": 1})
-    assert [shard["packs"] for shard in pack_all(small)["shards"]] == [1] * 5
+    assert [shard.packs for shard in pack_all(small).shards] == [1] * 5
 
 
 def test_task_of_worker_is_small(captions: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from launch.loop.parallel import initialize_parallel
 from launch.loop.progress import peak_flops, row_flops
 from launch.model.config import ModelConfig
 from launch.model.qwen_vl import build_model
-from offline_packing.storage.files import read_json
+from offline_packing.runs.manifest import require_manifest
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.cost import TRAINING, ModelCost, cost_of_sizes
 from task_encoders.model_inputs import to_packed_seq_params
@@ -98,8 +98,8 @@ def main(
 ) -> None:
     """Train on the samples of PACKED, a folder written by offline-packing, in each mode."""
     output.mkdir(parents=True, exist_ok=True)
-    train = [s for s in read_json(packed / "manifest.json")["shards"] if s["split"] == "train"]
-    samples, packs = (sum(shard[name] for shard in train) for name in ("samples", "packs"))
+    train = [s for s in require_manifest(packed).shards if s.split == "train"]
+    samples, packs = (sum(getattr(shard, name) for shard in train) for name in ("samples", "packs"))
     with tempfile.TemporaryDirectory() as folder:
         write_unpacked(packed, Path(folder))
         loader_options = {

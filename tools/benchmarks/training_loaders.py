@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from launch.data.indexed_loader import IndexedLoader
 from offline_packing.layouts.energon_metadata import index_pack_folder
-from offline_packing.storage.files import read_json
+from offline_packing.runs.manifest import require_manifest
 from offline_packing.storage.tars import TarShardWriter, scan_tar
 from task_encoders.concatenate import PackedRow
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
@@ -45,9 +45,9 @@ def write_unpacked(packed: Path, folder: Path, seed: int = 0) -> int:
     """
     singles = [
         single
-        for shard in read_json(packed / "manifest.json")["shards"]
-        if shard["split"] == "train"
-        for pack in _read_packs(packed / shard["name"])
+        for shard in require_manifest(packed).shards
+        if shard.split == "train"
+        for pack in _read_packs(packed / shard.name)
         for single in _singles(*pack)
     ]
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,12 +140,12 @@ def build_loader(
     indexed: Path | None = None,
 ) -> Iterable[PackedBatch]:
     """One pass over the samples in a mode of MODES, or of packs as token ids (`indexed`)."""
-    manifest = read_json(packed / "manifest.json")
-    model = model_options(**manifest["config"]["model"])
+    manifest = require_manifest(packed)
+    model = model_options(**manifest.config["model"])
     options: dict[str, Any] = {"model": model}
-    task = manifest["task"]
+    task = manifest.task
     options["settings"] = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
-    options["seq_length"] = manifest["seq_length"]
+    options["seq_length"] = manifest.seq_length
     if mode == "indexed":
         assert indexed is not None
         rows = IndexedPackDataset(indexed, PackedTaskEncoder(**options))

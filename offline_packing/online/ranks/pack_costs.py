@@ -1,6 +1,5 @@
 """Training cost of each pack of a written folder, for a `RankSchedule`."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,13 @@ from offline_packing.errors import StageError
 from offline_packing.index.rows import sample_flops
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.runs.manifest import hash_plan
+from offline_packing.runs.manifest import hash_plan, read_manifest
 from offline_packing.runs.run import Workspace
 from offline_packing.storage.files import hash_file, read_json
 from task_encoders.families import model_cost, model_options
 from task_encoders.families.cost import ModelCost
 from task_encoders.loading.packed_folder import PackedFolder
+from task_encoders.packs.manifest import Manifest
 
 
 def pack_costs(
@@ -36,13 +36,13 @@ def pack_costs(
     places: dict[Path, int] = {}  # the number of each shard's first pack in its plan
     outputs = {}
     for root in {shard.path.parent for shard in folder.shards}:
-        manifest = read_json(root / "manifest.json")
+        manifest = read_manifest(root)
         outputs[root] = _of_output(root, manifest, model)
-        ends = np.cumsum([shard["packs"] for shard in manifest["shards"]])
-        for shard, end in zip(manifest["shards"], ends.tolist(), strict=True):
-            first = end - shard["packs"]
-            places[root / shard["name"]] = first
-            places.setdefault(root / f"{shard['split']}.jsonl", first)  # of references
+        first = 0
+        for line in manifest.shards if manifest else ():
+            places[root / line.name] = first
+            places.setdefault(root / f"{line.split}.jsonl", first)  # of references
+            first += line.packs
     columns: tuple[list[Any], list[Any]] = [np.empty(0, np.int64)], [np.empty(0)]
     for shard in folder.shards:
         first = places[shard.path]
@@ -52,7 +52,7 @@ def pack_costs(
 
 
 def _of_output(
-    root: Path, manifest: Mapping[str, Any] | None, model: ModelCost | None
+    root: Path, manifest: Manifest | None, model: ModelCost | None
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Tokens and cost of all packs of an output, as planned."""
     workspace = Workspace(root)
@@ -63,10 +63,10 @@ def _of_output(
             "from where it was packed, or give RankSchedule lengths and costs of your own"
         )
     index = stage["fingerprint"]["index"]
-    if hash_plan(stage) != manifest["plan"] or index != hash_file(workspace.index_info):
+    if hash_plan(stage) != manifest.plan or index != hash_file(workspace.index_info):
         raise StageError(f"{root}: the shards are not those of its plan and index; run write again")
     samples, plan = Index(workspace.index, info), PackPlan.load(workspace.plan)
-    model = model or model_cost(model_options(**manifest["config"]["model"]))
+    model = model or model_cost(model_options(**manifest.config["model"]))
     tokens, cost = samples.array("num_tokens"), sample_flops(samples, model).total
     ids, starts = plan.sample_ids, plan.pack_offsets[:-1]
     packed_tokens = np.add.reduceat(tokens[ids], starts)

@@ -71,7 +71,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         output["split"] = {"train": 0.7, "val": 0.3}
         limits = {"seq_length": SEQ_LENGTH}
         made[name] = make_run(source, root / name, pack=limits, output=output)
-        assert pack_all(made[name])["loss_weights"] == "fractional"
+        assert pack_all(made[name]).loss_weights == "fractional"
     return made
 
 

@@ -73,8 +73,8 @@ def test_stages_advance_by_records_and_packs(tmp_path: Path) -> None:
     run = replace(make_run(source, tmp_path / "out", **sections), engine=Recorded())
     assert isinstance(run.engine, Recorded)
     manifest = pack_all(run)
-    (packs,) = manifest["counts"]["packs"].values()
-    assert len(manifest["shards"]) == 1 < packs
+    (packs,) = manifest.counts.packs.values()
+    assert len(manifest.shards) == 1 < packs
     assert run.engine.told == [1] * (12 + packs)
     run.engine.told.clear()
     assert verify(run).ok

@@ -78,8 +78,8 @@ def test_raw_packing_can_be_packed_again(raw: Run, tmp_path: Path) -> None:
     folder = raw.workspace.root / "raw_packing_data"
     source = {"format": "packs", "path": str(folder), "task": "bmr"}
     again = make_run(source, tmp_path / "again", pack={"seq_length": 1024})
-    counts = pack_all(again)["counts"]
-    assert counts["packed"] == 30
+    counts = pack_all(again).counts
+    assert counts.packed == 30
     assert verify(again, deep=True).ok
     lengths = [{row["key"]: row["num_tokens"] for row in index_rows(run)} for run in (raw, again)]
     assert lengths[0] == lengths[1]
@@ -145,11 +145,11 @@ def test_llava_onevision(tmp_path: Path, task: str) -> None:
             num_samples += check_pack(
                 loader, task, {part.name: data[part.offset :][: part.size] for part in entry.parts}
             )
-    assert num_samples == manifest["counts"]["packed"] == 12
+    assert num_samples == manifest.counts.packed == 12
     info = yaml.safe_load((meta / ".info.yaml").read_text())
-    assert info == {"shard_counts": {s["name"]: s["packs"] for s in manifest["shards"]}}
+    assert info == {"shard_counts": {s.name: s.packs for s in manifest.shards}}
     split = yaml.safe_load((meta / "split.yaml").read_text())
-    assert split["split_parts"]["train"] == [shard["name"] for shard in manifest["shards"]]
+    assert split["split_parts"]["train"] == [shard.name for shard in manifest.shards]
     assert split["exclude"] == []
     dataset = yaml.safe_load((meta / "dataset.yaml").read_text())
     assert dataset == {
@@ -214,9 +214,9 @@ def test_llava_onevision_sets_aside_what_it_cannot_hold(tmp_path: Path) -> None:
     write_json(root / "default.json", record)  # what that loader writes by itself
     source = {"format": "pairs", "path": str(root), "task": "vqa"}
     run = make_run(source, tmp_path / "out", output={"layout": "llava_onevision"})
-    counts = pack_all(run)["counts"]
-    assert counts["packed"] == 7
-    assert counts["set_aside"] == {"not_in_layout": len(UNFIT)}
+    counts = pack_all(run).counts
+    assert counts.packed == 7
+    assert counts.set_aside == {"not_in_layout": len(UNFIT)}
     aside = pq.read_table(run.workspace.plan / "set_aside.parquet").to_pylist()
     details = {row["key"]: row["detail"].removeprefix("layout llava_onevision ") for row in aside}
     assert details == {
@@ -230,7 +230,7 @@ def test_llava_onevision_sets_aside_what_it_cannot_hold(tmp_path: Path) -> None:
     }
     assert verify(run, deep=True).ok
     other = make_run(source, tmp_path / "energon")
-    assert pack_all(other)["counts"]["packed"] == 7 + len(UNFIT)
+    assert pack_all(other).counts.packed == 7 + len(UNFIT)
 
 
 def test_llava_onevision_holds_captions_about_tags(tmp_path: Path) -> None:
@@ -240,8 +240,8 @@ def test_llava_onevision_holds_captions_about_tags(tmp_path: Path) -> None:
     (root / "tag.png").write_bytes(image_bytes(image_format="PNG"))
     source = {"format": "pairs", "path": str(root), "task": "captioning"}
     run = make_run(source, tmp_path / "out", output={"layout": "llava_onevision"})
-    counts = pack_all(run)["counts"]
-    assert (counts["packed"], counts["set_aside"]) == (5, {})
+    counts = pack_all(run).counts
+    assert (counts.packed, counts.set_aside) == (5, {})
     assert verify(run, deep=True).ok
 
 

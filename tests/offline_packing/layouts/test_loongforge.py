@@ -44,14 +44,14 @@ def packed(root: Path) -> Any:
 
 def test_packs_hold_its_fields_and_ours(tmp_path: Path) -> None:
     run = packed(tmp_path)
-    counts = pack_all(run)["counts"]
+    counts = pack_all(run).counts
     aside = pq.read_table(run.workspace.plan / "set_aside.parquet").to_pylist()
     assert sorted(row["detail"].removeprefix("layout loongforge holds no ") for row in aside) == [
         "answer that begins with a line break",
         "answer without loss, nor system or developer message further on",
         "empty system message",
     ]
-    assert counts["packed"] == 14
+    assert counts.packed == 14
     assert verify(run, deep=True).ok
     found = records_of(run)
     conversations = [one for record in found for one in record["messages"]]
@@ -100,8 +100,8 @@ def run_of(source: Path, output: Path, **pack: Any) -> Any:
 
 def test_a_pack_holds_media_of_one_type_in_all_its_samples(tmp_path: Path) -> None:
     run = run_of(mixed_media(tmp_path, both=True), tmp_path / "out")
-    counts = pack_all(run)["counts"]
-    assert (counts["packed"], counts["set_aside"]) == (60, {"not_in_layout": 1})
+    counts = pack_all(run).counts
+    assert (counts.packed, counts.set_aside) == (60, {"not_in_layout": 1})
     names = {"image": r"img\d+.webp", "video": r"vid\d+.webm"}  # .mkv would stay undecoded
     seen = []
     for record in records_of(run):
@@ -166,7 +166,7 @@ def test_captions_are_those_of_the_llava_onevision_layout(tmp_path: Path) -> Non
         for layout in ("loongforge", "llava_onevision")
     }
     for run in runs.values():
-        assert pack_all(run)["counts"]["packed"] == 12
+        assert pack_all(run).counts.packed == 12
     records, others = map(records_of, runs.values())
     assert records == others
     assert verify(runs["loongforge"], deep=True).ok

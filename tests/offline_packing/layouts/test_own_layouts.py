@@ -70,9 +70,9 @@ def test_a_layout_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     run = make_run(captioning_pairs(tmp_path / "data"), tmp_path / "out", output={"layout": "zip"})
     manifest = pack_all(run)
     shards = sorted((tmp_path / "out").glob("*.zip"))
-    assert [path.name for path in shards] == [shard["name"] for shard in manifest["shards"]]
+    assert [path.name for path in shards] == [shard.name for shard in manifest.shards]
     assert len(shards) > 1
-    assert verify(run, deep=True).num_samples == manifest["counts"]["packed"] == 40
+    assert verify(run, deep=True).num_samples == manifest.counts.packed == 40
     assert len(list(preview(run, num_packs=2))) == 2
     before = shards[0].read_bytes()
     shards[0].write_bytes(before[:-1])

@@ -67,9 +67,9 @@ def test_every_conversation_of_an_image_is_packed(tmp_path: Path) -> None:
     records = llava_records()
     write_llava(tmp_path / "data", [*records, records[5]])
     run = llava_run(tmp_path, samples_per_part=5)
-    counts = pack_all(run)["counts"]
-    assert (counts["samples"], counts["packed"]) == (13, 12)
-    assert counts["set_aside"] == {"duplicate_key": 1}
+    counts = pack_all(run).counts
+    assert (counts.samples, counts.packed) == (13, 12)
+    assert counts.set_aside == {"duplicate_key": 1}
     assert verify(run, deep=True).ok
     keys = keys_of(run)
     assert keys[:4] == [record["id"] for record in records[:4]]
@@ -137,8 +137,8 @@ def test_rows_of_one_id_with_images_inside(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "data" / "a.parquet")
     source = {"format": "parquet", "path": str(tmp_path / "data"), "task": "vqa"}
     run = make_run(source, tmp_path / "out")
-    counts = pack_all(run)["counts"]
-    assert (counts["packed"], counts["set_aside"]) == (2, {"duplicate_key": 1})
+    counts = pack_all(run).counts
+    assert (counts.packed, counts.set_aside) == (2, {"duplicate_key": 1})
     assert verify(run, deep=True).ok
 
 
@@ -146,8 +146,8 @@ def test_copies_of_a_repeated_id(tmp_path: Path) -> None:
     write_llava(tmp_path / "data", llava_records())
     source = {"format": "json", "path": str(tmp_path / "data"), "task": "vqa", "repeat": 2}
     run = make_run(source, tmp_path / "out")
-    counts = pack_all(run)["counts"]
-    assert (counts["packed"], counts["set_aside"]) == (24, {})
+    counts = pack_all(run).counts
+    assert (counts.packed, counts.set_aside) == (24, {})
     packed = {key for _, pack in packs_of(run) for key in pack}
     assert len(packed) == 24
     assert {key.partition("#")[0] for key in packed} == set(keys_of(run))

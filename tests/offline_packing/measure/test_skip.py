@@ -59,7 +59,7 @@ def test_known_samples_are_not_even_read(tmp_path: Path) -> None:
     assert preview_measure(new) == f"would measure 10 new records of {root}, and skip 32\n"
     assert not (tmp_path / "new").exists()
     manifest = pack_all(new)
-    assert manifest["counts"]["samples"] == manifest["counts"]["packed"] == 10
+    assert manifest.counts.samples == manifest.counts.packed == 10
     assert keys_of(new) == sorted(f"part{i % 2}/{i:06d}" for i in range(30, 40))
     assert verify(new, deep=True).ok
     info = IndexInfo.load(new.workspace.index_info)
@@ -92,7 +92,7 @@ def test_ids_that_records_share(tmp_path: Path) -> None:
     write_lines(path, old)
     source = {"format": "jsonl", "path": str(path), "task": "captioning"}
     manifest = pack_all(make_run(source, tmp_path / "old"))
-    assert manifest["counts"]["set_aside"] == {"missing_image": 1}
+    assert manifest.counts.set_aside == {"missing_image": 1}
     (tmp_path / "data/7.jpg").unlink()
     write_lines(path, [line(7, "three"), line(10, "ten"), *old, line(7, "two")])
     new = skipping(source, tmp_path, "old")

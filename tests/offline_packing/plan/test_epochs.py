@@ -145,8 +145,8 @@ def test_copies_are_numbered_within_an_epoch(tmp_path: Path) -> None:
     data = captioning_pairs(tmp_path / "data", 12)
     source = {"format": "pairs", "path": str(data), "task": "captioning", "repeat": 2}
     run = make_run(source, tmp_path / "out", pack={"epochs": 2}, output={"layout": "references"})
-    counts = pack_all(run)["counts"]
-    assert counts["packed"] == counts["samples"] == 48
+    counts = pack_all(run).counts
+    assert counts.packed == counts.samples == 48
     assert verify(run, deep=True).problems == []
     found = Counter(key for pack in samples_of(run, "train") for key in pack)
     assert len(found) == 24

@@ -94,7 +94,7 @@ def packed_keys(run: Run) -> Counter[str]:
 def test_repeated_samples_are_packed_as_often(tmp_path: Path) -> None:
     run = make_run(sources(tmp_path, repeat=2), tmp_path / "out")
     manifest = pack_all(run)
-    assert manifest["counts"]["packed"] == manifest["counts"]["samples"] == 6 + 2 * 4
+    assert manifest.counts.packed == manifest.counts.samples == 6 + 2 * 4
     assert len(index_rows(run)) == 6 + 4
     found = packed_keys(run)
     assert set(found.values()) == {1}
@@ -107,12 +107,12 @@ def test_repeated_samples_are_packed_as_often(tmp_path: Path) -> None:
 
 def test_samples_that_are_not_drawn_are_counted(tmp_path: Path) -> None:
     run = make_run(sources(tmp_path, repeat=0.5), tmp_path / "out")
-    counts = pack_all(run)["counts"]
+    counts = pack_all(run).counts
     aside = set_aside_in_plan(run)
     assert 0 < len(aside) < 4
     assert {(row["reason"], row["detail"]) for row in aside} == {("not_drawn", "repeat 0.5")}
     assert all(row["key"].startswith("other/") for row in aside)
-    assert counts["packed"] == 10 - len(aside)
+    assert counts.packed == 10 - len(aside)
     assert verify(run).ok
 
 
@@ -250,8 +250,8 @@ def blend(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_written_splits_hold_no_sample_in_common(blend: Path, tmp_path: Path) -> None:
     source = {"format": "pairs", "path": str(blend / "a"), "task": "captioning", "repeat": 3}
     run = make_run(source, tmp_path / "out", output={"path": str(tmp_path / "out"), **SPLIT})
-    counts = pack_all(run)["counts"]
-    assert set(counts["packs"]) == {"train", "val"}
+    counts = pack_all(run).counts
+    assert set(counts.packs) == {"train", "val"}
     by_split: dict[str, set[str]] = {}
     for split, pack in packs_of(run):
         assert len({key.partition("#")[0] for key in pack}) == len(pack)

@@ -262,9 +262,9 @@ def test_padding_inside_a_pack(tmp_path: Path) -> None:
 
 
 def test_which_packs(run: Run) -> None:
-    manifest = read_manifest(run.workspace)
+    manifest = read_manifest(run.workspace.root)
     assert manifest is not None
-    total = sum(shard["packs"] for shard in manifest["shards"])
+    total = sum(shard.packs for shard in manifest.shards)
     assert choose(manifest, 3, ["2", "a_ps_00000000", "1"], 0) == [2, 0, 1]
     drawn = choose(manifest, 3, [], 7)
     assert drawn == choose(manifest, 3, [], 7) == sorted(set(drawn))

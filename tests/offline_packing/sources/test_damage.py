@@ -196,9 +196,9 @@ def test_same_keys_in_several_shards_and_in_one(tmp_path: Path) -> None:
     write_file(tmp_path / "data" / "0.tar", twice)
     write_file(tmp_path / "data" / "1.tar", TAR)
     source = {**WEBDATASET, "path": str(tmp_path / "data"), "task": "bmr"}
-    counts = pack_all(make_run(source, tmp_path / "out"))["counts"]
-    assert (counts["samples"], counts["packed"]) == (7, 6)
-    assert counts["set_aside"] == {"duplicate_key": 1}
+    counts = pack_all(make_run(source, tmp_path / "out")).counts
+    assert (counts.samples, counts.packed) == (7, 6)
+    assert counts.set_aside == {"duplicate_key": 1}
     packs = {"format": "packs", "path": str(tmp_path / "out")}
     keys = {f"{shard}/s{i:04d}": "ok" for shard in "01" for i in range(3)}
     assert outcomes(packs, tmp_path) == keys

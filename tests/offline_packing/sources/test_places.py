@@ -69,9 +69,9 @@ def test_plug_in_packs_like_any_other(tmp_path: Path) -> None:
     }
     run = make_run(source, tmp_path / "out", engine={"samples_per_part": 3})
     assert list(outcomes(run).values()).count("ok") == 2
-    counts = pack_all(run)["counts"]
-    assert counts["packed"] == 2
-    assert counts["set_aside"] == {"bad_record": 1, "missing_image": 1}
+    counts = pack_all(run).counts
+    assert counts.packed == 2
+    assert counts.set_aside == {"bad_record": 1, "missing_image": 1}
 
 
 def test_fields_of_pairs(tmp_path: Path) -> None:
@@ -160,4 +160,4 @@ def test_example_of_mid_training(tmp_path: Path) -> None:
         overrides.append(f"source.{i}.path={tmp_path / f'folder{i}'}")
     config = load_config(EXAMPLES / "llava_onevision_mid_training_85m.yaml", overrides)
     run = make_run([source.model_dump() for source in config.source], tmp_path / "out")
-    assert pack_all(run)["counts"]["packed"] == 12
+    assert pack_all(run).counts.packed == 12

@@ -26,8 +26,8 @@ def test_totals(captions: Path, tmp_path: Path) -> None:
     tokens = f"{info.num_tokens:,}"
     assert f"measure   done: 40 samples, {tokens} tokens; set aside: none" in status(run)
     manifest = pack_all(run)
-    (packs,) = manifest["counts"]["packs"].values()
-    shards = len(manifest["shards"])
+    (packs,) = manifest.counts.packs.values()
+    shards = len(manifest.shards)
     assert f"{packs} of {packs} (100%) packs, {tokens} tokens in {shards} shards" in status(run)
 
 

@@ -18,7 +18,6 @@ from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import DiskFullError, StageError
 from offline_packing.measure.measure import measure
 from offline_packing.runs.artifacts import open_index, open_plan
-from offline_packing.runs.manifest import Manifest
 from offline_packing.runs.run import Run
 from offline_packing.sources.reading import row_reader
 from offline_packing.sources.reading.row_files import RowFile
@@ -26,6 +25,7 @@ from offline_packing.storage.streams import unpacked_copy
 from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import verify
 from offline_packing.write.write import preview_write
+from task_encoders.packs.manifest import Manifest
 from tests.helpers import formats
 from tests.helpers.datasets import image_bytes, make_run, pack_all, plan_index, write_planned
 
@@ -59,7 +59,7 @@ def parquet_run(folder: Path, out: Path) -> Run:
 
 
 def shard_hashes(manifest: Manifest) -> list[str]:
-    return [shard["xxh3_128"] for shard in manifest["shards"]]
+    return [shard.xxh3_128 for shard in manifest.shards]
 
 
 @pytest.mark.parametrize("small_group", [0, 1 << 30], ids=["copies", "decoded"])
@@ -75,7 +75,7 @@ def test_huge_row_groups_give_the_packs_of_small_ones(
     monkeypatch.setattr(row_reader, "WANTED_SHARE", 2.0)
     run = parquet_run(parquet_folder / "huge", tmp_path / "huge")
     huge = pack_all(run)
-    assert len(huge["shards"]) > 5
+    assert len(huge.shards) > 5
     assert shard_hashes(huge) == shard_hashes(small)
     assert not run.workspace.unpacked.exists()
     result = verify(run, deep=True)
@@ -100,7 +100,7 @@ def test_each_group_is_decoded_once_for_all_shards(
     monkeypatch.setattr(RowFile, "batches", counted)
     monkeypatch.setattr(row_reader, "SMALL_GROUP", 0)
     monkeypatch.setattr(row_reader, "WANTED_SHARE", 2.0)
-    assert len(write_planned(run)["shards"]) > 5
+    assert len(write_planned(run).shards) > 5
     assert decoded == [1]
 
 
@@ -128,10 +128,10 @@ def test_unpacked_files_go_when_the_shards_are_complete(tmp_path: Path, name: st
     assert not run.workspace.unpacked.exists()
     assert verify(run, deep=True).ok
     assert not run.workspace.unpacked.exists()
-    shard = run.workspace.root / manifest["shards"][0]["name"]
+    shard = run.workspace.root / manifest.shards[0].name
     data = shard.read_bytes()
     shard.unlink()
-    assert manifest["shards"][0]["name"] in retry(run)
+    assert manifest.shards[0].name in retry(run)
     assert shard.read_bytes() == data
     assert not run.workspace.unpacked.exists()
 

@@ -52,11 +52,11 @@ def test_a_family_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "data")), "task": "bmr"}
     run = make_run(source, tmp_path / "out", model={"family": "plain_vl", "max_pixels": None})
     manifest = pack_all(run)
-    assert manifest["config"]["model"]["max_pixels"] == 28 * 28 * 16
+    assert manifest.config["model"]["max_pixels"] == 28 * 28 * 16
     assert verify(run, deep=True).ok
     batches = batches_of(tmp_path / "out", "plain_vl")
     keys = [key for batch in batches for key in batch.sub_sample_keys]
-    assert len(keys) == len(set(keys)) == manifest["counts"]["packed"] == 30
+    assert len(keys) == len(set(keys)) == manifest.counts.packed == 30
     for batch in batches:
         assert batch.position_ids.shape == (1, 1, batch.tokens.shape[1])
         assert batch.imgs.min() >= 0

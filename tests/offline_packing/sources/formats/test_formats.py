@@ -74,7 +74,7 @@ def test_samples_are_read_again(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["webdataset_gz", "jsonl_zst", "parquet", "huggingface"])
 def test_packs_hold_what_the_source_held(tmp_path: Path, name: str) -> None:
     source = {**formats.WRITERS[name](tmp_path / "data", SAMPLES), "task": "bmr"}
-    assert pack_all(make_run(source, tmp_path / "out"))["counts"]["packed"] == len(SAMPLES)
+    assert pack_all(make_run(source, tmp_path / "out")).counts.packed == len(SAMPLES)
     again = {"format": "packs", "path": str(tmp_path / "out"), "task": "bmr"}
     found = read_back(make_run(again, tmp_path / "again"))
     ordered = [found[key] for key in sorted(found)]
@@ -100,7 +100,7 @@ def test_videos_of_every_format_come_out_as_they_went_in(
     found = read_back(run)
     assert [text_of(sample) for sample, _, _ in found.values()] == expected_texts(samples)
     assert [media for _, media, _ in found.values()] == [media for *_, media in samples]
-    assert pack_all(run)["counts"]["packed"] == len(samples)
+    assert pack_all(run).counts.packed == len(samples)
     result = verify(run, deep=True)
     assert result.ok, result.problems
     assert result.num_videos == sum(
@@ -130,8 +130,8 @@ def test_packing_packs_again_loses_nothing(tmp_path: Path) -> None:
     first = {"format": "packs", "path": str(tmp_path / "one"), "task": "bmr"}
     longer = make_run(first, tmp_path / "two", pack={"seq_length": 1024})
     again = pack_all(longer)
-    assert again["counts"]["packed"] == manifest["counts"]["packed"] == len(SAMPLES)
-    assert sum(again["counts"]["packs"].values()) < sum(manifest["counts"]["packs"].values())
+    assert again.counts.packed == manifest.counts.packed == len(SAMPLES)
+    assert sum(again.counts.packs.values()) < sum(manifest.counts.packs.values())
     second = {"format": "packs", "path": str(tmp_path / "two"), "task": "bmr"}
     one, two = (
         {key: (text_of(sample), *rest) for key, (sample, *rest) in read_back(run).items()}

@@ -58,8 +58,8 @@ def test_bad_dialogues_are_set_aside(tmp_path: Path) -> None:
     config = write_entry(tmp_path / "data", SHAREGPT, [*records, {"id": 7, "conversations": TALK}])
     expected = {name: reason for name, (_, reason) in BAD_DIALOGUES.items()}
     assert outcomes(config, tmp_path) == {**expected, "7": "ok"}
-    counts = pack_all(make_run({**config, "task": "bmr"}, tmp_path / "out"))["counts"]
-    assert counts["packed"] == 1
+    counts = pack_all(make_run({**config, "task": "bmr"}, tmp_path / "out")).counts
+    assert counts.packed == 1
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_tools_are_read_and_audio_is_set_aside(tmp_path: Path) -> None:
     assert list(outcomes(config, tmp_path / "a").values()) == found
     model = {"family": "qwen3_vl", "min_pixels": 1024}
     run = make_run({**config, "task": "bmr"}, tmp_path / "out", model=model)
-    assert pack_all(run)["counts"]["packed"] == 2
+    assert pack_all(run).counts.packed == 2
 
 
 @pytest.mark.parametrize(
@@ -175,4 +175,4 @@ def test_plain_text_is_packed(tmp_path: Path) -> None:
     config = write_entry(tmp_path / "data", {"file_name": "a.txt", "columns": {"prompt": "text"}})
     write_file(tmp_path / "data" / "a.txt", b"One line.\nAnother one.\n")
     run = make_run({**config, "task": "captioning"}, tmp_path / "out")
-    assert pack_all(run)["counts"]["packed"] == 2
+    assert pack_all(run).counts.packed == 2

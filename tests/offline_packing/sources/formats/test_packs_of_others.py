@@ -132,8 +132,8 @@ def test_there_and_back(tmp_path: Path, name: str, form: str) -> None:
     for layout in ("raw_packing", "energon", "raw_packing"):
         out = tmp_path / f"{path.name}_{layout}"
         run = make_run(source | {"path": str(path)}, out, output={"layout": layout})
-        counts = pack_all(run)["counts"]
-        assert (counts["packed"], counts["set_aside"]) == (len(pack.expected), {})
+        counts = pack_all(run).counts
+        assert (counts.packed, counts.set_aside) == (len(pack.expected), {})
         assert verify(run, deep=True).ok
         assert sorted(read_packs(out, layout, pack.task)) == sorted(pack.expected)
         path = out / "raw_packing_data" if layout == "raw_packing" else out
@@ -153,7 +153,7 @@ def test_paths_of_loose_packs(tmp_path: Path) -> None:
     (folder / "ps_00000000.json").write_text(json.dumps({**pack.record, "images": names}))
     source = {"format": "packs", "path": str(folder), "task": "vqa"}
     run = make_run(source | {"image_root": str(pictures.parent)}, tmp_path / "out")
-    assert pack_all(run)["counts"]["packed"] == 12
+    assert pack_all(run).counts.packed == 12
     assert verify(run, deep=True).ok
     assert sorted(read_packs(tmp_path / "out", "energon", "vqa")) == sorted(pack.expected)
 
@@ -163,6 +163,6 @@ def test_a_path_that_leads_elsewhere_is_set_aside(tmp_path: Path) -> None:
     (tmp_path / "outside.jpg").write_bytes(picture(3))
     path = write_pack(pack, tmp_path / "given", "files")
     run = make_run({"format": "packs", "path": str(path), "task": "vqa"}, tmp_path / "out")
-    counts = pack_all(run)["counts"]
-    assert (counts["packed"], counts["set_aside"]) == (11, {"path_outside_root": 1})
+    counts = pack_all(run).counts
+    assert (counts.packed, counts.set_aside) == (11, {"path_outside_root": 1})
     assert "ps_00000000/3" not in {row["key"] for row in index_rows(run)}

@@ -100,7 +100,7 @@ def test_images_of_every_binary_type(
     source = write_parquet(tmp_path / "data", table, row_group_size=8)
     assert set(accounting.outcomes(source, tmp_path).values()) == {"ok"}
     run = make_run(source, tmp_path / "out")
-    assert pack_all(run)["counts"]["packed"] == 24
+    assert pack_all(run).counts.packed == 24
     assert verify(run, deep=True).ok
 
 
@@ -109,7 +109,7 @@ def test_names_with_commas(tmp_path: Path) -> None:
     source = write_parquet(tmp_path / "data", table)
     source["fields"] = {"images": "im,age", "caption": "te,xt"}
     run = make_run(source, tmp_path / "out")
-    assert pack_all(run)["counts"]["packed"] == 2
+    assert pack_all(run).counts.packed == 2
     assert verify(run, deep=True).ok
 
 
