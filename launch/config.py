@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from launch.model.config import ModelConfig
 from offline_packing.storage.yaml_file import read_config
 from task_encoders.families import AnyModelOptions, model_options
-from task_encoders.media.pixel_values import PixelTransport
+from task_encoders.media.patches import PixelTransport
 from task_encoders.packs.indexed_file import find_prefix
 
 #: Weights are near .02: a greater rate, a typing error, undoes them in one step.

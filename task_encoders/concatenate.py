@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from task_encoders.media.pixel_values import Bytes, Normalisation, PixelTransport
+from task_encoders.media.patches import Normalisation, PixelTransport
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
 
 
@@ -98,10 +98,14 @@ def concatenate(
     if used > total:
         raise ValueError(f"a row of {used} tokens does not fit pad_to_length {pad_to_length}")
     ends = ([0, used] if cross_sample_attention else starts.tolist()) + [total] * (total > used)
+    # Of the samples that begin in each segment; one of padding has none.
+    media_counts = np.zeros((len(ends) - 1, 2), np.int32)
+    own = [(len(s.image_grid_thw), len(s.video_grid_thw)) for s in samples]
+    np.add.at(media_counts, np.searchsorted(ends, starts[:-1], "right") - 1, own)
     return PackedRow(
         **_fill(samples, starts, total, pad_token_id, running=cross_sample_attention),
         cu_lengths=torch.tensor(ends, dtype=torch.int32),
-        media_counts=_media_counts(samples, starts, ends),
+        media_counts=torch.from_numpy(media_counts),
         is_padded=pad_multiple > 1 or pad_to_length is not None,
         image_grid_thw=torch.from_numpy(np.concatenate([s.image_grid_thw for s in samples])),
         video_grid_thw=torch.from_numpy(np.concatenate([s.video_grid_thw for s in samples])),
@@ -109,49 +113,33 @@ def concatenate(
     )
 
 
-def _media_counts(
-    samples: Sequence[EncodedSample], starts: npt.NDArray[np.int64], cu_lengths: Sequence[int]
-) -> torch.Tensor:
-    """Images and videos of the samples that begin in each segment; in one of padding, none."""
-    counts = np.zeros((len(cu_lengths) - 1, 2), np.int32)
-    own = [(len(s.image_grid_thw), len(s.video_grid_thw)) for s in samples]
-    np.add.at(counts, np.searchsorted(cu_lengths, starts[:-1], "right") - 1, own)
-    return torch.from_numpy(counts)
-
-
 def _pixels(
     samples: Sequence[EncodedSample], pixel_transport: PixelTransport, map_: Map
 ) -> dict[str, Any]:
     """Pixels of images and videos, and the normalisation still to be applied, if any."""
     normalisation, as_bytes = samples[0].normalisation, pixel_transport == "uint8"
-    images = [sample.image_pixels for sample in samples]
-    videos = [sample.video_pixels for sample in samples]
-    image_pixels, image_parts = _room(images, 1 if as_bytes else normalisation.repeats, as_bytes)
-    video_pixels, video_parts = _room(videos, 1, as_bytes)
+    found: dict[str, Any] = {"normalisation": normalisation if as_bytes else None}
+    kinds = []
+    for name, rows, repeats in (
+        ("pixel_values", [s.image_pixels for s in samples], normalisation.repeats),
+        ("pixel_values_videos", [s.video_pixels for s in samples], 1),
+    ):
+        ends = np.cumsum([len(part) for part in rows])
+        width = rows[0].shape[1] * (1 if as_bytes else repeats)
+        pixels = np.empty((ends[-1], width), dtype=np.uint8 if as_bytes else np.float32)
+        found[name] = torch.from_numpy(pixels)
+        kinds.append((rows, repeats, np.split(pixels, ends[:-1])))
 
     def put(number: int) -> None:
-        if as_bytes:
-            image_parts[number][:] = images[number]
-            video_parts[number][:] = videos[number]
-        else:
-            normalisation.image_values(images[number], image_parts[number])
-            normalisation.video_values(videos[number], video_parts[number])
+        for rows, repeats, parts in kinds:
+            if as_bytes:
+                parts[number][:] = rows[number]
+            else:
+                normalisation.values(rows[number], repeats, parts[number])
 
     for _ in map_(put, range(len(samples))):
         pass
-    return {
-        "pixel_values": image_pixels,
-        "pixel_values_videos": video_pixels,
-        "normalisation": normalisation if as_bytes else None,
-    }
-
-
-def _room(rows: Sequence[Bytes], repeats: int, as_bytes: bool) -> tuple[torch.Tensor, list[Any]]:
-    """A tensor for the pixels of all rows, and its parts."""
-    ends = np.cumsum([len(part) for part in rows])
-    shape = ends[-1], rows[0].shape[1] * repeats
-    pixels = np.empty(shape, dtype=np.uint8 if as_bytes else np.float32)
-    return torch.from_numpy(pixels), np.split(pixels, ends[:-1])
+    return found
 
 
 def _fill(

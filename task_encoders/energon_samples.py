@@ -106,14 +106,6 @@ class PackedRowSample(Sample):
     #: "key: reason: detail" of each sub-sample that had to be left out.
     dropped: list[str]
 
-    @classmethod
-    def of(cls, sample: Sample, *, blended: bool, **encoded: Any) -> "PackedRowSample":
-        """The row of an encoded sample; `blended` folders may have equal keys, and are named."""
-        key = sample.__key__
-        if blended and sample.__sources__:
-            key = f"{sample.__sources__[0].dataset_path}/{key}"
-        return cls.derive_from(sample, __key__=key, **encoded)
-
 
 def merge_row_samples(samples: Sequence[PackedRowSample]) -> PackedRowSample:
     """Encoded packs as one, under the key of the first."""

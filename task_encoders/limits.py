@@ -7,10 +7,6 @@ The first three and `MAX_PAGE_BYTES` are defaults of options of a source, `MAX_I
 of the model's.
 """
 
-import itertools
-import unicodedata
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Final
 
 from task_encoders.samples import SampleError, SourceSample
@@ -84,39 +80,3 @@ def check_json(data: bytes) -> None:
             raise SampleError(
                 "too_costly", f"about {num_values:,} values in the JSON > {MAX_JSON_VALUES:,}"
             )
-
-
-def check_runs(text: str) -> None:
-    """Raise SampleError: too_costly for text that takes a tokenizer more than linear time, or the
-    stack."""
-    for what, is_one, limit in _RUNS:
-        if len(text) >= limit and _has_run(text, is_one, limit):
-            raise SampleError("too_costly", f"{limit:,} {what} in a row; take them out of the text")
-
-
-@contextmanager
-def panics_as_sample_errors() -> Iterator[None]:
-    """Raise SampleError: unexpected_error where a tokenizer in Rust panics, as it does where its
-    stack ends. A panic is a BaseException, which nothing else catches."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        detail = " ".join(f"the tokenizer panics: {error}".split())
-        raise SampleError("unexpected_error", detail[:200]) from error
-
-
-_RUNS: Final[tuple[tuple[str, Callable[[str], object], int], ...]] = (
-    ("characters of white space", str.isspace, MAX_WHITE_SPACE),
-    ("combining marks", unicodedata.combining, MAX_MARKS),
-)
-
-
-def _has_run(text: str, is_one: Callable[[str], object], length: int) -> bool:
-    """Whether this many characters in a row are of a kind. Most texts are looked at in a few
-    places: such a run holds one of every `length`-th characters."""
-    if not any(map(is_one, text[::length])):
-        return False
-    runs = itertools.groupby(text, lambda character: bool(is_one(character)))
-    return any(sum(1 for _ in run) >= length for is_kind, run in runs if is_kind)

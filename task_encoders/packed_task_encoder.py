@@ -34,7 +34,7 @@ from task_encoders.energon_samples import (
 )
 from task_encoders.families import ModelOptions, build_sample_encoder, model_options
 from task_encoders.field_types import Count, checked
-from task_encoders.media.pixel_values import PixelTransport
+from task_encoders.media.patches import PixelTransport
 from task_encoders.packs.pack import Pack, SubSample, parse_json, sub_samples_of_pack
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.packs.tokenized import fingerprint_digest
@@ -154,20 +154,17 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         return self.encode_sample(PackedSample(**own, record=record, media=pack.media))
 
     def encode_row(self, sample: Sample, sub_samples: Sequence[SubSample]) -> PackedRowSample:
-        """One row of all sub-samples that can be used.
-
-        Args:
-            sample: the pack, for the row's key and source.
-
-        Raises:
-            SampleError: there is none.
-            FatalSampleError: see encode_sample.
+        """One row of all sub-samples that can be used; `sample` is the pack, for key and source.
+        Raises SampleError: there is none; FatalSampleError: see encode_sample.
         """
         row, keys, dropped = self._rows.encode(sub_samples)
         if self._trainer and ((row.loss_weights > 0) & (row.loss_weights != 1)).any():
             raise FatalSampleError(FRACTIONS.format(sample.__key__, self._trainer))
+        key = sample.__key__
+        if self.is_blend and sample.__sources__:  # folders of a blend may have equal keys
+            key = f"{sample.__sources__[0].dataset_path}/{key}"
         encoded = {"row": row, "sub_sample_keys": keys, "dropped": dropped}
-        return PackedRowSample.of(sample, blended=self.is_blend, **encoded)
+        return PackedRowSample.derive_from(sample, __key__=key, **encoded)
 
     @stateless
     def batch(self, samples: list[PackedRowSample]) -> PackedBatch:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from task_encoders.media.pixel_values import Normalisation
+from task_encoders.media.patches import Normalisation
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.packs.tokenized import ExpandedText, TokenizedText
@@ -69,12 +69,12 @@ class EncodedSample:
     @property
     def pixel_values(self) -> npt.NDArray[np.float32]:
         """(P, D)"""
-        return self.normalisation.image_values(self.image_pixels)
+        return self.normalisation.values(self.image_pixels, self.normalisation.repeats)
 
     @property
     def pixel_values_videos(self) -> npt.NDArray[np.float32]:
         """(Q, D)"""
-        return self.normalisation.video_values(self.video_pixels)
+        return self.normalisation.values(self.video_pixels)
 
 
 class SampleEncoder(Protocol):

@@ -191,19 +191,19 @@ def check_sample(sample: SourceSample) -> None:
         if not sample.is_plain:
             raise SampleError("bad_record", "a caption has no tools, thoughts or weights")
         return  # a caption's prompt is not encoded, and its media always go in front
-    _check_count(sample, "image", IMAGE_PLACEHOLDER, len(sample.images))
-    if sample.videos:
-        _check_count(sample, "video", VIDEO_PLACEHOLDER, len(sample.videos))
-
-
-def _check_count(sample: SourceSample, kind: str, placeholder: str, expected: int) -> None:
-    found = count_placeholders(sample.turns, placeholder)
-    if found not in (0, expected):
-        why = "" if expected else f"; name them, or write {placeholder} otherwise if it is text"
-        raise SampleError(
-            f"{kind}_count_mismatch",
-            f"{found} {placeholder} placeholders for {expected} {kind}s{why}",
-        )
+    for kind, placeholder, names in (
+        ("image", IMAGE_PLACEHOLDER, sample.images),
+        ("video", VIDEO_PLACEHOLDER, sample.videos),
+    ):
+        if kind == "video" and not names:
+            continue
+        found = count_placeholders(sample.turns, placeholder)
+        if found not in (0, len(names)):
+            why = "" if names else f"; name them, or write {placeholder} otherwise if it is text"
+            raise SampleError(
+                f"{kind}_count_mismatch",
+                f"{found} {placeholder} placeholders for {len(names)} {kind}s{why}",
+            )
 
 
 def count_placeholders(turns: Iterable[Turn], placeholder: str) -> int:

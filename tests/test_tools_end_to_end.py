@@ -54,7 +54,7 @@ def packed(source: dict[str, Any], folder: Path) -> tuple[Run, dict[str, Any]]:
 
 def test_tools_from_records_to_rows(data: Path, tmp_path: Path) -> None:
     run, counts = packed({"format": "jsonl", "path": str(data / "chat.jsonl")}, tmp_path / "a")
-    assert (counts["packed"], counts["set_aside"]) == (COUNT, {})
+    assert (counts.packed, counts.set_aside) == (COUNT, {})
     verified = verify(run, deep=True)
     assert (verified.problems, verified.num_samples) == ([], COUNT)
 
@@ -62,7 +62,7 @@ def test_tools_from_records_to_rows(data: Path, tmp_path: Path) -> None:
         {"format": "parquet", "path": str(data / "chat.parquet")}, tmp_path / "b"
     )
     again, of_packs = packed({"format": "packs", "path": str(tmp_path / "a")}, tmp_path / "c")
-    assert of_table["tokens"] == of_packs["tokens"] == counts["tokens"]
+    assert of_table["tokens"] == of_packs["tokens"] == counts.tokens
     for other in (table, again):
         assert verify(other, deep=True).num_tokens == verified.num_tokens
 

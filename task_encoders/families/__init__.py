@@ -20,7 +20,7 @@ from task_encoders.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from task_encoders.families.qwen3_vl import QWEN3_5, QWEN3_VL
 from task_encoders.media.video import VideoSettings
 from task_encoders.sample_encoder import SampleEncoder
-from task_encoders.text.hub import require_hub
+from task_encoders.text.load_tokenizer import require_hub
 from task_encoders.text.qwen_vocabulary import BUILTIN
 from task_encoders.versions import require_supported
 

@@ -1,9 +1,8 @@
 """Base of the encoders of all families. `measure` and `encode` go through `_layout`, so they
 cannot disagree; a family says what its template, its media and its positions are."""
 
-import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar
 
@@ -22,7 +21,7 @@ from task_encoders.families.spans import (
 )
 from task_encoders.limits import MAX_IMAGE_PIXELS
 from task_encoders.media.image import decode_image
-from task_encoders.media.pixel_values import Bytes, Normalisation
+from task_encoders.media.patches import Bytes, Normalisation
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.packs.tokenized import (
@@ -131,7 +130,8 @@ class FamilyEncoder(ABC):
     ) -> SampleLength:
         images = [self.image_medium(height, width) for height, width in image_sizes]
         clips = [Medium(video.grid, video) for video in map(self.sample_video, videos)]
-        spans = self._layout(sample, images, clips)
+        of_images, of_videos = ([*map(self.medium_spans, own)] for own in (images, clips))
+        spans = self._layout(sample, of_images, of_videos)
         num_tokens = sum([span.num_tokens for span in spans])
         num_loss_tokens = sum([span.num_tokens for span in spans if span.weight])
         if spans[0].weight:  # the very first token has nothing to be predicted from
@@ -141,12 +141,12 @@ class FamilyEncoder(ABC):
         return SampleLength(num_tokens, num_loss_tokens, patches, grids)
 
     def tokenize(self, sample: SourceSample) -> TokenizedText:
-        check_sample(sample)
         ids: list[int] = []
         loss: list[int] = []
         weights: list[float] = []
-        media = (itertools.repeat([Span((one,), 1)]) for one in (IMAGE_ID, VIDEO_ID))
-        for span in self._sample_spans(sample, *media):
+        images = [[Span((IMAGE_ID,), 1)]] * len(sample.images)
+        videos = [[Span((VIDEO_ID,), 1)]] * len(sample.videos)
+        for span in self._layout(sample, images, videos):
             if span.weight:
                 loss += [len(ids), len(ids) + span.num_tokens]
                 weights.append(span.weight)
@@ -159,19 +159,23 @@ class FamilyEncoder(ABC):
         image_grids: Sequence[Grid],
         videos: Sequence[SampledVideo] = (),
     ) -> ExpandedText:
-        clips = [Medium(video.grid, video) for video in videos]
-        media = {IMAGE_ID: map(Medium, image_grids), VIDEO_ID: iter(clips)}
-        places: dict[int, list[Place]] = {IMAGE_ID: [], VIDEO_ID: []}
+        images, clips = map(Medium, image_grids), (Medium(one.grid, one) for one in videos)
+        image_places: list[Place] = []
+        video_places: list[Place] = []
         spans: list[Span] = []
         start = 0
         for part in stored_parts(text):
-            own = [part] if isinstance(part, Span) else list(self.medium_spans(next(media[part])))
+            if isinstance(part, Span):
+                own = [part]
+            else:
+                own = [*self.medium_spans(next(images if isinstance(part, Image) else clips))]
             num_tokens = sum(span.num_tokens for span in own)
             if not isinstance(part, Span):
-                places[part].append((start, num_tokens))
+                places = image_places if isinstance(part, Image) else video_places
+                places.append((start, num_tokens))
             spans += own
             start += num_tokens
-        return ExpandedText(*_tokens_and_weights(spans), places[IMAGE_ID], places[VIDEO_ID])
+        return ExpandedText(*_tokens_and_weights(spans), image_places, video_places)
 
     def decode_image(self, data: bytes) -> PillowImage.Image:
         return decode_image(data, max_image_pixels=self.max_image_pixels)
@@ -188,21 +192,21 @@ class FamilyEncoder(ABC):
             for image in images
         ]
         video_rows = [self.encode_video(data) for data in videos]
-        image_media = [medium for _, medium in image_rows]
-        video_media = [medium for _, medium in video_rows]
-        spans = self._layout(sample, image_media, video_media, tokenized)
+        of_images = [self.medium_spans(medium) for _, medium in image_rows]
+        of_videos = [self.medium_spans(medium) for _, medium in video_rows]
+        spans = self._layout(sample, of_images, of_videos, tokenized)
         tokens, loss_weights = _tokens_and_weights(spans)
+        image_pixels, image_grids = self._stacked(image_rows, 1)
+        video_pixels, video_grids = self._stacked(video_rows, self.normalisation.repeats)
         return EncodedSample(
             key=sample.key,
             tokens=tokens,
             loss_weights=loss_weights,
             position_ids=position_ids(spans, self.POSITION_ROWS, self.video_end),
-            image_pixels=self._concatenate([rows for rows, _ in image_rows], 1),
-            image_grid_thw=_grid_array(image_media),
-            video_pixels=self._concatenate(
-                [rows for rows, _ in video_rows], self.normalisation.repeats
-            ),
-            video_grid_thw=_grid_array(video_media),
+            image_pixels=image_pixels,
+            image_grid_thw=image_grids,
+            video_pixels=video_pixels,
+            video_grid_thw=video_grids,
             normalisation=self.normalisation,
         )
 
@@ -215,51 +219,42 @@ class FamilyEncoder(ABC):
             raise SampleError("bad_record", "none of the answers that may carry loss is trained")
         return weights
 
-    def _concatenate(self, rows: Sequence[Bytes], depth: int) -> Bytes:
+    def _stacked(
+        self, encoded: Sequence[tuple[Bytes, Medium]], depth: int
+    ) -> tuple[Bytes, npt.NDArray[np.int32]]:
+        """Patches of all media of a kind, (P, C·depth·p·p), and their grids, (N, 3)."""
+        grids = np.array([medium.grid for _, medium in encoded], dtype=np.int32).reshape(-1, 3)
+        rows = [patches for patches, _ in encoded]
         if not rows:
-            return np.empty((0, 3 * depth * self._patch_area), dtype=np.uint8)
-        return rows[0] if len(rows) == 1 else np.concatenate(rows)
+            rows = [np.empty((0, 3 * depth * self._patch_area), dtype=np.uint8)]
+        return rows[0] if len(rows) == 1 else np.concatenate(rows), grids
 
     def _layout(
         self,
         sample: SourceSample,
-        images: Sequence[Medium],
-        videos: Sequence[Medium],
+        images: Sequence[Iterable[Span]],
+        videos: Sequence[Iterable[Span]],
         tokenized: TokenizedText | None = None,
     ) -> list[Span]:
-        """The sample's tokens as spans, in order."""
+        """The sample's tokens as spans, in order, with the given ones of its media in their places.
+        Raises SampleError."""
         if len(images) != len(sample.images) or len(videos) != len(sample.videos):
             raise ValueError(
                 f"{len(images)} images and {len(videos)} videos given for the "
                 f"{len(sample.images)} and {len(sample.videos)} of {sample}"
             )
         check_sample(sample)
-        of_images, of_videos = map(self.medium_spans, images), map(self.medium_spans, videos)
-        if tokenized is None:
-            return self._sample_spans(sample, of_images, of_videos)
+        of_images, of_videos = iter(images), iter(videos)
         spans: list[Span] = []
-        for part in stored_parts(tokenized):
-            if isinstance(part, Span):
+        for part in self.render(sample) if tokenized is None else stored_parts(tokenized):
+            if isinstance(part, Image):
+                spans += next(of_images)
+            elif isinstance(part, Video):
+                spans += next(of_videos)
+            elif isinstance(part, Span):
                 spans.append(part)
             else:
-                spans += next(of_images if part == IMAGE_ID else of_videos)
-        return spans
-
-    def _sample_spans(
-        self,
-        sample: SourceSample,
-        images: Iterator[Iterable[Span]],
-        videos: Iterator[Iterable[Span]],
-    ) -> list[Span]:
-        """Spans of a checked sample's texts, with the given ones of its media in their places."""
-        spans: list[Span] = []
-        for piece in self.render(sample):
-            if isinstance(piece, Image):
-                spans += next(images)
-            elif isinstance(piece, Video):
-                spans += next(videos)
-            else:
-                spans += self.texts.spans(piece)
+                spans += self.texts.spans(part)
         return spans
 
 
@@ -278,11 +273,6 @@ def _tokens_and_weights(
         start = end
     loss_weights[0] = 0  # there is nothing to predict it from
     return tokens, loss_weights
-
-
-def _grid_array(media: Sequence[Medium]) -> npt.NDArray[np.int32]:
-    """(N, 3)"""
-    return np.array([medium.grid for medium in media], dtype=np.int32).reshape(-1, 3)
 
 
 def _stored(options: ModelOptions, name: str) -> str | int:

@@ -17,10 +17,11 @@ from task_encoders.families.family import Family, Preset
 from task_encoders.families.options import ModelOptions
 from task_encoders.families.spans import Medium, Span
 from task_encoders.field_types import Count, NonNegative
-from task_encoders.media.pixel_values import Bytes, Normalisation, rescale_then_normalise
+from task_encoders.media.patches import Bytes, Normalisation, rescale_then_normalise
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample
+from task_encoders.text.load_tokenizer import checkpoint_tokenizer, load_tokenizer
 from task_encoders.text.pieces import (
     Answer,
     Control,
@@ -31,7 +32,7 @@ from task_encoders.text.pieces import (
     place_media,
     split_at_media,
 )
-from task_encoders.text.tokenizer import BUILTIN, checkpoint_tokenizer, load_tokenizer
+from task_encoders.text.qwen_vocabulary import BUILTIN
 
 #: Mean and standard deviation of a tower's pixels.
 TOWERS: Final = {

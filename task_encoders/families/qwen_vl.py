@@ -13,14 +13,14 @@ from task_encoders.field_types import Count, Number
 from task_encoders.limits import MAX_IMAGE_PIXELS
 from task_encoders.media import image, patches, video
 from task_encoders.media.image import VisionSettings
-from task_encoders.media.pixel_values import Bytes
+from task_encoders.media.patches import Bytes
 from task_encoders.media.video import SampledVideo, VideoSettings
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SourceSample
+from task_encoders.text.load_tokenizer import load_tokenizer
 from task_encoders.text.pieces import Control, Piece, caption_pieces
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKENS
 from task_encoders.text.template_proof import load_template
-from task_encoders.text.tokenizer import load_tokenizer
 
 _CAPTION_END = Control("<|im_end|>", 1.0)
 

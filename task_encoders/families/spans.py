@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from task_encoders.media.video import SampledVideo
-from task_encoders.packs.tokenized import TokenizedText, run_weights
-from task_encoders.text.pieces import Answer, Control, Fixed, Text
+from task_encoders.packs.tokenized import IMAGE_ID, TokenizedText, run_weights
+from task_encoders.text.pieces import Answer, Control, Fixed, Image, Text, Video
 from task_encoders.text.tokenizer import Tokenizer
 
 Grid = tuple[int, int, int]
@@ -65,7 +65,7 @@ class TextSpans:
         return found
 
 
-def stored_parts(tokenized: TokenizedText) -> Iterator[Span | int]:
+def stored_parts(tokenized: TokenizedText) -> Iterator[Span | Image | Video]:
     """Spans of a sample, each with loss throughout or without any, and its media."""
     ids = np.asarray(tokenized.ids, dtype=np.int64)
     media = np.flatnonzero(ids < 0)
@@ -73,7 +73,7 @@ def stored_parts(tokenized: TokenizedText) -> Iterator[Span | int]:
     weights = run_weights(tokenized)
     for start, end in itertools.pairwise(cuts.astype(np.int64).tolist()):
         if ids[start] < 0:
-            yield int(ids[start])
+            yield Image() if ids[start] == IMAGE_ID else Video()
         else:
             yield Span(ids[start:end], end - start, float(weights[start]))  # type: ignore[arg-type]
 

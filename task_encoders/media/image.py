@@ -217,7 +217,9 @@ def _open(file: BinaryIO, max_image_pixels: int) -> tuple[Image.Image, int]:
     _check_bytes(size, image.width * image.height)
     if is_progressive:
         check_scans(file, size, image.width * image.height)
-    tail = _read_tail(file, size, _TAIL_BYTES if image_format == "PNG" else _END_BYTES)
+    count = _TAIL_BYTES if image_format == "PNG" else _END_BYTES
+    file.seek(max(0, size - count))
+    tail = file.read(count)
     complete = _ends_properly(image_format, size, tail, file)
     file.seek(position)
     if not complete:
@@ -243,11 +245,6 @@ def _check_bytes(size: int, pixels: int) -> None:
         raise SampleError(
             "too_costly", f"{size:,} bytes for {pixels:,} pixels > {limit:,}; save the picture anew"
         )
-
-
-def _read_tail(file: BinaryIO, size: int, count: int) -> bytes:
-    file.seek(max(0, size - count))
-    return file.read(count)
 
 
 def _load(image: Image.Image) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from task_encoders.media import image, patches
 from task_encoders.media.image import VisionSettings
-from task_encoders.media.pixel_values import Bytes
+from task_encoders.media.patches import Bytes
 from task_encoders.media.video_file import (
     MAX_VIDEO_FRAMES,
     VideoHeader,

@@ -90,19 +90,6 @@ class _Deal(NamedTuple):
     first_turn: int
     ranks: int
 
-    @classmethod
-    def of(cls, packs: Numbers, ranks: int, per_rank: int, first_turn: int, dealt: int) -> "_Deal":
-        """`dealt`: packs left over in earlier epochs, after which the turn goes on."""
-        workers = ranks * per_rank
-        everyone = WorkerConfig(rank=0, world_size=1, num_workers=workers)
-        starts = Sharder.split_samples_to_workers(
-            0, len(packs), everyone, rotation_offset=first_turn
-        )
-        block = len(packs) // workers
-        by_turn = (rank * per_rank + worker for worker in range(per_rank) for rank in range(ranks))
-        longer = [starts[one] + block for one in by_turn if starts[one + 1] - starts[one] > block]
-        return cls(packs, starts, block, longer, first_turn + dealt, ranks)
-
     def of_worker(self, worker: int) -> Numbers:
         """One worker's packs: its block, and the one left over that its turn gives it."""
         workers = len(self.starts) - 1
@@ -133,13 +120,8 @@ class Stretch(NamedTuple):
         return max(epoch for epoch, _ in self.read)
 
 
-def read_stretches(text: str) -> list[Stretch]:
-    """Stretches as a state holds them."""
-    return [Stretch(*one) for one in json.loads(text)]
-
-
 class Dealer:
-    """Packs of each worker in each epoch, a function of the arguments alone.
+    """Deals the packs of each epoch to workers: a function of the arguments alone.
 
     Args:
         ranges: the packs [start, end) of each epoch; after the last comes the first again.
@@ -147,38 +129,39 @@ class Dealer:
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int]], first_turn: int) -> None:
-        self._ranges, self._first_turn = ranges, first_turn
+        self.ranges, self._first_turn = ranges, first_turn
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there are no packs."""
-        return all(start == end for start, end in self._ranges)
-
-    def packs(self, epoch: int, worker: int, now: Stretch, earlier: Sequence[Stretch]) -> Numbers:
-        """A worker's packs of an epoch, in their order, (n,) places in the folder: of those that
-        earlier stretches left of it. `worker` counts rank by rank; `now.read` is not looked at."""
-        return self._deal(epoch, now, earlier).of_worker(worker)
-
-    def _deal(self, epoch: int, now: Stretch, earlier: Sequence[Stretch]) -> _Deal:
+    def deal(self, epoch: int, now: Stretch, earlier: Sequence[Stretch]) -> _Deal:
+        """Deal the packs of an epoch that earlier stretches left; `now.read` is not looked at."""
+        workers = now.ranks * now.per_rank
         begin = earlier[-1].first_epoch if earlier else 0
         cut = max(begin, min(epoch, 1 + max((one.last_epoch for one in earlier), default=-1)))
         counts = [len(self._left(one, earlier)) for one in range(begin, cut)]
-        counts += [end - start for start, end in map(self._range, range(cut, epoch))]
-        dealt = sum(count % (now.ranks * now.per_rank) for count in counts)
+        whole = (self.ranges[one % len(self.ranges)] for one in range(cut, epoch))
+        counts += [end - start for start, end in whole]
+        turn = self._first_turn + sum(count % workers for count in counts)
         left = self._left(epoch, earlier)
-        return _Deal.of(left, now.ranks, now.per_rank, self._first_turn, dealt)
-
-    def _range(self, epoch: int) -> tuple[int, int]:
-        return self._ranges[epoch % len(self._ranges)]
+        everyone = WorkerConfig(rank=0, world_size=1, num_workers=workers)
+        starts = Sharder.split_samples_to_workers(
+            0, len(left), everyone, rotation_offset=self._first_turn
+        )
+        block = len(left) // workers
+        by_turn = (
+            rank * now.per_rank + worker
+            for worker in range(now.per_rank)
+            for rank in range(now.ranks)
+        )
+        longer = [starts[one] + block for one in by_turn if starts[one + 1] - starts[one] > block]
+        return _Deal(left, starts, block, longer, turn, now.ranks)
 
     def _left(self, epoch: int, earlier: Sequence[Stretch]) -> Numbers:
         """The packs of an epoch that the earlier stretches did not read."""
-        start, end = self._range(epoch)
+        start, end = self.ranges[epoch % len(self.ranges)]
         is_left = np.ones(end - start, bool)
         for number, stretch in enumerate(earlier):
             if epoch > stretch.last_epoch:
                 continue
-            deal = self._deal(epoch, stretch, earlier[:number])
+            deal = self.deal(epoch, stretch, earlier[:number])
             for worker, (last, read) in enumerate(stretch.read):
                 if last >= epoch:
                     own = deal.of_worker(worker)[: read if last == epoch else None]
@@ -224,7 +207,7 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
         self._earlier = "[]"
 
     def worker_has_samples(self) -> bool:
-        return not self._dealer.is_empty
+        return any(start < end for start, end in self._dealer.ranges)
 
     def __iter__(self) -> Iterator[RawSampleData]:
         if self._is_over:
@@ -232,8 +215,8 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
         self.worker_config.assert_worker()
         rank, number = self.worker_config.rank, self.worker_config.rank_worker_id()
         worker = rank * self._now.per_rank + number
-        earlier = read_stretches(self._earlier)
-        packs = self._dealer.packs(self._epoch, worker, self._now, earlier).tolist()
+        earlier = [Stretch(*one) for one in json.loads(self._earlier)]
+        packs = self._dealer.deal(self._epoch, self._now, earlier).of_worker(worker).tolist()
         while self._index < len(packs):
             sample = self._get_sample(packs[self._index])
             self._index += 1

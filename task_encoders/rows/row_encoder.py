@@ -4,7 +4,7 @@ import io
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +17,7 @@ from task_encoders.concatenate import PackedRow, concatenate
 from task_encoders.families import ModelOptions
 from task_encoders.limits import MAX_IMAGE_PIXELS
 from task_encoders.media.image import read_image_header
-from task_encoders.media.pixel_values import PixelTransport
+from task_encoders.media.patches import PixelTransport
 from task_encoders.media.video_file import MissingPyAVError, read_video_header
 from task_encoders.packs.pack import SubSample
 from task_encoders.sample_encoder import EncodedSample, SampleEncoder, SampleLength
@@ -64,7 +64,21 @@ class RowEncoder:
             FatalSampleError: see `_encode_one`.
         """
         pool = _pool(self.encode_threads)
-        encoded, dropped = self._encode(sub_samples, pool)
+        encoded: list[EncodedSample] = []
+        dropped: list[str] = []
+        room = self.seq_length
+        for sub_sample, result in zip(sub_samples, self._encode(sub_samples, pool), strict=True):
+            if not isinstance(result, SampleError):
+                padded = -(-len(result.tokens) // self.pad_multiple) * self.pad_multiple
+                if padded <= room:
+                    room -= padded
+                    encoded.append(result)
+                    continue
+                result = SampleError("overlong", f"{padded} tokens do not fit the {room} left")
+            if len(sub_samples) == 1:
+                raise result
+            dropped.append(f"{sub_sample.key}: {result}")
+            logger.warning("dropped from its pack %s", dropped[-1])
         if not encoded:
             raise SampleError("bad_record", f"nothing of it can be used: {'; '.join(dropped)}")
         row = concatenate(
@@ -80,35 +94,10 @@ class RowEncoder:
 
     def _encode(
         self, sub_samples: Sequence[SubSample], pool: Executor
-    ) -> tuple[list[EncodedSample], list[str]]:
-        # Threads end together if the largest begin first.
-        sizes = [-sum(map(len, one.images + one.videos)) for one in sub_samples]
-        order = sorted(range(len(sub_samples)), key=sizes.__getitem__)
-        in_order = self._encode_each([sub_samples[number] for number in order], pool)
-        results = dict(zip(order, in_order, strict=True))
-        encoded: list[EncodedSample] = []
-        dropped: list[str] = []
-        room = self.seq_length
-        for number, sub_sample in enumerate(sub_samples):
-            result = results[number]
-            if not isinstance(result, SampleError):
-                padded = -(-len(result.tokens) // self.pad_multiple) * self.pad_multiple
-                if padded <= room:
-                    room -= padded
-                    encoded.append(result)
-                    continue
-                result = SampleError("overlong", f"{padded} tokens do not fit the {room} left")
-            if len(sub_samples) == 1:
-                raise result
-            dropped.append(f"{sub_sample.key}: {result}")
-            logger.warning("dropped from its pack %s", dropped[-1])
-        return encoded, dropped
-
-    def _encode_each(
-        self, sub_samples: Sequence[SubSample], pool: Executor
-    ) -> Iterator[EncodedSample | SampleError]:
+    ) -> list[EncodedSample | SampleError]:
         """Encode each in two tasks, neither of which waits: the steps after decoding an image queue
-        after the images that are still to be decoded, so that threads end closer together."""
+        after the images that are still to be decoded, and the largest begin first, so that threads
+        end closer together."""
 
         def begin(sub_sample: SubSample) -> Future[EncodedSample]:
             if isinstance(sub_sample.sample, SampleError):
@@ -116,12 +105,17 @@ class RowEncoder:
             first = list(map(self.encoder.decode_image, sub_sample.images[:1]))
             return pool.submit(self._encode_one, sub_sample, first)
 
+        sizes = [-sum(map(len, one.images + one.videos)) for one in sub_samples]
+        order = sorted(range(len(sub_samples)), key=sizes.__getitem__)
         begun: deque[Future[Future[EncodedSample]]] = deque()
-        for sub_sample in sub_samples:
+        ended: list[EncodedSample | SampleError] = []
+        for number in order:
             if len(begun) == _BEGUN_PER_THREAD * self.encode_threads:
-                yield _end(begun.popleft())
-            begun.append(pool.submit(begin, sub_sample))
-        yield from map(_end, begun)
+                ended.append(_end(begun.popleft()))
+            begun.append(pool.submit(begin, sub_samples[number]))
+        ended += map(_end, begun)
+        results = dict(zip(order, ended, strict=True))
+        return [results[number] for number in range(len(order))]
 
     def _encode_one(self, sub_sample: SubSample, decoded: Sequence[Image.Image]) -> EncodedSample:
         """The arrays of a sub-sample whose first images are decoded.

@@ -7,9 +7,9 @@ import functools
 import itertools
 from typing import Any
 
+from task_encoders.text.load_tokenizer import byte_level_alphabet
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import QWEN_SPECIAL_TOKENS, qwen_ranks
-from task_encoders.text.tokenizer import byte_level_alphabet
 from task_encoders.versions import require_supported
 
 

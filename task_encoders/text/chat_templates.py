@@ -185,7 +185,10 @@ class ChatTemplate:
             raise SampleError(
                 "not_in_template", f"the chat template begins answers without {_START}{_HEADER!r}"
             )
-        return _joined(parts)
+        # Parts that no sample changes are one wherever they follow each other.
+        runs = itertools.groupby(parts, lambda part: isinstance(part, Control | Text))
+        joined = [[Fixed(tuple(run))] if is_fixed else list(run) for is_fixed, run in runs]  # type: ignore
+        return tuple(itertools.chain(*joined))
 
     def _messages(self, shape: _Shape) -> tuple[Any, list[dict[str, Any]], set[int]]:
         """Tools and messages as a template takes them, with numbered marks, and the numbers of the
@@ -231,13 +234,6 @@ class ChatTemplate:
         if not self.jinja.takes_argument_text and isinstance(function.get("arguments"), str):
             function["arguments"] = _parsed(function["arguments"], dict)
         return {"type": "function", "function": _protected(function)}
-
-
-def _joined(parts: Sequence[_Part]) -> tuple[_Part, ...]:
-    """The parts, with those that no sample changes as one wherever they follow each other."""
-    runs = itertools.groupby(parts, lambda part: isinstance(part, Control | Text))
-    joined = [[Fixed(tuple(run))] if is_fixed else list(run) for is_fixed, run in runs]  # type: ignore
-    return tuple(itertools.chain(*joined))
 
 
 def _parsed(text: str, kind: type) -> Any:

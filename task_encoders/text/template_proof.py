@@ -11,9 +11,9 @@ import xxhash
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.chat_templates import ChatTemplate
 from task_encoders.text.jinja_template import JinjaTemplate
+from task_encoders.text.load_tokenizer import checkpoint_tokenizer
 from task_encoders.text.pieces import Control, spell, to_chat
 from task_encoders.text.qwen_vocabulary import BUILTIN
-from task_encoders.text.tokenizer import checkpoint_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -6,40 +6,19 @@ in transformers. A byte-level BPE tokenizer (every Qwen) runs on tiktoken, five 
 transformers' on one core; any other is used through transformers, and a log line says so.
 """
 
-import functools
 import itertools
 import json
-import logging
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 import tiktoken
 import xxhash
 
-from task_encoders.limits import check_runs, panics_as_sample_errors
-from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
-from task_encoders.text.qwen_vocabulary import (
-    BUILTIN,
-    QWEN_PATTERN,
-    QWEN_SPECIAL_TOKENS,
-    qwen_ranks,
-)
-
-logger = logging.getLogger(__name__)
-
-# Texts on which a tiktoken conversion must agree with the tokenizer it was made from.
-_PROBES: Final = (
-    "Hello world",
-    "assistant\n\n\n  two  spaces,\ttab;\r\nI'll don't WE'RE 1234567890 3.14",
-    "描述这张图片。图中有三个红色的圆形,价格为¥1,280。",
-    "naïve café cafe\u0301 Ω≈ç√ 한국어 русский العربية 🙂👩‍👩‍👧‍👦",
-    '<|im_start|>system\n<|image_pad|><tool_call>{"a": [1, 2]}</tool_call>',
-    "<|fim_prefix|>cafe\u0301<think>\n<|file_sep|>\u0301</think>\n\n<tool_response>",
-    "    def f(x):\n        return x ** 2  # comment\n\n\n",
-)
+from task_encoders.limits import MAX_MARKS, MAX_WHITE_SPACE
+from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SampleError
 
 _MARKS: Final = {IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER}
 
@@ -65,7 +44,31 @@ class Tokenizer(Protocol):
         each control token. Bytes that are not valid UTF-8 become U+FFFD."""
 
 
-class TiktokenTokenizer:
+class _AddedTokens:
+    """Added tokens of a vocabulary, by name: control tokens and those that text can spell."""
+
+    _added: Mapping[str, int]
+    _id_of: Callable[[str], int | None]
+
+    def special_id(self, token: str) -> int:
+        token_id = self._id_of(token)
+        if token_id is None:
+            raise ValueError(f"the tokenizer has no special token {token!r}; is it a Qwen2-VL one?")
+        return token_id
+
+    def spell(self, ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
+        names = {token_id: token for token, token_id in self._added.items()}
+        for is_control, some in itertools.groupby(ids, key=names.__contains__):
+            if is_control:
+                yield from ((names[token_id], True) for token_id in some)
+            else:
+                yield self._decode(list(some)), False
+
+    def _decode(self, ids: list[int]) -> str:
+        raise NotImplementedError
+
+
+class TiktokenTokenizer(_AddedTokens):
     """A byte-level BPE with NFC normalisation, on tiktoken."""
 
     def __init__(
@@ -87,6 +90,7 @@ class TiktokenTokenizer:
         )
         self.control_tokens = tuple(special)
         self._added = {**special, **text_tokens}
+        self._id_of = self._added.get
         self._text_tokens = text_tokens
         longest_first = sorted(text_tokens, key=len, reverse=True)
         self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
@@ -100,20 +104,18 @@ class TiktokenTokenizer:
         self.fingerprint = digest.hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        if not self._text_tokens:
-            return self._encode_ordinary(text)
-        # 'a<tool_call>b' -> 'a', '<tool_call>', 'b'; before NFC, as transformers cuts it
         ids: list[int] = []
-        for i, part in enumerate(self._cut(text)):
-            ids += [self._text_tokens[part]] if i % 2 else self._encode_ordinary(part)
+        # 'a<tool_call>b' -> 'a', '<tool_call>', 'b'; before NFC, as transformers cuts it
+        for i, part in enumerate(self._cut(text) if self._text_tokens else (text,)):
+            if i % 2:
+                ids.append(self._text_tokens[part])
+                continue
+            check_runs(part)
+            if self._nfc and not part.isascii():
+                part = unicodedata.normalize("NFC", part)
+            with panics_as_sample_errors():
+                ids += self._encoding.encode_ordinary(part)
         return ids
-
-    def _encode_ordinary(self, text: str) -> list[int]:
-        check_runs(text)
-        if self._nfc and not text.isascii():
-            text = unicodedata.normalize("NFC", text)
-        with panics_as_sample_errors():
-            return self._encoding.encode_ordinary(text)
 
     def encode_answer(self, header: str, answer: str) -> tuple[list[int], int]:
         ids = self.encode(header + answer)
@@ -124,17 +126,11 @@ class TiktokenTokenizer:
                 return ids, i
         return ids, len(ids)
 
-    def special_id(self, token: str) -> int:
-        return _special_id(self._added.get(token), token)
-
-    def spell(self, ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
-        names = {token_id: token for token, token_id in self._added.items()}
-        return _spell(
-            ids, names, lambda some: self._encoding.decode_bytes(some).decode(errors="replace")
-        )
+    def _decode(self, ids: list[int]) -> str:
+        return self._encoding.decode_bytes(ids).decode(errors="replace")
 
 
-class TransformersTokenizer:
+class TransformersTokenizer(_AddedTokens):
     """Any fast tokenizer of transformers, unchanged."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -143,8 +139,10 @@ class TransformersTokenizer:
         self._backend = type(tokenizer.backend_tokenizer).from_str(spec)
         self._backend.encode_special_tokens = True
         self.fingerprint = xxhash.xxh3_128_hexdigest(spec.encode())
-        added = self._backend.get_added_tokens_decoder().values()
-        self.control_tokens = tuple(token.content for token in added if token.special)
+        added = self._backend.get_added_tokens_decoder()
+        self._added = {token.content: token_id for token_id, token in added.items()}
+        self._id_of = self._backend.token_to_id
+        self.control_tokens = tuple(one.content for one in added.values() if one.special)
 
     def encode(self, text: str) -> list[int]:
         with panics_as_sample_errors():
@@ -156,22 +154,8 @@ class TransformersTokenizer:
         first = (i for i, (_, end) in enumerate(encoding.offsets) if end > len(header))
         return encoding.ids, next(first, len(encoding.ids))
 
-    def special_id(self, token: str) -> int:
-        return _special_id(self._backend.token_to_id(token), token)
-
-    def spell(self, ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
-        added = self._backend.get_added_tokens_decoder()
-        return _spell(ids, {i: token.content for i, token in added.items()}, self._backend.decode)
-
-
-def _spell(
-    ids: Sequence[int], control: Mapping[int, str], decode: Callable[[list[int]], str]
-) -> Iterator[tuple[str, bool]]:
-    for is_control, some in itertools.groupby(ids, key=control.__contains__):
-        if is_control:
-            yield from ((control[token_id], True) for token_id in some)
-        else:
-            yield decode(list(some)), False
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._backend.decode(ids))
 
 
 def control_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
@@ -181,114 +165,37 @@ def control_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, names)) or "(?!)")
 
 
-def _special_id(token_id: int | None, token: str) -> int:
-    if token_id is None:
-        raise ValueError(f"the tokenizer has no special token {token!r}; is it a Qwen2-VL one?")
-    return token_id
+def check_runs(text: str) -> None:
+    """Raise SampleError: too_costly for text that takes a tokenizer more than linear time, or the
+    stack."""
+    for what, is_one, limit in _RUNS:
+        if len(text) >= limit and _has_run(text, is_one, limit):
+            raise SampleError("too_costly", f"{limit:,} {what} in a row; take them out of the text")
 
 
-@functools.cache
-def checkpoint_tokenizer(processor: str) -> Any:
-    """transformers' fast tokenizer of a checkpoint folder or a hub name; no remote code is run.
-
-    Raises:
-        ValueError: there is none of that name, or it is not a fast one.
-    """
-    from transformers import AutoTokenizer
-
+@contextmanager
+def panics_as_sample_errors() -> Iterator[None]:
+    """Raise SampleError: unexpected_error where a tokenizer in Rust panics, as it does where its
+    stack ends. A panic is a BaseException, which nothing else catches."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(processor, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(_explain_missing(processor)) from error
-    if not tokenizer.is_fast:
-        raise ValueError(
-            f"checkpoint {processor!r} has no fast tokenizer; save its tokenizer.json beside it"
-        )
-    return tokenizer
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        detail = " ".join(f"the tokenizer panics: {error}".split())
+        raise SampleError("unexpected_error", detail[:200]) from error
 
 
-@functools.cache
-def load_tokenizer(processor: str, text_tokens: tuple[str, ...] = ()) -> Tokenizer:
-    """The tokenizer of "builtin", a checkpoint folder, or a hub name.
-
-    Args:
-        text_tokens: what a family adds to the built-in vocabulary after the special tokens.
-
-    Raises:
-        ValueError: as checkpoint_tokenizer.
-    """
-    if processor == BUILTIN:
-        ranks = qwen_ranks()
-        special = {token: len(ranks) + i for i, token in enumerate(QWEN_SPECIAL_TOKENS)}
-        first = len(ranks) + len(special)
-        added = {token: first + i for i, token in enumerate(text_tokens)}
-        return TiktokenTokenizer(ranks, QWEN_PATTERN, special, added, nfc=True)
-    tokenizer = checkpoint_tokenizer(processor)
-    slow = TransformersTokenizer(tokenizer)
-    spec = json.loads(tokenizer.backend_tokenizer.to_str())
-    fast = _as_tiktoken(spec)
-    if fast is not None and all(fast.encode(text) == slow.encode(text) for text in _PROBES):
-        if any(not token["special"] for token in spec["added_tokens"]):
-            fast.fingerprint = slow.fingerprint  # as when such tokenizers ran on transformers
-        return fast
-    logger.info("%s: no tiktoken form of this tokenizer; using transformers' own", processor)
-    return slow
+_RUNS: Final[tuple[tuple[str, Callable[[str], object], int], ...]] = (
+    ("characters of white space", str.isspace, MAX_WHITE_SPACE),
+    ("combining marks", unicodedata.combining, MAX_MARKS),
+)
 
 
-def _explain_missing(processor: str) -> str:
-    """Reason why transformers found no tokenizer, in a line where it writes a paragraph."""
-    path = Path(processor)
-    if path.is_dir():
-        why = "is a folder without a tokenizer (tokenizer.json, tokenizer_config.json)"
-    elif path.exists():
-        why = "is a file"
-    elif path.is_absolute() or processor.startswith((".", "~")):
-        why = "does not exist"
-    else:
-        why = "is not a folder here, and not on the hub or out of reach (offline, or no access)"
-    return f"processor {processor!r} {why}; name a checkpoint folder or a hub name, or {BUILTIN!r}"
-
-
-def _as_tiktoken(spec: Mapping[str, Any]) -> TiktokenTokenizer | None:
-    """The tiktoken form of a tokenizer.json; None if it is not a byte-level BPE of known parts.
-
-    tiktoken merges the pair whose result has the lowest rank, so the ranks must be the ids and the
-    list of merges must be in the order of its results' ids.
-    """
-    model, steps = spec["model"], spec["pre_tokenizer"]
-    steps = steps.get("pretokenizers", [steps]) if steps else []
-    nfc = (spec["normalizer"] or {}).get("type") == "NFC"
-    if (
-        model["type"] != "BPE"
-        or [step["type"] for step in steps] != ["Split", "ByteLevel"]
-        or "Regex" not in steps[0]["pattern"]
-        or steps[1]["add_prefix_space"]
-        or not (nfc or spec["normalizer"] is None)
-    ):
-        return None
-    vocab, unicode_to_byte = model["vocab"], byte_level_alphabet()
-    results = [vocab.get("".join(pair)) for pair in model["merges"]]
-    if None in results or results != sorted(results):
-        return None
-    flags = ("lstrip", "rstrip", "single_word", "normalized")
-    if any(token[flag] for token in spec["added_tokens"] for flag in flags if not token["special"]):
-        return None
-    if any(character not in unicode_to_byte for token in vocab for character in token):
-        return None
-    ranks = {bytes(unicode_to_byte[c] for c in token): rank for token, rank in vocab.items()}
-    special, text_tokens = (
-        {
-            token["content"]: token["id"]
-            for token in spec["added_tokens"]
-            if token["special"] == is_special
-        }
-        for is_special in (True, False)
-    )
-    return TiktokenTokenizer(ranks, steps[0]["pattern"]["Regex"], special, text_tokens, nfc=nfc)
-
-
-def byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable characters for the 256 bytes: character -> byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+def _has_run(text: str, is_one: Callable[[str], object], length: int) -> bool:
+    """Whether this many characters in a row are of a kind. Most texts are looked at in a few
+    places: such a run holds one of every `length`-th characters."""
+    if not any(map(is_one, text[::length])):
+        return False
+    runs = itertools.groupby(text, lambda character: bool(is_one(character)))
+    return any(sum(1 for _ in run) >= length for is_kind, run in runs if is_kind)

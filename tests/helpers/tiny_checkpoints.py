@@ -13,7 +13,7 @@ from launch.model.config import transformers_classes
 from launch.model.hf_checkpoint import weight_files
 from task_encoders.concatenate import concatenate
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
-from task_encoders.media.pixel_values import Normalisation
+from task_encoders.media.patches import Normalisation
 from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
 
 VOCAB_SIZE = 1024

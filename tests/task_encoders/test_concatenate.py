@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from task_encoders.concatenate import PackedRow, concatenate, merge_rows, split_row
-from task_encoders.media.pixel_values import Normalisation
+from task_encoders.media.patches import Normalisation
 from task_encoders.model_inputs import (
     logical_cu_seqlens,
     pad_batch,

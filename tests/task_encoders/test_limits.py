@@ -2,9 +2,10 @@
 
 import pytest
 
-from task_encoders.limits import MAX_MARKS, MAX_WHITE_SPACE, check_cost, check_runs
+from task_encoders.limits import MAX_MARKS, MAX_WHITE_SPACE, check_cost
 from task_encoders.samples import SampleError, SourceSample, Turn
-from task_encoders.text.tokenizer import load_tokenizer
+from task_encoders.text.load_tokenizer import load_tokenizer
+from task_encoders.text.tokenizer import check_runs
 
 SAMPLE = SourceSample(
     "a/17",

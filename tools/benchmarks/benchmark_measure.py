@@ -39,7 +39,7 @@ from offline_packing.runs.run import open_encoder
 from offline_packing.sources import open_source
 from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.families.builtin_processor import builtin_processor
-from task_encoders.text.tokenizer import load_tokenizer
+from task_encoders.text.load_tokenizer import load_tokenizer
 
 WORDS = (
     "a photo of two red bicycles leaning on the old stone bridge while it rains , 3 birds".split()

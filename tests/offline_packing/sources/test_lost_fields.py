@@ -16,8 +16,9 @@ from offline_packing.sources.reading.locators import Locator
 from offline_packing.storage.files import read_json
 from task_encoders.records.record import to_sample
 from task_encoders.samples import SourceSample, Turn
+from task_encoders.text.load_tokenizer import load_tokenizer
 from task_encoders.text.qwen_vocabulary import BUILTIN, QWEN_SPECIAL_TOKENS
-from task_encoders.text.tokenizer import TransformersTokenizer, control_pattern, load_tokenizer
+from task_encoders.text.tokenizer import TransformersTokenizer, control_pattern
 from tests.helpers.command import invoke
 from tests.helpers.datasets import dialogue, image_bytes, make_run, plan_summary
 from tests.helpers.formats import lines, write_file

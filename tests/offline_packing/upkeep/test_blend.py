@@ -94,7 +94,7 @@ def test_outputs_that_do_not_fit(
 
 
 def test_what_is_no_output(outputs: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(StageError, match="no manifest in .*run write first"):
+    with pytest.raises(StageError, match=r"no manifest in .*run write first"):
         blend([outputs[0], tmp_path])
     with pytest.raises(StageError, match="is named twice"):
         blend([outputs[0], outputs[0] / "../a"])

@@ -178,7 +178,7 @@ def test_where_text_goes_on_behind_twenty_seconds(end: str, position: int) -> No
     sample = SourceSample("k", "vqa", (Turn("<video>x", "x"),), videos=("v",))
     encoder = build_sample_encoder("qwen2_5_vl", video_end=end)
     sampled = encoder.sample_video(VideoHeader(600, 30.0, 360, 640))
-    spans = encoder._layout(sample, [], [Medium(sampled.grid, sampled)])
+    spans = encoder._layout(sample, [], [encoder.medium_spans(Medium(sampled.grid, sampled))])
     positions = position_ids(spans, 3, end)
     assert positions[:, -1].tolist() == [position] * 3
 

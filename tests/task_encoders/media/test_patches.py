@@ -46,7 +46,7 @@ def test_torch_resizes_as_transformers_torch_backend(family: str) -> None:
         width, height = (int(side) for side in rng.integers(20, 500, 2))
         data = png(rng, width, height)
         rows, grid = image_patches(decode_image(data), vision)
-        values = normalisation(vision).image_values(rows)
+        values = normalisation(vision).values(rows, 2)
         np.testing.assert_array_equal(values, by_torch(data, grid, vision))
 
 
@@ -85,7 +85,7 @@ def test_torch_equals_transformers_itself(family: str) -> None:
         width, height = (int(side) for side in rng.integers(20, 500, 2))
         data = png(rng, width, height)
         expected = processor([Image.open(io.BytesIO(data))], return_tensors="np")
-        values = normalisation(vision).image_values(image_patches(decode_image(data), vision)[0])
+        values = normalisation(vision).values(image_patches(decode_image(data), vision)[0], 2)
         np.testing.assert_array_equal(values, expected["pixel_values"])
 
 

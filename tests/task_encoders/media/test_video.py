@@ -286,7 +286,7 @@ def test_patches_are_those_of_transformers_given_the_same_frames() -> None:
     mean, std = (torch.tensor(v)[:, None, None] for v in (VISION.mean, VISION.std))
     expected, *their_grid = patchify(None, ((table - mean) / std)[None], 14, 2, 2)
     assert tuple(their_grid) == grid
-    values = normalisation(VISION).video_values(rows)
+    values = normalisation(VISION).values(rows)
     np.testing.assert_allclose(values, expected[0].numpy(), atol=1e-6)
 
 

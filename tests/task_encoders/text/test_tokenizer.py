@@ -11,13 +11,14 @@ from task_encoders.families import build_sample_encoder
 from task_encoders.samples import SampleError
 from task_encoders.text import tokenizer
 from task_encoders.text.builtin_tokenizer import builtin_tokenizer
+from task_encoders.text.load_tokenizer import load_tokenizer
 from task_encoders.text.qwen_vocabulary import (
     QWEN2_5_TEXT_TOKENS,
     QWEN_PATTERN,
     QWEN_SPECIAL_TOKENS,
     qwen_ranks,
 )
-from task_encoders.text.tokenizer import TiktokenTokenizer, TransformersTokenizer, load_tokenizer
+from task_encoders.text.tokenizer import TiktokenTokenizer, TransformersTokenizer
 from tests.helpers.texts_and_images import random_text
 
 
