@@ -98,19 +98,25 @@ def concatenate(
     if used > total:
         raise ValueError(f"a row of {used} tokens does not fit pad_to_length {pad_to_length}")
     ends = ([0, used] if cross_sample_attention else starts.tolist()) + [total] * (total > used)
-    # Of the samples that begin in each segment; one of padding has none.
-    media_counts = np.zeros((len(ends) - 1, 2), np.int32)
-    own = [(len(s.image_grid_thw), len(s.video_grid_thw)) for s in samples]
-    np.add.at(media_counts, np.searchsorted(ends, starts[:-1], "right") - 1, own)
     return PackedRow(
         **_fill(samples, starts, total, pad_token_id, running=cross_sample_attention),
         cu_lengths=torch.tensor(ends, dtype=torch.int32),
-        media_counts=torch.from_numpy(media_counts),
+        media_counts=_media_counts(samples, starts, ends),
         is_padded=pad_multiple > 1 or pad_to_length is not None,
         image_grid_thw=torch.from_numpy(np.concatenate([s.image_grid_thw for s in samples])),
         video_grid_thw=torch.from_numpy(np.concatenate([s.video_grid_thw for s in samples])),
         **_pixels(samples, pixel_transport, map_),
     )
+
+
+def _media_counts(
+    samples: Sequence[EncodedSample], starts: npt.NDArray[np.int64], cu_lengths: Sequence[int]
+) -> torch.Tensor:
+    """Images and videos of the samples that begin in each segment; in one of padding, none."""
+    counts = np.zeros((len(cu_lengths) - 1, 2), np.int32)
+    own = [(len(s.image_grid_thw), len(s.video_grid_thw)) for s in samples]
+    np.add.at(counts, np.searchsorted(cu_lengths, starts[:-1], "right") - 1, own)
+    return torch.from_numpy(counts)
 
 
 def _pixels(

@@ -7,12 +7,13 @@ The invariant that the whole system rests on, for every sample:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import BinaryIO, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from task_encoders.media.image import ImageHeader
 from task_encoders.media.patches import Normalisation
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
@@ -95,6 +96,12 @@ class SampleEncoder(Protocol):
     @property
     def fingerprint(self) -> Mapping[str, str | int]:
         """Everything that lengths depend on: family, tokenizer, template, pixel limits, frames."""
+
+    def image_header(self, file: BinaryIO) -> ImageHeader:
+        """Size of an image, from its file. Raises SampleError where it is over the limits."""
+
+    def video_header(self, file: BinaryIO) -> VideoHeader:
+        """The same of a video. Raises MissingPyAVError, too."""
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         """Sample frames of a video, and return their grid. Raises SampleError."""

@@ -14,6 +14,7 @@ from offline_packing.demo.training import packed_train_dataset
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders.families import build_sample_encoder
+from task_encoders.packs.manifest import Counts
 from task_encoders.sample_encoder import IGNORE_INDEX
 from tests.helpers.datasets import image_bytes, make_run, pack_all
 from tests.helpers.formats import lines, write_file
@@ -47,7 +48,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def packed(source: dict[str, Any], folder: Path) -> tuple[Run, dict[str, Any]]:
+def packed(source: dict[str, Any], folder: Path) -> tuple[Run, Counts]:
     run = make_run({**source, "task": "bmr"}, folder, model=MODEL, pack={"seq_length": 1024})
     return run, pack_all(run).counts
 
@@ -62,7 +63,7 @@ def test_tools_from_records_to_rows(data: Path, tmp_path: Path) -> None:
         {"format": "parquet", "path": str(data / "chat.parquet")}, tmp_path / "b"
     )
     again, of_packs = packed({"format": "packs", "path": str(tmp_path / "a")}, tmp_path / "c")
-    assert of_table["tokens"] == of_packs["tokens"] == counts.tokens
+    assert of_table.tokens == of_packs.tokens == counts.tokens
     for other in (table, again):
         assert verify(other, deep=True).num_tokens == verified.num_tokens
 

@@ -6,15 +6,16 @@ train-000000.tar, train-000000.tar.idx    see tars.py
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, ClassVar, Final
+from typing import Any, BinaryIO, ClassVar, Final
 
 from offline_packing.errors import StageError
 from offline_packing.layouts.base import Layout
 from offline_packing.layouts.energon_metadata import (
     METADATA_FILES,
     write_energon_metadata,
+    yaml_bytes,
 )
 from offline_packing.layouts.shard_tasks import ShardTask
 from offline_packing.layouts.shards import ShardFragment
@@ -51,6 +52,13 @@ class EnergonLayout(Layout):
         packs = ((shard.name, shard.packs) for shard in map(ShardFragment.load, fragments))
         content_hash = manifest.content_hash
         write_energon_metadata(folder, manifest.task, splits, packs, content_hash=content_hash)
+
+    def describe_anew(self, folder: Path, dataset: Mapping[str, Any], manifest: Manifest) -> None:
+        """Replace dataset.yaml, and write what Energon 5.0 reads instead of .info.json."""
+        counts = {shard.name: shard.packs for shard in manifest.shards}
+        contents = {"dataset.yaml": dataset, ".info.yaml": {"shard_counts": counts}}
+        for name, content in contents.items():
+            write_atomically(folder / ".nv-meta" / name, yaml_bytes(content))
 
     def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
         path = task.folder / self.shard_file(task.shard.name)

@@ -131,8 +131,8 @@ def write_energon_metadata(
     counts = _write_sqlite(meta / "index.sqlite", packs)
     info = {"energon_version": ENERGON_VERSION, "shard_counts": counts}
     write_atomically(meta / "sample_loader.py", _SAMPLE_LOADER.encode())
-    write_atomically(meta / "dataset.yaml", _yaml_bytes(_dataset(task)))
-    write_atomically(meta / "split.yaml", _yaml_bytes(split))
+    write_atomically(meta / "dataset.yaml", yaml_bytes(_dataset(task)))
+    write_atomically(meta / "split.yaml", yaml_bytes(split))
     write_atomically(meta / "index.uuid", identity.encode())
     write_atomically(meta / ".info.json", to_json(info))
 
@@ -150,7 +150,8 @@ def _dataset(task: str) -> dict[str, Any]:
     }
 
 
-def _yaml_bytes(content: Mapping[str, Any]) -> bytes:
+def yaml_bytes(content: Mapping[str, Any]) -> bytes:
+    """YAML in the order of the content."""
     return yaml.safe_dump(content, sort_keys=False).encode()
 
 

@@ -34,7 +34,6 @@ from offline_packing.sources.roots.remote import Root
 from offline_packing.storage.files import atomic_file, to_json, write_atomically
 from offline_packing.storage.tars import PackEntry, Part
 from task_encoders.media.video import SampledVideo
-from task_encoders.media.video_file import read_video_header
 from task_encoders.packs.indexed_file import (
     MEDIA_ROOTS,
     NO_TEXT,
@@ -273,12 +272,8 @@ def _stored(source_id: int, root: Root, at: Locator) -> list[Any]:
 
 
 def _videos(task: ShardTask, sample: PlannedSample, encoder: SampleEncoder) -> list[SampledVideo]:
-    assert task.tokenizes is not None
-    limits = {"max_frames": task.tokenizes.max_video_frames}
-    if task.tokenizes.max_image_pixels:
-        limits["max_frame_pixels"] = task.tokenizes.max_image_pixels
     source, sampled = task.sources[sample.source_id], []
     for at in sample.media[len(sample.media) - sample.num_videos :] if sample.num_videos else ():
         with source.media_root(at).open_range(at.container, at.offset, at.size) as file:
-            sampled.append(encoder.sample_video(read_video_header(file, **limits)))
+            sampled.append(encoder.sample_video(encoder.video_header(file)))
     return sampled

@@ -17,7 +17,6 @@ from typing import ClassVar, Final
 
 import numpy as np
 import orjson
-import yaml
 
 from offline_packing.errors import StageError
 from offline_packing.index.measured import Trait
@@ -106,7 +105,6 @@ class LlavaOneVisionLayout(EnergonLayout):
 
     def finish(self, folder: Path, manifest: Manifest, fragments: Sequence[Path]) -> None:
         super().finish(folder, manifest, fragments)
-        meta = folder / ".nv-meta"
         dataset = {
             "sample_type": {
                 "__module__": "aiak_training_llm.data.multimodal",
@@ -115,8 +113,5 @@ class LlavaOneVisionLayout(EnergonLayout):
             "part_filter": "sample_loader.py:part_filter",
             "sample_loader": "sample_loader.py:sample_loader",
         }
-        counts = {shard.name: shard.packs for shard in manifest.shards}
-        write_atomically(meta / "sample_loader.py", _SAMPLE_LOADER.encode())
-        write_atomically(meta / "dataset.yaml", yaml.safe_dump(dataset, sort_keys=False).encode())
-        info = yaml.safe_dump({"shard_counts": counts}, sort_keys=False)
-        write_atomically(meta / ".info.yaml", info.encode())
+        write_atomically(folder / ".nv-meta/sample_loader.py", _SAMPLE_LOADER.encode())
+        self.describe_anew(folder, dataset, manifest)

@@ -22,7 +22,6 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 import orjson
-import yaml
 
 from offline_packing.index.measured import Trait
 from offline_packing.index.rows import SampleIds, sum_over_grids
@@ -31,7 +30,6 @@ from offline_packing.layouts.base import Member
 from offline_packing.layouts.energon import EnergonLayout
 from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout
 from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
-from offline_packing.storage.files import write_atomically
 from task_encoders.families import FAMILIES
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import restore_pack
@@ -116,17 +114,14 @@ class LoongForgeLayout(EnergonLayout):
 
     def finish(self, folder: Path, manifest: Manifest, fragments: Sequence[Path]) -> None:
         super().finish(folder, manifest, fragments)
-        meta, task = folder / ".nv-meta", manifest.task
+        task = manifest.task
         sample_type = "packed_captioning" if task == "captioning" else "packed_chat_mix"
         dataset = {
             "__module__": "megatron.energon",
             "__class__": "CrudeWebdataset",
             "subflavors": {"sample_type": sample_type, "offline_packing": task},
         }
-        counts = {shard.name: shard.packs for shard in manifest.shards}
-        info = yaml.safe_dump({"shard_counts": counts}, sort_keys=False)
-        write_atomically(meta / "dataset.yaml", yaml.safe_dump(dataset, sort_keys=False).encode())
-        write_atomically(meta / ".info.yaml", info.encode())
+        self.describe_anew(folder, dataset, manifest)
 
 
 def _are_captions(samples: Index) -> bool:

@@ -96,7 +96,7 @@ def _complete(
         versions=library_versions(),
         part_rows=[result.num_rows for result in results],
         set_aside=dict(sum((result.set_aside for result in results), Counter())),
-        lost_fields=dict(sum((result.lost_fields for result in results), Counter())),
+        lost_fields=dict(sum((Counter(result.lost_fields) for result in results), Counter())),
         lost_examples=dict(ChainMap(*(result.lost_examples for result in results))),
         only_answer=next(iter(answers.values())) if len(answers) == 1 else "",
         num_tokens=sum(result.num_tokens for result in results),

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final, TypeVar
 
 import orjson
 import pyarrow as pa
@@ -33,13 +33,14 @@ from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
 from offline_packing.sources.lost_fields import Lost, control_text, lost_fields
 from task_encoders.families import ModelOptions
-from task_encoders.limits import MAX_IMAGE_PIXELS
-from task_encoders.media.image import ImageHeader, read_image_header
-from task_encoders.media.video_file import VideoHeader, read_video_header
+from task_encoders.media.image import ImageHeader
+from task_encoders.media.video_file import VideoHeader
 from task_encoders.packs.pack_format import image_extension, video_extension
 from task_encoders.sample_encoder import SampleEncoder, SampleLength
 from task_encoders.samples import SourceSample
 from task_encoders.text.tokenizer import control_pattern
+
+Header = TypeVar("Header", ImageHeader, VideoHeader)
 
 #: Characters of an answer that every sample has.
 _SHOWN: Final = 60
@@ -51,13 +52,8 @@ _RECORDS_PER_STEP: Final = 32
 _BYTES_PER_STEP: Final = 16 << 20
 #: Characters of a reason's detail that are kept: it may quote what a record holds.
 _MAX_DETAIL: Final = 1000
-#: Metadata of a part of the set-aside table: how many samples were left out, how many have loss
-#: weights other than 0 and 1, and what samples lack.
-_SKIPPED: Final = "num_skipped"
-_WEIGHTED: Final = "num_weighted"
-_LOST_FIELDS: Final = "lost_fields"
-_LOST_EXAMPLES: Final = "lost_examples"
-_ANSWERS: Final = "answers"
+#: Fields of PartResult in the metadata of a part of the set-aside table, as JSON, but empty ones.
+_NOTES: Final = ("num_skipped", "num_weighted", "lost_fields", "lost_examples", "answers")
 
 
 @dataclass(frozen=True)
@@ -81,15 +77,15 @@ class PartResult:
     num_tokens: int
     set_aside: Counter[str]
     #: left out by source.skip
-    num_skipped: int
-    #: what samples lack -> how many; see sources/lost_fields.py
-    lost_fields: Counter[str]
-    #: the same -> key of the first of them, and what it holds
-    lost_examples: dict[str, str]
-    #: beginnings of the first different answers, two at most, by their hash
-    answers: dict[str, str]
+    num_skipped: int = 0
     #: with loss weights other than 0 and 1
-    num_weighted: int
+    num_weighted: int = 0
+    #: what samples lack -> how many; see sources/lost_fields.py
+    lost_fields: dict[str, int] = field(default_factory=dict)
+    #: the same -> key of the first of them, and what it holds
+    lost_examples: dict[str, str] = field(default_factory=dict)
+    #: beginnings of the first different answers, two at most, by their hash
+    answers: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_records(self) -> int:
@@ -103,16 +99,8 @@ def read_result(task: MeasureTask) -> PartResult:
     with pq.ParquetFile(task.set_aside_path) as aside:
         reasons = Counter(aside.read(["reason"])["reason"].to_pylist())
         notes = aside.metadata.metadata or {}
-    skipped = int(notes.get(_SKIPPED.encode(), 0))
-    lost, examples, answers = (
-        orjson.loads(notes.get(name.encode(), b"{}"))
-        for name in (_LOST_FIELDS, _LOST_EXAMPLES, _ANSWERS)
-    )
-    weighted = int(notes.get(_WEIGHTED.encode(), 0))
-    sum_tokens = pc.sum(num_tokens).as_py() or 0
-    return PartResult(
-        len(num_tokens), sum_tokens, reasons, skipped, Counter(lost), examples, answers, weighted
-    )
+    held = {name: orjson.loads(notes[name.encode()]) for name in _NOTES if name.encode() in notes}
+    return PartResult(len(num_tokens), pc.sum(num_tokens).as_py() or 0, reasons, **held)
 
 
 def find_unreadable(task: MeasureTask) -> Path | None:
@@ -133,19 +121,15 @@ def measure_part(task: MeasureTask) -> None:
         index.table_writer(task.set_aside_path, index.SET_ASIDE_SCHEMA, notes) as write_aside,
     ):
         new = NewRecords(task.source, task.part)
-        measuring = Measuring(task.source, task.source_id, open_encoder(task.model), task.model)
+        measuring = Measuring(task.source, task.source_id, open_encoder(task.model))
         rows = measuring.rows(new)
         while some := list(itertools.islice(rows, _ROWS_AT_ONCE)):
             write_measured(index_table([row for row in some if isinstance(row, MeasuredSample)]))
             write_aside(set_aside_table([row for row in some if isinstance(row, SetAsideSample)]))
-        if new.num_skipped:
-            notes[_SKIPPED] = str(new.num_skipped)
-        if measuring.num_weighted:
-            notes[_WEIGHTED] = str(measuring.num_weighted)
-        if measuring.lost_fields:
-            notes[_LOST_FIELDS] = orjson.dumps(measuring.lost_fields).decode()
-            notes[_LOST_EXAMPLES] = orjson.dumps(measuring.lost_examples).decode()
-        notes[_ANSWERS] = orjson.dumps(measuring.answers).decode()
+        measuring.num_skipped = new.num_skipped
+        for name in _NOTES:
+            if (value := getattr(measuring, name)) or name == "answers":
+                notes[name] = orjson.dumps(value).decode()
 
 
 @dataclass(slots=True)
@@ -168,21 +152,16 @@ class _Found:
 class Measuring:
     """Rows of the records of a source."""
 
-    def __init__(
-        self, source: Source, source_id: int, encoder: SampleEncoder, model: ModelOptions
-    ) -> None:
+    def __init__(self, source: Source, source_id: int, encoder: SampleEncoder) -> None:
         self.source = source
         self.source_id = source_id
         self.encoder = encoder
-        self.max_pixels = model.max_image_pixels or MAX_IMAGE_PIXELS
-        self.max_video_frames = model.max_video_frames
-        #: what measured samples lack -> how many; see sources/lost_fields.py
+        # See PartResult.
         self.lost_fields: Counter[str] = Counter()
         self.lost_examples: dict[str, str] = {}
         self.answers: dict[str, str] = {}
         self._control = control_pattern(encoder.tokenizer)
-        #: those with loss weights other than 0 and 1
-        self.num_weighted = 0
+        self.num_skipped = self.num_weighted = 0
 
     def rows(self, records: Iterable[SourceRecord]) -> Iterator[MeasuredSample | SetAsideSample]:
         """A row of either table for each record, in order.
@@ -231,27 +210,29 @@ class Measuring:
     def _read_headers(self, found: _Found) -> None:
         found.media, found.sizes, found.videos = [], [], []
         record, sample = found.record, found.sample
-        images = {name: self._image(record, name) for name in dict.fromkeys(sample.images)}
+        images = {
+            name: self._header(record, name, self.encoder.image_header)
+            for name in dict.fromkeys(sample.images)
+        }
         for name in sample.images:
             locator, header = images[name]
             found.media.append((locator, image_extension(name, header.format)))
             found.sizes.append((header.height, header.width))
-        videos = {name: self._video(record, name) for name in dict.fromkeys(sample.videos)}
+        videos = {
+            name: self._header(record, name, self.encoder.video_header)
+            for name in dict.fromkeys(sample.videos)
+        }
         for name in sample.videos:
             locator, video = videos[name]
             found.media.append((locator, video_extension(name, video.extension)))
             found.videos.append(video)
 
-    def _image(self, record: SourceRecord, name: str) -> tuple[Locator, ImageHeader]:
+    def _header(
+        self, record: SourceRecord, name: str, read: Callable[[BinaryIO], Header]
+    ) -> tuple[Locator, Header]:
         locator, file = self.source.open_media(record, name)
         with file:
-            return locator, read_image_header(file, max_image_pixels=self.max_pixels)
-
-    def _video(self, record: SourceRecord, name: str) -> tuple[Locator, VideoHeader]:
-        limits = {"max_frame_pixels": self.max_pixels, "max_frames": self.max_video_frames}
-        locator, file = self.source.open_media(record, name)
-        with file:
-            return locator, read_video_header(file, **limits)
+            return locator, read(file)
 
     def _measure(self, found: _Found) -> None:
         found.length = self.encoder.measure(found.sample, found.sizes, found.videos)

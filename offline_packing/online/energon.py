@@ -76,7 +76,7 @@ class OnlineTaskEncoder(PackedTaskEncoder):
         sub_samples = self.sub_samples(sample)
         for sub_sample in sub_samples:
             try:
-                length = measure(sub_sample, self.encoder, self.model)
+                length = measure(sub_sample, self.encoder)
             except SampleError:
                 if len(sub_samples) == 1:
                     raise

@@ -180,13 +180,15 @@ def key_prefix(run: Run, plan_hash: str) -> str:
     return f"{hash_bytes(to_json([listings, plan_hash]))[:8]}_"
 
 
-def named_output(run: Run, plan_hash: str) -> OutputConfig:
-    """The output's configuration with the prefix of its keys."""
-    return run.config.output.model_copy(update={"key_prefix": key_prefix(run, plan_hash)})
+def shards_fingerprint(run: Run, plan_hash: str) -> Fingerprint:
+    """Settings that the shards of a plan depend on besides index and source."""
+    prefix = key_prefix(run, plan_hash)
+    named = run.config.output.model_copy(update={"key_prefix": prefix})
+    return layout_fingerprint(named, plan_hash)
 
 
 def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
-    """Settings that the shards depend on besides index and source. The key prefix is known."""
+    """The same of an output's configuration whose key prefix is known."""
     assert output.key_prefix is not None
     return {
         "plan": plan_hash,
@@ -203,7 +205,7 @@ def check_layout(run: Run, plan_hash: str) -> None:
     """Raise StageError if the shards are of another plan or layout."""
     check_fingerprint(
         read_json(run.workspace.started) or {},
-        layout_fingerprint(named_output(run, plan_hash), plan_hash),
+        shards_fingerprint(run, plan_hash),
         artifact=f"the shards in {run.workspace.root}",
         remedy="give the settings that they were written with, write again with "
         "output.overwrite=true, or choose another output.path",

@@ -26,8 +26,7 @@ from offline_packing.runs.artifacts import (
     StoredPlan,
     changed_fields,
     check_layout,
-    layout_fingerprint,
-    named_output,
+    shards_fingerprint,
 )
 from offline_packing.runs.manifest import follow_media, read_manifest, write_manifest
 from offline_packing.runs.run import Run, open_sources
@@ -68,9 +67,7 @@ def preview_write(run: Run, samples: Index, stored: StoredPlan) -> str:
     plan, manifest = stored.packs, read_manifest(run.workspace.root)
     if manifest is not None:
         written_as = read_json(run.workspace.started) or {}
-        if not changed_fields(
-            written_as, layout_fingerprint(named_output(run, stored.hash), stored.hash)
-        ):
+        if not changed_fields(written_as, shards_fingerprint(run, stored.hash)):
             return f"write: complete ({len(manifest.shards):,} shards), nothing to do"
         if not run.config.output.overwrite:
             check_layout(run, stored.hash)
@@ -119,7 +116,7 @@ def _start(run: Run, plan: StoredPlan) -> None:
     """Refuse shards of another plan or layout, or remove them."""
     started = run.workspace.started
     found = read_json(started)
-    fingerprint = layout_fingerprint(named_output(run, plan.hash), plan.hash)
+    fingerprint = shards_fingerprint(run, plan.hash)
     if found is not None and changed_fields(found, fingerprint):
         if not run.config.output.overwrite:
             check_layout(run, plan.hash)

@@ -4,7 +4,7 @@ cannot disagree; a family says what its template, its media and its positions ar
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import ClassVar
+from typing import BinaryIO, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,10 @@ from task_encoders.families.spans import (
     stored_parts,
 )
 from task_encoders.limits import MAX_IMAGE_PIXELS
-from task_encoders.media.image import decode_image
+from task_encoders.media.image import ImageHeader, decode_image, read_image_header
 from task_encoders.media.patches import Bytes, Normalisation
 from task_encoders.media.video import SampledVideo
-from task_encoders.media.video_file import VideoHeader
+from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.packs.tokenized import (
     IMAGE_ID,
     VIDEO_ID,
@@ -176,6 +176,13 @@ class FamilyEncoder(ABC):
             spans += own
             start += num_tokens
         return ExpandedText(*_tokens_and_weights(spans), image_places, video_places)
+
+    def image_header(self, file: BinaryIO) -> ImageHeader:
+        return read_image_header(file, max_image_pixels=self.max_image_pixels)
+
+    def video_header(self, file: BinaryIO) -> VideoHeader:
+        limits = {"max_frames": self.options.max_video_frames}
+        return read_video_header(file, max_frame_pixels=self.max_image_pixels, **limits)
 
     def decode_image(self, data: bytes) -> PillowImage.Image:
         return decode_image(data, max_image_pixels=self.max_image_pixels)

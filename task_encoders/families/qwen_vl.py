@@ -130,8 +130,8 @@ class QwenVLEncoder(FamilyEncoder):
         return Medium(image.image_grid(height, width, self.vision))
 
     def encode_image(self, image: PillowImage.Image) -> tuple[Bytes, Medium]:
-        rows, grid = patches.image_patches(image, self.vision)
-        return rows, Medium(grid)
+        medium = self.image_medium(image.height, image.width)
+        return patches.frame_patches([image], medium.grid, 1, self.vision), medium
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         return video.sample_video(header, self.video, self.vision)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from PIL import Image
 
-from task_encoders.media.image import VisionSettings, image_grid
+from task_encoders.media.image import VisionSettings
 
 Bytes = npt.NDArray[np.uint8]
 Values = npt.NDArray[np.float32]
@@ -45,26 +45,12 @@ class Normalisation:
         return out
 
 
-def image_patches(
-    image: Image.Image, settings: VisionSettings
-) -> tuple[Bytes, tuple[int, int, int]]:
-    """A decoded image as patches, in the order the vision tower merges them.
-
-    Returns:
-        bytes (t·h·w, C·p·p) and the grid (t, h, w). `normalisation` turns them into pixel values,
-        bit-identical to those of transformers' image processor with the same backend.
-
-    Raises:
-        SampleError: aspect_ratio.
-    """
-    grid = image_grid(image.height, image.width, settings)
-    return frame_patches([image], grid, 1, settings), grid
-
-
 def frame_patches(
     frames: Iterable[Image.Image], grid: tuple[int, int, int], depth: int, settings: VisionSettings
 ) -> Bytes:
-    """RGB frames as patches (t·h·w, C·depth·p·p), each frame resized to the grid's size.
+    """RGB frames as patches (t·h·w, C·depth·p·p), each resized to the grid's size, in the order the
+    vision tower merges them; an image is one frame of depth 1. `Normalisation` turns them into
+    pixel values, bit-identical to those of transformers' processor with the same backend.
 
     A grid of t takes up to t·depth frames, in order; the last one is repeated where there are
     fewer.

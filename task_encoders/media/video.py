@@ -145,7 +145,7 @@ def video_patches(
     vision_settings: VisionSettings,
     max_frames: int = MAX_VIDEO_FRAMES,
 ) -> tuple[Bytes, SampledVideo]:
-    """A video file as patches, the counterpart of `patches.image_patches`.
+    """A video file as patches.
 
     Args:
         sample: which frames are taken.

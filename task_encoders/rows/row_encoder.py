@@ -14,11 +14,8 @@ from megatron.energon.errors import FatalSampleError
 from PIL import Image
 
 from task_encoders.concatenate import PackedRow, concatenate
-from task_encoders.families import ModelOptions
-from task_encoders.limits import MAX_IMAGE_PIXELS
-from task_encoders.media.image import read_image_header
 from task_encoders.media.patches import PixelTransport
-from task_encoders.media.video_file import MissingPyAVError, read_video_header
+from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.packs.pack import SubSample
 from task_encoders.sample_encoder import EncodedSample, SampleEncoder, SampleLength
 from task_encoders.samples import SampleError, SourceSample
@@ -140,18 +137,13 @@ class RowEncoder:
         return encoded
 
 
-def measure(sub_sample: SubSample, encoder: SampleEncoder, model: ModelOptions) -> SampleLength:
+def measure(sub_sample: SubSample, encoder: SampleEncoder) -> SampleLength:
     """Measure a sub-sample from the headers of its media. Raises SampleError, FatalSampleError."""
     if isinstance(sub_sample.sample, SampleError):
         raise sub_sample.sample
-    max_pixels = model.max_image_pixels or MAX_IMAGE_PIXELS
-    limits = {"max_frame_pixels": max_pixels, "max_frames": model.max_video_frames}
+    headers = [encoder.image_header(io.BytesIO(image)) for image in sub_sample.images]
     try:
-        headers = [
-            read_image_header(io.BytesIO(image), max_image_pixels=max_pixels)
-            for image in sub_sample.images
-        ]
-        videos = [read_video_header(io.BytesIO(video), **limits) for video in sub_sample.videos]
+        videos = [encoder.video_header(io.BytesIO(video)) for video in sub_sample.videos]
     except MissingPyAVError as error:
         raise FatalSampleError(str(error)) from error
     sizes = [(header.height, header.width) for header in headers]

@@ -38,7 +38,7 @@ _TIMEOUT_SECONDS: Final = 10
 
 
 def require_hub(name: str) -> None:
-    """Does nothing for a folder, for a checkpoint that was downloaded before, and offline.
+    """Do nothing for a folder, for a checkpoint that was downloaded before, and offline.
 
     Raises:
         ValueError: the checkpoint would have to be downloaded, and the hub is out of reach.

@@ -21,7 +21,7 @@ def open_one(config: dict[str, Any], scratch: Path) -> Source:
 
 def account(source: Source) -> list[tuple[str, str, MeasuredSample | None]]:
     """(key, 'ok' or the reason, row) of every record. Rows are read again from their locators."""
-    measuring = Measuring(source, 0, open_encoder(MODEL), MODEL)
+    measuring = Measuring(source, 0, open_encoder(MODEL))
     found: list[tuple[str, str, MeasuredSample | None]] = []
     for part in source.scan(3).parts:
         for record in source.records(part):

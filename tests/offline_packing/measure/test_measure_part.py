@@ -36,7 +36,7 @@ def records(source: Source) -> list[SourceRecord]:
 
 def test_rows_are_in_the_order_of_the_records(source: Source) -> None:
     found = records(source)
-    rows = list(Measuring(source, 0, open_encoder(MODEL), MODEL).rows(found))
+    rows = list(Measuring(source, 0, open_encoder(MODEL)).rows(found))
     assert [row.key for row in rows] == [record.key for record in found]
     measured = [isinstance(row, MeasuredSample) for row in rows]
     assert measured == [i % 7 != 0 for i in range(NUM_RECORDS)]
@@ -56,7 +56,7 @@ def test_media_in_records_are_held_within_a_limit(
             drawn += 1
             yield replace(record, embedded={"a.jpg": medium})
 
-    rows = Measuring(source, 0, open_encoder(MODEL), MODEL).rows(draw())
+    rows = Measuring(source, 0, open_encoder(MODEL)).rows(draw())
     next(rows)
     assert drawn == most
     assert len(list(rows)) == len(found) - 1

@@ -11,10 +11,18 @@ import torch
 from PIL import Image
 
 from task_encoders.families import build_sample_encoder, model_options
-from task_encoders.media.image import decode_image, image_grid
-from task_encoders.media.patches import BACKENDS, frame_patches, image_patches, normalisation
+from task_encoders.media.image import VisionSettings, decode_image, image_grid
+from task_encoders.media.patches import BACKENDS, Bytes, frame_patches, normalisation
 
 FAMILIES = ("qwen2_vl", "qwen3_vl")
+
+
+def image_patches(
+    image: Image.Image, settings: VisionSettings
+) -> tuple[Bytes, tuple[int, int, int]]:
+    """Patches of an image as its family's encoder makes them, and their grid."""
+    grid = image_grid(image.height, image.width, settings)
+    return frame_patches([image], grid, 1, settings), grid
 
 
 def png(rng: np.random.Generator, width: int, height: int) -> bytes:
