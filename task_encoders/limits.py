@@ -1,7 +1,6 @@
 """Limits of the cost of reading one sample. A sample beyond them is set aside as `too_costly` (a
 picture with too many pixels as `image_too_large`), so that no file takes more than about 1 GiB or a
-minute. No
-limit depends on time or on the machine: the same input gives the same bytes.
+minute. No limit depends on time or on the machine: the same input gives the same bytes.
 
 The first three and `MAX_PAGE_BYTES` are defaults of options of a source, `MAX_IMAGE_PIXELS` is one
 of the model's.
