@@ -272,7 +272,8 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
 
     def check_manifest(self, folder: EPath | Path) -> None:
         """Compare the settings that a packed folder was made with to these. Raises
-        PackingSettingsError if they differ, or the manifest cannot be read."""
+        PackingSettingsError if they differ, ManifestError if the manifest cannot be read."""
+        folder = folder.parent if folder.name.endswith(".jsonl") else folder  # of references
         check_manifest(
             folder,
             model=self.encoder.fingerprint,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from task_encoders.packs.manifest import Manifest, ManifestError, read_manifest
+from task_encoders.packs.manifest import read_manifest
 
 PACKED: Final = "OFFLINE_PACKED_DATA"
 VQA: Final = "OFFLINE_PACKING_VQA"
@@ -129,11 +129,10 @@ def check_manifest(
         model: the fingerprint of the sample encoder.
 
     Raises:
-        PackingSettingsError: sub-samples would have different lengths, packs would not fit, or the
-            manifest cannot be read.
+        PackingSettingsError: sub-samples would have different lengths, or packs would not fit.
+        ManifestError: the manifest cannot be read.
     """
-    folder = folder.parent if folder.name.endswith(".jsonl") else folder
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     if manifest is None:
         return
     measured = {f"model.{name}": None for name in OWN_FIELDS} | manifest.fingerprint
@@ -162,21 +161,13 @@ def check_manifest(
 def refuse_fractions(folder: Any, trainer: str) -> None:
     """Raise PackingSettingsError if a folder of packs holds loss weights that a trainer's loss does
     not take: others than 0 and 1."""
-    folder = folder.parent if folder.name.endswith(".jsonl") else folder
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     if manifest is not None and manifest.loss_weights:
         raise PackingSettingsError(FRACTIONS.format(folder, trainer))
 
 
 def packs_of_epochs(path: Any) -> list[int]:
     """The packs of each epoch in a JSONL of packs, a Path or EPath; empty if all are of one. Raises
-    PackingSettingsError as `check_manifest`."""
-    manifest = _read_manifest(path.parent) if path.name.endswith(".jsonl") else None
+    ManifestError."""
+    manifest = read_manifest(path.parent) if path.name.endswith(".jsonl") else None
     return list(manifest.epochs.get(path.name.removesuffix(".jsonl"), ())) if manifest else []
-
-
-def _read_manifest(folder: Any) -> Manifest | None:
-    try:
-        return read_manifest(folder)
-    except ManifestError as error:
-        raise PackingSettingsError(str(error)) from error

@@ -15,7 +15,7 @@ from task_encoders.families import model_options
 from task_encoders.field_types import Count, checked
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.indexed_file import IndexedFile, IndexedPack
-from task_encoders.packs.manifest import ManifestError, read_manifest
+from task_encoders.packs.manifest import read_manifest
 from task_encoders.packs.pack import PackFormatError
 from task_encoders.packs.tokenized import fingerprint_digest
 
@@ -90,10 +90,7 @@ class IndexedPackDataset(Dataset[PackedBatch]):
 
 def _task_encoder_of(folder: Path) -> PackedTaskEncoder:
     """The task encoder that packs were measured with."""
-    try:
-        manifest = read_manifest(folder)
-    except ManifestError as error:
-        raise PackFormatError(str(error)) from error
+    manifest = read_manifest(folder)
     if manifest is None:
         raise PackFormatError(f"{folder} has no manifest.json of packs; give a task_encoder")
     model = model_options(**manifest.config["model"])

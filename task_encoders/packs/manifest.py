@@ -88,12 +88,7 @@ def read_manifest(folder: Any) -> Manifest | None:
         return Manifest.model_validate_json(path.read_text())
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ManifestError(
-            f"{path} is damaged ({f'{where}: ' if where else ''}{first['msg']}); "
-            "offline-packing verify names the remedy"
-        ) from None
+        why = ": ".join([*filter(None, [".".join(map(str, first["loc"]))]), first["msg"]])
     except (OSError, ValueError) as error:
-        raise ManifestError(
-            f"{path} is damaged ({error}); offline-packing verify names the remedy"
-        ) from None
+        why = str(error)
+    raise ManifestError(f"{path} is damaged ({why}); offline-packing verify names the remedy")

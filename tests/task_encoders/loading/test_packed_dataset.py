@@ -30,6 +30,7 @@ from task_encoders.loading.packed_dataset import (
     get_packed_val_dataset,
 )
 from task_encoders.packed_task_encoder import PackedTaskEncoder
+from task_encoders.packs.manifest import ManifestError
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 from tests.helpers.legacy_packs import text_folder
@@ -334,5 +335,5 @@ def test_a_damaged_manifest_is_named(tmp_path: Path, encoder: Any) -> None:
     folder = text_folder(tmp_path / "packs", 2)
     for damage in ("7", '{"seq_length": 64'):
         (folder / "manifest.json").write_text(damage)
-        with pytest.raises(PackingSettingsError, match=r"manifest\.json is damaged"):
+        with pytest.raises(ManifestError, match=r"manifest\.json is damaged"):
             plain_train(folder, encoder)
