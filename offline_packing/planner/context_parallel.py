@@ -6,7 +6,6 @@ Configurations are checked with it as well, so it imports nothing that compiles.
 """
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,30 +64,6 @@ def cut_multiple(cp_size: int, pad_multiple: int = 1) -> int:
     `pad_multiple` (tensor ranks under sequence parallelism; 16 for FP8).
     """
     return cp_size * math.lcm(2, pad_multiple)
-
-
-def check_slots(
-    *,
-    strategy: str,
-    assignment: Collection[str],
-    budgets: Collection[str],
-    has_order: bool,
-    is_dissolving: bool,
-    is_exchanging: bool,
-) -> None:
-    """Raise ValueError for what cannot be kept while packs go over 1, 2, 4 … ranks and fill slots;
-    see `PlanOptions.check_limits`."""
-    others = sorted(set(assignment) - {"shuffle"})
-    for name, is_given, why in (
-        (f"strategy {strategy!r}", strategy != "auto", "it packs for one size; take auto"),
-        (f"assignment {', '.join(others)}", others, "slots are filled by cost; take shuffle"),
-        (f"a limit of {', '.join(budgets)}", budgets, "packs hold as much as their ranks"),
-        ("order", has_order, "the ranks of a slot have equal cost already"),
-        ("min_fill or min_samples", is_dissolving, "slots would miss the dissolved packs"),
-        ("packs of other epochs", is_exchanging, "exchanged samples change the cost of slots"),
-    ):
-        if is_given:
-            raise ValueError(f"context_parallel cannot keep {name}: {why}; leave out one of them")
 
 
 def slot_offsets(cp_sizes: np.ndarray, ranks: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from offline_packing.planner.context_parallel import ContextParallel, check_slots
+from offline_packing.planner.context_parallel import ContextParallel
 from offline_packing.storage.yaml_file import explain_value_error
 from task_encoders.field_types import Count, NonNegative, not_bool, one_of
 
@@ -116,11 +116,25 @@ class PlanOptions(BaseModel):
             check_budgets(self.strategy, limits)
         if context_parallel is not None:
             context_parallel.check(self.seq_length, self.pad_multiple)
-            check_slots(
-                strategy=self.strategy,
-                assignment=self.assignment,
-                budgets=limits,
-                has_order=has_order,
-                is_dissolving=self.min_fill > 0 or self.min_samples > 1,
-                is_exchanging=exchanges,
-            )
+            self._check_slots(limits, has_order, exchanges)
+
+    def _check_slots(self, limits: Collection[str], has_order: bool, exchanges: bool) -> None:
+        """Raise ValueError for what cannot hold while packs go over 1, 2, 4 … ranks, in slots."""
+        others = ", ".join(sorted(set(self.assignment) - {"shuffle"}))
+        dissolves = self.min_fill > 0 or self.min_samples > 1
+        for name, is_given, why in (
+            (
+                f"strategy {self.strategy!r}",
+                self.strategy != "auto",
+                "it packs for one size; take auto",
+            ),
+            (f"assignment {others}", others, "slots are filled by cost; take shuffle"),
+            (f"a limit of {', '.join(limits)}", limits, "packs hold as much as their ranks"),
+            ("order", has_order, "the ranks of a slot have equal cost already"),
+            ("min_fill or min_samples", dissolves, "slots would miss the dissolved packs"),
+            ("packs of other epochs", exchanges, "exchanged samples change the cost of slots"),
+        ):
+            if is_given:
+                raise ValueError(
+                    f"context_parallel cannot keep {name}: {why}; leave out one of them"
+                )
