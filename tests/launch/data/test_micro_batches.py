@@ -15,10 +15,15 @@ from tests.helpers.legacy_packs import text_folder
 from tests.helpers.loader_states import check_states
 
 NUM_PACKS = 7
+OTHER_WORKERS = [(1, True), (2, False), (4, False)]
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "repeat"), [(0, False), (0, True), (1, True), (2, False), (2, True), (4, False)]
+    ("num_workers", "repeat"),
+    [
+        *[(0, False), (0, True), (2, True)],
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHER_WORKERS),
+    ],
 )
 def test_a_state_of_any_step_gives_the_rest(num_workers: int, repeat: bool, tmp_path: Path) -> None:
     folder = text_folder(tmp_path / "packs", NUM_PACKS)
@@ -31,7 +36,10 @@ def test_a_state_of_any_step_gives_the_rest(num_workers: int, repeat: bool, tmp_
 PACK = 25
 
 
-@pytest.mark.parametrize(("num_workers", "repeat"), [(0, False), (0, True), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("num_workers", "repeat"),
+    [(0, False), (0, True), pytest.param(2, False, marks=pytest.mark.exhaustive), (2, True)],
+)
 def test_dynamic_rows_have_a_state_at_every_step(
     num_workers: int, repeat: bool, tmp_path: Path
 ) -> None:

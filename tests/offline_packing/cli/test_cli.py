@@ -269,52 +269,56 @@ def test_shells_complete_verbs_and_options(shell: str) -> None:
     assert "--dry-run" in options
 
 
-@pytest.fixture(scope="module")
-def many_samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return captioning_pairs(tmp_path_factory.mktemp("many"), 240)
-
-
 @pytest.mark.parametrize(
-    ("when", "number", "to_workers", "message"),
+    ("when", "signals"),
     [
-        ("workers start", signal.SIGINT, True, "interrupted; "),
-        ("workers start", signal.SIGTERM, False, "ended by SIGTERM; "),
-        ("workers are at work", signal.SIGINT, True, "interrupted; "),
-        ("workers are at work", signal.SIGTERM, False, "ended by SIGTERM; "),
-        ("workers are at work", signal.SIGHUP, True, "ended by SIGHUP; "),
-        ("workers are at work", signal.SIGKILL, False, ""),
+        ("workers start", [(signal.SIGINT, True), (signal.SIGTERM, False)]),
+        (
+            "workers are at work",
+            [
+                (signal.SIGINT, True),
+                (signal.SIGTERM, False),
+                (signal.SIGHUP, True),
+                (signal.SIGKILL, False),
+            ],
+        ),
     ],
 )
 def test_signals_end_a_run_in_one_line(
-    config: Path,
-    tmp_path: Path,
-    many_samples: Path,
-    when: str,
-    number: signal.Signals,
-    to_workers: bool,
-    message: str,
+    config: Path, tmp_path: Path, when: str, signals: list[tuple[signal.Signals, bool]]
 ) -> None:
+    """`signals`: to the command alone, or to its workers too. The same run is ended by each."""
     index = tmp_path / "out/_packing/index"
-    config.write_text(config.read_text().replace(f"{tmp_path}/data", str(many_samples)))
-    command = ["measure", str(config), "--quiet", "engine.workers=2", "engine.samples_per_part=2"]
-    run = subprocess.Popen(
-        [sys.executable, "-m", "offline_packing", *command],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    awaited = "_started.json" if when == "workers start" else "part-*.parquet"
-    deadline = time.monotonic() + 60
-    while not list(index.glob(awaited)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    if when == "workers start":
-        time.sleep(0.1)  # in the middle of their imports
-    (os.killpg if to_workers else os.kill)(run.pid, number)
-    _, stderr = run.communicate(timeout=60)  # until the workers are gone, too
-    assert stderr == (message and f"{message}run the same command again to continue\n")
-    assert run.returncode == (-number if number == signal.SIGKILL else 128 + number)
-    assert "measured 240 samples" in invoke("measure", config, "engine.samples_per_part=2").stdout
+    captioning_pairs(tmp_path / "many", 240)
+    config.write_text(config.read_text().replace(f"{tmp_path}/data", f"{tmp_path}/many"))
+    command = ["measure", str(config), "--quiet", "engine.workers=2", "engine.samples_per_part=1"]
+    for number, to_workers in signals:
+        before = work_in(index, when)
+        run = subprocess.Popen(
+            [sys.executable, "-m", "offline_packing", *command],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + 60
+        while work_in(index, when) == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if when == "workers start":
+            time.sleep(0.1)  # in the middle of their imports
+        (os.killpg if to_workers else os.kill)(run.pid, number)
+        _, stderr = run.communicate(timeout=60)  # until the workers are gone, too
+        message = {signal.SIGINT: "interrupted; ", signal.SIGKILL: ""}
+        expected = message.get(number, f"ended by {number.name}; ")
+        assert stderr == (expected and f"{expected}run the same command again to continue\n")
+        assert run.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    assert "measured 240 samples" in invoke("measure", config, "engine.samples_per_part=1").stdout
+
+
+def work_in(index: Path, when: str) -> list[tuple[str, int]]:
+    """Files that change when workers start, or are at work."""
+    names = "_started.json" if when == "workers start" else "part-*.parquet"
+    return sorted((path.name, path.stat().st_mtime_ns) for path in index.glob(names))
 
 
 def test_remarks_of_libraries_are_not_shown(

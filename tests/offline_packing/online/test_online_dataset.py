@@ -111,6 +111,8 @@ def test_repeating_ranks_take_as_many_steps_as_they_are_asked(
         assert len(steps) == 40
         times.update(chain(*steps))
         for step, state in states.items():
+            if num_workers and step != 26:
+                continue  # of a second epoch
             resumed = loader_of(packed(kind, rank=rank, **options), num_workers)
             resumed.load_state_dict(pickle.loads(state))
             assert numbers(islice(resumed, 40 - step)) == steps[step:]
