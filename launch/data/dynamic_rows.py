@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from offline_packing.errors import StageError
-from offline_packing.online.matching import TokenBudget
+from offline_packing.online.pools import TokenBudget
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.loading.packed_dataset import PackedLoader
 

@@ -10,7 +10,7 @@ from launch.config import DataConfig
 from launch.data.packed_data import PackedData, read_packed_data
 from offline_packing.errors import StageError
 from offline_packing.online.energon import MeasuringTaskEncoder, measure_some
-from offline_packing.online.pool import PackingPool
+from offline_packing.online.pools import PackingPool
 from offline_packing.planner.windows import WindowOptions
 from offline_packing.storage.files import hash_bytes
 from task_encoders.families import model_options

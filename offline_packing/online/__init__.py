@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from offline_packing.online.packed_dataset import PackedDatasetWrapper as PackedDatasetWrapper
     from offline_packing.online.packed_dataset import PackedIterableDataset as PackedIterableDataset
     from offline_packing.online.packed_dataset import PackingBlock as PackingBlock
-    from offline_packing.online.pool import PackingPool as PackingPool
+    from offline_packing.online.pools import PackingPool as PackingPool
     from offline_packing.online.prefetch import Prefetched as Prefetched
     from offline_packing.online.ranks.pack_costs import pack_costs as pack_costs
     from offline_packing.online.ranks.rank_schedule import RankSampler as RankSampler
@@ -29,7 +29,7 @@ _MODULES: Final = {
     "PackedDatasetWrapper": "packed_dataset",
     "PackedIterableDataset": "packed_dataset",
     "PackingBlock": "packed_dataset",
-    "PackingPool": "pool",
+    "PackingPool": "pools",
     "Prefetched": "prefetch",
     "RankSampler": "ranks.rank_schedule",
     "RankSchedule": "ranks.rank_schedule",

@@ -11,10 +11,9 @@ from functools import partial
 from typing import Any
 
 from offline_packing.online.collate import padding_free_collator
-from offline_packing.online.matching import Pool
 from offline_packing.online.online_dataset import OnlineDataset
 from offline_packing.online.packed_dataset import Yields
-from offline_packing.online.pool import PackingPool
+from offline_packing.online.pools import NO_AMOUNTS, PackingPool, Pool
 from offline_packing.online.prefetch import Prefetched
 from offline_packing.planner.windows import WindowOptions
 from task_encoders.field_types import Count, NonNegative, checked
@@ -102,7 +101,6 @@ class _ImagePacks(OnlineDataset):
         self._join = join
 
     def settings(self) -> dict[str, Any]:
-        """See OnlineDataset."""
         return {
             "seq_length": self._packing.seq_length,
             "buffer_size": self._packing.window,
@@ -111,39 +109,30 @@ class _ImagePacks(OnlineDataset):
             "alone": list(self._alone),
         }
 
-    def make_pool(self, saved: tuple[Mapping[str, Any], list[Any]] | None) -> Pool[Any]:
-        """See OnlineDataset."""
-        pool = PackingPool[Any]
-        return _LimitedPool(pool.from_state(*saved) if saved else pool(self._packing), *self._alone)
+    def make_pool(self) -> Pool[Any]:
+        return _LimitedPool(self._packing, *self._alone)
 
     def collate(self, samples: list[Any]) -> Any:
-        """See OnlineDataset."""
         return self._join(samples)
 
 
-class _LimitedPool:
+class _LimitedPool(PackingPool[Any]):
     """A pool that counts images, and takes in no sample over the limits of a single one."""
 
-    def __init__(self, pool: PackingPool[Any], max_tokens: int, max_images: int) -> None:
-        self._pool = pool
+    def __init__(self, options: WindowOptions, max_tokens: int, max_images: int) -> None:
+        super().__init__(options)
         self._max_tokens = max_tokens
         self._max_images = max_images
-        self.finish = pool.finish
-        self.state = pool.state
 
-    @property
-    def waiting(self) -> list[Any]:
-        """See Pool."""
-        return self._pool.waiting
-
-    def add(self, item: Any, num_tokens: int) -> list[list[Any]]:
-        """See Pool."""
+    def add(
+        self, item: Any, num_tokens: int, amounts: Mapping[str, int] = NO_AMOUNTS
+    ) -> list[list[Any]]:
         images = count_images(item.content)
         if num_tokens > self._max_tokens:
             raise SampleError("overlong", f"{num_tokens} tokens > {self._max_tokens} of a sample")
         if images > self._max_images:
             raise SampleError("over_budget", f"{images} images > {self._max_images} of a sample")
-        return self._pool.add(item, num_tokens, {"images": images})
+        return super().add(item, num_tokens, {**amounts, "images": images})
 
 
 def count_images(sample: Any) -> int:

@@ -7,15 +7,15 @@
 length; a fixed number of samples makes epochs and steps countable beforehand.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from offline_packing.online.collate import padding_free_collator
-from offline_packing.online.matching import FixedCount, Pool, TokenBudget
 from offline_packing.online.online_dataset import OnlineDataset
+from offline_packing.online.pools import FixedCount, Pool, TokenBudget
 from task_encoders.field_types import Count, NonNegative, checked
 
 Collate = Callable[[list[Any]], Any]
@@ -70,25 +70,13 @@ class DynamicBatches(OnlineDataset):
         )
 
     def settings(self) -> dict[str, Any]:
-        """See OnlineDataset."""
         return dict(self._settings)
 
-    def make_pool(self, saved: tuple[Mapping[str, Any], list[Any]] | None) -> Pool[Any]:
-        """See OnlineDataset."""
-        pool = token_pool(**self._settings)
-        if saved:
-            pool.restore(*saved)
-        return pool
+    def make_pool(self) -> Pool[Any]:
+        one = self._settings
+        if one["dyn_bsz"]:
+            return TokenBudget(one["micro_batch_size"] * one["max_seq_len"], one["buffer_size"])
+        return FixedCount(one["max_seq_len"], one["micro_batch_size"])
 
     def collate(self, samples: list[Any]) -> Any:
-        """See OnlineDataset."""
         return self._collate(samples)
-
-
-def token_pool(
-    *, dyn_bsz: bool, micro_batch_size: int, max_seq_len: int, buffer_size: int
-) -> TokenBudget[Any] | FixedCount[Any]:
-    """The pool of either mode."""
-    if dyn_bsz:
-        return TokenBudget(micro_batch_size * max_seq_len, buffer_size)
-    return FixedCount(max_seq_len, micro_batch_size)

@@ -30,7 +30,7 @@ from megatron.energon.wrappers import MapDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset
 from megatron.energon.wrappers.repeat_dataset import RepeatDataset
 
-from offline_packing.online.pool import PackingPool
+from offline_packing.online.pools import PackingPool
 from offline_packing.planner.request import check_known
 from offline_packing.planner.windows import WindowOptions
 from task_encoders.energon_samples import PackedBatch, PackedRowSample
@@ -219,7 +219,7 @@ class OnlinePacks(BaseWrapperDataset[Sample, PackedRowSample]):
     def restore_state(self, state: FlexState) -> None:
         super().restore_state(state)
         self._ready = [list(keys) for keys in state["ready"]]
-        self._pool = PackingPool.from_state(state["pool"], state["waiting"])
+        self._pool.restore(state["pool"], state["waiting"])
         if self._pool.options != self._encoder.windows:
             raise ValueError(
                 f"the state was saved with {self._pool.options}, and this is "

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from offline_packing.errors import StageError
-from offline_packing.online.matching import Pool
+from offline_packing.online.pools import Pool
 from offline_packing.online.reading import (
     Load,
     Reader,
@@ -95,8 +95,8 @@ class OnlineDataset(IterableDataset[Any]):
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     @abstractmethod
-    def make_pool(self, saved: tuple[Mapping[str, Any], list[Any]] | None) -> Pool[Any]:
-        """The pool that packs: a new one, or one restored from (its state, the items waiting)."""
+    def make_pool(self) -> Pool[Any]:
+        """A new pool, which packs a pass."""
 
     @abstractmethod
     def collate(self, samples: list[Any]) -> Any:
@@ -170,7 +170,7 @@ class _Pass:
             split=owner.split,
             mark_every=owner.settings()["buffer_size"],
         )
-        self._pool = owner.make_pool(None)
+        self._pool = owner.make_pool()
         #: samples of this epoch that were packed; of those with known lengths, that were given out
         self._num_packed = 0
         self._ended = False
@@ -245,7 +245,7 @@ class _Pass:
             found = {number: self._read_again(number, wanted[number], loads) for number in wanted}
         self._ready.extend([found[number] for number, _ in pack] for pack in saved["ready"])
         waiting = [found[number] for number, _ in saved["waiting"]]
-        self._pool = self._owner.make_pool((saved["pool"], waiting))
+        self._pool.restore(saved["pool"], waiting)
 
     def _read_again(self, number: int, num_tokens: int, loads: Mapping[int, Load]) -> Sample:
         if self._owner.lengths is not None:

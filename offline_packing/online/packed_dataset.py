@@ -15,9 +15,8 @@ from pydantic import BaseModel, ConfigDict
 
 from offline_packing.errors import ConfigError
 from offline_packing.online.collate import padding_free_collator
-from offline_packing.online.matching import MatchedWindows, Pool
 from offline_packing.online.online_dataset import OnlineDataset
-from offline_packing.online.pool import PackingPool
+from offline_packing.online.pools import MatchedWindows, PackingPool, Pool
 from offline_packing.planner.request import check_known
 from offline_packing.planner.strategies import STRATEGIES
 from offline_packing.planner.strategies.strategy import Packs
@@ -78,7 +77,6 @@ class PackedIterableDataset(OnlineDataset):
             template.padding_free = True
 
     def settings(self) -> dict[str, Any]:
-        """See OnlineDataset."""
         return {
             "seq_length": self._options.seq_length,
             "buffer_size": self._options.window,
@@ -86,21 +84,16 @@ class PackedIterableDataset(OnlineDataset):
             "leftovers": self._leftovers,
         }
 
-    def make_pool(self, saved: tuple[Mapping[str, Any], list[Any]] | None) -> Pool[Any]:
-        """See OnlineDataset."""
+    def make_pool(self) -> Pool[Any]:
         options = self._options
         carries = self._leftovers == "carry"
         if carries and self._strategy not in _AS_MS_SWIFT:
-            return PackingPool.from_state(*saved) if saved else PackingPool(options)
-        pool = MatchedWindows[Any](
+            return PackingPool(options)
+        return MatchedWindows(
             self._match, options.seq_length, window=options.window, holds_last=carries
         )
-        if saved:
-            pool.restore(*saved)
-        return pool
 
     def collate(self, samples: list[Any]) -> Any:
-        """See OnlineDataset."""
         return samples if self._yields == "samples" else padding_free_collator(samples)
 
     def _match(self, lengths: np.ndarray, window: int) -> Packs:

@@ -60,7 +60,7 @@ class Prefetched(IterableDataset[Any]):
         self._state = state
 
     def set_epoch(self, epoch: int) -> None:
-        """Length of the dataset, if it has any."""
+        """Set the epoch of the dataset, if it has any."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 

@@ -24,7 +24,7 @@ from offline_packing.online.constant_length import ConstantLengthDataset
 from offline_packing.online.dynamic_batches import DynamicBatches
 from offline_packing.online.online_dataset import OnlineDataset
 from offline_packing.online.packed_dataset import PackedIterableDataset
-from offline_packing.online.pool import PackingPool
+from offline_packing.online.pools import PackingPool
 from offline_packing.online.ranks.rank_schedule import EpochSchedule, RankSchedule
 from offline_packing.planner.order import RankLayout, idle_share
 from offline_packing.planner.strategies.histogram import count_lengths, lower_bound

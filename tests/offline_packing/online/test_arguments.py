@@ -12,7 +12,7 @@ from offline_packing.online.constant_length import ConstantLengthDataset
 from offline_packing.online.dynamic_batches import DynamicBatches
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
 from offline_packing.online.packed_dataset import PackedIterableDataset, PackingBlock
-from offline_packing.online.pool import PackingPool
+from offline_packing.online.pools import PackingPool
 from offline_packing.online.prefetch import Prefetched
 from offline_packing.online.ranks.rank_schedule import RankSampler, RankSchedule
 from offline_packing.storage.yaml_file import validate

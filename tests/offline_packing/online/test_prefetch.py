@@ -137,8 +137,8 @@ class CountingStates(PackedIterableDataset):
 
     num_states = 0
 
-    def make_pool(self, saved: Any) -> Any:
-        pool, dataset = super().make_pool(saved), self
+    def make_pool(self) -> Any:
+        pool, dataset = super().make_pool(), self
 
         class Pool:
             add, finish = pool.add, pool.finish

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offline_packing.online.pool import PackingPool
+from offline_packing.online.pools import PackingPool
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
 from task_encoders.samples import SampleError
 
@@ -56,7 +56,8 @@ def test_a_restored_pool_gives_the_identical_rest(stream, options, cut):
     add(pool, stream[:cut])
     saved = pickle.dumps((pool.state(), pool.waiting))
     rest = add(pool, stream[cut:]) + pool.finish()
-    restored = PackingPool[Item].from_state(*pickle.loads(saved))
+    restored = PackingPool[Item](options)
+    restored.restore(*pickle.loads(saved))
     assert add(restored, stream[cut:]) + restored.finish() == rest
 
 
