@@ -7,7 +7,7 @@ import inspect
 import os
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Annotated, Any, Final, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, Final, LiteralString, TypeVar, cast, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -19,6 +19,7 @@ from pydantic import (
     ValidationError,
 )
 from pydantic.errors import PydanticSchemaGenerationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -37,6 +38,21 @@ def added(default: Any, **extra: Any) -> Any:
     """A field that is stored only where it differs from its default, so that artifacts written
     before it existed stay valid."""
     return Field(default, exclude_if=lambda value: value == default, **extra)
+
+
+def invalid(
+    section: str,
+    name: str,
+    value: Any,
+    message: str,
+    *,
+    kind: LiteralString = "value_error",
+    valid: str = "",
+) -> ValidationError:
+    """Return pydantic's error for a field of a section."""
+    problem = PydanticCustomError(kind, "{message}", {"message": message, "valid": valid})
+    details = InitErrorDetails(type=problem, loc=(name,), input=value)
+    return ValidationError.from_exception_data(section, [details])
 
 
 def one_of(registry: Collection[str]) -> AfterValidator:

@@ -7,10 +7,7 @@ A new format is a file in formats/ and a line in SOURCES.
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, LiteralString
-
-from pydantic import ValidationError
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from typing import Any
 
 from offline_packing.errors import ConfigError
 from offline_packing.sources.base import (
@@ -30,6 +27,7 @@ from offline_packing.sources.formats.tables import HuggingFaceSource, ParquetSou
 from offline_packing.sources.formats.webdataset import WebDatasetSource
 from offline_packing.sources.options import SourceOptions
 from offline_packing.sources.reading.locators import Locator
+from task_encoders.field_types import invalid
 
 __all__ = [
     "SOURCES",
@@ -88,15 +86,15 @@ def parse_options(content: Any) -> Any:
     try:
         options = source_class(content["format"]).Options
     except ConfigError as error:
-        raise _invalid("format", content["format"], str(error)) from error
+        raise invalid("source", "format", content["format"], str(error)) from error
     known = options.model_fields
     for name in [name for name in content if name not in known]:
         fitting = [key for key, one in SOURCES.items() if name in one.Options.model_fields]
         if not fitting:
-            raise _invalid(name, None, "", kind="extra_forbidden", valid=", ".join(known))
+            raise invalid("source", name, None, "", kind="extra_forbidden", valid=", ".join(known))
         if content[name]:
             text = f"{name} applies to format {', '.join(fitting)} only; remove it"
-            raise _invalid(name, content[name], text)
+            raise invalid("source", name, content[name], text)
     return options.model_validate({name: content[name] for name in content if name in known})
 
 
@@ -111,11 +109,3 @@ def open_source(
     options = SourceOptions.model_validate(parse_options(content))
     source = source_class(options.format)
     return source(options, key_prefix=key_prefix, unpack_folder=unpack_folder)
-
-
-def _invalid(
-    name: str, value: Any, message: str, *, kind: LiteralString = "value_error", valid: str = ""
-) -> ValidationError:
-    problem = PydanticCustomError(kind, "{message}", {"message": message, "valid": valid})
-    details = InitErrorDetails(type=problem, loc=(name,), input=value)
-    return ValidationError.from_exception_data("source", [details])

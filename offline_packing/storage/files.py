@@ -90,8 +90,7 @@ def to_json(content: Any) -> bytes:
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """An object with a hash of its content, by which `read_json` tells damage from other settings.
-    Files of earlier versions have none."""
+    """An object with a hash of its content, by which `read_json` recognises damage."""
     return {**content, _SEAL: hash_bytes(to_json(content))}
 
 

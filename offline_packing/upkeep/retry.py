@@ -69,7 +69,7 @@ def _go_on(run: Run) -> str:
     started = _read_whole(workspace.started).get("plan")
     unproved = [workspace.started, *workspace.write.glob("*-??????.json")]
     with set_apart(workspace, () if started else unproved):
-        _repair_stages(run, damage, run, started)
+        _repair_stages(run, damage, started)
         samples = open_index(run)
         planned = plan(run, samples)
         broken: list[Path] = []
@@ -147,16 +147,14 @@ def _of_index(damage: Iterable[Damage]) -> list[Damage]:
 def _repair_made(run: Run, manifest: Manifest, damage: Sequence[Damage]) -> None:
     """Inputs of the shards, and the files that record them."""
     workspace = run.workspace
-    _repair_stages(run, damage, _as_planned(run, manifest), manifest.plan)
+    _repair_stages(run, damage, manifest.plan)
     if len(damage) > len(_of_index(damage)):
         content = expected_started(run, manifest, read_json(workspace.plan_info))
         workspace.write.mkdir(exist_ok=True)
         write_atomically(workspace.started, to_json(seal(content)))
 
 
-def _repair_stages(
-    run: Run, damage: Sequence[Damage], planned_as: Run, expected: str | None
-) -> None:
+def _repair_stages(run: Run, damage: Sequence[Damage], expected: str | None) -> None:
     """Measure and plan again what is damaged. The plan, of which `restore_plan` expects something,
     shows whether the index is the same."""
     workspace = run.workspace
@@ -168,7 +166,7 @@ def _repair_stages(
         samples = _measure_again(run, stack, of_index, recorded) if of_index else open_index(run)
         is_another = recorded not in (None, hash_file(workspace.index_info))
         if is_another or others - {workspace.started}:
-            restore_plan(planned_as, samples, expected)
+            restore_plan(run, samples, expected)
 
 
 def _measure_again(
@@ -199,14 +197,6 @@ def _measure_again(
         begin(everything=True)
         samples = measure(run)
     return samples
-
-
-def _as_planned(run: Run, manifest: Manifest) -> Run:
-    """A run with the `pack.sample_order` of the manifest; versions that did not have it wrote
-    samples as they were composed."""
-    order = {"sample_order": manifest.config["pack"].get("sample_order", "composed")}
-    config = run.config.model_copy(update={"pack": run.config.pack.model_copy(update=order)})
-    return replace(run, config=config)
 
 
 def _repair_metadata(run: Run, manifest: Manifest, has_new_shards: bool) -> list[str]:

@@ -8,8 +8,7 @@ sample_encoder, field_types.
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
-from pydantic import BeforeValidator, SerializeAsAny, ValidationError
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import BeforeValidator, SerializeAsAny
 
 from task_encoders.families.cost import ModelCost, cost_of_checkpoint
 from task_encoders.families.family import Family
@@ -18,6 +17,7 @@ from task_encoders.families.llava_onevision_1_5 import LLAVA_ONEVISION_1_5
 from task_encoders.families.options import ModelOptions
 from task_encoders.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from task_encoders.families.qwen3_vl import QWEN3_5, QWEN3_VL
+from task_encoders.field_types import invalid
 from task_encoders.media.video import VideoSettings
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.text.load_tokenizer import require_hub
@@ -54,26 +54,21 @@ def model_options(*, video: VideoSettings | None = None, **options: Any) -> Mode
     family = given["family"]
     if not isinstance(family, str) or family not in FAMILIES:
         message = f"not a known name; choose one of: {', '.join(FAMILIES)}"
-        raise _invalid("family", family, message)
+        raise invalid("model", "family", family, message)
     declared = FAMILIES[family].Options
     for name in given.keys() - declared.model_fields.keys():
         if any(name in other.Options.model_fields for other in FAMILIES.values()):
-            raise _invalid(name, given[name], f"family {family} has no {name}; remove it")
+            raise invalid("model", name, given[name], f"family {family} has no {name}; remove it")
     return declared.model_validate(given)
 
 
-def _parse(content: Any) -> Any:
-    return model_options(**content) if isinstance(content, Mapping) else content
-
-
 #: A field of a configuration that holds the options of a model.
-AnyModelOptions = SerializeAsAny[Annotated[ModelOptions, BeforeValidator(_parse)]]
-
-
-def _invalid(name: str, value: Any, message: str) -> ValidationError:
-    problem = PydanticCustomError("value_error", "{message}", {"message": message})
-    details = InitErrorDetails(type=problem, loc=(name,), input=value)
-    return ValidationError.from_exception_data("model", [details])
+AnyModelOptions = SerializeAsAny[
+    Annotated[
+        ModelOptions,
+        BeforeValidator(lambda one: model_options(**one) if isinstance(one, Mapping) else one),
+    ]
+]
 
 
 def _from_video(video: VideoSettings | None) -> dict[str, Any]:

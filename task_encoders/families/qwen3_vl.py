@@ -100,8 +100,8 @@ class Qwen3VLEncoder(QwenVLEncoder):
         return rows * factor, columns * factor
 
     def _max_pixels(self, num_frames: int) -> int:
-        """Resize a frame; with video_max_tokens it has at most so many tokens, as transformers'
-        cap_pixels_per_frame has it."""
+        """Pixels of all frames together at most; with video_max_tokens a frame has at most so many
+        tokens, as with transformers' cap_pixels_per_frame."""
         if self.video.max_tokens is None:
             return self.video.max_pixels
         share = min(

@@ -95,7 +95,9 @@ def read_dialogue(messages: Any, name: str) -> Dialogue:
         elif one.role in ROLES:
             before.append(one)
         elif one.role == "assistant" and _are_asked(before):
-            found.turns.append(_turn(before, one))
+            *others, last = before
+            pairs = tuple([(other.role, other.text) for other in others])
+            found.turns.append(Turn(last.text, one.text, last.role, pairs, *one[2:]))
             before = []
         else:
             raise _bad_roles(said)
@@ -108,12 +110,6 @@ def _are_asked(messages: Sequence[_Message]) -> bool:
     """Whether an answer may follow these messages: one question, or results of tools."""
     asked = [one.role for one in messages]
     return asked == ["user"] or (asked.count("user") <= 1 and not _QUESTIONS.isdisjoint(asked))
-
-
-def _turn(before: Sequence[_Message], answer: _Message) -> Turn:
-    *others, last = before
-    pairs = tuple([(other.role, other.text) for other in others])
-    return Turn(last.text, answer.text, last.role, pairs, *answer[2:])
 
 
 def _bad_roles(said: Sequence[_Message]) -> SampleError:

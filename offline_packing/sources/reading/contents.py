@@ -111,10 +111,13 @@ def find_image_root(path: str, name: str) -> str | None:
     if is_remote(path) or name.startswith("/"):
         return None
     start = Path(path) if Path(path).is_dir() else Path(path).parent
-    near = itertools.islice(_folders_near(start), 500)
-    return next(
-        filter(None, (_root_in(str(folder), os.path.normpath(name)) for folder in near)), None
+    near = (  # the folder, the two above it, and the folders in each
+        os.path.normpath(folder)
+        for above in (start, start / "..", start / "../..")
+        for folder in (above, *(above / one.name for one in _entries(above) if os.path.isdir(one)))
     )
+    found = (_root_in(folder, os.path.normpath(name)) for folder in itertools.islice(near, 500))
+    return next(filter(None, found), None)
 
 
 def _root_in(folder: str, name: str) -> str | None:
@@ -150,13 +153,6 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         return []
     seen = (entry for entry in some if not entry.name.startswith((".", "_packing")))
     return sorted(seen, key=lambda entry: entry.name)
-
-
-def _folders_near(folder: Path) -> Iterator[Path]:
-    """The folder, the two above it, and the contents of each."""
-    for near in (folder, folder / "..", folder / "../.."):
-        inside = (near / entry.name for entry in _entries(near) if os.path.isdir(entry))
-        yield from map(Path, map(os.path.normpath, (near, *inside)))
 
 
 def first_character(path: Path, name: str) -> bytes:

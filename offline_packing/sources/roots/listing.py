@@ -105,7 +105,8 @@ def walk(root: Root) -> Iterator[tuple[str, int, int]]:
     for files in list_files(root):
         folder = os.fsdecode(files.folder)
         numbers = (files.sizes.tolist(), files.times.tolist())
-        for name, size, time in zip(to_names(files.keys), *numbers, strict=True):
+        names = to_name(b"/".join(files.keys)).split("/")  # no name holds a slash
+        for name, size, time in zip(names, *numbers, strict=True):
             yield folder + name, size, time
 
 
@@ -118,11 +119,6 @@ def to_key(name: bytes) -> bytes:
 def to_name(key: bytes) -> str:
     """b'a.b\\0json' -> 'a.b.json'."""
     return os.fsdecode(key.replace(DOT, b"."))
-
-
-def to_names(keys: list[bytes]) -> list[str]:
-    """`to_name` of many; no name holds a slash."""
-    return to_name(b"/".join(keys)).split("/") if keys else []
 
 
 def hash_files(files: Iterable[tuple[str, int]]) -> str:
