@@ -16,13 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Self
 
-from megatron.energon import (
-    Sample,
-    SavableDataset,
-    WorkerConfig,
-    get_loader,
-    get_train_dataset,
-)
+from megatron.energon import Sample, SavableDataset, WorkerConfig, get_loader, get_train_dataset
 from megatron.energon.errors import ErrorContext, FatalSampleError
 from megatron.energon.flavors.base_dataset import set_sample_restore_key
 from megatron.energon.state import FlexState

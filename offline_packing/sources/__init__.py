@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from offline_packing.errors import ConfigError
-from offline_packing.sources.base import (
-    Embedded,
-    Scan,
-    Source,
-    SourcePart,
-    SourceRecord,
-)
+from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.formats.csv_lines import CsvSource, TsvSource
 from offline_packing.sources.formats.energon import EnergonSource
 from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextSource

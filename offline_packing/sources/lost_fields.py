@@ -11,12 +11,7 @@ from task_encoders.packs.pack_format import MEDIA_EXTENSIONS
 from task_encoders.records.messages import media_name
 from task_encoders.records.questions import PROMPT_FIELDS
 from task_encoders.records.record import MEDIA_FIELDS, RECORD_FIELDS, texts_read
-from task_encoders.samples import (
-    IMAGE_PLACEHOLDER,
-    VIDEO_PLACEHOLDER,
-    SampleError,
-    SourceSample,
-)
+from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SampleError, SourceSample
 
 #: Part of every line on media without a sample: where there are such, no picture at all is no wish.
 UNUSED_MEDIA: Final = "holds media that no sample uses"

@@ -11,26 +11,13 @@ import numpy.typing as npt
 from PIL import Image as PillowImage
 
 from task_encoders.families.options import ModelOptions
-from task_encoders.families.spans import (
-    Grid,
-    Medium,
-    Span,
-    TextSpans,
-    position_ids,
-    stored_parts,
-)
+from task_encoders.families.spans import Grid, Medium, Span, TextSpans, position_ids, stored_parts
 from task_encoders.limits import MAX_IMAGE_PIXELS
 from task_encoders.media.image import ImageHeader, decode_image, read_image_header
 from task_encoders.media.patches import Bytes, Normalisation
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader, read_video_header
-from task_encoders.packs.tokenized import (
-    IMAGE_ID,
-    VIDEO_ID,
-    ExpandedText,
-    Place,
-    TokenizedText,
-)
+from task_encoders.packs.tokenized import IMAGE_ID, VIDEO_ID, ExpandedText, Place, TokenizedText
 from task_encoders.sample_encoder import EncodedSample, SampleLength
 from task_encoders.samples import SampleError, SourceSample, check_sample
 from task_encoders.text.pieces import Image, Piece, Video

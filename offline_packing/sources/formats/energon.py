@@ -23,11 +23,7 @@ from braceexpand import braceexpand
 
 from offline_packing.errors import StageError
 from offline_packing.sources.base import Scan, SourceRecord
-from offline_packing.sources.formats.webdataset import (
-    TarSample,
-    WebDatasetSource,
-    find_part,
-)
+from offline_packing.sources.formats.webdataset import TarSample, WebDatasetSource, find_part
 from offline_packing.sources.options import SourceOptions, follow
 from offline_packing.sources.reading.contents import file_names, holds_packs
 from offline_packing.sources.roots.listing import walk
