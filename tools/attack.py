@@ -136,7 +136,7 @@ def cases(num_records: int, seed: int) -> Iterator[tuple[str, Callable[[Path], d
     for name, make_text in text_bombs().items():
         yield name, lambda root, make=make_text: write_pairs(root, [(make(), picture()), *good])
     for name, line in (("zeros", b"\0"), ("lines", b"\n"), ("spaces", b" "), ("text", b"a" * 64)):
-        for case, packed in (("gz", True), ("jsonl", False)):
+        for case, packed in (("gz", True), ("plain", False)):
             yield (
                 f"{case}_{name}",
                 lambda root, line=line, p=packed: write_bomb_stream(root, line, 500, packed=p),
