@@ -269,7 +269,9 @@ def test_temporaries_of_living_writers_stay(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("layout", ["energon", "references"])
+@pytest.mark.parametrize(
+    "layout", ["energon", pytest.param("references", marks=pytest.mark.exhaustive)]
+)
 def test_kills_at_random_moments(tmp_path: Path, layout: str) -> None:
     """The short form of tools/kill_test.py."""
     kills = kill_test.run(tmp_path, 4, workers=0, seed=1, layout=layout)
