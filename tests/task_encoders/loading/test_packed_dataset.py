@@ -163,18 +163,21 @@ def test_the_end_of_twelve_packs(
     assert sorted(seen + rest) == [f"{i:02d}" for i in range(12)]
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+@pytest.mark.parametrize(
+    ("rank", "every"),
+    [(1, 3), *(pytest.param(rank, 1, marks=pytest.mark.exhaustive) for rank in range(2))],
+)
 @pytest.mark.parametrize("repeat", [False, True])
 def test_each_rank_goes_on_from_any_step(
-    rank: int, repeat: bool, text_packs: Path, encoder: Any
+    rank: int, every: int, repeat: bool, text_packs: Path, encoder: Any
 ) -> None:
-    """9 packs, 2 ranks of 2 workers: one rank has a pack more."""
+    """9 packs, 2 ranks of 2 workers: one rank has a pack more. `every`: of so many steps one."""
     layout: dict[str, Any] = {"rank": rank, "world_size": 2, "repeat": repeat}
     with loading(get_packed_loader, text_packs, encoder, 2, **layout) as loader:
         keys, states = states_of(loader, 10 if repeat else NUM_PACKS)
         keys += keys_of(iter(loader), 3) if repeat else []
     assert repeat or len(keys) == 5 - rank
-    for step, state in enumerate(states):
+    for step, state in list(enumerate(states))[::every]:
         with loading(get_packed_loader, text_packs, encoder, 2, state=state, **layout) as restored:
             rest = keys[step:][: 3 if repeat else None]
             assert keys_of(iter(restored), 3 if repeat else None) == rest, step
