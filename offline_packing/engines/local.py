@@ -79,8 +79,8 @@ class Engine(AbstractContextManager["Engine"]):
         tasks: Iterable[Task],
         listener: Advance | None = None,
     ) -> Iterator[Result]:
-        """Results in any order. Function, tasks and results can be pickled; tasks are drawn only
-        as they are needed, so that all of them need not fit in memory.
+        """Yield results in any order. Function, tasks and results can be pickled; tasks are drawn
+        only as they are needed, so that all of them need not fit in memory.
 
         The listener is called about once a second with how far tasks advanced.
 

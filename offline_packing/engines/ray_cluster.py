@@ -43,7 +43,7 @@ class _Counter:
 
 
 def _run_task(function: Callable[[Task], Result], task: Task, counter: Any) -> Result:
-    """Progress in a worker of Ray, sent to the counter about twice a second."""
+    """Run a task in a worker of Ray; its progress goes to the counter about twice a second."""
     if counter is None:
         return function(task)
     import ray

@@ -173,7 +173,7 @@ def balance_packs(
 
 
 def _random_groups(packs: Packs, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Each slot with ``size - 1`` random other ones of its pack: int64 (num_groups, size)."""
+    """Groups of each slot and ``size - 1`` random others of its pack: int64 (num_groups, size)."""
     slots = np.arange(len(packs.sample_ids))[:, None]
     pack_of_slot = packs.pack_of_slot()[:, None]
     pack_sizes = np.diff(packs.pack_offsets)[pack_of_slot]

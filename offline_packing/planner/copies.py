@@ -103,7 +103,7 @@ def _holds(bins: _Bins, pack: int, sample: int, but: int = -1) -> bool:
 
 @njit(cache=True)
 def _fits(bins: _Bins, pack: int, other: int, out: tuple[int, int], into: tuple[int, int]) -> bool:
-    """Whether ``pack`` can give the samples ``out`` to ``other`` for ``into``; -1 is no sample."""
+    """Whether ``pack`` can give the samples ``out`` to ``other`` for ``into``; -1 means none."""
     for k in range(len(bins.limits)):
         more = np.int64(0)
         for i in range(2):

@@ -113,7 +113,7 @@ def find_broken_fragment(task: ShardTask) -> Path | None:
 
 
 def _repair(run: Run, manifest: Manifest) -> str:
-    """A complete output. Raises StageError, at the end, if something could not be rebuilt."""
+    """Repair a complete output. Raises StageError, at the end, if something cannot be rebuilt."""
     failure: StageError | None = None
     shards: list[str] = []
     with run.unpacked_files():
@@ -145,7 +145,7 @@ def _of_index(damage: Iterable[Damage]) -> list[Damage]:
 
 
 def _repair_made(run: Run, manifest: Manifest, damage: Sequence[Damage]) -> None:
-    """Inputs of the shards, and the files that record them."""
+    """Repair the inputs of the shards, and the files that record them."""
     workspace = run.workspace
     _repair_stages(run, damage, manifest.plan)
     if len(damage) > len(_of_index(damage)):

@@ -86,7 +86,7 @@ class _Names:
 
 
 def list_files(root: Root, folder: bytes = b"") -> Iterator[Files]:
-    """All files; those of a large folder in several pieces."""
+    """Yield all files; those of a large folder in several pieces."""
     folders: list[bytes] = []
     names = _Names()
     found = root.list_folder(folder)
@@ -101,7 +101,7 @@ def list_files(root: Root, folder: bytes = b"") -> Iterator[Files]:
 
 
 def walk(root: Root) -> Iterator[tuple[str, int, int]]:
-    """(container, size, modification time in ns) of all files, in order."""
+    """Yield (container, size, modification time in ns) of all files, in order."""
     for files in list_files(root):
         folder = os.fsdecode(files.folder)
         numbers = (files.sizes.tolist(), files.times.tolist())
@@ -143,7 +143,7 @@ class FileTable:
         self._writer = pa.ipc.new_stream(self._sink, FILES_SCHEMA, options=options)
 
     def add(self, files: Files) -> None:
-        """Add those of some files that the source reads."""
+        """Add the files that the source reads."""
         is_read = [self._is_read(key.partition(DOT)[2]) for key in files.keys]
         names = b"/".join(files.keys).replace(DOT, b".").split(b"/")
         containers = [files.folder + name for name in itertools.compress(names, is_read)]
