@@ -78,19 +78,19 @@ class JsonlSource(Source):
             if codec_of(container):
                 parts.append(SourcePart((container, 0, None, 1), None))
             else:
-                for i, (start, end) in enumerate(itertools.pairwise(cuts)):
-                    first = i * samples_per_part
-                    count = min(samples_per_part, num_records - first)
+                for i, ((start, first), (end, _)) in enumerate(itertools.pairwise(cuts)):
+                    count = min(samples_per_part, num_records - i * samples_per_part)
                     parts.append(SourcePart((container, start, end, first + 1), count))
             digest.update(os.fsencode(container) + b"\0" + b"0\n" + content.digest())
         return Scan(tuple(parts), digest.hexdigest())
 
     def _cut(
         self, container: str, records_per_part: int, content: "xxhash.xxh3_128"
-    ) -> tuple[list[int], int]:
-        """Offsets at which parts begin, and the end; number of records (blank ones included). What
-        is read, of a compressed file nothing else, is handed to `content`."""
-        cuts, num_records, offset, is_open = [0], 0, 0, False
+    ) -> tuple[list[tuple[int, int]], int]:
+        """(offset, lines or elements before it) at which parts begin, and the end; number of
+        records, at least. What is read, of a compressed file nothing else, is handed to
+        `content`."""
+        cuts, num_records, num_lines, offset, is_open = [(0, 0)], 0, 0, 0, False
         cutter = self._cutter(0)
         with self.open_container(container) as file:
             while block := file.read(_BLOCK):
@@ -100,18 +100,37 @@ class JsonlSource(Source):
                 if offset == 0:
                     self._check_beginning(container, block)
                 ends = cutter(block)
-                # Record `num_records + j` ends at ends[j]; every records_per_part-th ends a part.
-                chosen = ends[(-num_records - 1) % records_per_part :: records_per_part]
-                cuts += (chosen + offset).tolist()
-                num_records += len(ends)
+                records = np.flatnonzero(self._have_text(block, ends, is_open))
+                # Record `num_records + j` is line records[j]; every records_per_part-th ends a part
+                chosen = records[(-num_records - 1) % records_per_part :: records_per_part]
+                places = zip((ends[chosen] + offset).tolist(), (chosen + 1).tolist(), strict=True)
+                cuts += [(end, num_lines + line) for end, line in places]
+                num_records, num_lines = num_records + len(records), num_lines + len(ends)
                 rest = block[ends[-1] :] if len(ends) else block
                 is_open = bool(rest.strip()) or (is_open and not len(ends))
                 offset += len(block)
         if is_open:  # a last line without its end, or an array that was cut off
             num_records += 1
-        elif num_records and num_records % records_per_part == 0:
-            offset = cuts[-1]  # nothing but white space is left
-        return (cuts if cuts[-1] == offset else [*cuts, offset]), num_records
+        elif num_records % records_per_part == 0:
+            offset = cuts[-1][0]  # only blank ones are left
+        return (cuts if cuts[-1][0] == offset else [*cuts, (offset, num_lines)]), num_records
+
+    def _have_text(
+        self, block: bytes, ends: npt.NDArray[np.intp], is_open: bool
+    ) -> npt.NDArray[np.bool_]:
+        """Whether each line or element that ends in a block is a record: all but blank ones, of
+        which a file may hold millions. `is_open`: the first has text before the block."""
+        if not len(ends):
+            return np.empty(0, np.bool_)
+        is_text = np.ones(256, np.bool_)
+        is_text[list(self.BLANK)] = False
+        data = np.frombuffer(block, np.uint8, int(ends[-1]))  # what follows is open
+        begins = np.concatenate([np.zeros(1, np.intp), ends[:-1]])
+        found = is_text[data[begins]]
+        if not found.all():  # some begin with white space
+            found = np.logical_or.reduceat(is_text[data], begins)
+        found[0] |= is_open
+        return found
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
@@ -140,8 +159,7 @@ class JsonlSource(Source):
         """Number from 0 and offset of each record between two offsets of a file (no end: of all of
         it), its bytes (None if there are too many), their number. What is left at the end comes as
         a record; blank ones, of which a small file may unpack to millions, need not come."""
-        cutter, is_text = self._cutter(begin), np.ones(256, np.bool_)
-        is_text[list(self.BLANK)] = False
+        cutter = self._cutter(begin)
         held, start, position, number = list[bytes](), begin, begin, 0
         with self._open(container) as file:
             if begin:
@@ -149,10 +167,7 @@ class JsonlSource(Source):
             while block := file.read1(_BUFFER if end is None else min(_BUFFER, end - position)):
                 ends = cutter(block)
                 begins = np.concatenate([np.zeros(1, np.intp), ends])  # the last one stays open
-                has_text = np.logical_or.reduceat(
-                    is_text[np.frombuffer(block, np.uint8)], begins[:-1]
-                )
-                has_text[:1] |= start < position or not position
+                has_text = self._have_text(block, ends, start < position or not position)
                 for i in np.flatnonzero(has_text).tolist():
                     first, last = int(begins[i]), int(ends[i]) - self.SEPARATOR
                     held.append(block[first:last])

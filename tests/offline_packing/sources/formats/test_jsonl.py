@@ -109,3 +109,23 @@ def test_element_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     found = read(path)
     assert [isinstance(record.content, SampleError) for record in found] == [False, True, False]
     assert [record.key for record in found] == ["a:1", "a:2", "a:3"]
+
+
+@pytest.mark.parametrize("block", [5, 1 << 21])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl", "{}\n" + " \r\n" * 2000 + "{}" + " \r\n" * 1000),
+        ("a.json", "[{}" + ", " * 2001 + "{}]" + " \n" * 1000),
+    ],
+)
+def test_blank_records_make_no_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, block: int
+) -> None:
+    monkeypatch.setattr(jsonl, "_BLOCK", block)
+    (tmp_path / name).write_text(text)
+    form = name.split(".")[1]
+    source = open_source({"format": form, "path": str(tmp_path / name), "task": "bmr"})
+    parts = source.scan(1).parts
+    found = [[record.key for record in source.records(part)] for part in parts]
+    assert found == [["a:1"], ["a:2002"]]
