@@ -253,7 +253,7 @@ def test_compressed_arrow_batches(
         ArrowBatches, "read", lambda self, number: reads.append(number) or read(self, number)
     )
     run = make_run(source, tmp_path / "out")
-    assert pack_all(run)["counts"]["packed"] == 24
+    assert pack_all(run).counts.packed == 24
     if form != "dictionary":
         assert sorted(reads) == [0, 0, 1, 1, 2, 2]  # measured and written
     assert verify(run, deep=True).ok
