@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
+from offline_packing.planner.ranks.deal import by_likeness, deal_steps
+from offline_packing.planner.ranks.similar import idle_shares
 from offline_packing.planner.strategies.kernels import random_state, shuffle_between
 from offline_packing.planner.strategies.strategy import Packs, join_packs
 
@@ -20,6 +22,8 @@ class RankLayout:
     num_ranks: int
     #: workers per rank; 0 (loading in the main process) reads like 1
     num_workers: int = 1
+    #: whether the packs of each step are of one kind: all have images, videos, or neither
+    uniform: bool = False
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.num_workers < 0:
@@ -27,6 +31,12 @@ class RankLayout:
                 f"order has num_ranks {self.num_ranks} and num_workers {self.num_workers}; "
                 "num_ranks must be at least 1 and num_workers at least 0"
             )
+
+    @property
+    def round(self) -> int:
+        """Packs that all workers of all ranks read in one turn. Where these divide the packs, every
+        epoch reads alike, with any divisor of the ranks, too."""
+        return self.num_ranks * max(1, self.num_workers)
 
     def steps(self, num_packs: int) -> np.ndarray:
         """Training step at which each place in the written order is read: int64 (num_packs,).
@@ -37,7 +47,7 @@ class RankLayout:
         reversal (``Sharder.split_samples_to_workers``).
         """
         workers = max(1, self.num_workers)
-        slices = self.num_ranks * workers
+        slices = self.round
         size, longer = divmod(num_packs, slices)
         sizes = np.full(slices, size)
         sizes[_bit_reversal(np.arange(slices))[:longer]] += 1
@@ -56,33 +66,74 @@ def _bit_reversal(indices: np.ndarray) -> np.ndarray:
     return np.append(interleaved, right[middle:])  # an odd number leaves one
 
 
-def cost_grouped_order(cost: np.ndarray, layout: RankLayout, seed: int) -> np.ndarray:
+def cost_grouped_order(
+    cost: np.ndarray,
+    layout: RankLayout,
+    seed: int,
+    *,
+    tower: np.ndarray | None = None,
+    kinds: np.ndarray | None = None,
+    features: np.ndarray | None = None,
+) -> np.ndarray:
     """An order in which all ranks read packs of similar cost at the same step.
 
-    ``cost`` (num_packs,) per pack. Packs sorted by cost are cut into one group per step, the
-    groups are shuffled over the steps and the packs over the ranks. Returns a permutation, int64
-    (num_packs,): place i of the written order gets pack ``order[i]``. It serves the given layout;
-    another number of ranks reads other packs at the same step.
+    Returns a permutation, int64 (num_packs,): place i of the written order gets pack ``order[i]``.
+    It serves the given layout; another number of ranks reads other packs at the same step. For
+    ``tower``, ``kinds`` and ``features``, (num_packs, …), see `deal_steps`. With kinds, packs of
+    each have to divide among the ranks.
     """
     rng = np.random.default_rng(seed)
     step = layout.steps(len(cost))
-    turn = rng.permutation(step.max(initial=-1) + 1)  # the step that reads each group, by cost
-    places = np.lexsort((rng.random(len(cost)), turn[step]))
+    is_full = np.bincount(step) == layout.num_ranks
+    places = np.lexsort((np.arange(len(cost)), step, ~is_full[step]))  # incomplete steps last
+    packs = rng.permutation(len(cost))
+    odd = len(cost) - int(is_full.sum()) * layout.num_ranks
+    likest = by_likeness(packs, cost, tower)[:odd] if odd else packs[:0]
+    rest, packs = packs[likest], np.sort(np.delete(packs, likest))
+    table = deal_steps(
+        cost[packs],
+        None if tower is None else tower[packs],
+        None if kinds is None else kinds[packs],
+        layout.num_ranks,
+        rng,
+        None if features is None else features[packs],
+    )
     order = np.empty(len(cost), np.int64)
-    order[places] = np.argsort(cost, kind="stable")
+    order[places] = np.concatenate([packs[table].ravel(), rest])
     return order
 
 
 def idle_share(cost: np.ndarray, layout: RankLayout) -> float:
     """Share of time that ranks wait for the slowest: ``cost`` (num_packs,) in written order. Counts
     the steps at which every rank has a pack."""
-    step = layout.steps(len(cost))
-    full = np.bincount(step) == layout.num_ranks
-    slowest = np.zeros(len(full))
-    np.maximum.at(slowest, step, cost)
-    spent = cost[full[step]].sum()
-    available = slowest[full].sum() * layout.num_ranks
-    return float(1 - spent / available) if available else 0.0
+    return idle_of_order(cost, None, layout)[0]
+
+
+def idle_of_order(
+    cost: np.ndarray, tower: np.ndarray | None, layout: RankLayout
+) -> tuple[float, float]:
+    """The same, and the share where ranks wait after the tower, too; see `idle_shares`."""
+    places = full_steps(len(cost), layout)
+    of_tower = np.zeros(places.shape) if tower is None else tower[places]
+    return idle_shares(cost[places].astype(np.float64), of_tower)
+
+
+def full_steps(num_packs: int, layout: RankLayout) -> np.ndarray:
+    """Places in the written order that are read at each step at which every rank has a pack: int64
+    (num_steps, num_ranks)."""
+    step = layout.steps(num_packs)
+    is_full = np.bincount(step) == layout.num_ranks
+    kept = np.flatnonzero(is_full[step])
+    return kept[np.argsort(step[kept], kind="stable")].reshape(-1, layout.num_ranks)
+
+
+def mixed_steps(kinds: np.ndarray, layout: RankLayout) -> int:
+    """Steps whose packs are not of one kind, or that not every rank has: ``kinds`` (num_packs,) in
+    written order."""
+    step = layout.steps(len(kinds))
+    incomplete = int((np.bincount(step) != layout.num_ranks).sum())
+    table = kinds[full_steps(len(kinds), layout)]
+    return incomplete + int((table != table[:, :1]).any(axis=1).sum())
 
 
 @njit(cache=True)

@@ -40,7 +40,7 @@ def deal_steps(
     tables = [np.empty((0, num_ranks), np.int64)]
     for kind in np.unique(kinds):
         packs = rng.permutation(np.flatnonzero(kinds == kind))  # equal ones meet at random
-        odd, packs = _odd_step(packs, cost, tower, num_ranks, rng)
+        odd, packs = _odd_step(packs, cost, tower, num_ranks)
         own = None if tower is None else tower[packs]
         tables += [odd, packs[similar_steps(cost[packs], own, num_ranks)]]
     table = np.concatenate(tables)
@@ -57,7 +57,6 @@ def _odd_step(
     cost: Floats,
     tower: Floats | None,
     num_ranks: int,
-    rng: np.random.Generator,
 ) -> tuple[Integers, Integers]:
     """A step of what does not divide, anywhere among the costs, and the packs that are left. It is
     filled with the packs next in cost: these are in other steps, so that none holds one twice, if
@@ -65,11 +64,16 @@ def _odd_step(
     odd = len(packs) % num_ranks
     if not odd:
         return np.empty((0, num_ranks), np.int64), packs
-    away = np.abs(cost[packs] - cost[packs[0]])  # packs are in random order
+    order = by_likeness(packs, cost, tower)
+    return packs[np.resize(order, num_ranks)][None], packs[np.sort(order[odd:])]
+
+
+def by_likeness(packs: Integers, cost: Floats, tower: Floats | None) -> Integers:
+    """Places of the packs, those first that cost nearly what the first one does."""
+    away = np.abs(cost[packs] - cost[packs[0]])
     if tower is not None:
         away = away + np.abs(tower[packs] - tower[packs[0]])
-    order = np.argsort(away, kind="stable")
-    return packs[np.resize(order, num_ranks)][None], packs[np.sort(order[odd:])]
+    return np.argsort(away, kind="stable")
 
 
 def _in_detail(values: Floats) -> Floats:
