@@ -36,6 +36,9 @@ class OrderConfig(Section):
     num_ranks: Count
     #: loader workers on each rank
     num_workers: NonNegative = 1
+    #: packs of a step are of one kind: all have images, or videos, or none has, as FSDP and ZeRO-3
+    #: need; holds for every divisor of num_ranks, too
+    uniform: bool = added(False)
 
 
 class ContextParallelConfig(Section):

@@ -283,10 +283,11 @@ def _checked_lengths(path: Path, columns: dict[str, pa.ChunkedArray]) -> pa.Chun
 def _check_columns(pack: PackConfig, path: Path, table: pa.Table) -> None:
     """Raise StageError if packs depend on something that the table does not have."""
     found, media = table.column_names, ("num_images", "num_videos")
+    needs_media = pack.homogeneous or (pack.order is not None and pack.order.uniform)
     needed = [f"num_{name}" for name in pack.budgets]
     needed += ["num_vision_patches"] if "balance" in pack.assignment else []
     needed += ["source"] if "mix" in pack.assignment else []
-    needed += ["num_images"] if pack.homogeneous and not {*media} & {*found} else []
+    needed += ["num_images"] if needs_media and not {*media} & {*found} else []
     missing = next((name for name in needed if name not in found), None)
     if missing is not None:
         raise StageError(

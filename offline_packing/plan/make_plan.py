@@ -12,6 +12,7 @@ import numpy.typing as npt
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError
+from offline_packing.index.pack_table import media_of_samples
 from offline_packing.index.rows import SampleIds, name_samples, sample_flops
 from offline_packing.index.set_aside import AsideSamples, find_duplicates, group_set_aside
 from offline_packing.index.table import Index
@@ -22,6 +23,9 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, listed
 from offline_packing.runs.set_aside import aside_while_measuring, explain
 from task_encoders.families import model_cost
+
+#: Sources whose shares of the tokens optimizer steps are to have alike.
+_MOST_SOURCES: Final = 8
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def _pack_uses(
                 plans.setdefault(name, []).append(replace(plan, **own))
     except (TypeError, ValueError) as error:  # TypeError: an option that the strategy lacks
         raise StageError(f"plan: {' '.join(str(error).split())}") from error
-    if not uses.repeated and pack.epochs == 1 and len(plans) == 1:
+    if pack.epochs == 1 and list(plans) == [""] and not uses.repeated:
         return plans[""][0]
     return join_plans(plans)
 
@@ -100,7 +104,11 @@ def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
     aside, firsts = np.unique(ids, return_index=True)
     lost = ~np.isin(aside, packed)
     reasons = np.concatenate([plan.set_aside_reasons for plan in plans])[firsts[lost]]
-    info = replace(info, num_copies=len(packs.sample_ids) - len(packed))
+    settings = dict(info.settings)
+    if "uniform" in settings:  # what was done, in all of them
+        done = [plan.info.settings["uniform"] for plan in plans]
+        settings["uniform"] = {name: sum(one[name] for one in done) for name in done[0]}
+    info = replace(info, num_copies=len(packs.sample_ids) - len(packed), settings=settings)
     return PackPlan(*packs, aside[lost], reasons, info, cp_sizes)
 
 
@@ -164,7 +172,10 @@ def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> di
         if groups is not None:
             arguments |= {"homogeneous": True, "groups": groups}
     if config.pack.order is not None or config.pack.context_parallel is not None:
-        arguments["cost"] = sample_flops(samples, model_cost(config.model)).total[kept]
+        flops = sample_flops(samples, model_cost(config.model))
+        arguments["cost"] = flops.total[kept]
+        if config.pack.order is not None:
+            arguments |= {"tower_cost": flops.tower[kept], "features": _features(column)}
     return arguments
 
 
@@ -191,10 +202,21 @@ def pack_arguments(
     if "balance" in pack.assignment:
         arguments["balance_by"] = column("num_vision_patches")
     if pack.order is not None:
-        arguments["order"] = RankLayout(pack.order.num_ranks, pack.order.num_workers)
+        arguments["order"] = RankLayout(**pack.order.model_dump())
+        if pack.order.uniform:
+            arguments["media"] = media_of_samples(column)
     if pack.context_parallel is not None:
         arguments["context_parallel"] = pack.context_parallel.per_pack
     return arguments
+
+
+def _features(column: Callable[[str], npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
+    """Tokens with loss, and those of each source but the last: what optimizer steps are to have
+    nearly the same of."""
+    tokens, sources = column("num_tokens"), column("source_id")
+    count = min(int(sources.max(initial=0)), _MOST_SOURCES)
+    own = [np.where(sources == one, tokens, 0) for one in range(count)]
+    return [column("num_loss_tokens"), *own]
 
 
 def _media_groups(

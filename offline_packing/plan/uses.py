@@ -43,7 +43,9 @@ def choose_uses(config: PackingConfig, samples: Index, kept: SampleIds) -> Uses:
     repeats = [source.repeat for source in config.source]
     is_split = len(config.output.split) > 1
     are_once = not any(source.weight for source in config.source) and set(repeats) == {1}
-    apart = is_split and (config.pack.epochs > 1 or config.pack.context_parallel is not None)
+    pack = config.pack
+    in_order = pack.order is not None or pack.context_parallel is not None
+    apart = is_split and (pack.epochs > 1 or in_order)
     if are_once and not apart:
         return Uses({"": kept}, False, AsideSamples.merge([]))
     source_ids = samples.array("source_id")[kept]

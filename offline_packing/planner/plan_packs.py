@@ -1,7 +1,7 @@
 """The plan: which samples form which pack, in which order, and which are set aside."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from offline_packing.planner.order import (
     reorder_packs,
 )
 from offline_packing.planner.pack_plan import PackPlan, PlanInfo
+from offline_packing.planner.ranks.uniform import Limits, kinds_of, make_uniform
 from offline_packing.planner.request import (
     Admission,
     Budgets,
@@ -46,6 +47,9 @@ def plan_packs(
     groups: np.ndarray | None = None,
     weights: Mapping[Integer, Number] | None = None,
     cost: np.ndarray | None = None,
+    tower_cost: np.ndarray | None = None,
+    media: np.ndarray | None = None,
+    features: Sequence[np.ndarray] = (),
     source_order: np.ndarray | None = None,
     balance_by: np.ndarray | None = None,
     copy_of: np.ndarray | None = None,
@@ -70,12 +74,18 @@ def plan_packs(
         weights: group -> weight for assignment mix; default: the sizes of the groups.
         cost: what training on each sample costs (``families.model_cost``); default: its length
             squared. Used by ``order`` and ``context_parallel``.
+        tower_cost: the vision tower's part of ``cost``; ``order`` then balances both phases.
+        media: 1 for samples with images, 2 with videos, 3 with both, 0 with neither; see
+            ``order.uniform``.
+        features: further quantities, such as tokens with loss, of which optimizer steps of eight
+            micro batches are to have nearly the same under ``order``.
         source_order: where each sample stands in the source, any sortable array; for assignment
             locality.
         balance_by: the quantity that assignment balance evens out, for example vision patches.
         copy_of: integer array from 0; samples with the same number are copies of one. No pack holds
             two, and locality and mix take first copies first, then all second ones, and so on.
-        order: write the packs so that the ranks of this layout get similar cost at each step.
+        order: write the packs so that the ranks of this layout get similar cost at each step; with
+            ``uniform`` packs of one kind, for which some may be put together anew or repeated.
         context_parallel: packs go over 1, 2, 4 … ranks, in slots of all ranks with nearly equal
             cost; ``seq_length`` is the longest pack. Each sample counts as its length rounded up to
             ``cut_multiple`` of its pack's ranks. The lower bound is one of slots.
@@ -102,6 +112,9 @@ def plan_packs(
         groups=groups,
         weights=weights,
         cost=cost,
+        tower_cost=tower_cost,
+        media=media,
+        features=features,
         source_order=source_order,
         balance_by=balance_by,
         copy_of=copy_of,
@@ -118,15 +131,18 @@ def plan_packs(
         bound = packs_bound(request.subset(packs.sample_ids))
     if request.exchange:
         packs = _exchange(packs, request)
+    regrouped: dict[str, int] = {}
     if request.order is not None:
-        packs = reorder_packs(packs, _cost_order(packs, request))
+        packs, regrouped = _order_for_ranks(packs, request)
     elif context_parallel is not None:
         packs, cp_sizes = _fill_slots(packs, request)
     elif "shuffle" in chosen.assignment and not chosen.windowed:
         shuffled = np.random.default_rng(chosen.seed).permutation(packs.num_packs)
         packs = reorder_packs(packs, shuffled)
     packs = order_samples(packs, request.lengths, chosen.sample_order, chosen.seed)
-    kept = request.lengths[packs.sample_ids] if len(dissolved) else request.lengths
+    num_copies = len(packs.sample_ids) + len(dissolved) - len(request.lengths)
+    is_changed = len(dissolved) or num_copies
+    kept = request.lengths[packs.sample_ids] if is_changed else request.lengths
     num_tokens_in_packs = int(kept.sum(dtype=np.int64))
     if context_parallel is not None and cp_sizes is not None:
         room = context_parallel.ranks * context_parallel.tokens_per_rank
@@ -142,7 +158,8 @@ def plan_packs(
         num_tokens=num_tokens_in_packs,
         lower_bound=bound,
         reason_names=(*admission.reason_names, *_DISSOLVED),
-        settings=_settings(request),
+        num_copies=num_copies,
+        settings=_settings(request) | regrouped,
         context_parallel=context_parallel,
     )
     return replace(_make_plan(packs, dissolved, reasons, admission, info), cp_sizes=cp_sizes)
@@ -176,12 +193,34 @@ def _exchange(packs: Packs, request: PlanRequest) -> Packs:
     )
 
 
-def _cost_order(packs: Packs, request: PlanRequest) -> np.ndarray:
-    """The order for the ranks of ``request.order``."""
-    assert request.order is not None
-    slots = _sample_costs(request)[packs.sample_ids]
-    totals = np.bincount(packs.pack_of_slot(), slots, minlength=packs.num_packs)
-    return cost_grouped_order(totals, request.order, request.options.seed)
+def _order_for_ranks(packs: Packs, request: PlanRequest) -> tuple[Packs, dict[str, Any]]:
+    """The packs in order for the ranks of ``request.order``, and what uniform steps took."""
+    order, kinds, done = request.order, None, {}
+    assert order is not None
+    if order.uniform and packs.num_packs:
+        assert request.media is not None
+        sizes, limits = limited(request)
+        least = request.options.min_samples, request.options.min_fill * request.seq_length
+        bounds = Limits(sizes, limits, request.copy_of, *least)
+        made = make_uniform(
+            packs, request.media, order, bounds, may_mix=not request.options.homogeneous
+        )
+        packs, kinds = made.packs, kinds_of(request.media, made.packs)
+        done = {"uniform": dict(zip(made._fields[1:], made[1:], strict=True))}
+
+    def sums(values: np.ndarray) -> np.ndarray:
+        of_slots = values[packs.sample_ids]
+        return np.bincount(packs.pack_of_slot(), of_slots, minlength=packs.num_packs)
+
+    places = cost_grouped_order(
+        sums(_sample_costs(request)),
+        order,
+        request.options.seed,
+        tower=None if request.tower_cost is None else sums(request.tower_cost),
+        kinds=kinds,
+        features=np.stack([sums(some) for some in (request.lengths, *request.features)], axis=1),
+    )
+    return reorder_packs(packs, places), done
 
 
 def _fill_slots(packs: Packs, request: PlanRequest) -> tuple[Packs, np.ndarray]:

@@ -45,6 +45,9 @@ class PlanRequest:
     groups: np.ndarray | None = None
     weights: Mapping[int, float] | None = None
     cost: np.ndarray | None = None
+    tower_cost: np.ndarray | None = None
+    media: np.ndarray | None = None
+    features: Sequence[np.ndarray] = ()
     source_order: np.ndarray | None = None
     balance_by: np.ndarray | None = None
     copy_of: np.ndarray | None = None
@@ -58,14 +61,15 @@ class PlanRequest:
         """The same request for the samples that can be packed, with the lengths that count. Raises
         ValueError if an array lacks one entry per sample."""
         arrays: dict[str, Any] = {name: np.asarray(a) for name, a in self._arrays().items()}
-        for name, array in arrays.items():
+        features = {f"features[{i}]": array for i, array in enumerate(self.features)}
+        for name, array in (arrays | features).items():
             if array.shape != (len(self.lengths),):
                 raise ValueError(
                     f"{name} has shape {array.shape} for {len(self.lengths)} samples; pass one "
                     "entry per sample"
                 )
-        if "cost" in arrays:
-            arrays["cost"] = checked_costs(arrays["cost"])
+        for name in {"cost", "tower_cost"} & arrays.keys():
+            arrays[name] = checked_costs(arrays[name], name)
         sizes = {name: (np.asarray(array), limit) for name, (array, limit) in self.sizes.items()}
         request = replace(self, sizes=sizes, **arrays)
         if admission.sample_ids is not None:
@@ -75,12 +79,14 @@ class PlanRequest:
     def subset(self, chosen: np.ndarray) -> "PlanRequest":
         """The same request for some of the samples: bool or index array."""
         sizes = {name: (array[chosen], limit) for name, (array, limit) in self.sizes.items()}
+        features = [array[chosen] for array in self.features]
         arrays = {name: array[chosen] for name, array in self._arrays().items()}
-        return replace(self, sizes=sizes, **arrays)
+        return replace(self, sizes=sizes, features=features, **arrays)
 
     def _arrays(self) -> dict[str, Any]:
         """The arrays with one entry per sample."""
-        names = ("lengths", "groups", "cost", "source_order", "balance_by", "copy_of")
+        names = ("lengths", "groups", "cost", "tower_cost", "media")
+        names += ("source_order", "balance_by", "copy_of")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def check(self) -> None:
@@ -91,6 +97,7 @@ class PlanRequest:
             ("assignment mix", "mix" in asked, "groups"),
             ("assignment balance", "balance" in asked, "balance_by"),
             ("homogeneous", self.options.homogeneous, "groups"),
+            ("order.uniform", self.order is not None and self.order.uniform, "media"),
         ):
             if needs and getattr(self, name) is None:
                 raise ValueError(f"{what} needs {name}, an array with one entry per sample")

@@ -79,7 +79,7 @@ def by_likeness(packs: Integers, cost: Floats, tower: Floats | None) -> Integers
 def _in_detail(values: Floats) -> Floats:
     """A quantity with its second and third power: steps with alike sums of these are alike in what
     depends on it in other ways, too."""
-    spread = values.std()
+    spread = values.std() if len(values) else 0.0
     scaled = (values - values.mean()) / spread if spread else values * 0.0
     return np.stack([scaled, scaled**2, scaled**3], axis=1)
 

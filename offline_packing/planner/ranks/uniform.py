@@ -218,8 +218,14 @@ def _place(
         put(sample, pack)
         if limits.copy_of is not None:
             copies[int(limits.copy_of[sample])].append(pack)
+    if any(len(set(own)) < len(own) for own in _originals(members, limits.copy_of)):
+        return None
     sizes = np.array([len(own) for own in members])
     if sizes.min() < limits.min_samples or used[:, 0].min() < limits.min_tokens:
         return None
     ids = np.array([sample for own in members for sample in own], others.dtype)
     return Packs(ids, np.concatenate([[0], np.cumsum(sizes)]))
+
+
+def _originals(members: list[list[int]], copy_of: np.ndarray | None) -> list[list[int]]:
+    return members if copy_of is None else [copy_of[own].tolist() for own in members]

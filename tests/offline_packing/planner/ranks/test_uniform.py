@@ -1,0 +1,116 @@
+"""Packs whose numbers divide, for steps of one kind."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offline_packing import plan_packs
+from offline_packing.planner.order import RankLayout, idle_of_order, mixed_steps
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.planner.ranks.uniform import kinds_of
+from offline_packing.planner.strategies.strategy import Packs
+
+
+def kinds_in(plan: PackPlan, media: np.ndarray) -> np.ndarray:
+    return kinds_of(media, Packs(plan.sample_ids, plan.pack_offsets))
+
+
+@given(
+    samples=st.lists(st.tuples(st.integers(1, 100), st.integers(0, 3)), min_size=1, max_size=80),
+    num_ranks=st.integers(1, 6),
+    num_workers=st.integers(0, 3),
+    copies=st.booleans(),
+    max_samples=st.sampled_from([None, 3]),
+    homogeneous=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_every_step_is_of_one_kind(
+    samples: list[tuple[int, int]],
+    num_ranks: int,
+    num_workers: int,
+    copies: bool,
+    max_samples: int | None,
+    homogeneous: bool,
+) -> None:
+    """With any number of workers, and every divisor of the ranks; each sample is there, and twice
+    only in packs that are repeated, which are counted."""
+    lengths, media = (np.array(column) for column in zip(*samples, strict=True))
+    layout = RankLayout(num_ranks, num_workers, uniform=True)
+    options = {"copy_of": np.arange(len(lengths)) // 2} if copies else {}
+    if homogeneous:
+        options["groups"] = media
+    plan = plan_packs(
+        lengths,
+        100,
+        order=layout,
+        cost=lengths**2.0,
+        tower_cost=lengths * (media > 0),
+        media=media,
+        features=[lengths // 2],
+        max_samples=max_samples,
+        homogeneous=homogeneous,
+        **options,
+    )
+    kinds = kinds_in(plan, media)
+    assert plan.num_packs % (num_ranks * max(1, num_workers)) == 0
+    for ranks in range(1, num_ranks + 1):
+        if num_ranks % ranks == 0:
+            assert mixed_steps(kinds, RankLayout(ranks, num_workers)) == 0
+            assert mixed_steps(kinds, RankLayout(ranks, 1)) == 0
+    times = np.bincount(plan.sample_ids, minlength=len(lengths))
+    assert times.min() >= 1
+    assert times.sum() - len(lengths) == plan.info.num_copies
+    assert (plan.info.num_copies > 0) == (plan.info.settings["uniform"]["repeated"] > 0)
+    packs = [sorted(pack.tolist()) for pack in plan]
+    assert all(lengths[pack].sum() <= 100 for pack in packs)
+    assert max_samples is None or max(map(len, packs)) <= max_samples
+    assert not copies or all(len({i // 2 for i in pack}) == len(pack) for pack in packs)
+    assert not homogeneous or all(len(set(media[pack].tolist())) == 1 for pack in packs)
+    repeated = len(packs) - len({tuple(pack) for pack in packs})
+    assert repeated == plan.info.settings["uniform"]["repeated"]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
+@pytest.mark.parametrize("num_ranks", [8, 32])
+def test_little_room_is_lost(share: float, num_ranks: int) -> None:
+    """No pack is repeated, and fewer are added than it takes to read all in whole rounds."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(100, 3000, 12_000)
+    media = (rng.random(12_000) < share).astype(np.int64)
+    tower = media * lengths * 10.0
+    layout, cost = RankLayout(num_ranks, 2, uniform=True), tower + lengths**2
+    plan = plan_packs(lengths, 8192, order=layout, cost=cost, tower_cost=tower, media=media)
+    assert mixed_steps(kinds_in(plan, media), layout) == 0
+    assert plan.info.settings["uniform"]["repeated"] == plan.info.num_copies == 0
+    fewest = plan_packs(lengths, 8192).num_packs
+    assert plan.num_packs - fewest < 2 * layout.round
+    by_cost = RankLayout(num_ranks, 2)
+    mixed = plan_packs(lengths, 8192, order=by_cost, cost=cost, tower_cost=tower)
+    assert mixed_steps(kinds_in(mixed, media), by_cost) > 0
+
+    def idle(of: PackPlan) -> tuple[float, float]:
+        costs = [np.add.reduceat(c[of.sample_ids], of.pack_offsets[:-1]) for c in (cost, tower)]
+        return idle_of_order(*costs, layout)
+
+    assert idle(plan)[1] <= idle(mixed)[1] + 0.01
+
+
+def test_samples_as_long_as_a_pack_are_repeated() -> None:
+    """Nothing can be put together anew."""
+    lengths, media = np.full(10, 100), np.array([1] * 7 + [0] * 3)
+    plan = plan_packs(lengths, 100, order=RankLayout(4, 1, uniform=True), media=media)
+    assert plan.info.settings["uniform"] == {"regrouped": 0, "remade": 0, "repeated": 2}
+    assert plan.info.num_copies == 2
+    assert mixed_steps(kinds_in(plan, media), RankLayout(4)) == 0
+
+
+def test_what_divides_already_stays_as_it_is() -> None:
+    lengths, media = np.full(24, 100), np.array([1] * 8 + [0] * 16)
+    plan = plan_packs(lengths, 100, order=RankLayout(4, 2, uniform=True), media=media)
+    assert plan.info.settings["uniform"] == {"regrouped": 0, "remade": 0, "repeated": 0}
+
+
+def test_media_are_needed() -> None:
+    with pytest.raises(ValueError, match=r"order.uniform needs media, an array with one entry"):
+        plan_packs(np.full(4, 10), 10, order=RankLayout(2, uniform=True))
