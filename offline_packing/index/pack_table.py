@@ -31,10 +31,8 @@ def pack_table(samples: Index, packs: PackPlan, cost: ModelCost) -> PackTable:
     """The table of a plan whose ids are those of the index. The plan has one pack at least."""
     flops, media = sample_flops(samples, cost), media_of_samples(samples.array)
     ids, starts = packs.sample_ids, packs.pack_offsets[:-1]
-    return PackTable(
-        *(np.add.reduceat(some[ids], starts, dtype=np.float64) for some in flops),
-        np.bitwise_or.reduceat(media[ids], starts),
-    )
+    tower, language = (np.add.reduceat(some[ids], starts, dtype=np.float64) for some in flops)
+    return PackTable(tower, language, np.bitwise_or.reduceat(media[ids], starts))
 
 
 def media_of_samples(column: Callable[[str], npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:

@@ -200,7 +200,7 @@ def _order_for_ranks(packs: Packs, request: PlanRequest) -> tuple[Packs, dict[st
     if order.uniform and packs.num_packs:
         assert request.media is not None
         sizes, limits = limited(request)
-        least = request.options.min_samples, request.options.min_fill * request.seq_length
+        least = request.options.min_samples, request.options.min_fill * request.options.seq_length
         bounds = Limits(sizes, limits, request.copy_of, *least)
         made = make_uniform(
             packs, request.media, order, bounds, may_mix=not request.options.homogeneous

@@ -85,8 +85,7 @@ class PlanRequest:
 
     def _arrays(self) -> dict[str, Any]:
         """The arrays with one entry per sample."""
-        names = ("lengths", "groups", "cost", "tower_cost", "media")
-        names += ("source_order", "balance_by", "copy_of")
+        names = "lengths groups cost tower_cost media source_order balance_by copy_of".split()
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def check(self) -> None:
