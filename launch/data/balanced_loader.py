@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from launch.data.indexed_loader import leave_group
-from offline_packing.online.ranks.pack_costs import pack_costs
+from offline_packing.online.ranks.pack_costs import pack_columns
 from offline_packing.online.ranks.rank_schedule import RankSchedule
 from offline_packing.online.ranks.scheduled_loader import ScheduledLoader
 from task_encoders.energon_samples import PackedBatch
@@ -25,7 +25,8 @@ class BalancedLoader:
     """The rows of one rank, in a new order in every epoch.
 
     Args:
-        path: a written folder with its index and plan, or a blend of such.
+        path: a written folder, or a blend of such. Packed with `pack.order.uniform`, all rows of a
+            step have images, or videos, or none has.
         repeat: begin again at the end; otherwise a pass ends there.
         seed: decides the order, together with the epoch.
         timeout: seconds without a row from a worker that are taken for a hang.
@@ -55,12 +56,20 @@ class BalancedLoader:
                 epochs,
                 epochs,
             )
-        _, cost = pack_costs(folder)
+        columns = pack_columns(folder)
         # Lengths and budget in packs: a row holds as many as asked.
         ones = np.ones(len(folder), np.int64)
         self._rows = ScheduledLoader(
             folder,
-            RankSchedule(ones, cost, world_size, micro_batch_size, seed),
+            RankSchedule(
+                ones,
+                columns.cost,
+                world_size,
+                micro_batch_size,
+                seed,
+                tower_cost=columns.tower,
+                kinds=columns.media if folder.uniform_ranks else None,
+            ),
             rank,
             num_workers=num_workers,
             timeout=timeout if num_workers else 0,

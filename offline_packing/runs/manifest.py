@@ -5,28 +5,36 @@ The same input, configuration and seed give the same manifest on any number of w
 together from one fragment per shard, kept in _packing/write/.
 """
 
+import base64
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import DamagedError, StageError
-from offline_packing.index.table import IndexInfo
+from offline_packing.index.pack_table import pack_table
+from offline_packing.index.table import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.layouts.shards import ShardFragment
-from offline_packing.runs.artifacts import key_prefix
+from offline_packing.runs.artifacts import StoredPlan, key_prefix
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import hash_bytes, to_json, write_atomically
+from task_encoders.families import model_cost
 from task_encoders.packs import manifest as stored
-from task_encoders.packs.manifest import Counts, Manifest, ManifestError, ShardLine
+from task_encoders.packs.manifest import Counts, Manifest, ManifestError, PackColumns, ShardLine
 
 logger = logging.getLogger(__name__)
 
 #: Fields that `content_hash` does not cover.
-_APART: Final = {"content_hash", "library_versions", "metadata"}
+_APART: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(("content_hash", "library_versions", "metadata"), True),
+    "shards": {"__all__": {"media", "flops"}},  # follow from plan and index
+}
 
 #: A source of version 1 has all of these, whatever its format understands.
 _SOURCE_FIELDS: Final[Mapping[str, Any]] = {
@@ -71,15 +79,29 @@ def _to_bytes(manifest: Manifest) -> bytes:
 
 def _hash(manifest: Manifest) -> str:
     """Hash of everything that does not depend on versions of libraries."""
-    return hash_bytes(to_json(manifest.model_dump(exclude=_APART)))
+    return hash_bytes(to_json(manifest.model_dump(exclude=dict(_APART))))
 
 
 def write_manifest(
-    run: Run, index: IndexInfo, plan: Mapping[str, Any], fragments: Sequence[Path]
+    run: Run, samples: Index, plan: StoredPlan, fragments: Sequence[Path]
 ) -> Manifest:
-    """Write the layout's metadata and then the manifest, which makes the dataset complete. `plan`
-    is the content of the plan's stage.json; the fragments are in order."""
-    return save_manifest(run, finish_layout(run, build_manifest(run, index, plan, fragments)))
+    """Write the layout's metadata and then the manifest, which makes the dataset complete. The
+    fragments are in order."""
+    manifest = finish_layout(run, build_manifest(run, samples.info, plan.info, fragments))
+    table = pack_table(samples, plan.packs, model_cost(run.config.model))
+    return save_manifest(run, with_columns(manifest, table))
+
+
+def with_columns(manifest: Manifest, table: PackColumns) -> Manifest:
+    """The manifest with media and operations of its packs, which are those of a plan."""
+    flops = np.stack([table.tower, table.language], axis=1).astype("<f4")
+    shards, first = [], 0
+    for shard in manifest.shards:
+        own = slice(first, first := first + shard.packs)
+        media = (table.media[own] + ord("0")).astype(np.uint8).tobytes().decode()
+        text = base64.b64encode(flops[own].tobytes()).decode()
+        shards.append(shard.model_copy(update={"media": media, "flops": text}))
+    return manifest.model_copy(update={"shards": tuple(shards)})
 
 
 def finish_layout(run: Run, manifest: Manifest) -> Manifest:
@@ -94,6 +116,17 @@ def finish_layout(run: Run, manifest: Manifest) -> Manifest:
     names = layout.metadata([shard.split for shard in manifest.shards])
     hashes = {name: hash_metadata(workspace.root / name) for name in names}
     return manifest.model_copy(update={"metadata": hashes})
+
+
+def has_columns(manifest: Manifest, table: PackColumns) -> bool:
+    """Whether media and operations of its packs are those of a plan; also if it is of a version
+    that did not record them."""
+    if not all(shard.media for shard in manifest.shards):
+        return True
+    media = np.concatenate([shard.media_of_packs() for shard in manifest.shards])
+    flops = np.concatenate([shard.flops_of_packs() for shard in manifest.shards])
+    planned = np.stack([table.tower, table.language], axis=1)
+    return np.array_equal(media, table.media) and np.allclose(flops, planned, rtol=1e-3)
 
 
 def follow_media(run: Run, manifest: Manifest) -> Manifest:

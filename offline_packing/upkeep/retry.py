@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from offline_packing.errors import DamagedError, StageError
+from offline_packing.index.pack_table import pack_table
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import ShardTask
@@ -20,7 +21,13 @@ from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan, restore_plan
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
-from offline_packing.runs.manifest import finish_layout, read_manifest, save_manifest
+from offline_packing.runs.manifest import (
+    finish_layout,
+    has_columns,
+    read_manifest,
+    save_manifest,
+    with_columns,
+)
 from offline_packing.runs.run import Run
 from offline_packing.runs.set_aside import check_set_aside
 from offline_packing.runs.tasks import iterate_tasks, plan_shards
@@ -34,6 +41,7 @@ from offline_packing.verify.damage import (
 )
 from offline_packing.verify.shard import VerifyTask, find_damage, verify_tasks
 from offline_packing.write.write import write
+from task_encoders.families import model_cost
 from task_encoders.packs.manifest import Manifest
 
 #: Names of the index's files, below the output, begin with one of these.
@@ -209,6 +217,10 @@ def _repair_metadata(run: Run, manifest: Manifest, has_new_shards: bool) -> list
     index = IndexInfo.load(run.workspace.index_info)
     if index is not None:
         now = now.model_copy(update={"library_versions": index.versions})
+    samples, packs = open_index(run), open_plan(run).packs
+    table = pack_table(samples, packs, model_cost(run.config.model))
+    if not has_columns(now, table):
+        now = with_columns(now, table)
     names = [one.name for one in damage]
     if now != manifest:  # its own bits, or another version of Energon
         save_manifest(run, now)

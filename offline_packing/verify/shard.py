@@ -36,6 +36,8 @@ class VerifyResult:
     num_packs: int = 0
     num_samples: int = 0
     num_set_aside: int = 0
+    #: of all ranks, if pack.order.uniform promises something of them
+    num_steps: int = 0
     #: compared with the source and encoded again; 0 unless deep
     num_images: int = 0
     num_videos: int = 0

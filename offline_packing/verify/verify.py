@@ -13,18 +13,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from offline_packing.errors import DamagedError, StageError
+from offline_packing.index.pack_table import pack_table
 from offline_packing.index.rows import hash_keys
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import PlannedShard
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
-from offline_packing.runs.manifest import require_manifest
+from offline_packing.runs.manifest import has_columns, require_manifest
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import plan_shards
 from offline_packing.verify.damage import find_metadata_damage, find_stage_damage
 from offline_packing.verify.shard import VerifyResult, verify_shard, verify_tasks
-from task_encoders.packs.manifest import Manifest
+from task_encoders.families import model_cost
+from task_encoders.packs.manifest import Manifest, PackColumns
 
 
 def verify(run: Run, *, deep: bool = False) -> VerifyResult:
@@ -74,7 +76,38 @@ def _verify_shards(run: Run, manifest: Manifest, deep: bool, total: VerifyResult
         for report in run.engine.run(verify_shard, tasks, bar.update):
             total.add(report)
     _check_each_once(samples, stored.packs, own, total)
+    _check_columns(
+        run, manifest, pack_table(samples, stored.packs, model_cost(run.config.model)), total
+    )
     total.num_set_aside = samples.info.num_set_aside + sum(stored.set_aside.values())
+
+
+def _check_columns(run: Run, manifest: Manifest, table: PackColumns, total: VerifyResult) -> None:
+    """Media and operations of the packs, as the manifest records them, are those of the plan; and
+    what `pack.order.uniform` promises of each step follows from the manifest alone."""
+    if not has_columns(manifest, table):
+        total.problem(
+            "manifest.json is not what was written: media or flops of a shard are not those of the "
+            "plan; retry makes it again",
+            repairable=True,
+        )
+    order = run.config.pack.order
+    if order is None or not order.uniform:
+        return
+    from offline_packing.planner.order import RankLayout, mixed_steps  # compiled
+
+    media = np.concatenate([shard.media_of_packs() for shard in manifest.shards])
+    layout, first = RankLayout(**order.model_dump()), 0
+    for split, count in manifest.counts.packs.items():
+        for size in manifest.epochs.get(split) or (count,):
+            mixed = mixed_steps(media[first : first + size], layout)
+            first += size
+            total.num_steps += size // layout.num_ranks
+            if mixed:
+                total.problem(
+                    f"{mixed:,} steps of split {split} mix packs with and without images, or lack "
+                    "some, for the ranks of pack.order"
+                )
 
 
 def _check_manifest(run: Run, manifest: Manifest, total: VerifyResult) -> None:
@@ -125,6 +158,7 @@ def render_result(result: VerifyResult, *, deep: bool) -> str:
         f"{'shards':<16}{result.num_shards:,}, bytes compared with their hash",
         f"{'packs':<16}{result.num_packs:,}",
         f"{'samples':<16}{result.num_samples:,} packed, {result.num_set_aside:,} set aside",
+        *([f"{'steps':<16}{result.num_steps:,}, each of one kind"] if result.num_steps else []),
         *(deep_lines if deep else []),
         f"{'problems':<16}{result.num_problems:,}",
         *(f"  {problem}" for problem in result.problems),

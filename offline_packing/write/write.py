@@ -59,7 +59,7 @@ def write(run: Run, samples: Index, plan: StoredPlan) -> Manifest:
         _run_tasks(run, samples, plan.packs, shards)
         workspace.remove_temporaries()  # of this and earlier runs, and of workers that died
         fragments = [workspace.fragment(shard.name) for shard in shards]
-        return write_manifest(run, samples.info, plan.info, fragments)
+        return write_manifest(run, samples, plan, fragments)
 
 
 def preview_write(run: Run, samples: Index, stored: StoredPlan) -> str:

@@ -32,6 +32,8 @@ from task_encoders.loading.folder_shards import (
     path_of,
     read_index,
 )
+from task_encoders.loading.pack_columns import order_of_steps, read_columns
+from task_encoders.packs.manifest import PackColumns
 from task_encoders.packs.pack import Pack
 
 if TYPE_CHECKING:
@@ -58,7 +60,8 @@ class RawPack(NamedTuple):
 
 
 class PackedFolder:
-    """The packs of one split, in written order. Implements torch's protocol of map-style datasets.
+    """The packs of one split, in written order; under `pack.order.uniform`, those of each step side
+    by side. Implements torch's protocol of map-style datasets.
 
     Of a blend, it is an epoch: the datasets' packs are spread over it evenly, each pack as often
     as a `blend_epochized` repeats its dataset, or by the weights of a `blend`, once at least;
@@ -86,7 +89,9 @@ class PackedFolder:
         self.task_encoder = task_encoder
         self.split = split
         #: the place of each pack among all that the shards hold, (len,)
-        self.shards, self.order = find_shards(path, split)
+        self.shards, order = find_shards(path, split)
+        #: `uniform_ranks`: ranks that read packs of one kind at each step, in turn; 0: none
+        self.order, self.uniform_ranks = order_of_steps(self.shards, order, split)
         with ThreadPoolExecutor(16) as pool:  # remote ones take their time
             indices = list(pool.map(read_index, self.shards))
         #: place of the first pack of each shard, and the number of all
@@ -135,6 +140,14 @@ class PackedFolder:
 
     def __iter__(self) -> Iterator[RawPack]:
         return map(self.__getitem__, range(len(self)))
+
+    def columns(self) -> PackColumns | None:
+        """Media and operations of each pack; None where a manifest does not record them."""
+        columns = read_columns(self.shards)
+        if columns is None:
+            return None
+        media, tower, language = columns
+        return PackColumns(media[self.order], tower[self.order], language[self.order])
 
     def row(self, number: int) -> "PackedRowSample":
         """A pack encoded; `split_row(row.row)` gives back its sub-samples, whose keys are

@@ -2,9 +2,12 @@
 offline_packing.runs.manifest writes it; packs written by others have none.
 """
 
+import base64
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from task_encoders.field_types import added
@@ -22,6 +25,21 @@ class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+class PackColumns(NamedTuple):
+    """A value per pack, (num_packs,) each."""
+
+    #: 1 with images, 2 with videos, 3 with both, 0 with neither
+    media: npt.NDArray[np.uint8]
+    #: forward operations of the vision tower, and of the language model
+    tower: npt.NDArray[np.float64]
+    language: npt.NDArray[np.float64]
+
+    @property
+    def cost(self) -> npt.NDArray[np.float64]:
+        """Operations of both."""
+        return self.tower + self.language
+
+
 class ShardLine(_Model):
     """A shard, and how much is in it."""
 
@@ -34,6 +52,19 @@ class ShardLine(_Model):
     bytes: int
     xxh3_128: str
     fragment_xxh3_128: str
+    #: a digit per pack: 1 with images, 2 with videos, 3 with both, 0 with neither
+    media: str = added("")
+    #: forward operations of the vision tower and of the language model of each pack: base64 of
+    #: little-endian float32 (packs, 2)
+    flops: str = added("")
+
+    def media_of_packs(self) -> npt.NDArray[np.uint8]:
+        """(packs,) digits of `media`."""
+        return np.frombuffer(self.media.encode(), np.uint8) - ord("0")
+
+    def flops_of_packs(self) -> npt.NDArray[np.float64]:
+        """(packs, 2) numbers in `flops`."""
+        return np.frombuffer(base64.b64decode(self.flops), "<f4").reshape(-1, 2).astype(np.float64)
 
 
 class Counts(_Model):
@@ -71,6 +102,12 @@ class Manifest(_Model):
     library_versions: dict[str, str]
     #: hashes of the layout's own files, by name
     metadata: dict[str, str]
+
+    @property
+    def uniform_ranks(self) -> int:
+        """Ranks for which every step has packs of one kind (`pack.order.uniform`); 0: none."""
+        order = self.config.get("pack", {}).get("order") or {}
+        return int(order["num_ranks"]) if order.get("uniform") else 0
 
     def of_an_epoch(self, what: Literal["packs", "samples", "tokens"], split: str = "train") -> int:
         """Amount in one epoch; the mean, rounded up, where each has packs of its own."""

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing.errors import StageError
-from offline_packing.index.rows import sample_flops
+from offline_packing.index.pack_table import pack_table
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.manifest import hash_plan, read_manifest
@@ -16,7 +16,7 @@ from offline_packing.storage.files import hash_file, read_json
 from task_encoders.families import model_cost, model_options
 from task_encoders.families.cost import ModelCost
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.packs.manifest import Manifest
+from task_encoders.packs.manifest import Manifest, PackColumns
 
 
 def pack_costs(
@@ -33,6 +33,18 @@ def pack_costs(
     Raises:
         StageError: a folder has no index and plan, or those of other shards.
     """
+    tokens, _, tower, language = _planned(folder, model)
+    return tokens.astype(np.int64), tower + language
+
+
+def pack_columns(folder: PackedFolder) -> PackColumns:
+    """Media, and operations of tower and language model, of each pack, in the folder's order: as
+    its manifests record them, else from index and plan. Raises StageError as `pack_costs`."""
+    return folder.columns() or PackColumns(*_planned(folder, None)[1:])
+
+
+def _planned(folder: PackedFolder, model: ModelCost | None) -> tuple[npt.NDArray[Any], ...]:
+    """Tokens, media, tower and language operations of each pack, in the folder's order."""
     places: dict[Path, int] = {}  # the number of each shard's first pack in its plan
     outputs = {}
     for root in {shard.path.parent for shard in folder.shards}:
@@ -43,18 +55,18 @@ def pack_costs(
             places[root / line.name] = first
             places.setdefault(root / f"{line.split}.jsonl", first)  # of references
             first += line.packs
-    columns: tuple[list[Any], list[Any]] = [np.empty(0, np.int64)], [np.empty(0)]
+    columns: tuple[list[Any], ...] = tuple([np.empty(0)] for _ in range(4))
     for shard in folder.shards:
         first = places[shard.path]
         for column, values in zip(columns, outputs[shard.path.parent], strict=True):
             column.append(values[first + shard.start : first + shard.end])
-    return np.concatenate(columns[0])[folder.order], np.concatenate(columns[1])[folder.order]
+    return tuple(np.concatenate(column)[folder.order] for column in columns)
 
 
 def _of_output(
     root: Path, manifest: Manifest | None, model: ModelCost | None
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Tokens and cost of all packs of an output, as planned."""
+) -> tuple[npt.NDArray[Any], ...]:
+    """The same of all packs of an output, as planned."""
     workspace = Workspace(root)
     stage, info = read_json(workspace.plan_info), IndexInfo.load(workspace.index_info)
     if manifest is None or stage is None or info is None:
@@ -66,8 +78,8 @@ def _of_output(
     if hash_plan(stage) != manifest.plan or index != hash_file(workspace.index_info):
         raise StageError(f"{root}: the shards are not those of its plan and index; run write again")
     samples, plan = Index(workspace.index, info), PackPlan.load(workspace.plan)
-    model = model or model_cost(model_options(**manifest.config["model"]))
-    tokens, cost = samples.array("num_tokens"), sample_flops(samples, model).total
-    ids, starts = plan.sample_ids, plan.pack_offsets[:-1]
-    packed_tokens = np.add.reduceat(tokens[ids], starts)
-    return packed_tokens, np.add.reduceat(cost[ids], starts, dtype=np.float64)
+    table = pack_table(
+        samples, plan, model or model_cost(model_options(**manifest.config["model"]))
+    )
+    tokens = np.add.reduceat(samples.array("num_tokens")[plan.sample_ids], plan.pack_offsets[:-1])
+    return tokens, table.media, table.tower, table.language
