@@ -1,0 +1,154 @@
+"""pack.order.uniform from plan to loaders: at each step all ranks have images, or none has."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron.energon import WorkerConfig
+
+from launch.config import DataConfig
+from launch.data.balanced_loader import BalancedLoader
+from launch.data.micro_batches import build_task_encoder
+from launch.data.packed_data import read_packed_data
+from offline_packing.online.ranks.pack_costs import pack_columns, pack_costs
+from offline_packing.runs.artifacts import open_plan
+from offline_packing.upkeep.retry import retry
+from offline_packing.verify.verify import render_result, verify
+from task_encoders import PackedFolder, get_packed_loader, get_packed_train_dataset
+from tests.helpers.datasets import make_run, mixed_pairs, pack_all
+from tests.helpers.packed_runs import BMR_ENVIRONMENT
+
+ORDER = {"num_ranks": 4, "num_workers": 2, "uniform": True}
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in BMR_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    path = mixed_pairs(tmp_path_factory.mktemp("uniform") / "source", 90)
+    return {"format": "pairs", "path": str(path), "task": "bmr"}
+
+
+@pytest.fixture(scope="module")
+def folder(source: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packs in two splits, each in order for itself."""
+    folder = tmp_path_factory.mktemp("packed") / "packed"
+    output = {"split": {"train": 0.7, "val": 0.3}, "packs_per_shard": 5}
+    pack = {"seq_length": 200, "order": ORDER}
+    run = make_run(source, folder, pack=pack, output=output)
+    pack_all(run)
+    result = verify(run)
+    assert result.ok, result.problems
+    counts = read_packed_data(folder).num_packs, read_packed_data(folder).num_val_packs
+    assert all(count > 0 and count % 8 == 0 for count in counts)
+    assert f"steps           {sum(counts) // 4}, each of one kind" in render_result(
+        result, deep=False
+    )
+    return folder
+
+
+def has_images(row: object) -> bool:
+    return len(row.image_grid_thw) > 0  # type: ignore[attr-defined]
+
+
+def are_alike(steps: list[tuple[bool, ...]]) -> None:
+    """Every step is of one kind, and both kinds occur."""
+    assert all(len(set(step)) == 1 for step in steps)
+    assert {step[0] for step in steps} == {True, False}
+
+
+@pytest.mark.parametrize(("ranks", "workers", "size"), [(4, 2, 1), (2, 0, 1), (4, 1, 2)])
+def test_energons_loader_over_two_epochs(ranks: int, workers: int, size: int, folder: Path) -> None:
+    encoder = build_task_encoder(DataConfig(path=str(folder)), read_packed_data(folder))
+    rows = 2 * read_packed_data(folder).num_packs // ranks // size
+    drawn = []
+    for rank in range(ranks):
+        config = WorkerConfig(rank=rank, world_size=ranks, num_workers=0)
+        if workers:  # in this process, worker by worker, as the loader takes turns
+            config = WorkerConfig(rank=rank, world_size=ranks, num_workers=workers)
+        dataset = get_packed_train_dataset(
+            folder, encoder, worker_config=config, micro_batch_size=size
+        )
+        loader = get_packed_loader(dataset)
+        drawn.append([has_images(row) for row in itertools.islice(loader, rows)])
+        loader.close()
+    steps = list(zip(*drawn, strict=True))
+    assert all(len(set(step)) == 1 for step in steps)
+    assert size > 1 or {step[0] for step in steps} == {True, False}
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_ranks_that_take_packs_in_turn(split: str, folder: Path) -> None:
+    packs = PackedFolder(folder, split=split)
+    columns = packs.columns()
+    assert columns is not None
+    assert packs.uniform_ranks == 4
+    images = [any(name.startswith("img") for name in pack.media) for pack in packs]
+    assert (columns.media > 0).tolist() == images
+    assert sorted(packs.order) == list(range(len(packs)))
+    for ranks in (2, 4):
+        are_alike([tuple(step) for step in np.reshape(images, (-1, ranks))])
+
+
+def test_costs_are_those_of_index_and_plan(folder: Path) -> None:
+    packs = PackedFolder(folder)
+    np.testing.assert_allclose(pack_columns(packs).cost, pack_costs(packs)[1], rtol=1e-6)
+    assert ((pack_columns(packs).tower > 0) == (pack_columns(packs).media > 0)).all()
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(3, 1), (5, 2)])
+def test_balanced_loaders_of_any_ranks(ranks: int, size: int, folder: Path) -> None:
+    encoder = build_task_encoder(DataConfig(path=str(folder)), read_packed_data(folder))
+    rows = [
+        list(BalancedLoader(folder, encoder, rank=r, world_size=ranks, micro_batch_size=size))
+        for r in range(ranks)
+    ]
+    are_alike([tuple(map(has_images, step)) for step in zip(*rows, strict=True)])
+    assert {key for own in rows for row in own for key in row.__key__} == {
+        pack.key for pack in PackedFolder(folder)
+    }
+
+
+def test_epochs_of_references(source: dict[str, str], tmp_path: Path) -> None:
+    """Each epoch has packs of its own, in steps of one kind."""
+    pack = {"seq_length": 200, "order": ORDER, "epochs": 2}
+    run = make_run(source, tmp_path / "packed", pack=pack, output={"layout": "references"})
+    pack_all(run)
+    assert verify(run).ok
+    assert all(count % 8 == 0 for count in open_plan(run).packs.info.epochs)
+    packs = PackedFolder(tmp_path / "packed")
+    columns = packs.columns()
+    assert columns is not None
+    assert packs.uniform_ranks == 4
+    are_alike([tuple(step) for step in (columns.media > 0).reshape(-1, 4).tolist()])
+
+
+def test_packs_without_it_mix(source: dict[str, str], tmp_path: Path) -> None:
+    order = {"num_ranks": 4, "num_workers": 2}
+    pack_all(make_run(source, tmp_path / "packed", pack={"seq_length": 200, "order": order}))
+    packs = PackedFolder(tmp_path / "packed")
+    columns = packs.columns()
+    assert columns is not None
+    assert packs.uniform_ranks == 0
+    assert packs.order.tolist() == list(range(len(packs)))
+
+
+def test_the_manifest_is_compared_with_the_plan(source: dict[str, str], tmp_path: Path) -> None:
+    run = make_run(source, tmp_path / "packed", pack={"seq_length": 200, "order": ORDER})
+    pack_all(run)
+    path = tmp_path / "packed" / "manifest.json"
+    before = path.read_bytes()
+    media = json.loads(before)["shards"][0]["media"]
+    other = media.translate(str.maketrans("01", "10"))
+    path.write_bytes(before.replace(f'"{media}"'.encode(), f'"{other}"'.encode(), 1))
+    result = verify(run)
+    assert "media or flops of a shard are not those of the plan" in "\n".join(result.problems)
+    retry(run)
+    assert path.read_bytes() == before
+    assert verify(run).ok
