@@ -46,16 +46,8 @@ class BalancedLoader:
         timeout: int = 0,
     ) -> None:
         folder = PackedFolder(path, task_encoder)
-        epochs = max(len(packs_of_epochs(shard.path)) for shard in folder.shards)
-        if epochs > 1 and rank == 0:
-            logger.warning(
-                "%s has packs of %d epochs, which order=balanced deals as one: within fewer than "
-                "%d epochs some samples come more often than others; set order=written, or pack "
-                "with pack.epochs=1",
-                path,
-                epochs,
-                epochs,
-            )
+        if rank == 0:
+            _warn_of_epochs(folder)
         columns = pack_columns(folder)
         # Lengths and budget in packs: a row holds as many as asked.
         ones = np.ones(len(folder), np.int64)
@@ -97,3 +89,16 @@ class BalancedLoader:
     def close(self) -> None:
         """End the workers."""
         self._rows.close()
+
+
+def _warn_of_epochs(folder: PackedFolder) -> None:
+    epochs = max(len(packs_of_epochs(shard.path)) for shard in folder.shards)
+    if epochs > 1:
+        logger.warning(
+            "%s has packs of %d epochs, which order=balanced deals as one: within fewer than "
+            "%d epochs some samples come more often than others; set order=written, or pack "
+            "with pack.epochs=1",
+            folder.path,
+            epochs,
+            epochs,
+        )

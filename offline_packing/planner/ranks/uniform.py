@@ -6,6 +6,7 @@ put together anew, as a few more and less full ones of one kind; only where that
 packs are repeated.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -192,40 +193,28 @@ def _place(
     """Samples to packs, the seeds of each kind from the first or the last pack on."""
     members: list[list[int]] = [[] for _ in range(count)]
     used = np.zeros((count, len(limits.limits)), np.int64)
+    original = np.arange(len(limits.sizes)) if limits.copy_of is None else limits.copy_of
+    packs_with: dict[int, list[int]] = defaultdict(list)
 
     def put(sample: int, pack: int) -> None:
         members[pack].append(int(sample))
         used[pack] += limits.sizes[sample]
+        packs_with[original[sample]].append(pack)
 
     for number, group in enumerate(seeds):
         for i, sample in enumerate(group):
             put(sample, i if number == 0 else count - 1 - i)
-    if (used > limits.limits).any():
-        return None
-    copies: dict[int, list[int]] = {}
-    if limits.copy_of is not None:
-        for pack, own in enumerate(members):
-            for sample in own:
-                copies.setdefault(int(limits.copy_of[sample]), []).append(pack)
     for sample in others:
         is_open = (used + limits.sizes[sample] <= limits.limits).all(axis=1)
-        if limits.copy_of is not None:
-            is_open[copies.setdefault(int(limits.copy_of[sample]), [])] = False
+        is_open[packs_with[original[sample]]] = False
         packs = np.flatnonzero(is_open)
         if not len(packs):
             return None
-        pack = int(packs[choose(used[packs, 0])])
-        put(sample, pack)
-        if limits.copy_of is not None:
-            copies[int(limits.copy_of[sample])].append(pack)
-    if any(len(set(own)) < len(own) for own in _originals(members, limits.copy_of)):
-        return None
+        put(sample, int(packs[choose(used[packs, 0])]))
+    has_doubles = any(len(set(packs)) < len(packs) for packs in packs_with.values())
     sizes = np.array([len(own) for own in members])
-    if sizes.min() < limits.min_samples or used[:, 0].min() < limits.min_tokens:
+    is_poor = sizes.min() < limits.min_samples or used[:, 0].min() < limits.min_tokens
+    if has_doubles or is_poor or (used > limits.limits).any():
         return None
     ids = np.array([sample for own in members for sample in own], others.dtype)
     return Packs(ids, np.concatenate([[0], np.cumsum(sizes)]))
-
-
-def _originals(members: list[list[int]], copy_of: np.ndarray | None) -> list[list[int]]:
-    return members if copy_of is None else [copy_of[own].tolist() for own in members]
