@@ -22,11 +22,12 @@ def required_pad_multiple(
 ) -> int:
     """Return the divisor that `pack.pad_multiple` needs, so that every sub-sample can be cut.
 
-    Context parallelism cuts each sub-sample into 2·CP chunks; sequence parallelism cuts the row
-    into TP parts. FP8 asks for 16 (or 128, by recipe) on top: pass the least common multiple.
+    Context parallelism cuts each sub-sample into 2·CP chunks; sequence parallelism cuts each rank's
+    part of the row into TP. FP8 asks for 16 (or 128, by recipe) on top: pass the least common
+    multiple.
     """
     multiple = 2 * context_parallel if context_parallel > 1 else 1
-    return multiple * (tensor_parallel if sequence_parallel else 1)
+    return math.lcm(multiple, context_parallel * tensor_parallel if sequence_parallel else 1)
 
 
 def normalise_pixels(batch: "PackedBatch") -> "PackedBatch":

@@ -1,10 +1,9 @@
-"""One batch for all ranks of a tensor parallel group: one rank reads, all train on its rows."""
+"""One batch for all ranks of a group: one rank reads, all train on its rows."""
 
 from dataclasses import fields, replace
 from typing import Any, Final
 
 import torch
-from megatron.core import parallel_state
 from torch import distributed
 
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
@@ -18,8 +17,10 @@ _OTHERS: Final = [
 ]
 
 
-def broadcast_batch(batch: PackedBatch | None, device: torch.device) -> PackedBatch | None:
-    """The batch of the first tensor parallel rank, on this rank's device, pixels as values.
+def broadcast_batch(
+    batch: PackedBatch | None, device: torch.device, group: distributed.ProcessGroup
+) -> PackedBatch | None:
+    """The batch of the first rank of a group, on this rank's device, pixels as values.
 
     Two messages: shapes and everything that is not a tensor, then one buffer with all tensors.
     Pixels that travel as bytes are still bytes in it.
@@ -34,10 +35,9 @@ def broadcast_batch(batch: PackedBatch | None, device: torch.device) -> PackedBa
     if batch is not None:
         tensors = {name: getattr(batch, name) for name in BATCH_TENSORS}
         batch = replace(batch, **{n: t.to(device, non_blocking=True) for n, t in tensors.items()})
-    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+    if distributed.get_world_size(group) == 1:
         return None if batch is None else normalise_pixels(batch)
-    group = parallel_state.get_tensor_model_parallel_group()
-    source = parallel_state.get_tensor_model_parallel_src_rank()
+    source = distributed.get_global_rank(group, 0)
     header: list[Any] = [None if batch is None else _header(batch)]
     distributed.broadcast_object_list(header, source, group=group, device=device)
     if header[0] is None:

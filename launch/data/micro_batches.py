@@ -1,7 +1,8 @@
 """Packs from a loader to the ranks, with a state that can be saved.
 
-The first rank of every tensor parallel group reads, and sends each row to the others, which need
-the same one. So there is one loader per data parallel rank, and no pack is decoded twice.
+Of the ranks that train on the same rows (tensor and context parallel ones) the first reads, and
+sends each row to the others. So there is one loader per data parallel rank, and no pack is decoded
+twice.
 """
 
 import logging
@@ -64,13 +65,15 @@ class MicroBatches(Protocol):
 
 
 def build_task_encoder(
-    config: DataConfig, data: PackedData, family: str | None = None
+    config: DataConfig, data: PackedData, family: str | None = None, *, pad_multiple: int = 1
 ) -> PackedTaskEncoder:
     """The task encoder with the settings that the packs were measured with.
 
     Args:
         family: of the model that is trained (default: as measured). Lengths are the same in both
             families; the positions of videos are not.
+        pad_multiple: of each sub-sample's tokens. Packs that may be too full for that are refused,
+            by the loader.
     """
     instead = {"family": family, "processor": config.processor}
     changes = {name: value for name, value in instead.items() if value is not None}
@@ -84,6 +87,7 @@ def build_task_encoder(
         kind = own
     return kind(
         seq_length=data.seq_length,
+        pad_multiple=pad_multiple,
         pad_to_seq_length=config.pad_to_seq_length,
         cross_sample_attention=config.cross_sample_attention,
         pixel_transport=config.pixel_transport,
@@ -141,7 +145,8 @@ class EnergonMicroBatches:
         self._ended = False
         self._iterator: Any = None
         self._loader: Any = None
-        if parallel_state.get_tensor_model_parallel_rank() == 0:
+        self._group = parallel_state.get_tensor_and_context_parallel_group()
+        if parallel_state.get_tensor_and_context_parallel_rank() == 0:
             self._loader = _build_loader(config, task_encoder, split, limit, seed)
 
     def next(self) -> PackedBatch | None:
@@ -156,7 +161,7 @@ class EnergonMicroBatches:
                 logger.warning("left out, in pack %s or before: %s", ", ".join(batch.__key__), line)
             if self._pads:
                 batch = pad_batch(batch, self._row_length, self._pad_token_id)
-        return broadcast_batch(batch, self._device)
+        return broadcast_batch(batch, self._device, self._group)
 
     def restart(self) -> None:
         """Begin another pass."""

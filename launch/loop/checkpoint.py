@@ -3,7 +3,7 @@
     checkpoints/iter_00000500/
         model_00.pt, …      weights, one file per tensor parallel rank
         rank_00000.pt, …    per rank: slices of the optimizer, state of loader and generators
-                            (tensor parallel ranks of a data parallel one stand together)
+                            (tensor parallel ranks stand together, then context parallel ones)
         state.json          which run this is; written last
     checkpoints/iter_00001000.tmp/      being written, or left by a kill: never read
 
@@ -42,6 +42,8 @@ class Deal:
     data_parallel: int
     #: loader processes per data parallel rank
     num_workers: int
+    #: ranks that share each pack
+    context_parallel: int = 1
 
 
 class CheckpointFolder:
@@ -95,6 +97,7 @@ class CheckpointFolder:
             content = {"version": VERSION, "iteration": iteration, "run": self._record}
             content |= {"data_parallel": self._deal.data_parallel}
             content |= {"num_workers": self._deal.num_workers}
+            content |= {"context_parallel": self._deal.context_parallel}
             write_atomically(temporary / "state.json", to_json(content))
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
@@ -131,7 +134,8 @@ class CheckpointFolder:
         for line in self.check(path):
             logger.info("accepted: %s", line)
         content = _read_state(path)
-        then = Deal(content["data_parallel"], content["num_workers"])
+        others = content["num_workers"], content.get("context_parallel", 1)
+        then = Deal(content["data_parallel"], *others)
         # Weights are copied into the model from the mapped file, a tensor at a time.
         model.load_state_dict(_load_tensors(path / self._model_file, mmap=True))
         if then == self._deal:
@@ -142,13 +146,14 @@ class CheckpointFolder:
         else:
             logger.info("packs were dealt among %s, and are dealt anew among %s", then, self._deal)
             size = self._tensor_size
-            numbers = range(self._tensor_rank, then.data_parallel * size, size)
+            shards = then.data_parallel * then.context_parallel
+            numbers = range(self._tensor_rank, shards * size, size)
             ranks = [_load_tensors(path / _rank_file(number), mmap=True) for number in numbers]
             totals = [bucket.total for bucket in optimizer.buckets]
-            place = self._rank // size, self._deal.data_parallel
+            place = self._rank // size, distributed.get_world_size() // size
             states = [rank["optimizer"] for rank in ranks]
             optimizer.load_state_dict(_reshard(states, totals, *place))
-            data.deal_anew([rank["data"] for rank in ranks])
+            data.deal_anew([rank["data"] for rank in ranks[:: then.context_parallel]])
         return int(content["iteration"])
 
     def _complete(self) -> list[Path]:

@@ -12,44 +12,62 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import distributed
 
 from launch.config import MetricsConfig
 from offline_packing.storage.files import hash_bytes, write_atomically
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.sample_encoder import IGNORE_INDEX
 
 
 class StepCounts:
     """Sums of one rank over the micro batches of a step.
 
     Losses stay on the device until `reduce`, so that no micro batch waits for the previous one.
+
+    Args:
+        context_parallel: ranks that share a row, at most.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, context_parallel: int = 1) -> None:
         #: loss, denominator, labelled tokens, operations of tower and language model
         self._losses = torch.zeros(5, dtype=torch.float64, device=device)
         self._tokens = self._samples = self._packs = 0
+        #: of each context parallel rank, and as if all had as much as the one with most in its row
+        self._tower = np.zeros(context_parallel + 1)
         self._watch = Stopwatch(device)
         self._data_seconds = 0.0
 
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Count the losses of one micro batch, or of this rank's part of it."""
+        self._losses[0] += loss.detach().double()
+
     def add(
         self,
+        row: PackedBatch,
         *,
-        loss: torch.Tensor,
         denominator: torch.Tensor,
-        tokens: int,
-        loss_tokens: torch.Tensor,
-        samples: int,
-        packs: int,
         flops: torch.Tensor,
+        tower: npt.NDArray[np.float64] | None,
     ) -> None:
-        """Count one micro batch: the sum of its losses and the denominator, and what `row_flops`
-        says of it."""
-        sums = torch.stack([loss.detach(), denominator, loss_tokens]).double()
-        self._losses += torch.cat([sums, flops])
-        self._tokens += tokens
-        self._samples += samples
-        self._packs += packs
+        """Count one micro batch, on one of the ranks that share it.
+
+        Args:
+            denominator: of its losses.
+            flops: see `row_flops`.
+            tower: the vision tower's operations on each of these ranks, if there are several.
+        """
+        loss_tokens = (row.labels != IGNORE_INDEX).sum()
+        self._losses[1:] += torch.cat([torch.stack([denominator, loss_tokens]).double(), flops])
+        self._tokens += row.num_tokens
+        self._samples += len(row.sub_sample_keys)
+        self._packs += len(row.__key__)
+        if tower is not None:
+            self._tower[: len(tower)] += tower
+            self._tower[-1] += len(tower) * tower.max()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -68,18 +86,18 @@ class StepCounts:
         """Add up over all ranks. A collective.
 
         Args:
-            counts: whether this rank's rows count (one rank's per tensor parallel group).
+            counts: whether what this rank added counts (one rank's per tensor parallel group).
             stop: the signal that asked this rank to stop, or 0; one is enough for all.
         """
         compute = self._watch.seconds()
         own = self._losses.new_tensor([self._tokens, self._samples, self._packs])
-        sums = torch.cat([self._losses, own]) * counts
+        sums = torch.cat([self._losses, own, self._losses.new_tensor(self._tower)]) * counts
         sums = torch.cat([sums, sums.new_tensor([compute])])
         worst = sums.new_tensor([compute, self._data_seconds, float(stop)])
         distributed.all_reduce(sums)
         distributed.all_reduce(worst, op=distributed.ReduceOp.MAX)
-        loss, denominator, loss_tokens, tower, language, *counted, total_compute = sums.tolist()
-        tokens, samples, packs = map(round, counted)
+        loss, denominator, loss_tokens, tower, language, *rest, total_compute = sums.tolist()
+        tokens, samples, packs = map(round, rest[:3])
         slowest, data_seconds, stopped = worst.tolist()
         # Where nothing is labelled at all, the gradient should be zero, not NaN.
         denominator = denominator or 1.0
@@ -93,6 +111,8 @@ class StepCounts:
             packs=packs,
             tower_flops=tower,
             language_flops=language,
+            tower_shares=tuple(rest[3:-1]),
+            tower_rounds=rest[-1],
             imbalance=slowest / mean_compute if mean_compute else 1.0,
             data_seconds=data_seconds,
             stop=round(stopped),
@@ -112,6 +132,10 @@ class StepTotals:
     #: operations of the forward pass
     tower_flops: float
     language_flops: float
+    #: the tower's on each context parallel rank; and as if all had as many as the one with most in
+    #: its row
+    tower_shares: tuple[float, ...]
+    tower_rounds: float
     #: compute seconds of the slowest rank over the mean
     imbalance: float
     #: the longest that any rank waited for its loader
@@ -120,8 +144,14 @@ class StepTotals:
     stop: int
 
     def metrics(self, seconds: float, seq_length: int) -> dict[str, float]:
-        """The step's line. `fill`: real tokens as a share of seq_length per pack."""
-        return {
+        """The step's line. `fill`: real tokens as a share of seq_length per pack. Under context
+        parallelism `tower_0`, …: each rank's share of the vision tower's operations, and
+        `tower_idle`: the share of its time in which ranks wait for the one with most."""
+        tower, total = {}, sum(self.tower_shares)
+        if total:
+            tower = {f"tower_{rank}": work / total for rank, work in enumerate(self.tower_shares)}
+            tower["tower_idle"] = 1 - total / self.tower_rounds
+        return tower | {
             "loss": self.loss,
             "tokens_per_second": self.tokens / seconds,
             "samples_per_second": self.samples / seconds,

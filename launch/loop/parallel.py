@@ -1,7 +1,11 @@
-"""Process groups: tensor parallel inside, data parallel outside, on gloo (CPU) or NCCL (GPU).
+"""Process groups: tensor parallel inside, then context parallel, data parallel outside, on gloo
+(CPU) or NCCL (GPU).
 
-world of 4, tensor_parallel 2:   ranks 0 1 | 2 3   share one model (tensor parallel group)
-                                 ranks 0 2 | 1 3   see different packs (data parallel group)
+world of 8, tensor 2, context 2:   ranks 0 1 | 2 3 | …   share one model (tensor parallel group)
+                                   ranks 0 2 | 1 3 | …   share rows (context parallel group)
+                                   ranks 0 4 | 1 5 | …   see different packs (data parallel group)
+
+Weights and optimizer treat context parallel ranks as data parallel ones: gradients are sums.
 """
 
 import os
@@ -10,19 +14,24 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from task_encoders.energon_samples import PackedBatch
+
 
 class ParallelError(RuntimeError):
     """The given processes cannot be laid out as asked for."""
 
 
-def initialize_parallel(tensor_parallel: int = 1, *, seed: int = 0) -> torch.device:
+def initialize_parallel(
+    tensor_parallel: int = 1, context_parallel: int = 1, *, seed: int = 0
+) -> torch.device:
     """Join the process group, lay out megatron-core's groups, and seed torch.
 
     Under torchrun the environment says who we are; without it this process is a world of its own.
-    Pipeline and context parallelism are 1.
 
     Args:
-        tensor_parallel: ranks that share one model; must divide the world size.
+        tensor_parallel: ranks that share one model.
+        context_parallel: ranks that share a row; times tensor_parallel it must divide the world
+            size.
         seed: of torch's generators, the same on all ranks.
 
     Returns:
@@ -34,17 +43,20 @@ def initialize_parallel(tensor_parallel: int = 1, *, seed: int = 0) -> torch.dev
     device = _select_device()
     _join_process_group(device)
     world_size = dist.get_world_size()
-    if world_size % tensor_parallel:
+    if world_size % (tensor_parallel * context_parallel):
+        context = f" × context_parallel {context_parallel}" if context_parallel > 1 else ""
         raise ParallelError(
-            f"tensor_parallel {tensor_parallel} does not divide the {world_size} processes; "
-            "set NNODES × NPROC_PER_NODE to a multiple of it"
+            f"tensor_parallel {tensor_parallel}{context} does not divide the {world_size} "
+            "processes; set NNODES × NPROC_PER_NODE to a multiple of it"
         )
+    wanted = tensor_parallel, context_parallel
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
-    elif parallel_state.get_tensor_model_parallel_world_size() != tensor_parallel:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor_parallel, context_parallel_size=context_parallel
+        )
+    elif wanted != (found := _sizes()):
         raise ParallelError(
-            f"this process already has tensor_parallel "
-            f"{parallel_state.get_tensor_model_parallel_world_size()}, not {tensor_parallel}; "
+            f"this process already has tensor and context parallel sizes {found}, not {wanted}; "
             "call shutdown_parallel first"
         )
     torch.manual_seed(seed)
@@ -53,6 +65,13 @@ def initialize_parallel(tensor_parallel: int = 1, *, seed: int = 0) -> torch.dev
 
         model_parallel_cuda_manual_seed(seed)
     return device
+
+
+def _sizes() -> tuple[int, int]:
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+    )
 
 
 def _join_process_group(device: torch.device) -> None:
@@ -71,6 +90,14 @@ def _select_device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+def context_group(row: PackedBatch) -> dist.ProcessGroup | None:
+    """The ranks that share a row; None: this one has it alone."""
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return None
+    group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
+    return group
 
 
 def shutdown_parallel() -> None:

@@ -4,8 +4,11 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from launch.model.vision_tower import frames_of, share_frames
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.cost import ModelCost
 from task_encoders.sample_encoder import IGNORE_INDEX
@@ -43,6 +46,13 @@ def row_flops(cost: ModelCost, row: PackedBatch) -> torch.Tensor:
     steps, height, width = torch.cat([row.image_grid_thw, row.video_grid_thw]).double().T
     tower = (steps * cost.tower_flops(height * width)).sum()
     return torch.stack([tower, language.sum()])
+
+
+def tower_shares(cost: ModelCost, row: PackedBatch, ranks: int) -> npt.NDArray[np.float64]:
+    """(ranks,) operations of the vision tower, forward, on each rank that shares the row."""
+    frames = frames_of(torch.cat([row.image_grid_thw, row.video_grid_thw]))
+    flops = cost.tower_flops(frames[:, 0])
+    return np.add.reduceat(np.append(flops, 0.0), share_frames(flops, ranks)[:-1])
 
 
 def memory_gib(device: torch.device) -> float:
@@ -86,6 +96,10 @@ def format_line(
         f"data wait {metrics['data_wait']:.1%}",
         f"memory {metrics['memory_gib']:.1f} GiB",
     ]
+    if "tower_idle" in metrics:
+        tower = {name: f"{value:.0%}" for name, value in metrics.items() if "tower_" in name}
+        idle = tower.pop("tower_idle")
+        parts.append(f"tower {'/'.join(tower.values())} (idle {idle})")
     if "mfu" in metrics:
         parts.append(f"MFU {metrics['mfu']:.1%}")
     if eta is not None:

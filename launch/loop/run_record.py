@@ -27,6 +27,7 @@ _FREE: Final = (
     "model.attention",
     "model.recompute",
     "output",
+    "parallel.context",
     "validation",
 )
 _FIXED: Final = (

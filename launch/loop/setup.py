@@ -21,6 +21,7 @@ from launch.loop.run_record import run_record
 from launch.loop.trainer import Trainer
 from launch.model.qwen_vl import PackedQwen2VL, build_model
 from offline_packing.errors import ConfigError, StageError
+from task_encoders.model_inputs import required_pad_multiple
 from task_encoders.settings import BMR, PACKED, VQA
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ def run(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> bool:
             f"{checkpoints} holds another run; set checkpoint.resume=true to continue it, or "
             "give another output.path"
         )
-    device = initialize_parallel(config.parallel.tensor, seed=config.train.seed)
+    ranks = config.parallel
+    device = initialize_parallel(ranks.tensor, ranks.context, seed=config.train.seed)
     check_alike(config, accept_mismatch)
     trainer, model = build_trainer(config, device, accept_mismatch)
     if config.checkpoint.resume:
@@ -72,7 +74,12 @@ def build_trainer(
             "checkpoint to resume from; correct output.path, or leave the option out"
         )
     # The environment is checked here, before a checkpoint of many gigabytes is read.
-    task_encoder = build_task_encoder(config.data, data, config.model.family)
+    task_encoder = build_task_encoder(
+        config.data,
+        data,
+        config.model.family,
+        pad_multiple=required_pad_multiple(context_parallel=config.parallel.context),
+    )
     train_data = EnergonMicroBatches(config.data, task_encoder, device, seed=config.train.seed)
     validation_data = None
     if config.validation.every and not data.num_val_packs:
@@ -131,7 +138,7 @@ def build_optimizer(config: LaunchConfig, model: torch.nn.Module) -> ShardedAdam
         betas=(options.beta1, options.beta2),
         eps=options.eps,
         weight_decay=options.weight_decay,
-        data_parallel_group=parallel_state.get_data_parallel_group(),
+        data_parallel_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         tensor_parallel_group=parallel_state.get_tensor_model_parallel_group(),
     )
 
@@ -143,7 +150,11 @@ def build_checkpoints(
     return CheckpointFolder(
         config.output.path / "checkpoints",
         run_record(config, data, plan),
-        Deal(parallel_state.get_data_parallel_world_size(), config.data.num_workers),
+        Deal(
+            parallel_state.get_data_parallel_world_size(),
+            config.data.num_workers,
+            config.parallel.context,
+        ),
         accept=accept_mismatch,
         keep=config.checkpoint.keep,
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),

@@ -9,6 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -22,15 +23,21 @@ from launch.loop.checkpoint import CheckpointFolder
 from launch.loop.loss import loss_terms, shift_labels, weighted_sum
 from launch.loop.metrics import MetricsLog, StepCounts, StepTotals
 from launch.loop.optimizer import ShardedAdamW, learning_rate
-from launch.loop.parallel import on_all_ranks
+from launch.loop.parallel import context_group, on_all_ranks
 from launch.loop.plan import TrainPlan
-from launch.loop.progress import Eta, format_line, memory_gib, peak_flops, row_flops
+from launch.loop.progress import (
+    Eta,
+    format_line,
+    memory_gib,
+    peak_flops,
+    row_flops,
+    tower_shares,
+)
 from launch.loop.stop_request import StopRequest
 from launch.model.qwen_vl import PackedQwen2VL
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.families.cost import TRAINING, cost_of_sizes
+from task_encoders.families.cost import TRAINING
 from task_encoders.model_inputs import to_packed_seq_params
-from task_encoders.sample_encoder import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +92,6 @@ class Trainer:
         self._reports = parallel_state.get_tensor_model_parallel_rank() == 0
         self._log: MetricsLog | None = None
         self._peak_flops = peak_flops(device)
-        sizes = model.hf_config.text_config, model.hf_config.vision_config
-        self._cost = cost_of_sizes("", *(part.to_dict() for part in sizes))
         #: the last step's line, until it is logged
         self._line = ""
         #: the last step after which there was a validation
@@ -165,7 +170,7 @@ class Trainer:
     def _step(self, stop: StopRequest, bar: Any) -> StepTotals | None:
         """One step; None if no rank has a pack left."""
         started = time.perf_counter()
-        counts = StepCounts(self._device)
+        counts = StepCounts(self._device, self._config.parallel.context)
         pack_keys: list[str] = []
         for _ in range(self._plan.accumulation):
             with counts.waiting():
@@ -213,13 +218,15 @@ class Trainer:
             ) from error
 
     def _count_loss(self, row: PackedBatch, counts: StepCounts) -> torch.Tensor:
-        """The sum of one row's weighted losses, entered into the counts."""
+        """The sum of one row's weighted losses, or of this rank's part of it, entered into the
+        counts."""
+        group = context_group(row)
         labels = shift_labels(row.labels)
         terms = loss_terms(row.loss_mask, row.cu_lengths, self._config.train.normalization)
         token_losses = self._model(
             tokens=row.tokens,
             position_ids=row.position_ids,
-            packed_seq_params=to_packed_seq_params(row),
+            packed_seq_params=replace(to_packed_seq_params(row), cp_group=group),
             imgs=row.imgs,
             image_grid_thw=row.image_grid_thw,
             labels=labels,
@@ -227,15 +234,14 @@ class Trainer:
             video_grid_thw=row.video_grid_thw,
         )
         loss = weighted_sum(token_losses, terms)
-        counts.add(
-            loss=loss,
-            denominator=terms.denominator,
-            tokens=row.num_tokens,
-            loss_tokens=(labels != IGNORE_INDEX).sum(),
-            samples=len(row.sub_sample_keys),
-            packs=len(row.__key__),
-            flops=row_flops(self._cost, row),
-        )
+        counts.add_loss(loss)
+        if group is None or distributed.get_rank(group) == 0:
+            counts.add(
+                row,
+                denominator=terms.denominator,
+                flops=row_flops(self._model.cost, row),
+                tower=None if group is None else tower_shares(self._model.cost, row, group.size()),
+            )
         return loss
 
     @torch.no_grad()
@@ -245,7 +251,7 @@ class Trainer:
             return
         self._validated = self.iteration
         self._model.eval()
-        counts = StepCounts(self._device)
+        counts = StepCounts(self._device, self._config.parallel.context)
         while (row := self._validation_data.next()) is not None:
             self._count_loss(row, counts)
         self._validation_data.restart()

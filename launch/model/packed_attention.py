@@ -1,162 +1,22 @@
-"""Attention inside the segments of a packed row, with the best kernel available.
-
-One function, `varlen_attention`, serves the language model (through the layer spec, as
-`PackedCoreAttention`) and the vision tower (through transformers' attention registry):
-
-    flash_attn          flash-attn's flash_attn_varlen_func, where importable
-    transformer_engine  TransformerEngine's DotProductAttention (language model only)
-    torch_varlen        torch.nn.attention.varlen on CUDA
-    sdpa                one scaled_dot_product_attention per segment: CPU, or float32 on CUDA
+"""Attention inside the segments of a packed row: `varlen_attention` for the language model (through
+the layer spec, as `PackedCoreAttention`) and for the vision tower (through transformers' attention
+registry).
 """
 
 import dataclasses
-import functools
-import importlib
-import inspect
-import itertools
 import math
-from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn import functional as F
+
+from launch.model.attention_kernels import select_backend, varlen_attention
+from launch.model.context_parallel import RowPart
 
 #: Name in transformers' attention registry. Its models look for "flash" in the name, and then pass
 #: the whole row with its boundaries instead of calling once per image.
 VISION_ATTENTION: Final = "packed_flash"
-
-#: (query, key, value, cu_seqlens, max_seqlen, scale, causal) -> output, shapes as varlen_attention.
-VarlenKernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float, bool], torch.Tensor
-]
-
-
-def _flash_attn(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-    causal: bool,
-) -> torch.Tensor:
-    from flash_attn import flash_attn_varlen_func
-
-    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return flash_attn_varlen_func(query, key, value, *lengths, softmax_scale=scale, causal=causal)
-
-
-def _torch_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-    causal: bool,
-) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    options: dict[str, Any] = {}
-    if query.shape[1] != key.shape[1]:
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-            options["enable_gqa"] = True
-        else:  # torch before 2.13
-            repeats = query.shape[1] // key.shape[1]
-            key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
-    window = (-1, 0) if causal else (-1, -1)
-    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    out = varlen_attn(query, key, value, *lengths, scale=scale, window_size=window, **options)
-    assert isinstance(out, torch.Tensor)  # a pair only where return_aux asks for it
-    return out
-
-
-def _sdpa(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-    causal: bool,
-) -> torch.Tensor:
-    gqa = query.shape[1] != key.shape[1]
-    outputs = []
-    for start, end in itertools.pairwise(cu_seqlens.tolist()):
-        q, k, v = (t[start:end].transpose(0, 1)[None] for t in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa)
-        outputs.append(out[0].transpose(0, 1))
-    return torch.cat(outputs)
-
-
-KERNELS: Final[Mapping[str, VarlenKernel]] = {
-    "flash_attn": _flash_attn,
-    "torch_varlen": _torch_varlen,
-    "sdpa": _sdpa,
-}
-
-
-@functools.cache
-def _is_importable(package: str) -> bool:
-    try:  # finding it is not enough: a build for another torch is found, but fails here
-        importlib.import_module(package)
-    except ImportError:
-        return False
-    return True
-
-
-def select_backend(device: torch.device, dtype: torch.dtype, requested: str = "auto") -> str:
-    """The backend of the language model's attention for tensors of this kind.
-
-    Raises:
-        ValueError: the requested one is not installed, or cannot compute this kind.
-    """
-    on_gpu = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    available = ["sdpa"]
-    if on_gpu:
-        available.insert(0, "torch_varlen")
-        if _is_importable("transformer_engine"):
-            available.insert(0, "transformer_engine")
-        if _is_importable("flash_attn"):
-            available.insert(0, "flash_attn")
-    if requested == "auto":
-        return available[0]
-    if requested not in available:
-        raise ValueError(
-            f"attention {requested!r} cannot be used for {dtype} on {device}; here are "
-            f"{', '.join(available)}; set attention: auto"
-        )
-    return requested
-
-
-def varlen_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-    causal: bool,
-    backend: str,
-) -> torch.Tensor:
-    """Attention of every token to its own segment.
-
-    Args:
-        query: (T, H, D).
-        key, value: (T, G, D), G divides H.
-        cu_seqlens: (P + 1,) int32, from 0 to T.
-        max_seqlen: length of the longest segment.
-        scale: factor of the scores.
-        causal: whether a token sees only itself and those before it.
-        backend: a name in KERNELS.
-
-    Returns:
-        (T, H, D).
-    """
-    return KERNELS[backend](query, key, value, cu_seqlens, max_seqlen, scale, causal)
 
 
 class PackedCoreAttention(torch.nn.Module):
@@ -180,7 +40,10 @@ class PackedCoreAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         if config.context_parallel_size > 1 or config.attention_dropout:
-            raise ValueError("packed attention has neither context parallelism nor dropout")
+            raise ValueError(
+                "packed attention has no dropout, and its context parallelism comes with the row "
+                "(see launch.model.context_parallel), not with context_parallel_size"
+            )
         self.backend = backend
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         if backend == "transformer_engine":
@@ -222,6 +85,8 @@ class PackedCoreAttention(torch.nn.Module):
         if not is_thd:
             query, key, value = (t.squeeze(1) for t in (query, key, value))
         if self.backend == "transformer_engine":
+            if isinstance(packed_seq_params, RowPart):
+                raise ValueError("attention transformer_engine has no context parallelism here")
             thd = dataclasses.replace(packed_seq_params, qkv_format="thd")
             out = self.transformer_engine(
                 query, key, value, None, attn_mask_type=attn_mask_type, packed_seq_params=thd
@@ -231,20 +96,21 @@ class PackedCoreAttention(torch.nn.Module):
         return out if is_thd else out.reshape(out.shape[0], 1, -1)
 
     def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        packed_seq_params: PackedSeqParams,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: PackedSeqParams
     ) -> torch.Tensor:
-        """(S, H, D) from the same, with one of this project's kernels."""
-        padded = packed_seq_params.cu_seqlens_q_padded
+        """(S, H, D) from the same, with one of this project's kernels. A rank that holds a part of
+        the row looks at the keys of all."""
+        if isinstance(params, RowPart):
+            key, value = params.gather_keys(key, value)
+        padded = params.cu_seqlens_q_padded is not None
         return varlen_attention(
             query,
             key,
             value,
-            cu_seqlens=packed_seq_params.cu_seqlens_q if padded is None else padded,
-            max_seqlen=packed_seq_params.max_seqlen_q,
+            cu_seqlens=params.cu_seqlens_q_padded if padded else params.cu_seqlens_q,
+            max_seqlen=params.max_seqlen_q,
+            cu_seqlens_kv=params.cu_seqlens_kv_padded if padded else params.cu_seqlens_kv,
+            max_seqlen_kv=params.max_seqlen_kv,
             scale=self.scale,
             causal=True,
             backend=self.backend,

@@ -1,16 +1,15 @@
 """Qwen's VL models for packed rows: megatron-core's GPTModel and transformers' vision tower.
 
-patches ─▶ vision tower ─▶ features ┐ (replicated on tensor parallel ranks)
+patches ─▶ vision tower ─▶ features ┐ (replicated on tensor parallel ranks, see vision_tower)
 tokens  ─▶ embedding ───────────────┴▶ decoder, attention inside segments ─▶ loss of labels
 
 In Qwen3-VL, features from inner layers of the tower are added to the outputs of the decoder's first
 layers (DeepStack).
 """
 
-import copy
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +20,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from launch.model.attention_kernels import select_backend
 from launch.model.config import ModelConfig, transformers_classes
+from launch.model.context_parallel import RowPart, cut_row
 from launch.model.hf_checkpoint import CheckpointReader, write_checkpoint
 from launch.model.hf_weights import (
     RandomWeights,
@@ -31,17 +32,14 @@ from launch.model.hf_weights import (
     published_shapes,
 )
 from launch.model.language_model import build_language_model, head_dim_of
-from launch.model.packed_attention import register_vision_attention, select_backend
 from launch.model.rotary import mrope_frequencies
+from launch.model.vision_tower import Medium, build_vision_tower, media_features
 from task_encoders.families import FAMILIES
+from task_encoders.families.cost import cost_of_sizes
 from task_encoders.sample_encoder import IGNORE_INDEX
 
 #: Labels whose logits exist at once: in float32, 152,000 words for 2,048 labels are 1.2 GB.
 LOSS_CHUNK: Final = 2048
-
-
-#: Token id, patches and grids of one kind of media.
-_Media = tuple[int, torch.Tensor | None, torch.Tensor | None]
 
 
 class PackedQwen2VL(torch.nn.Module):
@@ -55,6 +53,8 @@ class PackedQwen2VL(torch.nn.Module):
         self.language_model = language_model
         self.visual = visual
         text_config = hf_config.text_config
+        sizes = text_config.to_dict(), hf_config.vision_config.to_dict()
+        self.cost = cost_of_sizes("", *sizes)
         rope = text_config.rope_parameters
         self._frequencies = functools.partial(
             mrope_frequencies,
@@ -90,30 +90,37 @@ class PackedQwen2VL(torch.nn.Module):
         Args:
             tokens: (1, S) int64.
             position_ids: (3, 1, S) int64.
-            packed_seq_params: the segments, see `task_encoders.to_packed_seq_params`.
+            packed_seq_params: the segments, see `task_encoders.to_packed_seq_params`; with a
+                `cp_group`, each of its ranks gets the same row, and computes a part of it.
             imgs: (patches, C·T·p·p), read only if there are grids.
             image_grid_thw: (N, 3), in patches.
             labels: (1, S) int64, shifted: the token that follows, or IGNORE_INDEX.
             pixel_values_videos, video_grid_thw: the same for videos.
 
         Returns:
-            With labels the loss of every token, (1, S) float32, 0 where ignored. Without, this
-            tensor parallel rank's part of the logits, (1, S, vocab_size / TP).
+            With labels the loss of every token, (1, S) float32, 0 where ignored and at tokens of
+            other context parallel ranks. Without, this tensor parallel rank's part of the logits,
+            (1, S, vocab_size / TP), of a context parallel one only those of its own tokens.
         """
-        images = (self.hf_config.image_token_id, imgs, image_grid_thw)
-        videos = (self.hf_config.video_token_id, pixel_values_videos, video_grid_thw)
-        embeddings, self._deep_features = self._embed(tokens, images, videos)
+        images = (imgs, image_grid_thw)
+        videos = (pixel_values_videos, video_grid_thw)
+        part = cut_row(packed_seq_params)
+        own = slice(None) if part is None else part.own
+        embeddings, self._deep_features = self._embed(tokens, part, images, videos)
         hidden = self.language_model.decoder(
             hidden_states=embeddings,
             attention_mask=None,
-            rotary_pos_emb=self._frequencies(position_ids),
+            rotary_pos_emb=self._frequencies(position_ids[..., own]),
             # Angles are given per position. Under "thd" megatron-core would look them up segment by
             # segment, which waits for the GPU 2 · layers · (segments + 1) times in a forward pass.
-            packed_seq_params=dataclasses.replace(packed_seq_params, qkv_format="sbhd"),
+            packed_seq_params=dataclasses.replace(part or packed_seq_params, qkv_format="sbhd"),
         )
         if labels is None:
             return self._logits(hidden).transpose(0, 1)
-        return self._token_losses(hidden, labels[0])
+        losses = self._token_losses(hidden, labels[0, own])
+        if part is not None:
+            losses = losses.new_zeros(labels.shape).index_copy(1, part.own, losses)
+        return losses
 
     def _add_deep_features(
         self, _module: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]
@@ -125,57 +132,33 @@ class PackedQwen2VL(torch.nn.Module):
         return hidden + self._deep_features.pop(0), context
 
     def _embed(
-        self, tokens: torch.Tensor, *media: _Media
+        self,
+        tokens: torch.Tensor,
+        part: RowPart | None,
+        *media: tuple[torch.Tensor | None, torch.Tensor | None],
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(S, 1, H): word embeddings, with features in the places of image and video tokens; and
-        what is added in these places after the first layers.
-
-        Images and videos go through the vision tower together, first one kind and then the other;
-        each kind's features are in the order of its tokens.
-        """
-        embeddings = self.language_model.embedding(input_ids=tokens, position_ids=None)
+        """(S, 1, H) of this rank's tokens: word embeddings, with features in the places of image
+        and video tokens; and what is added in these places after the first layers. `media`: patches
+        and grids of images, and of videos."""
+        own = tokens if part is None else tokens[:, part.own]
+        embeddings = self.language_model.embedding(input_ids=own, position_ids=None)
+        config = self.hf_config
+        kinds = (("image", config.image_token_id), ("video", config.video_token_id))
         present = [
-            (token_id, patches.to(embeddings.dtype), grids.long())
-            for token_id, patches, grids in media
+            Medium(*kind, patches.to(embeddings.dtype), grids.long())
+            for kind, (patches, grids) in zip(kinds, media, strict=True)
             if patches is not None and grids is not None and len(grids)
         ]
         deep: list[torch.Tensor] = []
         if present:
-            features = self.visual(
-                torch.cat([patches for _, patches, _ in present]),
-                grid_thw=torch.cat([grids for _, _, grids in present]),
-            )
-            merged = self.hf_config.vision_config.spatial_merge_size**2
-            counts = {token_id: len(patches) // merged for token_id, patches, _ in present}
-            embeddings = self._put_features(embeddings, tokens, counts, features.pooler_output)
-            deep = [
-                self._put_features(torch.zeros_like(embeddings), tokens, counts, some)
-                for some in getattr(features, "deepstack_features", None) or ()
-            ]
+            last, *others = media_features(self.visual, tokens, present, part, self.cost)
+            ids = [medium.token_id for medium in present]
+            embeddings = _put_features(embeddings, own, ids, last)
+            deep = [_put_features(torch.zeros_like(embeddings), own, ids, one) for one in others]
         if self.training and not embeddings.requires_grad:
             # Only the projector is trained, and this row has no image: keep backward() possible.
             embeddings.requires_grad_()
         return embeddings, deep
-
-    def _put_features(
-        self,
-        embeddings: torch.Tensor,
-        tokens: torch.Tensor,
-        counts: Mapping[int, int],
-        all_features: torch.Tensor,
-    ) -> torch.Tensor:
-        """Put features in the places of their tokens; `counts`: per token id, in order."""
-        parts = all_features.split(list(counts.values()))
-        for token_id, features in zip(counts, parts, strict=True):
-            is_medium = tokens[0] == token_id
-            if int(is_medium.sum()) != len(features):
-                kind = "image" if token_id == self.hf_config.image_token_id else "video"
-                raise ValueError(
-                    f"{int(is_medium.sum())} {kind} tokens in the row, {len(features)} {kind} "
-                    "features; tokens and media were encoded with different settings"
-                )
-            embeddings = embeddings.masked_scatter(is_medium[:, None, None], features)
-        return embeddings
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(n, 1, H) -> (n, 1, vocab_size / TP)."""
@@ -203,6 +186,17 @@ class PackedQwen2VL(torch.nn.Module):
         return row.index_copy(0, positions, losses.float())[None]
 
 
+def _put_features(
+    embeddings: torch.Tensor, tokens: torch.Tensor, token_ids: Sequence[int], features: torch.Tensor
+) -> torch.Tensor:
+    """Put features in the places of their tokens: those of the first id, then of the next."""
+    masks = [tokens[0] == token_id for token_id in token_ids]
+    parts = features.split([int(mask.sum()) for mask in masks])
+    for mask, part in zip(masks, parts, strict=True):
+        embeddings = embeddings.masked_scatter(mask[:, None, None], part)
+    return embeddings
+
+
 def build_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> PackedQwen2VL:
     """The model on this rank: its share of the language model, and the whole vision tower.
 
@@ -225,11 +219,16 @@ def build_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> 
         hf_config,
         dtype=dtype,
         device=device,
-        backend=select_backend(device, dtype, config.attention),
+        backend=select_backend(
+            device,
+            dtype,
+            config.attention,
+            context_parallel=parallel_state.get_context_parallel_world_size() > 1,
+        ),
         recompute=config.recompute == "full",
         qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in shapes),
     )
-    visual = _build_vision_tower(type(outline.model.visual), config, hf_config, dtype, device)
+    visual = build_vision_tower(type(outline.model.visual), config, hf_config, dtype, device)
     model = PackedQwen2VL(hf_config, language_model, visual).to(device)
     if config.checkpoint is None:
         random = RandomWeights(hf_config, shapes, seed=seed, device=device)
@@ -240,20 +239,6 @@ def build_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> 
         model.checkpoint = config.checkpoint
     freeze(model, config.freeze)
     return model
-
-
-def _build_vision_tower(
-    tower: Any, config: ModelConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
-) -> Any:
-    with torch.device(device):
-        visual = tower._from_config(
-            copy.deepcopy(hf_config.vision_config), dtype=dtype, attn_implementation="sdpa"
-        )
-    # Set afterwards: at construction transformers would look for "flash" kernels on the hub.
-    visual.config._attn_implementation = register_vision_attention()
-    if config.recompute == "full":
-        visual.gradient_checkpointing_enable({"use_reentrant": False})
-    return visual
 
 
 def freeze(model: PackedQwen2VL, parts: frozenset[str]) -> None:
@@ -271,7 +256,7 @@ def save_hf_checkpoint(model: PackedQwen2VL, folder: str | Path) -> None:
 
     Tensors are gathered over the first tensor parallel group and written by rank 0.
     """
-    if parallel_state.get_data_parallel_rank() == 0:
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
         tensors = gather_weights(model, model.hf_config)
         if FAMILIES[model.hf_config.model_type].nested_names:
             tensors = ((nested_name(name), tensor) for name, tensor in tensors)

@@ -111,7 +111,7 @@ def get_batch(data_iterator: Iterator[PackedBatch] | None, device: torch.device)
         StopIteration: on all ranks, when the data ends.
     """
     read = next(data_iterator, None) if data_iterator is not None else None
-    batch = broadcast_batch(read, device)
+    batch = broadcast_batch(read, device, parallel_state.get_tensor_model_parallel_group())
     if batch is None:
         raise StopIteration
     labels = shift_labels(batch.labels)

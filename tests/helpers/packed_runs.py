@@ -17,6 +17,7 @@ from launch.loop.plan import plan_training
 from launch.loop.setup import build_checkpoints, build_model, build_optimizer
 from launch.loop.trainer import Trainer
 from task_encoders.energon_samples import PackedBatch
+from task_encoders.model_inputs import required_pad_multiple
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
@@ -138,10 +139,12 @@ def make_trainer(
     accept: Collection[str] = (),
 ) -> tuple[Trainer, RecordedBatches, torch.nn.Module]:
     """A trainer as `launch.loop.setup` makes it, whose packs are recorded."""
-    device = initialize_parallel(config.parallel.tensor, seed=config.train.seed)
+    ranks = config.parallel
+    device = initialize_parallel(ranks.tensor, ranks.context, seed=config.train.seed)
     data = read_data(config.data)
     plan = plan_training(config, data, parallel_state.get_data_parallel_world_size())
-    task_encoder = build_task_encoder(config.data, data)
+    pad_multiple = required_pad_multiple(context_parallel=ranks.context)
+    task_encoder = build_task_encoder(config.data, data, pad_multiple=pad_multiple)
     if batches is None:
         batches = EnergonMicroBatches(config.data, task_encoder, device, seed=config.train.seed)
     recorded = RecordedBatches(batches, fail_at)

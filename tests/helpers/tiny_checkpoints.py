@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from launch.model.config import transformers_classes
 from launch.model.hf_checkpoint import weight_files
+from launch.model.hf_weights import gather_weights
 from task_encoders.concatenate import concatenate
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.media.patches import Normalisation
@@ -204,6 +205,15 @@ def unpacked_inputs(sample: EncodedSample) -> dict[str, Any]:
     if len(sample.image_grid_thw) or len(sample.video_grid_thw):
         inputs["mm_token_type_ids"] = token_types(tokens)
     return inputs
+
+
+def gathered_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Gradients of a PackedQwen2VL as transformers has them, on tensor parallel rank 0; they take
+    the place of its weights."""
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    gathered = gather_weights(model, model.hf_config)
+    return {name: tensor for name, tensor in gathered if tensor is not None}
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -201,7 +201,7 @@ def test_transformers_positions_restart_in_the_first_row() -> None:
         ({"context_parallel": 2}, 4),
         ({"tensor_parallel": 4}, 1),
         ({"tensor_parallel": 4, "sequence_parallel": True}, 4),
-        ({"context_parallel": 2, "tensor_parallel": 4, "sequence_parallel": True}, 16),
+        ({"context_parallel": 2, "tensor_parallel": 4, "sequence_parallel": True}, 8),
     ],
 )
 def test_alignment(parallel: dict[str, Any], multiple: int) -> None:

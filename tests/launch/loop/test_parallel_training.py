@@ -62,7 +62,7 @@ class PacksOfTwoRanks:
     def next(self) -> PackedBatch | None:
         iterator = self._iterators[self._given % DATA_PARALLEL]
         self._given += 1
-        return broadcast_batch(next(iterator), torch.device("cpu"))
+        return broadcast_batch(next(iterator), torch.device("cpu"), distributed.group.WORLD)
 
     def state(self) -> None:
         return None

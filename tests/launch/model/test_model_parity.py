@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig, transformers_classes
-from launch.model.hf_weights import gather_weights, published_name
+from launch.model.hf_weights import published_name
 from launch.model.qwen_vl import PackedQwen2VL, build_model
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
@@ -23,6 +23,7 @@ from task_encoders.sample_encoder import IGNORE_INDEX
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_checkpoints import (
     ROWS,
+    gathered_gradients,
     packed_batch,
     row_samples,
     unpacked_inputs,
@@ -73,14 +74,6 @@ def reference_gradients(reference: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def packed_gradients(model: PackedQwen2VL) -> dict[str, torch.Tensor]:
-    """This model's gradients as transformers has them, on tensor parallel rank 0."""
-    for parameter in model.parameters():
-        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    gathered = gather_weights(model, model.hf_config)
-    return {name: tensor for name, tensor in gathered if tensor is not None}
-
-
 def compare(model: PackedQwen2VL, reference: Any, row: str) -> Differences:
     """Run one row packed, its sub-samples alone, and the row without boundaries.
 
@@ -103,7 +96,7 @@ def compare(model: PackedQwen2VL, reference: Any, row: str) -> Differences:
     loss = forward(model, batch, labels)
     assert torch.all(loss[0, ~labelled] == 0)
     loss.sum().backward()
-    gradients = packed_gradients(model)
+    gradients = gathered_gradients(model)
     errors = [
         float((gradients[name] - gradient).abs().max() / gradient.abs().max())
         for name, gradient in reference_gradients(reference).items()

@@ -1,0 +1,176 @@
+"""One row over the ranks of a context parallel group, each of which holds a part of its tokens.
+
+Every segment is cut into 2·n chunks for n ranks, of which rank r holds r and 2n - 1 - r ("zigzag",
+as in Megatron-LM), so that causal attention takes all ranks equally long:
+
+    n = 2, segments     [a a a a|b b b b b b b b]
+    rank 0 holds         a     a|b b         b b
+    rank 1 holds           a a  |    b b b b
+
+Every layer gathers the keys and values of the whole row, as in Llama 3
+(https://arxiv.org/abs/2407.21783, section 3.3.2). The attention is then one call of an ordinary
+kernel in which each chunk is a segment, and its keys are those of its sample up to its own end.
+
+The group is an argument of the row (`PackedSeqParams.cp_group`): rows may differ in it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import distributed
+
+
+@dataclasses.dataclass
+class RowPart(PackedSeqParams):
+    """Boundaries of one rank's part of a row of S tokens, n ranks: those of its 2·P chunks
+    (`cu_seqlens_q`), and of what these look at (`cu_seqlens_kv`)."""
+
+    #: (S / n,) places in the row of the tokens held here, ascending
+    own: torch.Tensor = dataclasses.field(kw_only=True)
+    #: (S,) the rank of the group that holds each token
+    owner: torch.Tensor = dataclasses.field(kw_only=True)
+    #: (cu_seqlens_kv[-1],) places of the keys in the ranks' parts, one after another
+    keys: torch.Tensor = dataclasses.field(kw_only=True)
+
+    def gather_keys(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (S / n, G, D) of all ranks, in the order of `cu_seqlens_kv`."""
+        both = _Gather.apply(torch.stack([key, value], dim=1), self.cp_group)
+        key, value = both[self.keys].unbind(dim=1)
+        return key, value
+
+
+def cut_row(params: PackedSeqParams) -> RowPart | None:
+    """This rank's part of the row that `params` describe; None: it holds the whole row.
+
+    Raises:
+        ValueError: a segment cannot be cut into equal chunks.
+    """
+    group = params.cp_group
+    if group is None or distributed.get_world_size(group) == 1:
+        return None
+    size, rank = distributed.get_world_size(group), distributed.get_rank(group)
+    padded = params.cu_seqlens_q_padded
+    boundaries = (params.cu_seqlens_q if padded is None else padded).long()
+    lengths = boundaries.diff()
+    if (lengths % (2 * size)).any():
+        raise ValueError(
+            f"segments of {lengths.tolist()} tokens cannot be cut into {2 * size} chunks for "
+            f"{size} context parallel ranks; pad each to a multiple (pad_multiple={2 * size})"
+        )
+    num_tokens, chunks = int(boundaries[-1]), lengths // (2 * size)
+    parts = [_chunk_places(boundaries, chunks, size, one, num_tokens) for one in range(size)]
+    place = torch.cat(parts).argsort()
+    ends = torch.stack([chunks * (rank + 1), chunks * (2 * size - rank)], dim=1).flatten()
+    num_keys = num_tokens // (2 * size) * (2 * size + 1)
+    longest = params.max_seqlen_q
+    return RowPart(
+        qkv_format=params.qkv_format,
+        cu_seqlens_q=_boundaries(chunks.repeat_interleave(2)),
+        cu_seqlens_kv=_boundaries(ends),
+        max_seqlen_q=longest // (2 * size),
+        max_seqlen_kv=longest // (2 * size) * (2 * size - rank),
+        local_cp_size=size,
+        cp_group=group,
+        own=parts[rank],
+        owner=place // (num_tokens // size),
+        keys=place[_ranges(boundaries[:-1].repeat_interleave(2), ends, num_keys)],
+    )
+
+
+def _chunk_places(
+    boundaries: torch.Tensor, chunks: torch.Tensor, size: int, rank: int, num_tokens: int
+) -> torch.Tensor:
+    """Places in the row of a rank's chunks, whose lengths are `chunks` (P,)."""
+    starts = [boundaries[:-1] + chunks * number for number in (rank, 2 * size - 1 - rank)]
+    pairs = torch.stack(starts, dim=1).flatten()
+    return _ranges(pairs, chunks.repeat_interleave(2), num_tokens // size)
+
+
+def _ranges(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
+    """Starts [0, 7] and lengths [2, 3] -> [0, 1, 7, 8, 9]; `total` numbers."""
+    before = starts - (lengths.cumsum(0) - lengths)
+    shifts = before.repeat_interleave(lengths, output_size=total)
+    return shifts + torch.arange(total, device=starts.device)
+
+
+def _boundaries(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+class _Gather(torch.autograd.Function):
+    """(m, …) of each rank -> (n·m, …); every rank's gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: distributed.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        whole = own.new_empty(distributed.get_world_size(group) * len(own), *own.shape[1:])
+        distributed.all_gather_into_tensor(whole, own.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        size = distributed.get_world_size(ctx.group)
+        own = gradient.new_empty(len(gradient) // size, *gradient.shape[1:])
+        distributed.reduce_scatter_tensor(own, gradient.contiguous(), group=ctx.group)
+        return own, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows sent to each rank, and received from each; gradients go the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        group: distributed.ProcessGroup,
+    ) -> torch.Tensor:
+        ctx.way = send, receive, group
+        return _all_to_all(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        send, receive, group = ctx.way
+        return _all_to_all(gradient, receive, send, group), None, None, None
+
+
+def _all_to_all(
+    rows: torch.Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    group: distributed.ProcessGroup,
+) -> torch.Tensor:
+    received = rows.new_empty(sum(receive), *rows.shape[1:])
+    distributed.all_to_all_single(
+        received, rows.contiguous(), list(receive), list(send), group=group
+    )
+    return received
+
+
+def hand_over(
+    features: torch.Tensor, bounds: Sequence[int], receivers: torch.Tensor, part: RowPart
+) -> torch.Tensor:
+    """The features of this rank's tokens, in order, from the ranks that computed them. A
+    collective.
+
+    Args:
+        features: those numbered from bounds[rank] to bounds[rank + 1], computed here.
+        bounds: (n + 1,) which of all N each rank computed.
+        receivers: (N,) the rank that needs each.
+    """
+    size, rank = distributed.get_world_size(part.cp_group), distributed.get_rank(part.cp_group)
+    sizes = torch.tensor(bounds, device=receivers.device).diff()
+    senders = torch.arange(size, device=receivers.device).repeat_interleave(sizes)
+    table = torch.bincount(senders * size + receivers, minlength=size * size).view(size, size)
+    sent = table.tolist()
+    order = receivers[bounds[rank] : bounds[rank + 1]].argsort(stable=True)
+    exchanged: torch.Tensor = _Exchange.apply(
+        features[order], sent[rank], [row[rank] for row in sent], part.cp_group
+    )
+    return exchanged

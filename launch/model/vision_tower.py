@@ -1,0 +1,137 @@
+"""The vision tower on packed rows: transformers' own, whole on every rank.
+
+Under context parallelism each rank of a group runs it on its share of the row's frames (an image is
+one), contiguous and with nearly equal work, and hands the features over to the ranks that hold
+their tokens. No frame attends to another, so a video may be cut between two.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import distributed
+
+from launch.model.config import ModelConfig
+from launch.model.context_parallel import RowPart, hand_over
+from launch.model.packed_attention import register_vision_attention
+from task_encoders.families.cost import ModelCost
+
+#: Of each frame: patches, and those along height and width.
+_Frames = npt.NDArray[np.int64]
+
+
+class Medium(NamedTuple):
+    """One kind of media in a row."""
+
+    #: "image" or "video"
+    kind: str
+    token_id: int
+    #: (patches, C·T·p·p)
+    patches: torch.Tensor
+    #: (N, 3) int64, in patches
+    grids: torch.Tensor
+
+
+def build_vision_tower(
+    tower: Any, config: ModelConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A tower of transformers' class whose segments are those of packed rows."""
+    with torch.device(device):
+        visual = tower._from_config(
+            copy.deepcopy(hf_config.vision_config), dtype=dtype, attn_implementation="sdpa"
+        )
+    # Set afterwards: at construction transformers would look for "flash" kernels on the hub.
+    visual.config._attn_implementation = register_vision_attention()
+    if config.recompute == "full":
+        visual.gradient_checkpointing_enable({"use_reentrant": False})
+    return visual
+
+
+def media_features(
+    tower: Any,
+    tokens: torch.Tensor,
+    media: Sequence[Medium],
+    part: RowPart | None,
+    cost: ModelCost,
+) -> list[torch.Tensor]:
+    """Features of the media tokens that this rank holds: first one kind and then the other, each in
+    the order of its tokens; the last layer's, then those of the layers that feed DeepStack.
+
+    Args:
+        tokens: (1, S), of the whole row.
+        media: the kinds that are there, each with the patches of the whole row.
+        part: this rank's part of the row; None: it holds all of it. Otherwise a collective.
+
+    Raises:
+        ValueError: there are other tokens than features.
+    """
+    merged = tower.config.spatial_merge_size**2  # patches to a token
+    for medium in media:
+        found, expected = int((tokens == medium.token_id).sum()), len(medium.patches) // merged
+        if found != expected:
+            raise ValueError(
+                f"{found} {medium.kind} tokens in the row, {expected} {medium.kind} features; "
+                "tokens and media were encoded with different settings"
+            )
+    patches = torch.cat([medium.patches for medium in media])
+    grids = torch.cat([medium.grids for medium in media])
+    if part is None:
+        return _run(tower, patches, grids)
+    size, rank = distributed.get_world_size(part.cp_group), distributed.get_rank(part.cp_group)
+    frames = frames_of(grids)
+    bounds = share_frames(cost.tower_flops(frames[:, 0]), size)
+    starts = np.concatenate([[0], frames[:, 0].cumsum()])[bounds].tolist()
+    own = frames[bounds[rank] : bounds[rank + 1], 1:]
+    own_grids = torch.from_numpy(np.pad(own, ((0, 0), (1, 0)), constant_values=1))
+    own_patches = patches[starts[rank] : starts[rank + 1]]
+    features = _run(tower, own_patches, own_grids.to(grids.device))
+    receivers = torch.cat([part.owner[tokens[0] == medium.token_id] for medium in media])
+    together = torch.cat(features, dim=1)
+    handed = hand_over(together, [start // merged for start in starts], receivers, part)
+    return list(handed.split([one.shape[1] for one in features], dim=1))
+
+
+def _run(tower: Any, patches: torch.Tensor, grids: torch.Tensor) -> list[torch.Tensor]:
+    if not len(patches):
+        # This rank has no frame. What it hands over is empty, but takes part in the backward pass.
+        config = tower.config
+        width = getattr(config, "out_hidden_size", None) or config.hidden_size
+        count = 1 + len(getattr(config, "deepstack_visual_indexes", None) or ())
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in tower.parameters())
+        return [patches.new_zeros(0, width, requires_grad=trained) for _ in range(count)]
+    found = tower(patches, grid_thw=grids)
+    return [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+
+
+def frames_of(grids: torch.Tensor) -> _Frames:
+    """Grids (N, 3) to frames (F, 3): patches, height, width."""
+    t, h, w = grids.cpu().numpy().T
+    return np.repeat(np.stack([h * w, h, w], axis=1), t, axis=0)
+
+
+def share_frames(flops: npt.NDArray[np.float64], size: int) -> list[int]:
+    """Cut frames with so many operations each into `size` contiguous shares, so that the one with
+    most has as few as possible (to 1e-9 of all). Returns the (size + 1,) bounds."""
+    done = np.concatenate([[0.0], flops.cumsum()])
+    total = done[-1]
+    low, high = total / size, total
+    bounds = _fill(done, high, size)
+    while high - low > 1e-9 * total:
+        limit = (low + high) / 2
+        found = _fill(done, limit, size)
+        if found[-1] == len(flops):
+            high, bounds = limit, found
+        else:
+            low = limit
+    return bounds
+
+
+def _fill(done: npt.NDArray[np.float64], limit: float, size: int) -> list[int]:
+    """Bounds of shares that each take as many frames as `limit` allows."""
+    bounds = [0]
+    for _ in range(size):
+        bounds.append(int(np.searchsorted(done, done[bounds[-1]] + limit, "right")) - 1)
+    return bounds
