@@ -199,8 +199,7 @@ class ParallelConfig(_Config):
 
     #: ranks that share a layer
     tensor: Count = 1
-    #: ranks that share a row, and the vision tower's work on it; what tensor × context leave of
-    #: the ranks is data parallel. Needs packs with pack.pad_multiple = 2 × context
+    #: ranks that share a row and its media; needs packs with pack.pad_multiple = 2 × context
     context: Count = 1
     #: only 1
     pipeline: Count = 1
@@ -279,15 +278,6 @@ class LaunchConfig(_Config):
             raise ValueError(
                 f"output.path {str(self.output.path)!r} is data.path, the folder of the packs; "
                 "give the run a folder of its own"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_context(self) -> "LaunchConfig":
-        if self.parallel.context > 1 and self.model.attention == "transformer_engine":
-            raise ValueError(
-                f"model.attention=transformer_engine cannot cut rows for parallel.context="
-                f"{self.parallel.context}; set model.attention=auto"
             )
         return self
 

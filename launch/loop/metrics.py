@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import distributed
 
 from launch.config import MetricsConfig
+from launch.loop.progress import row_flops, tower_shares
 from offline_packing.storage.files import hash_bytes, write_atomically
 from task_encoders.energon_samples import PackedBatch
+from task_encoders.families.cost import ModelCost
 from task_encoders.sample_encoder import IGNORE_INDEX
 
 
@@ -41,31 +42,34 @@ class StepCounts:
         self._watch = Stopwatch(device)
         self._data_seconds = 0.0
 
-    def add_loss(self, loss: torch.Tensor) -> None:
-        """Count the losses of one micro batch, or of this rank's part of it."""
-        self._losses[0] += loss.detach().double()
-
     def add(
         self,
         row: PackedBatch,
         *,
+        loss: torch.Tensor,
         denominator: torch.Tensor,
-        flops: torch.Tensor,
-        tower: npt.NDArray[np.float64] | None,
+        cost: ModelCost,
+        group: distributed.ProcessGroup | None,
     ) -> None:
-        """Count one micro batch, on one of the ranks that share it.
+        """Count one micro batch.
 
         Args:
-            denominator: of its losses.
-            flops: see `row_flops`.
-            tower: the vision tower's operations on each of these ranks, if there are several.
+            loss: the sum of its losses, or of this rank's part of it.
+            denominator: of the whole row.
+            cost: of the model.
+            group: the ranks that share the row; all but the losses is counted by the first.
         """
+        self._losses[0] += loss.detach().double()
+        if group is not None and distributed.get_rank(group):
+            return
         loss_tokens = (row.labels != IGNORE_INDEX).sum()
-        self._losses[1:] += torch.cat([torch.stack([denominator, loss_tokens]).double(), flops])
+        counted = torch.stack([denominator, loss_tokens]).double()
+        self._losses[1:] += torch.cat([counted, row_flops(cost, row)])
         self._tokens += row.num_tokens
         self._samples += len(row.sub_sample_keys)
         self._packs += len(row.__key__)
-        if tower is not None:
+        if group is not None:
+            tower = tower_shares(cost, row, group.size())
             self._tower[: len(tower)] += tower
             self._tower[-1] += len(tower) * tower.max()
 

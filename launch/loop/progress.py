@@ -52,7 +52,7 @@ def tower_shares(cost: ModelCost, row: PackedBatch, ranks: int) -> npt.NDArray[n
     """(ranks,) operations of the vision tower, forward, on each rank that shares the row."""
     frames = frames_of(torch.cat([row.image_grid_thw, row.video_grid_thw]))
     flops = cost.tower_flops(frames[:, 0])
-    return np.add.reduceat(np.append(flops, 0.0), share_frames(flops, ranks)[:-1])
+    return np.diff(np.append(0.0, flops.cumsum())[share_frames(flops, ranks)])
 
 
 def memory_gib(device: torch.device) -> float:

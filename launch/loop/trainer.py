@@ -25,14 +25,7 @@ from launch.loop.metrics import MetricsLog, StepCounts, StepTotals
 from launch.loop.optimizer import ShardedAdamW, learning_rate
 from launch.loop.parallel import context_group, on_all_ranks
 from launch.loop.plan import TrainPlan
-from launch.loop.progress import (
-    Eta,
-    format_line,
-    memory_gib,
-    peak_flops,
-    row_flops,
-    tower_shares,
-)
+from launch.loop.progress import Eta, format_line, memory_gib, peak_flops
 from launch.loop.stop_request import StopRequest
 from launch.model.qwen_vl import PackedQwen2VL
 from task_encoders.energon_samples import PackedBatch
@@ -234,14 +227,8 @@ class Trainer:
             video_grid_thw=row.video_grid_thw,
         )
         loss = weighted_sum(token_losses, terms)
-        counts.add_loss(loss)
-        if group is None or distributed.get_rank(group) == 0:
-            counts.add(
-                row,
-                denominator=terms.denominator,
-                flops=row_flops(self._model.cost, row),
-                tower=None if group is None else tower_shares(self._model.cost, row, group.size()),
-            )
+        cost = self._model.cost
+        counts.add(row, loss=loss, denominator=terms.denominator, cost=cost, group=group)
         return loss
 
     @torch.no_grad()

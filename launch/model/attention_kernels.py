@@ -129,7 +129,8 @@ def select_backend(
         return available[0]
     if requested not in available:
         raise ValueError(
-            f"attention {requested!r} cannot be used for {dtype} on {device}; here are "
+            f"attention {requested!r} cannot be used for {dtype} on {device}"
+            f"{' under context parallelism' if context_parallel else ''}; here are "
             f"{', '.join(available)}; set attention: auto"
         )
     return requested

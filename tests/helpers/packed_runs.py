@@ -46,10 +46,11 @@ TINY_MODEL: dict[str, Any] = {
 BMR_ENVIRONMENT = {"OFFLINE_PACKED_DATA": "1", "OFFLINE_PACKING_BMR": "1"}
 
 
-def bmr_folder(root: Path, samples: int = 60) -> Path:
-    """Packed dialogues with no picture, one, or two; 10 % of the packs in a val split."""
+def bmr_folder(root: Path, samples: int = 60, **pack: Any) -> Path:
+    """Packed dialogues with no picture, one, or two; 10 % of the packs in a val split. `pack`:
+    options of packing."""
     source = {"format": "pairs", "path": str(mixed_pairs(root / "source", samples)), "task": "bmr"}
-    return _pack(source, root / "packed")
+    return _pack(source, root / "packed", **pack)
 
 
 def captioning_folder(root: Path, samples: int = 40) -> Path:
@@ -58,11 +59,11 @@ def captioning_folder(root: Path, samples: int = 40) -> Path:
     return _pack({"format": "pairs", "path": path, "task": "captioning"}, root / "packed")
 
 
-def _pack(source: dict[str, Any], folder: Path) -> Path:
+def _pack(source: dict[str, Any], folder: Path, **pack: Any) -> Path:
     run = make_run(
         source,
         folder,
-        pack={"seq_length": SEQ_LENGTH},
+        pack={"seq_length": SEQ_LENGTH, **pack},
         output={"packs_per_shard": 8, "split": {"train": 0.9, "val": 0.1}},
     )
     pack_all(run)

@@ -6,23 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import distributed
 
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig, transformers_classes
-from launch.model.context_parallel import cut_row
 from launch.model.qwen_vl import PackedQwen2VL, build_model
-from launch.model.vision_tower import share_frames
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.families.cost import TransformerShape
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.sample_encoder import IGNORE_INDEX
 from tests.helpers.rank_processes import run_ranks

@@ -1,0 +1,147 @@
+"""Runs whose ranks share rows: steps, validations, kills and resumes are those of one rank."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.multiprocessing import ProcessExitedException
+
+from launch.config import LaunchConfig
+from launch.loop.metrics import read_metrics
+from launch.loop.parallel import ParallelError, initialize_parallel, shutdown_parallel
+from tests.helpers.packed_runs import (
+    BMR_ENVIRONMENT,
+    KilledError,
+    bmr_folder,
+    losses,
+    make_config,
+    make_trainer,
+    step_lines,
+)
+from tests.helpers.rank_processes import run_ranks
+
+STEPS, PACKS_PER_STEP, SAVE_EVERY = 6, 2, 2
+
+
+class Layout(NamedTuple):
+    """How ranks share the work."""
+
+    context: int = 1
+    tensor: int = 1
+    data: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.context * self.tensor * self.data
+
+
+LAYOUTS: list[Any] = [
+    Layout(2),
+    *(
+        pytest.param(layout, marks=pytest.mark.exhaustive)
+        for layout in (Layout(4), Layout(2, 2), Layout(2, 1, 2))
+    ),
+]
+
+
+def run_config(folder: Path, output: Path, layout: Layout) -> LaunchConfig:
+    return make_config(
+        folder,
+        output,
+        batch={"global_batch_packs": PACKS_PER_STEP},
+        train={"iterations": STEPS, "normalization": "sample"},
+        checkpoint={"every": SAVE_EVERY, "export": False},
+        validation={"every": 3},
+        parallel={"context": layout.context, "tensor": layout.tensor},
+    )
+
+
+def train(
+    folder: Path, output: Path, layout: Layout, fail_at: int | None = None
+) -> tuple[list[str], list[torch.Tensor]]:
+    """One rank's packs and final weights; at pack `fail_at` it is killed."""
+    trainer, seen, model = make_trainer(run_config(folder, output, layout), fail_at=fail_at)
+    trainer.resume()
+    try:
+        assert trainer.run()
+    except KilledError:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return seen.keys, [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in BMR_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bmr_folder(tmp_path_factory.mktemp("bmr"), pad_multiple=8)
+
+
+def validation_losses(output: Path) -> list[float]:
+    lines = read_metrics(output / "metrics.jsonl")
+    return [line["validation_loss"] for line in lines if "validation_loss" in line]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_killed_and_resumed_it_trains_as_one_rank_to_the_last_bit(
+    layout: Layout, folder: Path, tmp_path: Path
+) -> None:
+    def run(name: str, layout: Layout, **options: Any) -> list[Any]:
+        ranks = tmp_path / f"{name}_{len(list(tmp_path.iterdir()))}"
+        arguments = folder, tmp_path / name, layout
+        return run_ranks(layout.world_size, ranks, train, *arguments, *options.values())
+
+    alone = run("alone", Layout(data=layout.data))
+    whole = run("whole", layout)
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        run("killed", layout, fail_at=4 * PACKS_PER_STEP // layout.data)
+    resumed = run("killed", layout)
+
+    expected = losses(tmp_path / "alone")
+    assert len(expected) == STEPS
+    assert losses(tmp_path / "whole") == pytest.approx(expected, abs=2e-5)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert len(validation_losses(tmp_path / "whole")) == 2
+    for name in ("whole", "killed"):
+        assert validation_losses(tmp_path / name) == pytest.approx(
+            validation_losses(tmp_path / "alone"), abs=2e-5
+        )
+    together = layout.context * layout.tensor
+    for rank, (keys, weights) in enumerate(whole):
+        assert keys == alone[rank // together][0]
+        later, same = resumed[rank]
+        assert later == keys[-len(later) :]
+        assert len(later) == 2 * PACKS_PER_STEP // layout.data
+        assert all(map(torch.equal, weights, same))
+    counted = ("packs", "tokens", "loss_tokens", "sub_samples")
+    for one, other in zip(
+        step_lines(tmp_path / "alone"), step_lines(tmp_path / "whole"), strict=True
+    ):
+        assert [one[name] for name in counted] == [other[name] for name in counted]
+        assert sum(other[f"tower_{rank}"] for rank in range(layout.context)) == pytest.approx(1)
+        assert 0 <= other["tower_idle"] < 1
+
+
+def test_a_run_goes_on_with_other_ranks_to_a_row(folder: Path, tmp_path: Path) -> None:
+    """With two ranks, killed, then with one, which deals the rest of the epoch anew."""
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        run_ranks(
+            2, tmp_path / "two", train, folder, tmp_path / "out", Layout(2), 4 * PACKS_PER_STEP
+        )
+    keys, _ = train(folder, tmp_path / "out", Layout())
+    shutdown_parallel()
+    whole, _ = train(folder, tmp_path / "alone", Layout())
+    shutdown_parallel()
+    assert keys == whole[-len(keys) :]
+    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "alone"), abs=2e-5)
+
+
+def test_ranks_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(ParallelError, match="tensor_parallel 1 × context_parallel 2 does not div"):
+        initialize_parallel(1, 2)
