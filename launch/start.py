@@ -65,7 +65,7 @@ def lonely_nodes(options: Sequence[str]) -> str:
 def _check(path: str, overrides: Sequence[str]) -> None:
     """Check what can be known before any rank starts."""
     from launch.config import load_config
-    from launch.data.packed_data import check_validation, read_packed_data
+    from launch.data.packed_data import check_room, check_validation, read_packed_data
     from task_encoders.settings import PackingSettings
 
     config = load_config(path, overrides)
@@ -74,6 +74,7 @@ def _check(path: str, overrides: Sequence[str]) -> None:
         tasks = read_packed_data(Path(config.data.path)).tasks
         for task in tasks:
             settings.resolve_task(task, blend=len(tasks) > 1)
+        check_room(Path(config.data.path), config.parallel.context)
     if config.validation.every:
         check_validation(Path(config.data.path))
 

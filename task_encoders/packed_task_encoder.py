@@ -64,6 +64,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         options: instead of `model`, its fields by name: family, processor ("builtin", a checkpoint
             folder or a hub name), min_pixels, max_pixels, video (a VideoSettings), …
         pad_multiple: pad every sub-sample to a multiple (see `required_pad_multiple`).
+        fits_padded: packs are known to fit `seq_length` so, whatever they were planned with.
         pad_to_seq_length: pad every pack to `seq_length`, for kernels compiled per shape.
         cross_sample_attention: let a pack's samples attend to each other.
         pixel_transport: "uint8" sends pixels as bytes, an eighth of what their values take;
@@ -85,6 +86,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         seq_length: Count,
         model: ModelOptions | None = None,
         pad_multiple: Count = 1,
+        fits_padded: bool = False,
         pad_to_seq_length: bool = False,
         cross_sample_attention: bool = False,
         pixel_transport: PixelTransport = "float32",
@@ -98,8 +100,8 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         self.encoder = build_sample_encoder(model, **options)
         self.model = model or model_options(**options)
         self._digest = fingerprint_digest(self.encoder.fingerprint)
-        self.seq_length = seq_length
-        self.pad_multiple = pad_multiple
+        self.seq_length, self.pad_multiple = seq_length, pad_multiple
+        self._fits_padded = fits_padded
         self._rows = RowEncoder(
             encoder=self.encoder,
             seq_length=seq_length,
@@ -278,7 +280,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
             folder,
             model=self.encoder.fingerprint,
             seq_length=self.seq_length,
-            pad_multiple=self.pad_multiple,
+            pad_multiple=1 if self._fits_padded else self.pad_multiple,
         )
         self._folders.append(folder)
         if self._trainer:

@@ -72,8 +72,7 @@ def build_task_encoder(
     Args:
         family: of the model that is trained (default: as measured). Lengths are the same in both
             families; the positions of videos are not.
-        pad_multiple: of each sub-sample's tokens. Packs that may be too full for that are refused,
-            by the loader.
+        pad_multiple: of each sub-sample's tokens; packs have room for it, see `check_room`.
     """
     instead = {"family": family, "processor": config.processor}
     changes = {name: value for name, value in instead.items() if value is not None}
@@ -85,9 +84,12 @@ def build_task_encoder(
         if not issubclass(own, kind):
             raise ValueError(f"data.task_encoder {config.task_encoder!r} is no {kind.__name__}")
         kind = own
+    padding: dict[str, Any] = (
+        {"pad_multiple": pad_multiple, "fits_padded": True} if pad_multiple > 1 else {}
+    )
     return kind(
         seq_length=data.seq_length,
-        pad_multiple=pad_multiple,
+        **padding,
         pad_to_seq_length=config.pad_to_seq_length,
         cross_sample_attention=config.cross_sample_attention,
         pixel_transport=config.pixel_transport,
@@ -142,6 +144,11 @@ class EnergonMicroBatches:
         self._pad_token_id = task_encoder.encoder.pad_token_id
         self._row_length = config.micro_batch_size * task_encoder.seq_length
         self._pads = config.pad_to_length
+        if self._pads and self._row_length % task_encoder.pad_multiple:
+            raise ValueError(
+                f"data.pad_to_length: {self._row_length} tokens are not a multiple of "
+                f"{task_encoder.pad_multiple}, as parallel.context needs; set it to false"
+            )
         self._ended = False
         self._iterator: Any = None
         self._loader: Any = None

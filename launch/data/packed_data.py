@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from offline_packing.errors import StageError
+from offline_packing.online.ranks.pack_costs import longest_pack
 from offline_packing.storage.files import hash_bytes
 from task_encoders.families import ModelOptions, model_options
 from task_encoders.packs.manifest import Manifest, ManifestError, read_manifest
@@ -116,6 +117,36 @@ def _require_one_model(path: Path, folders: Sequence[Path], models: Sequence[Mod
 def _ordered_for(manifest: Manifest) -> int | None:
     order = manifest.config.get("pack", {}).get("order")
     return int(order["num_ranks"]) if order else None
+
+
+def check_room(path: Path, context_parallel: int) -> None:
+    """Check that packs have room for what `parallel.context` pads their samples to: they were
+    planned for it, or happen to.
+
+    Raises:
+        StageError: some packs of a folder do not, or it cannot be told.
+    """
+    if context_parallel == 1:
+        return
+    from task_encoders.model_inputs import required_pad_multiple  # imports torch
+
+    multiple = required_pad_multiple(context_parallel=context_parallel)
+    folders = [path] if path.is_dir() else [folder for folder, _ in _folders_of_blend(path)]
+    for folder in folders:
+        manifest = _read_manifest(folder)
+        if manifest.pad_multiple % multiple == 0:
+            continue
+        head = f"parallel.context={context_parallel} pads samples to multiples of {multiple}"
+        remedy = f"pack it with pack.pad_multiple={multiple}"
+        try:
+            longest = longest_pack(folder, multiple)
+        except StageError as error:
+            raise StageError(f"{head}; {error}; {remedy}") from error
+        if longest > manifest.seq_length:
+            raise StageError(
+                f"{head}, so that packs of {folder} would take up to {longest} tokens > seq_length "
+                f"{manifest.seq_length}; {remedy}"
+            )
 
 
 def check_validation(path: Path) -> None:

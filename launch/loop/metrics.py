@@ -151,10 +151,11 @@ class StepTotals:
         """The step's line. `fill`: real tokens as a share of seq_length per pack. Under context
         parallelism `tower_0`, …: each rank's share of the vision tower's operations, and
         `tower_idle`: the share of its time in which ranks wait for the one with most."""
-        tower, total = {}, sum(self.tower_shares)
-        if total:
+        tower = {}
+        if len(self.tower_shares) > 1:
+            total = sum(self.tower_shares) or 1.0  # there may be no media
             tower = {f"tower_{rank}": work / total for rank, work in enumerate(self.tower_shares)}
-            tower["tower_idle"] = 1 - total / self.tower_rounds
+            tower["tower_idle"] = max(0.0, 1 - total / (self.tower_rounds or 1.0))
         return tower | {
             "loss": self.loss,
             "tokens_per_second": self.tokens / seconds,

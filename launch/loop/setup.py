@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Collection
+from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
@@ -11,7 +12,7 @@ from torch import distributed
 from launch.config import LaunchConfig
 from launch.data.micro_batches import EnergonMicroBatches, build_task_encoder
 from launch.data.online_data import read_data
-from launch.data.packed_data import PackedData
+from launch.data.packed_data import PackedData, check_room
 from launch.loop.checkpoint import CheckpointFolder, Deal
 from launch.loop.ends import check_ends, export
 from launch.loop.optimizer import ShardedAdamW
@@ -74,11 +75,14 @@ def build_trainer(
             "checkpoint to resume from; correct output.path, or leave the option out"
         )
     # The environment is checked here, before a checkpoint of many gigabytes is read.
+    context = config.parallel.context
+    if config.data.online is None:
+        check_room(Path(config.data.path), context)
     task_encoder = build_task_encoder(
         config.data,
         data,
         config.model.family,
-        pad_multiple=required_pad_multiple(context_parallel=config.parallel.context),
+        pad_multiple=required_pad_multiple(context_parallel=context),
     )
     train_data = EnergonMicroBatches(config.data, task_encoder, device, seed=config.train.seed)
     validation_data = None

@@ -45,15 +45,20 @@ class RowPart(PackedSeqParams):
 
 
 def cut_row(params: PackedSeqParams) -> RowPart | None:
-    """This rank's part of the row that `params` describe; None: it holds the whole row.
+    """This rank's part of the row that `params` describe; None: it holds the whole row. Raises
+    ValueError, see `part_of_rank`."""
+    group = params.cp_group
+    if group is None or distributed.get_world_size(group) == 1:
+        return None
+    return part_of_rank(params, distributed.get_world_size(group), distributed.get_rank(group))
+
+
+def part_of_rank(params: PackedSeqParams, size: int, rank: int) -> RowPart:
+    """What one of `size` ranks holds of a row, and looks at.
 
     Raises:
         ValueError: a segment cannot be cut into equal chunks.
     """
-    group = params.cp_group
-    if group is None or distributed.get_world_size(group) == 1:
-        return None
-    size, rank = distributed.get_world_size(group), distributed.get_rank(group)
     padded = params.cu_seqlens_q_padded
     boundaries = (params.cu_seqlens_q if padded is None else padded).long()
     lengths = boundaries.diff()
@@ -67,15 +72,15 @@ def cut_row(params: PackedSeqParams) -> RowPart | None:
     place = torch.cat(parts).argsort()
     ends = torch.stack([chunks * (rank + 1), chunks * (2 * size - rank)], dim=1).flatten()
     num_keys = num_tokens // (2 * size) * (2 * size + 1)
-    longest = params.max_seqlen_q
+    longest = params.max_seqlen_q // (2 * size)
     return RowPart(
         qkv_format=params.qkv_format,
         cu_seqlens_q=_boundaries(chunks.repeat_interleave(2)),
         cu_seqlens_kv=_boundaries(ends),
-        max_seqlen_q=longest // (2 * size),
-        max_seqlen_kv=longest // (2 * size) * (2 * size - rank),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest * (2 * size - rank),
         local_cp_size=size,
-        cp_group=group,
+        cp_group=params.cp_group,
         own=parts[rank],
         owner=place // (num_tokens // size),
         keys=place[_ranges(boundaries[:-1].repeat_interleave(2), ends, num_keys)],

@@ -63,10 +63,29 @@ def _planned(folder: PackedFolder, model: ModelCost | None) -> tuple[npt.NDArray
     return tuple(np.concatenate(column)[folder.order] for column in columns)
 
 
+def longest_pack(root: Path, pad_multiple: int) -> int:
+    """Tokens of the longest pack of an output if every sample is padded to a multiple. Raises
+    StageError as `pack_costs`."""
+    samples, plan = _artifacts(root, read_manifest(root))
+    padded = -(-samples.array("num_tokens")[plan.sample_ids] // pad_multiple) * pad_multiple
+    return int(np.add.reduceat(padded, plan.pack_offsets[:-1], dtype=np.int64).max())
+
+
 def _of_output(
     root: Path, manifest: Manifest | None, model: ModelCost | None
 ) -> tuple[npt.NDArray[Any], ...]:
     """The same of all packs of an output, as planned."""
+    samples, plan = _artifacts(root, manifest)
+    assert manifest is not None  # _artifacts refuses None
+    table = pack_table(
+        samples, plan, model or model_cost(model_options(**manifest.config["model"]))
+    )
+    tokens = np.add.reduceat(samples.array("num_tokens")[plan.sample_ids], plan.pack_offsets[:-1])
+    return tokens, table.media, table.tower, table.language
+
+
+def _artifacts(root: Path, manifest: Manifest | None) -> tuple[Index, PackPlan]:
+    """The index and the plan that an output's packs were written from."""
     workspace = Workspace(root)
     stage, info = read_json(workspace.plan_info), IndexInfo.load(workspace.index_info)
     if manifest is None or stage is None or info is None:
@@ -77,9 +96,4 @@ def _of_output(
     index = stage["fingerprint"]["index"]
     if hash_plan(stage) != manifest.plan or index != hash_file(workspace.index_info):
         raise StageError(f"{root}: the shards are not those of its plan and index; run write again")
-    samples, plan = Index(workspace.index, info), PackPlan.load(workspace.plan)
-    table = pack_table(
-        samples, plan, model or model_cost(model_options(**manifest.config["model"]))
-    )
-    tokens = np.add.reduceat(samples.array("num_tokens")[plan.sample_ids], plan.pack_offsets[:-1])
-    return tokens, table.media, table.tower, table.language
+    return Index(workspace.index, info), PackPlan.load(workspace.plan)

@@ -1,6 +1,7 @@
 """Runs whose ranks share rows: steps, validations, kills and resumes are those of one rank."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,9 +10,12 @@ import pytest
 import torch
 from torch.multiprocessing import ProcessExitedException
 
-from launch.config import LaunchConfig
+from launch.config import DataConfig, LaunchConfig
+from launch.data.micro_batches import EnergonMicroBatches, build_task_encoder
+from launch.data.packed_data import check_room, read_packed_data
 from launch.loop.metrics import read_metrics
 from launch.loop.parallel import ParallelError, initialize_parallel, shutdown_parallel
+from offline_packing.errors import StageError
 from tests.helpers.packed_runs import (
     BMR_ENVIRONMENT,
     KilledError,
@@ -124,7 +128,8 @@ def test_killed_and_resumed_it_trains_as_one_rank_to_the_last_bit(
         step_lines(tmp_path / "alone"), step_lines(tmp_path / "whole"), strict=True
     ):
         assert [one[name] for name in counted] == [other[name] for name in counted]
-        assert sum(other[f"tower_{rank}"] for rank in range(layout.context)) == pytest.approx(1)
+        shares = [other[f"tower_{rank}"] for rank in range(layout.context)]
+        assert max(shares) == 0 or sum(shares) == pytest.approx(1)
         assert 0 <= other["tower_idle"] < 1
 
 
@@ -145,3 +150,35 @@ def test_a_run_goes_on_with_other_ranks_to_a_row(folder: Path, tmp_path: Path) -
 def test_ranks_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(ParallelError, match="tensor_parallel 1 × context_parallel 2 does not div"):
         initialize_parallel(1, 2)
+
+
+def test_packs_without_room_are_refused(folder: Path, tmp_path: Path) -> None:
+    check_room(folder, 4)  # planned with multiples of 8
+    planned = bmr_folder(tmp_path / "plain", 20)
+    check_room(planned, 1)
+    message = r"pads samples to multiples of 8, so that packs of .* > seq_length 256; pack it with"
+    with pytest.raises(StageError, match=message):
+        check_room(planned, 4)
+    shutil.rmtree(planned / "_packing")
+    with pytest.raises(StageError, match=r"multiples of 8; .* no index and plan .*pad_multiple=8"):
+        check_room(planned, 4)
+
+
+def test_packs_with_room_are_padded(tmp_path: Path) -> None:
+    """One sample each, all shorter than what they may take."""
+    folder = bmr_folder(tmp_path / "single", 20, max_samples=1)
+    config = run_config(folder, tmp_path, Layout(2))
+    check_room(folder, 2)
+    device = initialize_parallel()
+    encoder = build_task_encoder(config.data, read_packed_data(folder), pad_multiple=4)
+    batches = EnergonMicroBatches(config.data, encoder, device)
+    lengths = [batches.next().cu_lengths.diff() for _ in range(10)]
+    shutdown_parallel()
+    assert all((length % 4 == 0).all() for length in lengths)
+
+
+def test_lengths_of_rows_that_cannot_be_cut_are_refused(folder: Path, tmp_path: Path) -> None:
+    config = DataConfig(path=str(folder), pad_to_length=True, num_workers=0)
+    encoder = build_task_encoder(config, read_packed_data(folder), pad_multiple=24)
+    with pytest.raises(ValueError, match="pad_to_length: 256 tokens are not a multiple of 24"):
+        EnergonMicroBatches(config, encoder, initialize_parallel())

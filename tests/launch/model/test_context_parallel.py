@@ -6,15 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import distributed
 
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
+from launch.model.attention_kernels import varlen_attention
 from launch.model.config import ModelConfig, transformers_classes
+from launch.model.context_parallel import part_of_rank
 from launch.model.qwen_vl import PackedQwen2VL, build_model
+from launch.model.vision_tower import share_frames
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.sample_encoder import IGNORE_INDEX
@@ -37,6 +44,67 @@ LAYOUTS: list[Any] = [
     ),
 ]
 Cases = dict[tuple[str, str], Any]
+
+
+def row_of(lengths: Sequence[int]) -> PackedSeqParams:
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    return PackedSeqParams(cu_seqlens_q=cu_seqlens, max_seqlen_q=max(lengths))
+
+
+def test_segments_are_cut_zigzag() -> None:
+    """As in the module's example."""
+    parts = [part_of_rank(row_of([4, 8]), 2, rank) for rank in range(2)]
+    assert [part.own.tolist() for part in parts] == [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]
+    assert parts[1].cu_seqlens_q.tolist() == [0, 1, 2, 4, 6]
+    assert parts[1].cu_seqlens_kv.tolist() == [0, 2, 5, 9, 15]
+
+
+def test_segments_of_other_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"segments of \[4, 6\] tokens .* \(pad_multiple=4\)"):
+        part_of_rank(row_of([4, 6]), 2, 0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(size=st.integers(1, 5), chunks=st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_parts_attend_as_the_whole_row(size: int, chunks: list[int]) -> None:
+    row = row_of([2 * size * chunk for chunk in chunks])
+    total = int(row.cu_seqlens_q[-1])
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, total, 2, 8, generator=generator)
+    options: dict[str, Any] = {"scale": 0.3, "causal": True, "backend": "sdpa"}
+    whole = {"cu_seqlens": row.cu_seqlens_q, "max_seqlen": row.max_seqlen_q}
+    expected = varlen_attention(query, key, value, **whole, **options)
+    parts = [part_of_rank(row, size, rank) for rank in range(size)]
+    order = torch.cat([part.own for part in parts])
+    assert sorted(order.tolist()) == list(range(total))
+    for rank, part in enumerate(parts):
+        found = varlen_attention(
+            query[part.own],
+            key[order][part.keys],
+            value[order][part.keys],
+            cu_seqlens=part.cu_seqlens_q,
+            max_seqlen=part.max_seqlen_q,
+            cu_seqlens_kv=part.cu_seqlens_kv,
+            max_seqlen_kv=part.max_seqlen_kv,
+            **options,
+        )
+        torch.testing.assert_close(found, expected[part.own], atol=1e-5, rtol=1e-5)
+        assert (part.owner[part.own] == rank).all()
+        assert part.cu_seqlens_kv.diff().max() == part.max_seqlen_kv
+
+
+@settings(max_examples=100, deadline=None)
+@given(size=st.integers(1, 4), flops=st.lists(st.integers(1, 50), max_size=7))
+def test_frames_are_shared_as_evenly_as_order_allows(size: int, flops: list[int]) -> None:
+    bounds = share_frames(np.array(flops, np.float64), size)
+    ways = itertools.combinations_with_replacement(range(len(flops) + 1), size - 1)
+    most = min(max(shares([0, *way, len(flops)], flops)) for way in ways)
+    assert (bounds[0], bounds[-1], len(bounds)) == (0, len(flops), size + 1)
+    assert max(shares(bounds, flops)) == most
+
+
+def shares(bounds: Sequence[int], flops: Sequence[int]) -> list[int]:
+    return [sum(flops[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
 def token_losses(model: PackedQwen2VL, batch: PackedBatch, group: Any = None) -> torch.Tensor:
@@ -115,7 +183,6 @@ def test_loss_and_gradients_are_those_of_one_rank(
         torch.testing.assert_close(found["losses"], expected["losses"], atol=1e-5, rtol=0)
         assert (found["control"] - expected["losses"]).abs().max() >= 1, case
         for name in expected.keys() - {"losses", "control"}:
-            largest = expected[name].abs().max()
             difference = (found[name] - expected[name]).abs().max()
-            assert difference <= 1e-5 * max(1, largest), (case, name)
+            assert difference <= 1e-5 * expected[name].abs().max(), (case, name)
     assert len(ranks[0]) == len(FAMILIES) * len(rows)
