@@ -199,9 +199,9 @@ class ParallelConfig(_Config):
 
     #: ranks that share a layer
     tensor: Count = 1
-    #: ranks that share a row and its media; needs packs with pack.pad_multiple = 2 × context
+    #: ranks that share a row; packs need pack.pad_multiple = 2 × context
     context: Count = 1
-    #: only 1
+    #: only 1: megatron-core's schedules run on GPUs only, untested
     pipeline: Count = 1
 
     @field_validator("pipeline")
