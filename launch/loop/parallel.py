@@ -42,6 +42,16 @@ def initialize_parallel(
     """
     device = _select_device()
     _join_process_group(device)
+    _lay_out(tensor_parallel, context_parallel)
+    torch.manual_seed(seed)
+    if device.type == "cuda":
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(seed)
+    return device
+
+
+def _lay_out(tensor_parallel: int, context_parallel: int) -> None:
     world_size = dist.get_world_size()
     if world_size % (tensor_parallel * context_parallel):
         context = f" × context_parallel {context_parallel}" if context_parallel > 1 else ""
@@ -59,12 +69,6 @@ def initialize_parallel(
             f"this process already has tensor and context parallel sizes {found}, not {wanted}; "
             "call shutdown_parallel first"
         )
-    torch.manual_seed(seed)
-    if device.type == "cuda":
-        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-        model_parallel_cuda_manual_seed(seed)
-    return device
 
 
 def _sizes() -> tuple[int, int]:

@@ -23,6 +23,7 @@ from launch.loop.trainer import Trainer
 from launch.model.qwen_vl import PackedQwen2VL, build_model
 from offline_packing.errors import ConfigError, StageError
 from task_encoders.model_inputs import required_pad_multiple
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import BMR, PACKED, VQA
 
 logger = logging.getLogger(__name__)
@@ -75,15 +76,7 @@ def build_trainer(
             "checkpoint to resume from; correct output.path, or leave the option out"
         )
     # The environment is checked here, before a checkpoint of many gigabytes is read.
-    context = config.parallel.context
-    if config.data.online is None:
-        check_room(Path(config.data.path), context)
-    task_encoder = build_task_encoder(
-        config.data,
-        data,
-        config.model.family,
-        pad_multiple=required_pad_multiple(context_parallel=context),
-    )
+    task_encoder = _task_encoder(config, data)
     train_data = EnergonMicroBatches(config.data, task_encoder, device, seed=config.train.seed)
     validation_data = None
     if config.validation.every and not data.num_val_packs:
@@ -105,6 +98,15 @@ def build_trainer(
         device=device,
     )
     return trainer, model
+
+
+def _task_encoder(config: LaunchConfig, data: PackedData) -> PackedTaskEncoder:
+    """The run's task encoder. Raises StageError if packs are too full for context parallelism."""
+    context = config.parallel.context
+    if config.data.online is None:
+        check_room(Path(config.data.path), context)
+    multiple = required_pad_multiple(context_parallel=context)
+    return build_task_encoder(config.data, data, config.model.family, pad_multiple=multiple)
 
 
 def check_alike(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> None:

@@ -35,6 +35,10 @@ class RowPart(PackedSeqParams):
     #: (cu_seqlens_kv[-1],) places of the keys in the ranks' parts, one after another
     keys: torch.Tensor = dataclasses.field(kw_only=True)
 
+    def in_row(self, values: torch.Tensor) -> torch.Tensor:
+        """(1, S / n) of this rank's tokens -> (1, S), 0 at the others."""
+        return values.new_zeros(1, len(self.owner)).index_copy(1, self.own, values)
+
     def gather_keys(
         self, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -90,37 +90,30 @@ class PackedQwen2VL(torch.nn.Module):
         Args:
             tokens: (1, S) int64.
             position_ids: (3, 1, S) int64.
-            packed_seq_params: the segments, see `task_encoders.to_packed_seq_params`; with a
-                `cp_group`, each of its ranks gets the same row, and computes a part of it.
-            imgs: (patches, C·T·p·p), read only if there are grids.
-            image_grid_thw: (N, 3), in patches.
+            packed_seq_params: the segments; ranks of its `cp_group` compute a part of the row each.
+            imgs, image_grid_thw: (patches, C·T·p·p), and (N, 3) in patches; may be empty.
             labels: (1, S) int64, shifted: the token that follows, or IGNORE_INDEX.
             pixel_values_videos, video_grid_thw: the same for videos.
 
         Returns:
-            With labels the loss of every token, (1, S) float32, 0 where ignored and at tokens of
-            other context parallel ranks. Without, this tensor parallel rank's part of the logits,
-            (1, S, vocab_size / TP), of a context parallel one only those of its own tokens.
+            With labels the loss of every token, (1, S) float32, 0 where ignored or another rank's;
+            without, the logits (1, S / CP, vocab_size / TP) of this rank's tokens and words.
         """
-        images = (imgs, image_grid_thw)
-        videos = (pixel_values_videos, video_grid_thw)
         part = cut_row(packed_seq_params)
-        own = slice(None) if part is None else part.own
-        embeddings, self._deep_features = self._embed(tokens, part, images, videos)
+        own = part.own if part else slice(None)
+        media = (imgs, image_grid_thw), (pixel_values_videos, video_grid_thw)
+        embeddings, self._deep_features = self._embed(tokens, part, *media)
         hidden = self.language_model.decoder(
             hidden_states=embeddings,
             attention_mask=None,
             rotary_pos_emb=self._frequencies(position_ids[..., own]),
-            # Angles are given per position. Under "thd" megatron-core would look them up segment by
-            # segment, which waits for the GPU 2 · layers · (segments + 1) times in a forward pass.
+            # Not "thd": megatron-core would look up angles segment by segment, each time waiting.
             packed_seq_params=dataclasses.replace(part or packed_seq_params, qkv_format="sbhd"),
         )
         if labels is None:
             return self._logits(hidden).transpose(0, 1)
         losses = self._token_losses(hidden, labels[0, own])
-        if part is not None:
-            losses = losses.new_zeros(labels.shape).index_copy(1, part.own, losses)
-        return losses
+        return losses if part is None else part.in_row(losses)
 
     def _add_deep_features(
         self, _module: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]
@@ -215,16 +208,13 @@ def build_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> 
     dtype = config.resolve_dtype(device)
     outline = transformers_classes(config.family).without_memory(hf_config)
     shapes = published_shapes(outline)
+    shares_rows = parallel_state.get_context_parallel_world_size() > 1
+    backend = select_backend(device, dtype, config.attention, context_parallel=shares_rows)
     language_model = build_language_model(
         hf_config,
         dtype=dtype,
         device=device,
-        backend=select_backend(
-            device,
-            dtype,
-            config.attention,
-            context_parallel=parallel_state.get_context_parallel_world_size() > 1,
-        ),
+        backend=backend,
         recompute=config.recompute == "full",
         qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in shapes),
     )

@@ -69,13 +69,7 @@ def media_features(
         ValueError: there are other tokens than features.
     """
     merged = tower.config.spatial_merge_size**2  # patches to a token
-    for medium in media:
-        found, expected = int((tokens == medium.token_id).sum()), len(medium.patches) // merged
-        if found != expected:
-            raise ValueError(
-                f"{found} {medium.kind} tokens in the row, {expected} {medium.kind} features; "
-                "tokens and media were encoded with different settings"
-            )
+    _check_counts(tokens, media, merged)
     patches = torch.cat([medium.patches for medium in media])
     grids = torch.cat([medium.grids for medium in media])
     if part is None:
@@ -92,6 +86,16 @@ def media_features(
     together = torch.cat(features, dim=1)
     handed = hand_over(together, [start // merged for start in starts], receivers, part)
     return list(handed.split([one.shape[1] for one in features], dim=1))
+
+
+def _check_counts(tokens: torch.Tensor, media: Sequence[Medium], merged: int) -> None:
+    for medium in media:
+        found, expected = int((tokens == medium.token_id).sum()), len(medium.patches) // merged
+        if found != expected:
+            raise ValueError(
+                f"{found} {medium.kind} tokens in the row, {expected} {medium.kind} features; "
+                "tokens and media were encoded with different settings"
+            )
 
 
 def _run(tower: Any, patches: torch.Tensor, grids: torch.Tensor) -> list[torch.Tensor]:
