@@ -18,7 +18,12 @@ from offline_packing.index import table as index
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.plan.make_plan import Planned, make_plan
-from offline_packing.plan.summary import render_content, render_sources, render_summary
+from offline_packing.plan.summary import (
+    render_content,
+    render_ranks,
+    render_sources,
+    render_summary,
+)
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import (
     PLAN_FILES,
@@ -142,7 +147,8 @@ def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mappin
     reasons = Counter(samples.info.set_aside) + Counter(plan_reasons)
     lengths = samples.array("num_tokens")[packs.sample_ids]
     sources = render_sources(run.config, samples, packs)
-    content, warnings = render_content(samples, packs), run_warnings(run.config, samples, packs)
+    content = render_content(samples, packs) + render_ranks(run.config, samples, packs)
+    warnings = run_warnings(run.config, samples, packs)
     return render_summary(
         run.config, samples.info, lengths, packs, reasons, sources, content, warnings
     )

@@ -9,10 +9,13 @@ import numpy.typing as npt
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import ReportConfig
+from offline_packing.index.pack_table import pack_table
 from offline_packing.index.rows import sums_by_source
 from offline_packing.index.table import Index, IndexInfo
+from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.planner.cost import saving
 from offline_packing.planner.pack_plan import PackPlan
+from task_encoders.families import model_cost
 
 _BINS = 16
 _BAR_WIDTH = 40
@@ -109,6 +112,31 @@ def render_content(samples: Index, packs: PackPlan) -> list[tuple[str, str]]:
     )
     share = loss / max(tokens, 1)
     return [("tokens with loss", f"{loss:,} ({share:.1%})"), ("images and videos", media)]
+
+
+def render_ranks(config: PackingConfig, samples: Index, packs: PackPlan) -> list[tuple[str, str]]:
+    """Shares of time that the ranks of `pack.order` wait in the first epoch of the first split, and
+    what steps of one kind took. Without `pack.order` nothing."""
+    from offline_packing.planner.order import RankLayout, idle_of_order, mixed_steps  # compiled
+
+    if config.pack.order is None:
+        return []
+    layout = RankLayout(**config.pack.order.model_dump())
+    first = next(iter(splits_of_plan(packs, config.output.split).values()))
+    size = packs.info.epochs[0] if packs.info.epochs else len(first)
+    media, tower, language = pack_table(samples, packs, model_cost(config.model))
+    one, two = idle_of_order((tower + language)[:size], tower[:size], layout)
+    mixed = mixed_steps(media[:size], layout)
+    done = packs.info.settings.get("uniform")
+    regrouped = (
+        "; {regrouped:,} packs became {remade:,}, {repeated:,} are repeated".format_map(done)
+        if done
+        else ""
+    )
+    return [
+        (f"idle of {layout.num_ranks} ranks", f"{one:.2%}, waiting after the tower too {two:.2%}"),
+        ("mixed steps", f"{mixed:,} of {-(-size // layout.num_ranks):,}{regrouped}"),
+    ]
 
 
 def _bars(lengths: npt.NDArray[np.integer], seq_length: int) -> list[str]:

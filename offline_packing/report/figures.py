@@ -71,7 +71,8 @@ def pack_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
     sums = {name: stages.sum_of_packs(column) for name, column in stages.columns.items()}
     squares = np.square(stages.columns["num_tokens"], dtype=np.float64)
     cost_of = model_cost(stages.run.config.model)
-    costs = stages.sum_of_packs(sample_flops(stages.samples, cost_of).total)
+    flops = sample_flops(stages.samples, cost_of)
+    costs, tower = stages.sum_of_packs(flops.total), stages.sum_of_packs(flops.tower)
     samples = np.diff(plan.pack_offsets)
     limits = [math.ceil(share * plan.info.seq_length) for share in _FILL_BANDS]
     at_least = [int((sums["num_tokens"] >= limit).sum()) for limit in limits]
@@ -88,7 +89,7 @@ def pack_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
             "operations": spread(costs),
         },
         "cost_of": cost_of.name,
-        "waiting": _waiting(stages, plan, costs),
+        "waiting": _waiting(stages, plan, costs, tower),
     }
 
 
@@ -101,21 +102,29 @@ def saving_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
 
 
 def _waiting(
-    stages: CompleteStages, plan: PackPlan, costs: npt.NDArray[np.float64]
+    stages: CompleteStages,
+    plan: PackPlan,
+    costs: npt.NDArray[np.float64],
+    tower: npt.NDArray[np.float64],
 ) -> dict[str, Any]:
-    """Share of time that data parallel ranks wait for the slowest, in the order written."""
+    """Share of time that data parallel ranks wait for the slowest, in the order written; and where
+    they wait after the vision tower as well."""
     # compiled: takes time to import
-    from offline_packing.planner.order import RankLayout, idle_share
+    from offline_packing.planner.order import RankLayout, idle_of_order
 
     config = stages.run.config
     order = config.pack.order
     layout = RankLayout(order.num_ranks, order.num_workers) if order else RankLayout(_NUM_RANKS)
     first = next(iter(splits_of_plan(plan, config.output.split).values()))
+    size = plan.info.epochs[0] if plan.info.epochs else len(first)
+    own = slice(first.start, first.start + size)
+    one, two = idle_of_order(costs[own], tower[own], layout)
     return {
         "num_ranks": layout.num_ranks,
         "num_workers": layout.num_workers,
         "ordered": order is not None,
-        "share": idle_share(costs[first.start : first.stop], layout),
+        "share": one,
+        "two_phase_share": two,
     }
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,9 @@ def folder(source: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
     pack_all(run)
     result = verify(run)
     assert result.ok, result.problems
+    summary = (folder / "_packing" / "plan" / "summary.txt").read_text()
+    assert "waiting after the tower too" in summary
+    assert re.search(r"mixed steps +0 of \d+; \d+ packs became \d+, \d+ are repeated", summary)
     counts = read_packed_data(folder).num_packs, read_packed_data(folder).num_val_packs
     assert all(count > 0 and count % 8 == 0 for count in counts)
     assert f"steps           {sum(counts) // 4}, each of one kind" in render_result(

@@ -145,7 +145,7 @@ def test_packs_are_summed_up(run: Run) -> None:
         histogram["counts"], histogram["edges"], histogram["edges"][1:], strict=False
     ):
         assert count == sum(low <= number < high for number in per_pack["samples"])
-    assert 0 <= found["waiting"]["share"] < 1
+    assert 0 <= found["waiting"]["share"] <= found["waiting"]["two_phase_share"] < 1
 
 
 def cost_of(row: dict[str, Any]) -> float:

@@ -1,0 +1,163 @@
+"""Idle time of ranks in both phases, steps of one kind, and what balancing does to learning.
+
+    python tools/benchmarks/benchmark_ranks.py idle       tower and language model; 10^6 samples
+    python tools/benchmarks/benchmark_ranks.py uniform    steps that mix packs with and without
+    python tools/benchmarks/benchmark_ranks.py learning   spread of 8 micro batches' sums
+
+Samples have the SFT length distribution, costs are those of Qwen2-VL-7B with the tower scaled to
+22% of the operations. Time that communication takes is in none of these figures.
+"""
+
+import time
+
+import click
+import numpy as np
+from length_distributions import draw_sft
+
+from offline_packing import plan_packs
+from offline_packing.online.ranks.rank_schedule import RankSchedule
+from offline_packing.planner.order import RankLayout, mixed_steps
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.planner.ranks.similar import idle_shares
+from task_encoders.families import FAMILIES
+
+TOWER_SHARE = 0.22
+#: Patches of a picture, at most: longer samples have several.
+PICTURE = 4000
+COST = FAMILIES["qwen2_vl"].cost
+
+
+def draw_costs(num_samples: int, seed: int = 1234) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, tower cost and language cost of samples, (num_samples,) each."""
+    tokens, patches = draw_sft(num_samples, seed)
+    pictures = np.maximum(1, -(-patches // PICTURE))
+    tower = np.where(patches, pictures * np.asarray(COST.tower_flops(patches / pictures)), 0.0)
+    language = np.asarray(COST.language_flops(tokens.astype(np.float64)))
+    tower *= TOWER_SHARE / (1 - TOWER_SHARE) * language.sum() / tower.sum()
+    return tokens, tower, language
+
+
+def sums(plan: PackPlan, values: np.ndarray) -> np.ndarray:
+    """Sum over each pack."""
+    return np.add.reduceat(values[plan.sample_ids], plan.pack_offsets[:-1])
+
+
+def at_random(count: int, num_ranks: int, seed: int = 0) -> np.ndarray:
+    """Steps dealt at random: (num_steps, num_ranks)."""
+    order = np.random.default_rng(seed).permutation(count)
+    return order[: count // num_ranks * num_ranks].reshape(-1, num_ranks)
+
+
+@click.group()
+def main() -> None:
+    """Print the figures of balanced ranks."""
+
+
+@main.command()
+@click.option("--samples", default=60_000, show_default=True)
+@click.option("--many", default=1_000_000, show_default=True)
+def idle(samples: int, many: int) -> None:
+    """Idle share of both phases, and of the sum; seconds for many samples."""
+    tokens, tower, language = draw_costs(samples)
+    click.echo("| tokens x ranks | random | by the sum | both phases | the sum: before | now |")
+    click.echo("|---|---|---|---|---|---|")
+    for seq_length, num_ranks in ((8192, 32), (32768, 32), (8192, 128)):
+        plan = plan_packs(tokens, seq_length)
+        of_tower = sums(plan, tower)
+        cost, lengths = of_tower + sums(plan, language), sums(plan, tokens)
+        both = RankSchedule(lengths, cost, num_ranks, tower_cost=of_tower).epoch(0)
+        before = RankSchedule(lengths, cost, num_ranks).epoch(0)
+        random = at_random(len(cost), num_ranks)
+        shares = (
+            idle_shares(cost[random], of_tower[random])[1],
+            idle_shares(cost[before.table], of_tower[before.table])[1],
+            both.two_phase_idle_share,
+            before.idle_share,
+            both.idle_share,
+        )
+        row = " | ".join(f"{100 * share:.2f}%" for share in shares)
+        click.echo(f"| {seq_length} x {num_ranks} | {row} |")
+    tokens, tower, language = draw_costs(many)
+    for budget in (None, 8192):
+        begin = time.perf_counter()
+        schedule = RankSchedule(tokens, tower + language, 32, budget, tower_cost=tower)
+        share = schedule.epoch(0).two_phase_idle_share
+        seconds = time.perf_counter() - begin
+        click.echo(f"{many:,} samples, budget {budget}: {seconds:.1f} s, idle {share:.2%}")
+
+
+@main.command()
+@click.option("--samples", default=1_000_000, show_default=True)
+def uniform(samples: int) -> None:
+    """Steps that mix packs with and without images, and the fill that it takes to have none."""
+    tokens, tower, language = draw_costs(samples)
+    lengths = np.asarray(tokens)
+    click.echo(
+        "| with images | ranks | mixed before | mixed | packs | regrouped | repeated | fill lost |"
+    )
+    click.echo("|---|---|---|---|---|---|---|---|")
+    plain = plan_packs(lengths, 8192)
+    for share in (0.30, 0.60, 0.95):
+        media = (np.random.default_rng(3).random(samples) < share).astype(np.uint8)
+        own = np.where(media, np.maximum(tower, tower[tower > 0].min()), 0.0)
+        arrays = {"cost": own + language, "tower_cost": own, "media": media}
+        for num_ranks in (8, 32, 128):
+            found = []
+            for is_uniform in (False, True):
+                layout = RankLayout(num_ranks, uniform=is_uniform)
+                plan = plan_packs(lengths, 8192, order=layout, **arrays)
+                kinds = np.bitwise_or.reduceat(media[plan.sample_ids], plan.pack_offsets[:-1])
+                found.append(mixed_steps(kinds, layout))
+            done = plan.info.settings["uniform"]
+            click.echo(
+                f"| {share:.0%} | {num_ranks} | {found[0]} | {found[1]} | {plan.num_packs:,} | "
+                f"{done['regrouped']} | {done['repeated']} | "
+                f"{100 * (plain.fill - plan.fill):.3f}% |"
+            )
+
+
+@main.command()
+@click.option("--samples", default=60_000, show_default=True)
+def learning(samples: int) -> None:
+    """Spread of sums over optimizer steps of 8 micro batches, over that of packs at random."""
+    tokens, tower, language = draw_costs(samples)
+    rng = np.random.default_rng(1234)
+    source = np.digitize(rng.random(samples), [0.3, 0.7, 0.9])  # as draw_sft draws them
+    loss = (tokens * rng.uniform(0.1, 0.6, samples)).astype(np.int64)
+    plan = plan_packs(tokens, 8192)
+    of_tower, of_language = sums(plan, tower), sums(plan, language)
+    quantities = {"tokens": sums(plan, tokens), "loss tokens": sums(plan, loss)}
+    names = ("texts", "pictures", "talks", "long")
+    quantities |= {name: sums(plan, tokens * (source == i)) for i, name in enumerate(names)}
+    features = np.stack([*quantities.values()], axis=1)
+
+    def spread(steps: np.ndarray) -> np.ndarray:
+        whole = steps[: len(steps) // 8 * 8]
+        return np.array(
+            [q[whole].reshape(-1, 8 * steps.shape[1]).sum(1).std() for q in quantities.values()]
+        )
+
+    click.echo("| ranks | order | " + " | ".join(quantities) + " |")
+    click.echo("|---|---|" + "---|" * len(quantities))
+    for num_ranks in (8, 32):
+        random = np.mean(
+            [spread(at_random(plan.num_packs, num_ranks, i)) for i in range(20)], axis=0
+        )
+        for name, given in (("balanced", None), ("with features", features)):
+            made = [
+                RankSchedule(
+                    quantities["tokens"],
+                    of_tower + of_language,
+                    num_ranks,
+                    seed=seed,
+                    tower_cost=of_tower,
+                    features=given,
+                ).epoch(0)
+                for seed in range(5)
+            ]
+            ratios = np.mean([spread(epoch.table) for epoch in made], axis=0) / random
+            click.echo(f"| {num_ranks} | {name} | " + " | ".join(f"{r:.2f}" for r in ratios) + " |")
+
+
+if __name__ == "__main__":
+    main()
