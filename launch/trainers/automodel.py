@@ -18,9 +18,11 @@ from nemo_automodel.components.datasets.packing import DEFAULT_PACKED_SEQUENCE_C
 from nemo_automodel.components.datasets.vlm.datasets import PreTokenizedDatasetWrapperConfig
 from nemo_automodel.components.datasets.vlm.loader import VlmDataloaderConfig
 from nemo_automodel.components.datasets.vlm.neat_packing_vlm import NeatPackConfig
+from torch import distributed
 from torch.utils.data import Dataset
 
 from launch.data.open_packs import open_as_measured, settings_of_packs
+from launch.trainers.uniform import warn_of_mixed_steps
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs, token_types
 from task_encoders.packed_task_encoder import PackedTaskEncoder
@@ -111,6 +113,8 @@ def _build(config: VlmDataloaderConfig, **options: Any) -> Any:
         wrong = "packing_format thd with cp_size > 1 pads every sample; set packing_format: neat"
     else:
         packing = _PackedAlready(**asdict(packing))
+        ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+        warn_of_mixed_steps(PackedFolder(packs.path, split=packs.split), ranks)
         tokenized = PreTokenizedDatasetWrapperConfig()  # not used, but asked for
         config = replace(config, dataset_config=packs, packing=packing, pretokenization=tokenized)
         return _automodels_own(config, **options)

@@ -9,6 +9,8 @@ These would go wrong silently, and are taken care of here:
 - Trainer's own collator pads and stacks; k packs are one longer row instead
 - torch's DataParallel slices along the first dimension, which of position_ids is not the batch
 - a pack without images leaves the vision tower without gradients, for which DDP would wait
+- under FSDP and ZeRO-3 ranks with images would wait for those without: warned of, unless packed
+  with `pack.order.uniform`, whose steps are kept
 - recurrent layers carry their state across samples (`isolate_segments`)
 - resuming goes on with the weights it began with, where names differ when saved (Qwen2-VL, 2.5-VL)
 
@@ -20,9 +22,11 @@ from typing import Any, Protocol
 
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from launch.trainers.resuming import by_saved_names
 from launch.trainers.segments import isolate_segments
+from launch.trainers.uniform import dealt_in_rows, warn_of_mixed_steps
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.versions import require_supported
@@ -85,13 +89,15 @@ class TrainsPacks:
         args.remove_unused_columns = False
         if args.ddp_find_unused_parameters is None:
             args.ddp_find_unused_parameters = True
-        kwargs["train_dataset"] = train_dataset
+        kwargs["train_dataset"] = self._packs = train_dataset
         for name in ("train_dataset", "eval_dataset"):
             if kwargs.get(name) is not None:
                 kwargs[name].task_encoder.refuse_fractions(type(self).__name__)
                 kwargs[name] = self.as_dataset(kwargs[name])
         super().__init__(args=args, data_collator=collate_packed, **kwargs)  # type: ignore[call-arg]
         isolate_segments(self.model)  # type: ignore[attr-defined]
+        if self.is_fsdp_enabled or is_deepspeed_zero3_enabled():  # type: ignore[attr-defined]
+            warn_of_mixed_steps(train_dataset, args.world_size, args.per_device_train_batch_size)
 
     @staticmethod
     def as_dataset(packs: Packs) -> Any:
@@ -107,6 +113,10 @@ class TrainsPacks:
     _load_from_checkpoint = by_saved_names(Trainer._load_from_checkpoint)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        args: TrainingArguments = self.args  # type: ignore[attr-defined]
+        size = args.per_device_train_batch_size
+        if size > 1 and getattr(self._packs, "uniform_ranks", 0):
+            return dealt_in_rows(len(self._packs), args.world_size, size)
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)  # type: ignore[attr-defined]
 
 

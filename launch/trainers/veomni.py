@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 from torch.utils.data import Dataset
 from veomni.arguments import parse_args
 from veomni.data.data_loader import DATALOADER_REGISTRY
 from veomni.data.dataset import DATASET_REGISTRY
 
 from launch.data.open_packs import open_as_measured
+from launch.trainers.uniform import warn_of_mixed_steps
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs, token_types
 from task_encoders.packed_task_encoder import PackedTaskEncoder
@@ -31,14 +33,14 @@ class VeOmniPacks(Dataset[list[dict[str, torch.Tensor]]]):
     in every sample, and shifts the labels itself."""
 
     def __init__(self, packs: PackedFolder, task_encoder: PackedTaskEncoder) -> None:
-        self._packs = packs
+        self.packs = packs
         self._token_ids = task_encoder.encoder.media_token_ids
 
     def __len__(self) -> int:
-        return len(self._packs)
+        return len(self.packs)
 
     def __getitem__(self, number: int) -> list[dict[str, torch.Tensor]]:
-        batch = self._packs.batch([number])
+        batch = self.packs.batch([number])
         row = to_transformers_kwargs(batch)
         tokens = batch.tokens[0]
         types = token_types(tokens, self._token_ids)
@@ -85,6 +87,8 @@ def build_loader(dataset: Any, **options: Any) -> Any:
         if options.get("dyn_bsz", True):
             raise ValueError("packs are full already; set train.dyn_bsz false")
         options["shuffle"] = False
+        ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+        warn_of_mixed_steps(dataset.packs, ranks)
     return _veomnis_loader(dataset=dataset, **options)
 
 
