@@ -15,11 +15,14 @@ from typing import Any, BinaryIO, Final
 from PIL import Image
 
 from task_encoders.limits import MAX_IMAGE_PIXELS
-from task_encoders.media.mp4_header import is_mp4, mp4_rotation, read_mp4_header
+from task_encoders.media.mp4_header import check_claims, is_mp4, mp4_rotation, read_mp4_header
 from task_encoders.samples import SampleError
 
 #: Default limit on the frames in a file: nine hours at 30 per second.
 MAX_VIDEO_FRAMES: Final = 1_000_000
+
+#: Packets for each of these, of sound or without a picture; more are not read.
+_PACKETS_PER_FRAME: Final = 4
 
 _EBML: Final = b"\x1aE\xdf\xa3"
 _EBML_SEGMENT: Final = b"\x18\x53\x80\x67"
@@ -147,6 +150,8 @@ def _ask_pyav(
     """The header of any container, its packets counted."""
     size = file.seek(0, os.SEEK_END)
     _check_complete(file, head, size)
+    if is_mp4(head):
+        check_claims(file, _PACKETS_PER_FRAME * max_frames)
     file.seek(0)
     with _open(file, head, max_frame_pixels) as container:
         stream = _video_stream(container)
@@ -154,10 +159,7 @@ def _ask_pyav(
         if len(stream.index_entries) > max_frames:  # sixteen million in a damaged file
             claimed = len(stream.index_entries)
             raise SampleError("video_too_long", f"{claimed} frames > max_video_frames {max_frames}")
-        try:
-            num_frames = sum(_is_shown(packet, context.name) for packet in container.demux(stream))
-        except _av_errors() as error:
-            raise SampleError("truncated_video", _one_line(error)) from error
+        num_frames = _count_frames(container, stream, max_frames)
         if is_mp4(head):
             end = max((entry.pos + entry.size for entry in stream.index_entries), default=0)
             if end > size:
@@ -173,6 +175,24 @@ def _ask_pyav(
             mp4_rotation(file) if is_mp4(head) else 0,
             _extension(file, head),
         )
+
+
+def _count_frames(container: Any, stream: Any, max_frames: int) -> int:
+    """Frames in the packets of a stream. Raises SampleError: truncated_video or video_too_long."""
+    codec, num_packets, num_frames = stream.codec_context.name, 0, 0
+    try:
+        for packet in container.demux(stream):
+            num_packets += 1
+            num_frames += _is_shown(packet, codec)
+            if num_frames > max_frames or num_packets > _PACKETS_PER_FRAME * max_frames:
+                break
+        else:
+            return num_frames
+    except _av_errors() as error:
+        raise SampleError("truncated_video", _one_line(error)) from error
+    raise SampleError(
+        "video_too_long", f"{num_packets:,} packets and more > max_video_frames {max_frames}"
+    )
 
 
 def _is_shown(packet: Any, codec: str) -> bool:
