@@ -4,6 +4,7 @@
 import sys
 import types
 import typing
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ class _Stub(types.ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.__path__: list[str] = []
+        self.__spec__ = ModuleSpec(name, None)  # peft looks for one
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

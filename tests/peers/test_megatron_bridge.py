@@ -16,6 +16,11 @@ import torch
 from click.testing import CliRunner
 from megatron.bridge import AutoBridge, recipes
 from megatron.bridge.models.qwen_vl.data import collate_fn
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils import (
+    get_vision_cp_data,
+    qwen3vl_cp_split,
+    split_data_cp_rank,
+)
 from megatron.bridge.models.qwen_vl.qwen3_vl_step import get_batch as qwen3_vl_get_batch
 from megatron.bridge.training.checkpointing import (
     maybe_load_dataloader_state,
@@ -23,11 +28,13 @@ from megatron.bridge.training.checkpointing import (
 )
 from megatron.bridge.training.state import GlobalState
 from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_params
 from megatron.bridge.training.vlm_step import forward_step
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import distributed
 
 from launch.loop.parallel import initialize_parallel
+from launch.model.context_parallel import part_of_rank
 from launch.trainers.megatron_bridge import VLMIterator, main, to_vlm_batch
 from offline_packing.demo.run import MODEL
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
@@ -150,6 +157,40 @@ def test_rows_padded_for_context_parallelism(tmp_path: Path, say: Say) -> None:
         assert_equal(ours, own, str(pack.number))
     assert len(packs) > 2
     say(f"{VERSION}: {len(packs)} packs padded to multiples of 4 are what its task encoder packs")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_its_split_gives_each_rank_what_it_should(size: int, tmp_path: Path, say: Say) -> None:
+    """Bridge's zigzag split of each segment gives the tokens that `part_of_rank` says; its split of
+    pictures by count, which needs one per rank, gives each to one rank, whole and in order."""
+    source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "source", 380)), "task": "bmr"}
+    options = {"seq_length": 256, "pad_multiple": 2 * size}
+    pack_all(make_run(source, tmp_path / "packed", model=dict(MODEL), pack=options))
+    packs = open_packs(tmp_path / "packed", pad_multiple=2 * size)
+    num_split = 0
+    for number in range(len(packs)):
+        batch = packs.batch([number])
+        row, lengths = to_vlm_batch(batch), batch.cu_lengths[0].diff().tolist()
+        params = get_packed_seq_params(row)
+        for rank in range(size):
+            own = part_of_rank(params, size, rank).own
+            for name in ("tokens", "labels", "loss_mask", "position_ids"):
+                pieces = row[name].split(lengths, dim=-1)
+                given = [split_data_cp_rank(piece, size, 1, rank) for piece in pieces]
+                assert torch.equal(torch.cat(given, dim=1), row[name][:, own]), (number, name)
+        if len(batch.image_grid_thw) < size:
+            continue
+        num_split += 1
+        pixels, grids, *counts = qwen3vl_cp_split(size, batch.imgs, batch.image_grid_thw)
+        shares = [get_vision_cp_data(pixels, grids, 4, *counts, rank, size) for rank in range(size)]
+        assert all(len(share[1]) for share in shares)
+        assert torch.equal(torch.cat([share[0] for share in shares]), batch.imgs)
+        assert torch.equal(torch.cat([share[1] for share in shares]), batch.image_grid_thw)
+    assert num_split > 2
+    say(
+        f"{VERSION}: CP {size} cuts {len(packs)} packs as launch does; the pictures of "
+        f"{num_split} with {size} or more go to one rank each"
+    )
 
 
 def numbers_read(packed: Path) -> list[int]:
