@@ -105,6 +105,8 @@ class PackedRowSample(Sample):
     sub_sample_keys: list[str]
     #: "key: reason: detail" of each sub-sample that had to be left out.
     dropped: list[str]
+    #: Ranks that it goes over, if packs differ in that.
+    cp_size: int | None = None
 
 
 def merge_row_samples(samples: Sequence[PackedRowSample]) -> PackedRowSample:
@@ -115,7 +117,19 @@ def merge_row_samples(samples: Sequence[PackedRowSample]) -> PackedRowSample:
         row=merge_rows([sample.row for sample in samples]),
         sub_sample_keys=[key for sample in samples for key in sample.sub_sample_keys],
         dropped=[line for sample in samples for line in sample.dropped],
+        cp_size=_common_cp_size(samples),
     )
+
+
+def _common_cp_size(samples: Sequence[PackedRowSample]) -> int | None:
+    """Ranks that all packs of a row go over. Raises ValueError if they differ."""
+    sizes = {sample.cp_size for sample in samples}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"packs {samples[0].__key__!r} to {samples[-1].__key__!r} go over different numbers of "
+            "ranks and cannot be one row; take a micro batch of one pack"
+        )
+    return sizes.pop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +187,8 @@ class PackedBatch(Batch):
     sub_sample_keys: list[str]
     #: "key: reason: detail" of each sub-sample left out of this batch
     dropped: list[str]
+    #: context-parallel ranks that the row goes over, if packs differ in that
+    local_cp_size: int | None = None
 
 
 #: The tensors of a batch, for code that copies, sends or checks one.
@@ -212,4 +228,5 @@ def batch_rows(samples: Sequence[PackedRowSample]) -> PackedBatch:
         num_tiles=torch.ones(num_images, dtype=torch.int32),
         sub_sample_keys=[key for sample in samples for key in sample.sub_sample_keys],
         dropped=[line for sample in samples for line in sample.dropped],
+        local_cp_size=_common_cp_size(samples),
     )

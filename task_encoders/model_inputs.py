@@ -72,12 +72,13 @@ def logical_cu_seqlens(cu_lengths: torch.Tensor, attn_mask: torch.Tensor) -> tor
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
 
 
-def to_packed_seq_params(batch: "PackedBatch") -> Any:
+def to_packed_seq_params(batch: "PackedBatch", cp_group: Any = None) -> Any:
     """megatron-core's `PackedSeqParams` in thd format.
 
     `cu_seqlens_*` count real tokens. Where padding was asked for, `cu_seqlens_*_padded` hold the
     boundaries in the row, even if it happened to need none: under context parallelism
-    models read them in any case. Otherwise they are None.
+    models read them in any case. Otherwise they are None. `local_cp_size` is the number of ranks
+    that the row goes over, where packs differ in that; `cp_group`: the process group of these.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -94,6 +95,8 @@ def to_packed_seq_params(batch: "PackedBatch") -> Any:
         cu_seqlens_kv_padded=padded if is_padded else None,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        local_cp_size=getattr(batch, "local_cp_size", None),
+        cp_group=cp_group,
     )
 
 

@@ -35,7 +35,7 @@ from task_encoders.energon_samples import (
 from task_encoders.families import ModelOptions, build_sample_encoder, model_options
 from task_encoders.field_types import Count, checked
 from task_encoders.media.patches import PixelTransport
-from task_encoders.packs.pack import Pack, SubSample, parse_json, sub_samples_of_pack
+from task_encoders.packs.pack import Pack, SubSample, cp_size_of, parse_json, sub_samples_of_pack
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.packs.tokenized import fingerprint_digest
 from task_encoders.rows.encoded_rows import EncodedRows
@@ -49,6 +49,7 @@ from task_encoders.settings import (
     PackingSettingsError,
     check_manifest,
     refuse_fractions,
+    refuse_slots,
 )
 
 logger = logging.getLogger(__name__)
@@ -157,15 +158,15 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
 
     def encode_row(self, sample: Sample, sub_samples: Sequence[SubSample]) -> PackedRowSample:
         """One row of all sub-samples that can be used; `sample` is the pack, for key and source.
-        Raises SampleError: there is none; FatalSampleError: see encode_sample.
-        """
-        row, keys, dropped = self._rows.encode(sub_samples)
+        Raises SampleError: there is none; FatalSampleError: see encode_sample."""
+        cp_size = cp_size_of(sample.record) if isinstance(sample, PackedSample) else None
+        row, keys, dropped = self._rows.encode(sub_samples, cp_size)
         if self._trainer and ((row.loss_weights > 0) & (row.loss_weights != 1)).any():
             raise FatalSampleError(FRACTIONS.format(sample.__key__, self._trainer))
         key = sample.__key__
         if self.is_blend and sample.__sources__:  # folders of a blend may have equal keys
             key = f"{sample.__sources__[0].dataset_path}/{key}"
-        encoded = {"row": row, "sub_sample_keys": keys, "dropped": dropped}
+        encoded = {"row": row, "cp_size": cp_size, "sub_sample_keys": keys, "dropped": dropped}
         return PackedRowSample.derive_from(sample, __key__=key, **encoded)
 
     @stateless
@@ -271,6 +272,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
                 raise PackingSettingsError(NO_PACKS.format(factory.paths[0]))
             for path in factory.paths:
                 self.check_manifest(path)
+                refuse_slots(path, "Energon deals packs one by one to its ranks")
 
     def check_manifest(self, folder: EPath | Path) -> None:
         """Compare the settings that a packed folder was made with to these. Raises

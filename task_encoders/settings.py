@@ -166,6 +166,19 @@ def refuse_fractions(folder: Any, trainer: str) -> None:
         raise PackingSettingsError(FRACTIONS.format(folder, trainer))
 
 
+def refuse_slots(folder: Any, why: str) -> None:
+    """Raise PackingSettingsError if packs of a folder go over 1, 2, 4 … ranks in slots, which a
+    reader does not keep, and says `why`."""
+    folder = folder.parent if folder.name.endswith(".jsonl") else folder  # of references
+    manifest = read_manifest(folder)
+    if manifest is not None and manifest.context_parallel is not None:
+        raise PackingSettingsError(
+            f"{folder}: packs go over 1, 2, 4 … of {manifest.context_parallel.ranks} ranks, in "
+            f"slots, and {why}; read them with SlotRows (task_encoders.loading.slots), or pack "
+            "again without pack.context_parallel"
+        )
+
+
 def packs_of_epochs(path: Any) -> list[int]:
     """The packs of each epoch in a JSONL of packs, a Path or EPath; empty if all are of one. Raises
     ManifestError."""

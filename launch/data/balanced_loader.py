@@ -16,7 +16,7 @@ from offline_packing.online.ranks.scheduled_loader import ScheduledLoader
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.settings import packs_of_epochs
+from task_encoders.settings import packs_of_epochs, refuse_slots
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ class BalancedLoader:
         timeout: int = 0,
     ) -> None:
         folder = PackedFolder(path, task_encoder)
+        for root in {shard.path.parent for shard in folder.shards}:
+            refuse_slots(root, "data.order=balanced deals packs one by one")
         if rank == 0:
             _warn_of_epochs(folder)
         columns = pack_columns(folder)

@@ -88,6 +88,11 @@ class PackingConfig(Section):
                 f"output.layout={self.output.layout!r} would copy all data for each; choose "
                 "output.layout=references, or pack.epochs=1"
             )
+        if self.pack.slots is not None and not LAYOUTS[self.output.layout].HOLDS_CP_SIZES:
+            raise ValueError(
+                f"output.layout={self.output.layout!r} does not store over how many ranks a pack "
+                "goes; choose energon or references, or leave out pack.context_parallel"
+            )
         tasks = LAYOUTS[self.output.layout].TASKS
         if self.task not in tasks:
             raise ValueError(

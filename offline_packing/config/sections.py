@@ -101,9 +101,15 @@ class PackConfig(PlanOptions, Section):
 
     @field_validator("context_parallel")
     @classmethod
-    def _refuse_context_parallel(cls, value: ContextParallelConfig | None) -> None:
-        if value is not None:
-            raise ValueError("packs are not planned for context parallelism yet; leave it out")
+    def _refuse_one_size(cls, value: ContextParallelConfig | None) -> ContextParallelConfig | None:
+        if value is not None and value.size is not None:
+            raise ValueError("packs of one size are planned by pad_multiple: set twice the size")
+        return value
+
+    @property
+    def slots(self) -> ContextParallel | None:
+        """Ranks of a slot, if packs go over 1, 2, 4 … of them."""
+        return None if self.context_parallel is None else self.context_parallel.per_pack
 
     @model_validator(mode="after")
     def _check_added(self) -> "PackConfig":
@@ -119,11 +125,10 @@ class PackConfig(PlanOptions, Section):
                 "homogeneous groups samples by their media, assignment mix by their source; leave "
                 "out one of the two"
             )
-        ranks = self.context_parallel
         self.check_limits(
             self.budgets,
             has_order=self.order is not None,
-            context_parallel=None if ranks is None else ranks.per_pack,
+            context_parallel=self.slots,
             exchanges=self.epochs > 1,
         )
         return self

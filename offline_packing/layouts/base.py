@@ -41,6 +41,8 @@ class Layout(ABC):
     TOKEN_IDS: ClassVar[Literal["never", "if_asked", "always"]] = "if_asked"
     #: whether all samples of a pack must have images, or videos, or neither
     ONE_MEDIUM: ClassVar[bool] = False
+    #: whether its packs store over how many ranks they go
+    HOLDS_CP_SIZES: ClassVar[bool] = False
     #: whether packs of another epoch are another copy of the data
     COPIES_MEDIA: ClassVar[bool] = True
     #: the file, relative to the output, that says where the media lie which packs refer to
@@ -145,4 +147,4 @@ class Layout(ABC):
             encoder = encoder_of(task.tokenizes)
             digest = fingerprint_digest(encoder.fingerprint)
             tokenized = TokenizedPack([encoder.tokenize(sample) for sample in read], digest)
-        return pack_json(subs, task.task, tokenized)
+        return pack_json(subs, task.task, tokenized, samples[0].cp_size)

@@ -30,6 +30,7 @@ _SHARD: Final = re.compile(r"[A-Za-z0-9_]+-\d{6}\.tar(\.idx)?")
 class EnergonLayout(Layout):
     """Tar shards."""
 
+    HOLDS_CP_SIZES = True
     METADATA: ClassVar[Sequence[str]] = tuple(f".nv-meta/{name}" for name in METADATA_FILES)
 
     def shard_file(self, shard_name: str) -> str:

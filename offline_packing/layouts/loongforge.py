@@ -61,6 +61,7 @@ class LoongForgeLayout(EnergonLayout):
     """Tar shards whose packs also hold LoongForge's fields."""
 
     TOKEN_IDS = "never"
+    HOLDS_CP_SIZES = False
     METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")
     ONE_MEDIUM = True
 

@@ -47,6 +47,7 @@ _OWN_FILE: Final = re.compile(r"[A-Za-z0-9_]+(-\d{6}\.jsonl|\.jsonl\.idx)")
 class ReferencesLayout(Layout):
     """One line per pack; nothing is copied but text."""
 
+    HOLDS_CP_SIZES = True
     COPIES_MEDIA = False
     MEDIA_ROOTS = METADATASET
 

@@ -45,6 +45,8 @@ class PlannedSample:
     json: Locator
     media: tuple[Locator, ...]
     extensions: tuple[str, ...]
+    #: context-parallel ranks of its pack, if packs differ in that
+    cp_size: int | None = None
 
     @property
     def num_videos(self) -> int:

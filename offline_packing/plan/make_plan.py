@@ -171,7 +171,7 @@ def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> di
         groups = _media_groups(config, column("num_images"), column("num_videos"))
         if groups is not None:
             arguments |= {"homogeneous": True, "groups": groups}
-    if config.pack.order is not None or config.pack.context_parallel is not None:
+    if config.pack.order is not None or config.pack.slots is not None:
         flops = sample_flops(samples, model_cost(config.model))
         arguments["cost"] = flops.total[kept]
         if config.pack.order is not None:
@@ -205,8 +205,7 @@ def pack_arguments(
         arguments["order"] = RankLayout(**pack.order.model_dump())
         if pack.order.uniform:
             arguments["media"] = media_of_samples(column)
-    if pack.context_parallel is not None:
-        arguments["context_parallel"] = pack.context_parallel.per_pack
+    arguments["context_parallel"] = pack.slots
     return arguments
 
 

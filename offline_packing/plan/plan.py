@@ -20,18 +20,19 @@ from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.plan.make_plan import Planned, make_plan
 from offline_packing.plan.summary import (
     render_content,
+    render_idle,
     render_ranks,
     render_sources,
     render_summary,
 )
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import (
-    PLAN_FILES,
     Fingerprint,
     StoredPlan,
     changed_fields,
     check_fingerprint,
     load_plan,
+    plan_files,
     plan_fingerprint,
     plan_identity,
 )
@@ -94,7 +95,7 @@ def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> StoredPla
             write_aside(table)
     text = summary_text(run, samples, planned.packs, planned.set_aside.reasons)
     write_atomically(folder / "summary.txt", text.encode())
-    files = {name: hash_file(folder / name) for name in PLAN_FILES}
+    files = {name: hash_file(folder / name) for name in plan_files(run.config)}
     first_split = next(iter(run.config.output.split))
     counts = planned.packs.info.epochs
     epochs = {"epochs": {first_split: counts}} if counts else {}
@@ -126,7 +127,7 @@ def restore_plan(run: Run, samples: Index, expected: str | None) -> None:
                 "a copy, or pack all data again with another output.path"
             )
         folder.mkdir(exist_ok=True)
-        for path in [*(scratch / name for name in PLAN_FILES), info]:
+        for path in [*(scratch / name for name in plan_files(run.config)), info]:
             path.replace(folder / path.name)
         sync_folder(folder)
     finally:
@@ -147,7 +148,11 @@ def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mappin
     reasons = Counter(samples.info.set_aside) + Counter(plan_reasons)
     lengths = samples.array("num_tokens")[packs.sample_ids]
     sources = render_sources(run.config, samples, packs)
-    content = render_content(samples, packs) + render_ranks(run.config, samples, packs)
+    content = [
+        *render_content(samples, packs),
+        *render_idle(run.config, samples, packs),
+        *render_ranks(run.config, samples, packs),
+    ]
     warnings = run_warnings(run.config, samples, packs)
     return render_summary(
         run.config, samples.info, lengths, packs, reasons, sources, content, warnings

@@ -13,6 +13,7 @@ from offline_packing.index.pack_table import pack_table
 from offline_packing.index.rows import sums_by_source
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.layouts.shards import splits_of_plan
+from offline_packing.planner.context_parallel import idle_in_slots
 from offline_packing.planner.cost import saving
 from offline_packing.planner.pack_plan import PackPlan
 from task_encoders.families import model_cost
@@ -72,14 +73,14 @@ def render_figures(
 def _plan_figures(packs: PackPlan, found: Mapping[str, int | float]) -> list[tuple[str, str]]:
     info, tokens, num_samples = packs.info, found["tokens"], len(packs.sample_ids)
     span = "in all epochs" if info.epochs else "per epoch"
-    room = packs.num_packs * info.seq_length
     return [
         *([("epochs", f"{len(info.epochs)}, all counted below")] if info.epochs else []),
         ("packed samples", f"{num_samples:,}"),
         ("tokens", f"{tokens:,} (mean {tokens / num_samples:,.1f} per sample)"),
         ("packs", f"{packs.num_packs:,} of {info.seq_length:,} tokens, strategy {info.strategy}"),
+        *_slot_figures(packs),
         ("lower bound", f"{info.lower_bound:,} (gap {packs.gap:.3%})"),
-        ("fill", f"{tokens / room:.2%}"),
+        ("fill", f"{tokens / packs.room:.2%}"),
         ("packing factor", f"{packs.packing_factor:.2f} samples per pack"),
         (
             "padding",
@@ -93,6 +94,28 @@ def _plan_figures(packs: PackPlan, found: Mapping[str, int | float]) -> list[tup
             "step)".format_map({**found, "span": span}),
         ),
     ]
+
+
+def _slot_figures(packs: PackPlan) -> list[tuple[str, str]]:
+    """Slots, and packs by the ranks that they go over; [] where all packs are alike."""
+    ranks = packs.info.context_parallel
+    if ranks is None:
+        return []
+    sizes, counts = np.unique(np.asarray(packs.cp_sizes), return_counts=True)
+    over = ", ".join(f"{n:,} over {size}" for size, n in zip(sizes, counts.tolist(), strict=True))
+    slots = len(packs.slot_offsets) - 1
+    room = f"{ranks.ranks} ranks x {ranks.tokens_per_rank:,} tokens"
+    return [("slots", f"{slots:,} of {room}"), ("packs over ranks", over)]
+
+
+def render_idle(config: PackingConfig, samples: Index, packs: PackPlan) -> list[tuple[str, str]]:
+    """'idle in slots': the share of time that ranks wait for others, by operations."""
+    ranks = packs.info.context_parallel
+    if ranks is None or packs.cp_sizes is None:
+        return []
+    table = pack_table(samples, packs, model_cost(config.model))
+    idle = idle_in_slots(table.cost, packs.cp_sizes, ranks.ranks)
+    return [("idle in slots", f"{idle:.2%}, by operations; communication is not counted")]
 
 
 def render_content(samples: Index, packs: PackPlan) -> list[tuple[str, str]]:

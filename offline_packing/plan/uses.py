@@ -44,7 +44,7 @@ def choose_uses(config: PackingConfig, samples: Index, kept: SampleIds) -> Uses:
     is_split = len(config.output.split) > 1
     are_once = not any(source.weight for source in config.source) and set(repeats) == {1}
     pack = config.pack
-    in_order = pack.order is not None or pack.context_parallel is not None
+    in_order = pack.order is not None or pack.slots is not None
     apart = is_split and (pack.epochs > 1 or in_order)
     if are_once and not apart:
         return Uses({"": kept}, False, AsideSamples.merge([]))

@@ -5,12 +5,12 @@ can cut. The packs of a slot are trained at the same time; their sizes add up to
 Configurations are checked with it as well, so it imports nothing that compiles.
 """
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from task_encoders.field_types import Count, check_fields
+from task_encoders.packs.pack_format import cut_multiple
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,6 @@ class ContextParallel:
     def capacities(self, seq_length: int) -> np.ndarray:
         """Tokens that a pack over 1, 2, 4 … ranks may hold: int64 (num_sizes,)."""
         return np.minimum(np.array(self.sizes) * self.tokens_per_rank, seq_length)
-
-
-def cut_multiple(cp_size: int, pad_multiple: int = 1) -> int:
-    """Divisor of every sub-sample's padded length in a pack over `cp_size` ranks.
-
-    Each is cut into 2 * cp_size chunks, and what a rank gets is itself a multiple of
-    `pad_multiple` (tensor ranks under sequence parallelism; 16 for FP8).
-    """
-    return cp_size * math.lcm(2, pad_multiple)
 
 
 def slot_offsets(cp_sizes: np.ndarray, ranks: int) -> np.ndarray:

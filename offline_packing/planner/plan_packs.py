@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from offline_packing.planner.compose import limited, pack_request, packs_bound
-from offline_packing.planner.context_parallel import ContextParallel, cut_multiple
+from offline_packing.planner.context_parallel import ContextParallel
 from offline_packing.planner.epochs import exchange_samples
 from offline_packing.planner.options import PlanOptions
 from offline_packing.planner.order import (
@@ -31,6 +31,7 @@ from offline_packing.planner.request import (
 from offline_packing.planner.strategies import histogram
 from offline_packing.planner.strategies.strategy import Packs
 from task_encoders.field_types import Count, Integer, Number, checked, checked_model
+from task_encoders.packs.pack_format import cut_multiple
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,5 @@
 """Figures of samples and packs: how long, how full, how unequal, and what padding would cost."""
 
-import math
 from typing import Any, Final
 
 import numpy as np
@@ -8,6 +7,7 @@ import numpy.typing as npt
 
 from offline_packing.index.rows import sample_flops
 from offline_packing.layouts.shards import splits_of_plan
+from offline_packing.planner.context_parallel import idle_in_slots
 from offline_packing.planner.cost import saving
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.request import OVER_SEQ_LENGTH
@@ -74,8 +74,10 @@ def pack_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
     flops = sample_flops(stages.samples, cost_of)
     costs, tower = stages.sum_of_packs(flops.total), stages.sum_of_packs(flops.tower)
     samples = np.diff(plan.pack_offsets)
-    limits = [math.ceil(share * plan.info.seq_length) for share in _FILL_BANDS]
-    at_least = [int((sums["num_tokens"] >= limit).sum()) for limit in limits]
+    room: Any = plan.info.seq_length
+    if plan.cp_sizes is not None and plan.info.context_parallel is not None:
+        room = np.minimum(plan.cp_sizes * plan.info.context_parallel.tokens_per_rank, room)
+    at_least = [int((sums["num_tokens"] >= np.ceil(share * room)).sum()) for share in _FILL_BANDS]
     bands = zip(_FILL_BANDS, np.diff(at_least, prepend=0).tolist(), strict=True)
     return {
         "fill_bands": [{"at_least": share, "packs": count} for share, count in bands],
@@ -91,6 +93,15 @@ def pack_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
         "cost_of": cost_of.name,
         "waiting": _waiting(stages, plan, costs, tower),
     }
+
+
+def slot_idle(stages: CompleteStages, plan: PackPlan) -> float | None:
+    """Share of time that ranks wait in slots; None where packs fill none."""
+    if plan.cp_sizes is None or plan.info.context_parallel is None:
+        return None
+    flops = sample_flops(stages.samples, model_cost(stages.run.config.model)).total
+    ranks = plan.info.context_parallel.ranks
+    return idle_in_slots(stages.sum_of_packs(flops), plan.cp_sizes, ranks)
 
 
 def saving_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from offline_packing.report.figures import (
     overlong_figures,
     pack_figures,
     saving_figures,
+    slot_idle,
 )
 from offline_packing.report.pages import render_report
 from offline_packing.runs.manifest import read_manifest, stored_config
@@ -84,7 +85,7 @@ def _document(stages: CompleteStages) -> Document:
         "samples": {"found": found, "packed": packed if plan else None, "set_aside": aside},
         "unused_images": info.num_unused_images,
         "warnings": run_warnings(run.config, stages.samples, plan),
-        "plan": _plan(plan, tokens) if plan else None,
+        "plan": _plan(plan, tokens, slot_idle(stages, plan)) if plan else None,
         "saving": saving_figures(stages, plan) if plan else None,
         "lengths": length_figures(stages),
         "loss": {
@@ -134,14 +135,16 @@ def _made_from(workspace: Workspace, manifest: Manifest | None) -> dict[str, str
     }
 
 
-def _plan(plan: PackPlan, num_tokens: int) -> dict[str, Any]:
+def _plan(plan: PackPlan, num_tokens: int, idle: float | None) -> dict[str, Any]:
     return {
         "strategy": plan.info.strategy,
         "packs": plan.num_packs,
         "lower_bound": plan.info.lower_bound,
         "gap": plan.gap,
-        "fill": num_tokens / (plan.num_packs * plan.info.seq_length),
+        "fill": num_tokens / plan.room,
         "packing_factor": plan.packing_factor,
+        "slots": None if plan.cp_sizes is None else len(plan.slot_offsets) - 1,
+        "idle_in_slots": idle,
     }
 
 

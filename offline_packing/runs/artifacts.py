@@ -26,8 +26,7 @@ Fingerprint = Mapping[str, str | int]
 
 #: Packages whose version may change tokens, sizes or bytes.
 _LIBRARIES = ("numpy", "orjson", "pillow", "pyarrow", "tiktoken")
-#: Files whose hashes stage.json holds.
-PLAN_FILES: Final = (
+_PLAN_FILES: Final = (
     "sample_ids.npy",
     "pack_offsets.npy",
     "set_aside_ids.npy",
@@ -36,6 +35,8 @@ PLAN_FILES: Final = (
     "set_aside.parquet",
     "summary.txt",
 )
+#: One more, if packs go over 1, 2, 4 … ranks.
+CP_SIZES: Final = "cp_sizes.npy"
 #: Files that say which samples form which pack.
 _PACKS: Final = ("sample_ids.npy", "pack_offsets.npy")
 
@@ -106,6 +107,11 @@ def check_plan(run: Run, info: Mapping[str, Any]) -> None:
         artifact=f"the plan in {run.workspace.root}",
         remedy=written if run.workspace.write.exists() else "run plan again",
     )
+
+
+def plan_files(config: PackingConfig) -> tuple[str, ...]:
+    """Files of a plan, whose hashes stage.json holds."""
+    return (*_PLAN_FILES, *([CP_SIZES] if config.pack.slots is not None else []))
 
 
 def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:

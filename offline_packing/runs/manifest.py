@@ -9,6 +9,7 @@ import base64
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,12 +22,19 @@ from offline_packing.index.table import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.layouts.shards import ShardFragment
-from offline_packing.runs.artifacts import StoredPlan, key_prefix
+from offline_packing.runs.artifacts import CP_SIZES, StoredPlan, key_prefix
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import hash_bytes, to_json, write_atomically
 from task_encoders.families import model_cost
 from task_encoders.packs import manifest as stored
-from task_encoders.packs.manifest import Counts, Manifest, ManifestError, PackColumns, ShardLine
+from task_encoders.packs.manifest import (
+    Counts,
+    Manifest,
+    ManifestError,
+    PackColumns,
+    ShardLine,
+    Slots,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +157,8 @@ def build_manifest(
     run: Run, index: IndexInfo, plan: Mapping[str, Any], fragments: Sequence[Path]
 ) -> Manifest:
     """The manifest without `metadata`, which `finish_layout` adds."""
-    shards = tuple(_describe(ShardFragment.load(path)) for path in fragments)
+    lines = [_describe(ShardFragment.load(path)) for path in fragments]
+    shards = tuple(lines if run.config.pack.slots is None else _with_cp_sizes(run, lines))
     packs = {
         split: sum(shard.packs for shard in shards if shard.split == split)
         for split in run.config.output.split
@@ -168,6 +177,7 @@ def build_manifest(
             packs=packs,
         ),
         epochs=plan.get("epochs", {}),
+        context_parallel=_slots(run.config),
         loss_weights="fractional" if index.num_weighted else None,
         shards=shards,
         fingerprint=index.fingerprint,
@@ -198,6 +208,22 @@ def _describe(fragment: ShardFragment) -> ShardLine:
         xxh3_128=fragment.xxh3_128,
         fragment_xxh3_128=fragment.content_hash,
     )
+
+
+def _with_cp_sizes(run: Run, lines: Sequence[ShardLine]) -> list[ShardLine]:
+    """The shards' lines with the ranks of their packs, as planned."""
+    cp_sizes = np.load(run.workspace.plan / CP_SIZES, allow_pickle=False)
+    ends = np.cumsum([line.packs for line in lines])
+    own = np.split(cp_sizes, ends[:-1])
+    return [
+        line.model_copy(update={"cp_sizes": tuple(some.tolist())})
+        for line, some in zip(lines, own, strict=True)
+    ]
+
+
+def _slots(config: PackingConfig) -> Slots | None:
+    slots = config.pack.slots
+    return None if slots is None else Slots(**asdict(slots))
 
 
 def stored_config(config: PackingConfig, key_prefix: str | None = None) -> dict[str, Any]:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import pyarrow as pa
 
 from offline_packing.errors import ShareDoneError
 from offline_packing.index.measured import MODIFICATION_TIME
-from offline_packing.index.rows import name_copies, samples_of_shards
+from offline_packing.index.rows import SampleIds, name_copies, samples_of_shards
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import COLUMNS, ShardTask
@@ -87,14 +88,12 @@ def iterate_tasks(
     tokenizes = output.pretokenize or LAYOUTS[output.layout].TOKEN_IDS == "always"
     prefix = read_json(workspace.started)["output.key_prefix"]
     for shard, offsets, table in zip(shards, bounds, tables, strict=True):
-        if copies is not None:
-            table = name_copies(table, copies[offsets[0] : offsets[-1]])
         yield ShardTask(
             shard=shard,
             folder=workspace.root,
             fragment_path=workspace.fragment(shard.name),
             unpack_folder=workspace.unpacked,
-            samples=table,
+            samples=_as_planned(table, plan, shard, copies),
             pack_sizes=np.diff(offsets),
             sources=sources,
             task=config.task,
@@ -104,3 +103,17 @@ def iterate_tasks(
             tokenizes=config.model if tokenizes else None,
             check_times=MODIFICATION_TIME not in run.accept_mismatch,
         )
+
+
+def _as_planned(
+    table: pa.Table, plan: PackPlan, shard: PlannedShard, copies: SampleIds | None
+) -> pa.Table:
+    """A shard's samples with the keys of copies, and the ranks of their packs, if these differ."""
+    packs = slice(shard.first_pack, shard.first_pack + shard.num_packs)
+    offsets = plan.pack_offsets[packs.start : packs.stop + 1]
+    if copies is not None:
+        table = name_copies(table, copies[offsets[0] : offsets[-1]])
+    if plan.cp_sizes is None:
+        return table
+    cp_sizes = np.repeat(plan.cp_sizes[packs], np.diff(offsets))
+    return table.append_column("cp_size", pa.array(cp_sizes))

@@ -18,7 +18,7 @@ from offline_packing.errors import StageError
 from offline_packing.index.table import IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
-from offline_packing.runs.artifacts import PLAN_FILES, Fingerprint, layout_fingerprint
+from offline_packing.runs.artifacts import Fingerprint, layout_fingerprint, plan_files
 from offline_packing.runs.manifest import hash_plan
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import hash_file, read_json, seal, to_json
@@ -135,7 +135,7 @@ def _read_plan_info(run: Run, manifest: Manifest | None) -> tuple[Mapping[str, A
         info = read_json(path)
         if info is None:
             return None, "is missing" if manifest or run.workspace.write.exists() else ""
-        is_whole = sorted(info["files"]) == sorted(PLAN_FILES)
+        is_whole = sorted(info["files"]) == sorted(plan_files(run.config))
         is_whole = is_whole and path.read_bytes() == to_json(seal(info))
         if is_whole and (manifest is None or hash_plan(info) == manifest.plan):
             return info, ""

@@ -14,6 +14,7 @@ from offline_packing.index.table import Index, key_hash
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
 from offline_packing.layouts.shards import PlannedShard, ShardFragment
+from offline_packing.planner.context_parallel import ContextParallel
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.runs.tasks import iterate_tasks
@@ -21,6 +22,7 @@ from task_encoders.families import ModelOptions
 from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.packs.manifest import Manifest, ShardLine
 from task_encoders.packs.pack import Pack, PackFormatError, StoredMedia, restore_pack
+from task_encoders.packs.pack_format import cut_multiple
 from task_encoders.packs.tokenized import TokenizedText
 from task_encoders.samples import SampleError, SourceSample
 
@@ -77,6 +79,8 @@ class VerifyTask:
     shard: ShardTask
     expected: ShardLine
     pad_multiple: int
+    #: ranks of a slot, if packs go over 1, 2, 4 … of them
+    slots: ContextParallel | None
     model: ModelOptions
     deep: bool
 
@@ -97,7 +101,8 @@ def verify_tasks(
     listed = [shard for shard in shards if layout.shard_file(shard.name) in lines]
     for task in iterate_tasks(run, samples, plan, listed, with_sources=deep):
         line = lines[layout.shard_file(task.shard.name)]
-        yield VerifyTask(task, line, config.pack.pad_multiple, config.model, deep)
+        pack = config.pack
+        yield VerifyTask(task, line, pack.pad_multiple, pack.slots, config.model, deep)
 
 
 def verify_shard(task: VerifyTask) -> VerifyResult:
@@ -167,9 +172,15 @@ def _pack_problems(
     lengths = [sample.num_tokens for sample in samples]
     if list(pack.num_tokens or ()) != lengths:
         yield "meta.num_tokens is not what was measured"
-    padded = sum(-(-length // task.pad_multiple) * task.pad_multiple for length in lengths)
-    if padded > task.shard.seq_length:
-        yield f"{padded} tokens > seq_length {task.shard.seq_length}"
+    multiple, room, cp_size = task.pad_multiple, task.shard.seq_length, samples[0].cp_size
+    if pack.cp_size != cp_size:
+        yield f"goes over {pack.cp_size} ranks, not the planned {cp_size}"
+    if cp_size is not None and task.slots is not None:
+        multiple = cut_multiple(cp_size, multiple)
+        room = min(room, cp_size * task.slots.tokens_per_rank)
+    padded = sum(-(-length // multiple) * multiple for length in lengths)
+    if padded > room:
+        yield f"{padded} tokens > {'seq_length' if cp_size is None else 'its room'} {room}"
     hashes = [key_hash(sample.source_id, sample.key) for sample in samples]
     report.key_hashes.append(np.array(hashes, dtype=np.uint64))
     report.num_samples += len(samples)

@@ -18,6 +18,7 @@ from offline_packing.index.rows import hash_keys
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import PlannedShard
+from offline_packing.planner.context_parallel import slot_offsets
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
 from offline_packing.runs.manifest import has_columns, require_manifest
@@ -71,6 +72,7 @@ def _verify_shards(run: Run, manifest: Manifest, deep: bool, total: VerifyResult
     planned = {layout.shard_file(shard.name): shard.num_packs for shard in shards}
     if planned != {line.name: line.packs for line in manifest.shards}:
         total.problem("manifest.json does not list the planned shards with their packs")
+    _check_slots(manifest, stored.packs, total)
     with run.bar("verify", sum(shard.num_packs for shard in own), "pack") as bar:
         tasks = verify_tasks(run, samples, stored.packs, manifest, own, deep=deep)
         for report in run.engine.run(verify_shard, tasks, bar.update):
@@ -108,6 +110,22 @@ def _check_columns(run: Run, manifest: Manifest, table: PackColumns, total: Veri
                     f"{mixed:,} steps of split {split} mix packs with and without images, or lack "
                     "some, for the ranks of pack.order"
                 )
+
+
+def _check_slots(manifest: Manifest, plan: PackPlan, total: VerifyResult) -> None:
+    """The ranks of packs are those planned, and add up to slots in each split."""
+    if manifest.context_parallel is None or plan.cp_sizes is None:
+        return
+    by_split: dict[str, list[int]] = {}
+    for line in manifest.shards:
+        by_split.setdefault(line.split, []).extend(line.cp_sizes)
+    if [size for sizes in by_split.values() for size in sizes] != plan.cp_sizes.tolist():
+        total.problem("manifest.json does not list the planned ranks of each pack")
+    for split, sizes in by_split.items():
+        try:
+            slot_offsets(np.array(sizes), manifest.context_parallel.ranks)
+        except ValueError as error:
+            total.problem(f"manifest.json, split {split}: {error}")
 
 
 def _check_manifest(run: Run, manifest: Manifest, total: VerifyResult) -> None:

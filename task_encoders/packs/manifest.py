@@ -57,6 +57,8 @@ class ShardLine(_Model):
     #: forward operations of the vision tower and of the language model of each pack: base64 of
     #: little-endian float32 (packs, 2)
     flops: str = added("")
+    #: context-parallel ranks that each pack goes over, if packs differ in that
+    cp_sizes: tuple[int, ...] = added(())
 
     def media_of_packs(self) -> npt.NDArray[np.uint8]:
         """(packs,) digits of `media`."""
@@ -65,6 +67,13 @@ class ShardLine(_Model):
     def flops_of_packs(self) -> npt.NDArray[np.float64]:
         """(packs, 2) numbers in `flops`."""
         return np.frombuffer(base64.b64decode(self.flops), "<f4").reshape(-1, 2).astype(np.float64)
+
+
+class Slots(_Model):
+    """Ranks that train the packs of a slot together."""
+
+    ranks: int
+    tokens_per_rank: int
 
 
 class Counts(_Model):
@@ -90,6 +99,8 @@ class Manifest(_Model):
     shards: tuple[ShardLine, ...]
     #: by split, the packs of each epoch, where each has packs of its own
     epochs: dict[str, tuple[int, ...]] = added({})
+    #: ranks of a slot of packs, if packs go over 1, 2, 4 … of them, and the tokens of each rank
+    context_parallel: Slots | None = added(None)
     #: set if some answers weigh neither 0 nor 1
     loss_weights: Literal["fractional"] | None = added(None)
     #: what samples were measured with; see offline_packing.runs.artifacts

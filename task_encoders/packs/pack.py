@@ -96,6 +96,8 @@ class RestoredPack:
     task: str | None
     num_tokens: tuple[int, ...] | None
     tokenized: TokenizedPack | None = None
+    #: context-parallel ranks that it goes over, if packs differ in that
+    cp_size: int | None = None
 
 
 def parse_json(record: bytes | Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -155,7 +157,12 @@ def restore_pack(
         meta = {"loss_weights": [[]] * count, **meta}
         texts = (_column(meta, name, key, count) for name in ("token_ids", "loss", "loss_weights"))
         tokenized = TokenizedPack(tuple(map(TokenizedText, *texts)), meta["tokenized_with"])
-    return RestoredPack(subs, keys, meta.get("task"), num_tokens, tokenized)
+    return RestoredPack(subs, keys, meta.get("task"), num_tokens, tokenized, cp_size_of(record))
+
+
+def cp_size_of(record: Mapping[str, Any]) -> int | None:
+    """The context-parallel ranks that a pack goes over, by its JSON; None: as its reader has it."""
+    return (record.get("meta") or {}).get("cp_size")
 
 
 def sub_samples_of_pack(pack: Pack, task: str, made_with: str) -> list[SubSample]:

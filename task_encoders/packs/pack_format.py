@@ -22,13 +22,15 @@ A pack with videos is nested and has one more list, whose names are numbered sep
 `meta` holds `task`, and per sub-sample `keys`, `num_tokens` and `system` (null: the template's
 default); if any has them, also `tools` (JSON; "": none) and `turns`, which holds what its turns
 have besides prompt and answer (`Turn.details`; null: nothing); in packs that are tokenized,
-`token_ids`, `loss` and `loss_weights` (see `TokenizedText`) with `tokenized_with`. Packs written by
+`token_ids`, `loss` and `loss_weights` (see `TokenizedText`) with `tokenized_with`; in packs that go
+over 1, 2, 4 … context-parallel ranks, `cp_size`, how many. Packs written by
 others are read as well: `prompts` for `prompt`, or neither; `img0` for `img000`; empty or null
 names for sub-samples without such media; no `images` beside `videos`; no `meta`; names of images
 that differ from the members', see `pack.match_images`.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -57,6 +59,15 @@ class PackedSubSample:
     sample: SourceSample
     extensions: tuple[str, ...]
     num_tokens: int
+
+
+def cut_multiple(cp_size: int, pad_multiple: int = 1) -> int:
+    """Divisor of every sub-sample's padded length in a pack over `cp_size` ranks.
+
+    Each is cut into 2 * cp_size chunks, and what a rank gets is itself a multiple of
+    `pad_multiple` (tensor ranks under sequence parallelism; 16 for FP8).
+    """
+    return cp_size * math.lcm(2, pad_multiple)
 
 
 def pack_key(index: int, prefix: str = "") -> str:
@@ -96,7 +107,10 @@ def media_part_names(extensions: Sequence[str]) -> list[str]:
 
 
 def pack_json(
-    sub_samples: Sequence[PackedSubSample], task: str, tokenized: TokenizedPack | None = None
+    sub_samples: Sequence[PackedSubSample],
+    task: str,
+    tokenized: TokenizedPack | None = None,
+    cp_size: int | None = None,
 ) -> bytes:
     """The JSON of a pack. Media are named in the order of `media_part_names` over all sub-samples.
 
@@ -127,4 +141,6 @@ def pack_json(
         record["meta"]["turns"] = [found if any(found) else None for found in details]
     if tokenized is not None:
         record["meta"] |= tokenized.meta()
+    if cp_size is not None:
+        record["meta"]["cp_size"] = cp_size
     return orjson.dumps(record)

@@ -17,6 +17,7 @@ from task_encoders.concatenate import PackedRow, concatenate
 from task_encoders.media.patches import PixelTransport
 from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.packs.pack import SubSample
+from task_encoders.packs.pack_format import cut_multiple
 from task_encoders.sample_encoder import EncodedSample, SampleEncoder, SampleLength
 from task_encoders.samples import SampleError, SourceSample
 
@@ -52,21 +53,25 @@ class RowEncoder:
                 f"{self.seq_length // self.pad_multiple * self.pad_multiple}"
             )
 
-    def encode(self, sub_samples: Sequence[SubSample]) -> tuple[PackedRow, list[str], list[str]]:
+    def encode(
+        self, sub_samples: Sequence[SubSample], cp_size: int | None = None
+    ) -> tuple[PackedRow, list[str], list[str]]:
         """The row of all sub-samples that can be used, their keys, and "key: reason: detail" of
-        each of the others.
+        each of the others. `cp_size`: ranks that the pack goes over, if packs differ in that; then
+        each sub-sample is padded to what these can cut.
 
         Raises:
             SampleError: none can be used.
-            FatalSampleError: see `_encode_one`.
+            FatalSampleError: see `_encode_one`; or a pack over ranks is to be padded as all others.
         """
+        multiple = self._multiple(cp_size)
         pool = _pool(self.encode_threads)
         encoded: list[EncodedSample] = []
         dropped: list[str] = []
         room = self.seq_length
         for sub_sample, result in zip(sub_samples, self._encode(sub_samples, pool), strict=True):
             if not isinstance(result, SampleError):
-                padded = -(-len(result.tokens) // self.pad_multiple) * self.pad_multiple
+                padded = -(-len(result.tokens) // multiple) * multiple
                 if padded <= room:
                     room -= padded
                     encoded.append(result)
@@ -81,13 +86,24 @@ class RowEncoder:
         row = concatenate(
             encoded,
             pad_token_id=self.encoder.pad_token_id,
-            pad_multiple=self.pad_multiple,
+            pad_multiple=multiple,
             pad_to_length=self.seq_length if self.pad_to_seq_length else None,
             cross_sample_attention=self.cross_sample_attention,
             pixel_transport=self.pixel_transport,
             map_=pool.map,
         )
         return row, [one.key for one in encoded], dropped
+
+    def _multiple(self, cp_size: int | None) -> int:
+        """Divisor of sub-samples' padded lengths in a pack over so many ranks."""
+        if cp_size is None:
+            return self.pad_multiple
+        if self.pad_to_seq_length:
+            raise FatalSampleError(
+                "pad_to_seq_length would pad packs over 1, 2, 4 … ranks to the longest of them; "
+                "leave it out"
+            )
+        return cut_multiple(cp_size, self.pad_multiple)
 
     def _encode(
         self, sub_samples: Sequence[SubSample], pool: Executor

@@ -24,9 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing import ContextParallel, plan_packs
-from offline_packing.planner.context_parallel import cut_multiple, idle_in_slots
+from offline_packing.planner.context_parallel import idle_in_slots
 from offline_packing.planner.strategies import STRATEGIES
 from task_encoders.families import FAMILIES
+from task_encoders.packs.pack_format import cut_multiple
 
 LONGEST = 131_072
 PATCHES_OF_A_PICTURE = 4096

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from offline_packing import ContextParallel, PackPlan, plan_packs
-from offline_packing.planner.context_parallel import cut_multiple, idle_in_slots, slot_offsets
+from offline_packing.planner.context_parallel import idle_in_slots, slot_offsets
 from offline_packing.planner.order import RankLayout
+from task_encoders.packs.pack_format import cut_multiple
 
 
 def test_ranks_are_a_power_of_two_and_hold_the_longest_pack() -> None:
