@@ -109,7 +109,10 @@ def _warn_of_data(config: LaunchConfig, data: PackedData, packs: int, data_paral
             data.num_packs,
             "global_batch_size" if config.batch.global_batch_size else "global_batch_packs",
         )
-    is_for_others = data.ordered_for not in (None, data_parallel) and data_parallel > 1
+    order = data.ordered_for or data_parallel
+    # Divisors read the steps whole, where these have a pack for every rank.
+    is_served = order == data_parallel or order % data_parallel + data.num_packs % order == 0
+    is_for_others = not is_served and data_parallel > 1
     if is_for_others and config.data.order == "written":
         logger.warning(
             "the packs are in an order for %d data parallel ranks (pack.order), and there are %d: "

@@ -169,12 +169,15 @@ def test_what_a_recipe_does_not_get_is_a_warning(caplog: pytest.LogCaptureFixtur
 def test_how_often_packs_are_trained_is_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     blended = ((Path("a"), 90, 0.25), (Path("b"), 10, 0.75))
-    data = replace(data_of(100, 1_000), blended=blended, ordered_for=4)
+    data = replace(data_of(100, 1_000), blended=blended, ordered_for=3)
     plan_of(data, 2, batch={"global_batch_packs": 2}, train={"iterations": 80, "epochs": 1})
     assert "80 steps, 1.60 times all packs" in caplog.text
     assert "75.00% of them from b: 12.00 times its 10 packs" in caplog.text
-    assert "for 4 data parallel ranks (pack.order), and there are 2" in caplog.text
+    assert "for 3 data parallel ranks (pack.order), and there are 2" in caplog.text
     assert "each step is a pass" not in caplog.text
+    caplog.clear()
+    plan_of(replace(data, ordered_for=4), 2, batch={"global_batch_packs": 2})  # every second rank
+    assert "pack.order" not in caplog.text
     plan_of(data_of(100, 1_000), batch={"global_batch_packs": 101})
     assert "a step takes 101 packs and there are 100: each step is a pass" in caplog.text
 
