@@ -106,6 +106,8 @@ class IndexInfo:
     num_skipped: int = 0
     #: samples with loss weights other than 0 and 1
     num_weighted: int = 0
+    #: what the sources' listings warn of
+    source_warnings: list[str] = field(default_factory=list)
     #: xxh3_128 of the files in the folders index, set_aside and files
     hashes: dict[str, dict[str, str]] = field(default_factory=dict)
     version: int = INDEX_VERSION
@@ -122,8 +124,8 @@ class IndexInfo:
 
     @property
     def warnings(self) -> list[str]:
-        """A line for each thing that samples go without."""
-        lines = []
+        """A line for each thing that is probably a mistake, as what samples go without."""
+        lines = list(self.source_warnings)
         for what, count in sorted(self.lost_fields.items()):
             example = self.lost_examples.get(what)
             such = f", such as {example}" if example else ""
@@ -137,7 +139,8 @@ class IndexInfo:
     def save(self, path: Path) -> None:
         """Write index.json: from now on the index is complete."""
         content = asdict(self)
-        for name in ("num_skipped", "num_weighted", "lost_examples", "only_answer"):
+        added = ("num_skipped", "num_weighted", "lost_examples", "only_answer", "source_warnings")
+        for name in added:
             if not content[name]:  # bytes as they were before there was such a field
                 del content[name]
         write_atomically(path, to_json(seal(content)))

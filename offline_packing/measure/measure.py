@@ -102,6 +102,7 @@ def _complete(
         num_tokens=sum(result.num_tokens for result in results),
         num_skipped=sum(result.num_skipped for result in results),
         num_weighted=sum(result.num_weighted for result in results),
+        source_warnings=[line for scan in scans for line in scan.warnings],
     )
     num_renamed = rename_repeated(Index(workspace.index, info))
     if num_renamed:

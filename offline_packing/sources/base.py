@@ -57,6 +57,8 @@ class Scan:
     unpaired_media: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     #: a table of listing.FILES_SCHEMA, packed, if it was made while listing
     files: bytes | None = None
+    #: a line for each thing about the whole that is probably a mistake
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

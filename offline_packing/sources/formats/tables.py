@@ -216,6 +216,24 @@ class HuggingFaceSource(TableSource):
         in_split = container.startswith(self._split_folder)
         return in_split and super().is_read(container) and not is_cache
 
+    def scan(self, samples_per_part: int) -> Scan:
+        scan = super().scan(samples_per_part)
+        try:
+            info = self._read_json(f"{self._split_folder}dataset_info.json")
+            state = self._read_json(f"{self._split_folder}{_STATE_NAME}")
+            name = state["_split"] or self._split_folder.rstrip("/")
+            expected = int(info["splits"][name]["num_examples"])
+        except (LookupError, TypeError, ValueError, StageError):
+            return scan  # not all writers count
+        found = sum(part.num_records or 0 for part in scan.parts)
+        if found == expected or self.file_name is not None:
+            return scan
+        line = (
+            f"{self.root.path(self._split_folder)} holds {found:,} rows, its dataset_info.json "
+            f"counts {expected:,}: it was filtered or split, or rows are lost"
+        )
+        return replace(scan, warnings=(line,))
+
     def files(self) -> list[tuple[str, int]]:
         found = super().files()
         missing = (self._data_files or frozenset()) - {name for name, _ in found}
@@ -247,15 +265,23 @@ class HuggingFaceSource(TableSource):
 
     def _read_names(self, container: str, field: str) -> list[str] | None:
         """A list in a file that describes the dataset; None if there is no such file."""
-        path = self.root.path(container)
+        content = self._read_json(container)
+        if content is None:
+            return None
+        try:
+            found = content[field]
+            return [str(one["filename"] if isinstance(one, dict) else one) for one in found]
+        except (LookupError, TypeError) as error:
+            path = self.root.path(container)
+            raise StageError(f"{path} names no {field}; save the dataset again") from error
+
+    def _read_json(self, container: str) -> Any:
+        """Content of a file that describes the dataset; None if there is no such file."""
         try:
             self.root.entry(container)
         except FileNotFoundError:
             return None
         try:
-            found = orjson.loads(self.root.read(container, MAX_JSON_BYTES))[field]
-            return [str(one["filename"] if isinstance(one, dict) else one) for one in found]
-        except (LookupError, TypeError) as error:
-            raise StageError(f"{path} names no {field}; save the dataset again") from error
+            return orjson.loads(self.root.read(container, MAX_JSON_BYTES))
         except (SampleError, ValueError) as error:
-            raise StageError(f"{path} cannot be read: {error}") from error
+            raise StageError(f"{self.root.path(container)} cannot be read: {error}") from error

@@ -9,6 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.errors import StageError
+from offline_packing.measure.measure import measure
+from offline_packing.sources import open_source
 from offline_packing.sources.formats import tables
 from offline_packing.sources.reading import arrow_batches, row_files, row_reader
 from offline_packing.sources.reading.arrow_batches import ArrowBatches
@@ -154,6 +156,28 @@ def test_files_that_map_left_behind_are_not_read(
         write_json(root / f"{split}state.json", [])
         with pytest.raises(StageError, match=r"state\.json names no _data_files"):
             accounting.outcomes(source, tmp_path)
+
+
+@pytest.mark.parametrize(("has_split", "count"), [(False, 9), (True, 9), (True, 4)])
+def test_rows_are_compared_with_the_count_of_the_dataset(
+    tmp_path: Path, has_split: bool, count: int
+) -> None:
+    root, split = tmp_path / "data", "test/" if has_split else ""
+    write_arrow(root / f"{split}data-00000-of-00001.arrow", formats.draw_samples(4))
+    if has_split:
+        write_json(root / "dataset_dict.json", {"splits": ["train", "test"]})
+    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": "test"}
+    write_json(root / f"{split}state.json", state)
+    counts = {"train": {"num_examples": 7}, "test": {"num_examples": count}}
+    write_json(root / f"{split}dataset_info.json", {"splits": counts})
+    options = {"split": "test"} if has_split else {}
+    source = {"format": "huggingface", "path": str(root), "task": "captioning", **options}
+    run = make_run(source, tmp_path / "out")
+    found = [line for line in measure(run).info.warnings if "dataset_info.json" in line]
+    assert len(found) == (count != 4)
+    assert all("holds 4 rows, its dataset_info.json counts 9" in line for line in found)
+    (root / f"{split}dataset_info.json").write_bytes(b"{")
+    assert not open_source(source).scan(100).warnings
 
 
 @pytest.mark.parametrize("damage", ["cut between batches", "a false end"])
