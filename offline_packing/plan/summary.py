@@ -16,7 +16,7 @@ from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.planner.context_parallel import idle_in_slots
 from offline_packing.planner.cost import saving
 from offline_packing.planner.pack_plan import PackPlan
-from task_encoders.families import model_cost
+from task_encoders.families import ModelOptions, model_cost
 
 _BINS = 16
 _BAR_WIDTH = 40
@@ -38,11 +38,20 @@ def render_summary(
     """
     more = [
         *content,
+        *_resizing(config.model),
         *(("warning", line) for line in warnings),
     ]
     num_samples = info.num_samples + info.num_set_aside
     text = render_figures(config.report, num_samples, lengths, packs, set_aside, more, sources)
     return f"{'task':<24}{config.task}\n{text}"
+
+
+def _resizing(model: ModelOptions) -> list[tuple[str, str]]:
+    """The resampling of images, where there is a choice, and that of the trainer's processor."""
+    resize = getattr(model, "resize", None)
+    theirs = "transformers 5 takes torch where torchvision is installed, and for videos always"
+    shown = f"{model.family}, resize {resize}; {theirs} (lengths are the same)"
+    return [("model", shown)] if resize else []
 
 
 def render_figures(

@@ -1,6 +1,6 @@
 """Warnings about data that is probably a mistake, shown by `plan` and in the report."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.planner.pack_plan import PackPlan
+from task_encoders.families.cost import most_positions
 
 Hashes = npt.NDArray[np.uint64]
 Flags = npt.NDArray[np.bool_]
@@ -29,6 +30,8 @@ def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) 
         )
     if total > 1 and _has_one_picture(samples):
         lines.append(f"all {total:,} samples have one image or video, by its file")
+    lines.extend(_source_warnings(config.source_names(), samples))
+    lines.extend(_position_warnings(config, samples))
     lines.extend(_split_warnings(config.output.split))
     splits = splits_of_plan(packs, config.output.split) if packs is not None else {}
     if packs is not None and len(splits) > 1:
@@ -43,6 +46,35 @@ def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) 
                     f"text and file) stand in split {first}, too"
                 )
     return lines
+
+
+def _source_warnings(names: Sequence[str], samples: Index) -> Iterator[str]:
+    """Warn of sources that hold samples of an earlier one: copies are trained on twice."""
+    if len(names) == 1:
+        return
+    hashes, owners = samples.array("sample_hash"), samples.array("source_id")
+    order = np.argsort(hashes, kind="stable")
+    is_first = np.diff(hashes[order], prepend=~hashes[order[:1]]) != 0
+    first_of = order[np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))]
+    pairs = np.stack([owners[first_of], owners[order]])
+    different, counts = np.unique(pairs[:, pairs[0] != pairs[1]], axis=1, return_counts=True)
+    for (one, other), count in zip(different.T.tolist(), counts.tolist(), strict=True):
+        yield (
+            f"source {names[other]}: {count:,} of {np.count_nonzero(owners == other):,} samples "
+            f"(by text and file) stand in source {names[one]}, too"
+        )
+
+
+def _position_warnings(config: PackingConfig, samples: Index) -> Iterator[str]:
+    """Warn of packs longer than the checkpoint's positions, which restart with each sample."""
+    limit, seq_length = most_positions(config.model.processor), config.pack.seq_length
+    if limit is not None and seq_length > limit:
+        longer = np.count_nonzero(samples.array("num_tokens") > limit)
+        yield (
+            f"pack.seq_length {seq_length:,} > max_position_embeddings {limit:,} of "
+            f"{config.model.processor}; {longer:,} of {samples.info.num_samples:,} samples are "
+            "longer than that (positions restart with each sample)"
+        )
 
 
 def _split_warnings(split: Mapping[str, float]) -> Iterator[str]:

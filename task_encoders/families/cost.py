@@ -102,6 +102,14 @@ def cost_of_sizes(name: str, text: Mapping[str, Any], vision: Mapping[str, Any])
     return ModelCost(name, language, tower, out * text["vocab_size"], merger)
 
 
+def most_positions(folder: str) -> int | None:
+    """The `max_position_embeddings` in a checkpoint folder's config.json; None if it names none."""
+    path = Path(folder, "config.json")
+    config = json.loads(path.read_bytes()) if path.is_file() else {}
+    found: int | None = config.get("text_config", config).get("max_position_embeddings")
+    return found
+
+
 def cost_of_checkpoint(folder: str) -> ModelCost | None:
     """The cost of the model in a checkpoint folder, from its config.json; None if it has none.
 

@@ -56,9 +56,19 @@ def find_shards(path: str | Path, split: str) -> tuple[list[ShardRange], Numbers
     """
     root = path_of(path)
     if (root / ".nv-meta").is_dir():
-        return _shards_of_folder(root, split)
-    inside = root / METADATASET
-    return _shards_of_metadataset(inside if inside.is_file() else root, split)
+        shards, order = _shards_of_folder(root, split)
+    else:
+        inside = root / METADATASET
+        shards, order = _shards_of_metadataset(inside if inside.is_file() else root, split)
+    if not len(order):
+        raise no_packs(path, split)
+    return shards, order
+
+
+def no_packs(path: str | Path, split: str) -> PackedFolderError:
+    """The error of a split that is missing or empty."""
+    remedy = f"pack with output.split={{train: 0.99, {split}: 0.01}}"
+    return PackedFolderError(f"{path} has no packs in its {split} split; {remedy}")
 
 
 def path_of(path: str | Path) -> Any:
@@ -116,7 +126,7 @@ def _shards_of_folder(path: Any, split: str) -> tuple[list[ShardRange], Numbers]
             f"{meta} cannot be read ({_in_a_line(error)}); {_REMEDY}"
         ) from error
     if split not in names:
-        raise PackedFolderError(f"{path} has no split {split!r}, only {', '.join(names)}")
+        raise no_packs(path, split)
     if exclude or not counts.keys() >= set(names[split]):  # a name with braces is several
         return _shards_of_metadataset(path, split)
     flavors = dataset.get("subflavors") or {}
@@ -160,6 +170,7 @@ def _load_datasets(path: Any, split: str) -> list[Any]:
     require_supported("megatron-energon")
     try:
         from megatron.energon import WorkerConfig
+        from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
         from megatron.energon.metadataset import load_dataset
     except ImportError as error:
         raise PackedFolderError(f"{path} is no plain folder of packs: install Energon") from error
@@ -172,7 +183,11 @@ def _load_datasets(path: Any, split: str) -> list[Any]:
             max_samples_per_sequence=None,
             decoder=None,
         )
+    except EmptyDatasetError as error:
+        raise no_packs(path, split) from error
     except (OSError, ValueError, KeyError, TypeError, AssertionError, yaml.YAMLError) as error:
+        if isinstance(error, KeyError) and error.args == (split,):
+            raise no_packs(path, split) from error
         raise PackedFolderError(
             f"{path}, split {split!r}: Energon cannot read it ({_in_a_line(error)})"
         ) from error

@@ -13,11 +13,13 @@ from megatron.energon import (
     get_train_dataset,
     get_val_dataset,
 )
+from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
 from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint
 
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.field_types import Count, checked
 from task_encoders.loading.dealing_anew import deal_anew
+from task_encoders.loading.folder_shards import no_packs
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.references import metadataset_of
 from task_encoders.rows.pack_dealing import OnePass
@@ -71,14 +73,25 @@ def get_packed_val_dataset(
     worker_config: WorkerConfig | None = None,
     **kwargs: Any,
 ) -> SavableDataset[PackedBatch]:
-    """Energon's `get_val_dataset` with the same arguments."""
-    return get_val_dataset(
-        metadataset_of(path),
-        task_encoder=task_encoder,
-        batch_size=micro_batch_size,
-        worker_config=worker_config or WorkerConfig.default_worker_config(num_workers=2),
-        **kwargs,
-    )
+    """Energon's `get_val_dataset` with the same arguments.
+
+    Raises:
+        PackedFolderError: there are no packs in the val split.
+        PackingSettingsError: the environment or the task encoder contradicts the data.
+    """
+    split = kwargs.get("split_part", "val")
+    try:
+        return get_val_dataset(
+            metadataset_of(path),
+            task_encoder=task_encoder,
+            batch_size=micro_batch_size,
+            worker_config=worker_config or WorkerConfig.default_worker_config(num_workers=2),
+            **kwargs,
+        )
+    except (EmptyDatasetError, KeyError) as error:
+        if repr(split) not in str(error):  # "No shards found in split part 'val'", or the key alone
+            raise
+        raise no_packs(path, split) from error
 
 
 def get_packed_loader(dataset: SavableDataset[PackedBatch], **kwargs: Any) -> "PackedLoader":

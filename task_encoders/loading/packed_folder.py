@@ -134,6 +134,13 @@ class PackedFolder:
             pack = _pack_of_line(data, where, shard.stores)
         return RawPack(*pack, wanted, shard.subflavors)
 
+    def __getitems__(self, numbers: Sequence[int]) -> list[RawPack]:
+        """Packs for torch's DataLoader, whose default collation is refused."""
+        from torch.utils.data._utils.collate import default_collate_fn_map
+
+        default_collate_fn_map[RawPack] = _refuse_collation  # torch's documented extension
+        return [self[number] for number in numbers]
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Opened anew where it is unpickled: Energon's readers of references cannot be pickled."""
         return partial(type(self), split=self.split), (str(self.path), self.task_encoder)
@@ -172,6 +179,13 @@ class PackedFolder:
         *stored, number, subflavors = pack
         notes = {"__restore_key__": ("PackedFolder", number), "__subflavors__": dict(subflavors)}
         return self._task_encoder.encode_pack(Pack(*stored), **notes)
+
+
+def _refuse_collation(packs: Sequence[RawPack], **_: object) -> None:
+    raise PackedFolderError(
+        f"pack {packs[0].key!r}: torch's default collation cannot join packs; give the DataLoader "
+        "collate_fn=folder.collate, with a PackedFolder that has a task_encoder"
+    )
 
 
 def _check(shards: Sequence[ShardRange], task_encoder: "PackedTaskEncoder") -> None:

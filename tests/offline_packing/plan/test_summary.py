@@ -61,6 +61,7 @@ def test_figures() -> None:
     assert "41.7% -> 0.0%" in text
     assert "3 -> 2 per epoch at global batch size 2" in text
     assert "bad_json" in text
+    assert figures["model"].startswith("qwen2_vl, resize pil; transformers 5 takes torch where")
 
 
 def test_padding_to_a_multiple_is_counted() -> None:

@@ -1,5 +1,8 @@
 """Warnings about the data as a whole, given before anybody trains on them."""
 
+import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,18 @@ from offline_packing.measure.measure import measure
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import read_json
-from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all, plan_summary
+from task_encoders.families import model_options
+from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
+from tests.helpers.datasets import (
+    dialogue,
+    image_bytes,
+    make_run,
+    pack_all,
+    plan_summary,
+    write_json,
+)
 from tests.helpers.formats import lines, write_file
+from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
 
 
 def run_of(folder: Path, records: list[dict[str, Any]], task: str = "vqa", **output: Any) -> Run:
@@ -99,3 +112,41 @@ def test_splits_that_leave_little_to_train(
     assert [one for one in found if "output.split" in one] == (
         [f"output.split gives {line}; training reads train"] if line else []
     )
+
+
+def test_copies_in_a_second_source(tmp_path: Path) -> None:
+    """A folder copied as it is; of the third source, two samples have other texts."""
+    run = run_of(tmp_path / "one", [asked(i, i) for i in range(10)])
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    run_of(tmp_path / "three", [asked(i if i < 8 else -i, i) for i in range(10)])
+    (first,) = run.config.source
+    sources = [
+        first.model_copy(update={"path": str(tmp_path / name), "name": name})
+        for name in ("one", "two", "three")
+    ]
+    several = replace(run, config=run.config.model_copy(update={"source": tuple(sources)}))
+    found = [line for line in told(several) if line.startswith("source ")]
+    assert found == [
+        "source two: 10 of 10 samples (by text and file) stand in source one, too",
+        "source three: 8 of 10 samples (by text and file) stand in source one, too",
+    ]
+
+
+@pytest.mark.parametrize(("positions", "is_told"), [(60, True), (64, False)])
+def test_packs_longer_than_the_positions_of_a_checkpoint(
+    positions: int, is_told: bool, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    save_with_template(tiny_tokenizer(), QWEN2_VL_TEMPLATE, checkpoint)
+    text = {"max_position_embeddings": positions}
+    write_json(checkpoint / "config.json", {"model_type": "qwen2_vl", "text_config": text})
+    run = run_of(tmp_path / "data", [asked(i, i, "Yes. " * i) for i in range(10)])
+    model = model_options(processor=str(checkpoint))
+    found = told(replace(run, config=run.config.model_copy(update={"model": model})))
+    lines = [line for line in found if "max_position_embeddings" in line]
+    assert len(lines) == is_told
+    if is_told:
+        assert lines[0].startswith(
+            f"pack.seq_length 64 > max_position_embeddings 60 of {checkpoint}; "
+        )
+        assert re.search(r"; [1-9] of 10 samples are longer than that", lines[0])

@@ -29,6 +29,7 @@ from task_encoders.loading.packed_dataset import (
     get_packed_train_dataset,
     get_packed_val_dataset,
 )
+from task_encoders.loading.packed_folder import PackedFolder, PackedFolderError
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.manifest import ManifestError
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
@@ -296,6 +297,22 @@ def test_every_way_checks_every_dataset(
         MODES[mode](measured / name, captions_encoder(**options))
     assert names in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["packed", "v2.yaml", "v1.yaml", "train.yaml"])
+def test_no_val_split_is_said(name: str, tmp_path: Path, encoder: PackedTaskEncoder) -> None:
+    path, packed = tmp_path / name, text_folder(tmp_path / "packed")
+    if name != "packed":
+        blend_yaml(path, [packed, packed], version=1 if name == "v1.yaml" else 2)
+    if name == "train.yaml":
+        path.write_text(path.read_text().partition("  val:")[0])
+    said = re.escape(f"{path} has no packs in its val split; pack with output.split=")
+    with pytest.raises(PackedFolderError, match=said):
+        get_packed_val_dataset(path, encoder)
+    with pytest.raises(PackedFolderError, match=said):
+        PackedFolder(path, split="val")
+    with pytest.raises(PackedFolderError, match="no packs in its test split"):
+        get_packed_val_dataset(path, encoder, split_part="test")
 
 
 def test_the_advice_for_a_blend_is_one_that_works(measured: Path) -> None:

@@ -99,6 +99,14 @@ def test_bytes_equal_the_shards(task: str, packed: Path) -> None:
     assert type(folder[np.int64(1)].number) is int
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_default_collation_is_refused(workers: int, packed: Path) -> None:
+    """Records of other keys would end in a bare KeyError."""
+    folder = PackedFolder(packed / "bmr")
+    with pytest.raises(PackedFolderError, match=r"give the DataLoader collate_fn=folder\.collate"):
+        list(DataLoader(folder, batch_size=4, num_workers=workers))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_rows_are_split_into_their_sub_samples(task: str, packed: Path) -> None:
     encoder = task_encoder(task)
