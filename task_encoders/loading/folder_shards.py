@@ -126,7 +126,7 @@ def _shards_of_folder(path: Any, split: str) -> tuple[list[ShardRange], Numbers]
             f"{meta} cannot be read ({_in_a_line(error)}); {_REMEDY}"
         ) from error
     if split not in names:
-        raise no_packs(path, split)
+        raise PackedFolderError(f"{path} has no split {split!r}, only {', '.join(names)}")
     if exclude or not counts.keys() >= set(names[split]):  # a name with braces is several
         return _shards_of_metadataset(path, split)
     flavors = dataset.get("subflavors") or {}
