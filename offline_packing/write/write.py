@@ -156,16 +156,30 @@ def _run_tasks(run: Run, samples: Index, plan: PackPlan, shards: list[PlannedSha
 
 def write_shard(task: ShardTask) -> tuple[str, str | None]:
     """Write one shard, and last its fragment; returns its name, and why it could not be written.
-    Raises DiskFullError if no other shard could be written either."""
+    Raises DiskFullError, or StageError where the output is gone: others would fail, too."""
     failed = task.fragment_path.with_suffix(".failed")
+    _check_in_place(task)
     try:
         with task.rows_at_hand():
             fragment = LAYOUTS[task.layout].write(task)
     except DiskFullError:
         raise
     except (StageError, OSError) as error:
+        _check_in_place(task)
         write_atomically(failed, str(error).encode())
         return task.shard.name, str(error)
+    _check_in_place(task)
     fragment.save(task.fragment_path)
     failed.unlink(missing_ok=True)
     return task.shard.name, None
+
+
+def _check_in_place(task: ShardTask) -> None:
+    """Check that the output is still there, before a part of another is made in its place."""
+    folder = task.fragment_path.parent
+    if not folder.is_dir():
+        root = folder.parent.parent
+        raise StageError(
+            f"output {str(root)!r} was moved or removed while it was written; move it back and "
+            "run again, or run again to begin anew"
+        )

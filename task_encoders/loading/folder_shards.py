@@ -186,7 +186,7 @@ def _load_datasets(path: Any, split: str) -> list[Any]:
     except EmptyDatasetError as error:
         raise no_packs(path, split) from error
     except (OSError, ValueError, KeyError, TypeError, AssertionError, yaml.YAMLError) as error:
-        if isinstance(error, KeyError) and error.args == (split,):
+        if isinstance(error, KeyError | AssertionError) and repr(split) in str(error):
             raise no_packs(path, split) from error
         raise PackedFolderError(
             f"{path}, split {split!r}: Energon cannot read it ({_in_a_line(error)})"

@@ -88,8 +88,8 @@ def get_packed_val_dataset(
             worker_config=worker_config or WorkerConfig.default_worker_config(num_workers=2),
             **kwargs,
         )
-    except (EmptyDatasetError, KeyError) as error:
-        if repr(split) not in str(error):  # "No shards found in split part 'val'", or the key alone
+    except (EmptyDatasetError, KeyError, AssertionError) as error:
+        if repr(split) not in str(error):  # "Invalid split part: 'val'", or the key alone
             raise
         raise no_packs(path, split) from error
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from click.testing import CliRunner
 
 from offline_packing.cli.commands import cli
 from offline_packing.errors import DiskFullError, StageError
+from offline_packing.layouts import LAYOUTS
+from offline_packing.layouts.shard_tasks import ShardTask
 from offline_packing.measure.measure import measure
 from offline_packing.plan.make_plan import make_plan
 from offline_packing.runs.artifacts import open_index
@@ -85,6 +88,32 @@ def test_write_that_the_system_refuses(data: Path, tmp_path: Path) -> None:
     assert again.exit_code == 0
     assert "problems        0" in again.output
     assert not list((tmp_path / "out").rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_output_moved_or_removed_while_it_is_written(
+    planned: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_moved: bool
+) -> None:
+    """In the middle of a shard: both remedies work, and nothing is made in its place."""
+    root, true_write = planned.workspace.root, LAYOUTS["energon"].write
+
+    def write(task: ShardTask) -> Any:
+        fragment = true_write(task)
+        if task.shard.name.startswith("train-000001"):
+            root.rename(tmp_path / "elsewhere") if is_moved else shutil.rmtree(root)
+        return fragment
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LAYOUTS["energon"], "write", write)
+        with pytest.raises(StageError, match="was moved or removed while it was written; move it"):
+            write_planned(planned)
+    assert not root.exists()
+    if is_moved:
+        (tmp_path / "elsewhere").rename(root)
+        write_planned(planned)
+    else:
+        pack_all(planned)
+    assert verify(planned).ok
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 
@@ -75,6 +76,18 @@ def test_tasks_are_drawn_as_needed(engine: LocalEngine) -> None:
 def test_first_failure_is_raised(workers: int) -> None:
     with LocalEngine(workers) as engine, pytest.raises(SampleError, match="bad_json: third"):
         list(engine.run(fail, range(100)))
+
+
+def test_tasks_are_cancelled_by_their_pool_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a worker that a signal ends at this moment, ends the pool's thread, too, with the
+    traceback of an InvalidStateError (Python 3.11)."""
+    cancelled_in: list[threading.Thread] = []
+    monkeypatch.setattr(
+        Future, "cancel", lambda _: cancelled_in.append(threading.current_thread()) is not None
+    )
+    with LocalEngine(2) as engine, pytest.raises(SampleError, match="third"):
+        list(engine.run(fail, range(8)))
+    assert threading.main_thread() not in cancelled_in
 
 
 def test_dead_worker() -> None:
