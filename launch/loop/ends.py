@@ -1,6 +1,7 @@
 """The end of a run: whether it can be reached, checked before the beginning, and the export."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -8,7 +9,9 @@ from torch import distributed
 
 from launch.config import LaunchConfig
 from launch.data.packed_data import check_validation
+from launch.model.config import ModelConfig
 from launch.model.qwen_vl import save_hf_checkpoint
+from offline_packing.errors import StageError
 from offline_packing.storage.files import read_json, to_json, write_atomically
 from task_encoders.families.builtin_processor import has_builtin_processor
 
@@ -44,6 +47,21 @@ def check_ends(config: LaunchConfig) -> None:
             "%s; copy them from a checkpoint, or train one with model.checkpoint",
             model.family,
         )
+
+
+def check_token_ids(model: ModelConfig, encoded_with: Mapping[str, int]) -> None:
+    """Check that a checkpoint marks media by the tokens of the packs. Raises StageError."""
+    if model.checkpoint is None:
+        return
+    config = model.build_transformers_config()
+    for name, token_id in encoded_with.items():
+        theirs = getattr(config, name, token_id)
+        if theirs != token_id:
+            raise StageError(
+                f"{model.checkpoint}/config.json has {name} {theirs}, the packs were encoded with "
+                f"{token_id}; name the checkpoint they were packed for, or pack again with "
+                f"model.processor={model.checkpoint}"
+            )
 
 
 def export(model: Any, output: Path, steps: int) -> None:

@@ -14,7 +14,7 @@ from launch.data.micro_batches import EnergonMicroBatches, build_task_encoder
 from launch.data.online_data import read_data
 from launch.data.packed_data import PackedData, check_room
 from launch.loop.checkpoint import CheckpointFolder, Deal
-from launch.loop.ends import check_ends, export
+from launch.loop.ends import check_ends, check_token_ids, export
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel, shutdown_parallel
 from launch.loop.plan import TrainPlan, plan_training
@@ -77,6 +77,7 @@ def build_trainer(
         )
     # The environment is checked here, before a checkpoint of many gigabytes is read.
     task_encoder = _task_encoder(config, data)
+    check_token_ids(config.model, task_encoder.encoder.media_token_ids)
     train_data = EnergonMicroBatches(config.data, task_encoder, device, seed=config.train.seed)
     validation_data = None
     if config.validation.every and not data.num_val_packs:

@@ -1,6 +1,7 @@
 """LLaVA-1.5: tokens and pixels equal those of transformers' processor for LLaVA's own texts."""
 
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from transformers import LlavaProcessor, PreTrainedTokenizerFast
+from transformers import LlamaTokenizer, LlavaProcessor, PreTrainedTokenizerFast
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
@@ -178,3 +179,19 @@ def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SampleError, match="takes no videos"):
         encoder.encode(SourceSample("k", "vqa", (Turn("a", "b"),), videos=("v",)), [], [b""])
     assert encoder.fingerprint["image_size"] == 336
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_tokenizer_without_space_after_special_tokens(
+    legacy: bool, folder: Path, tmp_path: Path
+) -> None:
+    """As transformers makes it of vocabulary and merges. The remedy is what `folder` holds."""
+    spec = json.loads((folder / "tokenizer.json").read_text())["model"]
+    merges = [tuple(pair) for pair in spec["merges"]]
+    made = LlamaTokenizer(vocab=spec["vocab"], merges=merges, legacy=legacy)
+    made.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    made.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"use the tokenizer files of a published") as told:
+        build_sample_encoder("llava_1_5", str(tmp_path))
+    assert "legacy" not in str(told.value)
+    build_sample_encoder("llava_1_5", str(folder))
