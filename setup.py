@@ -30,7 +30,10 @@ TRAIN = [
     "torch>=2.11",
 ]
 LOGGING = ["tensorboard>=2.16", "wandb>=0.19"]
-TRAINER = ["accelerate>=1.3"]  # transformers' Trainer needs it
+TRAINER = [
+    "accelerate>=1.3",  # transformers' Trainer needs it
+    "peft>=0.17",  # model.lora
+]
 VIDEO = ["av>=18"]  # PyAV, whose wheels hold FFmpeg
 NEVA = ["sentencepiece>=0.2"]  # tools/preprocess_dataset.py: tokenizers in a .model
 TEST = [

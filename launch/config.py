@@ -61,8 +61,8 @@ class DataConfig(_Config):
     num_workers: NonNegative = 2
     #: false: the run ends after one pass over the packs
     repeat: bool = True
-    #: as written, or balanced: dealt to the ranks by cost, in a new order in every epoch
-    order: Literal["written", "balanced"] = "written"
+    #: written: by Energon; interleaved: rank r of W reads packs r, r + W, …; balanced: by cost
+    order: Literal["written", "interleaved", "balanced"] = "written"
     #: if the one in the manifest lies elsewhere now
     processor: str | None = None
     #: pad every pack to seq_length, for kernels compiled per shape

@@ -1,7 +1,7 @@
 """Train on packs: `torchrun ... -m launch.train CONFIG.yaml [key.sub=value ...]`.
 
-Exit status: 0 done, 1 the run failed, 2 the command or the configuration is wrong, 143 stopped by
-SIGTERM or Ctrl-C after saving.
+Exit status: 0 done, 1 the run failed, 2 the command or the configuration is wrong, 143 or 130
+stopped by SIGTERM or Ctrl-C after saving.
 """
 
 import logging
@@ -18,21 +18,27 @@ import click
 from offline_packing.errors import ConfigError, MismatchError, StageError
 from task_encoders.versions import SUPPORTED, UnsupportedVersionError, require_supported
 
-STOPPED: Final = 128 + 15
 #: The exception after the last frame of a traceback.
 _RAISED: Final = re.compile(r"^[\w.]+: (.*)", re.DOTALL | re.MULTILINE)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("config", type=click.Path(dir_okay=False))
-@click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
-@click.option(
+#: Parameters of this command, and of `launch.train_transformers`.
+CONFIG: Final = click.argument("config", type=click.Path(dir_okay=False))
+OVERRIDES: Final = click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
+ACCEPT: Final = click.option(
     "--accept-mismatch",
     multiple=True,
     metavar="FIELD",
     help="Resume although this field, as an error message named it, differs now.",
 )
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+DEBUG: Final = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@CONFIG
+@OVERRIDES
+@ACCEPT
+@DEBUG
 def cli(
     config: str, overrides: tuple[str, ...], accept_mismatch: tuple[str, ...], debug: bool
 ) -> None:
@@ -42,8 +48,7 @@ def cli(
         from launch.config import load_config
         from launch.loop.setup import run
 
-        finished = run(load_config(config, overrides), accept_mismatch)
-    sys.exit(0 if finished else STOPPED)
+        sys.exit(run(load_config(config, overrides), accept_mismatch))
 
 
 @contextmanager

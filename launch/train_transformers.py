@@ -1,89 +1,91 @@
-"""Train a model of any family that transformers has on packs, in its Trainer or in TRL's.
+"""Train a model of any family that transformers has on packs:
+`torchrun ... -m launch.train_transformers CONFIG.yaml [key.sub=value ...]`.
 
-    OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_VQA=1 \
-        python -m launch.train_transformers out/packed out/checkpoint --model FOLDER --steps 2
+Loop, batches, optimizer, checkpoints and exit status are those of `launch.train`, and so is the
+configuration, but for `model.lora`, `model.fsdp`, the names of `model.attention`, and
+`parallel`, which must be 1. Rank r of W reads packs r, r + W, ..., unless `data.order` says
+otherwise.
 """
 
-from functools import partial
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from pydantic import model_validator
 
-from launch.config import MAX_RATE
-from launch.train import failing_in_one_line
-from offline_packing.errors import StageError
+from launch.config import DataConfig, LaunchConfig
+from launch.model.config import TransformersModelConfig
+from launch.train import ACCEPT, CONFIG, DEBUG, OVERRIDES, failing_in_one_line, start_logging
+from offline_packing.storage.yaml_file import read_config
 
 
-@click.command()
-@click.argument("path", type=click.Path(path_type=Path))
-@click.argument("output")
+class TransformersDataConfig(DataConfig):
+    """The packs, and how they are read: by default in an order with which a step trains the same
+    packs on any number of ranks."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _interleave(cls, given: Any) -> Any:
+        is_open = isinstance(given, Mapping) and not {"order", "online"} & given.keys()
+        return {**given, "order": "interleaved"} if is_open and not given.get("dyn_bsz") else given
+
+
+class TransformersConfig(LaunchConfig):
+    """Everything one training run through transformers is made from."""
+
+    model: TransformersModelConfig = TransformersModelConfig()
+    data: TransformersDataConfig
+
+    @model_validator(mode="after")
+    def _check_parallel(self) -> "TransformersConfig":
+        for name in ("tensor", "context"):
+            if (size := getattr(self.parallel, name)) > 1:
+                raise ValueError(
+                    f"parallel.{name} {size}: only launch.train has it; set it to 1, and "
+                    "model.fsdp=true for a model that one device does not hold"
+                )
+        return self
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TransformersConfig:
+    """Same as `launch.config.load_config`."""
+    return read_config(TransformersConfig, path, overrides)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@CONFIG
+@OVERRIDES
+@ACCEPT
 @click.option(
-    "--model", type=click.Path(path_type=Path), help="Folder of a checkpoint; else random."
+    "--trainer",
+    type=click.Choice(["launch", "transformers", "trl"]),
+    default="launch",
+    show_default=True,
+    help="Our own loop, transformers' Trainer, or TRL's SFTTrainer.",
 )
-@click.option("--family", help="Instead of that of the checkpoint or the packs.")
-@click.option("--processor", help="Folder of a tokenizer, in the same way.")
-@click.option("--max-pixels", type=int, help="As when packs without a manifest were measured.")
-@click.option("--seq-length", type=int, help="Capacity of packs without a manifest.")
-@click.option("--trainer", type=click.Choice(["transformers", "trl"]), default="transformers")
-@click.option("--steps", default=2)
-@click.option("--learning-rate", default=1e-5, type=click.FloatRange(0, MAX_RATE))
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.option("--lora", is_flag=True, help="Train adapters, as model.lora.rank=16 does.")
+@DEBUG
 def main(
-    path: Path,
-    output: str,
-    model: Path | None,
+    config: str,
+    overrides: tuple[str, ...],
+    accept_mismatch: tuple[str, ...],
     trainer: str,
-    steps: int,
-    learning_rate: float,
+    lora: bool,
     debug: bool,
-    **options: Any,
 ) -> None:
-    """Train a checkpoint, or a tiny random model, on the packs in PATH, and save it in OUTPUT. PATH
-    is a folder, a metadataset YAML, or the prefix of packs as token ids."""
+    """Train as CONFIG says; its fields can be set on the command line: data.path=out/packed"""
+    start_logging()
     with failing_in_one_line(debug=debug):
-        from transformers import AutoModelForImageTextToText, AutoTokenizer
+        loaded = load_config(config, (*(["model.lora={}"] if lora else []), *overrides))
+        if trainer == "launch":
+            from launch.loop.setup import run
 
-        from launch.data.open_packs import open_packs, settings_of_packs
-        from launch.model.config import family_of_checkpoint
-        from launch.model.hf_checkpoint import copy_companions
-        from launch.trainers.transformers_setup import make_model, make_trainer
-        from task_encoders.packed_task_encoder import PackedTaskEncoder
+            sys.exit(run(loaded, accept_mismatch))
+        from launch.trainers.transformers_setup import run_in
 
-        _check_output(output)
-        if model is not None:
-            options["family"] = options["family"] or family_of_checkpoint(model)
-            options["processor"] = options["processor"] or str(model)
-        settings, seq_length = settings_of_packs(path, **options)
-        make = make_trainer(trainer, output, steps, learning_rate)
-        task_encoder = PackedTaskEncoder(seq_length=seq_length, model=settings)
-        if model is None:
-            trained = make_model(settings, task_encoder.encoder.media_token_ids)
-        else:
-            trained = AutoModelForImageTextToText.from_pretrained(model)
-        if trainer == "trl":
-            make = partial(make, processing_class=AutoTokenizer.from_pretrained(settings.processor))
-        running = make(model=trained, train_dataset=open_packs(path, task_encoder))
-        _say_beginning(running.args, len(running.train_dataset), model)
-        running.train()
-        running.save_model()
-        if running.is_world_process_zero():
-            copy_companions(Path(settings.processor), Path(output))
-
-
-def _check_output(output: str) -> None:
-    """Refuse to replace a trained model. Raises StageError."""
-    if (Path(output) / "config.json").exists():
-        raise StageError(f"{output} holds a model already; give OUTPUT another name")
-
-
-def _say_beginning(args: Any, num_packs: int, model: Path | None) -> None:
-    """Say what a run begins with, and how often it trains the packs."""
-    if model is None:
-        click.echo("random weights; --model FOLDER trains a checkpoint")
-    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    passes = args.max_steps * batch / max(num_packs, 1)
-    click.echo(f"--steps {args.max_steps}: {passes:.2f} times all {num_packs} packs")
+        sys.exit(run_in(trainer, loaded, accept_mismatch))
 
 
 if __name__ == "__main__":

@@ -115,7 +115,9 @@ def pad_batch(batch: "PackedBatch", length: int, pad_token_id: int) -> "PackedBa
     def filled(tensor: torch.Tensor, value: float) -> torch.Tensor:
         return torch.nn.functional.pad(tensor, (0, padding), value=value)
 
-    positions = torch.arange(padding).expand(*batch.position_ids.shape[:-1], -1)
+    positions = torch.arange(padding, device=batch.tokens.device).expand(
+        *batch.position_ids.shape[:-1], -1
+    )
     boundaries = [batch.cu_lengths, batch.cu_lengths.new_full((1, int(padding > 0)), length)]
     cu_lengths = torch.cat(boundaries, dim=1)
     return replace(
@@ -154,7 +156,7 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
 
     Recurrent layers (Qwen3.5's linear attention) need more, as transformers refuses boundaries in
     them without flash-linear-attention: first give the model to
-    `launch.trainers.segments.isolate_segments`.
+    `launch.model.segments.isolate_segments`.
 
     Returns:
         input_ids, labels (1, S), position_ids (4, 1, S), or (1, S) for families whose positions
@@ -165,21 +167,33 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
         they are left out, and the loss is to be computed from the logits.
     """
     batch = normalise_pixels(batch)
-    boundaries = batch.cu_lengths.flatten().long()
-    starts = torch.repeat_interleave(boundaries[:-1], boundaries.diff())
-    text_positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device) - starts
     weights = batch.loss_mask
     labels = {} if ((weights > 0) & (weights != 1)).any() else {"labels": batch.labels}
+    videos = batch.pixel_values_videos, batch.video_grid_thw
     return {
         "input_ids": batch.tokens,
         **labels,
-        "position_ids": text_positions[None]
-        if len(batch.position_ids) == 1
-        else torch.cat([text_positions[None, None], batch.position_ids]),
+        "position_ids": transformers_positions(batch.position_ids, batch.cu_lengths),
         "use_cache": False,
         **flash_attention_kwargs(batch.cu_lengths),
-        **_media_kwargs(batch),
+        **media_kwargs(batch.imgs, batch.image_grid_thw, *videos),
     }
+
+
+def transformers_positions(position_ids: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Positions as transformers' models take them: (1, 1, S) -> (1, S), (3, 1, S) -> (4, 1, S), the
+    first row restarting at every boundary.
+
+    Args:
+        position_ids: of a batch.
+        cu_seqlens: the row's P + 1 boundaries, of any shape.
+    """
+    boundaries = cu_seqlens.flatten().long()
+    starts = torch.repeat_interleave(boundaries[:-1], boundaries.diff())
+    text_positions = torch.arange(position_ids.shape[-1], device=starts.device) - starts
+    if len(position_ids) == 1:
+        return text_positions[None]
+    return torch.cat([text_positions[None, None], position_ids])
 
 
 def token_types(tokens: torch.Tensor, media_token_ids: Mapping[str, int]) -> torch.Tensor:
@@ -193,16 +207,21 @@ def token_types(tokens: torch.Tensor, media_token_ids: Mapping[str, int]) -> tor
     return types
 
 
-def _media_kwargs(batch: "PackedBatch") -> dict[str, Any]:
-    """Media arguments of a batch whose pixels are values."""
+def media_kwargs(
+    imgs: torch.Tensor,
+    image_grid_thw: torch.Tensor,
+    pixel_values_videos: torch.Tensor | None = None,
+    video_grid_thw: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """Media arguments of transformers' models, from a batch's fields with pixels as values."""
     kwargs: dict[str, Any] = {}
-    if batch.imgs.shape[0] == len(batch.image_grid_thw) > 0:  # whole images, of one size
-        side = math.isqrt(batch.imgs.shape[1] // 3)
-        kwargs["pixel_values"] = batch.imgs.reshape(-1, 3, side, side)
-    elif len(batch.image_grid_thw):
-        kwargs["pixel_values"] = batch.imgs
-        kwargs["image_grid_thw"] = batch.image_grid_thw.long()
-    if len(batch.video_grid_thw):
-        kwargs["pixel_values_videos"] = batch.pixel_values_videos
-        kwargs["video_grid_thw"] = batch.video_grid_thw.long()
+    if imgs.shape[0] == len(image_grid_thw) > 0:  # whole images, of one size
+        side = math.isqrt(imgs.shape[1] // 3)
+        kwargs["pixel_values"] = imgs.reshape(-1, 3, side, side)
+    elif len(image_grid_thw):
+        kwargs["pixel_values"] = imgs
+        kwargs["image_grid_thw"] = image_grid_thw.long()
+    if video_grid_thw is not None and len(video_grid_thw):
+        kwargs["pixel_values_videos"] = pixel_values_videos
+        kwargs["video_grid_thw"] = video_grid_thw.long()
     return kwargs

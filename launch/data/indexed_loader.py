@@ -1,4 +1,4 @@
-"""A loader of packs as token ids, with the calls of Energon's: rows, and a state to go on from.
+"""A loader of packs by their numbers, with the calls of Energon's: rows, and a state to go on from.
 
 Row n of an endless sequence of epochs goes to rank n modulo the number of ranks, so every epoch
 has each row once, ranks are never more than one row apart, and a rank's state is two numbers.
@@ -9,10 +9,25 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
+from task_encoders.loading.packed_folder import PackedFolder
+
+
+class FolderRows(Dataset[PackedBatch]):
+    """The rows of a packed folder, by their numbers."""
+
+    def __init__(self, folder: PackedFolder, micro_batch_size: int = 1) -> None:
+        self._folder, self._size = folder, micro_batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self._folder) // self._size)
+
+    def __getitem__(self, number: int) -> PackedBatch:
+        first = number * self._size
+        return self._folder.batch(range(first, min(first + self._size, len(self._folder))))
 
 
 class IndexedLoader:
@@ -27,7 +42,7 @@ class IndexedLoader:
 
     def __init__(
         self,
-        dataset: IndexedPackDataset,
+        dataset: FolderRows | IndexedPackDataset,
         *,
         rank: int = 0,
         world_size: int = 1,

@@ -20,7 +20,7 @@ from launch.config import DataConfig
 from launch.data.balanced_loader import BalancedLoader
 from launch.data.broadcast import broadcast_batch
 from launch.data.dynamic_rows import DynamicRows
-from launch.data.indexed_loader import IndexedLoader, leave_group
+from launch.data.indexed_loader import FolderRows, IndexedLoader, leave_group
 from launch.data.loader_state import from_plain, to_plain
 from launch.data.packed_data import PackedData
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
@@ -33,6 +33,7 @@ from task_encoders.loading.packed_dataset import (
     get_packed_train_dataset,
     get_packed_val_dataset,
 )
+from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import pad_batch
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 
@@ -208,27 +209,36 @@ def _build_loader(
     }
     size: dict[str, Any] = {"micro_batch_size": config.micro_batch_size}
     repeat = config.repeat and split == "train"
+    passes: dict[str, Any] = {"repeat": repeat, "timeout": FIRST_ROW_TIMEOUT}
+    path = Path(config.path)
     if config.data_prefix is not None:
         prefix = config.data_prefix if split == "train" else f"{config.data_prefix}_{split}"
         rows = IndexedPackDataset(prefix, task_encoder, **size)
-        return IndexedLoader(rows, repeat=repeat, limit=limit, timeout=FIRST_ROW_TIMEOUT, **ranks)
-    path = Path(config.path)
+        return IndexedLoader(rows, limit=limit, **passes, **ranks)
+    if config.order == "interleaved":
+        packs = FolderRows(PackedFolder(path, task_encoder, split=split), **size)
+        return IndexedLoader(packs, limit=limit, **passes, **ranks)
     if split == "train" and config.order == "balanced":
-        return BalancedLoader(
-            path, task_encoder, repeat=repeat, seed=seed, timeout=FIRST_ROW_TIMEOUT, **size, **ranks
-        )
+        return BalancedLoader(path, task_encoder, seed=seed, **passes, **size, **ranks)
     options: dict[str, Any] = {"worker_config": WorkerConfig(**ranks, seed_offset=seed)}
     if split == "val":
-        return _open_loader(
-            get_packed_val_dataset, path, task_encoder, limit=limit, **size, **options
-        )
-    options["repeat"] = repeat
+        options |= {"limit": limit, **size}
+        return _open_loader(get_packed_val_dataset, path, task_encoder, **options)
+    return _energon_loader(config, task_encoder, seed, repeat=repeat, **options)
+
+
+def _energon_loader(
+    config: DataConfig, task_encoder: PackedTaskEncoder, seed: int, **options: Any
+) -> Any:
+    """The loader of the train split in the order written."""
+    path = Path(config.path)
     get_dataset: Callable[..., Any] = get_packed_train_dataset
     if config.online is not None:
         windows = config.online.model_dump(include={"buffer", "strategy", "budgets"})
         get_dataset = partial(get_online_train_dataset, seed=seed, **windows)
     if not config.dyn_bsz:
-        return _open_loader(get_dataset, path, task_encoder, **size, **options)
+        options["micro_batch_size"] = config.micro_batch_size
+        return _open_loader(get_dataset, path, task_encoder, **options)
     options["micro_batch_size"] = None
     one_by_one = partial(_open_loader, get_dataset, path, task_encoder, **options)
     budget = config.micro_batch_size * task_encoder.seq_length

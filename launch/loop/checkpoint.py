@@ -14,7 +14,7 @@ numbers and text, and are read with torch's weights_only loader, which runs no c
 import logging
 import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,9 +22,11 @@ from typing import Any, Final
 import torch
 from megatron.energon.rng import SystemRng
 from torch import distributed, nn
+from torch.distributed.tensor import DTensor
 
 from launch.data.loader_state import from_plain, to_plain
 from launch.data.micro_batches import MicroBatches
+from launch.loop.fully_sharded import FullyShardedAdamW
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.run_record import check_same_run
 from offline_packing.errors import StageError
@@ -89,7 +91,8 @@ class CheckpointFolder:
             temporary.mkdir(parents=True)
         distributed.barrier()
         if self._rank < self._tensor_size:  # the first data parallel rank
-            _save_tensors(temporary / self._model_file, model_state)
+            whole = {n: t for n, t in model_state.items() if not isinstance(t, DTensor)}
+            _save_tensors(temporary / self._model_file, whole)
         state = {**rank_state, "generators": _generator_state()}
         _save_tensors(temporary / _rank_file(self._rank), state)
         distributed.barrier()
@@ -127,7 +130,11 @@ class CheckpointFolder:
         return check_same_run(content["run"], shared[0], self._accept, path)
 
     def load(
-        self, path: Path, model: nn.Module, optimizer: ShardedAdamW, data: MicroBatches
+        self,
+        path: Path,
+        model: nn.Module,
+        optimizer: ShardedAdamW | FullyShardedAdamW,
+        data: MicroBatches,
     ) -> int:
         """Restore a checkpoint, with the generators if packs are dealt as then; its iteration. A
         collective. Raises StageError, see `check`."""
@@ -136,8 +143,11 @@ class CheckpointFolder:
         content = _read_state(path)
         others = content["num_workers"], content.get("context_parallel", 1)
         then = Deal(content["data_parallel"], *others)
-        # Weights are copied into the model from the mapped file, a tensor at a time.
-        model.load_state_dict(_load_tensors(path / self._model_file, mmap=True))
+        # Weights are copied into the model from the mapped file, a tensor at a time. Those that are
+        # sharded come with the optimizer.
+        whole = _load_tensors(path / self._model_file, mmap=True)
+        is_sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
+        model.load_state_dict(whole, strict=not is_sharded)
         if then == self._deal:
             own = _load_tensors(path / _rank_file(self._rank), mmap=False)
             optimizer.load_state_dict(own["optimizer"])
@@ -149,10 +159,7 @@ class CheckpointFolder:
             shards = then.data_parallel * then.context_parallel
             numbers = range(self._tensor_rank, shards * size, size)
             ranks = [_load_tensors(path / _rank_file(number), mmap=True) for number in numbers]
-            totals = [bucket.total for bucket in optimizer.buckets]
-            place = self._rank // size, distributed.get_world_size() // size
-            states = [rank["optimizer"] for rank in ranks]
-            optimizer.load_state_dict(_reshard(states, totals, *place))
+            optimizer.load_state_dicts([rank["optimizer"] for rank in ranks])
             data.deal_anew([rank["data"] for rank in ranks[:: then.context_parallel]])
         return int(content["iteration"])
 
@@ -164,34 +171,6 @@ class CheckpointFolder:
             shutil.rmtree(path)
         for path in self.folder.glob("iter_*.tmp"):
             shutil.rmtree(path)
-
-
-def _reshard(
-    states: Sequence[Mapping[str, Any]], totals: Sequence[int], rank: int, world_size: int
-) -> dict[str, Any]:
-    """The optimizer's state on one rank, from what `state_dict` returned on all earlier ranks.
-
-    Args:
-        totals: elements of each bucket without padding.
-        rank, world_size: of the present run.
-    """
-
-    def cut(number: int, slices: list[torch.Tensor]) -> torch.Tensor:
-        total, size = totals[number], -(-totals[number] // world_size)
-        whole = slices[0].new_zeros(size * world_size)
-        whole[:total] = torch.cat(slices)[:total]
-        return whole[rank * size : (rank + 1) * size].clone()
-
-    moments = [state["adamw"]["state"] for state in states]
-    cut_moments = {
-        number: {
-            name: cut(number, [one[number][name] for one in moments]) if value.ndim else value
-            for name, value in first.items()  # AdamW's step is a scalar
-        }
-        for number, first in moments[0].items()
-    }
-    masters = [cut(n, [state["masters"][n] for state in states]) for n in range(len(totals))]
-    return {"masters": masters, "adamw": {"state": cut_moments}}
 
 
 def _read_state(path: Path) -> Mapping[str, Any]:

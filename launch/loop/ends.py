@@ -1,22 +1,25 @@
-"""The end of a run: whether it can be reached, checked before the beginning, and the export."""
+"""The end of a run: whether it can be reached, checked before the beginning; a stop that loses no
+step; and the export."""
 
 import logging
+import signal
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 from torch import distributed
 
 from launch.config import LaunchConfig
 from launch.data.packed_data import check_validation
-from launch.model.config import ModelConfig
-from launch.model.qwen_vl import save_hf_checkpoint
+from launch.model.config import ModelConfig, TransformersModelConfig
 from offline_packing.errors import StageError
 from offline_packing.storage.files import read_json, to_json, write_atomically
 from task_encoders.families.builtin_processor import has_builtin_processor
 
 logger = logging.getLogger(__name__)
 
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 #: File in an exported folder with its number of steps.
 _TRAINED: Final = "trained.json"
 
@@ -37,8 +40,10 @@ def check_ends(config: LaunchConfig) -> None:
             "model that exists",
             model.preset,
         )
+    is_built_here = not isinstance(model, TransformersModelConfig)  # others keep the packs' one
     if (
         config.checkpoint.export
+        and is_built_here
         and not model.checkpoint
         and not has_builtin_processor(model.family)
     ):
@@ -64,6 +69,25 @@ def check_token_ids(model: ModelConfig, encoded_with: Mapping[str, int]) -> None
             )
 
 
+class StopRequest:
+    """Whether SIGTERM or Ctrl-C arrived. Use as a context manager around the work to stop."""
+
+    def __init__(self) -> None:
+        #: the signal; 0: none
+        self.received = 0
+
+    def __enter__(self) -> "StopRequest":
+        self._previous: dict[int, Any] = {s: signal.signal(s, self._on_signal) for s in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self.received = number
+
+
 def export(model: Any, output: Path, steps: int) -> None:
     """Write the trained model to `hf/` in Hugging Face's format. A collective.
 
@@ -79,7 +103,7 @@ def export(model: Any, output: Path, steps: int) -> None:
         kept = output / f"hf_{earlier.get('steps', 'before')}"
         folder.rename(kept)
         logger.info("kept the model of an earlier run as %s", kept)
-    save_hf_checkpoint(model, folder)
+    model.save_hf_checkpoint(folder)
     if distributed.get_rank() == 0:
         write_atomically(folder / _TRAINED, to_json({"steps": steps}))
     logger.info("wrote the trained model to %s", folder)

@@ -14,8 +14,8 @@ once (4N bytes), which is what keeps a full float32 gradient buffer (33 GB) off 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -188,6 +188,19 @@ class ShardedAdamW:
         groups = self._adamw.state_dict()["param_groups"]
         self._adamw.load_state_dict({"state": state["adamw"]["state"], "param_groups": groups})
 
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore what `state_dict` returned on all ranks, of another number."""
+        rank, world_size = _rank_and_size(self._group)
+
+        def cut(number: int, slices: Sequence[torch.Tensor]) -> torch.Tensor:
+            total = self.buckets[number].total
+            size = -(-total // world_size)
+            whole = slices[0].new_zeros(size * world_size)
+            whole[:total] = torch.cat(list(slices))[:total]
+            return whole[rank * size : (rank + 1) * size].clone()
+
+        self.load_state_dict(join_states(states, cut))
+
     def _average_replicated(self) -> None:
         """Give tensor parallel ranks the same gradient for the parameters that all have in full.
 
@@ -216,6 +229,28 @@ class ShardedAdamW:
         return float((replicated + divided).sqrt())
 
 
+def join_states(
+    states: Sequence[Mapping[str, Any]],
+    cut: Callable[[int, Sequence[torch.Tensor]], torch.Tensor],
+) -> dict[str, Any]:
+    """The optimizer's state on one rank, from what `state_dict` returned on all earlier ranks.
+
+    Args:
+        cut: this rank's part of the n-th tensor, from the parts of the earlier ranks.
+    """
+    moments = [state["adamw"]["state"] for state in states]
+    cut_moments = {
+        number: {
+            name: cut(number, [one[number][name] for one in moments]) if value.ndim else value
+            for name, value in first.items()  # AdamW's step is a scalar
+        }
+        for number, first in moments[0].items()
+    }
+    count = len(states[0]["masters"])
+    masters = [cut(n, [state["masters"][n] for state in states]) for n in range(count)]
+    return {"masters": masters, "adamw": {"state": cut_moments}}
+
+
 def _rank_and_size(group: distributed.ProcessGroup | None) -> tuple[int, int]:
     if group is None:
         return 0, 1
@@ -242,37 +277,3 @@ def _buckets(trained: Iterable[nn.Parameter], rank: int, world_size: int) -> Ite
                 world_size=world_size,
             )
             parameters = parameters[count:]
-
-
-#: Share of the way from min to max left at `progress` in 0..1, by name.
-DECAYS: Final[dict[str, Callable[[float], float]]] = {
-    "constant": lambda progress: 1.0,
-    "linear": lambda progress: 1.0 - progress,
-    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-}
-
-
-def learning_rate(
-    iteration: int,
-    *,
-    iterations: int,
-    warmup_iterations: int,
-    max_rate: float,
-    min_rate: float,
-    decay: str,
-) -> float:
-    """The rate of one step.
-
-    Rises linearly over the warm-up, then falls towards `min_rate`, which it would reach one step
-    after the last: with a minimum of 0, no step is wasted.
-
-    Args:
-        iteration: 0 for the first step.
-        iterations: steps of the whole run.
-        decay: a name in DECAYS.
-    """
-    if iteration < warmup_iterations:
-        return max_rate * (iteration + 1) / warmup_iterations
-    steps = max(1, iterations - warmup_iterations)
-    progress = min(1.0, (iteration - warmup_iterations) / steps)
-    return min_rate + (max_rate - min_rate) * DECAYS[decay](progress)

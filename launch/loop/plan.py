@@ -1,9 +1,12 @@
-"""Steps of a run and their batches, from the configuration and the manifest."""
+"""Steps of a run, their batches and learning rates, from the configuration and the manifest."""
 
 import logging
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
-from launch.config import LaunchConfig
+from launch.config import LaunchConfig, ScheduleConfig
 from launch.data.packed_data import PackedData
 
 logger = logging.getLogger(__name__)
@@ -19,6 +22,17 @@ class TrainPlan:
     #: micro batches per rank and step
     accumulation: int
     warmup_iterations: int
+
+    def learning_rate(self, iteration: int, schedule: ScheduleConfig) -> float:
+        """The rate of one step, 0 for the first."""
+        return learning_rate(
+            iteration,
+            iterations=self.iterations,
+            warmup_iterations=self.warmup_iterations,
+            max_rate=schedule.learning_rate,
+            min_rate=schedule.min_learning_rate,
+            decay=schedule.decay,
+        )
 
 
 def plan_training(config: LaunchConfig, data: PackedData, data_parallel: int) -> TrainPlan:
@@ -113,10 +127,44 @@ def _warn_of_data(config: LaunchConfig, data: PackedData, packs: int, data_paral
     # Divisors read the steps whole, where these have a pack for every rank.
     is_served = order == data_parallel or order % data_parallel + data.num_packs % order == 0
     is_for_others = not is_served and data_parallel > 1
-    if is_for_others and config.data.order == "written":
+    if is_for_others and config.data.order != "balanced":
         logger.warning(
             "the packs are in an order for %d data parallel ranks (pack.order), and there are %d: "
             "these wait for each other; set data.order=balanced",
             data.ordered_for,
             data_parallel,
         )
+
+
+#: Share of the way from min to max left at `progress` in 0..1, by name.
+DECAYS: Final[dict[str, Callable[[float], float]]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+
+
+def learning_rate(
+    iteration: int,
+    *,
+    iterations: int,
+    warmup_iterations: int,
+    max_rate: float,
+    min_rate: float,
+    decay: str,
+) -> float:
+    """The rate of one step.
+
+    Rises linearly over the warm-up, then falls towards `min_rate`, which it would reach one step
+    after the last: with a minimum of 0, no step is wasted.
+
+    Args:
+        iteration: 0 for the first step.
+        iterations: steps of the whole run.
+        decay: a name in DECAYS.
+    """
+    if iteration < warmup_iterations:
+        return max_rate * (iteration + 1) / warmup_iterations
+    steps = max(1, iterations - warmup_iterations)
+    progress = min(1.0, (iteration - warmup_iterations) / steps)
+    return min_rate + (max_rate - min_rate) * DECAYS[decay](progress)

@@ -38,9 +38,12 @@ _FIXED: Final = (
     "data.order",
     "data.packs",
     "data.repeat",
+    "model.built_by",
     "model.dtype",
     "model.family",
+    "model.fsdp",
     "model.freeze",
+    "model.lora",
     "model.preset",
     "model.text",
     "model.tie_word_embeddings",
@@ -57,6 +60,7 @@ def run_record(config: LaunchConfig, data: PackedData, plan: TrainPlan) -> dict[
     fields = dict(_flat(config.model_dump(mode="json")))
     return {
         **{name: value for name, value in sorted(fields.items()) if not _is_in(name, _FREE)},
+        "model.built_by": type(config.model).__name__,
         "data.packs": {"path": config.data.path, "content_hash": data.content_hash},
         _STEP: plan.packs_per_step,
     }

@@ -4,23 +4,28 @@ import logging
 import os
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from torch import distributed
+from torch.distributed.fsdp import FSDPModule
 
 from launch.config import LaunchConfig
+from launch.data.even_rows import EvenRows
 from launch.data.micro_batches import EnergonMicroBatches, build_task_encoder
 from launch.data.online_data import read_data
 from launch.data.packed_data import PackedData, check_room
 from launch.loop.checkpoint import CheckpointFolder, Deal
 from launch.loop.ends import check_ends, check_token_ids, export
+from launch.loop.fully_sharded import FullyShardedAdamW
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel, shutdown_parallel
 from launch.loop.plan import TrainPlan, plan_training
 from launch.loop.run_record import run_record
 from launch.loop.trainer import Trainer
-from launch.model.qwen_vl import PackedQwen2VL, build_model
+from launch.model.config import TransformersModelConfig
+from launch.model.qwen_vl import build_model
 from offline_packing.errors import ConfigError, StageError
 from task_encoders.model_inputs import required_pad_multiple
 from task_encoders.packed_task_encoder import PackedTaskEncoder
@@ -29,14 +34,14 @@ from task_encoders.settings import BMR, PACKED, VQA
 logger = logging.getLogger(__name__)
 
 
-def run(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> bool:
+def run(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> int:
     """Train as the configuration says, and write the trained model in Hugging Face's format.
 
     Args:
         accept_mismatch: fields that may differ from those of the checkpoint to resume from.
 
     Returns:
-        Whether the run is finished; False after SIGTERM.
+        The exit status: 0, or 128 and the number of the signal that stopped the run.
 
     Raises:
         StageError: the data cannot be used, or there is already a run that must not be resumed.
@@ -57,12 +62,12 @@ def run(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> bool:
     if finished and config.checkpoint.export:
         export(model, config.output.path, trainer.iteration)
     shutdown_parallel()
-    return finished
+    return 0 if finished else 128 + trainer.stopped_by
 
 
 def build_trainer(
     config: LaunchConfig, device: torch.device, accept_mismatch: Collection[str] = ()
-) -> tuple[Trainer, PackedQwen2VL]:
+) -> tuple[Trainer, Any]:
     """The trainer of this rank, and its model. Needs `initialize_parallel`."""
     data = read_data(config.data)
     check_ends(config)
@@ -86,14 +91,14 @@ def build_trainer(
         validation_data = EnergonMicroBatches(
             config.data, task_encoder, device, split="val", limit=config.validation.limit
         )
-    model = build_model(config.model, device=device, seed=config.train.seed)
+    model = _build_model(config, data, task_encoder, device)
     trainer = Trainer(
         config,
         plan,
         model=model,
         optimizer=build_optimizer(config, model),
-        train_data=train_data,
-        validation_data=validation_data,
+        train_data=_even(train_data, model, device),
+        validation_data=_even(validation_data, model, device),
         checkpoints=checkpoints,
         seq_length=data.seq_length,
         device=device,
@@ -108,6 +113,30 @@ def _task_encoder(config: LaunchConfig, data: PackedData) -> PackedTaskEncoder:
         check_room(Path(config.data.path), context)
     multiple = required_pad_multiple(context_parallel=context)
     return build_task_encoder(config.data, data, config.model.family, pad_multiple=multiple)
+
+
+def _build_model(
+    config: LaunchConfig, data: PackedData, task_encoder: PackedTaskEncoder, device: torch.device
+) -> Any:
+    options: dict[str, Any] = {"device": device, "seed": config.train.seed}
+    if not isinstance(config.model, TransformersModelConfig):
+        return build_model(config.model, **options)
+    from launch.model.transformers_model import build_transformers_model
+
+    return build_transformers_model(
+        config.model,
+        **options,
+        tokenizer=Path(data.model.processor),
+        vision=data.model.model_dump(include={"image_size", "patch_size"}),
+        token_ids=task_encoder.encoder.media_token_ids,
+    )
+
+
+def _even(batches: EnergonMicroBatches | None, model: torch.nn.Module, device: torch.device) -> Any:
+    """Micro batches with which no rank waits for another in a sharded model."""
+    if batches is None or not isinstance(model, FSDPModule):
+        return batches
+    return EvenRows(batches, model.hf_config, device)
 
 
 def check_alike(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> None:
@@ -137,17 +166,21 @@ def check_alike(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> 
                 )
 
 
-def build_optimizer(config: LaunchConfig, model: torch.nn.Module) -> ShardedAdamW:
+def build_optimizer(
+    config: LaunchConfig, model: torch.nn.Module
+) -> ShardedAdamW | FullyShardedAdamW:
     """The optimizer over this rank's groups."""
     options = config.optimizer
-    return ShardedAdamW(
-        model,
-        betas=(options.beta1, options.beta2),
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-        data_parallel_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        tensor_parallel_group=parallel_state.get_tensor_model_parallel_group(),
-    )
+    adamw: dict[str, Any] = {
+        "betas": (options.beta1, options.beta2),
+        "eps": options.eps,
+        "weight_decay": options.weight_decay,
+        "data_parallel_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    if isinstance(model, FSDPModule):
+        return FullyShardedAdamW(model, **adamw)
+    tensor_group = parallel_state.get_tensor_model_parallel_group()
+    return ShardedAdamW(model, **adamw, tensor_parallel_group=tensor_group)
 
 
 def build_checkpoints(

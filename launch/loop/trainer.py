@@ -20,14 +20,14 @@ from tqdm import tqdm
 from launch.config import LaunchConfig
 from launch.data.micro_batches import MicroBatches
 from launch.loop.checkpoint import CheckpointFolder
+from launch.loop.ends import StopRequest
+from launch.loop.fully_sharded import FullyShardedAdamW
 from launch.loop.loss import loss_terms, shift_labels, weighted_sum
 from launch.loop.metrics import MetricsLog, StepCounts, StepTotals
-from launch.loop.optimizer import ShardedAdamW, learning_rate
+from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import context_group, on_all_ranks
 from launch.loop.plan import TrainPlan
 from launch.loop.progress import Eta, format_line, memory_gib, peak_flops
-from launch.loop.stop_request import StopRequest
-from launch.model.qwen_vl import PackedQwen2VL
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.cost import TRAINING
 from task_encoders.model_inputs import to_packed_seq_params
@@ -52,7 +52,8 @@ class Trainer:
     Args:
         config: the run.
         plan: its steps.
-        model: a `launch.model.qwen_vl.PackedQwen2VL`; its weights belong to the optimizer.
+        model: a `PackedQwen2VL` or a `PackedTransformersModel`, whose weights belong to the
+            optimizer.
         train_data: this rank's packs.
         checkpoints: where to save.
         seq_length: capacity of a pack in tokens.
@@ -64,8 +65,8 @@ class Trainer:
         config: LaunchConfig,
         plan: TrainPlan,
         *,
-        model: PackedQwen2VL,
-        optimizer: ShardedAdamW,
+        model: Any,
+        optimizer: ShardedAdamW | FullyShardedAdamW,
         train_data: MicroBatches,
         checkpoints: CheckpointFolder,
         seq_length: int,
@@ -91,6 +92,8 @@ class Trainer:
         self._validated = 0
         #: steps done
         self.iteration = 0
+        #: the signal that ended the run early; 0: none
+        self.stopped_by = 0
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, if there is one. A collective."""
@@ -156,6 +159,7 @@ class Trainer:
         if finished and is_new and self._config.validation.every:
             self._validate()
         if not finished:
+            self.stopped_by = stopped
             name = signal.Signals(stopped).name
             logger.info("stopped by %s after %d steps; run again to continue", name, self.iteration)
         return finished
@@ -175,7 +179,7 @@ class Trainer:
         totals = counts.reduce(counts=self._reports, stop=stop.received)
         if not totals.packs:
             return None
-        rate = self._learning_rate()
+        rate = self._plan.learning_rate(self.iteration, self._config.schedule)
         norm = self._optimizer.step(
             learning_rate=rate,
             denominator=totals.denominator,
@@ -249,17 +253,6 @@ class Trainer:
             self._log.write(
                 self.iteration, {"validation_loss": totals.loss, "validation_packs": totals.packs}
             )
-
-    def _learning_rate(self) -> float:
-        schedule = self._config.schedule
-        return learning_rate(
-            self.iteration,
-            iterations=self._plan.iterations,
-            warmup_iterations=self._plan.warmup_iterations,
-            max_rate=schedule.learning_rate,
-            min_rate=schedule.min_learning_rate,
-            decay=schedule.decay,
-        )
 
     def _report(self, metrics: Mapping[str, float], bar: Any) -> None:
         if self._log is None:

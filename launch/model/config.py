@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from task_encoders.families import FAMILIES
 from task_encoders.field_types import one_of
@@ -62,6 +62,17 @@ def config_of_preset(
         vision_config={**sizes.vision, **(vision or {})},
         **{**sizes.whole, **whole},
     )
+
+
+def part_of(name: str) -> str:
+    """The part of a model that a weight belongs to, by its name: vision, projector (the tower's
+    mergers) or language."""
+    name = name.removeprefix("model.")
+    if name.startswith(
+        ("visual.merger.", "visual.deepstack_merger_list.", "multi_modal_projector")
+    ):
+        return "projector"
+    return "vision" if name.startswith(("visual.", "vision_tower.")) else "language"
 
 
 class ModelConfig(BaseModel):
@@ -136,9 +147,15 @@ class ModelConfig(BaseModel):
         config_class = transformers_classes(self.family).config
         if self.checkpoint is not None:
             return _read_config(self.checkpoint, self.family, config_class)
-        sub_configs = config_class().sub_configs
+        return self.random_config()
+
+    def random_config(
+        self, vision: Mapping[str, Any] | None = None, token_ids: Mapping[str, int] | None = None
+    ) -> Any:
+        """transformers' config of the preset, with these fields of the vision config and ids."""
+        default = transformers_classes(self.family).config()
         for part in ("text", "vision"):
-            known = {field.name for field in dataclasses.fields(sub_configs[f"{part}_config"])}
+            known = set(getattr(default, f"{part}_config").to_dict())
             unknown = sorted(set(getattr(self, part)) - known)
             if unknown:
                 raise ValueError(
@@ -147,7 +164,66 @@ class ModelConfig(BaseModel):
                 )
         tied = self.tie_word_embeddings
         whole = {} if tied is None else {"tie_word_embeddings": tied}
-        return config_of_preset(self.family, self.preset, self.text, self.vision, **whole)
+        vision = {**(vision or {}), **self.vision}
+        return config_of_preset(
+            self.family, self.preset, self.text, vision, **whole, **(token_ids or {})
+        )
+
+
+class LoraOptions(BaseModel):
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685), through peft."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: Annotated[int, Field(ge=1)] = 16
+    #: adapters are scaled by alpha / rank
+    alpha: Annotated[int, Field(ge=1)] = 32
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    #: matrices of the language model that get one, by the last part of their names, such as q_proj;
+    #: without it all
+    targets: tuple[str, ...] = ()
+
+
+class TransformersModelConfig(ModelConfig):
+    """Model section of `launch.train_transformers`: any family that transformers has."""
+
+    #: one that transformers has
+    family: Annotated[str, one_of(FAMILIES)] = TRAINED[0]
+    #: auto: flash_attention_2 where flash-attn is installed, on CUDA in 16 bits; else sdpa
+    attention: Literal[
+        "auto", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "eager"
+    ] = "auto"  # type: ignore[assignment]
+    #: train adapters of this kind, and nothing else
+    lora: LoraOptions | None = None
+    #: shard the weights over the ranks (FSDP2), for models that one device does not hold
+    fsdp: bool = False
+
+    @field_validator("family")
+    @classmethod
+    def _check_family(cls, family: str) -> str:
+        if FAMILIES[family].transformers_name is None:
+            raise ValueError(f"{family} has no model in transformers; {ELSEWHERE}")
+        return family
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> "TransformersModelConfig":
+        if self.lora is not None and self.freeze:
+            raise ValueError("lora freezes all weights but its own; remove freeze")
+        return self
+
+    def build_transformers_config(self) -> Any:
+        """transformers' config of this model. Raises ValueError: the checkpoint is of another
+        family."""
+        if self.checkpoint is None:
+            return self.random_config()
+        found = family_of_checkpoint(self.checkpoint)
+        if found != self.family:
+            raise ValueError(
+                f"checkpoint {self.checkpoint} is a {found!r}; set model.family={found}"
+            )
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.checkpoint)
 
 
 def family_of_checkpoint(folder: Path) -> str:

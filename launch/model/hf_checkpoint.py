@@ -6,10 +6,11 @@ model-00001-of-00002.safetensors …  model.safetensors.index.json
 """
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -124,22 +125,26 @@ def write_checkpoint(
         like: checkpoint whose tokenizer and config belong to it; None: the built-in vocabulary's.
         max_shard_bytes: a safetensors file is closed before it grows beyond this.
     """
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    writer = _ShardWriter(temporary, max_shard_bytes)
-    is_writer = False
-    for name, tensor in tensors:
-        if tensor is None:
-            continue
-        if not is_writer:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            is_writer = True
-        writer.add(name, tensor)
-    if not is_writer:
+    written = ((name, tensor) for name, tensor in tensors if tensor is not None)
+    first = next(written, None)
+    if first is None:
         return
-    writer.finish()
-    _write_config(temporary, hf_config, writer.dtype, like)
-    _write_companions(temporary, hf_config, like)
+    with replace_folder(folder) as temporary:
+        writer = _ShardWriter(temporary, max_shard_bytes)
+        for name, tensor in itertools.chain([first], written):
+            writer.add(name, tensor)
+        writer.finish()
+        _write_config(temporary, hf_config, writer.dtype, like)
+        write_companions(temporary, hf_config, like)
+
+
+@contextlib.contextmanager
+def replace_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write files in, which takes its name when the block ends without an error."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    yield temporary
     for path in temporary.iterdir():
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -219,9 +224,10 @@ def copy_companions(like: Path, folder: Path) -> None:
             shutil.copyfile(like / name, folder / name)
 
 
-def _write_companions(folder: Path, hf_config: Any, like: Path | None) -> None:
-    """Tokenizer, image processor and generation settings, where there are any."""
-    if like is not None:
+def write_companions(folder: Path, hf_config: Any, like: Path | None) -> None:
+    """Tokenizer, image processor and generation settings, where there are any; those of the folder
+    `like`, or the built-in ones."""
+    if like is not None and like.is_dir():
         copy_companions(like, folder)
         return
     from task_encoders.families.builtin_processor import builtin_processor, has_builtin_processor

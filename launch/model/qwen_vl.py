@@ -11,17 +11,16 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 from launch.model.attention_kernels import select_backend
-from launch.model.config import ModelConfig, transformers_classes
+from launch.model.config import ModelConfig, part_of, transformers_classes
 from launch.model.context_parallel import RowPart, cut_row
 from launch.model.hf_checkpoint import CheckpointReader, write_checkpoint
 from launch.model.hf_weights import (
@@ -31,15 +30,11 @@ from launch.model.hf_weights import (
     nested_name,
     published_shapes,
 )
-from launch.model.language_model import build_language_model, head_dim_of
+from launch.model.language_model import build_language_model, head_dim_of, token_losses
 from launch.model.rotary import mrope_frequencies
 from launch.model.vision_tower import Medium, build_vision_tower, media_features
 from task_encoders.families import FAMILIES
 from task_encoders.families.cost import cost_of_sizes
-from task_encoders.sample_encoder import IGNORE_INDEX
-
-#: Labels whose logits exist at once: in float32, 152,000 words for 2,048 labels are 1.2 GB.
-LOSS_CHUNK: Final = 2048
 
 
 class PackedQwen2VL(torch.nn.Module):
@@ -115,6 +110,18 @@ class PackedQwen2VL(torch.nn.Module):
         losses = self._token_losses(hidden, labels[0, own])
         return losses if part is None else part.in_row(losses)
 
+    def save_hf_checkpoint(self, folder: Path) -> None:
+        """Write a folder that transformers' `from_pretrained` loads. Every rank must call this.
+
+        Tensors are gathered over the first tensor parallel group and written by rank 0.
+        """
+        if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+            tensors = gather_weights(self, self.hf_config)
+            if FAMILIES[self.hf_config.model_type].nested_names:
+                tensors = ((nested_name(name), tensor) for name, tensor in tensors)
+            write_checkpoint(folder, tensors, self.hf_config, like=self.checkpoint)
+        torch.distributed.barrier()
+
     def _add_deep_features(
         self, _module: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]
     ) -> tuple[torch.Tensor, Any]:
@@ -160,23 +167,13 @@ class PackedQwen2VL(torch.nn.Module):
         return self.language_model.output_layer(hidden, weight=weight)[0]
 
     def _token_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """(S, 1, H) and (S,) -> (1, S). Logits are made for labelled positions only, in chunks."""
+        """(S, 1, H) and (S,) -> (1, S)."""
 
-        def chunk_losses(positions: torch.Tensor) -> torch.Tensor:
+        def losses_at(positions: torch.Tensor) -> torch.Tensor:
             logits = self._logits(hidden[positions]).squeeze(1)
             return vocab_parallel_cross_entropy(logits, labels[positions])
 
-        positions = (labels != IGNORE_INDEX).nonzero()[:, 0]
-        chunks = positions.split(LOSS_CHUNK)  # one, empty, where nothing is labelled
-        if len(chunks) == 1:
-            losses = chunk_losses(positions)
-        else:
-            recomputed = functools.partial(
-                checkpoint, chunk_losses, use_reentrant=False, preserve_rng_state=False
-            )
-            losses = torch.cat([recomputed(chunk) for chunk in chunks])
-        row = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device)
-        return row.index_copy(0, positions, losses.float())[None]
+        return token_losses(labels, losses_at)
 
 
 def _put_features(
@@ -227,28 +224,6 @@ def build_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> 
         with CheckpointReader(config.checkpoint, shapes) as reader:
             load_weights(model, hf_config, reader)
         model.checkpoint = config.checkpoint
-    freeze(model, config.freeze)
-    return model
-
-
-def freeze(model: PackedQwen2VL, parts: frozenset[str]) -> None:
-    """Take parts out of training: "vision", "projector" (the tower's mergers), "language"."""
     for name, parameter in model.named_parameters():
-        if name.startswith(("visual.merger.", "visual.deepstack_merger_list.")):
-            part = "projector"
-        else:
-            part = "vision" if name.startswith("visual.") else "language"
-        parameter.requires_grad_(part not in parts)
-
-
-def save_hf_checkpoint(model: PackedQwen2VL, folder: str | Path) -> None:
-    """Write a folder that transformers' `from_pretrained` loads. Every rank must call this.
-
-    Tensors are gathered over the first tensor parallel group and written by rank 0.
-    """
-    if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
-        tensors = gather_weights(model, model.hf_config)
-        if FAMILIES[model.hf_config.model_type].nested_names:
-            tensors = ((nested_name(name), tensor) for name, tensor in tensors)
-        write_checkpoint(Path(folder), tensors, model.hf_config, like=model.checkpoint)
-    torch.distributed.barrier()
+        parameter.requires_grad_(part_of(name) not in config.freeze)
+    return model

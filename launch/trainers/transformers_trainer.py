@@ -17,15 +17,16 @@ These would go wrong silently, and are taken care of here:
 Resuming skips the packs that are done unread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from launch.model.segments import isolate_segments
 from launch.trainers.resuming import by_saved_names
-from launch.trainers.segments import isolate_segments
 from launch.trainers.uniform import dealt_in_rows, warn_of_mixed_steps
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_transformers_kwargs
@@ -74,8 +75,9 @@ class TrainsPacks:
     `dataloader_drop_last` leaves it out.
 
     Raises:
-        ValueError: the process sees several GPUs, labels are to be smoothed, or the model cannot be
-            trained on packs (see `isolate_segments`).
+        ValueError: the process sees several GPUs, labels are to be smoothed, the model cannot be
+            trained on packs (see `isolate_segments`), or its weights are in 16 bits and nothing
+            keeps them in float32.
     """
 
     def __init__(self, *, args: TrainingArguments, train_dataset: Packs, **kwargs: Any) -> None:
@@ -86,6 +88,7 @@ class TrainsPacks:
             )
         if args.label_smoothing_factor:
             raise ValueError("Trainer would smooth unshifted labels; set label_smoothing_factor 0")
+        _check_precision(args, kwargs)
         args.remove_unused_columns = False
         if args.ddp_find_unused_parameters is None:
             args.ddp_find_unused_parameters = True
@@ -118,6 +121,28 @@ class TrainsPacks:
         if size > 1 and getattr(self._packs, "uniform_ranks", 0):
             return dealt_in_rows(len(self._packs), args.world_size, size)
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)  # type: ignore[attr-defined]
+
+
+def _check_precision(args: TrainingArguments, given: Mapping[str, Any]) -> None:
+    """Refuse weights in 16 bits under an optimizer that updates these themselves: one near .02 is
+    1e-4 from the next, and does not feel a step of 1e-5."""
+    model = given.get("model")
+    own_optimizer = given.get("optimizers", (None, None))[0] or given.get(
+        "optimizer_cls_and_kwargs"
+    )
+    if model is None or args.deepspeed or own_optimizer:
+        return
+    short = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.requires_grad and weight.dtype in (torch.bfloat16, torch.float16)
+    ]
+    if short:
+        raise ValueError(
+            f"{short[0]} and {len(short) - 1} other weights are trained in 16 bits, which small "
+            "steps do not change; load the model with dtype=torch.float32, and set bf16=True to "
+            "compute in bfloat16"
+        )
 
 
 class PackedTrainer(TrainsPacks, Trainer):

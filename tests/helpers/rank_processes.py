@@ -54,4 +54,5 @@ def _run_rank(
     try:
         torch.save(function(*args), folder / f"result_{rank}.pt")
     finally:
-        distributed.destroy_process_group()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()

@@ -143,7 +143,7 @@ def run_here(*overrides: str) -> bool:
         for name, value in BMR_ENVIRONMENT.items():
             environment.setenv(name, value)
         torch.set_num_threads(1)
-        return run(load_config(ROOT / "launch" / "sft.yaml", overrides))
+        return run(load_config(ROOT / "launch" / "sft.yaml", overrides)) == 0
 
 
 def test_a_run_stopped_and_killed_is_the_run_that_was_not(

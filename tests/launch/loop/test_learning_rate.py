@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.loop.optimizer import DECAYS, learning_rate
+from launch.loop.plan import DECAYS, learning_rate
 
 
 def rates(decay: str, warmup: int = 4, iterations: int = 20) -> list[float]:

@@ -16,7 +16,6 @@ from launch.data.broadcast import broadcast_batch
 from launch.data.micro_batches import build_task_encoder
 from launch.data.packed_data import read_packed_data
 from launch.loop.parallel import initialize_parallel, shutdown_parallel
-from launch.model.qwen_vl import save_hf_checkpoint
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder, losses, make_config, make_trainer
@@ -85,7 +84,7 @@ def train_on_one_rank(folder: Path, output: Path) -> RankResult:
     parallel = {"parallel": {"tensor": 2}}
     trainer, recorded, model = make_trainer(parallel_config(folder, output / "whole", **parallel))
     assert trainer.run()
-    save_hf_checkpoint(model, output / "hf")  # type: ignore[arg-type]
+    model.save_hf_checkpoint(output / "hf")  # type: ignore[arg-type]
 
     config = parallel_config(folder, output / "resumed", **parallel)
     if distributed.get_rank() == 0:

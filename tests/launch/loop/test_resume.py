@@ -232,7 +232,7 @@ def test_a_run_that_is_extended_keeps_the_model_that_it_exported(
             "train": {"iterations": iterations},
             "batch": {"global_batch_packs": 1},
         }
-        assert run(make_config(folder, tmp_path, **sections), accept)
+        assert run(make_config(folder, tmp_path, **sections), accept) == 0
 
     train(1)
     exported = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}

@@ -168,9 +168,10 @@ def test_validation_sees_the_whole_val_split_each_time(folder: Path, tmp_path: P
 class Interfering(torch.nn.Module):
     """A model that does something in its n-th forward."""
 
-    def __init__(self, model: torch.nn.Module, at: int, action: Callable[[Any], Any]) -> None:
+    def __init__(self, model: Any, at: int, action: Callable[[Any], Any]) -> None:
         super().__init__()
         self.model, self.at, self.action, self.calls = model, at, action, 0
+        self.cost = model.cost
 
     def forward(self, **inputs: Any) -> torch.Tensor:
         self.calls += 1

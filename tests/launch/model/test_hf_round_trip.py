@@ -12,7 +12,7 @@ from launch.model.config import ModelConfig, transformers_classes
 from launch.model.hf_checkpoint import INDEX_FILE, SINGLE_FILE, weight_files, write_checkpoint
 from launch.model.hf_weights import gather_weights, join_qkv, split_qkv
 from launch.model.language_model import check_supported
-from launch.model.qwen_vl import build_model, save_hf_checkpoint
+from launch.model.qwen_vl import build_model
 from tests.helpers import tiny_checkpoints
 from tests.helpers.tiny_checkpoints import (
     all_tensors,
@@ -25,7 +25,7 @@ def round_trip(source: Path, family: str, target: Path, dtype: str) -> None:
     device = initialize_parallel()
     values = {"family": family, "checkpoint": source, "dtype": dtype}
     config = ModelConfig.model_validate(values)
-    save_hf_checkpoint(build_model(config, device=device), target)
+    build_model(config, device=device).save_hf_checkpoint(target)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -93,7 +93,7 @@ def test_random_weights_make_a_checkpoint_that_transformers_loads(tmp_path: Path
 
     device = initialize_parallel()
     model = build_model(ModelConfig(preset="tiny"), device=device, seed=3)
-    save_hf_checkpoint(model, tmp_path / "target")
+    model.save_hf_checkpoint(tmp_path / "target")
     loaded = transformers_classes("qwen2_vl").model.from_pretrained(tmp_path / "target")
     ours = model.language_model.embedding.word_embeddings.weight
     assert torch.equal(loaded.model.language_model.embed_tokens.weight, ours)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from launch.trainers.segments import isolate_segments
+from launch.model.segments import isolate_segments
 from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.media.video_file import read_video_header
 from task_encoders.model_inputs import to_transformers_kwargs

@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
-from launch.model import qwen_vl as model_module
 from launch.model.config import ModelConfig
 from launch.model.qwen_vl import PackedQwen2VL, build_model
 from task_encoders.energon_samples import PackedBatch
@@ -90,7 +89,7 @@ def test_loss_in_chunks_is_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> Non
     expected_gradients = {name: g.clone() for name, g in gradients(model).items()}
     model.zero_grad()
     assert int((expected > 0).sum()) > 2 * 16
-    monkeypatch.setattr(model_module, "LOSS_CHUNK", 16)
+    monkeypatch.setattr("launch.model.language_model.LOSS_CHUNK", 16)
     found = token_losses(model, batch)
     found.sum().backward()
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)

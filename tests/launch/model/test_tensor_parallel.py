@@ -16,7 +16,7 @@ from launch.loop.parallel import (
 from launch.model.config import ModelConfig
 from launch.model.hf_weights import gather_weights
 from launch.model.language_model import check_supported
-from launch.model.qwen_vl import PackedQwen2VL, build_model, save_hf_checkpoint
+from launch.model.qwen_vl import PackedQwen2VL, build_model
 from task_encoders.model_inputs import to_packed_seq_params
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_checkpoints import (
@@ -44,7 +44,7 @@ def equal_on_all_ranks(tensor: torch.Tensor) -> bool:
 def examine_rank(source: Path, target: Path) -> dict[str, Any]:
     """A model and its gradients as one of two ranks sees them. Also copies a checkpoint."""
     device = initialize_parallel(2)
-    save_hf_checkpoint(build_model(ModelConfig(checkpoint=source), device=device), target)
+    build_model(ModelConfig(checkpoint=source), device=device).save_hf_checkpoint(target)
     model = build_model(CONFIG, device=device, seed=5)
     weights = gathered(model)
     reference = transformers_model("qwen2_vl", tied=True)  # finds positions, is not compared

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from launch.config import DataConfig
 from launch.data.micro_batches import build_task_encoder
 from launch.data.packed_data import read_packed_data
-from launch.trainers.segments import isolate_segments
-from launch.trainers.transformers_setup import make_model
+from launch.model.config import TransformersModelConfig, transformers_classes
+from launch.model.segments import isolate_segments
 from task_encoders import PackedFolder
 from task_encoders.model_inputs import to_transformers_kwargs
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
@@ -33,7 +33,8 @@ def train(folder: Path, steps: list[list[int]], *, sharded: bool) -> list[list[f
     encoder = build_task_encoder(DataConfig(path=str(folder)), data)
     packs = PackedFolder(folder, encoder)
     torch.manual_seed(0)
-    model = make_model(data.model, encoder.encoder.media_token_ids).train()
+    config = TransformersModelConfig().random_config(token_ids=encoder.encoder.media_token_ids)
+    model = transformers_classes("qwen2_vl").model(config).train()
     isolate_segments(model)
     if sharded:
         group = distributed.new_group(timeout=timedelta(seconds=PATIENCE))

@@ -16,7 +16,7 @@ from transformers import (
     RwkvForCausalLM,
 )
 
-from launch.trainers.segments import isolate_segments
+from launch.model.segments import isolate_segments
 from task_encoders.families import FAMILIES
 from tests.helpers.tiny_checkpoints import randomise
 from tests.helpers.transformers_sources import VERSION

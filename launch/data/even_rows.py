@@ -1,0 +1,118 @@
+"""Rows for ranks that must go through the same layers together, as sharded weights demand: one rank
+whose row has no picture would leave the others waiting in the vision tower.
+
+    rank 0   [text image text]                     [text image text]
+    rank 1   [text]                           ->   [text][image]       the last segment is padding
+    rank 2   nothing, its data have ended     ->   [image]             the same
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import distributed
+
+from launch.data.micro_batches import MicroBatches
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.model_inputs import pad_batch
+from task_encoders.sample_encoder import IGNORE_INDEX
+
+
+class EvenRows:
+    """Micro batches in which every rank has a row as long as one of them has, with an image if one
+    of them has an image, and a video likewise. What is added is padding, without loss.
+
+    Args:
+        batches: of this rank, pixels as values.
+        hf_config: transformers' config of the whole model.
+    """
+
+    def __init__(self, batches: MicroBatches, hf_config: Any, device: torch.device) -> None:
+        self._batches = batches
+        self._device = device
+        vision = hf_config.vision_config
+        merge = getattr(vision, "spatial_merge_size", None)
+        #: the smallest medium: patches or a whole image, (L, D), its grid, and its tokens
+        if merge is None:  # all images are of one size
+            side = vision.image_size // vision.patch_size
+            self._medium = torch.zeros(1, 3 * vision.image_size**2, device=device)
+            grid, self._num_tokens, self._num_positions = [1, side, side], side**2, 1
+        else:
+            size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+            self._medium = torch.zeros(merge**2, size, device=device)
+            grid, self._num_tokens, self._num_positions = [1, merge, merge], 1, 3
+        self._grid = torch.tensor([grid], dtype=torch.int32, device=device)
+        self._token_ids = [hf_config.image_token_id, getattr(hf_config, "video_token_id", None)]
+
+    def next(self) -> PackedBatch | None:
+        """See MicroBatches. A collective."""
+        row = self._batches.next()
+        images, videos = (
+            (0, 0) if row is None else (len(row.image_grid_thw), len(row.video_grid_thw))
+        )
+        own = [row is not None, images > 0, videos > 0]
+        of_any = torch.tensor(own, dtype=torch.int32, device=self._device)
+        distributed.all_reduce(of_any, op=distributed.ReduceOp.MAX)
+        has_row, has_image, has_video = map(bool, of_any.tolist())
+        if not has_row:
+            return None
+        if row is None:
+            row = self._empty_row()
+        if has_image and not images:
+            row = self._with_segment(row, self._token_ids[0])
+            row = replace(row, imgs=self._medium, image_grid_thw=self._grid)
+        if has_video and not videos:
+            row = self._with_segment(row, self._token_ids[1])
+            row = replace(row, pixel_values_videos=self._medium, video_grid_thw=self._grid)
+        return row
+
+    def _empty_row(self) -> PackedBatch:
+        """A row of one token of padding."""
+
+        def filled(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.full(shape, value, dtype=dtype, device=self._device)
+
+        return PackedBatch(
+            __key__=[],
+            __restore_key__=(),
+            tokens=filled(0, torch.int64, 1, 1),
+            labels=filled(IGNORE_INDEX, torch.int64, 1, 1),
+            loss_mask=filled(0, torch.float32, 1, 1),
+            attn_mask=filled(True, torch.bool, 1, 1),
+            position_ids=filled(0, torch.int64, self._num_positions, 1, 1),
+            cu_lengths=torch.tensor([[0, 1]], dtype=torch.int32, device=self._device),
+            max_lengths=filled(1, torch.int32, 1),
+            imgs=filled(0, torch.float32, 1, 1),
+            image_grid_thw=self._grid[:0],
+            pixel_values_videos=filled(0, torch.float32, 1, 1),
+            video_grid_thw=self._grid[:0],
+            num_tiles=self._grid[:0, 0],
+            byte_values=filled(0, torch.float32, 0, 256),
+            frame_repeats=1,
+            num_tokens=0,
+            is_padded=True,
+            sub_sample_keys=[],
+            dropped=[],
+        )
+
+    def _with_segment(self, row: PackedBatch, token_id: int) -> PackedBatch:
+        """The row with the tokens of a medium as one more segment of padding."""
+        length = row.tokens.shape[1] + self._num_tokens
+        padded = pad_batch(row, length, token_id)
+        return replace(padded, is_padded=row.is_padded)
+
+    def state(self) -> Any:
+        return self._batches.state()
+
+    def restore(self, state: Any) -> None:
+        self._batches.restore(state)
+
+    def deal_anew(self, states: Sequence[Any]) -> None:
+        self._batches.deal_anew(states)
+
+    def restart(self) -> None:
+        self._batches.restart()  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        self._batches.close()

@@ -1,0 +1,268 @@
+"""A model of transformers, of any family, for packed rows: the interface of `PackedQwen2VL`.
+
+Weights are kept in float32 and computed with in `model.dtype`, by autocast: a bfloat16 weight near
+.02 is 1e-4 from the next one, and would not feel a step of 1e-5. Those under adapters, which are
+not trained, are kept in `model.dtype`.
+"""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+
+from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_classes
+from launch.model.hf_checkpoint import replace_folder, write_companions
+from launch.model.language_model import token_losses
+from launch.model.segments import isolate_segments
+from task_encoders.families.cost import cost_of_sizes
+from task_encoders.model_inputs import flash_attention_kwargs, media_kwargs, transformers_positions
+
+
+class PackedTransformersModel(nn.Module):
+    """A model of transformers that reads packed rows. Made by `build_transformers_model`.
+
+    Args:
+        model: of transformers, or of peft around one.
+        dtype: in which it computes.
+        checkpoint: folder that its weights and its tokenizer came from.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype, checkpoint: Path | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self._dtype = dtype
+        config = self.hf_config
+        self.cost = cost_of_sizes("", config.text_config.to_dict(), config.vision_config.to_dict())
+        self.checkpoint = checkpoint
+        #: makes the model again in one piece, where it is sharded
+        self.make: Callable[[], Any] | None = None
+
+    @property
+    def whole(self) -> Any:
+        """transformers' model, adapters in it."""
+        return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+
+    @property
+    def hf_config(self) -> Any:
+        """transformers' config of the whole model."""
+        return self.whole.config
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        packed_seq_params: PackedSeqParams,
+        imgs: torch.Tensor,
+        image_grid_thw: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One packed row of S tokens; arguments as of `PackedQwen2VL`, but position_ids (1, 1, S)
+        for families whose positions count tokens.
+
+        Returns:
+            With labels the loss of every token, (1, S) float32, 0 where ignored. Without, the
+            logits, (1, S, vocab_size).
+        """
+        with torch.autocast(tokens.device.type, self._dtype, self._dtype != torch.float32):
+            return self._forward(
+                tokens,
+                position_ids,
+                packed_seq_params,
+                media_kwargs(imgs, image_grid_thw, pixel_values_videos, video_grid_thw),
+                labels,
+            )
+
+    def _forward(
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        packed_seq_params: PackedSeqParams,
+        media: dict[str, Any],
+        labels: torch.Tensor | None,
+    ) -> torch.Tensor:
+        padded = packed_seq_params.cu_seqlens_q_padded
+        boundaries = packed_seq_params.cu_seqlens_q if padded is None else padded
+        hidden = self.whole.model(
+            input_ids=tokens,
+            position_ids=transformers_positions(position_ids, boundaries),
+            use_cache=False,
+            **flash_attention_kwargs(boundaries),
+            **media,
+        ).last_hidden_state
+        if labels is None:
+            return self.whole.lm_head(hidden)
+
+        def losses_at(positions: torch.Tensor) -> torch.Tensor:
+            logits = self.whole.lm_head(hidden[0, positions]).float()
+            return F.cross_entropy(logits, labels[0, positions], reduction="none")
+
+        losses = token_losses(labels[0], losses_at)
+        if self.training and not losses.requires_grad:
+            # Nothing of what this row goes through is trained: keep backward() possible.
+            losses.requires_grad_()
+        return losses
+
+    def save_hf_checkpoint(self, folder: Path) -> None:
+        """Write a folder that transformers' `from_pretrained` loads, with adapters merged into the
+        weights, and the adapters beside it in `lora/`. A collective; the model is not to be used
+        afterwards."""
+        model = self.model
+        if self.make is not None:
+            in_one_piece = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            weights = get_model_state_dict(self, options=in_one_piece)  # on rank 0
+            model = self.make() if weights else None
+            if model is not None:
+                named = {name.removeprefix("model."): weight for name, weight in weights.items()}
+                model.load_state_dict(named)
+        is_alone = not distributed.is_initialized()  # in transformers' Trainer
+        if is_alone or distributed.get_rank() == 0:
+            self._save(model, folder)
+        if not is_alone:
+            distributed.barrier()
+
+    def _save(self, model: Any, folder: Path) -> None:
+        if hasattr(model, "peft_config"):
+            with replace_folder(folder.with_name("lora")) as temporary:
+                model.save_pretrained(temporary)
+            model = model.merge_and_unload()
+        with replace_folder(folder) as temporary:
+            model.save_pretrained(temporary)
+            write_companions(temporary, self.hf_config, self.checkpoint)
+
+
+def build_transformers_model(
+    config: TransformersModelConfig,
+    *,
+    device: torch.device,
+    seed: int = 0,
+    tokenizer: Path | None = None,
+    **packs: Any,
+) -> PackedTransformersModel:
+    """The whole model, the same on all ranks.
+
+    Args:
+        config: what to build.
+        device: where.
+        seed: of random weights, those of adapters too.
+        tokenizer: folder whose tokenizer the packs were measured with, for a random model.
+        packs: see `ModelConfig.random_config`.
+
+    Raises:
+        ValueError: the checkpoint or the sizes cannot be used, or the model cannot be trained on
+            packs (see `isolate_segments`).
+    """
+    dtype = config.resolve_dtype(device)
+    make = partial(_make, config, device, dtype, seed, packs)
+    model = PackedTransformersModel(make(), dtype, config.checkpoint or tokenizer)
+    if not config.fsdp:
+        return model.to(device)
+    _shard(model, dtype, device)
+    model.make = make
+    return model
+
+
+def _make(
+    config: TransformersModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    packs: Mapping[str, Any],
+) -> Any:
+    """transformers' model, on the CPU, or peft's around it."""
+    options = {
+        "dtype": torch.float32 if config.lora is None or config.fsdp else dtype,
+        "attn_implementation": _attention(config.attention, device, dtype),
+    }
+    torch.manual_seed(seed)
+    if config.checkpoint is None:
+        random = config.random_config(**packs)
+        model = transformers_classes(config.family).model._from_config(random, **options)
+    else:
+        from transformers import AutoModelForImageTextToText
+
+        config.build_transformers_config()  # checks its family
+        model = AutoModelForImageTextToText.from_pretrained(config.checkpoint, **options)
+    isolate_segments(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(part_of(name) not in config.freeze)
+    if config.recompute == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.lora is None:
+        return model
+    torch.manual_seed(seed)
+    return _with_lora(model, config.lora)
+
+
+def _attention(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    if name != "auto":
+        return name
+    is_possible = device.type == "cuda" and dtype != torch.float32
+    has_kernel = importlib.util.find_spec("flash_attn") is not None
+    return "flash_attention_2" if is_possible and has_kernel else "sdpa"
+
+
+def _with_lora(model: Any, options: LoraOptions) -> Any:
+    """peft's model: the language model's matrices get adapters, and nothing else is trained."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError("model.lora needs peft; pip install 'offline-packing[trainer]'") from error
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and part_of(name) == "language"
+        and name != "lm_head"
+        and (not options.targets or name.rpartition(".")[2] in options.targets)
+    ]
+    if not names:
+        raise ValueError(
+            f"model.lora.targets {list(options.targets)} name no matrix of the language model"
+        )
+    return get_peft_model(
+        model,
+        LoraConfig(
+            r=options.rank,
+            lora_alpha=options.alpha,
+            lora_dropout=options.dropout,
+            target_modules=names,
+        ),
+    )
+
+
+def _shard(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Shard a model of float32 weights in place over all ranks: its layers one by one, and the rest
+    together.
+
+    Args:
+        dtype: in which it computes.
+    """
+    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in list(model.modules()):
+        if isinstance(module, nn.ModuleList) and len(module) and _is_stack(module):
+            for layer in module:
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)  # sums, as `ShardedAdamW` has them
+
+
+def _is_stack(modules: nn.ModuleList) -> bool:
+    """Whether these are layers of a decoder or of a vision tower."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return all(isinstance(module, GradientCheckpointingLayer) for module in modules)
