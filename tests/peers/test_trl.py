@@ -9,7 +9,7 @@ import torch
 import trl
 from click.testing import CliRunner
 from datasets import Dataset, Image
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
@@ -194,7 +194,12 @@ def test_order(case: Any, tmp_path: Path, say: Say) -> None:
 
 def test_the_command_trains_and_saves(case: Any, tmp_path: Path) -> None:
     checkpoint, packed = case
-    arguments = [str(packed), str(tmp_path), "--model", str(checkpoint), "--trainer", "trl"]
+    config = tmp_path / "run.yaml"
+    config.write_text("batch: {global_batch_packs: 2}\ntrain: {iterations: 2}\n")
+    fields = {"model.checkpoint": checkpoint, "data.path": packed, "output.path": tmp_path / "run"}
+    overrides = [f"{name}={value}" for name, value in fields.items()]
+    family = AutoConfig.from_pretrained(checkpoint).model_type
+    arguments = [str(config), *overrides, f"model.family={family}", "--trainer", "trl"]
     result = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    AutoModelForImageTextToText.from_pretrained(tmp_path)
+    AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "hf")
