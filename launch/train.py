@@ -62,7 +62,7 @@ def failing_in_one_line(*, debug: bool) -> Iterator[None]:
         if debug:
             raise
         is_alike = isinstance(error, StageError | ValueError | UnsupportedVersionError)
-        known = is_alike or isinstance(error, RuntimeError | OSError)
+        known = is_alike or isinstance(error, RuntimeError | OSError | ImportError)
         text = reason(error) if known else f"{type(error).__name__}: {error} (--debug shows where)"
         if os.environ.get("LOCAL_RANK", "0") == "0" or not is_alike:
             is_list = isinstance(error, MismatchError)
@@ -73,7 +73,13 @@ def failing_in_one_line(*, debug: bool) -> Iterator[None]:
 
 def reason(error: Exception) -> str:
     """Text of an error. For one from a loader's worker torch makes a text with the whole
-    traceback, and Energon puts the sample's fields in front of what stopped it."""
+    traceback, and Energon puts the sample's fields in front of what stopped it. A module of
+    transformers that cannot be imported hides the package that is to blame, such as torchvision."""
+    if isinstance(error, ImportError) and error.__cause__ is not None:
+        root: BaseException = error
+        while root.__cause__ is not None:
+            root = root.__cause__
+        return f"{str(error).splitlines()[0]} {type(root).__name__}: {root}"
     text = str(error)
     _, traceback, rest = text.rpartition('\n  File "')
     raised = _RAISED.search(rest) if traceback else None
