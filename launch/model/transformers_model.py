@@ -217,7 +217,7 @@ def _with_lora(model: Any, options: LoraOptions) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ValueError("model.lora needs peft; pip install 'offline-packing[trainer]'") from error
+        raise ValueError("model.lora needs peft; pip install -e '.[trainer]'") from error
     names = [
         name
         for name, module in model.named_modules()

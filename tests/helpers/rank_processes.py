@@ -46,6 +46,7 @@ def _run_rank(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    os.environ.clear()  # the server that forks has that of its start
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     distributed.init_process_group(

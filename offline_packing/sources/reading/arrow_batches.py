@@ -15,6 +15,9 @@ from task_encoders.limits import MAX_PAGE_BYTES
 
 #: Beginning of a file that is a stream with a footer.
 _FILE_MAGIC: Final = b"ARROW1\0\0"
+#: Rows of a batch; a damaged number would be as many samples that are set aside.
+MAX_BATCH_ROWS: Final = 1 << 24
+
 #: End of a stream: a continuation mark, and a message of length 0.
 _STREAM_END: Final = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -43,9 +46,21 @@ class ArrowBatches:
             source.seek(0)
             self._batches = open_reader(source).read_all().to_batches()
             sizes = [(len(batch), 0) for batch in self._batches]
+        else:
+            for message, (num_rows, num_bytes) in zip(messages, sizes, strict=True):
+                self._check(message, num_rows, num_bytes)
         #: rows of each batch, and the bytes that it is unpacked to; 0: it is used as it is
         self.num_rows = [num_rows for num_rows, _ in sizes]
         self.unpacked = [num_bytes for _, num_bytes in sizes]
+
+    def _check(self, message: pa.Message, num_rows: int, num_bytes: int) -> None:
+        """Raise pa.ArrowException or OSError where a batch cannot have as many rows as it claims:
+        each would be set aside."""
+        if not 0 <= num_rows <= MAX_BATCH_ROWS:
+            problem = f"a batch claims {num_rows:,} rows, at most {MAX_BATCH_ROWS:,} are read"
+            raise pa.ArrowInvalid(f"{problem}; write smaller ones")
+        if not num_bytes:
+            pa.ipc.read_record_batch(message, self.schema)  # copies nothing
 
     def read(self, number: int) -> pa.RecordBatch:
         """One batch; what is not compressed stays where it is in the file."""

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -300,6 +301,8 @@ def test_signals_end_a_run_in_one_line(
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # A shell that runs these tests in the background ignores it.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         deadline = time.monotonic() + 60
         while work_in(index, when) == before and time.monotonic() < deadline:

@@ -1,5 +1,7 @@
 """Tables: types of columns that writers choose, their names, and which files are read."""
 
+import io
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,6 +180,26 @@ def test_rows_are_compared_with_the_count_of_the_dataset(
     assert all("holds 4 rows, its dataset_info.json counts 9" in line for line in found)
     (root / f"{split}dataset_info.json").write_bytes(b"{")
     assert not open_source(source).scan(100).warnings
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("times", [1, -1], ids=["batch", "batch and columns"])
+def test_batches_that_claim_more_rows_than_they_hold(compression: str | None, times: int) -> None:
+    """They are damage of the file, not so many rows that are set aside one by one."""
+    sink = pa.BufferOutputStream()
+    table = pa.table({"text": ["a"] * 12_345})
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
+        writer.write_table(table)
+    whole = sink.getvalue().to_pybytes()
+    assert ArrowBatches(io.BytesIO(whole)).num_rows == [12_345]
+    number = struct.pack("<q", 12_345)
+    claimed = whole.replace(number, struct.pack("<q", 2**50), times)
+    assert claimed != whole
+    if compression and times == 1:  # the columns' numbers come first
+        pytest.skip("which number is the batch's depends on the writer")
+    with pytest.raises((pa.ArrowException, OSError)):
+        ArrowBatches(io.BytesIO(claimed))
 
 
 @pytest.mark.parametrize("damage", ["cut between batches", "a false end"])
