@@ -2,12 +2,13 @@
 transformers' arguments."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from task_encoders.media.layouts import IMAGE_LAYOUTS, VIDEO_LAYOUTS
 from task_encoders.sample_encoder import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -168,8 +169,6 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
     batch = normalise_pixels(batch)
     weights = batch.loss_mask
     labels = {} if ((weights > 0) & (weights != 1)).any() else {"labels": batch.labels}
-    # A trainer's own batch may lack the layout.
-    layout = getattr(batch, "image_layout", "patches")
     videos = batch.pixel_values_videos, batch.video_grid_thw
     return {
         "input_ids": batch.tokens,
@@ -177,7 +176,7 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
         "position_ids": transformers_positions(batch.position_ids, batch.cu_lengths),
         "use_cache": False,
         **flash_attention_kwargs(batch.cu_lengths),
-        **media_kwargs(batch.imgs, batch.image_grid_thw, *videos, layout=layout),
+        **media_kwargs(batch.imgs, batch.image_grid_thw, *videos, layout=batch.image_layout),
     }
 
 
@@ -217,77 +216,10 @@ def media_kwargs(
 ) -> dict[str, Any]:
     """Media arguments of transformers' models, from a batch's fields with pixels as values.
 
-    `layout`: a name in IMAGE_LAYOUTS."""
+    `layout`: a name in media.layouts.IMAGE_LAYOUTS."""
     kwargs: dict[str, Any] = {}
     if len(image_grid_thw):
         kwargs |= IMAGE_LAYOUTS[layout](imgs, image_grid_thw.long())
     if video_grid_thw is not None and len(video_grid_thw):
-        grids = video_grid_thw.long()
-        if layout == "sequences":  # of frames, as if each were an image
-            steps = grids[:, 0]
-            frames = _sequences(pixel_values_videos, grids.repeat_interleave(steps, 0))
-            names = ("pixel_values_videos", "video_position_ids")
-            return (
-                kwargs
-                | dict(zip(names, frames.values(), strict=True))
-                | {"num_frames_per_video": steps}
-            )
-        kwargs |= {"pixel_values_videos": pixel_values_videos, "video_grid_thw": grids}
+        kwargs |= VIDEO_LAYOUTS[layout](pixel_values_videos, video_grid_thw.long())
     return kwargs
-
-
-def _patches(imgs: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Patches (L, D) as they are, with their grids (N, 3)."""
-    return {"pixel_values": imgs, "image_grid_thw": grids}
-
-
-def _squares(imgs: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Images of one size, each a row of its own: (N, 3, H, H)."""
-    side = math.isqrt(imgs.shape[1] // 3)
-    return {"pixel_values": imgs.reshape(-1, 3, side, side)}
-
-
-def _padded(imgs: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Images of any size, in patches row by row: (N, 3, H, W), zero beyond each one's own height
-    and width, which are image_sizes (N, 2)."""
-    patch = math.isqrt(imgs.shape[1] // 3)
-    sizes = grids[:, 1:] * patch
-    shapes = grids[:, 1:].tolist()
-    images = imgs.new_zeros(len(grids), 3, *sizes.amax(0).tolist())
-    parts = imgs.split([height * width for height, width in shapes])
-    for image, rows, (height, width) in zip(images, parts, shapes, strict=True):
-        pixels = rows.reshape(height, width, 3, patch, patch).permute(2, 0, 3, 1, 4)
-        image[:, : height * patch, : width * patch] = pixels.reshape(
-            3, height * patch, width * patch
-        )
-    return {"pixel_values": images, "image_sizes": sizes}
-
-
-def _sequences(pixels: Any, grids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Patches (N, L, D) row by row, zero after each image's own, and their columns and rows
-    (N, L, 2), -1 there."""
-    parts = pixels.split(grids[:, 1:].prod(1).tolist())
-    places = [
-        torch.cartesian_prod(*map(torch.arange, one)).flip(1) for one in grids[:, 1:].tolist()
-    ]
-    pad = torch.nn.utils.rnn.pad_sequence
-    positions = pad(places, batch_first=True, padding_value=-1).to(grids.device)
-    return {"pixel_values": pad(parts, batch_first=True), "image_position_ids": positions}
-
-
-def _tiles(imgs: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Tiles of one size, in patches row by row, (T, 3, H, W): each image has t."""
-    patch = math.isqrt(imgs.shape[1] // 3)
-    height, width = grids[0, 1:].tolist()
-    tiles = imgs.reshape(-1, height, width, 3, patch, patch).permute(0, 3, 1, 4, 2, 5)
-    return {"pixel_values": tiles.reshape(-1, 3, height * patch, width * patch)}
-
-
-#: Forms in which transformers' models take images, from rows of pixels and grids in patches.
-IMAGE_LAYOUTS: Final[Mapping[str, Callable[..., dict[str, torch.Tensor]]]] = {
-    "patches": _patches,
-    "squares": _squares,
-    "padded": _padded,
-    "tiles": _tiles,
-    "sequences": _sequences,
-}

@@ -11,8 +11,8 @@ There are several chat templates: the checkpoint's decides. After a call the mod
 
 import io
 import math
-from collections.abc import Iterable, Iterator
-from typing import Final, Literal
+from collections.abc import Iterator
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 from PIL import Image as PillowImage
@@ -21,17 +21,15 @@ from task_encoders.families.base.cost import cost_of_sizes
 from task_encoders.families.base.encoder import FamilyEncoder
 from task_encoders.families.base.family import Family, Preset
 from task_encoders.families.base.options import ModelOptions, beside_lengths
-from task_encoders.families.base.spans import Medium, Span
+from task_encoders.families.base.spans import BlankImage, Medium, Span, two_tokens
 from task_encoders.field_types import Count
-from task_encoders.media.patches import BACKENDS, Bytes, Normalisation
+from task_encoders.media.patches import BACKENDS, Bytes, Normalisation, rescale_then_normalise
 from task_encoders.media.video import SampledVideo, sampled_frames
 from task_encoders.media.video_file import VideoHeader, decode_frames
-from task_encoders.samples import SourceSample
 from task_encoders.text.dialect import Dialect
 from task_encoders.text.load_tokenizer import checkpoint_tokenizer, load_tokenizer
-from task_encoders.text.pieces import Control, Image, Piece, Text, Video, caption_pieces
-from task_encoders.text.qwen_vocabulary import BUILTIN
-from task_encoders.text.template_proof import checkpoint_template, load_template
+from task_encoders.text.pieces import Control, Image, Text, Video
+from task_encoders.text.template_proof import checkpoint_template
 
 _PATCH: Final = 16
 _POOL: Final = 3
@@ -46,12 +44,6 @@ _DIALECT: Final = Dialect(
     r"((?:(?!<\|turn>).)*?(?:<turn\|>|<\|tool_response>))",
     {"<|image|>": Image(), "<|video|>": Video()},
 )
-_MEDIA_TOKENS: Final = {
-    "image_token_id": "<|image|>",
-    "video_token_id": "<|video|>",
-    "boi_token_id": "<|image>",
-    "eoi_token_id": "<image|>",
-}
 
 
 class Gemma4Options(ModelOptions):
@@ -75,16 +67,22 @@ class Gemma4Encoder(FamilyEncoder):
     LENGTHS_OF = "gemma4"
     POSITION_ROWS = 1
     IMAGE_LAYOUT = "sequences"
+    MEDIA_TOKENS: ClassVar = {
+        "image_token_id": "<|image|>",
+        "video_token_id": "<|video|>",
+        "boi_token_id": "<|image>",
+        "eoi_token_id": "<image|>",
+    }
+    TEMPLATE = ""  # there are several: a checkpoint comes with one
+    DIALECT = _DIALECT
+    CAPTION_START = (Control("<bos>"),)
+    CAPTION_END = Control("<eos>", 1.0)
     LENGTHS_FOLLOW = ("max_video_frames",)
 
     options: Gemma4Options
 
     def __init__(self, options: Gemma4Options) -> None:
-        if options.processor == BUILTIN:
-            raise ValueError(
-                f"family {options.family} has no built-in vocabulary; name a checkpoint folder or "
-                "a hub name as processor"
-            )
+        options.require_checkpoint()
         if not checkpoint_template(options.processor, checkpoint_tokenizer(options.processor)):
             raise ValueError(
                 f"{options.processor} has no chat template; copy chat_template.jinja into it "
@@ -97,19 +95,9 @@ class Gemma4Encoder(FamilyEncoder):
             patch_area=_PATCH**2,
             normalisation=Normalisation(_VALUES[options.resize], repeats=1),
         )
-        self.template, self.own_template = load_template(
-            options.processor, "", dict(options.template_options), _DIALECT
-        )
-        ids = {name: self.tokenizer.special_id(token) for name, token in _MEDIA_TOKENS.items()}
-        self.media_token_ids = ids
-        self._image, self._video, before, after = ids.values()
+        self._image, self._video, before, after = self.media_token_ids.values()
         self._before, self._after = Span([before], 1), Span([after], 1)
         self._check_times()
-
-    def render(self, sample: SourceSample) -> Iterable[Piece]:
-        if sample.task == "captioning":
-            return [Control("<bos>"), *caption_pieces(sample, Control("<eos>", 1.0))]
-        return self.template.pieces(sample, self.answer_weights(sample))
 
     def image_medium(self, height: int, width: int) -> Medium:
         return Medium((1, *_patches(height, width, self.options.max_soft_tokens)))
@@ -150,6 +138,11 @@ class Gemma4Encoder(FamilyEncoder):
                 yield from self.texts.spans(Text(f"{' ' * (i > 0)}{minutes:02d}:{seconds:02d} "))
             yield from (self._before, tokens, self._after)
 
+    @staticmethod
+    def blank_image(hf_config: Any) -> BlankImage:
+        vision = hf_config.vision_config
+        return two_tokens(vision.patch_size, vision.pooling_kernel_size)
+
     def _check_times(self) -> None:
         """Refuse a tokenizer that joins a video's first time with the text before it."""
         encode = self.tokenizer.encode
@@ -173,11 +166,10 @@ def _patches(height: int, width: int, max_soft_tokens: int) -> tuple[int, int]:
     return rows * _POOL, columns * _POOL
 
 
-_BYTES: Final = np.arange(256, dtype=np.float32)[None]
 #: The value of each byte in transformers' backends, the same in all channels.
 _VALUES: Final = {
-    "pil": (np.arange(256)[None] * (1 / 255)).astype(np.float32),
-    "torch": _BYTES * np.float32(1 / 255),
+    "pil": rescale_then_normalise((0.0,), (1.0,)),
+    "torch": np.arange(256, dtype=np.float32)[None] * np.float32(1 / 255),
 }
 
 

@@ -11,8 +11,8 @@ never both: here the pictures of videos are encoded as images.
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Final, Literal, Self
+from collections.abc import Iterator, Sequence
+from typing import Annotated, ClassVar, Final, Literal, Self
 
 import numpy as np
 from PIL import Image as PillowImage
@@ -28,29 +28,17 @@ from task_encoders.media.image import VisionSettings
 from task_encoders.media.patches import Bytes, Normalisation
 from task_encoders.media.video import SampledVideo, seconds_per_grid, volume_resize
 from task_encoders.media.video_file import VideoHeader
-from task_encoders.packs.tokenized import TokenizedText
 from task_encoders.sample_encoder import EncodedSample
-from task_encoders.samples import SampleError, SourceSample
+from task_encoders.samples import SampleError
 from task_encoders.text.glm_template import GLM, GLM_TEMPLATE
 from task_encoders.text.load_tokenizer import load_tokenizer
-from task_encoders.text.pieces import Control, Piece, Text, caption_pieces
-from task_encoders.text.qwen_vocabulary import BUILTIN
-from task_encoders.text.template_proof import load_template
+from task_encoders.text.pieces import Control, Text
 
 _PATCH: Final = 14
 #: Pixels of one token: a square of 2 by 2 patches.
 _TOKEN: Final = (2 * _PATCH) ** 2
 #: Frames of a picture.
 DEPTH: Final = 2
-
-MEDIA_TOKENS: Final = {
-    "image_token_id": "<|image|>",
-    "video_token_id": "<|video|>",
-    "image_start_token_id": "<|begin_of_image|>",
-    "image_end_token_id": "<|end_of_image|>",
-    "video_start_token_id": "<|begin_of_video|>",
-    "video_end_token_id": "<|end_of_video|>",
-}
 
 
 class GlmOptions(ModelOptions):
@@ -84,17 +72,25 @@ class GlmOptions(ModelOptions):
 class GlmEncoder(FamilyEncoder):
     """Common parts: one picture per step of a video."""
 
+    MEDIA_TOKENS: ClassVar = {
+        "image_token_id": "<|image|>",
+        "video_token_id": "<|video|>",
+        "image_start_token_id": "<|begin_of_image|>",
+        "image_end_token_id": "<|end_of_image|>",
+        "video_start_token_id": "<|begin_of_video|>",
+        "video_end_token_id": "<|end_of_video|>",
+    }
+    TEMPLATE = GLM_TEMPLATE
+    DIALECT = GLM
+    CAPTION_START = (Control("[gMASK]"), Control("<sop>"))
+    CAPTION_END = Control("<|endoftext|>", 1.0)
     #: Frames that a video's file may have.
     LENGTHS_FOLLOW = ("max_video_frames",)
 
     options: GlmOptions
 
     def __init__(self, options: GlmOptions) -> None:
-        if options.processor == BUILTIN:
-            raise ValueError(
-                f"family {options.family} has no built-in vocabulary; name a checkpoint folder or "
-                "a hub name as processor"
-            )
+        options.require_checkpoint()
         self.vision = VisionSettings(
             options.min_pixels,
             options.max_pixels,
@@ -114,18 +110,7 @@ class GlmEncoder(FamilyEncoder):
             patch_area=DEPTH * _PATCH**2,  # an image's patches have both of its frames
             normalisation=Normalisation(values.table, repeats=1),
         )
-        self.template, self.own_template = load_template(
-            options.processor, GLM_TEMPLATE, dict(options.template_options), GLM
-        )
-        ids = {name: self.tokenizer.special_id(token) for name, token in MEDIA_TOKENS.items()}
-        self.media_token_ids = ids
-        self._tags = {name: Span([token_id], 1) for name, token_id in ids.items()}
-
-    def render(self, sample: SourceSample) -> Iterable[Piece]:
-        if sample.task == "captioning":
-            start = Control("[gMASK]"), Control("<sop>")
-            return *start, *caption_pieces(sample, Control("<|endoftext|>", 1.0))
-        return self.template.pieces(sample, self.answer_weights(sample))
+        self._tags = {name: Span([one], 1) for name, one in self.media_token_ids.items()}
 
     def image_medium(self, height: int, width: int) -> Medium:
         limits = self.options.min_pixels, self.options.max_pixels
@@ -188,18 +173,10 @@ class GlmEncoder(FamilyEncoder):
             yield from self.texts.spans(Text(self.time_text(number / (medium.video.fps or 1.0))))
         yield tags["video_end_token_id"]
 
-    def encode(
-        self,
-        sample: SourceSample,
-        images: Sequence[bytes | PillowImage.Image],
-        videos: Sequence[bytes] = (),
-        tokenized: TokenizedText | None = None,
-    ) -> EncodedSample:
-        encoded = super().encode(sample, images, videos, tokenized)
-        return self._with_pictures(encoded) if videos else encoded
-
-    def _with_pictures(self, encoded: EncodedSample) -> EncodedSample:
+    def arranged(self, encoded: EncodedSample) -> EncodedSample:
         """The sample with its videos' pictures among its images, in the order of its tokens."""
+        if not len(encoded.video_grid_thw):
+            return encoded
         own = [(encoded.image_pixels, encoded.image_grid_thw)]
         own += [(encoded.video_pixels, encoded.video_grid_thw)]
         images, videos = (

@@ -3,9 +3,10 @@
 an image of 2 tiles   <img> [tile] [tile] [thumbnail] </img>     of 256 tokens each
 """
 
+import math
 from collections.abc import Iterable
 from functools import cache
-from typing import Any, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 from PIL import Image as PillowImage
@@ -14,23 +15,18 @@ from pydantic import model_validator
 from task_encoders.families.base.encoder import FamilyEncoder
 from task_encoders.families.base.family import Family, Preset
 from task_encoders.families.base.options import ModelOptions, beside_lengths
-from task_encoders.families.base.spans import Medium, Span
+from task_encoders.families.base.spans import BlankImage, Medium, Span
 from task_encoders.field_types import Count
 from task_encoders.limits import MAX_IMAGE_PIXELS
 from task_encoders.media import patches
 from task_encoders.media.image import VisionSettings
 from task_encoders.media.patches import Bytes
-from task_encoders.media.video import SampledVideo
-from task_encoders.media.video_file import VideoHeader
-from task_encoders.samples import SampleError, SourceSample
 from task_encoders.text.dialect import CHATML, Dialect
 from task_encoders.text.load_tokenizer import load_tokenizer
-from task_encoders.text.pieces import Control, Image, Piece, Video, caption_pieces
-from task_encoders.text.template_proof import load_template
+from task_encoders.text.pieces import Control, Image, Video
 
 #: Side of the square of patches that becomes a token.
 _MERGE: Final = 2
-_END: Final = Control("<|im_end|>", 1.0)
 
 #: Of published checkpoints in transformers' form.
 INTERNVL_TEMPLATE: Final = (
@@ -82,6 +78,10 @@ class InternVL3Encoder(FamilyEncoder):
     LENGTHS_OF = "internvl3"
     POSITION_ROWS = 1
     IMAGE_LAYOUT = "tiles"
+    MEDIA_TOKENS: ClassVar = {"image_token_id": "<IMG_CONTEXT>"}
+    TEMPLATE = INTERNVL_TEMPLATE
+    DIALECT = _DIALECT
+    CAPTION_END = Control("<|im_end|>", 1.0)
 
     options: InternVL3Options
 
@@ -90,8 +90,8 @@ class InternVL3Encoder(FamilyEncoder):
         self._side = options.image_size // options.patch_size
         self._vision = VisionSettings(
             options.image_size**2,
-            max(options.image_size**2 * options.max_tiles, options.image_size**2),
-            float("inf"),
+            options.image_size**2 * options.max_tiles,
+            math.inf,
             options.max_image_pixels or MAX_IMAGE_PIXELS,
             patch_size=options.patch_size,
             temporal_patch_size=1,
@@ -107,23 +107,13 @@ class InternVL3Encoder(FamilyEncoder):
             patch_area=options.patch_size**2,
             normalisation=patches.normalisation(self._vision),
         )
-        template = dict(options.template_options)
-        self.template, self.own_template = load_template(
-            options.processor, INTERNVL_TEMPLATE, template, _DIALECT
-        )
         token_id = self.tokenizer.special_id
-        self.media_token_ids = {"image_token_id": token_id("<IMG_CONTEXT>")}
         self._before, self._after = (Span([token_id(name)], 1) for name in ("<img>", "</img>"))
-
-    def render(self, sample: SourceSample) -> Iterable[Piece]:
-        if sample.task == "captioning":
-            return caption_pieces(sample, _END)
-        return self.template.pieces(sample, self.answer_weights(sample))
 
     def _tiles(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tiles: those with the aspect ratio closest to the image's. Of several
         alike, more tiles, until their area is more than twice the image's."""
-        found, least = (1, 1), float("inf")
+        found, least = (1, 1), math.inf
         for columns, rows in _arrangements(self.options.min_tiles, self.options.max_tiles):
             difference = abs(width / height - columns / rows)
             half_full = 0.5 * self.options.image_size**2 * columns * rows
@@ -150,11 +140,12 @@ class InternVL3Encoder(FamilyEncoder):
         image = Span((self.media_token_ids["image_token_id"],), num_tokens)
         return [self._before, image, self._after]
 
-    def sample_video(self, header: VideoHeader) -> SampledVideo:
-        raise SampleError("bad_video", f"family {self.options.family} takes no videos")
-
-    def encode_video(self, data: bytes) -> tuple[Bytes, Medium]:
-        raise SampleError("bad_video", f"family {self.options.family} takes no videos")
+    @staticmethod
+    def blank_image(hf_config: Any) -> BlankImage:
+        patch = hf_config.vision_config.patch_size[0]
+        side = hf_config.vision_config.image_size[0] // patch
+        num_tokens = int(side * hf_config.downsample_ratio) ** 2
+        return BlankImage((side**2, 3 * patch**2), (1, side, side), num_tokens)
 
 
 @cache

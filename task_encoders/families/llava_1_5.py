@@ -6,7 +6,7 @@ neva    as v1, but questions are as they were written: with images where they ar
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 from PIL import Image as PillowImage
@@ -15,11 +15,9 @@ from task_encoders.families.base.cost import LLAMA_7B, cost_of_sizes
 from task_encoders.families.base.encoder import FamilyEncoder
 from task_encoders.families.base.family import Family, Preset
 from task_encoders.families.base.options import ModelOptions
-from task_encoders.families.base.spans import Medium, Span
+from task_encoders.families.base.spans import BlankImage, Medium, Span
 from task_encoders.field_types import Count, NonNegative
 from task_encoders.media.patches import Bytes, Normalisation, rescale_then_normalise
-from task_encoders.media.video import SampledVideo
-from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample
 from task_encoders.text.load_tokenizer import checkpoint_tokenizer, load_tokenizer
 from task_encoders.text.pieces import (
@@ -72,6 +70,7 @@ class Llava15Encoder(FamilyEncoder):
     LENGTHS_OF = "llava_1_5"
     POSITION_ROWS = 1
     IMAGE_LAYOUT = "squares"
+    MEDIA_TOKENS: ClassVar = {"image_token_id": IMAGE_PLACEHOLDER}
 
     options: Llava15Options
 
@@ -90,9 +89,7 @@ class Llava15Encoder(FamilyEncoder):
         side = options.image_size // options.patch_size
         self._grid = (1, side, side)
         num_tokens = options.tokens_per_image or side**2
-        image_token_id = self.tokenizer.special_id(IMAGE_PLACEHOLDER)
-        self.media_token_ids = {"image_token_id": image_token_id}
-        self._image_span = Span((image_token_id,), num_tokens)
+        self._image_span = Span((self.media_token_ids["image_token_id"],), num_tokens)
         self._background = tuple(int(value * 255) for value in mean)
         self._check_tokenizer()
 
@@ -100,7 +97,7 @@ class Llava15Encoder(FamilyEncoder):
         details = {name for turn in sample.turns for name in turn.details}
         if details - {"trained", "weight", "truncated"} or sample.tools:
             raise SampleError("not_in_template", "the template has no tools, thoughts and roles")
-        weights = self.answer_weights(sample)
+        weights = self.options.answer_weights(sample)
         yield _START
         if sample.task == "captioning" or self.options.template == "plain":
             if len(sample.turns) > 1:
@@ -137,6 +134,12 @@ class Llava15Encoder(FamilyEncoder):
     def medium_spans(self, medium: Medium) -> Iterable[Span]:
         return [self._image_span]
 
+    @staticmethod
+    def blank_image(hf_config: Any) -> BlankImage:
+        size = hf_config.vision_config.image_size
+        side = size // hf_config.vision_config.patch_size
+        return BlankImage((1, 3 * size**2), (1, side, side), side**2)
+
     def encode_image(self, image: PillowImage.Image) -> tuple[Bytes, Medium]:
         pixels = np.asarray(self._square(image)).transpose(2, 0, 1)
         return pixels.reshape(1, -1), Medium(self._grid)
@@ -157,12 +160,6 @@ class Llava15Encoder(FamilyEncoder):
         resized = image.resize((width, height), PillowImage.Resampling.BICUBIC)
         left, top = (width - side) // 2, (height - side) // 2
         return resized.crop((left, top, left + side, top + side))
-
-    def sample_video(self, header: VideoHeader) -> SampledVideo:
-        raise SampleError("bad_video", f"family {self.options.family} takes no videos")
-
-    def encode_video(self, data: bytes) -> tuple[Bytes, Medium]:
-        raise SampleError("bad_video", f"family {self.options.family} takes no videos")
 
     def _check_tokenizer(self) -> None:
         """Refuse a tokenizer that splits text after a special token differently than alone."""

@@ -5,8 +5,8 @@ keep their shape.
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any, Final, Literal
+from collections.abc import Iterable
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 from PIL import Image as PillowImage
@@ -14,22 +14,18 @@ from PIL import Image as PillowImage
 from task_encoders.families.base.encoder import FamilyEncoder
 from task_encoders.families.base.family import Family, Preset
 from task_encoders.families.base.options import ModelOptions, beside_lengths
-from task_encoders.families.base.spans import Medium, Span
+from task_encoders.families.base.spans import BlankImage, Medium, Span, two_tokens
 from task_encoders.field_types import Count
 from task_encoders.limits import MAX_IMAGE_PIXELS
 from task_encoders.media import patches
 from task_encoders.media.image import VisionSettings
 from task_encoders.media.patches import Bytes
-from task_encoders.media.video import SampledVideo
-from task_encoders.media.video_file import VideoHeader
-from task_encoders.samples import SampleError, SourceSample
+from task_encoders.samples import SampleError
 from task_encoders.text.load_tokenizer import load_tokenizer
 from task_encoders.text.mistral_template import MISTRAL, MISTRAL_TEMPLATE
-from task_encoders.text.pieces import Control, Piece, caption_pieces
-from task_encoders.text.template_proof import load_template
+from task_encoders.text.pieces import Control
 
 _MERGE: Final = 2  # patches of a token on each side
-_START, _END = Control("<s>"), Control("</s>", 1.0)
 
 
 class Mistral3Options(ModelOptions):
@@ -49,6 +45,11 @@ class Mistral3Encoder(FamilyEncoder):
     LENGTHS_OF = "mistral3"
     POSITION_ROWS = 1
     IMAGE_LAYOUT = "padded"
+    MEDIA_TOKENS: ClassVar = {"image_token_id": "[IMG]"}
+    TEMPLATE = MISTRAL_TEMPLATE
+    DIALECT = MISTRAL
+    CAPTION_START = (Control("<s>"),)
+    CAPTION_END = Control("</s>", 1.0)
 
     options: Mistral3Options
 
@@ -74,19 +75,7 @@ class Mistral3Encoder(FamilyEncoder):
             patch_area=patch**2,
             normalisation=patches.normalisation(self._vision),
         )
-        template = dict(options.template_options)
-        self.template, self.own_template = load_template(
-            options.processor, MISTRAL_TEMPLATE, template, MISTRAL
-        )
-        self.media_token_ids = {"image_token_id": self.tokenizer.special_id("[IMG]")}
         self._row_ends = [self.tokenizer.special_id(f"[IMG_{name}]") for name in ("BREAK", "END")]
-
-    def render(self, sample: SourceSample) -> Iterator[Piece]:
-        if sample.task == "captioning":
-            yield _START
-            yield from caption_pieces(sample, _END)
-        else:
-            yield from self.template.pieces(sample, self.answer_weights(sample))
 
     def image_medium(self, height: int, width: int) -> Medium:
         ratio = max(height, width) / self.options.longest_edge
@@ -108,11 +97,9 @@ class Mistral3Encoder(FamilyEncoder):
         ids[-1, -1] = self._row_ends[1]
         return [Span(ids.ravel(), ids.size)]  # type: ignore[arg-type]
 
-    def sample_video(self, header: VideoHeader) -> SampledVideo:
-        raise SampleError("bad_video", f"family {self.options.family} takes no videos")
-
-    def encode_video(self, data: bytes) -> tuple[Bytes, Medium]:
-        raise SampleError("bad_video", f"family {self.options.family} takes no videos")
+    @staticmethod
+    def blank_image(hf_config: Any) -> BlankImage:
+        return two_tokens(hf_config.vision_config.patch_size, hf_config.spatial_merge_size)
 
 
 def _text(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, head: int) -> Any:

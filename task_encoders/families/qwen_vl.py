@@ -16,13 +16,9 @@ from task_encoders.media.image import VisionSettings
 from task_encoders.media.patches import Bytes
 from task_encoders.media.video import SampledVideo, VideoSettings
 from task_encoders.media.video_file import VideoHeader
-from task_encoders.samples import SourceSample
 from task_encoders.text.load_tokenizer import load_tokenizer
-from task_encoders.text.pieces import Control, Piece, caption_pieces
+from task_encoders.text.pieces import Control
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKENS
-from task_encoders.text.template_proof import load_template
-
-_CAPTION_END = Control("<|im_end|>", 1.0)
 
 
 class QwenVLOptions(ModelOptions):
@@ -83,9 +79,8 @@ class QwenVLEncoder(FamilyEncoder):
     STD: ClassVar[tuple[float, float, float]]
     #: Tokens after the special ones in the built-in vocabulary.
     TEXT_TOKENS: ClassVar[tuple[str, ...]] = ()
-    #: The chat template of published checkpoints, in Jinja; a checkpoint's own takes precedence.
-    TEMPLATE: ClassVar[str]
-
+    MEDIA_TOKENS = MEDIA_TOKENS
+    CAPTION_END = Control("<|im_end|>", 1.0)
     #: Frames that a video's file may have.
     LENGTHS_FOLLOW = ("max_video_frames",)
 
@@ -110,20 +105,11 @@ class QwenVLEncoder(FamilyEncoder):
             patch_area=self.vision.patch_size**2,
             normalisation=patches.normalisation(self.vision),
         )
-        self.template, self.own_template = load_template(
-            options.processor, self.TEMPLATE, dict(options.template_options)
-        )
-        ids = {name: self.tokenizer.special_id(token) for name, token in MEDIA_TOKENS.items()}
-        self.media_token_ids = ids
+        ids = self.media_token_ids
         self.image_token_id = ids["image_token_id"]
         self.video_token_id = ids["video_token_id"]
         self._before = Span([ids["vision_start_token_id"]], 1)
         self._after = Span([ids["vision_end_token_id"]], 1)
-
-    def render(self, sample: SourceSample) -> Iterable[Piece]:
-        if sample.task == "captioning":
-            return caption_pieces(sample, _CAPTION_END)
-        return self.template.pieces(sample, self.answer_weights(sample))
 
     def image_medium(self, height: int, width: int) -> Medium:
         return Medium(image.image_grid(height, width, self.vision))

@@ -174,9 +174,11 @@ class ChatTemplate:
             parts += self._parts(found[1], header, turn - 1)
             start = found.end(1)
         parts += self._parts(written[start:])
-        if turn != sum(message["role"] == "assistant" for message in messages):
+        num_answers = sum(message["role"] == "assistant" for message in messages)
+        if turn != num_answers:
             raise SampleError(
-                "not_in_template", f"the chat template writes {turn} answers as its family's does"
+                "not_in_template",
+                f"the chat template writes {turn} of {num_answers} answers as its family's does",
             )
         asked = [message["content"] for message in messages]
         kinds = [part["type"] for one in asked if not isinstance(one, str) for part in one]

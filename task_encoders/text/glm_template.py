@@ -4,6 +4,7 @@ without one. Jinja, as transformers reads it."""
 from typing import Final
 
 from task_encoders.text.dialect import Dialect
+from task_encoders.text.jinja_template import THOUGHT, WRITE
 from task_encoders.text.pieces import Image, Video
 
 #: An answer ends with the next message's first token, which is added to the very last one.
@@ -30,24 +31,13 @@ _TOOLS: Final = r"""
     {{- '<arg_value>{arg-value-2}</arg_value>\n...\n</tool_call>' }}
 """
 
+_MEDIUM: Final = """{%- set name = part.type + '|>' %}
+                {{- '<|begin_of_' + name + '<|' + name + '<|end_of_' + name }}"""
+
 #: All answers begin with thoughts: those before the last question with empty ones.
 GLM_TEMPLATE: Final = (
-    r"""
-{%- macro write(content) %}
-    {%- if content is string %}
-        {{- content }}
-    {%- else %}
-        {%- for part in content %}
-            {%- if part.type == 'text' %}
-                {{- part.text }}
-            {%- else %}
-                {%- set name = part.type + '|>' %}
-                {{- '<|begin_of_' + name + '<|' + name + '<|end_of_' + name }}
-            {%- endif %}
-        {%- endfor %}
-    {%- endif %}
-{%- endmacro %}
-{%- set state = namespace(last=-1) %}
+    WRITE.replace("MEDIUM", _MEDIUM)
+    + r"""{%- set state = namespace(last=-1) %}
 {%- for message in messages %}
     {%- if message.role == 'user' %}
         {%- set state.last = loop.index0 %}
@@ -65,13 +55,9 @@ GLM_TEMPLATE: Final = (
         {%- if enable_thinking is defined and not enable_thinking %}
             {{- '/nothink' if not text.endswith('/nothink') }}
         {%- endif %}
-    {%- elif message.role == 'assistant' %}
-        {%- set thought = message.reasoning_content %}
-        {%- if thought is not string and '</think>' in text %}
-            {%- set thought = text.split('</think>')[0].rstrip('\n').split('<think>')[-1] %}
-            {%- set text = text.split('</think>')[-1].lstrip('\n') %}
-        {%- endif %}
-        {{- '<|assistant|>\n<think>' }}
+    {%- elif message.role == 'assistant' %}"""
+    + THOUGHT
+    + r"""        {{- '<|assistant|>\n<think>' }}
         {{- thought.strip() if thought and loop.index0 > state.last }}
         {{- '</think>' }}
         {{- '\n' + text.strip() if text.strip() }}

@@ -1,4 +1,4 @@
-"""A chat template in Jinja, as transformers runs it, and what it can write."""
+"""A chat template in Jinja, as transformers runs it, what it can write, and parts of several."""
 
 import json
 import re
@@ -15,6 +15,31 @@ _TRIMS: Final = frozenset(("trim", "strip", "lstrip", "rstrip", "split", "splitl
 _ASKED: Final = "\ufdd0"
 #: Variables that every template is given.
 _GIVEN: Final = frozenset(("messages", "tools", "add_generation_prompt"))
+
+#: The thought at the beginning of an answer's text, apart from the rest of it.
+THOUGHT: Final = r"""
+        {%- set thought = message.reasoning_content %}
+        {%- if thought is not string and '</think>' in text %}
+            {%- set thought = text.split('</think>')[0].rstrip('\n').split('<think>')[-1] %}
+            {%- set text = text.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+"""
+#: A macro that writes a message's content. MEDIUM: lines for an image or a video, `part.type`.
+WRITE: Final = r"""
+{%- macro write(content) %}
+    {%- if content is string %}
+        {{- content }}
+    {%- else %}
+        {%- for part in content %}
+            {%- if part.type == 'text' %}
+                {{- part.text }}
+            {%- else %}
+                MEDIUM
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+"""
 
 
 class JinjaTemplate:

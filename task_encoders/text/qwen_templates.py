@@ -3,6 +3,8 @@ one. Jinja, as transformers reads it."""
 
 from typing import Final
 
+from task_encoders.text.jinja_template import THOUGHT, WRITE
+
 DEFAULT_SYSTEM: Final = "You are a helpful assistant."
 
 QWEN2_VL_TEMPLATE: Final = (
@@ -23,22 +25,11 @@ QWEN2_VL_TEMPLATE: Final = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-_CONTENTS: Final = r"""
-{%- macro write(content) %}
-    {%- if content is string %}
-        {{- content }}
-    {%- else %}
-        {%- for part in content %}
-            {%- if part.type == 'text' %}
-                {{- part.text }}
-            {%- else %}
-                {{- '<|vision_start|><|' + part.type + '_pad|><|vision_end|>' }}
-            {%- endif %}
-        {%- endfor %}
-    {%- endif %}
-{%- endmacro %}
-{%- set system = write(messages[0].content) if messages[0].role == 'system' else none %}
+_CONTENTS: Final = (
+    WRITE.replace("MEDIUM", "{{- '<|vision_start|><|' + part.type + '_pad|><|vision_end|>' }}")
+    + r"""{%- set system = write(messages[0].content) if messages[0].role == 'system' else none %}
 """
+)
 
 _RESULT: Final = r"""
     {%- elif message.role == 'tool' %}
@@ -129,13 +120,9 @@ QWEN3_5_TEMPLATE: Final = (
         {{- raise_exception('System message must be at the beginning.') }}
     {%- elif message.role == 'user' %}
         {{- '<|im_start|>user\n' + text + '<|im_end|>\n' }}
-    {%- elif message.role == 'assistant' %}
-        {%- set thought = message.reasoning_content %}
-        {%- if thought is not string and '</think>' in text %}
-            {%- set thought = text.split('</think>')[0].rstrip('\n').split('<think>')[-1] %}
-            {%- set text = text.split('</think>')[-1].lstrip('\n') %}
-        {%- endif %}
-        {{- '<|im_start|>assistant\n' }}
+    {%- elif message.role == 'assistant' %}"""
+    + THOUGHT
+    + r"""        {{- '<|im_start|>assistant\n' }}
         {%- if loop.index0 > state.last %}
             {{- '<think>\n' + (thought or '') | trim + '\n</think>\n\n' }}
         {%- endif %}

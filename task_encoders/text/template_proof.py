@@ -77,8 +77,10 @@ def prove(
     for i, probe in enumerate(PROBES):
         ending = template.dialect.endings[bool(probe.turns[-1].calls)]
         ours, theirs = written[i], _apply(apply_chat_template, template, probe)
-        is_same = None not in (ours, theirs) and (
-            f"{theirs}".rstrip() == f"{ours}".removesuffix(ending).rstrip()
+        is_same = (
+            ours is not None
+            and theirs is not None
+            and theirs.rstrip() == ours.removesuffix(ending).rstrip()
         )
         if not (is_same or (ours is None and not (theirs and probe.is_plain))):
             raise ValueError(

@@ -1,11 +1,16 @@
 """Seeded random conversations with all that a chat template can be asked to write."""
 
+import io
 import json
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from task_encoders.samples import IMAGE_PLACEHOLDER, SourceSample, Turn
+from task_encoders.media.image import read_image_header
+from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample, Turn
 from tests.helpers.texts_and_images import random_text
 
 SPECIAL = ("<|im_end|>", "<|im_start|>assistant\n", "<|image_pad|>", "<|endoftext|>")
@@ -36,6 +41,37 @@ def random_conversation(
     names = tuple(f"{i}.jpg" for i in range(images))
     system = _text(rng, special) if rng.random() < 0.4 else None
     return SourceSample(f"c/{index}", "bmr", tuple(turns), names, system, (), tools)
+
+
+def encoded_conversations(
+    reference: Any,
+    count: int,
+    image: bytes,
+    counts: Counter[str],
+    *,
+    seed: int,
+    special: Special = True,
+) -> Iterator[tuple[SourceSample, list[int], Any, bool]]:
+    """Conversations that the reference's encoder takes, with the reference's ids, as encoded, and
+    whether control tokens are typed in them: in every third. They are measured as encoded. Counts
+    them, those with tools and with images, and the others by reason."""
+    rng, encoder = np.random.default_rng(seed), reference.encoder
+    header = read_image_header(io.BytesIO(image))
+    for index in range(count):
+        typed = index % 3 == 0
+        sample = random_conversation(rng, index, special=special if typed else False)
+        expected = reference.ids(sample)
+        try:
+            encoded = encoder.encode(sample, [image] * len(sample.images))
+        except SampleError as error:
+            counts[error.reason] += 1
+            counts["refused plain"] += expected is not None and sample.is_plain
+            continue
+        measured = encoder.measure(sample, [(header.height, header.width)] * len(sample.images))
+        assert measured.num_tokens == len(encoded.tokens)
+        assert measured.num_loss_tokens == (encoded.labels != IGNORE_INDEX).sum()
+        counts.update(written=1, tools=bool(sample.tools), images=bool(sample.images))
+        yield sample, expected, encoded, typed
 
 
 def _turn(rng: np.random.Generator, i: int, special: Special, rich: bool, has_tools: bool) -> Turn:

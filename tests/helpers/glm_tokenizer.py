@@ -3,13 +3,11 @@
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, trainers
-from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from task_encoders.text.glm_template import GLM_TEMPLATE
-from tests.helpers.texts_and_images import random_text
+from tests.helpers.tiny_tokenizer import byte_level_bpe
 
 PATTERN: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -32,17 +30,7 @@ WORDS: Final = [
 
 def save_glm_tokenizer(folder: Path, template: str | None = GLM_TEMPLATE, kind: str = "") -> Any:
     """Save one of fewer than 1,024 tokens. `kind`: the class of its processor."""
-    rng = np.random.default_rng(0)
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = Sequence(
-        [Split(Regex(PATTERN), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=700, initial_alphabet=ByteLevel.alphabet(), show_progress=False
-    )
-    texts = [random_text(rng, 30, chinese=i % 3 == 0) for i in range(100)]
-    backend.train_from_iterator([*texts, "\n\n\n", "0.5 seconds"], trainer)
+    backend = byte_level_bpe(PATTERN, ["\n\n\n", "0.5 seconds"])
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in CONTROL])
     backend.add_tokens([AddedToken(token, normalized=False) for token in WORDS])
     tokenizer = PreTrainedTokenizerFast(

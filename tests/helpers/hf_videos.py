@@ -12,9 +12,17 @@ from transformers import (
     Qwen2VLProcessor,
     Qwen3VLProcessor,
 )
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.video_utils import VideoMetadata
+
+
+def save_processor(folder: Path, tokenizer: Any, template: str, **limits: int) -> None:
+    """A checkpoint's whole processor: with torchvision it can be built."""
+    images = Qwen2VLImageProcessorPil(**limits)
+    videos = Qwen2VLVideoProcessor()
+    Qwen2VLProcessor(images, tokenizer, videos, chat_template=template).save_pretrained(folder)
 
 
 def video_files(videos: Sequence[bytes], folder: Path) -> list[str]:

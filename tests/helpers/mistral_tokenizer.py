@@ -5,12 +5,8 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-from tokenizers import Regex, Tokenizer, models, trainers
-from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
-
 from task_encoders.text.load_tokenizer import byte_level_alphabet
-from tests.helpers.texts_and_images import random_text
+from tests.helpers.tiny_tokenizer import byte_level_bpe
 
 PATTERN: Final = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -29,15 +25,7 @@ _FILLERS: Final = 14  # <SPECIAL_26> and so on: room that Tekken leaves
 
 def save_tekken(folder: Path, template: str | None = None) -> None:
     """A checkpoint folder, as far as texts go; without `template` it has none of its own."""
-    rng = np.random.default_rng(0)
-    backend = Tokenizer(models.BPE())
-    byte_level = ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = Sequence([Split(Regex(PATTERN), "isolated"), byte_level])
-    trainer = trainers.BpeTrainer(
-        vocab_size=700, initial_alphabet=ByteLevel.alphabet(), show_progress=False
-    )
-    texts = [random_text(rng, 30, chinese=i % 3 == 0) for i in range(100)]
-    backend.train_from_iterator([*texts, "\n\n", "\n\n\n"], trainer)
+    backend = byte_level_bpe(PATTERN, ["\n\n", "\n\n\n"])
     to_byte = byte_level_alphabet()
     by_id = sorted(backend.get_vocab().items(), key=lambda item: item[1])
     tokens = [bytes(to_byte[character] for character in token) for token, _ in by_id]

@@ -13,23 +13,27 @@ from task_encoders.text.qwen_vocabulary import QWEN_PATTERN, QWEN_SPECIAL_TOKENS
 from tests.helpers.texts_and_images import random_text
 
 
-def tiny_tokenizer(text_tokens: tuple[str, ...] = (), special: tuple[str, ...] = ()) -> Any:
-    """Byte-level BPE of some hundred merges, with Qwen's control tokens and those of a family."""
+def byte_level_bpe(pattern: str, texts: list[str], normalizer: Any = None) -> Any:
+    """Byte-level BPE of some hundred merges, trained on random texts and these."""
     rng = np.random.default_rng(0)
     backend = Tokenizer(models.BPE())
-    backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = Sequence(
-        [
-            Split(Regex(QWEN_PATTERN), "isolated"),
-            ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    byte_level = ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = Sequence([Split(Regex(pattern), "isolated"), byte_level])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=700, initial_alphabet=ByteLevel.alphabet(), show_progress=False
     )
-    texts = [random_text(rng, 30, chinese=i % 3 == 0) for i in range(100)]
-    backend.train_from_iterator([*texts, "system\nuser\nassistant\n\n", "\n\n\n"], trainer)
+    random_texts = [random_text(rng, 30, chinese=i % 3 == 0) for i in range(100)]
+    backend.train_from_iterator([*random_texts, *texts], trainer)
+    return backend
+
+
+def tiny_tokenizer(text_tokens: tuple[str, ...] = (), special: tuple[str, ...] = ()) -> Any:
+    """A small tokenizer with Qwen's control tokens and those of a family."""
+    texts = ["system\nuser\nassistant\n\n", "\n\n\n"]
+    backend = byte_level_bpe(QWEN_PATTERN, texts, normalizers.NFC())
     backend.add_special_tokens([AddedToken(t, normalized=False) for t in QWEN_SPECIAL_TOKENS])
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     backend.add_tokens([AddedToken(token, normalized=False) for token in text_tokens])

@@ -58,6 +58,7 @@ def as_batch(packed: PackedRow) -> Any:
         image_grid_thw=packed.image_grid_thw,
         pixel_values_videos=packed.pixel_values_videos,
         video_grid_thw=packed.video_grid_thw,
+        image_layout=packed.image_layout,
     )
 
 

@@ -4,7 +4,7 @@ cannot disagree; a family says what its template, its media and its positions ar
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,12 +12,15 @@ from PIL import Image as PillowImage
 
 from task_encoders.families.base.options import ModelOptions
 from task_encoders.families.base.spans import (
+    BlankImage,
     Grid,
     Medium,
     Span,
     TextSpans,
     position_ids,
     stored_parts,
+    tokens_and_weights,
+    two_tokens,
 )
 from task_encoders.limits import MAX_IMAGE_PIXELS
 from task_encoders.media.image import ImageHeader, decode_image, read_image_header
@@ -27,7 +30,10 @@ from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.packs.tokenized import IMAGE_ID, VIDEO_ID, ExpandedText, Place, TokenizedText
 from task_encoders.sample_encoder import EncodedSample, SampleLength
 from task_encoders.samples import SampleError, SourceSample, check_sample
-from task_encoders.text.pieces import Image, Piece, Video, without_end
+from task_encoders.text.chat_templates import ChatTemplate
+from task_encoders.text.dialect import CHATML, Dialect
+from task_encoders.text.pieces import Control, Image, Piece, Video, caption_pieces, without_end
+from task_encoders.text.template_proof import load_template
 from task_encoders.text.tokenizer import Tokenizer
 
 
@@ -42,18 +48,27 @@ class FamilyEncoder(ABC):
     LENGTHS_OF: ClassVar[str]
     #: Raised by one with every change that alters a sample's tokens: older artifacts are refused.
     TEMPLATE_VERSION: ClassVar[int] = 1
-    #: Fingerprint of a checkpoint's chat template, if it writes something else than the family's.
-    own_template: str = ""
+    #: Control tokens of media, by the names of their ids in transformers' configs.
+    MEDIA_TOKENS: ClassVar[Mapping[str, str]]
+    #: The chat template of published checkpoints, in Jinja; a checkpoint's own takes precedence.
+    #: None: the family has none, and a `render` of its own.
+    TEMPLATE: ClassVar[str | None] = None
+    #: How templates of its vocabulary write control tokens, media and answers.
+    DIALECT: ClassVar[Dialect] = CHATML
+    #: Control tokens before a caption, and the one after it.
+    CAPTION_START: ClassVar[tuple[Control, ...]] = ()
+    CAPTION_END: ClassVar[Control]
     #: Rows of position_ids.
     POSITION_ROWS: ClassVar[int] = 3
     #: Options of every family on which lengths depend in this one, beside its own.
     LENGTHS_FOLLOW: ClassVar[tuple[str, ...]] = ()
     #: Position of the text after a video, see `spans.position_ids`.
     video_end: str = "longer_side"
-    #: How transformers' model takes images: a name in model_inputs.IMAGE_LAYOUTS.
+    #: How transformers' model takes images: a name in media.layouts.IMAGE_LAYOUTS.
     IMAGE_LAYOUT: ClassVar[str] = "patches"
-    #: See SampleEncoder.
-    media_token_ids: Mapping[str, int]
+    template: ChatTemplate
+    #: Fingerprint of a checkpoint's chat template, if it writes something else than the family's.
+    own_template: str = ""
 
     def __init__(
         self,
@@ -72,12 +87,22 @@ class FamilyEncoder(ABC):
         self._patch_area = patch_area
         self.normalisation = normalisation
         self.texts = TextSpans(tokenizer)
+        if self.TEMPLATE is not None:
+            given = dict(options.template_options)
+            loaded = load_template(options.processor, self.TEMPLATE, given, self.DIALECT)
+            self.template, self.own_template = loaded
+        #: See SampleEncoder.
+        self.media_token_ids: Mapping[str, int] = {
+            name: tokenizer.special_id(token) for name, token in self.MEDIA_TOKENS.items()
+        }
 
     # Decided by a family.
 
-    @abstractmethod
     def render(self, sample: SourceSample) -> Iterable[Piece]:
-        """The pieces of a checked sample, media included."""
+        """The pieces of a checked sample, media included. Raises SampleError."""
+        if sample.task == "captioning":
+            return [*self.CAPTION_START, *caption_pieces(sample, self.CAPTION_END)]
+        return self.template.pieces(sample, self.options.answer_weights(sample))
 
     @abstractmethod
     def image_medium(self, height: int, width: int) -> Medium:
@@ -87,17 +112,27 @@ class FamilyEncoder(ABC):
     def encode_image(self, image: PillowImage.Image) -> tuple[Bytes, Medium]:
         """Patches (P, C·p·p) of a decoded image. Raises SampleError."""
 
-    @abstractmethod
     def sample_video(self, header: VideoHeader) -> SampledVideo:
-        """Frames and grid of a video. Raises SampleError where it cannot be used."""
+        """Frames and grid of a video. Raises SampleError where it cannot be used, as by default."""
+        raise SampleError("bad_video", f"family {self.options.family} takes no videos")
 
-    @abstractmethod
     def encode_video(self, data: bytes) -> tuple[Bytes, Medium]:
         """Patches (Q, C·T·p·p) of a video file. Raises SampleError."""
+        raise SampleError("bad_video", f"family {self.options.family} takes no videos")
 
     @abstractmethod
     def medium_spans(self, medium: Medium) -> Iterable[Span]:
         """The tokens of an image or a video."""
+
+    @staticmethod
+    def blank_image(hf_config: Any) -> BlankImage:
+        """A small image for rows without one; `hf_config` is transformers', of the whole model."""
+        vision = hf_config.vision_config
+        return two_tokens(vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+
+    def arranged(self, encoded: EncodedSample) -> EncodedSample:
+        """The sample with its media as the family's model takes them."""
+        return encoded
 
     # Common to all.
 
@@ -109,7 +144,7 @@ class FamilyEncoder(ABC):
             "tokenizer": self.tokenizer.fingerprint,
             "max_image_pixels": self.max_image_pixels,
             **{
-                name: _stored(self.options, name)
+                name: self.options.stored(name)
                 for name in (*self.options.own(), *self.LENGTHS_FOLLOW)
                 if self.options.changes_lengths(name)
             },
@@ -171,7 +206,7 @@ class FamilyEncoder(ABC):
                 places.append((start, num_tokens))
             spans += own
             start += num_tokens
-        return ExpandedText(*_tokens_and_weights(spans), image_places, video_places)
+        return ExpandedText(*tokens_and_weights(spans), image_places, video_places)
 
     def image_header(self, file: BinaryIO) -> ImageHeader:
         return read_image_header(file, max_image_pixels=self.max_image_pixels)
@@ -198,10 +233,10 @@ class FamilyEncoder(ABC):
         of_images = [self.medium_spans(medium) for _, medium in image_rows]
         of_videos = [self.medium_spans(medium) for _, medium in video_rows]
         spans = self._layout(sample, of_images, of_videos, tokenized)
-        tokens, loss_weights = _tokens_and_weights(spans)
+        tokens, loss_weights = tokens_and_weights(spans)
         image_pixels, image_grids = self._stacked(image_rows, 1)
         video_pixels, video_grids = self._stacked(video_rows, self.normalisation.repeats)
-        return EncodedSample(
+        encoded = EncodedSample(
             key=sample.key,
             tokens=tokens,
             loss_weights=loss_weights,
@@ -213,15 +248,7 @@ class FamilyEncoder(ABC):
             normalisation=self.normalisation,
             image_layout=self.IMAGE_LAYOUT,
         )
-
-    def answer_weights(self, sample: SourceSample) -> list[float]:
-        """The weight of each answer of a conversation. Raises SampleError if all are 0."""
-        weights = [turn.weight for turn in sample.turns]
-        if self.options.loss_on == "last":
-            weights[:-1] = [0.0] * (len(weights) - 1)
-        if not any(weights):
-            raise SampleError("bad_record", "none of the answers that may carry loss is trained")
-        return weights
+        return self.arranged(encoded)
 
     def _stacked(
         self, encoded: Sequence[tuple[Bytes, Medium]], depth: int
@@ -267,30 +294,3 @@ class FamilyEncoder(ABC):
             else:
                 spans += self.texts.spans(part)
         return spans
-
-
-def _tokens_and_weights(
-    spans: Sequence[Span],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """(S,) each."""
-    num_tokens = sum(span.num_tokens for span in spans)
-    tokens = np.empty(num_tokens, dtype=np.int64)
-    loss_weights = np.empty(num_tokens, dtype=np.float32)
-    start = 0
-    for span in spans:
-        end = start + span.num_tokens
-        tokens[start:end] = span.ids  # a medium's single one is repeated
-        loss_weights[start:end] = span.weight
-        start = end
-    loss_weights[0] = 0  # there is nothing to predict it from
-    return tokens, loss_weights
-
-
-def _stored(options: ModelOptions, name: str) -> str | int:
-    """An option as a fingerprint holds it. Its declared type decides: a family's default may be 200
-    where a configuration gives 200.0, and both are the same option."""
-    value: float | str | None = getattr(options, name)
-    if type(options).model_fields[name].annotation is float:
-        return f"{value:g}"
-    assert not isinstance(value, float)
-    return 0 if value is None else value

@@ -1,12 +1,12 @@
 """An entry of FAMILIES: a family's name, its options, what builds its encoder, its models."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from task_encoders.families.base.cost import ModelCost, cost_of_sizes
+from task_encoders.families.base.encoder import FamilyEncoder
 from task_encoders.families.base.options import ModelOptions
-from task_encoders.sample_encoder import SampleEncoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,9 @@ class Family:
     name: str
     #: its options, with their defaults
     Options: type[ModelOptions]
-    #: builds its encoder. Raises ValueError where the options or the checkpoint do not fit
-    build: Callable[[Any], SampleEncoder]
+    #: its encoder's class, called with the options alone. Raises ValueError where these or the
+    #: checkpoint do not fit
+    build: type[FamilyEncoder]
     #: what its usual model costs, used where no checkpoint says otherwise
     cost: ModelCost
     #: what transformers' classes of its model begin with; None: it has none
@@ -52,8 +53,3 @@ class Family:
     def model_types(self) -> tuple[str, ...]:
         """Accepted values of `model_type` in config.json."""
         return self.other_names or (self.name,)
-
-    @property
-    def image_layout(self) -> str:
-        """How its model takes images: a name in model_inputs.IMAGE_LAYOUTS."""
-        return str(getattr(self.build, "IMAGE_LAYOUT", "patches"))

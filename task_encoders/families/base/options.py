@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from task_encoders.field_types import Count, LocalOrRemotePath, Values, added
 from task_encoders.media.video_file import MAX_VIDEO_FRAMES
+from task_encoders.samples import SampleError, SourceSample
 from task_encoders.text.qwen_vocabulary import BUILTIN
 
 
@@ -48,6 +49,15 @@ class ModelOptions(BaseModel):
                 "hub name as processor"
             )
 
+    def answer_weights(self, sample: SourceSample) -> list[float]:
+        """The weight of each answer of a conversation. Raises SampleError if all are 0."""
+        weights = [turn.weight for turn in sample.turns]
+        if self.loss_on == "last":
+            weights[:-1] = [0.0] * (len(weights) - 1)
+        if not any(weights):
+            raise SampleError("bad_record", "none of the answers that may carry loss is trained")
+        return weights
+
     @classmethod
     def own(cls) -> list[str]:
         """Names of the options that not every family has."""
@@ -57,3 +67,12 @@ class ModelOptions(BaseModel):
     def changes_lengths(cls, name: str) -> bool:
         """Whether an option belongs into the fingerprint of what was measured."""
         return not cls.model_fields[name].json_schema_extra
+
+    def stored(self, name: str) -> str | int:
+        """An option as a fingerprint holds it. Its declared type decides: a family's default may be
+        200 where a configuration gives 200.0, and both are the same option."""
+        value: float | str | None = getattr(self, name)
+        if type(self).model_fields[name].annotation is float:
+            return f"{value:g}"
+        assert not isinstance(value, float)
+        return 0 if value is None else value

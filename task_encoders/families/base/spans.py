@@ -34,6 +34,14 @@ class Medium(NamedTuple):
     video: SampledVideo | None = None
 
 
+class BlankImage(NamedTuple):
+    """An image with nothing in it, as small as a model takes it."""
+
+    shape: tuple[int, int]  #: of its rows of pixel values
+    grid: Grid  #: in patches
+    num_tokens: int
+
+
 class TextSpans:
     """The tokens of a sample's texts; those of short texts and of the template's own are kept."""
 
@@ -86,6 +94,30 @@ def patch_spans(
     merged = t, h // merge_size, w // merge_size
     num_tokens = math.prod(merged)
     return before, Span((token_id,), num_tokens, 0.0, merged, interval), after
+
+
+def two_tokens(patch_size: int, merge_size: int, depth: int = 1) -> BlankImage:
+    """A blank image of two tokens, each of merge_size² patches that hold `depth` frames."""
+    # Of one, Mistral 3 of transformers 5.23 fails where it is the only image of a row.
+    values = 3 * depth * patch_size**2
+    return BlankImage((2 * merge_size**2, values), (1, merge_size, 2 * merge_size), 2)
+
+
+def tokens_and_weights(
+    spans: Sequence[Span],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """(S,) each."""
+    num_tokens = sum(span.num_tokens for span in spans)
+    tokens = np.empty(num_tokens, dtype=np.int64)
+    loss_weights = np.empty(num_tokens, dtype=np.float32)
+    start = 0
+    for span in spans:
+        end = start + span.num_tokens
+        tokens[start:end] = span.ids  # a medium's single one is repeated
+        loss_weights[start:end] = span.weight
+        start = end
+    loss_weights[0] = 0  # there is nothing to predict it from
+    return tokens, loss_weights
 
 
 def position_ids(spans: Sequence[Span], num_rows: int, video_end: str) -> npt.NDArray[np.int64]:

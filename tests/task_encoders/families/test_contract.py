@@ -8,12 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
 import torch
-from PIL import Image, ImageOps
 from transformers import Qwen2VLProcessor, Qwen3VLProcessor
-from transformers.image_utils import load_image
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
@@ -21,10 +18,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from task_encoders.families import FAMILIES, build_sample_encoder
-from task_encoders.media.image import read_image_header
 from task_encoders.media.video_file import VideoHeader, read_video_header
-from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, is_video_name
-from task_encoders.packs.tokenized import TokenizedText
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.builtin_tokenizer import builtin_tokenizer
@@ -35,6 +29,8 @@ from task_encoders.text.qwen_templates import (
     QWEN3_VL_TEMPLATE,
 )
 from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
+from tests.helpers.encoder_contract import own_pairs, unequal
+from tests.helpers.media_references import opened, real_samples
 from tests.helpers.texts_and_images import KINDS, random_sample, random_text
 from tests.helpers.transformers_sources import needs_transformers, transformers_function
 from tests.helpers.videos import make_video
@@ -89,12 +85,7 @@ class Reference:
     def arrays(self, sample: SourceSample, folder: Path, videos: list[VideoHeader]) -> Any:
         """ids, image grids and pixel values of transformers; videos by their metadata."""
         text = self.processor.apply_chat_template(to_chat(sample), tokenize=False)
-        # load_image drops what is transparent, which the processor composes on white.
-        opened = [ImageOps.exif_transpose(Image.open(folder / name)) for name in sample.images]
-        images = [
-            image if image.has_transparency_data else load_image(str(folder / name))
-            for image, name in zip(opened, sample.images, strict=True)
-        ]
+        images = [opened((folder / name).read_bytes()) for name in sample.images]
         replaced = [self.video_text(header) for header in videos]
         (text,), _ = self.processor.get_text_with_replacements([text], videos_replacements=replaced)
         if videos:  # without torchvision the processor takes none
@@ -147,33 +138,29 @@ def reference(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Referen
     return Reference(family, tmp_path_factory.mktemp(family) if is_checkpoint else None)
 
 
-def check(reference: Reference, sample: SourceSample, folder: Path, files: Any, clips: Any) -> None:
+def differences(
+    reference: Reference, sample: SourceSample, folder: Path, files: Any, clips: Any
+) -> list[str]:
+    """Names of what differs from transformers in an encoded sample, or in what is measured or
+    stored of it."""
     encoder = reference.encoder
     headers = [read_video_header(io.BytesIO(data)) for data in clips]
     encoded = encoder.encode(sample, files, clips)
-    expected = reference.arrays(sample, folder, headers)
-    # The template's newline after the very last end token is dropped.
-    np.testing.assert_array_equal(encoded.tokens, expected["input_ids"][0][:-1])
-    if files:
-        np.testing.assert_array_equal(encoded.image_grid_thw, expected["image_grid_thw"])
-        np.testing.assert_array_equal(encoded.pixel_values, expected["pixel_values"])
+    theirs = reference.arrays(sample, folder, headers)
     seconds = [encoder.sample_video(header).seconds_per_step for header in headers]
-    np.testing.assert_array_equal(encoded.position_ids, reference.positions(encoded, seconds))
-    sizes = [(h.height, h.width) for h in (read_image_header(io.BytesIO(data)) for data in files)]
-    measured = encoder.measure(sample, sizes, headers)
-    assert measured.num_tokens == len(encoded.tokens)
-    assert measured.num_loss_tokens == (encoded.labels != IGNORE_INDEX).sum()
-    rows = len(encoded.pixel_values) + len(encoded.pixel_values_videos)
-    assert measured.num_vision_patches == rows
-    grids = [*encoded.image_grid_thw.tolist(), *encoded.video_grid_thw.tolist()]
-    assert measured.grid_thw == tuple(map(tuple, grids))
-    stored = TokenizedText(*orjson.loads(orjson.dumps(encoder.tokenize(sample)._asdict())).values())
-    again = encoder.encode(sample, files, clips, stored)
-    for name in ("tokens", "labels", "position_ids"):
-        np.testing.assert_array_equal(getattr(again, name), getattr(encoded, name))
     labelled = encoded.labels != IGNORE_INDEX
-    assert (encoded.labels[labelled] == encoded.tokens[labelled]).all()
-    assert (encoded.labels == END).sum() == len(sample.turns)
+    pairs = {
+        # The template's newline after the very last end token is dropped.
+        "tokens": (encoded.tokens, theirs["input_ids"][0][:-1]),
+        "labels": (encoded.labels[labelled], encoded.tokens[labelled]),
+        "answers": ((encoded.labels == END).sum(), len(sample.turns)),
+        "positions": (encoded.position_ids, reference.positions(encoded, seconds)),
+        **own_pairs(encoder, sample, files, clips, encoded),
+    }
+    if files:
+        for name in ("image_grid_thw", "pixel_values"):
+            pairs[name] = (getattr(encoded, name), theirs[name])
+    return unequal(pairs)
 
 
 def test_every_family_is_held_against_transformers() -> None:
@@ -193,7 +180,7 @@ def test_fuzzed_conversations_with_images(reference: Reference, tmp_path: Path) 
             for turn in sample.turns
         )
         sample = SourceSample(sample.key, sample.task, turns, sample.images, system)
-        check(reference, sample, tmp_path, files, [])
+        assert differences(reference, sample, tmp_path, files, []) == []
 
 
 def _think(rng: np.random.Generator) -> str:
@@ -225,29 +212,17 @@ def test_conversations_with_videos(reference: Reference, tmp_path: Path) -> None
         sample = SourceSample(
             "v", "bmr", (Turn(prompt, "Yes."),), videos=tuple("ab"[: len(chosen)])
         )
-        check(reference, sample, tmp_path, [], chosen)
+        assert differences(reference, sample, tmp_path, [], chosen) == []
 
 
 def test_real_files(reference: Reference, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    folder = Path(request.config.getoption("--real-data"))
-    media = [path for path in sorted(folder.rglob("*")) if path.suffix[1:] in MEDIA_EXTENSIONS]
-    assert media, f"no image or video under {folder}"
-    checked = 0
-    for path in media:
-        of_video = is_video_name(path.name)
-        tag, names = ("<video>" if of_video else "<image>"), (path.name,)
-        names_of = {"videos": names} if of_video else {"images": names}
-        sample = SourceSample("r", "vqa", (Turn(f"{tag}What is it?", path.stem),), **names_of)
-        data = [path.read_bytes()]
-        (tmp_path / path.name).write_bytes(data[0])
-        files, clips = ([], data) if of_video else (data, [])
-        try:
-            reference.encoder.encode(sample, files, clips)
-        except SampleError:  # set aside, in both stages
-            continue
-        check(reference, sample, tmp_path, files, clips)
-        checked += 1
-    assert checked >= 0.9 * len(media)
+    root = request.config.getoption("--real-data")
+    wrong = [
+        (sample.images, sample.videos, found)
+        for sample, files, clips in real_samples(reference.encoder, root, tmp_path)
+        if (found := differences(reference, sample, tmp_path, files, clips))
+    ]
+    assert wrong == []
 
 
 def test_qwen3_videos_are_sampled_and_resized_as_transformers_does(tmp_path: Path) -> None:

@@ -1,204 +1,32 @@
-"""GLM-V: tokens, labels, grids, times, pixels and positions equal transformers' own, and what is
-measured is what is encoded."""
+"""GLM-V's texts: tokens and labels equal transformers' own and those of the published template, and
+what is measured is what is encoded."""
 
-import importlib.util
-import io
 import itertools
 import json
 import os
-import re
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
-import torch
-import transformers
-from PIL import Image, ImageOps
-from transformers import Glm4vProcessor, Glm46VProcessor
-from transformers.image_utils import load_image
-from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
-from transformers.models.glm4v.modeling_glm4v import Glm4vModel
-from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
-from transformers.models.glm46v.modeling_glm46v import Glm46VModel
 
-from task_encoders.families import build_sample_encoder, family_of_processor, model_options
-from task_encoders.media.image import read_image_header
-from task_encoders.media.video_file import VideoHeader, decode_frames, read_video_header
-from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, is_video_name
-from task_encoders.packs.tokenized import TokenizedText
+from task_encoders.families import build_sample_encoder, family_of_processor
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.glm_template import GLM_TEMPLATE
-from task_encoders.text.pieces import to_chat
 from tests.helpers.conversations import random_conversation
-from tests.helpers.datasets import image_bytes
+from tests.helpers.glm_reference import IMAGE, REFERENCES, Reference, differences
 from tests.helpers.glm_tokenizer import CONTROL, save_glm_tokenizer
-from tests.helpers.texts_and_images import KINDS, random_sample, random_text
-from tests.helpers.transformers_sources import transformers_function
-from tests.helpers.videos import make_video
 
 #: FUZZED_SAMPLES=20000 takes some minutes.
 SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "60"))
-REFERENCES: dict[str, tuple[Any, ...]] = {
-    "glm4v": (Glm4vProcessor, Glm4vImageProcessorPil, Glm4vModel, "Glm4vVideoProcessor"),
-    "glm46v": (Glm46VProcessor, Glm46VImageProcessorPil, Glm46VModel, "Glm46VVideoProcessor"),
-}
 PUBLISHED = Path(__file__).parents[2] / "data" / "templates"
-LIMITS = {"min_pixels": 4 * 28**2, "max_pixels": 192 * 28**2}
-LIMITS |= {"video_min_pixels": 4 * 28**2, "video_max_pixels": 200 * 28**2}
-IMAGE = image_bytes(56, 56)
-
-
-class Reference:
-    """A family's encoder, and transformers' processor and positions."""
-
-    def __init__(self, family: str, folder: Path) -> None:
-        processor_class, image_processor, self.model, self.videos = REFERENCES[family]
-        self.family = family
-        self.tokenizer = save_glm_tokenizer(folder)
-        self.encoder: Any = build_sample_encoder(family, str(folder), resize="pil", **LIMITS)
-
-        class ImagesAndText(processor_class):  # type: ignore[misc]
-            @classmethod
-            def get_attributes(cls) -> list[str]:
-                return ["image_processor", "tokenizer"]
-
-        size = {"shortest_edge": LIMITS["min_pixels"], "longest_edge": LIMITS["max_pixels"]}
-        self.processor: Any = ImagesAndText(
-            image_processor(size=size), self.tokenizer, chat_template=GLM_TEMPLATE
-        )
-        self.processor.video_processor = SimpleNamespace(merge_size=2)
-        special = "|".join(map(re.escape, CONTROL))
-        self.special = re.compile(f"({special})")
-        self.ids = {token: self.tokenizer.convert_tokens_to_ids(token) for token in CONTROL}
-
-    def arguments(self, sample: SourceSample) -> tuple[Any, Any]:
-        """Messages and tools; the template takes calls with objects."""
-        messages = to_chat(sample)
-        for message in messages:
-            for call in message.get("tool_calls", ()):
-                if isinstance(call["function"]["arguments"], str):
-                    call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        return messages, json.loads(sample.tools) if sample.tools else None
-
-    def text(self, sample: SourceSample, template: str = GLM_TEMPLATE) -> str:
-        """The conversation as the template writes it, with what control tokens spell in texts
-        between noncharacters, and the token that ends its last answer."""
-        messages, tools = self.arguments(sample)
-        plain = json.dumps([messages, tools], ensure_ascii=False)
-        messages, tools = json.loads(
-            self.special.sub(lambda m: f"\ue000{CONTROL.index(m[0])}\ue001", plain)
-        )
-        text = self.processor.apply_chat_template(
-            messages, tools=tools, tokenize=False, chat_template=template
-        )
-        return str(text) + ("<|observation|>" if sample.turns[-1].calls else "<|user|>")
-
-    def arrays(
-        self, sample: SourceSample, folder: Path, videos: list[VideoHeader]
-    ) -> tuple[list[int], Any]:
-        """Ids, and image grids and pixel values of transformers; videos by their metadata."""
-        # load_image drops what is transparent, which the processor composes on white.
-        opened = [ImageOps.exif_transpose(Image.open(folder / name)) for name in sample.images]
-        images = [
-            image if image.has_transparency_data else load_image(str(folder / name))
-            for image, name in zip(opened, sample.images, strict=True)
-        ]
-        pixels = self.processor.image_processor(images, return_tensors="np") if images else None
-        grids = iter(() if pixels is None else pixels["image_grid_thw"])
-        clips = iter(videos)
-        ids: list[int] = []
-        for i, part in enumerate(self.special.split(self.text(sample))):
-            if part == "<|image|>":
-                ids += [self.ids[part]] * (int(np.prod(next(grids))) // 4)
-            elif part == "<|video|>":
-                ids += self.tokenizer(self.video_text(next(clips)))["input_ids"]
-            elif i % 2:
-                ids.append(self.ids[part])
-            elif part:
-                part = re.sub("\ue000(\\d+)\ue001", lambda m: CONTROL[int(m[1])], part)
-                ids += self.tokenizer(part, split_special_tokens=True)["input_ids"]
-        return ids, pixels
-
-    def video_text(self, header: VideoHeader) -> str:
-        """As the processor writes it in the place of <|video|>."""
-        sampled = self.encoder.sample_video(header)
-        frames = [*sampled.frames, *sampled.frames[len(sampled.frames) // 2 * 2 :]]
-        metadata = SimpleNamespace(
-            fps=header.fps, timestamps=[frame / header.fps for frame in frames]
-        )
-        inputs = {"video_grid_thw": torch.tensor([sampled.grid]), "video_metadata": [metadata]}
-        return str(self.processor.replace_video_token(inputs, video_idx=0))
-
-    def positions(self, encoded: Any, images: Any, videos: list[VideoHeader]) -> Any:
-        """Positions of an encoded sample by get_rope_index."""
-        vision = SimpleNamespace(spatial_merge_size=2)
-        model = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
-        model.get_vision_position_ids = self.model.get_vision_position_ids.__get__(model)
-        types = self.processor.create_mm_token_type_ids([encoded.tokens])
-        grids = [self.encoder.sample_video(header).grid for header in videos]
-        positions, _ = self.model.get_rope_index(
-            model,
-            torch.from_numpy(encoded.tokens)[None],
-            torch.tensor(types),
-            image_grid_thw=None if images is None else torch.tensor(images["image_grid_thw"]),
-            video_grid_thw=torch.tensor(grids) if grids else None,
-        )
-        return positions[:, 0].numpy()
 
 
 @pytest.fixture(scope="module", params=REFERENCES)
 def reference(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def labels_of(reference: Reference, tokens: list[int], trained: list[bool]) -> list[int]:
-    """From behind <|assistant|> to the next message's first token, as TRL marks its template."""
-    ends = {reference.ids[f"<|{role}|>"] for role in ("user", "observation", "system")}
-    labels, turn, is_answer = [], -1, False
-    for token in tokens:
-        labels.append(token if is_answer and trained[turn] else IGNORE_INDEX)
-        is_answer = (is_answer or token == reference.ids["<|assistant|>"]) and token not in ends
-        turn += token == reference.ids["<|assistant|>"]
-    return labels
-
-
-def check(reference: Reference, sample: SourceSample, folder: Path, files: Any, clips: Any) -> Any:
-    encoder = reference.encoder
-    headers = [read_video_header(io.BytesIO(data)) for data in clips]
-    encoded = encoder.encode(sample, files, clips)
-    tokens, images = reference.arrays(sample, folder, headers)
-    assert encoded.tokens.tolist() == tokens
-    trained = [turn.weight > 0 for turn in sample.turns]
-    assert encoded.labels.tolist() == labels_of(reference, tokens, trained)
-    if files and not clips:
-        np.testing.assert_array_equal(encoded.image_grid_thw, images["image_grid_thw"])
-        np.testing.assert_array_equal(encoded.pixel_values, images["pixel_values"])
-    expected = reference.positions(encoded, images, headers)
-    np.testing.assert_array_equal(encoded.position_ids, expected)
-    sizes = [(h.height, h.width) for h in (read_image_header(io.BytesIO(data)) for data in files)]
-    measured = encoder.measure(sample, sizes, headers)
-    assert measured.num_tokens == len(encoded.tokens)
-    assert measured.num_loss_tokens == (encoded.labels != IGNORE_INDEX).sum()
-    assert measured.num_vision_patches == len(encoded.pixel_values)
-    assert measured.num_vision_patches == encoded.image_grid_thw.prod(1).sum()
-    assert not len(encoded.video_grid_thw)
-    stored = TokenizedText(*orjson.loads(orjson.dumps(encoder.tokenize(sample)._asdict())).values())
-    again = encoder.encode(sample, files, clips, stored)
-    for name in ("tokens", "labels", "position_ids", "image_pixels"):
-        np.testing.assert_array_equal(getattr(again, name), getattr(encoded, name))
-    return encoded
-
-
-def test_fuzzed_images(reference: Reference, tmp_path: Path) -> None:
-    rng = np.random.default_rng(5)
-    for index in range(min(SAMPLES, 400)):
-        sample, files = random_sample(rng, KINDS[index % len(KINDS)], index, tmp_path)
-        check(reference, sample, tmp_path, files, [])
 
 
 def test_fuzzed_conversations(reference: Reference, tmp_path: Path) -> None:
@@ -207,14 +35,16 @@ def test_fuzzed_conversations(reference: Reference, tmp_path: Path) -> None:
     refused: Counter[str] = Counter()
     found: Counter[str] = Counter()
     for index in range(min(2 * SAMPLES, 4000)):
-        sample = random_conversation(rng, index, special=index % 3 == 0)
+        special = tuple(CONTROL) if index % 3 == 0 else ()
+        sample = random_conversation(rng, index, special=special)
         for name in sample.images:
             (tmp_path / name).write_bytes(IMAGE)
         try:
-            check(reference, sample, tmp_path, [IMAGE] * len(sample.images), [])
+            wrong = differences(reference, sample, tmp_path, [IMAGE] * len(sample.images), [])
         except SampleError as error:
             refused[error.reason] += 1
             continue
+        assert wrong == []
         found["tools"] += bool(sample.tools)
         found["thoughts"] += any(turn.thought for turn in sample.turns)
         found["images"] += len(sample.images) > 1
@@ -255,160 +85,6 @@ def test_text_is_that_of_the_published_template(reference: Reference) -> None:
     assert with_tools > 0.1 * SAMPLES
 
 
-CLIPS = [
-    make_video(7, 10),
-    make_video(31, 10, 96, 40),
-    make_video(12, 1),
-    make_video(47, 24, 40, 64, container="webm"),
-]
-
-
-def test_images_and_videos_in_one_conversation(reference: Reference, tmp_path: Path) -> None:
-    rng = np.random.default_rng(6)
-    for index in range(min(SAMPLES, 400) // 4):
-        text = random_text(rng, 5)
-        media = rng.permutation(["<image>", "<video>", "<video>"][: 1 + index % 3]).tolist()
-        prompt = text + "".join(f"{medium}{random_text(rng, 3)}" for medium in media)
-        clips = [CLIPS[i] for i in rng.integers(0, len(CLIPS), media.count("<video>"))]
-        images = [IMAGE] * media.count("<image>")
-        names = tuple(f"{i}.jpg" for i in range(len(images)))
-        (tmp_path / "0.jpg").write_bytes(IMAGE)
-        turns = (Turn(prompt, "Yes.", thought="So."),)
-        sample = SourceSample("v", "bmr", turns, names, videos=tuple("ab"[: len(clips)]))
-        encoded = check(reference, sample, tmp_path, images, clips)
-        alone = [reference.encoder.encode(_of("image"), [data]).pixel_values for data in images]
-        clip_rows = [reference.encoder.encode(_of("video"), [], [c]).pixel_values for c in clips]
-        rows = {"<image>": iter(alone), "<video>": iter(clip_rows)}
-        expected = np.concatenate([next(rows[medium]) for medium in media])
-        np.testing.assert_array_equal(encoded.pixel_values, expected)
-
-
-def _of(kind: str) -> SourceSample:
-    return SourceSample("m", "bmr", (Turn("a", "b"),), **{f"{kind}s": ("c",)})
-
-
-@pytest.mark.parametrize("clip", range(len(CLIPS)))
-def test_pictures_of_a_video_hold_what_transformers_cuts(reference: Reference, clip: int) -> None:
-    """The steps of its torch backend, one after another."""
-    torch_encoder: Any = build_sample_encoder(
-        reference.family, reference.encoder.options.processor, resize="torch", **LIMITS
-    )
-    data = CLIPS[clip]
-    header = read_video_header(io.BytesIO(data))
-    sampled = torch_encoder.sample_video(header)
-    frames = [np.array(f) for f in decode_frames(data, header, sampled.frames, 10**6)]
-    pixels = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
-    size = (sampled.grid[1] * 14, sampled.grid[2] * 14)
-    resized = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
-    vision = torch_encoder.vision
-    mean, std = (torch.tensor(x) * (1.0 / (1 / 255)) for x in (vision.mean, vision.std))
-    values = (resized.float() - mean[:, None, None]) / std[:, None, None]
-    patchify = transformers_function(reference.family, "patchify", reference.videos)
-    expected, *grid = patchify(None, values[None], 14, 2, 2)
-    encoded = torch_encoder.encode(_of("video"), [], [data])
-    assert tuple(grid) == sampled.grid
-    np.testing.assert_array_equal(encoded.pixel_values, expected[0].numpy())
-
-
-def test_sizes_and_frames_are_those_of_transformers(reference: Reference) -> None:
-    encoder: Any = build_sample_encoder(reference.family, reference.encoder.options.processor)
-    options = encoder.options
-    resize = transformers_function(reference.family, "smart_resize")
-    sample_frames = transformers_function(reference.family, "sample_frames", reference.videos)
-    processor = SimpleNamespace(fps=2, max_duration=300, temporal_patch_size=2)
-    rng = np.random.default_rng(7)
-
-    def size() -> tuple[int, int]:
-        height, width = (int(np.exp(rng.uniform(0, np.log(5000)))) for _ in range(2))
-        return height, width
-
-    def expected_size(count: int, height: int, width: int, limits: Any) -> tuple[int, int] | None:
-        try:
-            resized = resize(count, height, width, 2, 28, *limits)
-        except ValueError:
-            return None
-        return resized[0] // 14, resized[1] // 14
-
-    counts: Counter[str] = Counter()
-    for _ in range(50 * min(SAMPLES, 400)):
-        height, width = size()
-        expected = expected_size(2, height, width, (options.min_pixels, options.max_pixels))
-        try:
-            found = encoder.image_medium(height, width).grid[1:]
-        except SampleError:
-            found = None
-            counts["narrow"] += 1
-        assert found == expected, (height, width)
-    limits = options.video_min_pixels, options.video_max_pixels
-    for _ in range(12 * min(SAMPLES, 420)):
-        fps = float(rng.choice([rng.uniform(0.2, 120), 23.976, 24, 25, 30, 60, 1]))
-        total = max(1, min(int(np.exp(rng.uniform(-3, np.log(4000))) * fps), 50_000))
-        height, width = size()
-        metadata = SimpleNamespace(total_num_frames=total, fps=fps, duration=total / fps)
-        frames = sample_frames(processor, metadata).tolist()
-        try:
-            sampled = encoder.sample_video(VideoHeader(total, fps, height, width))
-        except SampleError as error:
-            if error.reason == "bad_video":
-                counts["no frame"] += 1
-                assert frames == []
-            else:
-                assert expected_size(len(frames), height, width, limits) is None
-            continue
-        counts["odd"] += len(sampled.frames) % 2
-        assert [*sampled.frames, *sampled.frames[len(sampled.frames) // 2 * 2 :]] == frames
-        expected = expected_size(len(frames), height, width, limits)
-        assert sampled.grid == (len(frames) // 2, *(expected or ()))
-    assert counts["narrow"] > 100
-    assert counts["odd"] > 100
-
-
-def test_real_files(reference: Reference, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    folder = Path(request.config.getoption("--real-data"))
-    media = [path for path in sorted(folder.rglob("*")) if path.suffix[1:] in MEDIA_EXTENSIONS]
-    checked = 0
-    for path in media:
-        of_video = is_video_name(path.name)
-        tag, names = ("<video>" if of_video else "<image>"), (path.name,)
-        names_of = {"videos": names} if of_video else {"images": names}
-        sample = SourceSample("r", "vqa", (Turn(f"{tag}What is it?", path.stem),), **names_of)
-        data = [path.read_bytes()]
-        (tmp_path / path.name).write_bytes(data[0])
-        files, clips = ([], data) if of_video else (data, [])
-        try:
-            reference.encoder.encode(sample, files, clips)
-        except SampleError:  # set aside, in both stages
-            continue
-        check(reference, sample, tmp_path, files, clips)
-        checked += 1
-    assert checked > 0
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision")
-def test_torch_equals_transformers_itself(
-    reference: Reference, request: pytest.FixtureRequest
-) -> None:
-    name = "Glm4vImageProcessor" if reference.family == "glm4v" else "Glm46VImageProcessor"
-    limits = {"shortest_edge": LIMITS["min_pixels"], "longest_edge": LIMITS["max_pixels"]}
-    processor = getattr(transformers, name)(size=limits)
-    encoder: Any = build_sample_encoder(
-        reference.family, reference.encoder.options.processor, resize="torch", **LIMITS
-    )
-    compared = 0
-    for path in sorted(Path(request.config.getoption("--real-data")).rglob("*")):
-        if path.suffix[1:] not in MEDIA_EXTENSIONS or is_video_name(path.name):
-            continue
-        try:
-            encoded = encoder.encode(_of("image"), [path.read_bytes()])
-        except SampleError:
-            continue
-        expected = processor([ImageOps.exif_transpose(Image.open(path))], return_tensors="np")
-        np.testing.assert_array_equal(encoded.image_grid_thw, expected["image_grid_thw"])
-        np.testing.assert_array_equal(encoded.pixel_values, expected["pixel_values"])
-        compared += 1
-    assert compared > 0
-
-
 def test_captions_have_no_template(reference: Reference) -> None:
     sample = SourceSample("c", "captioning", (Turn("", "A cat."),), ("a",))
     encoded = reference.encoder.encode(sample, [IMAGE])
@@ -431,14 +107,6 @@ def test_checkpoints_of_one_model_type_are_told_apart(model_type: str, tmp_path:
         other = next(name for name in REFERENCES if name != family)
         with pytest.raises(ValueError, match=f"is of family {family}, not {other}"):
             build_sample_encoder(other, str(folder))
-
-
-@pytest.mark.parametrize("kind", ["", "video_"])
-@pytest.mark.parametrize("limits", [(783, 784), (1000, 900)])
-def test_limits_that_hold_no_token(kind: str, limits: tuple[int, int]) -> None:
-    given = dict(zip((f"{kind}min_pixels", f"{kind}max_pixels"), limits, strict=True))
-    with pytest.raises(ValueError, match=f"784 <= {kind}min_pixels <= {kind}max_pixels"):
-        model_options(family="glm4v", **given)
 
 
 def test_it_needs_a_checkpoint() -> None:

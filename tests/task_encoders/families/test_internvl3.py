@@ -1,7 +1,6 @@
 """InternVL3: tiles, pixels, ids and labels equal those of transformers' processor and template."""
 
 import importlib.util
-import io
 import json
 import os
 import re
@@ -11,22 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
 from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as tiling
 
 from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.families.internvl3 import INTERNVL_TEMPLATE
-from task_encoders.media.image import decode_image
-from task_encoders.model_inputs import to_transformers_kwargs
-from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, is_video_name
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.load_tokenizer import checkpoint_tokenizer
 from task_encoders.text.pieces import to_chat
 from tests.helpers.conversations import random_conversation
 from tests.helpers.datasets import image_bytes
+from tests.helpers.media_references import by_both, real_pictures
 from tests.helpers.texts_and_images import random_image, random_side
-from tests.helpers.tiny_checkpoints import packed_batch
 from tests.helpers.tiny_families import INTERNVL, save_tokenizer
 
 SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "120"))
@@ -65,22 +60,22 @@ def test_tiles_are_transformers_own(folder: Path, least: int, most: int, count: 
         assert measured.num_tokens == 256 * tiles + 2 + text
 
 
-def compare_pixels(encoder: Any, processor: Any, files: list[bytes]) -> None:
-    turn = Turn("<image>a<image>", "b")
-    for begin in range(0, len(files) - 1, 2):
-        data = files[begin : begin + 2]
-        encoded = encoder.encode(SourceSample("k", "vqa", (turn,), ("a", "b")), data)
-        found = to_transformers_kwargs(packed_batch([encoded]))
-        opened = [ImageOps.exif_transpose(Image.open(io.BytesIO(one))) for one in data]
-        images = [one if one.has_transparency_data else one.convert("RGB") for one in opened]
-        expected = processor(images, return_tensors="np")
-        np.testing.assert_array_equal(found["pixel_values"], expected["pixel_values"])
-        tiles = np.asarray(expected["num_patches"]).tolist()
-        assert encoded.image_grid_thw[:, 0].tolist() == tiles
-        token = encoder.media_token_ids["image_token_id"]
+def differing_samples(encoder: Any, processor: Any, files: list[bytes]) -> list[int]:
+    """Numbers of the samples, of two images each, whose pixels, tiles, tokens or positions are not
+    transformers'."""
+    token, found = encoder.media_token_ids["image_token_id"], []
+    for number, (encoded, ours, theirs) in enumerate(by_both(encoder, processor, files, 2)):
+        tiles = np.asarray(theirs["num_patches"]).tolist()
         per_tile = encoded.image_grid_thw[0, 1] ** 2 // 4
-        assert (encoded.tokens == token).sum() == sum(tiles) * per_tile
-        assert encoded.position_ids.tolist() == [list(range(len(encoded.tokens)))]
+        is_same = (
+            np.array_equal(ours["pixel_values"], theirs["pixel_values"])
+            and encoded.image_grid_thw[:, 0].tolist() == tiles
+            and (encoded.tokens == token).sum() == sum(tiles) * per_tile
+            and encoded.position_ids.tolist() == [list(range(len(encoded.tokens)))]
+        )
+        if not is_same:
+            found.append(number)
+    return found
 
 
 def test_pixels_are_transformers_own(folder: Path) -> None:
@@ -90,7 +85,7 @@ def test_pixels_are_transformers_own(folder: Path) -> None:
     processor = tiling.GotOcr2ImageProcessorPil(size=size, max_patches=6, **NORMAL)
     rng = np.random.default_rng(1)
     files = [random_image(rng, random_side(rng), random_side(rng)) for _ in range(40)]
-    compare_pixels(encoder, processor, files)
+    assert differing_samples(encoder, processor, files) == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision")
@@ -102,24 +97,14 @@ def test_torchs_pixels_are_transformers_own(folder: Path) -> None:
     processor = GotOcr2ImageProcessor(size=size, max_patches=6, **NORMAL)
     rng = np.random.default_rng(2)
     files = [random_image(rng, random_side(rng), random_side(rng)) for _ in range(30)]
-    compare_pixels(encoder, processor, files)
+    assert differing_samples(encoder, processor, files) == []
 
 
 def test_real_pictures(folder: Path, request: pytest.FixtureRequest) -> None:
-    root = Path(request.config.getoption("--real-data"))
-    paths = [path for path in sorted(root.rglob("*")) if path.suffix[1:] in MEDIA_EXTENSIONS]
-    files = [path.read_bytes() for path in paths if not is_video_name(path.name)]
-    usable = []
-    for data in files:
-        try:
-            decode_image(data)
-        except SampleError:
-            continue
-        usable.append(data)
-    assert len(usable) >= 0.9 * len(files) > 3
     encoder = build_sample_encoder("internvl3", str(folder), resize="pil")
     processor = tiling.GotOcr2ImageProcessorPil(size={"height": 448, "width": 448}, **NORMAL)
-    compare_pixels(encoder, processor, usable)
+    files = real_pictures(request.config.getoption("--real-data"))
+    assert differing_samples(encoder, processor, files) == []
 
 
 def test_conversations_equal_the_published_template(folder: Path) -> None:

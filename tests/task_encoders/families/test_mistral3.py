@@ -2,7 +2,6 @@
 the published chat templates."""
 
 import importlib.util
-import io
 import json
 import os
 import re
@@ -13,13 +12,9 @@ from typing import Any
 import jinja2
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
 from transformers.models.pixtral import image_processing_pil_pixtral as pixtral
 
 from task_encoders.families import build_sample_encoder
-from task_encoders.media.image import decode_image
-from task_encoders.model_inputs import to_transformers_kwargs
-from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, is_video_name
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.chat_templates import ChatTemplate
@@ -28,11 +23,11 @@ from task_encoders.text.load_tokenizer import checkpoint_tokenizer
 from task_encoders.text.mistral_template import MISTRAL, MISTRAL_TEMPLATE
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.template_proof import write
-from tests.helpers.conversations import random_conversation
+from tests.helpers.conversations import encoded_conversations, random_conversation
 from tests.helpers.datasets import image_bytes
+from tests.helpers.media_references import by_both, real_pictures
 from tests.helpers.mistral_tokenizer import SPECIAL, save_tekken
 from tests.helpers.texts_and_images import random_image, random_side
-from tests.helpers.tiny_checkpoints import packed_batch
 
 SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "150"))
 PUBLISHED = Path(__file__).parents[2] / "data" / "templates"
@@ -79,34 +74,31 @@ def test_sizes_are_transformers_own(folder: Path, longest_edge: int, count: int)
     assert refused < 0.2 * count
 
 
+def differing_samples(encoder: Any, processor: Any, files: list[bytes]) -> list[int]:
+    """Numbers of the samples, of three images each, whose pixels (padding included), sizes, tokens
+    or positions are not transformers'."""
+    found = []
+    for number, (encoded, ours, theirs) in enumerate(by_both(encoder, processor, files, 3)):
+        ids = encoded.tokens.tolist()
+        of_images = [one for size in theirs["image_sizes"].tolist() for one in expanded(*size)]
+        is_same = (
+            np.array_equal(ours["pixel_values"], theirs["pixel_values"])
+            and np.array_equal(ours["image_sizes"], theirs["image_sizes"])
+            and [one for one in ids if one in (IMAGE, BREAK, END)] == of_images
+            and encoded.position_ids.tolist() == [list(range(len(ids)))]
+        )
+        if not is_same:
+            found.append(number)
+    return found
+
+
 def test_pixels_are_transformers_own(folder: Path) -> None:
     encoder = build_sample_encoder("mistral3", str(folder), longest_edge=200, resize="pil")
     processor = pixtral.PixtralImageProcessorPil(size={"longest_edge": 200}, patch_size=28)
     rng = np.random.default_rng(1)
     sides = [(random_side(rng), random_side(rng)) for _ in range(40)] + [(1, 3), (300, 5)]
     files = [random_image(rng, *size) for size in sides]
-    compare_pixels(encoder, processor, files)
-
-
-def compare_pixels(encoder: Any, processor: Any, files: list[bytes]) -> None:
-    """Three images to a sample: pixel values, padding included, sizes and tokens."""
-    turn = Turn("<image>a<image><image>", "b")
-    for begin in range(0, len(files) - 2, 3):
-        data = files[begin : begin + 3]
-        encoded = encoder.encode(SourceSample("k", "vqa", (turn,), ("a", "b", "c")), data)
-        found = to_transformers_kwargs(packed_batch([encoded]))
-        opened = [ImageOps.exif_transpose(Image.open(io.BytesIO(one))) for one in data]
-        images = [
-            image if image.has_transparency_data else image.convert("RGB") for image in opened
-        ]
-        expected = processor(images, return_tensors="np")
-        np.testing.assert_array_equal(found["pixel_values"], expected["pixel_values"])
-        np.testing.assert_array_equal(found["image_sizes"], expected["image_sizes"])
-        sizes = expected["image_sizes"].tolist()
-        ids = encoded.tokens.tolist()
-        of_images = [one for size in sizes for one in expanded(*size)]
-        assert [one for one in ids if one in (IMAGE, BREAK, END)] == of_images
-        assert encoded.position_ids.tolist() == [list(range(len(ids)))]
+    assert differing_samples(encoder, processor, files) == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision")
@@ -117,24 +109,14 @@ def test_torchs_pixels_are_transformers_own(folder: Path) -> None:
     processor = PixtralImageProcessor(size={"longest_edge": 200}, patch_size=28)
     rng = np.random.default_rng(2)
     files = [random_image(rng, random_side(rng), random_side(rng)) for _ in range(30)]
-    compare_pixels(encoder, processor, files)
+    assert differing_samples(encoder, processor, files) == []
 
 
 def test_real_pictures(folder: Path, request: pytest.FixtureRequest) -> None:
-    root = Path(request.config.getoption("--real-data"))
-    paths = [path for path in sorted(root.rglob("*")) if path.suffix[1:] in MEDIA_EXTENSIONS]
-    files = [path.read_bytes() for path in paths if not is_video_name(path.name)]
-    usable = []
-    for data in files:
-        try:
-            decode_image(data)
-        except SampleError:
-            continue
-        usable.append(data)
-    assert len(usable) >= 0.9 * len(files) > 3
     encoder = build_sample_encoder("mistral3", str(folder), resize="pil")
     processor = pixtral.PixtralImageProcessorPil(size={"longest_edge": 1540}, patch_size=28)
-    compare_pixels(encoder, processor, usable)
+    files = real_pictures(request.config.getoption("--real-data"))
+    assert differing_samples(encoder, processor, files) == []
 
 
 class Reference:
@@ -199,28 +181,15 @@ def one_per_image(encoded: Any) -> tuple[list[int], list[int]]:
 
 
 def test_conversations_equal_the_published_template(reference: Reference) -> None:
-    rng = np.random.default_rng(3)
     counts: Counter[str] = Counter()
-    for index in range(SAMPLES):
-        special = tuple(SPECIAL) if index % 3 == 0 else ()
-        sample = random_conversation(rng, index, special=special)
-        expected = reference.ids(sample)
-        images = [PIXEL] * len(sample.images)
-        try:
-            encoded = reference.encoder.encode(sample, images)
-        except SampleError as error:
-            counts[error.reason] += 1
-            counts["refused plain"] += expected is not None and sample.is_plain
-            continue
+    for sample, expected, encoded, typed in encoded_conversations(
+        reference, SAMPLES, PIXEL, counts, seed=3, special=tuple(SPECIAL)
+    ):
         tokens, labels = one_per_image(encoded)
         assert tokens == expected
-        if not special:
+        if not typed:
             assert labels == reference.labels(sample)
             counts["labels"] += 1
-        measured = reference.encoder.measure(sample, [(28, 28)] * len(images))
-        assert measured.num_tokens == len(encoded.tokens)
-        assert measured.num_loss_tokens == (encoded.labels != IGNORE_INDEX).sum()
-        counts.update(written=1, tools=bool(sample.tools), images=bool(images))
     assert counts["refused plain"] == 0
     assert counts["written"] + counts["not_in_template"] == SAMPLES
     assert counts["written"] > 0.5 * SAMPLES

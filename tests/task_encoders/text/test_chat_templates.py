@@ -28,7 +28,7 @@ from task_encoders.text.qwen_templates import (
 from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
 from task_encoders.text.template_proof import load_template, prove
 from tests.helpers.chat_templates import marked
-from tests.helpers.conversations import random_conversation
+from tests.helpers.conversations import encoded_conversations, random_conversation
 from tests.helpers.datasets import image_bytes
 from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
 
@@ -139,34 +139,20 @@ def test_published_templates_of_qwen3_5(name: str, tmp_path: Path) -> None:
 
 
 def test_fuzzed_conversations(reference: Reference) -> None:
-    rng = np.random.default_rng(11)
-    refused: Counter[str] = Counter()
-    encoded_samples = with_tools = labels_compared = 0
-    for index in range(SAMPLES):
-        special = index % 3 == 0
-        sample = random_conversation(rng, index, special=special)
-        expected = reference.ids(sample)
-        images = [IMAGE] * len(sample.images)
-        try:
-            encoded = reference.encoder.encode(sample, images)
-        except SampleError as error:
-            refused[error.reason] += 1
-            refused["plain"] += expected is not None and sample.is_plain
-            continue
+    counts: Counter[str] = Counter()
+    for sample, expected, encoded, typed in encoded_conversations(
+        reference, SAMPLES, IMAGE, counts, seed=11
+    ):
         tokens, labels = one_pad_per_image(encoded, reference.encoder.image_token_id)
         assert tokens == expected
-        if not special:
+        if not typed:
             assert labels == reference.labels(sample)[: len(labels)]
-            labels_compared += 1
-        measured = reference.encoder.measure(sample, [(56, 56)] * len(images))
-        assert measured.num_tokens == len(encoded.tokens)
-        assert measured.num_loss_tokens == (encoded.labels != IGNORE_INDEX).sum()
-        encoded_samples += 1
-        with_tools += bool(sample.tools)
-    assert refused == {"not_in_template": SAMPLES - encoded_samples, "plain": 0}
-    assert encoded_samples > 0.4 * SAMPLES
-    assert labels_compared > 0.2 * SAMPLES
-    assert (with_tools > 0.1 * SAMPLES) == ("tools" in reference.template)
+            counts["labels"] += 1
+    assert counts["refused plain"] == 0
+    assert counts["written"] + counts["not_in_template"] == SAMPLES
+    assert counts["written"] > 0.4 * SAMPLES
+    assert counts["labels"] > 0.2 * SAMPLES
+    assert (counts["tools"] > 0.1 * SAMPLES) == ("tools" in reference.template)
 
 
 CALL = '{"name": "f", "arguments": {"a": "b"}}'

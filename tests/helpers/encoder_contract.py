@@ -1,0 +1,49 @@
+"""What every encoder must hold for every sample: what is measured and stored is what is encoded."""
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import orjson
+
+from task_encoders.media.image import read_image_header
+from task_encoders.media.video_file import read_video_header
+from task_encoders.packs.tokenized import TokenizedText
+from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
+from task_encoders.samples import SourceSample
+
+#: By name, something and what it should equal.
+Pairs = Mapping[str, tuple[Any, Any]]
+
+
+def own_pairs(
+    encoder: Any,
+    sample: SourceSample,
+    images: list[bytes],
+    videos: list[bytes],
+    encoded: EncodedSample,
+) -> Pairs:
+    """What is measured of a sample, and what is encoded of its stored tokens, with what is encoded
+    of itself."""
+    headers = [read_image_header(io.BytesIO(data)) for data in images]
+    sizes = [(header.height, header.width) for header in headers]
+    clips = [read_video_header(io.BytesIO(data)) for data in videos]
+    measured = encoder.measure(sample, sizes, clips)
+    stored = TokenizedText(*orjson.loads(orjson.dumps(encoder.tokenize(sample)._asdict())).values())
+    again = encoder.encode(sample, images, videos, stored)
+    rows = len(encoded.pixel_values) + len(encoded.pixel_values_videos)
+    grids = np.concatenate([encoded.image_grid_thw, encoded.video_grid_thw])
+    names = ("tokens", "labels", "position_ids", "image_pixels")
+    return {
+        "length": (measured.num_tokens, len(encoded.tokens)),
+        "length of the loss": (measured.num_loss_tokens, (encoded.labels != IGNORE_INDEX).sum()),
+        "patches": (measured.num_vision_patches, rows),
+        "patches of the grids": (grids.prod(1).sum(), rows),
+        **{f"stored {name}": (getattr(again, name), getattr(encoded, name)) for name in names},
+    }
+
+
+def unequal(pairs: Pairs) -> list[str]:
+    """Names of the pairs that differ, in shape or in a value."""
+    return [name for name, pair in pairs.items() if not np.array_equal(*pair)]
