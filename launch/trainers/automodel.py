@@ -10,7 +10,6 @@ sample replaced or dropped. Rank r of W trains packs r, r + W, ..., in the order
 """
 
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,9 +77,7 @@ class PacksConfig:
     def build(self) -> AutoModelPacks:
         """Raises as `open_as_measured`."""
         return AutoModelPacks(
-            *open_as_measured(
-                Path(self.path), "AutoModel", split=self.split, processor=self.processor
-            )
+            *open_as_measured(self.path, "AutoModel", split=self.split, processor=self.processor)
         )
 
 
@@ -99,7 +96,7 @@ def _build(config: VlmDataloaderConfig, **options: Any) -> Any:
     if not isinstance(packs, PacksConfig):
         return _automodels_own(config, **options)
     packs = replace(packs, processor=packs.processor or options["pretrained_model_name_or_path"])
-    _, seq_length = settings_of_packs(Path(packs.path))
+    _, seq_length = settings_of_packs(packs.path)
     contract = options.get("packing_contract", DEFAULT_PACKED_SEQUENCE_CONTRACT)
     if packing is None and contract is not DEFAULT_PACKED_SEQUENCE_CONTRACT:
         # Validation: AutoModel reads packed_sequence for training only, which has set the contract.

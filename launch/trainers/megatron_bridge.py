@@ -109,7 +109,7 @@ def build_iterators(
         PackingSettingsError: the environment or the parallel sizes contradict the packs.
         ValueError: the packs' images are cut into other patches than the model's.
     """
-    data = read_packed_data(Path(path))
+    data = read_packed_data(path)
     task_encoder = PackedTaskEncoder(seq_length=data.seq_length, model=data.model, **padding)
     task_encoder.check_trainer("Megatron-Bridge")
     patch, encoder = model.vision_config.patch_size, task_encoder.encoder
@@ -173,7 +173,7 @@ class PacksConfig(DatasetProvider):
 
 def _needed(recipe: Any) -> dict[str, tuple[Any, str]]:
     """Fields of a recipe that packs need: by name, the value and the reason."""
-    data = read_packed_data(Path(recipe.dataset.path))
+    data = read_packed_data(recipe.dataset.path)
     full, unequal = "a pack is a full row", "rows differ in their number of labels"
     needed: dict[str, tuple[Any, str]] = {
         "model.seq_length": (data.seq_length, f"that of {recipe.dataset.path}"),

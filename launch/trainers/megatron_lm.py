@@ -165,7 +165,7 @@ def main(path: str, tensor_parallel: int, steps: int, task_encoder: str | None) 
     from launch.model.qwen_vl import build_model
 
     device = initialize_parallel(tensor_parallel)
-    data = read_packed_data(Path(path))
+    data = read_packed_data(path)
     encoder = build_task_encoder(DataConfig(path=path, task_encoder=task_encoder), data)
     model = build_model(ModelConfig(family=data.model.family), device=device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

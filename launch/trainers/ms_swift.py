@@ -11,7 +11,6 @@ not divide evenly at the end of an epoch is left out by ms-swift. Resuming finds
 Qwen2-VL and Qwen2.5-VL, which transformers' Trainer alone does not.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from task_encoders.concatenate import PackedRow, split_row
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import token_types
 from task_encoders.sample_encoder import SampleEncoder
+from task_encoders.storage_paths import path_of
 
 
 class SwiftPacks(Dataset[list[dict[str, Any]]]):
@@ -86,9 +86,7 @@ def packs_for(pipeline: SwiftSft, path: str, split: str) -> SwiftPacks:
         raise ValueError(f"{path} holds packs; set --packing true")
     pipeline.template.packing = pipeline.template.padding_free = True
     pipeline.template._get_position_ids = positions_of_packs
-    packs, task_encoder = open_as_measured(
-        Path(path), "ms-swift", split=split, processor=args.model_dir
-    )
+    packs, task_encoder = open_as_measured(path, "ms-swift", split=split, processor=args.model_dir)
     return SwiftPacks(packs, task_encoder.encoder)
 
 
@@ -99,7 +97,7 @@ def _prepare_dataset(pipeline: SwiftSft) -> list[Any]:
     """Train and val dataset. Raises ValueError where packs are mixed with other datasets, or would
     train in another order."""
     args = pipeline.args
-    packed = [path for path in args.dataset if (Path(path) / ".nv-meta").is_dir()]
+    packed = [path for path in args.dataset if (path_of(path) / ".nv-meta").is_dir()]
     if not packed:
         return _swifts_own(pipeline)
     if len(args.dataset) > 1:

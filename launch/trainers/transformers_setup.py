@@ -2,6 +2,7 @@
 loop. Fields that they lack are refused."""
 
 import logging
+import os
 from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import distributed
 from transformers import AutoTokenizer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from launch.config import LaunchConfig
+from launch.config import LaunchConfig, MetricsConfig
 from launch.data.micro_batches import build_task_encoder
 from launch.data.open_packs import open_packs
 from launch.data.packed_data import PackedData, read_packed_data
@@ -40,6 +41,9 @@ _MISSING: Final = {
     "model.fsdp": False,
     "validation.limit": None,
 }
+
+#: The variables in which transformers' callbacks look for the projects of trackers.
+_PROJECTS: Final = {"wandb": "WANDB_PROJECT", "swanlab": "SWANLAB_PROJECT"}
 
 
 class _Stop(TrainerCallback):
@@ -71,8 +75,8 @@ def run_in(trainer: str, config: LaunchConfig, accept_mismatch: Collection[str] 
     _check(trainer, config)
     data = read_packed_data(config.data.path)
     make_arguments, make_trainer = _classes(trainer, config, data)
-    options = _arguments(config)
-    args = make_arguments(**options)  # joins the process group
+    name_projects(config.metrics)
+    args = make_arguments(**_arguments(config))  # joins the process group
     plan = plan_training(config, data, args.world_size)
     args.max_steps, args.warmup_steps = plan.iterations, plan.warmup_iterations
     args.gradient_accumulation_steps = plan.accumulation
@@ -145,6 +149,13 @@ def _classes(trainer: str, config: LaunchConfig, data: PackedData) -> tuple[Any,
     return SFTConfig, partial(PackedSFTTrainer, processing_class=tokenizer)
 
 
+def name_projects(metrics: MetricsConfig) -> None:
+    """Put the projects of trackers where transformers reads them: in the environment."""
+    for tracker, variable in _PROJECTS.items():
+        if project := getattr(metrics, tracker):
+            os.environ[variable] = project
+
+
 def _arguments(config: LaunchConfig) -> dict[str, Any]:
     """The configuration in the words of TrainingArguments; steps follow from the ranks."""
     on_gpu = torch.cuda.is_available()
@@ -178,7 +189,6 @@ def _arguments(config: LaunchConfig) -> dict[str, Any]:
         "logging_steps": metrics.log_every,
         "logging_first_step": True,
         "report_to": trackers or "none",
-        "project": metrics.wandb or metrics.swanlab or "offline-packing",
         "save_strategy": "steps",
         "save_steps": config.checkpoint.every or 10**9,  # and at the end
         "save_total_limit": config.checkpoint.keep,

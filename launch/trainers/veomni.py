@@ -11,7 +11,6 @@ r, r + W, ... `micro_batch_size: k` puts k packs into one row. `data.mm_configs`
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from launch.trainers.uniform import warn_of_mixed_steps
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs, token_types
 from task_encoders.packed_task_encoder import PackedTaskEncoder
+from task_encoders.storage_paths import path_of
 
 
 class VeOmniPacks(Dataset[list[dict[str, torch.Tensor]]]):
@@ -67,7 +67,7 @@ def build_dataset(kind: str, build: Callable[..., Any], *, train_path: str, **op
         ValueError: VeOmni would take the packs for a stream, and count the steps of an epoch wrong;
             or see `open_as_measured`.
     """
-    path = Path(train_path)
+    path = path_of(train_path)
     if not (path / ".nv-meta").is_dir():
         return build(train_path=train_path, **options)
     if kind != "mapping":

@@ -10,9 +10,6 @@ from PIL import Image, ImageOps
 from swift.pipelines.train.sft import SwiftSft
 from swift.template import get_template
 from swift.utils import import_external_file
-from transformers import Qwen2VLProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
 from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import place_media
@@ -20,13 +17,6 @@ from tests.helpers.hf_videos import video_files
 
 PLUGIN = Path(__file__).parents[2] / "launch/trainers/ms_swift.py"
 LENGTH = {"return_length": True}
-
-
-def save_processor(folder: Path, tokenizer: Any, template: str, **limits: int) -> None:
-    """A checkpoint's whole processor: with torchvision it can be built."""
-    images = Qwen2VLImageProcessorPil(**limits)
-    videos = Qwen2VLVideoProcessor()
-    Qwen2VLProcessor(images, tokenizer, videos, chat_template=template).save_pretrained(folder)
 
 
 def make_template(model: Any, processor: Any, family: str, **options: Any) -> Any:

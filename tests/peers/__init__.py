@@ -6,4 +6,6 @@ from pathlib import Path
 import tests.helpers.torchvision_stub
 
 if Path(sys.prefix).name == "megatron_bridge":
-    import tests.helpers.megatron_bridge_stubs  # noqa: F401
+    import tests.helpers.megatron_bridge_stubs
+if Path(sys.prefix).name == "llama_factory":
+    import tests.helpers.llama_factory_stubs  # noqa: F401

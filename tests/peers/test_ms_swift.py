@@ -22,6 +22,7 @@ from offline_packing.online.collate import padding_free_collator
 from offline_packing.online.packed_dataset import PackedDatasetWrapper
 from task_encoders.families.builtin_processor import builtin_processor
 from tests.helpers.hf_trainers import number_of, use_segment_attention
+from tests.helpers.hf_videos import save_processor
 from tests.helpers.ms_swift import (
     LENGTH,
     PLUGIN,
@@ -29,7 +30,6 @@ from tests.helpers.ms_swift import (
     make_template,
     own_sample,
     packs_of_plugin,
-    save_processor,
 )
 from tests.helpers.peers import (
     assert_same,

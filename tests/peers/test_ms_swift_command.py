@@ -12,7 +12,7 @@ from swift.pipelines.train.sft import SwiftSft
 from swift.utils import parse_args
 from transformers import AutoTokenizer
 
-from tests.helpers.ms_swift import save_processor
+from tests.helpers.hf_videos import save_processor
 from tests.helpers.peers import check_contradictions, open_packs
 
 PAGE = Path(__file__).parents[2] / "docs/integrations.md"

@@ -13,8 +13,8 @@ from swift.model import get_model_processor
 from transformers import AutoTokenizer
 
 from task_encoders.media.video_file import read_video_header
-from tests.helpers.hf_videos import decoded_video
-from tests.helpers.ms_swift import make_template, own_sample, packs_of_plugin, save_processor
+from tests.helpers.hf_videos import decoded_video, save_processor
+from tests.helpers.ms_swift import make_template, own_sample, packs_of_plugin
 from tests.helpers.peers import assert_same, open_packs, stored_samples
 
 Say = Callable[[str], None]
