@@ -33,13 +33,18 @@ html_show_sourcelink = False
 
 #: The left column, and what each group holds.
 GROUPS = {
-    "Packing": [f"docs/{p}" for p in "input configuration set_aside checking large_runs".split()],
+    "Packing": [
+        f"docs/{p}"
+        for p in "input configuration set_aside checking large_runs what_it_costs".split()
+    ],
     "Training": [f"docs/{p}" for p in "training energon integrations which_packing".split()],
     "Reference": [f"docs/{p}" for p in "api command from_python formats coming_from_neva".split()],
     "Examples": ["examples/first_packs", "examples/knapsack/README"],
     "Development": [
         "CONTRIBUTING",
-        *(f"docs/dev/{p}" for p in "architecture layouts benchmarks peers versions log".split()),
+        *(f"docs/dev/{p}" for p in "architecture layouts benchmarks fills peers versions".split()),
+        "docs/dev/does_packing_matter",
+        "docs/dev/log",
         "CHANGELOG",
     ],
 }

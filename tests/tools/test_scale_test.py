@@ -17,3 +17,17 @@ def test_it_goes_through_all_stages(
         benchmark("scale_test").main()
     assert "files of the source opened: 0" in capsys.readouterr().out
     assert not ended.value.code
+
+
+def test_lengths_and_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["scale_test.py", "--lengths", "3000", "--folder", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", arguments)
+    benchmark("scale_test").main()
+    assert "plan-lengths" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["cost_of_packing.py", "--samples", "1000000"])
+    benchmark("cost_of_packing").main()
+    rows = [line.rsplit(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
+    assert rows[1] == ["measure", "0.0", "2.5", "0.0", "1"]
+    assert rows[3][0] == "write tars"

@@ -2,20 +2,35 @@
 seq_length: seconds, peak memory, and how many of the source's files were opened.
 
     python tools/benchmarks/scale_test.py [--rows 10_000_000] [--limit-gib 4] [--folder FOLDER]
+    python tools/benchmarks/scale_test.py --lengths 100_000_000
+    python tools/benchmarks/scale_test.py --records 1_000_000 [--workers 2]
+
+With --lengths, `plan-lengths` of a Parquet file with names and lengths. With --records, all stages
+of that many generated dialogues, half of them about one of 1,000 black pictures: wall
+and processor seconds, peak memory of the driver and of a worker, and files; then what is read again
+for another seq_length, another mixture, and a tenth of new data beside the old (source.skip).
 
 The rows look like those of `{img,json}` pairs, but the files that they name do not exist. The dry
 write builds every shard's task and its rows as Python objects, as a worker does, but reads nothing.
 """
 
 import argparse
+import io
+import os
+import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from PIL import Image
 
 from offline_packing.config.packing import PackingConfig, parse_config
 from offline_packing.engines.local import LocalEngine
@@ -32,6 +47,9 @@ from offline_packing.runs.artifacts import (
 )
 from offline_packing.runs.run import Run
 from offline_packing.runs.tasks import iterate_tasks, plan_shards
+
+_LENGTHS_AT_ONCE = 1 << 20
+_PICTURES = 1000
 
 
 def make_part(first: int, count: int, rng: np.random.Generator) -> pa.Table:
@@ -117,9 +135,9 @@ def dry_write(run: Run) -> int:
     return sum(len(rows) for task in tasks for _, rows in task.packs())
 
 
-def peak_mib() -> float:
-    """Peak memory of this process."""
-    status = Path("/proc/self/status").read_text()
+def peak_mib(pid: int | str = "self") -> float:
+    """Peak memory of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
@@ -135,14 +153,134 @@ def note_opened(opened: list[str], source: Path, event: str, values: tuple[objec
         opened.append(str(values[0]))
 
 
+def make_lengths(path: Path, count: int) -> None:
+    """A Parquet file of names and lengths."""
+    rng = np.random.default_rng(0)
+    schema = pa.schema([("key", pa.large_string()), ("num_tokens", pa.int32())])
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for first in range(0, count, _LENGTHS_AT_ONCE):
+            own = min(_LENGTHS_AT_ONCE, count - first)
+            names = pa.array(np.arange(first, first + own)).cast(pa.large_string())
+            keys = pc.binary_join_element_wise(
+                pa.scalar("sample", names.type), names, pa.scalar("/", names.type)
+            )
+            lengths = np.clip(rng.lognormal(6.2, 0.7, own), 20, 8192).astype(np.int32)
+            writer.write_table(pa.table([keys, pa.array(lengths)], schema=schema))
+
+
+def make_records(folder: Path, first: int, count: int) -> None:
+    """Dialogues as lines of JSON; every other one names a picture."""
+    rng = np.random.default_rng(first)
+    pictures = folder / "pictures"
+    pictures.mkdir(parents=True, exist_ok=True)
+    for number, side in enumerate(rng.integers(8, 40, _PICTURES).tolist()):
+        buffer = io.BytesIO()
+        Image.new("RGB", (28 * side, 28 * (48 - side))).save(buffer, "JPEG")
+        (pictures / f"{number:04d}.jpg").write_bytes(buffer.getvalue())
+    words = [
+        f"{a}{b}" for a in ("red", "tall", "old", "wet") for b in ("dog", "hill", "car", "sea")
+    ]
+    sizes = np.clip(rng.lognormal(3.6, 0.8, count), 4, 600).astype(int).tolist()
+    with open(folder / f"records-{first:010d}.jsonl", "wb") as file:
+        for number, size in enumerate(sizes, first):
+            answer = " ".join([words[i] for i in rng.integers(0, len(words), size)])
+            shown = {"image": f"pictures/{number % _PICTURES:04d}.jpg"} if number % 2 else {}
+            question = "<image>\nSay what it is." if shown else "Say something."
+            turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+            line = {"id": f"sample-{number:010d}", **shown, "conversations": turns}
+            file.write(orjson.dumps(line) + b"\n")
+
+
+def run_stage(name: str, *arguments: str) -> float:
+    """Run the command, print what it takes, and return its processor seconds. A driver's peak is
+    that of its process; a worker's the largest of its descendants."""
+    before, start = os.times(), time.perf_counter()
+    command = [sys.executable, "-m", "offline_packing", *arguments, "--quiet"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    peaks = [0.0, 0.0]
+    while process.poll() is None:
+        for pid in (process.pid, *descendants(process.pid)):
+            with suppress(OSError, IndexError):
+                peaks[pid != process.pid] = max(peaks[pid != process.pid], peak_mib(pid))
+        time.sleep(0.2)
+    assert process.returncode == 0, name
+    after, taken = os.times(), time.perf_counter() - start
+    seconds = after.children_user + after.children_system
+    seconds -= before.children_user + before.children_system
+    load = os.getloadavg()[0]
+    print(
+        f"{name:<20}{seconds:9.1f} CPU s {taken:9.1f} s   driver {peaks[0]:6,.0f} MiB   "
+        f"worker {peaks[1]:6,.0f} MiB   load {load:.0f}",
+        flush=True,
+    )
+    return seconds
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below one."""
+    with suppress(OSError):
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [one for child in map(int, found) for one in (child, *descendants(child))]
+    return []
+
+
+def run_records(folder: Path, count: int, workers: int) -> None:
+    """All stages of generated records, and those of changes to them."""
+    data, config = folder / "data", folder / "pack.yaml"
+    make_records(data, 0, count)
+    source = {"format": "jsonl", "path": str(data), "task": "bmr"}
+    content = {
+        "source": [source],
+        "model": {"family": "qwen2_vl", "processor": "builtin"},
+        "output": {"path": f"{folder}/out", "layout": "references"},
+        "engine": {"workers": workers},
+    }
+    config.write_bytes(orjson.dumps(content))
+    for stage in ("measure", "plan", "write", "verify", "report"):
+        run_stage(stage, stage, str(config))
+    run_stage("verify --hash-only", "verify", "--hash-only", str(config))
+    run_stage("verify --samples", "verify", "--deep", "--samples=1000", str(config))
+    files = sum(len(names) for _, _, names in os.walk(folder / "out"))
+    size = sum(path.stat().st_size for path in (folder / "out").rglob("*") if path.is_file())
+    print(f"files {files:,}, {size / count:,.0f} bytes a record")
+    make_records(data, count, count // 10)
+    output = {"path": f"{folder}/more", "layout": "references"}
+    more = {**content, "output": output, "source": [{**source, "skip": [f"{folder}/out"]}]}
+    added = folder / "more.yaml"
+    added.write_bytes(orjson.dumps(more))
+    run_stage("new tenth: measure", "measure", str(added))
+    run_stage("new tenth: plan", "plan", str(added))
+    (data / f"records-{count:010d}.jsonl").unlink()
+    shorter = [str(config), "pack.seq_length=4096", "output.overwrite=true"]
+    run_stage("seq_length: measure", "measure", *shorter)
+    run_stage("seq_length: plan", "plan", *shorter)
+    content["source"] = [{**source, "repeat": 1.5}]
+    config.write_bytes(orjson.dumps(content))
+    run_stage("mixture: measure", "measure", *shorter)
+    run_stage("mixture: plan", "plan", *shorter)
+
+
 def main() -> None:
     """Print one line per stage; exit with 1 above the limit."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--limit-gib", type=float, default=4)
     parser.add_argument("--folder", type=Path, default=None, help="where to work")
+    parser.add_argument("--lengths", type=int, help="of plan-lengths instead")
+    parser.add_argument("--records", type=int, help="through all stages instead")
+    parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        if arguments.records:
+            run_records(Path(name), arguments.records, arguments.workers)
+            return
+        if arguments.lengths:
+            lengths, config_file = Path(name, "lengths.parquet"), Path(name, "pack.yaml")
+            make_lengths(lengths, arguments.lengths)
+            config_file.write_text("pack: {seq_length: 8192}")
+            output = f"--output={name}/assignment.parquet"
+            run_stage("plan-lengths", "plan-lengths", str(config_file), str(lengths), output)
+            return
         source = Path(name) / "source"
         source.mkdir()
         config = parse_config(

@@ -1,0 +1,183 @@
+"""Cost of the pixels of an image in each family, against transformers' processor and the floor.
+
+    python tools/benchmarks/benchmark_families.py --images 12
+
+JPEGs of 0.3 to 3 megapixels, each a pack of its own, through the task encoder on one core, in
+processor time. The reference is transformers' image processor of the same backend on the decoded
+picture, without any text; the torch backend needs torchvision. The floor is decoding and resizing
+by Pillow's and torch's plain calls, to the sizes that the family resizes to. They run in turns, so
+that a busy neighbour slows all; the shortest time counts.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from PIL import Image
+
+from task_encoders.energon_samples import PackedSample
+from task_encoders.media.image import decode_image
+from task_encoders.media.patches import BACKENDS
+from task_encoders.packed_task_encoder import PackedTaskEncoder
+from task_encoders.settings import PackingSettings
+from tests.helpers import torchvision_stub  # noqa: F401 - before transformers finds torchvision
+from tools.benchmarks.benchmark_encoder import draw_images, least_times
+
+_TILES = {"crop_to_patches": True, "image_mean": [0.485, 0.456, 0.406]}
+_TILES |= {"image_std": [0.229, 0.224, 0.225], "max_patches": 12}
+#: Family: transformers' model, its image processor, and its options where these are not ours.
+PROCESSORS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen2_vl": (
+        "qwen2_vl",
+        "Qwen2VLImageProcessor",
+        {"min_pixels": 3136, "max_pixels": 4_014_080},
+    ),
+    "gemma4": ("gemma4", "Gemma4ImageProcessor", {}),
+    "mistral3": (
+        "pixtral",
+        "PixtralImageProcessor",
+        {"size": {"longest_edge": 1540}, "patch_size": 28},
+    ),
+    "internvl3": (
+        "got_ocr2",
+        "GotOcr2ImageProcessor",
+        {"size": {"height": 448, "width": 448}, **_TILES},
+    ),
+    "glm46v": ("glm46v", "Glm46VImageProcessor", {}),
+}
+
+
+def image_processor(family: str, backend: str) -> Any:
+    """transformers' image processor of a family, by Pillow or by torch."""
+    model, name, options = PROCESSORS[family]
+    module = f"transformers.models.{model}.image_processing_"
+    if backend == "torch":
+        return getattr(importlib.import_module(module + model), name)(**options)
+    return getattr(importlib.import_module(f"{module}pil_{model}"), f"{name}Pil")(**options)
+
+
+def run_processor(processor: Any, files: list[bytes]) -> int:
+    """The number of values of all pictures."""
+    return sum(
+        processor(images=[decode_image(data)], return_tensors="pt")["pixel_values"].numel()
+        for data in files
+    )
+
+
+def packs_of(files: list[bytes]) -> list[PackedSample]:
+    """A pack of each picture."""
+    return [
+        PackedSample(
+            __key__=f"pack{i}",
+            __restore_key__=(),
+            record={"images": ["0.jpg"], "prompt": [""], "captions": [f"A picture {i}."]},
+            media={"0.jpg": data},
+        )
+        for i, data in enumerate(files)
+    ]
+
+
+def encode_packs(task_encoder: PackedTaskEncoder, packs: list[PackedSample]) -> int:
+    """The number of values, or bytes, of all pictures."""
+    return sum(
+        task_encoder.batch([task_encoder.encode_sample(pack)]).imgs.numel() for pack in packs
+    )
+
+
+def sizes_resized_to(
+    task_encoder: PackedTaskEncoder, packs: Sequence[PackedSample], backend: str
+) -> list[list[tuple[int, int]]]:
+    """(height, width) of each resizing of each picture."""
+    resize, table = BACKENDS[backend]
+    seen: list[tuple[int, int]] = []
+
+    def record(image: Image.Image, height: int, width: int) -> Any:
+        seen.append((height, width))
+        return resize(image, height, width)
+
+    found = []
+    with patch.dict(BACKENDS, {backend: (record, table)}):  # type: ignore[arg-type]
+        for pack in packs:
+            task_encoder.encode_sample(pack)
+            found.append(seen[:])
+            seen.clear()
+    return found
+
+
+def resize_only(backend: str, files: list[bytes], sizes: list[list[tuple[int, int]]]) -> None:
+    for data, of_picture in zip(files, sizes, strict=True):
+        image = decode_image(data)
+        for height, width in of_picture:
+            if backend == "pil":
+                np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+            elif (height, width) != (image.height, image.width):
+                batch = torch.from_numpy(np.array(image))[None].permute(0, 3, 1, 2)
+                torch.nn.functional.interpolate(
+                    batch, (height, width), mode="bicubic", antialias=True
+                )
+
+
+def compare(family: str, backends: Sequence[str], files: list[bytes], folder: Path) -> None:
+    """Print a line for each backend and transport."""
+    processor = "builtin"
+    if family != "qwen2_vl":
+        from tests.helpers.tiny_families import save_tokenizer  # imports transformers' models
+
+        save_tokenizer(family, folder)
+        processor = str(folder)
+    packs, settings = packs_of(files), PackingSettings(packed=True)
+    ways: dict[str, Callable[[], object]] = {}
+    for backend in backends:
+        reference = image_processor(family, backend)
+        ways[f"{backend} transformers"] = partial(run_processor, reference, files)
+        for transport in ("float32", "uint8"):
+            encoder = PackedTaskEncoder(
+                seq_length=65_536,
+                settings=settings,
+                family=family,
+                processor=processor,
+                resize=backend,
+                pixel_transport=transport,
+            )
+            number = encode_packs(encoder, packs)  # compiles and loads once
+            if transport == "float32" and family != "gemma4":  # whose processor pads pictures
+                assert number == run_processor(reference, files), "other sizes than transformers'"
+            ways[f"{backend} {transport}"] = partial(encode_packs, encoder, packs)
+        sizes = sizes_resized_to(encoder, packs, backend)
+        ways[f"{backend} floor"] = partial(resize_only, backend, files, sizes)
+    best = least_times(ways, time.process_time)
+    for way, duration in best.items():
+        backend, name = way.split()
+        line = f"{family:10s} {way:18s} {1e3 * duration / len(files):7.1f} ms an image"
+        if name != "floor":
+            line += f"  {duration / best[f'{backend} floor']:5.2f} times the floor"
+        if name not in ("floor", "transformers"):
+            line += f"  {best[f'{backend} transformers'] / duration:5.2f} times transformers"
+        print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--images", type=int, default=12)
+    parser.add_argument("--families", nargs="+", choices=PROCESSORS, default=list(PROCESSORS))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    has_torchvision = importlib.util.find_spec("torchvision") is not None
+    backends = ("pil", "torch") if has_torchvision else ("pil",)
+    files = draw_images(arguments.images)
+    for family in arguments.families:
+        with tempfile.TemporaryDirectory() as folder:
+            compare(family, backends, files, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
