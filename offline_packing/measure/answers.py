@@ -35,12 +35,15 @@ class FrequentAnswers:
 
 
 def most_frequent(parts: Iterable[Mapping[str, tuple[int, str]]]) -> tuple[int, str]:
-    """Count and beginning of the answer that is most frequent in all parts."""
+    """Count and beginning of the answer that is most frequent in all parts; (0, ''): none is given
+    twice."""
     counts: Counter[str] = Counter()
     shown: dict[str, str] = {}
     for part in parts:
         for digest, (count, text) in part.items():
             counts[digest] += count
             shown.setdefault(digest, text)
-    (digest, count), *_ = counts.most_common(1) or [("", 0)]
-    return count, shown.get(digest, "")
+    for digest, count in counts.most_common(1):
+        if count > 1:
+            return count, shown[digest]
+    return 0, ""

@@ -24,18 +24,15 @@ from offline_packing.engines.local import advance
 from offline_packing.index.rows import SampleIds, name_samples
 from offline_packing.index.set_aside import find_duplicates
 from offline_packing.index.shared import sort_equal
-from offline_packing.index.table import LEFT_OUT, Index, rewrite_part
+from offline_packing.index.table import COPY, DUPLICATE_KEY, Index, rewrite_part, with_left_out
 from offline_packing.layouts.shard_tasks import COLUMNS, read_planned, wanted_table_rows
 from offline_packing.measure.hashes import digest_sample
 from offline_packing.runs.run import Run, open_sources
+from offline_packing.runs.tasks import run_tasks
 from offline_packing.sources import Source
 from offline_packing.sources.reading.row_reader import rows_at_hand
 from offline_packing.storage.files import write_atomically
-
-_DUPLICATE, _COPY = (
-    next(code for code, (name, _) in enumerate(LEFT_OUT) if name == reason)
-    for reason in ("duplicate_key", "copy")
-)
+from offline_packing.storage.paths import scratch_folder
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,11 @@ def mark_repeated(run: Run, samples: Index) -> tuple[int, str]:
     is_dropped = is_later & drops[samples.array("source_id")[others[order]]]
     codes = np.zeros(samples.info.num_samples, np.uint8)
     if run.config.regroups:
-        codes[duplicates] = _DUPLICATE
+        codes[duplicates] = DUPLICATE_KEY
     if is_dropped.any():
         group = np.cumsum(~is_later)
         candidates = np.sort(others[order[np.isin(group, group[is_dropped])]])
-        codes[_find_copies(run, samples, candidates, drops)] = _COPY
+        codes[_find_copies(run, samples, candidates, drops)] = COPY
     _mark(samples, codes)
     kept = np.sort(others[order[is_later & ~is_dropped]])
     return len(kept), name_samples(samples, kept[:1])["key"][0].as_py() if len(kept) else ""
@@ -79,7 +76,8 @@ def _find_copies(
     ends = np.cumsum(samples.info.part_rows)
     parts = np.searchsorted(ends, candidates, side="right")
     paths = {number: folder / f"copies-{number:05d}.npy" for number in np.unique(parts).tolist()}
-    left = [number for number, path in paths.items() if not path.exists()]
+    there = {path.name for path in folder.iterdir()}
+    left = [number for number, path in paths.items() if path.name not in there]
     sources = tuple(open_sources(run.config))
 
     def tasks() -> Iterator[DigestTask]:
@@ -90,9 +88,9 @@ def _find_copies(
 
     with run.bar("compare", len(candidates), "sample") as bar:
         bar.update(int(np.count_nonzero(~np.isin(parts, left))))
-        for _ in run.engine.run(save_digests, tasks(), bar.update):
+        for _ in run_tasks(run, save_digests, tasks(), bar.update):
             pass
-    digests = np.concatenate([np.load(path) for path in paths.values()])
+    digests = np.concatenate([np.load(io.BytesIO(path.read_bytes())) for path in paths.values()])
     order, is_later = sort_equal(*digests.T)
     copies = candidates[order[is_later]]
     return copies[drops[samples.array("source_id")[copies]]]
@@ -103,7 +101,9 @@ def save_digests(task: DigestTask) -> None:
     a medium changed after it was measured."""
     digests = []
     wanted = wanted_table_rows(task.rows, task.sources)
-    with rows_at_hand(wanted, task.path.parent, task.unpack_folder):
+    scratch = scratch_folder(task.path.parent)
+    scratch.mkdir(parents=True, exist_ok=True)
+    with rows_at_hand(wanted, scratch, task.unpack_folder):
         for record in read_planned(task.rows):
             source, num_images = task.sources[record.source_id], len(record.media)
             num_images -= record.num_videos
@@ -122,9 +122,4 @@ def _mark(samples: Index, codes: npt.NDArray[np.uint8]) -> None:
         samples.paths, np.split(codes, ends), samples.parts("left_out"), strict=True
     ):
         if not np.array_equal(pc.fill_null(rows["left_out"], 0).to_numpy(), own):
-            rewrite_part(path, partial(_with_codes, own))
-
-
-def _with_codes(codes: npt.NDArray[np.uint8], rows: pa.Table, places: slice) -> pa.Table:
-    place = rows.schema.get_field_index("left_out")
-    return rows.set_column(place, rows.schema.field(place), pa.array(codes[places]))
+            rewrite_part(path, partial(with_left_out, own))

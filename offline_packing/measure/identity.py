@@ -34,6 +34,7 @@ from offline_packing.errors import StageError
 from offline_packing.index.info import IndexInfo
 from offline_packing.index.records import RECORD_COLUMNS, records_of
 from offline_packing.index.set_aside import read_set_aside
+from offline_packing.index.shared import places_of_equal
 from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash, rewrite_part
 from offline_packing.measure.hashes import hash_content, repeated_key
 from offline_packing.runs.manifest import read_manifest
@@ -42,6 +43,7 @@ from offline_packing.runs.set_aside import aside_while_measuring
 from offline_packing.sources import Source, SourceOptions, SourcePart, SourceRecord
 from offline_packing.storage.files import hash_bytes, hash_file
 from offline_packing.storage.key_set import Hashes, KeySet, hash_keys, sort_hashes
+from offline_packing.storage.paths import open_path
 from task_encoders.records.record import to_sample
 from task_encoders.samples import SampleError
 
@@ -62,7 +64,10 @@ def rename_repeated(samples: Index) -> int:
     if not contents.any():
         return 0
     hashes = samples.array("key_hash")
-    renamed = contents != contents[first_of_equal(hashes)]
+    several = places_of_equal(hashes)
+    firsts = several[first_of_equal(hashes[several])]
+    renamed = np.zeros(len(hashes), bool)
+    renamed[several] = contents[several] != contents[firsts]
     ends = np.cumsum(samples.info.part_rows)[:-1]
     parts = zip(samples.paths, np.split(renamed, ends), np.split(hashes, ends), strict=True)
     for path, some, own in parts:
@@ -150,7 +155,7 @@ def is_known(source: Source, record: SourceRecord) -> bool:
 
 def _complete_output(path: str) -> tuple[Workspace, IndexInfo, Sequence[Mapping[str, Any]]]:
     """A skipped output, its index, and the sources of its configuration."""
-    workspace = Workspace(Path(path))
+    workspace = Workspace(open_path(path))
     manifest, info = read_manifest(workspace.root), IndexInfo.load(workspace.index_info)
     if manifest is None or info is None:
         lacks = workspace.manifest if manifest is None else workspace.index_info

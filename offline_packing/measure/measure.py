@@ -5,7 +5,6 @@ finished part.
 """
 
 import logging
-import shutil
 import tempfile
 from collections import ChainMap, Counter
 from collections.abc import Sequence
@@ -45,7 +44,7 @@ from offline_packing.runs.artifacts import (
     warn_of_versions,
 )
 from offline_packing.runs.run import Run, Workspace, open_sources
-from offline_packing.runs.tasks import check_all_done, unfinished
+from offline_packing.runs.tasks import check_all_done, done, run_tasks, unfinished
 from offline_packing.sources import Scan, Source
 from offline_packing.sources.reading.contents import nothing_found
 from offline_packing.storage.files import (
@@ -56,6 +55,7 @@ from offline_packing.storage.files import (
     to_json,
     write_atomically,
 )
+from offline_packing.storage.paths import remove_folder
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def measure(run: Run) -> Index:
     info = _complete(run, fingerprint, tasks, scans)
     info.save(workspace.index_info)
     for folder in (workspace.skip, workspace.records):
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
     return Index(workspace.index, info)
 
 
@@ -127,7 +127,7 @@ def _complete(
     shared, most_shown = shared_media(Index(workspace.index, info))
     answers = most_frequent(result.frequent_answers for result in results)
     common = {"copies": copies, "media": most_shown, "answers": answers}
-    common = {what: some for what, some in common.items() if some[0] > (what != "copies")}
+    common = {what: some for what, some in common.items() if some[0]}
     info = replace(info, shared_media=shared, common=common)
     hashes = {
         folder.name: {path.name: hash_file(path) for path in sorted(folder.glob("*.parquet"))}
@@ -284,7 +284,7 @@ def _run_tasks(run: Run, tasks: Sequence[MeasureTask]) -> None:
     with run.bar("measure", total, "record") as bar:
         done = (read_result(task) for task in tasks if task.number not in numbers)
         bar.update(sum(result.num_records for result in done))
-        for _ in run.engine.run(measure_part, run.engine.share(left), bar.update):
+        for _ in run_tasks(run, measure_part, run.engine.share(left), bar.update):
             pass
     check_all_done(run, "measure", tasks, _MARKER)
     whole.unlink(missing_ok=True)
@@ -293,7 +293,7 @@ def _run_tasks(run: Run, tasks: Sequence[MeasureTask]) -> None:
 def _not_done(run: Run, stage: str, tasks: Sequence[MeasureTask]) -> list[MeasureTask]:
     """The tasks whose tables are not there, or cannot be read."""
     if not run.engine.IS_SHARED:
-        there = [task for task in tasks if _MARKER(task).exists()]
+        there = done(tasks, _MARKER)
         for path in filter(None, run.engine.run(find_unreadable, there)):
             logger.warning("%s: %s cannot be read; its part is made again", stage, path)
             path.unlink()

@@ -13,7 +13,6 @@ from typing import BinaryIO, Final, TypeVar
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from offline_packing.engines.local import advance
 from offline_packing.errors import StageError, as_sample_error
@@ -95,8 +94,9 @@ class PartResult:
 
 def read_result(task: MeasureTask) -> PartResult:
     """Content of a measured part, from its two tables."""
-    num_tokens = pq.read_table(task.index_path, columns=["num_tokens"])["num_tokens"]
-    with pq.ParquetFile(task.set_aside_path) as aside:
+    with index.open_table(task.index_path) as rows:
+        num_tokens = rows.read(["num_tokens"])["num_tokens"]
+    with index.open_table(task.set_aside_path) as aside:
         reasons = Counter(aside.read(["reason"])["reason"].to_pylist())
         notes = aside.metadata.metadata or {}
     held = {name: orjson.loads(notes[name.encode()]) for name in _NOTES if name.encode() in notes}
@@ -107,7 +107,8 @@ def find_unreadable(task: MeasureTask) -> Path | None:
     """The file that marks a part as measured, if one of its tables is lost, cut or damaged."""
     try:
         for path in (task.index_path, task.set_aside_path):
-            pq.read_table(path)
+            with index.open_table(path) as table:
+                table.read()
     except (OSError, pa.ArrowException):
         return task.index_path
     return None
@@ -127,7 +128,6 @@ def measure_part(task: MeasureTask) -> None:
             write_measured(index_table([row for row in some if isinstance(row, MeasuredSample)]))
             write_aside(set_aside_table([row for row in some if isinstance(row, SetAsideSample)]))
         measuring.num_skipped = new.num_skipped
-        measuring.frequent_answers = measuring.answers.most()
         for name in _NOTES:
             if value := getattr(measuring, name):
                 notes[name] = orjson.dumps(value).decode()
@@ -161,10 +161,14 @@ class Measuring:
         # See PartResult.
         self.lost_fields: Counter[str] = Counter()
         self.lost_examples: dict[str, str] = {}
-        self.frequent_answers: dict[str, tuple[int, str]] = {}
-        self.answers = FrequentAnswers()
+        self._answers = FrequentAnswers()
         self._control = control_pattern(encoder.tokenizer)
         self.num_skipped = self.num_weighted = 0
+
+    @property
+    def frequent_answers(self) -> dict[str, tuple[int, str]]:
+        """See `FrequentAnswers.most`."""
+        return self._answers.most()
 
     def rows(self, records: Iterable[SourceRecord]) -> Iterator[MeasuredSample | SetAsideSample]:
         """A row of either table for each record, in order.
@@ -266,7 +270,7 @@ class Measuring:
             hash_group(self.source, record.content),
             hash_of_dialogue(self.source, record.content, sample, found.media_hashes),
         )
-        self.answers.add("\n".join([turn.answer for turn in sample.turns]))
+        self._answers.add("\n".join([turn.answer for turn in sample.turns]))
         for what, shown in found.lost:
             what = escape(what)
             self.lost_fields[what] += 1

@@ -25,15 +25,17 @@ from offline_packing.index.info import IndexInfo
 from offline_packing.index.measured import MeasuredSample, index_table
 from offline_packing.index.records import are_parts, record_hashes
 from offline_packing.index.rows import samples_of_shards, sums_by_source
-from offline_packing.index.table import INDEX_SCHEMA, Index
+from offline_packing.index.table import INDEX_SCHEMA, UNCUT, Index, with_left_out
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import wanted_table_rows
 from offline_packing.measure.merge import Dialogue, find_dialogues
 from offline_packing.measure.split_turns import Conversation, fits
 from offline_packing.runs.run import Run, open_encoder, open_sources
+from offline_packing.runs.tasks import run_tasks
 from offline_packing.sources import Source
 from offline_packing.sources.reading.row_reader import rows_at_hand
 from task_encoders.families import ModelOptions
+from task_encoders.samples import SampleError
 
 #: Columns whose sums say what merging saved.
 _SAVED: Final = ("num_tokens", "num_images")
@@ -68,7 +70,7 @@ def regroup_records(
     tasks = _tasks(run, records, paths, left) if left else ()
     with run.bar("regroup", num_records, "record") as bar:
         bar.update(num_records - sum(records.info.part_rows[number] for number in left))
-        for _ in run.engine.run(regroup_part, tasks, bar.update):
+        for _ in run_tasks(run, regroup_part, tasks, bar.update):
             pass
     rows = [pq.read_metadata(path).num_rows for path in paths]
     made = Index(paths[0].parent, replace(records.info, part_rows=rows))
@@ -82,7 +84,7 @@ def regroup_records(
 
 
 def _count_parts(samples: Index) -> tuple[dict[str, int], npt.NDArray[np.bool_]]:
-    """What `IndexInfo.split` says of an index; and (num_samples,) which samples are parts."""
+    """Return `IndexInfo.split` of an index; and (num_samples,) which samples are parts."""
     conversations, found, truncated = 0, [np.empty(0, bool)], 0
     for rows in samples.parts("dialogue_hash", "parts"):
         found.append(are_parts(rows))
@@ -101,8 +103,8 @@ def _count_parts(samples: Index) -> tuple[dict[str, int], npt.NDArray[np.bool_]]
 def _saved(
     run: Run, records: Index, samples: Index, is_part: npt.NDArray[np.bool_]
 ) -> dict[str, int]:
-    """What merging saved: bytes, tokens and images that the samples lack, conversations that were
-    cut left aside."""
+    """Return the bytes, tokens and images that merging saved; conversations that were cut are not
+    counted."""
     cut = np.isin(records.array("key_hash"), record_hashes(samples)[is_part])
     now, before = (
         sums_by_source(one, kept.astype(np.int64), len(run.config.source), _SAVED)
@@ -142,53 +144,56 @@ def _tasks(
 
 def regroup_part(task: RegroupTask) -> None:
     """Write one part of the index."""
-    first = np.cumsum(task.sizes) - task.sizes
+    left_out = pc.fill_null(task.rows["left_out"], 0).to_numpy().copy()
     is_cut = np.zeros(len(task.rows), bool)
     if task.split is not None:
-        is_cut = ~fits(task.rows, task.rooms, task.budgets)
-        is_cut &= pc.fill_null(task.rows["left_out"], 0).to_numpy() == 0
+        is_cut = ~fits(task.rows, task.rooms, task.budgets) & (left_out == 0)
+    first = np.cumsum(task.sizes) - task.sizes
     is_made = (task.sizes > 1) | is_cut[first]
-    # Rows that stay and rows that are made, each with its number and its place among those of it.
-    stays = np.flatnonzero(~is_made)
-    kept, of_kept = first[stays].tolist(), [(one, 0) for one in stays.tolist()]
-    made: list[MeasuredSample] = []
-    of_made: list[tuple[int, int]] = []
+    samples: list[int | MeasuredSample] = []  # rows that stay, and new ones
     wanted = task.rows.filter(pa.array(np.repeat(is_made, task.sizes)))
     files = wanted_table_rows(wanted, task.sources)
     with rows_at_hand(files, task.index_path.parent, task.unpack_folder):
-        for number in np.flatnonzero(is_made).tolist():
-            start, size = int(first[number]), int(task.sizes[number])
-            for place, found in enumerate(_samples(task, is_cut, start, size)):
-                if isinstance(found, MeasuredSample):
-                    made.append(found)
-                    of_made.append((number, place))
-                else:
-                    kept.append(found)
-                    of_kept.append((number, place))
+        for own in zip(first.tolist(), task.sizes.tolist(), is_made.tolist(), strict=True):
+            start, size, makes = own
+            samples += _samples(task, is_cut, left_out, start, size) if makes else [start]
             advance(size)
-    advance(len(stays))
-    rows = pa.concat_tables([task.rows.take(pa.array(kept, pa.int64())), index_table(made)])
-    places = of_kept + of_made
-    order = sorted(range(len(places)), key=places.__getitem__)
+    kept = [one for one in samples if isinstance(one, int)]
+    made = [one for one in samples if isinstance(one, MeasuredSample)]
+    stay = with_left_out(left_out, task.rows).take(pa.array(kept, pa.int64()))
+    is_kept = np.array([isinstance(one, int) for one in samples], bool)
+    # [row, new, row] -> places 0, 2, 1 in the rows that stay followed by the new ones
+    places = np.where(is_kept, np.cumsum(is_kept), len(kept) + np.cumsum(~is_kept)) - 1
+    rows = pa.concat_tables([stay.select(INDEX_SCHEMA.names), index_table(made)])
     with index.table_writer(task.index_path, INDEX_SCHEMA) as write:
-        write(rows.take(pa.array(order, pa.int64())).select(INDEX_SCHEMA.names))
+        write(rows.take(pa.array(places)))
 
 
 def _samples(
-    task: RegroupTask, is_cut: npt.NDArray[np.bool_], start: int, size: int
+    task: RegroupTask,
+    is_cut: npt.NDArray[np.bool_],
+    left_out: npt.NDArray[np.uint8],
+    start: int,
+    size: int,
 ) -> Iterator[int | MeasuredSample]:
-    """The samples of some records that follow each other; the row of one that stays as it is."""
+    """The samples of some records that follow each other; the row of one that stays as it is, which
+    is marked in `left_out` if it should be cut and no template takes its parts."""
     encoder, rows = open_encoder(task.model), task.rows.slice(start, size)
     source = task.sources[rows["source_id"][0].as_py()]
     found = Dialogue(source, encoder, rows).samples() if size > 1 else iter([0])
     for one in found:
         if not isinstance(one, int):
             yield one
-        elif not is_cut[start + one]:
-            yield start + one
-        else:
+            continue
+        row = start + one
+        parts: list[MeasuredSample] = []
+        if is_cut[row]:
             assert task.split is not None
-            limits = {"tokens": int(task.rooms[start + one]), **task.budgets}
-            cut = Conversation(source, encoder, rows.slice(one, 1), task.split, limits)
-            parts = cut.parts()
-            yield from parts or iter([start + one])
+            limits = {"tokens": int(task.rooms[row]), **task.budgets}
+            try:
+                parts = Conversation(
+                    source, encoder, rows.slice(one, 1), task.split, limits
+                ).parts()
+            except SampleError:
+                left_out[row] = UNCUT
+        yield from parts or iter([row])

@@ -14,9 +14,8 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from offline_packing.index.table import Index, table_writer
+from offline_packing.index.table import Index, open_table, table_writer
 from offline_packing.sources import Scan, Source
 from offline_packing.sources.roots.listing import FILES_SCHEMA, container_hash
 
@@ -47,7 +46,8 @@ def explain_listing(folder: Path, sources: Sequence[Source], name: str) -> str |
 
 def describe_changes(known: Path, source: Source) -> str:
     """ "2 added ('a.json', 'b.json'), 1 removed ('c.json')" since a table was saved; or empty."""
-    was = pq.read_table(known, columns=FILES_SCHEMA.names)
+    with open_table(known) as table:
+        was = table.read(FILES_SCHEMA.names)
     now = pa.Table.from_batches(_list_batches(source), FILES_SCHEMA)
     names, was_names = (table["container"].combine_chunks() for table in (now, was))
     place = pc.index_in(was_names, names)

@@ -103,20 +103,16 @@ class Conversation:
 
     def parts(self) -> list[MeasuredSample]:
         """The parts; together they train each turn once, and turns between them carry no loss. A
-        turn that is too long by itself is a part that fits no pack. []: no part would fit one, or
-        no template takes parts."""
+        turn that is too long by itself is a part that fits no pack. []: no part would fit one.
+        Raises SampleError if no template takes them."""
         found: list[_Part] = []
-        first = 0
-        try:
-            ends = self._estimate()
-            while first < len(self.is_trained):
-                if self.is_trained[first]:
-                    found.append(self._next(first, ends))
-                    first = found[-1].cut.end
-                else:
-                    first += 1
-        except SampleError:
-            return []
+        first, ends = 0, self._estimate()
+        while first < len(self.is_trained):
+            if self.is_trained[first]:
+                found.append(self._next(first, ends))
+                first = found[-1].cut.end
+            else:
+                first += 1
         return [*map(self._row, found)] if any(map(self._fits, found)) else []
 
     def _headers(self) -> tuple[list[tuple[int, int]], list[VideoHeader]]:

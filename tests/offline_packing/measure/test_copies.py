@@ -98,7 +98,7 @@ def test_the_first_is_kept(dropped: Run) -> None:
 
 
 def test_where_copies_are_said(dropped: Run, tmp_path: Path) -> None:
-    """Not as a loss, which would stop the run, and not in the warnings."""
+    """They are no loss that would stop the run, and no warning."""
     rows = [line.split("\t") for line in "".join(list_set_aside(dropped)).splitlines()]
     assert [row[0] for row in rows if row[2:] == ["copy", WHY]] == ["A", "COPY", "G", "E", "LAST"]
     assert "\n  copy                  5\n" in plan_summary(dropped)
@@ -146,20 +146,6 @@ def test_the_same_bytes_after_a_kill_and_on_workers(
     retry(killed)
     assert aside(killed) == aside(dropped)
     assert shard_files(killed) == expected
-
-
-def test_the_same_bytes_on_ray(dropped: Run) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.55'")
-    from offline_packing.engines.ray_cluster import RayEngine
-
-    folder = dropped.workspace.root.parent
-    local = run_of(folder, RECORDS, name="ray", output={"packs_per_shard": 1})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_ADDRESS", raising=False)
-        with RayEngine(2) as engine:
-            run = Run(local.config, engine)
-            pack_all(run)
-    assert shard_files(run) == shard_files(dropped)
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -228,7 +214,7 @@ def test_in_no_epoch_and_not_again_as_new_data(tmp_path: Path) -> None:
 
 
 def test_what_is_said_of_data_in_common(tmp_path: Path) -> None:
-    """Of a thousand samples in parts: without the option copies are only counted."""
+    """Counts over all parts of an index; without the option copies are only counted."""
     records = [
         record(f"{i}", "0.jpg" if i % 5 == 0 else f"p{i}.jpg", f"{i}?", answer=f"It is {i}.")
         for i in range(1000)
@@ -249,7 +235,7 @@ def test_what_is_said_of_data_in_common(tmp_path: Path) -> None:
 
 
 def test_frequent_answers_of_many(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """More different ones than are counted at a time."""
+    """There are more different ones than are counted at a time."""
     monkeypatch.setattr(answers, "_COUNTED", 8)
     monkeypatch.setattr(answers, "_KEPT", 2)
     records = [

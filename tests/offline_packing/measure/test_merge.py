@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from offline_packing.errors import ConfigError
-from offline_packing.index.table import part_name
 from offline_packing.measure.measure import measure, preview_measure
 from offline_packing.report.pages import render_packs
 from offline_packing.report.preview import preview
@@ -18,8 +17,8 @@ from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import read_json
-from offline_packing.upkeep.retry import retry
-from offline_packing.verify.verify import render_result, verify
+from offline_packing.verify.render import render_result
+from offline_packing.verify.verify import verify
 from task_encoders.samples import SourceSample
 from tests.helpers.datasets import (
     WORDS,
@@ -33,7 +32,7 @@ from tests.helpers.datasets import (
     twin_pictures,
 )
 from tests.helpers.formats import WRITERS, lines, write_file
-from tests.helpers.outputs import samples_of, set_aside_in_plan, shard_files
+from tests.helpers.outputs import samples_of, set_aside_in_plan
 
 NUM_PICTURES = 5
 
@@ -144,7 +143,7 @@ def test_all_records_are_in_dialogues_that_fit(merged: Run) -> None:
 
 
 def test_dialogues_are_filled(tmp_path: Path) -> None:
-    """But the last of a picture each has no room for another record."""
+    """No dialogue has room for another record, except the last one of a picture."""
     rows = measured_rows(run_of(tmp_path, questions(160)))
     plain = measured_rows(
         run_of(tmp_path, questions(160), "plain", source={"merge_same_image": None})
@@ -187,50 +186,6 @@ def test_what_is_said_of_it(merged: Run) -> None:
     assert preview_measure(fresh).endswith(
         ", and merge those of one picture to dialogues of 300 tokens\n"
     )
-
-
-def test_the_same_bytes_after_a_kill_and_on_workers(merged: Run, tmp_path: Path) -> None:
-    """Killed while dialogues are made, or the index damaged later."""
-    expected, folder = shard_files(merged), merged.workspace.root.parent
-    records = questions(40)
-    spread = run_of(
-        folder, records, "workers", engine={"workers": 2}, output={"packs_per_shard": 1}
-    )
-    pack_all(spread)
-    assert shard_files(spread) == expected
-    assert not spread.workspace.records.exists()
-    index = spread.workspace.index / part_name(1)
-    whole = index.read_bytes()
-    index.write_bytes(whole[:100])
-    retry(spread)
-    assert index.read_bytes() == whole
-    assert shard_files(spread) == expected
-
-    stopped = run_of(folder, records, "killed", output={"packs_per_shard": 1})
-    measure(stopped)
-    part = stopped.workspace.index / part_name(1)
-    whole = part.read_bytes()
-    stopped.workspace.index_info.unlink()
-    part.unlink()
-    (stopped.workspace.index / part_name(2)).write_bytes(b"cut")
-    pack_all(stopped)
-    assert part.read_bytes() == whole
-    assert shard_files(stopped) == expected
-
-
-def test_the_same_bytes_on_ray(merged: Run) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.55'")
-    from offline_packing.engines.ray_cluster import RayEngine
-
-    local = run_of(
-        merged.workspace.root.parent, questions(40), "ray", output={"packs_per_shard": 1}
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_ADDRESS", raising=False)
-        with RayEngine(2) as engine:
-            run = Run(local.config, engine)
-            pack_all(run)
-    assert shard_files(run) == shard_files(merged)
 
 
 def keys_of(run: Run) -> list[list[str]]:

@@ -1,6 +1,5 @@
 """pack.on_overlong: split_turns: conversations longer than a pack become several samples."""
 
-import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 from offline_packing.errors import ConfigError
-from offline_packing.index.table import part_name
 from offline_packing.measure.measure import measure, preview_measure
 from offline_packing.report.preview import preview
 from offline_packing.report.preview_text import render_pack
@@ -19,10 +17,9 @@ from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.storage.files import read_json
-from offline_packing.upkeep.retry import retry
-from offline_packing.verify.verify import render_result, verify
+from offline_packing.verify.render import render_result
+from offline_packing.verify.verify import verify
 from task_encoders.records.record import to_sample
-from task_encoders.samples import SourceSample, Turn
 from tests.helpers.datasets import (
     WORDS,
     dialogue,
@@ -31,228 +28,21 @@ from tests.helpers.datasets import (
     make_config,
     make_run,
     pack_all,
-    plan_index,
     plan_summary,
-    write_planned,
 )
-from tests.helpers.formats import WRITERS, lines, write_file
-from tests.helpers.outputs import packs_of, samples_of, set_aside_in_plan, shard_files
+from tests.helpers.formats import WRITERS
+from tests.helpers.long_conversations import (
+    check_packed,
+    conversation,
+    conversations,
+    numbers,
+    run_of,
+    spoken,
+    trained,
+    whole_samples,
+)
+from tests.helpers.outputs import packs_of, samples_of, set_aside_in_plan
 from tests.helpers.tiny_families import save_tokenizer
-
-#: (height, width) of the pictures.
-SIZES = [(56, 56 + 28 * i) for i in range(5)]
-Record = dict[str, Any]
-
-
-def conversation(
-    key: str, rng: np.random.Generator, num_turns: int, num_pictures: int, longest: int = 20
-) -> Record:
-    """A conversation whose answers name their turn, with pictures in front of any of them."""
-    shown = Counter(rng.integers(num_turns, size=num_pictures).tolist())
-    messages = [{"role": "system", "content": "Be kind."}] if rng.random() < 0.3 else []
-    for i in range(num_turns):
-        said, answered = (" ".join(rng.choice(WORDS, rng.integers(1, longest))) for _ in "qa")
-        messages += [
-            {"role": "user", "content": "<image>\n" * shown[i] + f"{i} of {key}: {said}?"},
-            {"role": "assistant", "content": f"{answered} {i}."},
-        ]
-        if rng.random() < 0.1 and num_turns > 1 and i:
-            messages[-1]["loss_weight"] = float(rng.choice([0.0, 0.5]))
-    names = [f"{rng.integers(len(SIZES))}.jpg" for _ in range(num_pictures)]
-    return {"id": key, "messages": messages, "images": names}
-
-
-def spoken(*num_words: int, key: str = "c", **more: Any) -> Record:
-    """A conversation with answers of so many words."""
-    texts = [text for n in num_words for text in (f"What is {n}?", " ".join(["red"] * n))]
-    return {"id": key, "messages": dialogue(*texts), **more}
-
-
-def conversations(count: int, seed: int = 0, most: int = 60) -> list[Record]:
-    """Conversations of 1 to `most` turns with 0 to 12 pictures."""
-    rng = np.random.default_rng(seed)
-    return [
-        conversation(f"c{i}", rng, int(rng.integers(1, most + 1)), int(rng.integers(13)))
-        for i in range(count)
-    ]
-
-
-def run_of(
-    folder: Path, records: list[Record], name: str = "out", /, *, source: Any = None, **more: Any
-) -> Run:
-    """A run over records, in which long ones are cut unless `pack` says otherwise."""
-    for i, (height, width) in enumerate(SIZES):
-        write_file(folder / f"{i}.jpg", image_bytes(width, height))
-    write_file(folder / "a.jsonl", lines(records))
-    pack = {"on_overlong": "split_turns", "max_set_aside": 1, **more.pop("pack", {})}
-    options = {"format": "jsonl", "path": str(folder / "a.jsonl"), "task": "bmr", **(source or {})}
-    return make_run(options, folder / name, pack=pack, **more)
-
-
-def whole_samples(records: list[Record]) -> dict[str, SourceSample]:
-    return {one["id"]: to_sample(one, one["id"], "bmr") for one in records}
-
-
-def sizes_of(sample: SourceSample) -> list[tuple[int, int]]:
-    return [SIZES[int(name[0])] for name in sample.images]
-
-
-def slow_part(whole: SourceSample, begin: int, first: int, end: int, image: int) -> SourceSample:
-    """Turns of a conversation whose pictures are marked, and those from `image` on in front."""
-    marks = [turn.prompt.count("<image>") for turn in whole.turns]
-    shown = whole.images[image : sum(marks[:end])]
-    turns = [
-        replace(turn, weight=0.0) if i < first else turn for i, turn in enumerate(whole.turns)
-    ][begin:end]
-    front = "<image>" * (sum(marks[:begin]) - image)
-    turns[0] = replace(turns[0], prompt=front + turns[0].prompt)
-    return replace(whole, turns=tuple(turns), images=shown)
-
-
-def slow_parts(
-    run: Run, whole: SourceSample
-) -> list[tuple[tuple[int, int, int], tuple[str, ...], int]] | None:
-    """(begin, first, end), pictures and tokens of each part; every choice is tried one by one."""
-    encoder, pack = open_encoder(run.config.model), run.config.pack
-    options, marks = pack.split_turns, [turn.prompt.count("<image>") for turn in whole.turns]
-
-    def measured(begin: int, first: int, end: int, image: int) -> tuple[SourceSample, int]:
-        part = slow_part(whole, begin, first, end, image)
-        return part, encoder.measure(part, sizes_of(part)).num_tokens
-
-    def fits(*cut: int) -> bool:
-        part, num_tokens = measured(*cut)
-        return num_tokens <= pack.seq_length and len(part.images) <= pack.budgets.get("images", 99)
-
-    if fits(0, 0, len(whole.turns), 0):
-        return None
-    found, first, any_fits = [], 0, False
-    while first < len(whole.turns):
-        if not whole.turns[first].weight:
-            first += 1
-            continue
-        begin = max(0, first - options.context_turns)
-        image = 0 if options.context_images else sum(marks[:begin])
-        while not fits(begin, first, first + 1, image):
-            if image < sum(marks[:begin]):
-                image += 1
-            elif begin < first:
-                begin += 1
-                image = sum(marks[:begin])
-            else:
-                break
-        end = first + 1
-        while end < len(whole.turns) and fits(begin, first, end + 1, image):
-            end += 1
-        while not whole.turns[end - 1].weight:
-            end -= 1
-        part, num_tokens = measured(begin, first, end, image)
-        any_fits |= fits(begin, first, end, image)
-        found.append(((begin, first, end), part.images, num_tokens))
-        first = end
-    return found if any_fits else None
-
-
-def check_against_reference(run: Run, records: list[Record]) -> int:
-    """Compare the index with the slow reference; returns the number of parts."""
-    measure(run)
-    rows = index_rows(run)
-    by_record: dict[str, list[Any]] = {}
-    for row in rows:
-        if row["parts"]:
-            (part,) = row["parts"]
-            turns = tuple(part["turns"][name] for name in ("begin", "first", "end"))
-            assert row["key"] == f"{part['key']}[{turns[1]}:{turns[2]}]"
-            names = tuple(medium["container"] for medium in row["media"])
-            by_record.setdefault(part["key"], []).append((turns, names, row["num_tokens"]))
-    keys = [row["parts"][0]["key"] if row["parts"] else row["key"] for row in rows]
-    assert list(dict.fromkeys(keys)) == [one["id"] for one in records]
-    for key, whole in whole_samples(records).items():
-        assert by_record.get(key) == slow_parts(run, whole), key
-    return sum(map(len, by_record.values()))
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"context_turns": 2},
-    {"context_images": True},
-    {"context_turns": 1, "context_images": True},
-]
-
-
-#: conversations of the exhaustive cases; FUZZED_SAMPLES=2000 takes five CPU minutes
-MANY = int(os.environ.get("FUZZED_SAMPLES", "200"))
-LENGTHS = [(256, OPTIONS[3], 20), (512, OPTIONS[0], 12), (1024, OPTIONS[1], 8)]
-
-
-@pytest.mark.parametrize(
-    ("seq_length", "options", "count"),
-    [*LENGTHS, (256, OPTIONS[2], 10)]
-    + [pytest.param(*own[:2], MANY, marks=pytest.mark.exhaustive) for own in LENGTHS],
-)
-def test_parts_are_those_of_a_slow_reference(
-    seq_length: int, options: dict[str, Any], count: int, tmp_path: Path
-) -> None:
-    records = conversations(count, seq_length)
-    run = run_of(tmp_path, records, pack={"seq_length": seq_length, "split_turns": options})
-    assert check_against_reference(run, records) > count
-    plan_index(run)
-    write_planned(run)
-    check_packed(run, records)
-
-
-def trained(run: Run, sample: SourceSample) -> list[tuple[int, float]]:
-    """Tokens with loss of a sample that shows pictures of SIZES, and their weights."""
-    text = open_encoder(run.config.model).tokenize(sample)
-    weights = text.weights or [1.0] * (len(text.loss) // 2)
-    runs = zip(text.loss[::2], text.loss[1::2], weights, strict=True)
-    return [(token, weight) for a, b, weight in runs for token in text.ids[a:b]]
-
-
-def numbers(key: str) -> list[int]:
-    """'c1[3:7]' -> [3, 7], the turns that a part trains; of a whole record []."""
-    return [int(number) for number in re.findall(r"\d+", key.partition("[")[2])]
-
-
-def check_packed(run: Run, records: list[Record]) -> None:
-    """Every trained token of what fits is trained once, and pictures stand where they belong."""
-    pictures = [image_bytes(width, height) for height, width in SIZES]
-    found: dict[str, list[tuple[SourceSample, list[bytes]]]] = {}
-    for _, sample, media in samples_of(run):
-        found.setdefault(sample.key.partition("[")[0], []).append((sample, media))
-    lost = [row["key"] for row in set_aside_in_plan(run)]
-    for key, whole in whole_samples(records).items():
-        parts = sorted(found.get(key, []), key=lambda part: numbers(part[0].key))
-        if key in lost:
-            assert not parts
-            continue
-        aside = [range(*numbers(one)) for one in lost if one.partition("[")[0] == key]
-        turns = [
-            replace(turn, weight=0.0) if any(i in own for own in aside) else turn
-            for i, turn in enumerate(whole.turns)
-        ]
-        expected = trained(run, replace(whole, turns=tuple(turns)))
-        assert [one for sample, _ in parts for one in trained(run, sample)] == expected
-        belong = iter(whole.images)
-        of_turn = {
-            text_of(turn): [
-                pictures[int(next(belong)[0])] for _ in range(turn.prompt.count("<image>"))
-            ]
-            for turn in whole.turns
-        }
-        for sample, media in parts:
-            assert sample.system == whole.system
-            shown = iter(media)
-            for i, turn in enumerate(sample.turns):
-                own = [next(shown) for _ in range(turn.prompt.count("<image>"))]
-                theirs = of_turn[text_of(turn)]
-                assert own == theirs or (i == 0 and own[len(own) - len(theirs) :] == theirs)
-            assert next(shown, None) is None
-
-
-def text_of(turn: Turn) -> str:
-    """A question without marks; each is another one."""
-    return turn.prompt.replace("<image>\n", "").replace("<image>", "")
 
 
 @pytest.fixture(scope="module")
@@ -322,41 +112,6 @@ def test_what_is_said_of_it(packed: Run) -> None:
     fresh = packed_again(packed.workspace.root.parent, "other")
     told = ", and cut conversations that fit no pack between turns\n"
     assert preview_measure(fresh).endswith(told)
-
-
-def test_the_same_bytes_after_a_kill_and_on_workers(packed: Run) -> None:
-    expected, folder = shard_files(packed), packed.workspace.root.parent
-    spread = packed_again(folder, "workers", engine={"workers": 2})
-    pack_all(spread)
-    assert shard_files(spread) == expected
-    assert not spread.workspace.records.exists()
-    part = spread.workspace.index / part_name(1)
-    whole = part.read_bytes()
-    part.write_bytes(whole[:100])
-    retry(spread)
-    assert part.read_bytes() == whole
-    assert shard_files(spread) == expected
-
-    stopped = packed_again(folder, "killed")
-    measure(stopped)
-    stopped.workspace.index_info.unlink()
-    (stopped.workspace.index / part_name(1)).unlink()
-    (stopped.workspace.index / part_name(2)).write_bytes(b"cut")
-    pack_all(stopped)
-    assert shard_files(stopped) == expected
-
-
-def test_the_same_bytes_on_ray(packed: Run) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.55'")
-    from offline_packing.engines.ray_cluster import RayEngine
-
-    local = packed_again(packed.workspace.root.parent, "ray")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_ADDRESS", raising=False)
-        with RayEngine(2) as engine:
-            run = Run(local.config, engine)
-            pack_all(run)
-    assert shard_files(run) == shard_files(packed)
 
 
 def parts_of(run: Run) -> list[tuple[str, int]]:
@@ -501,6 +256,13 @@ def test_every_format(name: str, tmp_path: Path) -> None:
     [
         ({"pack": {"split_turns": {"context_turns": 2}}}, "split_turns changes nothing under"),
         ({"model": {"loss_on": "last"}, "pack": {"on_overlong": "split_turns"}}, "loss_on=last"),
+        (
+            {
+                "output": {"layout": "loongforge"},
+                "pack": {"on_overlong": "split_turns", "split_turns": {"context_turns": 2}},
+            },
+            "context_turns=2 shows turns without loss, and output.layout='loongforge' would train",
+        ),
     ],
 )
 def test_what_is_refused(sections: dict[str, Any], message: str, tmp_path: Path) -> None:

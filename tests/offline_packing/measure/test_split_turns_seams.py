@@ -10,12 +10,21 @@ import pytest
 
 from offline_packing.errors import StageError
 from offline_packing.index.records import record_hashes
+from offline_packing.measure import split_turns
 from offline_packing.measure.measure import measure
 from offline_packing.plan.make_plan import make_plan
 from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
-from tests.helpers.datasets import dialogue, image_bytes, index_rows, make_run, pack_all
+from task_encoders.samples import SampleError, SourceSample
+from tests.helpers.datasets import (
+    dialogue,
+    image_bytes,
+    index_rows,
+    make_run,
+    pack_all,
+    plan_summary,
+)
 from tests.helpers.formats import lines, write_file
 from tests.helpers.outputs import packs_of, samples_of, set_aside_in_plan
 from tests.helpers.videos import make_video
@@ -103,10 +112,52 @@ def test_parts_stand_in_one_split(by: str | None, more: dict[str, Any], tmp_path
 
 @pytest.mark.parametrize("layout", ["references", "indexed"])
 def test_other_layouts(layout: str, tmp_path: Path) -> None:
+    """They hold the same parts as tar shards, each as long as it was measured."""
     records = [record(f"c{i}", 9 + i, "1.jpg", "2.jpg") for i in range(6)]
     options = {"context_images": True, "context_turns": 1}
     run = run_of(tmp_path, records, output={"layout": layout}, pack={"split_turns": options})
     packed_well(run)
+    tars = run_of(tmp_path, records, "tars", pack={"split_turns": options})
+    keys = [key for _, own in packed_well(tars) for key in own]
+    assert sorted(row["key"] for row in index_rows(run)) == sorted(keys)
+    assert min(Counter(names(keys)).values()) > 1
+
+
+@pytest.mark.parametrize("repeat", [0.5, 1.5])
+def test_drawn_conversations(repeat: float, tmp_path: Path) -> None:
+    """All parts of a conversation are used equally often."""
+    records = [record(f"c{i}", 9) for i in range(16)]
+    run = run_of(tmp_path, records, source={"repeat": repeat}, pack={"max_set_aside": 1})
+    pack_all(run)
+    assert verify(run, deep=True).ok
+    uses = Counter(key.partition("#")[0] for _, own in packs_of(run) for key in own)
+    parts: dict[str, set[int]] = {}
+    for row in index_rows(run):
+        parts.setdefault(row["key"].partition("[")[0], set()).add(uses[row["key"]])
+    assert all(len(counts) == 1 for counts in parts.values())
+    assert {min(counts) for counts in parts.values()} == {int(repeat), int(repeat) + 1}
+
+
+def test_conversations_whose_parts_no_template_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They are set aside whole, and why is said."""
+    take_turns = split_turns.take_turns
+
+    def refuse(key: str, *arguments: Any) -> SourceSample:
+        if key.startswith("no["):
+            raise SampleError("not_in_template", "no such turns")
+        return take_turns(key, *arguments)
+
+    monkeypatch.setattr(split_turns, "take_turns", refuse)
+    records = [record("no", 9), record("yes", 9), record("short", 1)]
+    run = run_of(tmp_path, records, pack={"max_set_aside": 1})
+    manifest = pack_all(run)
+    (row,) = set_aside_in_plan(run)
+    why = "it fits no pack, and the chat template writes no part of it"
+    assert (row["key"], row["reason"], row["detail"]) == ("no", "not_in_template", why)
+    assert manifest.counts.records == {"read": 3, "packed": 2, "set_aside": 1}
+    assert "not_in_template       1\n" in plan_summary(run)
 
 
 def test_several_uses(tmp_path: Path) -> None:
@@ -244,7 +295,7 @@ def turns_of(key: str) -> range:
 
 
 def test_several_questions_of_a_record(tmp_path: Path) -> None:
-    """Under task vqa too."""
+    """Task vqa is cut in the same way."""
     asked = [f"{i} of it?" for i in range(9)]
     one = {"id": "c", "image": "1.jpg", "question": asked, "answer": ["red " * 25] * 9}
     options = {"context_images": True}

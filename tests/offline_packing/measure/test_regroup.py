@@ -1,0 +1,91 @@
+"""The second pass of measuring gives the same bytes on any engine, after a kill, after damage."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offline_packing.index.table import part_name
+from offline_packing.measure.measure import measure
+from offline_packing.runs.artifacts import open_index
+from offline_packing.runs.run import Run
+from offline_packing.upkeep.retry import retry
+from tests.helpers.datasets import pack_all
+from tests.helpers.long_conversations import conversations, run_of
+from tests.helpers.outputs import set_aside_in_plan, shard_files
+
+QUESTIONS = [
+    {"id": f"q{i}", "image": f"{i % 3}.jpg", "question": f"What is {i}?", "answer": f"It is {i}."}
+    for i in range(20)
+]
+LONG = conversations(20, seed=3, most=40)
+RECORDS = [
+    *(one for pair in zip(QUESTIONS, LONG, strict=True) for one in pair),
+    {**QUESTIONS[3], "id": "copy"},
+    {**LONG[3], "id": "long copy"},
+]
+
+
+def regrouped(folder: Path, name: str, **more: Any) -> Run:
+    """A run whose records become dialogues and parts of conversations, without copies."""
+    source = {"merge_same_image": {"max_tokens": 200}, "drop_copies": True}
+    pack = {"seq_length": 256, "split_turns": {"context_turns": 1, "context_images": True}}
+    output = {"packs_per_shard": 4}
+    return run_of(folder, RECORDS, name, source=source, pack=pack, output=output, **more)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """An output whose index has three parts."""
+    run = regrouped(tmp_path_factory.mktemp("regrouped"), "out")
+    pack_all(run)
+    return run
+
+
+def test_all_of_it_happens(packed: Run) -> None:
+    info = open_index(packed).info
+    assert len(info.part_rows) == 3
+    assert info.saved["num_images"] > 10
+    assert info.split["conversations"] > 10
+    copies = [row["key"] for row in set_aside_in_plan(packed) if row["reason"] == "copy"]
+    assert copies == ["copy", "long copy"]
+
+
+def test_the_same_bytes_on_workers_and_after_damage(packed: Run) -> None:
+    expected = shard_files(packed)
+    spread = regrouped(packed.workspace.root.parent, "workers", engine={"workers": 2})
+    pack_all(spread)
+    assert shard_files(spread) == expected
+    assert not spread.workspace.records.exists()
+    part = spread.workspace.index / part_name(1)
+    whole = part.read_bytes()
+    part.write_bytes(whole[:100])
+    retry(spread)
+    assert part.read_bytes() == whole
+    assert shard_files(spread) == expected
+
+
+def test_the_same_bytes_after_a_kill(packed: Run) -> None:
+    stopped = regrouped(packed.workspace.root.parent, "killed")
+    measure(stopped)
+    part = stopped.workspace.index / part_name(1)
+    whole = part.read_bytes()
+    stopped.workspace.index_info.unlink()
+    part.unlink()
+    (stopped.workspace.index / part_name(2)).write_bytes(b"cut")
+    pack_all(stopped)
+    assert part.read_bytes() == whole
+    assert shard_files(stopped) == shard_files(packed)
+
+
+def test_the_same_bytes_on_ray(packed: Run) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.55'")
+    from offline_packing.engines.ray_cluster import RayEngine
+
+    local = regrouped(packed.workspace.root.parent, "ray")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        with RayEngine(2) as engine:
+            run = Run(local.config, engine)
+            pack_all(run)
+    assert shard_files(run) == shard_files(packed)
