@@ -36,6 +36,10 @@ TRAINER = [
 ]
 BUILTIN = ["dashscope>=1.20"]  # carries Qwen's vocabulary: `processor: builtin` needs no hub
 VIDEO = ["av>=18"]  # PyAV, whose wheels hold FFmpeg
+REMOTE = [  # sources and outputs that are not on a local disk; and s3fs, gcsfs, ...
+    "fsspec>=2024.6",
+    "universal_pathlib>=0.3",
+]
 NEVA = ["sentencepiece>=0.2"]  # tools/preprocess_dataset.py: tokenizers in a .model
 DOCS = ["furo", "myst-nb>=1.1", "sphinx>=8", "sphinx-click>=6", "sphinx-copybutton>=0.5"]
 TEST = [
@@ -48,6 +52,7 @@ TEST = [
     "hypothesis>=6.100",
     "ipykernel>=6.29",  # runs the notebook
     "matplotlib>=3.8",  # the plots of tools/
+    "moto[s3,server]>=5.1",  # a server with the interface of S3
     "mypy>=1.13",
     "nbclient>=0.10",
     "pytest>=8.4",
@@ -55,6 +60,8 @@ TEST = [
     "pytest-xdist>=3.8",
     "ray>=2.55",
     "ruff>=0.9",
+    *REMOTE,
+    "s3fs>=2024.6",
     *NEVA,
     "torchdata>=0.11",  # StatefulDataLoader, which saves what packs while training
     "webdataset>=1.0",
@@ -97,7 +104,7 @@ setup(
         "video": VIDEO,
         "logging": LOGGING,  # metrics.tensorboard, metrics.wandb, and others' trackers
         "trainer": [*TRAIN, *TRAINER],
-        "remote": ["fsspec>=2024.6"],  # sources that are not on a local disk
+        "remote": REMOTE,
         "neva": [*TRAIN, *NEVA],
         "ray": ["ray>=2.55"],
         "gpu": [*TRAIN, "flash-attn>=2.7"],

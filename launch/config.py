@@ -13,9 +13,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from launch.model.config import ModelConfig
 from offline_packing.storage.yaml_file import read_config
 from task_encoders.families import AnyModelOptions, model_options
-from task_encoders.field_types import Count, NonNegative, Number, not_bool
+from task_encoders.field_types import Count, LocalOrRemotePath, NonNegative, Number, not_bool
 from task_encoders.media.patches import PixelTransport
 from task_encoders.packs.indexed_file import find_prefix
+from task_encoders.storage_paths import path_of
 
 #: Weights are near .02; a greater rate, probably a typing error, would undo them in one step.
 MAX_RATE: Final = 0.1
@@ -43,8 +44,8 @@ class OnlineConfig(_Config):
 class DataConfig(_Config):
     """The packs, and how they are read."""
 
-    #: a folder written by offline-packing, or a metadataset YAML that blends several
-    path: str
+    #: a folder of packs, here or s3://…, or a metadataset YAML that blends several
+    path: LocalOrRemotePath
     #: packs per row
     micro_batch_size: Count = 1
     #: loader processes per data parallel rank; 0 reads in the trainer's process
@@ -91,7 +92,7 @@ class DataConfig(_Config):
             return given
         if given.get("order") == "balanced":
             raise ValueError("order=balanced: packs as token ids come as written; pack to shards")
-        return {**given, "data_prefix": str(prefix), "path": str(Path(prefix).parent)}
+        return {**given, "data_prefix": str(prefix), "path": str(path_of(prefix).parent)}
 
     @field_validator("packed_sequence")
     @classmethod

@@ -78,12 +78,15 @@ def failing_in_one_line(*, debug: bool) -> Iterator[None]:
 def reason(error: Exception) -> str:
     """Text of an error without the traceback that torch adds to one of a loader's worker, or the
     sample's fields that Energon puts first. Where an import of transformers failed, it names the
-    package that caused it, such as torchvision."""
+    package that caused it, such as torchvision, and the remedy."""
     if isinstance(error, ImportError) and error.__cause__ is not None:
         root: BaseException = error
         while root.__cause__ is not None:
             root = root.__cause__
-        return f"{str(error).splitlines()[0]} {type(root).__name__}: {root}"
+        return (
+            f"{str(error).splitlines()[0]} {type(root).__name__}: {root}; install a version of "
+            "that package that fits your PyTorch, or remove it"
+        )
     text = str(error)
     _, traceback, rest = text.rpartition('\n  File "')
     raised = _RAISED.search(rest) if traceback else None

@@ -33,6 +33,11 @@ class DiskFullError(StageError):
     """The disk is full: every other task would fail, too."""
 
 
+class RemoteError(RuntimeError):
+    """Object storage refuses a request, or goes on failing it. Not a StageError: that a file cannot
+    be read now does not make it damaged."""
+
+
 class ShareDoneError(StageError):
     """One of several ranks has done its share of a stage, and others have not: run the stage again
     when these are done."""
@@ -43,12 +48,12 @@ def as_sample_error(error: Exception) -> SampleError:
     the whole record in memory.
 
     Raises:
-        Exception: the error itself, if it is not the fault of a record: a failing disk, a lack
-            of memory or of a package, a stage that cannot go on.
+        Exception: the error itself, if it is not the fault of a record: a failing disk or
+            storage, a lack of memory or of a package, a stage that cannot go on.
     """
     if isinstance(error, SampleError):
         return SampleError(error.reason, error.detail)
-    if isinstance(error, OSError | MemoryError | ImportError | StageError):
+    if isinstance(error, OSError | MemoryError | ImportError | StageError | RemoteError):
         raise error
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return SampleError("unexpected_error", text[:200])

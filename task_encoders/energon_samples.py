@@ -17,9 +17,12 @@ from task_encoders.concatenate import PackedRow, merge_rows
 from task_encoders.notebook_html import html_table
 from task_encoders.packs.pack import Pack, is_medium, parse_json
 from task_encoders.packs.pack_format import JSON_PART
+from task_encoders.storage_paths import renew_clients_after_fork
 from task_encoders.versions import require_supported
 
 require_supported("megatron-energon")
+
+renew_clients_after_fork()  # whoever loads packs through Energon imports this module
 
 
 @edataclass
@@ -190,7 +193,7 @@ class PackedBatch(Batch):
     dropped: list[str]
     #: context-parallel ranks that the row goes over, if packs differ in that
     local_cp_size: int | None = None
-    #: how transformers' model takes imgs: a name in model_inputs.IMAGE_LAYOUTS
+    #: how transformers' model takes imgs: a name in media.layouts.IMAGE_LAYOUTS
     image_layout: str = "patches"
 
     def _repr_html_(self) -> str:

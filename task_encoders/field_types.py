@@ -5,6 +5,7 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any, Final, LiteralString, TypeVar, cast, get_type_hints
@@ -23,6 +24,8 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 ModelT = TypeVar("ModelT", bound=BaseModel)
+#: "user:password@" of a URL, or their like
+KEYS_IN_URL: Final = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*(?=@)")
 _MAX_INTEGER: Final = 2**63 - 1
 
 
@@ -75,9 +78,12 @@ def _expand_user(path: Any) -> Any:
     return path
 
 
-def _local(path: str) -> str:
-    if "://" in path:
-        raise ValueError("a local folder is needed; name one, and copy it from or to the storage")
+def _without_keys(path: str) -> str:
+    if KEYS_IN_URL.search(path):
+        raise ValueError(
+            "keys in a URL would be stored with the output; leave them out, and give them as the "
+            "storage's package reads them, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
     return path
 
 
@@ -89,8 +95,7 @@ def _pairs(values: Any) -> Any:
 Values = Annotated[
     tuple[tuple[str, bool | int | float | str], ...], BeforeValidator(_pairs), PlainSerializer(dict)
 ]
-LocalOrRemotePath = Annotated[str, BeforeValidator(_expand_user)]
-LocalPath = Annotated[LocalOrRemotePath, AfterValidator(_local)]
+LocalOrRemotePath = Annotated[str, BeforeValidator(_expand_user), AfterValidator(_without_keys)]
 Count = Annotated[int, BeforeValidator(not_bool), Field(ge=1, le=_MAX_INTEGER)]
 NonNegative = Annotated[int, BeforeValidator(not_bool), Field(ge=0, le=_MAX_INTEGER)]
 Number = Annotated[float, BeforeValidator(not_bool), Field(ge=0)]

@@ -1,11 +1,15 @@
 """Options and fixtures of all tests."""
 
 import gc
+import json
 import os
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.object_store import ObjectStore, serve_objects
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,3 +61,34 @@ def builtin_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("builtin")
     builtin_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def _object_server() -> Iterator[ObjectStore]:
+    with serve_objects() as store:
+        yield store
+
+
+@pytest.fixture
+def object_store(
+    _object_server: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ObjectStore]:
+    """An S3 server that does not fail yet, and the environment in which s3:// leads to it."""
+    import fsspec.config
+
+    for name, value in _object_server.environment.items():
+        monkeypatch.setenv(name, value)
+    # In this process fsspec has read its variable already.
+    options = json.loads(_object_server.environment["FSSPEC_S3"])
+    monkeypatch.setitem(fsspec.config.conf, "s3", options)
+    _object_server.set_faults()
+    yield _object_server
+    _object_server.set_faults()
+
+
+@pytest.fixture
+def bucket(object_store: ObjectStore) -> str:
+    """URL of a new, empty bucket: s3://..."""
+    name = f"bucket-{uuid.uuid4().hex[:12]}"
+    object_store.make_bucket(name)
+    return f"s3://{name}"

@@ -93,9 +93,11 @@ def questions(root: Path, num_records: int, num_pictures: int) -> Questions:
     return Questions(records, pictures)
 
 
-@pytest.fixture(
-    scope="module", params=[(60, 9), pytest.param((5000, 700), marks=pytest.mark.exhaustive)]
-)
+#: records and pictures
+FEW, MANY = (60, 9), (5000, 700)
+
+
+@pytest.fixture(scope="module", params=[FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)])
 def packed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Questions, Run]:
@@ -107,7 +109,7 @@ def packed(
 
 
 def test_every_question_once_with_its_picture(packed: tuple[Path, Questions, Run]) -> None:
-    """And the tokens and bytes that are saved are those that are said."""
+    """The tokens and bytes that are saved are also those that are said."""
     root, asked, run = packed
     found: Counter[tuple[str, str, bytes]] = Counter()
     size = 0
@@ -151,6 +153,7 @@ def test_killed_and_resumed(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("packed", [MANY], indirect=True)
 @pytest.mark.parametrize("engine", ["1 worker", "4 workers", "Ray"])
 def test_the_same_bytes_on_workers(engine: str, packed: tuple[Path, Questions, Run]) -> None:
     root, asked, run = packed

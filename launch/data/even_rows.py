@@ -15,6 +15,7 @@ from torch import distributed
 
 from launch.data.micro_batches import MicroBatches
 from task_encoders.energon_samples import PackedBatch
+from task_encoders.families.base.family import Family
 from task_encoders.model_inputs import pad_batch
 from task_encoders.sample_encoder import IGNORE_INDEX
 
@@ -25,34 +26,20 @@ class EvenRows:
 
     Args:
         batches: of this rank, pixels as values.
+        family: the model's.
         hf_config: transformers' config of the whole model.
     """
 
-    def __init__(self, batches: MicroBatches, hf_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, batches: MicroBatches, family: Family, hf_config: Any, device: torch.device
+    ) -> None:
         self._batches = batches
         self._device = device
-        vision = hf_config.vision_config
-        merge = getattr(vision, "spatial_merge_size", None)
-        merge = merge or getattr(hf_config, "spatial_merge_size", None)
-        merge = merge or getattr(vision, "pooling_kernel_size", None)
-        #: the smallest medium: patches or a whole image, (L, D), its grid, and its tokens
-        if hasattr(hf_config, "downsample_ratio"):  # tiles of one size
-            side, patch = vision.image_size[0] // vision.patch_size[0], vision.patch_size[0]
-            self._medium = torch.zeros(side**2, 3 * patch**2, device=device)
-            grid, self._num_positions = [1, side, side], 1
-            self._num_tokens = int(side * hf_config.downsample_ratio) ** 2
-        elif merge is None:  # all images are of one size
-            side = vision.image_size // vision.patch_size
-            self._medium = torch.zeros(1, 3 * vision.image_size**2, device=device)
-            grid, self._num_tokens, self._num_positions = [1, side, side], side**2, 1
-        else:
-            depth = getattr(vision, "temporal_patch_size", None)
-            size = 3 * (depth or 1) * vision.patch_size**2
-            # Of two tokens: Mistral 3 of transformers 5.23 fails on a row with one image of one.
-            self._medium = torch.zeros(2 * merge**2, size, device=device)
-            grid, self._num_tokens = [1, merge, 2 * merge], 2
-            self._num_positions = 1 if depth is None else 3
-        self._grid = torch.tensor([grid], dtype=torch.int32, device=device)
+        blank = family.build.blank_image(hf_config)
+        self._medium = torch.zeros(blank.shape, device=device)
+        self._grid = torch.tensor([blank.grid], dtype=torch.int32, device=device)
+        self._num_tokens = blank.num_tokens
+        self._num_positions = family.build.POSITION_ROWS
         self._token_ids = [hf_config.image_token_id, getattr(hf_config, "video_token_id", None)]
 
     def next(self) -> PackedBatch | None:

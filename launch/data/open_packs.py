@@ -10,18 +10,19 @@ from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.indexed_file import find_prefix
+from task_encoders.storage_paths import path_of
 
 
-def settings_of_packs(path: Path, **options: Any) -> tuple[ModelOptions, int]:
+def settings_of_packs(path: str | Path, **options: Any) -> tuple[ModelOptions, int]:
     """Settings of the model and seq_length of packs, as their manifest says, except for options
     that are not None. Packs written by others have no manifest: the rest is the family's
     defaults."""
     given = {name: value for name, value in options.items() if value is not None}
-    path = path if (prefix := find_prefix(path)) is None else prefix.parent
+    folder = path_of(path) if (prefix := find_prefix(path)) is None else prefix.parent
     seq_length = given.pop("seq_length", None)
-    if path.is_dir() and not (path / "manifest.json").is_file():
+    if folder.is_dir() and not (folder / "manifest.json").is_file():
         return model_options(**given), seq_length or 2048
-    data = read_packed_data(path)
+    data = read_packed_data(folder)
     model = model_options(**{**data.model.model_dump(), **given})
     return model, seq_length or data.seq_length
 
@@ -33,11 +34,13 @@ def open_packs(
     prefix = find_prefix(path)
     if prefix is None:
         return PackedFolder(path, task_encoder, split=split)
-    return IndexedPackDataset(prefix if split == "train" else f"{prefix}_{split}", task_encoder)
+    return IndexedPackDataset(
+        f"{prefix}" if split == "train" else f"{prefix}_{split}", task_encoder
+    )
 
 
 def open_as_measured(
-    path: Path, trainer: str, *, split: str = "train", processor: str | None = None
+    path: str | Path, trainer: str, *, split: str = "train", processor: str | None = None
 ) -> tuple[PackedFolder, PackedTaskEncoder]:
     """The packs of a folder or metadataset, with the task encoder that their manifest describes.
 

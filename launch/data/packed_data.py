@@ -16,9 +16,9 @@ from offline_packing.errors import StageError
 from offline_packing.online.ranks.pack_costs import longest_pack
 from offline_packing.storage.files import hash_bytes
 from task_encoders.families import ModelOptions, model_options
-from task_encoders.loading.folder_shards import path_of
 from task_encoders.packs.manifest import Manifest, ManifestError, Slots, read_manifest
 from task_encoders.packs.pack_format import METADATASET
+from task_encoders.storage_paths import check_reachable, energon_url, path_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,7 @@ class PackedData:
 
 
 def read_packed_data(path: str | Path) -> PackedData:
-    """Read the manifest of a folder, or those of the folders in a metadataset YAML, remote ones as
-    msc://PROFILE/PATH.
+    """Read the manifest of a folder, or those of a metadataset YAML, here or at a URL.
 
     Raises:
         StageError: a folder has no manifest, or those of a blend were measured differently.
@@ -250,7 +249,8 @@ def _common_hash(hashes: Sequence[str]) -> str:
 def _folders(path: str | Path) -> list[tuple[Any, float]]:
     """(folder, weight per pack): the folder itself, or those of a metadataset, as Energon resolves
     it. Raises StageError."""
-    if (folder := path_of(path)).is_dir():
+    check_reachable(folder := path_of(path))
+    if folder.is_dir():
         return [(folder, 1.0)]
     try:
         loaded = _load_blend(path, "train")
@@ -261,7 +261,7 @@ def _folders(path: str | Path) -> list[tuple[Any, float]]:
             f"{path} cannot be read as a metadataset: {type(error).__name__}: {error}; a path in "
             f"it is a folder with .nv-meta, or of references the {METADATASET} inside"
         ) from error
-    paths = [path_of(str(entry.dataset.path)) for entry in loaded.datasets]
+    paths = [path_of(entry.dataset.path) for entry in loaded.datasets]
     folders = [path.parent if path.name.endswith(".jsonl") else path for path in paths]
     if any(entry.weight is None for entry in loaded.datasets):  # blend_epochized: by repetitions
         sizes = [_read_manifest(folder).of_an_epoch("packs") for folder in folders]
@@ -281,7 +281,7 @@ def _load_blend(path: str | Path, split: str) -> Any:
         raise StageError(
             f"{path} is neither a packed folder nor a metadataset YAML; set data.path to one"
         )
-    return load_dataset(str(path)).get_datasets(
+    return load_dataset(energon_url(path)).get_datasets(
         training=split == "train",
         split_part=split,
         worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),

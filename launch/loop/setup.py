@@ -28,6 +28,7 @@ from launch.loop.trainer import Trainer
 from launch.model.config import TransformersModelConfig
 from launch.model.qwen_vl import build_model
 from offline_packing.errors import ConfigError, StageError
+from task_encoders.families import FAMILIES
 from task_encoders.model_inputs import required_pad_multiple
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import BMR, PACKED, VQA
@@ -104,8 +105,8 @@ def build_trainer(
         plan,
         model=model,
         optimizer=build_optimizer(config, model),
-        train_data=_even(train_data, model, device),
-        validation_data=_even(validation_data, model, device),
+        train_data=_even(config, train_data, model, device),
+        validation_data=_even(config, validation_data, model, device),
         checkpoints=checkpoints,
         tokens_per_rank=data.tokens_per_rank,
         device=device,
@@ -140,11 +141,16 @@ def _build_model(
     )
 
 
-def _even(batches: EnergonMicroBatches | None, model: torch.nn.Module, device: torch.device) -> Any:
+def _even(
+    config: LaunchConfig,
+    batches: EnergonMicroBatches | None,
+    model: torch.nn.Module,
+    device: torch.device,
+) -> Any:
     """Micro batches with which no rank waits for another in a sharded model."""
     if batches is None or not isinstance(model, FSDPModule):
         return batches
-    return EvenRows(batches, model.hf_config, device)
+    return EvenRows(batches, FAMILIES[config.model.family], model.hf_config, device)
 
 
 def check_alike(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> None:

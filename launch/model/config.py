@@ -5,10 +5,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from task_encoders.families import FAMILIES
-from task_encoders.field_types import one_of
+from task_encoders.field_types import Count, not_bool, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -180,10 +187,11 @@ class LoraOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rank: Annotated[int, Field(ge=1)] = 16
+    rank: Count = 16
     #: adapters are scaled by alpha / rank
-    alpha: Annotated[int, Field(ge=1)] = 32
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    alpha: Count = 32
+    #: above a half, adapters would miss most of what they are to learn from
+    dropout: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=0.5)] = 0.0
     #: matrices of the language model that get one, by the last part of their names, such as q_proj;
     #: without it all
     targets: tuple[str, ...] = ()

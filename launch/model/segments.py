@@ -73,17 +73,20 @@ def isolate_segments(model: nn.Module) -> int:
 
 def check_attention(config: Any, attention: str) -> None:
     """Raise ValueError where a kernel of transformers cannot compute a model's attention."""
-    if not attention.startswith("flash_attention"):
-        return
-    text = config.get_text_config()
-    heads = [getattr(one, "head_dim", 0) or 0 for one in _layer_configs(text)]
+    reason = why_no_flash(config) if attention.startswith("flash_attention") else ""
+    if reason:
+        raise ValueError(f"attention {attention!r} {reason}; set sdpa, flex_attention or eager")
+
+
+def why_no_flash(config: Any) -> str:
+    """The reason why flash attention cannot compute a model's; empty where it can."""
     if _shows_images(config):
-        reason = "has no mask in which an image's tokens see each other"
-    elif (widest := max(heads)) > _FLASH_WIDTH:
-        reason = f"takes heads of at most {_FLASH_WIDTH}, and this model has some of {widest}"
-    else:
-        return
-    raise ValueError(f"attention {attention!r} {reason}; set sdpa, flex_attention or eager")
+        return "has no mask in which an image's tokens see each other"
+    layers = _layer_configs(config.get_text_config())
+    widest = max(getattr(one, "head_dim", 0) or 0 for one in layers)
+    if widest > _FLASH_WIDTH:
+        return f"takes heads of at most {_FLASH_WIDTH}, and this model has some of {widest}"
+    return ""
 
 
 def _layer_configs(text: Any) -> list[Any]:

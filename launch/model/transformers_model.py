@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_classes
 from launch.model.hf_checkpoint import replace_folder, write_companions
 from launch.model.language_model import token_losses
-from launch.model.segments import check_attention, isolate_segments
+from launch.model.segments import check_attention, isolate_segments, why_no_flash
 from task_encoders.families import FAMILIES
 from task_encoders.families.base.cost import cost_of_sizes
 from task_encoders.model_inputs import flash_attention_kwargs, media_kwargs, transformers_positions
@@ -181,7 +181,7 @@ def build_transformers_model(
     """
     dtype = config.resolve_dtype(device)
     make = partial(_make, config, device, dtype, seed, packs)
-    layout = FAMILIES[config.family].image_layout
+    layout = FAMILIES[config.family].build.IMAGE_LAYOUT
     model = PackedTransformersModel(make(), dtype, config.checkpoint or tokenizer, layout)
     if not config.fsdp:
         return model.to(device)
@@ -227,13 +227,8 @@ def _attention(name: str, device: torch.device, dtype: torch.dtype, hf_config: A
     if name != "auto":
         check_attention(hf_config, name)
         return name
-    if device.type != "cuda" or dtype == torch.float32 or not find_spec("flash_attn"):
-        return "sdpa"
-    try:
-        check_attention(hf_config, "flash_attention_2")
-    except ValueError:
-        return "sdpa"
-    return "flash_attention_2"
+    is_possible = device.type == "cuda" and dtype != torch.float32 and find_spec("flash_attn")
+    return "flash_attention_2" if is_possible and not why_no_flash(hf_config) else "sdpa"
 
 
 def _with_lora(model: Any, options: LoraOptions) -> Any:

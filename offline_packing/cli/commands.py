@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from offline_packing.cli import verbs  # noqa: F401 - they register themselves
-from offline_packing.cli.verb import OUTPUT_OPTIONS, cli
+from offline_packing.cli.verb import OUTPUT_OPTIONS, FileOrUrl, cli
+from offline_packing.storage.paths import is_remote
 from task_encoders.samples import TASKS
 from task_encoders.text.qwen_vocabulary import BUILTIN
 
@@ -26,7 +27,7 @@ def _check_path(context: click.Context, argument: click.Parameter, path: str) ->
 
 @cli.command()
 @click.argument("path", callback=_check_path)
-@click.option("--to", type=click.Path(dir_okay=False, path_type=Path), default="pack.yaml")
+@click.option("--to", type=FileOrUrl(), default="pack.yaml")
 @click.option("--task", type=click.Choice(TASKS), help="Default: guessed from the records.")
 @click.option("--output", default="out/packed", help="Its output.path.")
 @click.option("--processor", default=BUILTIN, help="The checkpoint you train; sets model.family.")
@@ -69,7 +70,7 @@ def index(folder: Path, task: str | None) -> None:
 @click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
 @click.option(
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FileOrUrl(),
     help="Write which sample stands where in which pack to this Parquet file.",
 )
 def plan_lengths(
@@ -86,9 +87,7 @@ def plan_lengths(
 
 
 @cli.command()
-@click.argument(
-    "folders", nargs=-1, required=True, type=click.Path(file_okay=False, path_type=Path)
-)
+@click.argument("folders", nargs=-1, required=True, type=FileOrUrl(dir_okay=True, file_okay=False))
 @click.option(
     "--epochs",
     is_flag=True,
@@ -101,8 +100,19 @@ def blend(folders: tuple[Path, ...], epochs: bool) -> None:
     click.echo(blending.blend(folders, epochs=epochs), nl=False)
 
 
+def _check_local(context: click.Context, argument: click.Parameter, folder: Path) -> Path:
+    if is_remote(folder):
+        raise click.BadParameter("the demo needs a local folder")
+    return folder
+
+
 @cli.command()
-@click.argument("folder", type=click.Path(file_okay=False, path_type=Path), default="demo_output")
+@click.argument(
+    "folder",
+    type=FileOrUrl(file_okay=False, dir_okay=True),
+    default="demo_output",
+    callback=_check_local,
+)
 @click.option("--num-samples", default=2000, help="How many samples to draw.")
 @click.option("--seed", default=0, help="Decides everything that is drawn.")
 def demo(folder: Path, num_samples: int, seed: int) -> None:

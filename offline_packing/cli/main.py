@@ -95,7 +95,7 @@ def _run(arguments: Sequence[str]) -> None:
     import click
 
     from offline_packing.cli.commands import cli
-    from offline_packing.errors import ConfigError, ShareDoneError, StageError
+    from offline_packing.errors import ConfigError, RemoteError, ShareDoneError, StageError
     from task_encoders.versions import UnsupportedVersionError
 
     try:
@@ -111,7 +111,7 @@ def _run(arguments: Sequence[str]) -> None:
     except Exception as error:
         if "--debug" in arguments:
             raise
-        known = isinstance(error, StageError | OSError | UnsupportedVersionError)
+        known = isinstance(error, StageError | RemoteError | OSError | UnsupportedVersionError)
         cause = error.__cause__ if isinstance(error, click.Abort) else error  # of an EOFError
         text = str(error) if known else f"{type(cause).__name__}: {cause} (--debug shows where)"
         click.echo(f"error: {' '.join(text.split())}", err=True)

@@ -12,17 +12,32 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from offline_packing.errors import ConfigError
+from offline_packing.storage.paths import open_path
+from task_encoders.storage_paths import is_url
 
 if TYPE_CHECKING:
     from offline_packing.runs.run import Run
 
 #: A title, and names with their meaning.
 HelpList = tuple[str, list[tuple[str, str]]]
+
+
+class FileOrUrl(click.Path):
+    """A local path, or a URL."""
+
+    def __init__(self, *, file_okay: bool = True, dir_okay: bool = False) -> None:
+        super().__init__(file_okay=file_okay, dir_okay=dir_okay, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and is_url(value):
+            return open_path(value)
+        return super().convert(value, param, ctx)
 
 
 class Verb(click.Command):

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from offline_packing.cli.verb import HelpList, Verb, verb
-from offline_packing.errors import StageError
+from offline_packing.cli.verb import FileOrUrl, HelpList, Verb, verb
+from offline_packing.errors import ConfigError, RemoteError, StageError
 from task_encoders.samples import REASONS
 
 if TYPE_CHECKING:
@@ -24,6 +24,21 @@ _DEEP: Final = click.Option(
     ["--deep"],
     is_flag=True,
     help="Also compare what was written with the source, and encode every sample again.",
+)
+_VERIFY: Final = (
+    click.Option(
+        ["--hash-only"],
+        is_flag=True,
+        help="Compare the bytes of all files with their hashes, and open no pack.",
+    ),
+    click.Option(
+        ["--samples"],
+        type=click.FloatRange(min=0, min_open=True),
+        help="Check packs drawn at random, and not the others: so many samples; below 1, a share.",
+    ),
+    click.Option(
+        ["--seed"], type=click.IntRange(min=0), default=0, help="Decides which packs are drawn."
+    ),
 )
 _PREVIEW: Final = (
     click.Option(
@@ -41,7 +56,7 @@ _PREVIEW: Final = (
     click.Option(["--full"], is_flag=True, help="Show long texts in full."),
     click.Option(
         ["--html"],
-        type=click.Path(dir_okay=False, path_type=Path),
+        type=FileOrUrl(),
         help="Write one page, with images and first frames of videos, instead of text.",
     ),
 )
@@ -59,7 +74,7 @@ _SET_ASIDE: Final = (
 _PLAN: Final = (
     click.Option(
         ["--output"],
-        type=click.Path(dir_okay=False, path_type=Path),
+        type=FileOrUrl(),
         help="Write which sample stands where in which pack to this Parquet file.",
     ),
 )
@@ -139,16 +154,29 @@ def write_verb(run: Run, dry_run: bool) -> None:
     click.echo(f"wrote {counts.packed:,} samples to {run.workspace.root}; packs: {packs}")
 
 
-@verb("verify", params=[_DEEP], is_shared=True, needs_output=True)
-def verify_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
+@verb("verify", params=[_DEEP, *_VERIFY], is_shared=True, needs_output=True)
+def verify_verb(
+    run: Run,
+    dry_run: bool,
+    deep: bool = False,
+    hash_only: bool = False,
+    samples: float | None = None,
+    seed: int = 0,
+) -> None:
     """Re-read everything that was written, and check it."""
-    from offline_packing.verify.verify import preview_verify, render_result, render_verdict, verify
+    from offline_packing.verify.part import Drawn
+    from offline_packing.verify.render import render_result, render_verdict
+    from offline_packing.verify.verify import preview_verify, verify
 
     if dry_run:
         click.echo(preview_verify(run))
         return
-    result = verify(run, deep=deep)
-    click.echo(render_result(result, deep=deep), nl=False)
+    if hash_only and (deep or samples):
+        raise ConfigError("verify --hash-only opens no pack; leave out --deep and --samples")
+    drawn = None if samples is None else Drawn(samples, seed)
+    result = verify(run, deep=deep, hash_only=hash_only, drawn=drawn)
+    text = render_result(result, deep=deep, hash_only=hash_only, drawn=drawn)
+    click.echo(text, nl=False)
     if not result.ok:
         raise StageError(f"{run.workspace.root} has {render_verdict(result)}")
 
@@ -195,7 +223,7 @@ def _do(step: Verb, run: Run, dry_run: bool, options: Mapping[str, bool]) -> Non
     try:
         with contextlib.redirect_stdout(said) if silent else contextlib.nullcontext():
             step.function(run, dry_run, **options)
-    except StageError:
+    except (RemoteError, StageError):
         click.echo(said.getvalue(), nl=False)
         raise
 

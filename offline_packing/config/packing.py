@@ -146,6 +146,13 @@ class PackingConfig(Section):
                 "model.loss_on=last trains one answer of each conversation, and split_turns makes "
                 "several samples of one; leave out one of the two"
             )
+        earlier = self.pack.split_turns.context_turns
+        if earlier and not LAYOUTS[self.output.layout].HOLDS_UNTRAINED:
+            raise ValueError(
+                f"pack.split_turns.context_turns={earlier} shows turns without loss, and "
+                f"output.layout={self.output.layout!r} would train them; set it to 0, or choose "
+                "another layout"
+            )
         return self
 
     @property

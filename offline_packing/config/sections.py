@@ -18,7 +18,7 @@ from offline_packing.engines import ENGINES
 from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.context_parallel import ContextParallel
 from offline_packing.planner.options import PlanOptions
-from task_encoders.field_types import Count, LocalPath, NonNegative, added, not_bool, one_of
+from task_encoders.field_types import Count, LocalOrRemotePath, NonNegative, added, not_bool, one_of
 from task_encoders.packs.pack_format import cut_multiple
 
 
@@ -181,14 +181,16 @@ class PackConfig(PlanOptions, Section):
 class OutputConfig(Section):
     """Output folder, and form of the packs in it."""
 
-    #: the folder a trainer is given
-    path: LocalPath
+    #: the folder a trainer is given, or its URL: s3://bucket/packed, gs://…, msc://…
+    path: LocalOrRemotePath
     #: how packs lie on disk: a name in LAYOUTS
     layout: Annotated[str, one_of(LAYOUTS)] = "energon"
     #: the most packs in a shard
     packs_per_shard: Count = 1000
     #: a shard is closed before it would grow beyond this
     max_shard_bytes: Count | None = None
+    #: shards in each of several folders, train-0000 …; layouts of tars only (default: no folders)
+    shards_per_folder: Count | None = Field(None, exclude_if=lambda value: value is None)
     #: share of the packs per split
     split: dict[str, float] = {"train": 1.0}
     #: what stands in one split only: each sample; each image and video, with all samples that lead
@@ -220,9 +222,13 @@ class OutputConfig(Section):
         return split
 
     @model_validator(mode="after")
-    def _check_pretokenize(self) -> "OutputConfig":
+    def _check_layout(self) -> "OutputConfig":
         if self.pretokenize and LAYOUTS[self.layout].TOKEN_IDS == "never":
             raise ValueError(f"layout {self.layout} holds no token ids; remove pretokenize")
+        if self.shards_per_folder is not None and not LAYOUTS[self.layout].SHARDS_STAY:
+            raise ValueError(
+                f"layout {self.layout} has no file per shard in the end; remove shards_per_folder"
+            )
         return self
 
 
@@ -235,6 +241,14 @@ class EngineConfig(Section):
     workers: NonNegative = Field(default_factory=lambda: len(os.sched_getaffinity(0)))
     #: records per measuring task, and rows per part of the index
     samples_per_part: Count = 4096
+    #: of `ray`: options of ray.remote for each task (default: num_cpus 1, max_retries 5)
+    ray_remote_args: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _check_ray(self) -> "EngineConfig":
+        if self.ray_remote_args and self.name != "ray":
+            raise ValueError(f"ray_remote_args need engine.name=ray, not {self.name}")
+        return self
 
 
 class ReportConfig(Section):

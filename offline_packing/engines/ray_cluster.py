@@ -1,15 +1,16 @@
 """Tasks on a Ray cluster: the one at RAY_ADDRESS, or one started on this machine.
 
-All machines must see source and output under the same paths and have this package installed. A
-worker that dies is replaced, and its task runs again: a task leaves nothing under a final name
-until it is complete.
+All machines must have this package installed, and see source and output under the same paths or in
+object storage. The tasks of a worker or node that dies run again on another: a task leaves nothing
+under a final name until it is complete. Progress is never worth a run: without it, the bar advances
+as tasks end.
 """
 
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final
 
@@ -22,53 +23,106 @@ from offline_packing.engines.local import (
     Task,
     told_to,
 )
-from offline_packing.errors import StageError
+from offline_packing.engines.ray_watch import NODE_DIED, ClusterWatch, lost
+from offline_packing.errors import ConfigError, StageError
 
-#: Repetitions of a task whose worker died.
-_MAX_RETRIES: Final = 5
+#: Options of every task: one CPU; repetitions of a task whose worker or node died.
+_TASK_OPTIONS: Final = {"num_cpus": 1, "max_retries": 5}
+#: The resources that a task's options name, as nodes call them.
+_RESOURCES: Final = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
 
 
 class _Counter:
-    """An actor: how far all tasks advanced since it was last read."""
+    """An actor: how far each task at work is. It may be lost and started again: tasks tell their
+    whole progress each time."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self._counts: dict[int, int] = {}
 
-    def add(self, count: int) -> None:
-        self._count += count
+    def tell(self, number: int, count: int) -> None:
+        self._counts[number] = count
 
-    def take(self) -> int:
-        count, self._count = self._count, 0
-        return count
+    def take(self) -> dict[int, int]:
+        """Counts that tasks told since the last call, by task."""
+        counts, self._counts = self._counts, {}
+        return counts
 
 
-def _run_task(function: Callable[[Task], Result], task: Task, counter: Any) -> Result:
-    """Run a task in a worker of Ray; its progress goes to the counter about twice a second."""
-    if counter is None:
-        return function(task)
-    import ray
-
-    count, sent = 0, -math.inf
+def _run_task(
+    function: Callable[[Task], Result], task: Task, number: int, counter: Any
+) -> tuple[int, Result]:
+    """Run a task in a worker of Ray; returns how far it advanced, and its result. Meanwhile the
+    counter, if there is one, is told about twice a second."""
+    count, told = 0, -math.inf
 
     def listener(more: int) -> None:
-        nonlocal count, sent
+        nonlocal count, told
         count += more
-        if time.monotonic() - sent > SECONDS_BETWEEN_REPORTS / 2:
-            counter.add.remote(count)
-            count, sent = 0, time.monotonic()
+        if counter is not None and time.monotonic() - told > SECONDS_BETWEEN_REPORTS / 2:
+            counter.tell.remote(number, count)
+            told = time.monotonic()
 
     with told_to(listener):
         result = function(task)
-    ray.get(counter.add.remote(count))  # counted before the result is seen
-    return result
+    return count, result
+
+
+class _Progress:
+    """Progress of the tasks at work, as the counter knows it, and of those that ended, which is
+    exact: whatever becomes of the counter or of a task's first worker, each task counts once."""
+
+    def __init__(self, ray: Any, listener: Advance | None) -> None:
+        self._ray, self._listener = ray, listener
+        self._heard: dict[int, int] = {}
+        self._answer: Any = None
+        self.counter: Any = None
+        if listener is not None:
+            actor = ray.remote(num_cpus=0, max_restarts=-1)(_Counter)
+            self.counter = actor.remote()
+
+    def begin(self, number: int) -> None:
+        self._heard[number] = 0
+
+    def end(self, number: int, count: int) -> None:
+        self._advance(count - self._heard.pop(number))
+
+    def update(self) -> None:
+        """Tell the listener what the counter answered since the last call, if it did."""
+        if self.counter is None:
+            return
+        if self._answer is None:
+            self._answer = self.counter.take.remote()
+        if not self._ray.wait([self._answer], timeout=0)[0]:
+            return
+        answer, self._answer = self._answer, None
+        try:
+            counts = self._ray.get(answer)
+        except self._ray.exceptions.RayError:
+            return  # it died, and is started again
+        for number, count in counts.items():
+            more = count - self._heard.get(number, count)  # of a task that ended: none
+            if more > 0:  # it is less where a task runs again
+                self._heard[number] += more
+                self._advance(more)
+
+    def _advance(self, count: int) -> None:
+        if self._listener is not None:
+            self._listener(count)
 
 
 class RayEngine(Engine):
-    """Ray tasks of one CPU each. `workers`: those of a cluster started here, and only of one."""
+    """Ray tasks. `workers`: CPUs of a cluster started here, and only of one."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, ray_remote_args: Mapping[str, Any] | None = None) -> None:
+        """`ray_remote_args`: options of `ray.remote` for each task, named as in Ray Data."""
         super().__init__(workers)
+        self._given = dict(ray_remote_args or {})
+        self._options = _TASK_OPTIONS | self._given
+        needs = {name: self._options.get(option) for option, name in _RESOURCES.items()}
+        needs |= self._given.get("resources") or {}
+        self._needs = {name: need for name, need in needs.items() if need} or {"CPU": 1}
         self._ray: Any = None
+        self._watch: ClusterWatch | None = None
 
     def run(
         self,
@@ -76,38 +130,48 @@ class RayEngine(Engine):
         tasks: Iterable[Task],
         listener: Advance | None = None,
     ) -> Iterator[Result]:
-        ray = self._connected()
-        counter: Any = None
-        if listener is not None:
-            counter = ray.remote(num_cpus=0)(_Counter).remote()
-        remote = ray.remote(_run_task).options(num_cpus=1, max_retries=_MAX_RETRIES)
-        remaining = iter(tasks)
-        pending: list[Any] = []
+        remote = self._remote(getattr(function, "__name__", "task"))
+        ray, watch = self._connected()
+        progress = _Progress(ray, listener)
+        remaining = enumerate(tasks)
+        pending: dict[Any, int] = {}
         try:
             while True:
-                num_cpus = max(1, int(ray.cluster_resources().get("CPU", 1)))
-                room = TASKS_PER_WORKER * num_cpus - len(pending)
-                pending += [
-                    remote.remote(function, task, counter) for task in islice(remaining, room)
-                ]
+                watch.check()
+                # Few: they lie in memory with their tables, or their results.
+                room = TASKS_PER_WORKER * max(1, watch.num_slots(self._needs)) - len(pending)
+                for number, task in islice(remaining, max(0, room)):
+                    progress.begin(number)
+                    reference = remote.remote(function, task, number, progress.counter)
+                    pending[reference] = number
                 if not pending:
                     return
-                timeout = None if listener is None else SECONDS_BETWEEN_REPORTS
-                done, pending = ray.wait(pending, timeout=timeout)
-                if listener is not None:
-                    listener(ray.get(counter.take.remote()))
-                yield from map(self._result, done)
+                done, _ = ray.wait(list(pending), timeout=SECONDS_BETWEEN_REPORTS)
+                progress.update()
+                for reference in done:
+                    count, result = self._result(reference)
+                    progress.end(pending.pop(reference), count)
+                    yield result
         finally:
             for reference in pending:
                 ray.cancel(reference)
 
     def close(self) -> None:
-        if self._ray is not None:
+        if self._watch is not None:
+            self._watch.close()
             self._ray.shutdown()
-            self._ray = None
+            self._ray = self._watch = None
+
+    def _remote(self, name: str) -> Any:
+        """`_run_task` with the options of a task; the name is what Ray's dashboard shows."""
+        try:
+            return _import_ray().remote(_run_task).options(**{"name": name} | self._options)
+        except (TypeError, ValueError) as error:
+            text = " ".join(str(error).split())
+            raise ConfigError(f"engine.ray_remote_args={self._given}: {text}") from error
 
     def _result(self, reference: Any) -> Any:
-        """A task's result, or what it raised, as on local processes."""
+        """Return what a task returned, or raise what it raised, as on local processes."""
         errors = self._ray.exceptions
         try:
             return self._ray.get(reference)
@@ -115,27 +179,49 @@ class RayEngine(Engine):
             raise error.cause from None
         except (errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError) as error:
             raise StageError(
-                f"a task's worker died {_MAX_RETRIES + 1} times, perhaps for lack of memory; "
-                "see Ray's logs, and run again"
+                f"a task's worker died {self._options['max_retries'] + 1} times, perhaps for lack "
+                "of memory; see Ray's logs, and run again"
             ) from error
+        except errors.LocalRayletDiedError as error:
+            raise lost(NODE_DIED) from error
+        except errors.RayError as error:
+            text = " ".join(str(error).split())[:300]
+            raise StageError(f"Ray could not run a task: {text}; run again") from error
 
-    def _connected(self) -> Any:
-        """The module, connected to a cluster. Raises StageError if Ray is not installed."""
-        if self._ray is None:
-            settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
-            if "RAY_ADDRESS" not in os.environ:
-                # Our own cluster needs no token in the home folder, and reports no usage.
-                os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-                os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-                os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-                settings |= {"num_cpus": max(1, self.workers), "include_dashboard": False}
-            try:
-                import ray
-            except ImportError as error:
-                raise StageError(
-                    "engine.name=ray needs Ray; pip install 'ray>=2.55' (in a clone: pip install "
-                    "-e '.[ray]')"
-                ) from error
+    def _connected(self) -> tuple[Any, ClusterWatch]:
+        """The module, connected to a cluster, and what watches that. Raises StageError if there is
+        none."""
+        if self._watch is not None:
+            return self._ray, self._watch
+        settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+        if "RAY_ADDRESS" not in os.environ:
+            # Our own cluster needs no token in the home folder, and reports no usage.
+            os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            # Not one that happens to run here, which takes no number of CPUs.
+            settings |= {"address": "local", "num_cpus": max(1, self.workers)}
+            settings |= {"include_dashboard": False}
+        ray = _import_ray()
+        try:
             ray.init(**settings)
-            self._ray = ray
-        return self._ray
+        except Exception as error:
+            # Ray raises Exception itself, too.
+            text = " ".join(str(error).split())[:300]
+            address = os.environ.get("RAY_ADDRESS", "none")
+            raise StageError(
+                f"no Ray cluster (RAY_ADDRESS: {address}): {text}; start it, and run again"
+            ) from error
+        self._ray, self._watch = ray, ClusterWatch(ray)
+        return self._ray, self._watch
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise StageError(
+            "engine.name=ray needs Ray; pip install 'ray>=2.55' (in a clone: pip install "
+            "-e '.[ray]')"
+        ) from error
+    return ray

@@ -98,7 +98,7 @@ class IndexInfo:
 
     @property
     def regrouped(self) -> dict[str, str]:
-        """What became of records that are not one sample each: lines by name."""
+        """Lines about records that were merged or cut, by the name of what was done."""
         lines = {"merged": self.saving, "split_turns": self.splitting}
         return {name: line for name, line in lines.items() if line}
 

@@ -2,13 +2,14 @@
 
 A shard's samples lie all over the index. Those that do not fit in memory are sorted in two
 steps: one pass over the index deals them out to groups of shards, each a scratch file; then
-group after group is read back and put in order.
+group after group is read back and put in order. Other tables that come in parts are, too.
 """
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -16,18 +17,22 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash
+from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash, open_table
+from offline_packing.storage.paths import is_remote
 from task_encoders.families.base.cost import ModelCost
 
 #: Samples held in memory at a time: some 50 MB of index.
 SAMPLES_IN_MEMORY: Final = 1 << 17
 #: Groups, each of which holds a scratch file open.
 _MAX_GROUPS: Final = 256
+_MAX_INT32: Final = 2**31 - 1
 
 #: Row numbers of the index, over all parts.
 SampleIds = npt.NDArray[np.integer]
+
+#: Number of rows of a part of a table, and what reads it, or it may be skipped.
+TablePart = tuple[int, Callable[[], pa.Table]]
 
 
 def samples_of_shards(
@@ -39,19 +44,37 @@ def samples_of_shards(
     samples_in_memory: int = SAMPLES_IN_MEMORY,
 ) -> Iterator[pa.Table]:
     """Columns of the samples of each shard, in the given order. `scratch` is an existing folder;
-    the files in it have no name and vanish with this process."""
+    the files in it have no name and vanish with this process. Those of an object storage are among
+    the system's temporary files."""
     none = INDEX_SCHEMA.empty_table().select(list(columns))
-    groups = _group(ids_of_shards, samples_in_memory)
-    sorted_ids = [np.sort(np.concatenate(group)) for group in groups]
-    picked = _pick(samples, none, sorted_ids, samples_in_memory)
+    parts = [
+        (rows, partial(samples.part, number, *columns))
+        for number, rows in enumerate(samples.info.part_rows)
+    ]
+    return take_rows(parts, none, ids_of_shards, scratch, samples_in_memory=samples_in_memory)
+
+
+def take_rows(
+    parts: Iterable[TablePart],
+    none: pa.Table,
+    ids_of_lists: Sequence[SampleIds],
+    scratch: Path,
+    *,
+    samples_in_memory: int = SAMPLES_IN_MEMORY,
+) -> Iterator[pa.Table]:
+    """The rows of each list of row numbers, in its order, of a table whose parts are read at most
+    once, in order; `none` is such a table without rows. `scratch` as in `samples_of_shards`."""
+    groups = _group(ids_of_lists, samples_in_memory)
+    sorted_ids = [_sorted(group) for group in groups]
+    picked = _pick(parts, none, sorted_ids, samples_in_memory)
     if len(groups) == 1:
         tables = iter([pa.concat_tables([none, *(table for _, table in picked)])])
     else:
         tables = _through_files(picked, none.schema, len(groups), scratch)
     for table, ids, group in zip(tables, sorted_ids, groups, strict=True):
         table = table.combine_chunks()
-        for shard in group:
-            yield table.take(pa.array(np.searchsorted(ids, shard)))
+        for own in group:
+            yield table.take(pa.array(np.searchsorted(ids, own)))
 
 
 def name_samples(samples: Index, ids: SampleIds) -> pa.Table:
@@ -132,28 +155,53 @@ def _group(ids_of_shards: Sequence[SampleIds], samples_in_memory: int) -> list[l
     return groups
 
 
+def _sorted(group: Sequence[SampleIds]) -> SampleIds:
+    """All ids of a group, ascending, in four bytes each where that is enough."""
+    ids = np.concatenate(group)
+    if ids.max(initial=0) < _MAX_INT32:
+        ids = ids.astype(np.int32, copy=False)
+    ids.sort()
+    return ids
+
+
 def _pick(
-    samples: Index, none: pa.Table, sorted_ids: Sequence[SampleIds], samples_in_memory: int
+    parts: Iterable[TablePart],
+    none: pa.Table,
+    sorted_ids: Sequence[SampleIds],
+    samples_in_memory: int,
 ) -> Iterator[tuple[int, pa.Table]]:
     """(group, some of its samples), ascending: of neighboring parts that fit in memory together;
     parts without any of the ids are not read. `none` is such a table without samples."""
-    ends = np.cumsum([*samples.info.part_rows, 0])
-    wanted = np.zeros(len(ends), dtype=bool)
-    for ids in sorted_ids:
-        wanted[np.searchsorted(ends, ids, side="right")] = True
-    first, held = 0, list[pa.Table]()
-    for number, (end, is_wanted) in enumerate(zip(ends.tolist(), wanted, strict=True)):
-        if is_wanted:
-            held.append(samples.part(number, *none.column_names))
+    first, end, held = 0, 0, list[pa.Table]()
+
+    def give() -> Iterator[tuple[int, pa.Table]]:
+        table = pa.concat_tables([none, *held]).combine_chunks()
+        for group, ids in enumerate(sorted_ids):
+            start, stop = _places(ids, first, first + len(table))
+            if stop > start:
+                yield group, table.take(pa.array(ids[start:stop] - first))
+        held.clear()
+
+    for rows, read in parts:
+        bounds = [_places(ids, end, end + rows) for ids in sorted_ids]
+        is_wanted = any(start < stop for start, stop in bounds)
         if held and (not is_wanted or sum(map(len, held)) >= samples_in_memory):
-            table = pa.concat_tables([none, *held]).combine_chunks()
-            for group, ids in enumerate(sorted_ids):
-                start, stop = np.searchsorted(ids, (first, first + len(table)))
-                if stop > start:
-                    yield group, table.take(pa.array(ids[start:stop] - first))
-            held = []
+            yield from give()
         if not held:
             first = end
+        if is_wanted:
+            held.append(read())
+        end += rows
+    if held:
+        yield from give()
+
+
+def _places(ids: SampleIds, begin: int, end: int) -> tuple[int, int]:
+    """Places between which sorted ids are in begin..end - 1. Bounds of another type would have all
+    of the ids copied to it."""
+    most = np.iinfo(ids.dtype).max
+    start, stop = np.searchsorted(ids, np.array([min(begin, most), min(end, most)], ids.dtype))
+    return int(start), int(stop)
 
 
 def _through_files(
@@ -161,7 +209,7 @@ def _through_files(
 ) -> Iterator[pa.Table]:
     """The samples of each group, by way of an Arrow stream in a scratch file each; where the
     output is read-only, among the system's temporary files."""
-    where = scratch if os.access(scratch, os.W_OK) else None
+    where = scratch if not is_remote(scratch) and os.access(scratch, os.W_OK) else None
     options = pa.ipc.IpcWriteOptions(compression="lz4")
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile(dir=where)) for _ in range(num_groups)]
@@ -197,7 +245,8 @@ def sums_by_source(
 def _sample_bytes(path: Path) -> npt.NDArray[np.int64]:
     """(num_samples,) bytes of the record and the media of each sample in a part of the index."""
     # Sizes without the other columns of record and media.
-    table = pq.ParquetFile(path).read(columns=["json.size", "media.list.element.size"])
+    with open_table(path) as part:
+        table = part.read(columns=["json.size", "media.list.element.size"])
     media = table["media"].combine_chunks()
     ends = np.concatenate([[0], np.cumsum(media.flatten().field("size").to_numpy())])
     in_media = np.diff(ends[np.cumsum(media.value_lengths().to_numpy())], prepend=0)

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from offline_packing.errors import StageError
 from offline_packing.index.measured import escape
 from offline_packing.index.records import name_parts
 from offline_packing.index.rows import SampleIds
-from offline_packing.index.table import SET_ASIDE_SCHEMA, Index
+from offline_packing.index.shared import places_of_equal
+from offline_packing.index.table import SET_ASIDE_SCHEMA, Index, open_table
 
 #: Samples whose keys are in memory at a time.
 _NAMED_AT_ONCE: Final = 1 << 17
@@ -106,9 +106,9 @@ def find_duplicates(
     """Samples whose key an earlier sample of the same source has, ascending. Equal `hashes`,
     (num_samples,) key_hash of the index, are found by sorting; the few samples that have one are
     compared by their keys, which `name` gives with their source_id, see `name_samples`."""
-    order = np.argsort(hashes, kind="stable")
-    equal = hashes[order[1:]] == hashes[order[:-1]]
-    suspects = np.union1d(order[1:][equal], order[:-1][equal])
+    suspects = places_of_equal(hashes)
+    if not len(suspects):
+        return suspects
     named = name(suspects).append_column("id", pa.array(suspects))
     firsts = named.group_by(["source_id", "key"]).aggregate([("id", "min")])["id_min"]
     return np.setdiff1d(suspects, firsts.to_numpy(), assume_unique=True)
@@ -132,7 +132,7 @@ def read_set_aside(paths: Iterable[Path], reasons: Collection[str] = ()) -> Iter
     wanted = pa.array(sorted(reasons), pa.string())
     for path in paths:
         try:
-            with pq.ParquetFile(path) as file:
+            with open_table(path) as file:
                 for batch in file.iter_batches(_READ_AT_ONCE):
                     rows = pa.Table.from_batches([batch], SET_ASIDE_SCHEMA)
                     yield rows.filter(pc.is_in(rows["reason"], wanted)) if reasons else rows

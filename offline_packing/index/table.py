@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,7 +22,8 @@ import xxhash
 
 from offline_packing.errors import StageError
 from offline_packing.index.info import IndexInfo
-from offline_packing.storage.files import atomic_file
+from offline_packing.storage.files import atomic_file, kept_copy
+from offline_packing.storage.paths import is_remote
 
 LOCATOR_FIELDS: Final = [
     pa.field("kind", pa.string()),
@@ -72,17 +74,19 @@ INDEX_SCHEMA: Final = pa.schema(
         # the records of a dialogue, or the one that this is a part of; then json is the first, with
         # the size of all that the sample has of them. None: the record at json
         pa.field("parts", pa.large_list(pa.struct(_PART_FIELDS))),
-        pa.field("left_out", pa.uint8()),  # place in LEFT_OUT
+        pa.field("left_out", pa.uint8()),  # 0, or why the sample is not planned, see LEFT_OUT
     ]
 )
-#: Reason and detail of samples that repeat an earlier one, see measure/copies.py; 0: planned.
-LEFT_OUT: Final = (
-    ("", ""),
-    ("duplicate_key", "an earlier sample has this key"),
-    ("copy", "an earlier sample has the same texts and media"),
+#: Values of the column left_out of samples that are not planned; 0: it is.
+DUPLICATE_KEY, COPY, UNCUT = 1, 2, 3
+#: Reason and detail of each.
+LEFT_OUT: Final = MappingProxyType(
+    {
+        DUPLICATE_KEY: ("duplicate_key", "an earlier sample has this key"),
+        COPY: ("copy", "an earlier sample has the same texts and media"),
+        UNCUT: ("not_in_template", "it fits no pack, and the chat template writes no part of it"),
+    }
 )
-
-
 SET_ASIDE_SCHEMA: Final = pa.schema(
     [
         pa.field("key", pa.large_string()),
@@ -110,15 +114,41 @@ def table_writer(
             writer.add_key_value_metadata(dict(notes))
 
 
+def with_left_out(
+    codes: npt.NDArray[np.uint8], rows: pa.Table, places: slice = slice(None)
+) -> pa.Table:
+    """Rows of the index with their codes in the column `left_out`; `codes` are of many rows, of
+    which these are at `places`."""
+    place = rows.schema.get_field_index("left_out")
+    return rows.set_column(place, rows.schema.field(place), pa.array(codes[places]))
+
+
 def rewrite_part(path: Path, change: Callable[[pa.Table, slice], pa.Table]) -> None:
     """Replace a part of the index by what `change` makes of its rows: it gets some of them, and
     their places in the part."""
-    with pq.ParquetFile(path) as part, table_writer(path, INDEX_SCHEMA) as write:
+    with open_table(path) as part, table_writer(path, INDEX_SCHEMA) as write:
         begin = 0
         for number in range(part.num_row_groups):
             rows = part.read_row_group(number)
             write(change(rows, slice(begin, begin + len(rows))))
             begin += len(rows)
+
+
+@contextmanager
+def open_table(path: Path) -> Iterator[pq.ParquetFile]:
+    """A Parquet file to read from, mapped into memory if it is local."""
+    if is_remote(path):
+        with path.open("rb") as file, pq.ParquetFile(file) as table:
+            yield table
+    else:
+        with pq.ParquetFile(path, memory_map=True) as table:
+            yield table
+
+
+def count_rows(path: Path) -> int:
+    """Rows of a Parquet file."""
+    with open_table(path) as table:
+        return int(table.metadata.num_rows)
 
 
 def part_name(number: int) -> str:
@@ -148,7 +178,7 @@ class Index:
         rows than index.json says."""
         path, rows = self.paths[number], self.info.part_rows[number]
         try:
-            with pq.ParquetFile(path, memory_map=True) as file:
+            with open_table(self._copy_of(path)) as file:
                 table = file.read(list(columns))
         except (OSError, pa.ArrowException) as error:
             raise StageError(
@@ -165,6 +195,17 @@ class Index:
                 table = table.add_column(place, field, pa.nulls(rows, field.type))
         return table.select(list(columns))
 
+    def _copy_of(self, path: Path) -> Path:
+        """A part: if it is in object storage, and complete, a copy, since stages ask for column
+        after column."""
+        expected = self.info.hashes.get(path.parent.name, {}).get(path.name)
+        return path if expected is None else kept_copy(path, expected)
+
     def array(self, column: str) -> npt.NDArray[Any]:
         """A numeric column as an array (num_samples,); 0 where an older index lacks it."""
-        return self.table(column)[column].fill_null(0).to_numpy()
+        kind = INDEX_SCHEMA.field(column).type.to_pandas_dtype()
+        values, end = np.empty(self.info.num_samples, kind), 0
+        for part in self.parts(column):
+            values[end : end + len(part)] = part[column].fill_null(0).to_numpy()
+            end += len(part)
+        return values

@@ -43,6 +43,10 @@ class Layout(ABC):
     ONE_MEDIUM: ClassVar[bool] = False
     #: whether its packs store over how many ranks they go
     HOLDS_CP_SIZES: ClassVar[bool] = False
+    #: whether its packs hold answers without loss
+    HOLDS_UNTRAINED: ClassVar[bool] = True
+    #: whether each shard is a file, and stays one
+    SHARDS_STAY: ClassVar[bool] = False
     #: whether packs of another epoch are another copy of the data
     COPIES_MEDIA: ClassVar[bool] = True
     #: the file, relative to the output, that says where the media lie which packs refer to

@@ -1,12 +1,12 @@
 """WebDataset shards with Energon's metadata: the layout that the task encoder here reads.
 
-train-000000.tar, train-000000.tar.idx    see tars.py
+train-000000.tar, train-000000.tar.idx    see tars.py; perhaps in a folder train-0000
 .nv-meta/                                 see energon_metadata.py
 """
 
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final
 
@@ -20,31 +20,37 @@ from offline_packing.layouts.energon_metadata import (
 from offline_packing.layouts.shard_tasks import ShardTask
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.storage.files import atomic_file, hash_file, write_atomically
+from offline_packing.storage.paths import remove_folder
 from offline_packing.storage.tars import PackEntry, TarShardWriter, index_bytes, scan_tar
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack
 
 _SHARD: Final = re.compile(r"[A-Za-z0-9_]+-\d{6}\.tar(\.idx)?")
+_FOLDER: Final = re.compile(r"[A-Za-z0-9_]+-\d{4,}")
 
 
 class EnergonLayout(Layout):
     """Tar shards."""
 
     HOLDS_CP_SIZES = True
+    SHARDS_STAY = True
     METADATA: ClassVar[Sequence[str]] = tuple(f".nv-meta/{name}" for name in METADATA_FILES)
 
     def shard_file(self, shard_name: str) -> str:
         return f"{shard_name}.tar"
 
     def write(self, task: ShardTask) -> ShardFragment:
-        path = task.folder / self.shard_file(task.shard.name)
+        name = self.shard_file(task.shard.name)
+        path = task.folder / name
+        if path.parent != task.folder:
+            path.parent.mkdir(exist_ok=True)
         with atomic_file(path) as file:
             writer = TarShardWriter(file)
             for key, samples in task.packs():
                 writer.add(key, self.checked_members(task, samples))
             digest = writer.finish()
         write_atomically(path.with_suffix(".tar.idx"), index_bytes(writer.entries))
-        return self.fragment(task, path.name, writer.size, digest, writer.entries)
+        return self.fragment(task, name, writer.size, digest, writer.entries)
 
     def finish(self, folder: Path, manifest: Manifest, fragments: Sequence[Path]) -> None:
         splits: dict[str, list[str]] = {split: [] for split in manifest.counts.packs}
@@ -62,27 +68,28 @@ class EnergonLayout(Layout):
             write_atomically(folder / ".nv-meta" / name, yaml_bytes(content))
 
     def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
-        path = task.folder / self.shard_file(task.shard.name)
+        name = self.shard_file(task.shard.name)
+        path = task.folder / name
         if not path.is_file():
-            return [f"{path.name} is missing"]
+            return [f"{name} is missing"]
         found = []
         if hash_file(path) != expected_hash:
-            found.append(f"{path.name} is not what was written: its hash differs")
+            found.append(f"{name} is not what was written: its hash differs")
         try:
             entries = list(scan_tar(path))
         except StageError as error:
             return [*found, str(error)]
         try:
             if path.with_suffix(".tar.idx").read_bytes() != index_bytes(entries):
-                found.append(f"{path.name}.idx does not match the tar")
+                found.append(f"{name}.idx does not match the tar")
         except OSError:
-            found.append(f"{path.name}.idx is missing")
+            found.append(f"{name}.idx is missing")
         return found
 
     def read_packs(self, task: ShardTask) -> Iterator[Pack]:
         path = task.folder / self.shard_file(task.shard.name)
         entries = list(scan_tar(path))
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             for entry in entries:
                 yield _read_pack(file, entry)
 
@@ -90,15 +97,24 @@ class EnergonLayout(Layout):
         path = folder / shard_file
         for entry in scan_tar(path):
             if entry.key == key:
-                with open(path, "rb") as file:
+                with path.open("rb") as file:
                     return _read_pack(file, entry)
         raise StageError(f"{path} holds no pack {key!r}; verify lists all damage")
 
     def remove(self, folder: Path) -> None:
-        for path in folder.iterdir():
-            if _SHARD.fullmatch(path.name):
-                path.unlink()
-        shutil.rmtree(folder / ".nv-meta", ignore_errors=True)
+        _remove_shards(folder)
+        for path in list(folder.iterdir()):
+            if _FOLDER.fullmatch(path.name) and path.is_dir():
+                _remove_shards(path)
+                with suppress(OSError):  # it holds files of others
+                    path.rmdir()
+        remove_folder(folder / ".nv-meta")
+
+
+def _remove_shards(folder: Path) -> None:
+    for path in list(folder.iterdir()):
+        if _SHARD.fullmatch(path.name):
+            path.unlink()
 
 
 def _read_pack(file: BinaryIO, entry: PackEntry) -> Pack:

@@ -14,10 +14,12 @@ shard that it cannot read. Energon itself is not needed here, nor is the torch t
 import errno
 import importlib.util
 import os
+import shutil
 import sqlite3
+import tempfile
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,12 +29,14 @@ import yaml
 
 from offline_packing.errors import StageError
 from offline_packing.storage.files import (
+    atomic_file,
     hash_bytes,
     hash_file,
     to_json,
     translate_disk_full,
     write_atomically,
 )
+from offline_packing.storage.paths import is_remote, local_copy
 from offline_packing.storage.tars import PackEntry, index_bytes, scan_tar
 from task_encoders.packs.pack import PackFormatError, parse_json, restore_pack
 from task_encoders.packs.pack_format import JSON_PART
@@ -163,7 +167,10 @@ def hash_metadata(path: Path) -> str:
     if not path.is_file():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
+        with (
+            local_copy(path) as copy,
+            closing(sqlite3.connect(f"{copy.resolve().as_uri()}?mode=ro", uri=True)) as database,
+        ):
             return _hash_rows(database)
     except (sqlite3.Error, UnicodeDecodeError) as error:
         raise StageError(f"{path} is damaged: {error}") from error
@@ -185,11 +192,12 @@ def _hash_rows(database: sqlite3.Connection) -> str:
 
 def _write_sqlite(path: Path, packs: Iterable[tuple[str, Sequence[PackEntry]]]) -> dict[str, int]:
     """The tables of `energon prepare`; returns the packs of each shard."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    for leftover in path.parent.glob(f"{temporary.name}*"):  # a journal would be rolled back
-        leftover.unlink()
     counts: dict[str, int] = {}
-    with translate_disk_full(path), closing(sqlite3.connect(temporary)) as database:
+    with (
+        _new_database(path) as temporary,
+        translate_disk_full(path),
+        closing(sqlite3.connect(temporary)) as database,
+    ):
         database.executescript(_TABLES)
         for shard, (name, entries) in enumerate(packs):
             counts[name] = len(entries)
@@ -203,8 +211,24 @@ def _write_sqlite(path: Path, packs: Iterable[tuple[str, Sequence[PackEntry]]]) 
             database.executemany("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", parts)
         database.executescript(_INDICES)
         database.commit()
-    os.replace(temporary, path)
     return counts
+
+
+@contextmanager
+def _new_database(path: Path) -> Iterator[Path]:
+    """A local file that replaces `path` when the block succeeds."""
+    if is_remote(path):
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / path.name
+            yield made
+            with atomic_file(path) as file, made.open("rb") as database:
+                shutil.copyfileobj(database, file)
+        return
+    temporary = path.with_name(f"{path.name}.tmp")
+    for leftover in path.parent.glob(f"{temporary.name}*"):  # a journal would be rolled back
+        leftover.unlink()
+    yield temporary
+    os.replace(temporary, path)
 
 
 def index_pack_folder(path: Path, task: str | None = None) -> int:
@@ -241,7 +265,7 @@ def index_pack_folder(path: Path, task: str | None = None) -> int:
 
 def _checked_task(tar: Path, entries: Sequence[PackEntry], task: str | None) -> str | None:
     """Check that every pack can be restored; the task they name, which must be the given one."""
-    with open(tar, "rb") as file:
+    with tar.open("rb") as file:
         for entry in entries:
             part = next((part for part in entry.parts if part.name == JSON_PART), None)
             if part is None:

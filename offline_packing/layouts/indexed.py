@@ -124,7 +124,7 @@ class IndexedLayout(Layout):
             places = _find_pieces(folder, joined, own)
             with atomic_file(joined) as file:
                 for (at, line), (path, begin) in zip(own, places, strict=True):
-                    with open(path, "rb") as piece:
+                    with path.open("rb", _BLOCK) as piece:
                         for block in _blocks(piece, begin, line.bytes):
                             file.write(block)
                     packs = ShardFragment.load(at).packs
@@ -137,7 +137,7 @@ class IndexedLayout(Layout):
         path, begin = _place(task)
         digest = xxhash.xxh3_128()
         try:
-            with open(path, "rb") as file:
+            with path.open("rb", _BLOCK) as file:
                 for block in _blocks(file, begin, ShardFragment.load(task.fragment_path).num_bytes):
                     digest.update(block)
         except OSError:
@@ -151,7 +151,7 @@ class IndexedLayout(Layout):
         path, begin = _place(task)
         try:
             roots = read_media_roots(task.folder)
-            with open(path, "rb") as file:
+            with path.open("rb") as file:
                 for entry in ShardFragment.load(task.fragment_path).packs:
                     file.seek(begin + entry.offset)
                     data = file.read(entry.size)
@@ -171,7 +171,7 @@ class IndexedLayout(Layout):
         before = itertools.takewhile(lambda line: line.split != split, lines)
         number = int(key.rpartition("_")[2]) - sum(line.packs for line in before)
         try:
-            return IndexedFile(folder / _prefix(split))[number].pack
+            return IndexedFile(str(folder / _prefix(split)))[number].pack
         except (PackFormatError, LookupError) as error:
             raise StageError(f"pack {key!r} cannot be read: {error}") from error
 
@@ -221,11 +221,12 @@ def _find_pieces(
     file joined before. Raises StageError where there is neither; such shards are unfinished
     then. `shards`: fragments, and lines of the manifest."""
     ends = list(itertools.accumulate(line.bytes for _, line in shards))
-    is_there = joined.stat().st_size if joined.exists() else 0
+    there = {path.name for path in folder.iterdir()}  # one question, however many shards
+    is_there = joined.stat().st_size if joined.name in there else 0
     found, lost = [], []
     for (at, line), end in zip(shards, ends, strict=True):
         piece = folder / _piece(line.name)
-        if piece.exists():
+        if piece.name in there:
             found.append((piece, 0))
         elif end <= is_there:
             found.append((joined, end - line.bytes))

@@ -65,6 +65,7 @@ class LlavaOneVisionLayout(EnergonLayout):
     TASKS: ClassVar[Sequence[str]] = ("captioning", "vqa")
     TOKEN_IDS = "never"
     HOLDS_CP_SIZES = False
+    HOLDS_UNTRAINED = False
     METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")
 
     def find_unfit(self, samples: Index) -> Iterator[tuple[str, SampleIds]]:

@@ -62,6 +62,7 @@ class LoongForgeLayout(EnergonLayout):
 
     TOKEN_IDS = "never"
     HOLDS_CP_SIZES = False
+    HOLDS_UNTRAINED = False
     METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")
     ONE_MEDIUM = True
 

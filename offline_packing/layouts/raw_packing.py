@@ -8,8 +8,8 @@ A shard is then only the task that writes its packs; the manifest records the sp
 """
 
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +19,13 @@ from offline_packing.errors import StageError
 from offline_packing.layouts.base import Layout
 from offline_packing.layouts.shard_tasks import ShardTask
 from offline_packing.layouts.shards import ShardFragment
-from offline_packing.storage.files import hash_bytes, sync_folder, translate_disk_full
+from offline_packing.storage.files import (
+    hash_bytes,
+    sync_folder,
+    translate_disk_full,
+    write_atomically,
+)
+from offline_packing.storage.paths import is_remote, remove_folder
 from offline_packing.storage.tars import FilePart, PackEntry
 from task_encoders.packs.pack import Pack
 from task_encoders.packs.pack_format import JSON_PART
@@ -34,29 +40,19 @@ class RawPackingLayout(Layout):
         return shard_name
 
     def write(self, task: ShardTask) -> ShardFragment:
-        folder = task.folder / FOLDER
-        partial = task.fragment_path.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)  # left by a killed run
-        partial.mkdir()
-        folder.mkdir(exist_ok=True)
         entries: list[PackEntry] = []
         digest = xxhash.xxh3_128()
         offset = 0
-        with translate_disk_full(partial):
+        with _files_of_shard(task) as store:
             for key, samples in task.packs():
                 parts = []
                 for name, data in self.checked_members(task, samples):
-                    (partial / f"{key}.{name}").write_bytes(data)
+                    store(f"{key}.{name}", data)
                     digest.update(data)
                     parts.append(FilePart(name, offset, len(data), hash_bytes(data)))
                     offset += len(data)
                 start = parts[0].offset
                 entries.append(PackEntry(key, start, offset - start, tuple(parts)))
-            os.sync()  # once: a sync per small file would take most of the time
-            for path in partial.iterdir():
-                path.rename(folder / path.name)
-        sync_folder(folder)
-        partial.rmdir()
         name = self.shard_file(task.shard.name)
         return self.fragment(task, name, offset, digest.hexdigest(), entries)
 
@@ -92,4 +88,25 @@ class RawPackingLayout(Layout):
         return Pack.of(key, members)
 
     def remove(self, folder: Path) -> None:
-        shutil.rmtree(folder / FOLDER, ignore_errors=True)
+        remove_folder(folder / FOLDER)
+
+
+@contextmanager
+def _files_of_shard(task: ShardTask) -> Iterator[Callable[[str, bytes], object]]:
+    """A function that stores a file of a shard. They get their names when the block succeeds; as
+    objects, which are whole, at once."""
+    folder = task.folder / FOLDER
+    if is_remote(folder):
+        yield lambda name, data: write_atomically(folder / name, data)
+        return
+    partial = task.fragment_path.with_suffix(".partial")
+    remove_folder(partial)  # left by a killed run
+    partial.mkdir()
+    folder.mkdir(exist_ok=True)
+    with translate_disk_full(partial):
+        yield lambda name, data: (partial / name).write_bytes(data)
+        os.sync()  # once: a sync per small file would take most of the time
+        for path in partial.iterdir():
+            path.rename(folder / path.name)
+    sync_folder(folder)
+    partial.rmdir()

@@ -31,6 +31,7 @@ from offline_packing.layouts.shards import ShardFragment, estimate_pack_bytes
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Source, SourceOptions
 from offline_packing.storage.files import atomic_file, write_atomically
+from offline_packing.storage.paths import local_copy
 from offline_packing.storage.tars import PackEntry
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack, StoredMedia
@@ -124,7 +125,7 @@ class ReferencesLayout(Layout):
     def read_pack(self, folder: Path, shard_file: str, key: str) -> Pack:
         split = shard_file.rpartition("-")[0]
         begin = _begin_of_line(key)
-        with open(folder / f"{split}.jsonl", "rb") as file:
+        with (folder / f"{split}.jsonl").open("rb") as file:
             for line in file:
                 if line.startswith(begin):
                     return _pack(line, _Split(folder, split))
@@ -216,9 +217,9 @@ def _read_lines(folder: Path, shard_name: str, split: str, first: int, count: in
     try:
         if own.exists():
             return own.read_bytes()
-        offsets = np.fromfile(path.with_suffix(".jsonl.idx"), "<u8")
+        offsets = np.frombuffer(path.with_suffix(".jsonl.idx").read_bytes(), "<u8")
         start, end = offsets[[first, first + count]].tolist()
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             if not start <= end <= size:
                 raise ValueError(f"it has {size} bytes, its .idx names {start} to {end}")
@@ -241,7 +242,11 @@ class _Split:
         from megatron.energon.metadataset import load_dataset
 
         with self._translated():
-            loader: Any = load_dataset(self._path)
+            with local_copy(self._path) as path:
+                if path != self._path:  # Energon wants the lines beside it, though it reads none
+                    for split in yaml.safe_load(path.read_bytes())["splits"]:
+                        (path.parent / f"{split}.jsonl").touch()
+                loader: Any = load_dataset(path)
             aux = loader.splits[self._name].aux
             return {name: one.get_file_store() for name, one in aux.items()}
 

@@ -1,9 +1,10 @@
 """Shards: which packs go in which one, and what a finished one holds.
 
 _packing/write/train-000000.json    a shard's fragment, which marks it as finished
+
+With output.shards_per_folder the name of a shard, and so of its files, is train-0000/train-000000.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,27 +68,38 @@ def lay_out_shards(
     splits: Mapping[str, range],
     packs_per_shard: int,
     max_shard_bytes: int | None = None,
+    shards_per_folder: int | None = None,
 ) -> list[PlannedShard]:
     """Cut the packs into shards; no shard holds packs of two splits. A pack that is larger than
     max_shard_bytes by itself gets a shard of its own. `pack_bytes` (num_packs,) is what each pack
     takes in a tar, or more."""
     shards: list[PlannedShard] = []
     for split, packs in splits.items():
-        sizes = pack_bytes[packs.start : packs.stop].tolist()
-        cuts = [packs.start]
-        held = 0
-        for pack, size in zip(packs, sizes, strict=True):
-            full = tar_size(held + size) > (max_shard_bytes or math.inf)
-            if pack > cuts[-1] and (full or pack - cuts[-1] == packs_per_shard):
-                cuts.append(pack)
-                held = 0
-            held += size
+        cuts = list(packs[::packs_per_shard]) or [packs.start]
+        if max_shard_bytes is not None:
+            cuts = _cut_by_bytes(pack_bytes, packs, packs_per_shard, max_shard_bytes)
         for i, (start, end) in enumerate(zip(cuts, [*cuts[1:], packs.stop], strict=True)):
             if end > start:
                 name = f"{split}-{i:06d}"
+                if shards_per_folder is not None:
+                    name = f"{split}-{i // shards_per_folder:04d}/{name}"
                 before = start - packs.start
                 shards.append(PlannedShard(name, split, len(shards), start, end - start, before))
     return shards
+
+
+def _cut_by_bytes(
+    pack_bytes: npt.NDArray[np.int64], packs: range, packs_per_shard: int, max_shard_bytes: int
+) -> list[int]:
+    """First packs of the shards of a split."""
+    cuts, held = [packs.start], 0
+    for pack, size in zip(packs, pack_bytes[packs.start : packs.stop].tolist(), strict=True):
+        full = tar_size(held + size) > max_shard_bytes
+        if pack > cuts[-1] and (full or pack - cuts[-1] == packs_per_shard):
+            cuts.append(pack)
+            held = 0
+        held += size
+    return cuts
 
 
 def estimate_pack_bytes(

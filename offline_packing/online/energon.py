@@ -33,6 +33,7 @@ from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.rows.encoded_rows import SetAside
 from task_encoders.rows.row_encoder import measure
 from task_encoders.samples import SampleError
+from task_encoders.storage_paths import energon_path
 
 RestoreKey = tuple[Any, ...]
 #: Budgets that a pack may have beside tokens.
@@ -138,7 +139,7 @@ def get_online_train_dataset(
     )
     order = {"shuffle_buffer_size": None, "max_samples_per_sequence": 100}
     return get_train_dataset(
-        path,
+        energon_path(path),
         task_encoder=encoder,
         batch_size=micro_batch_size,
         worker_config=worker_config or WorkerConfig.default_worker_config(num_workers=2),

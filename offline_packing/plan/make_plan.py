@@ -15,7 +15,7 @@ from offline_packing.errors import StageError
 from offline_packing.index.pack_table import media_of_samples, units_of_samples
 from offline_packing.index.rows import SampleIds, name_samples, sample_flops
 from offline_packing.index.set_aside import AsideSamples, find_duplicates, group_set_aside
-from offline_packing.index.table import LEFT_OUT, Index
+from offline_packing.index.table import DUPLICATE_KEY, LEFT_OUT, Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.plan.splits import groups_by_conversation
 from offline_packing.plan.uses import Uses, choose_uses
@@ -42,10 +42,15 @@ def make_plan(run: Run, samples: Index) -> Planned:
     """Plan without writing. Raises StageError where there is nothing to pack, an over-long sample
     under on_overlong: error, or an option that the strategy does not have."""
     layout = LAYOUTS[run.config.output.layout]
-    measured: npt.NDArray[np.int64] = samples.array("num_tokens")
-    num_tokens = measured + layout.added_tokens(samples)
+    num_tokens, added = samples.array("num_tokens"), layout.added_tokens(samples)
+    if np.any(added):
+        num_tokens = num_tokens + added
     aside = _find_set_aside(run, samples)
-    kept = np.delete(np.arange(len(num_tokens)), aside.ids)
+    kept: SampleIds = np.arange(
+        len(num_tokens), dtype=np.int32 if len(num_tokens) < 2**31 else np.int64
+    )
+    if len(aside.ids):
+        kept = np.delete(kept, aside.ids)
     uses = choose_uses(run.config, samples, kept)
     packs = _pack_uses(run, samples, num_tokens, uses)
     if uses.groups:
@@ -71,15 +76,16 @@ def _pack_uses(
     try:
         for name, ids in uses.ids.items():
             copy_of = None if apart is None else apart[ids]
+            is_all = not uses.repeated and len(ids) == len(num_tokens)  # each once, in order
+            lengths = num_tokens if is_all else num_tokens[ids]
             arguments = plan_arguments(run.config, samples, ids)
             for epoch in range(1 if plans else pack.epochs):
                 other = {"seed": pack.seed + epoch, "exchange": pack.epochs > 1}
-                plan = plan_packs(num_tokens[ids], copy_of=copy_of, **(arguments | other))
-                own = {
-                    "sample_ids": ids[plan.sample_ids],
-                    "set_aside_ids": ids[plan.set_aside_ids],
-                }
-                plans.setdefault(name, []).append(replace(plan, **own))
+                plan = plan_packs(lengths, copy_of=copy_of, **(arguments | other))
+                if not is_all:
+                    aside_ids = ids[plan.set_aside_ids]
+                    plan = replace(plan, sample_ids=ids[plan.sample_ids], set_aside_ids=aside_ids)
+                plans.setdefault(name, []).append(plan)
     except (TypeError, ValueError) as error:  # TypeError: an option that the strategy lacks
         raise StageError(f"plan: {' '.join(str(error).split())}") from error
     if pack.epochs == 1 and list(plans) == [""] and not uses.repeated:
@@ -90,10 +96,11 @@ def _pack_uses(
 def _kept_apart(config: PackingConfig, samples: Index, uses: Uses) -> SampleIds | None:
     """(num_samples,) samples with one number share no pack: copies, and parts of a conversation.
     None: any may."""
+    is_cut = samples.info.split and not config.pack.split_turns.share_packs
+    if not is_cut and not uses.repeated:
+        return None
     ids = np.arange(samples.info.num_samples)
-    if samples.info.split and not config.pack.split_turns.share_packs:
-        return groups_by_conversation(samples, ids)
-    return ids if uses.repeated else None
+    return groups_by_conversation(samples, ids) if is_cut else ids
 
 
 def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
@@ -115,16 +122,17 @@ def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
     cp_sizes = None
     if plans[0].cp_sizes is not None:
         cp_sizes = np.concatenate([np.asarray(plan.cp_sizes) for plan in plans])
-    packed = np.unique(packs.sample_ids)
     ids = np.concatenate([plan.set_aside_ids for plan in plans])
     aside, firsts = np.unique(ids, return_index=True)
-    lost = ~np.isin(aside, packed)
+    is_packed = np.zeros(max(some.max(initial=-1) for some in (ids, packs.sample_ids)) + 1, bool)
+    is_packed[packs.sample_ids] = True
+    lost = ~is_packed[aside]
     reasons = np.concatenate([plan.set_aside_reasons for plan in plans])[firsts[lost]]
     settings = dict(info.settings)
     if "uniform" in settings:  # what was done, in all of them
         done = [plan.info.settings["uniform"] for plan in plans]
         settings["uniform"] = {name: sum(one[name] for one in done) for name in done[0]}
-    info = replace(info, num_copies=len(packs.sample_ids) - len(packed), settings=settings)
+    info = replace(info, num_copies=len(packs.sample_ids) - int(is_packed.sum()), settings=settings)
     return PackPlan(*packs, aside[lost], reasons, info, cp_sizes)
 
 
@@ -133,8 +141,8 @@ def _find_set_aside(run: Run, samples: Index) -> AsideSamples:
     layout = run.config.output.layout
     duplicates = find_duplicates(samples.array("key_hash"), partial(name_samples, samples))
     left_out = samples.array("left_out")
-    found = [(duplicates, *LEFT_OUT[1])]
-    found += [(np.flatnonzero(left_out == i), *LEFT_OUT[i]) for i in range(1, len(LEFT_OUT))]
+    found = [(duplicates, *LEFT_OUT[DUPLICATE_KEY])]
+    found += [(np.flatnonzero(left_out == code), *why) for code, why in LEFT_OUT.items()]
     for what, ids in LAYOUTS[layout].find_unfit(samples):
         found.append((ids, "not_in_layout", f"layout {layout} holds no {what}"))
     return AsideSamples.merge([AsideSamples.of(ids, *reason) for ids, *reason in found])

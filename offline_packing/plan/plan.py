@@ -7,10 +7,11 @@ _packing/plan/stage.json            fingerprint, hashes of the files above; writ
 """
 
 import logging
-import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+
+import numpy as np
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import DamagedError, StageError
@@ -43,12 +44,14 @@ from offline_packing.runs.run import Run
 from offline_packing.runs.warnings import run_warnings
 from offline_packing.storage.files import (
     hash_file,
+    move_file,
     read_json,
     seal,
     sync_folder,
     to_json,
     write_atomically,
 )
+from offline_packing.storage.paths import remove_folder, scratch_folder
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +94,7 @@ def _warn_of_uneven_packs(config: PackingConfig, packs: PackPlan) -> None:
 
 def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> StoredPlan:
     """Write all files of a plan, stage.json last."""
-    planned.packs.save(folder)
+    planned.packs.save(folder, id_type=np.int64)
     with index.table_writer(folder / "set_aside.parquet", index.SET_ASIDE_SCHEMA) as write_aside:
         for table in planned.set_aside.tables(samples, [s.path for s in run.config.source]):
             write_aside(table)
@@ -117,8 +120,8 @@ def restore_plan(run: Run, samples: Index, expected: str | None) -> None:
     """Rebuild a damaged plan. Raises StageError if it would be another one than the shards', whose
     `hash_plan` or `hash` is expected; None: there are none that count."""
     folder = run.workspace.plan
-    scratch = folder.with_suffix(".repair")
-    shutil.rmtree(scratch, ignore_errors=True)  # left by a killed run
+    scratch = scratch_folder(folder.with_suffix(".repair"))
+    remove_folder(scratch)  # left by a killed run
     try:
         info = scratch / run.workspace.plan_info.name
         _save(run, samples, make_plan(run, samples), scratch)
@@ -130,10 +133,10 @@ def restore_plan(run: Run, samples: Index, expected: str | None) -> None:
             )
         folder.mkdir(exist_ok=True)
         for path in [*(scratch / name for name in plan_files(run.config)), info]:
-            path.replace(folder / path.name)
+            move_file(path, folder / path.name)
         sync_folder(folder)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        remove_folder(scratch)
 
 
 def preview_plan(run: Run, samples: Index) -> str:

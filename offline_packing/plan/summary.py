@@ -15,7 +15,7 @@ from offline_packing.index.rows import sums_by_source
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.planner.context_parallel import idle_in_slots
-from offline_packing.planner.cost import saving
+from offline_packing.planner.cost import count_values, saving
 from offline_packing.planner.pack_plan import PackPlan
 from task_encoders.families import ModelOptions, model_cost
 
@@ -208,7 +208,10 @@ def render_ranks(config: PackingConfig, samples: Index, packs: PackPlan) -> list
 def _bars(lengths: npt.NDArray[np.integer], seq_length: int) -> list[str]:
     """Samples per bin of equal width from 1 to seq_length."""
     edges = np.linspace(0, seq_length, min(_BINS, seq_length) + 1)
-    counts = np.histogram(lengths, edges)[0].tolist()
+    of_length = count_values(lengths, seq_length)
+    counts = (
+        np.histogram(np.arange(seq_length + 1), edges, weights=of_length)[0].astype(int).tolist()
+    )
     return [
         f"{math.floor(low) + 1:>9,} – {math.floor(high):<9,}"
         f"{'█' * math.ceil(_BAR_WIDTH * count / max(counts)):<{_BAR_WIDTH}} {count:,}"

@@ -1,9 +1,10 @@
 """Uses of each sample, and their split: decided before anything is packed.
 
 `repeat: 2.3` uses every sample twice and three in ten of them once more; `repeat: 0.5` every second
-one; which ones, depends only on key and seed. `weight` says which share of all tokens (of all
-samples with `pack.weight_by: samples`) a source is to have; nothing is left out for it: the source
-with the most data relative to its weight is used once, the others are repeated.
+one; which ones, depends only on key and seed. Parts of a conversation are used equally often.
+`weight` says which share of all tokens (of all samples with `pack.weight_by: samples`) a source is
+to have; nothing is left out for it: the source with the most data relative to its weight is used
+once, the others are repeated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
+from offline_packing.index.records import record_hashes
 from offline_packing.index.rows import SampleIds
 from offline_packing.index.set_aside import AsideSamples
 from offline_packing.index.table import Index
@@ -53,7 +55,7 @@ def choose_uses(config: PackingConfig, samples: Index, kept: SampleIds) -> Uses:
     if are_once and not apart:
         return Uses({"": kept}, False, AsideSamples.merge([]))
     source_ids = samples.array("source_id")[kept]
-    hashes = samples.array("key_hash")[kept]
+    hashes = record_hashes(samples)[kept]
     if config.source[0].weight:
         repeats = _repeats_of_weights(config, samples.array("num_tokens")[kept], source_ids)
     uses = count_uses(hashes, np.array(repeats)[source_ids], config.pack.seed)

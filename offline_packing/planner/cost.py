@@ -1,11 +1,23 @@
 """Cost of padding, and the saving of packing."""
 
 import math
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from offline_packing.planner.pack_plan import PackPlan
+
+_VALUES_AT_ONCE: Final = 1 << 20
+
+
+def count_values(values: npt.NDArray[np.integer], most: int) -> npt.NDArray[np.int64]:
+    """Return how often each value of 0..most occurs. `np.bincount` of all of them would make a copy
+    of eight bytes each."""
+    counts = np.zeros(most + 1, np.int64)
+    for start in range(0, len(values), _VALUES_AT_ONCE):
+        counts += np.bincount(values[start : start + _VALUES_AT_ONCE], minlength=most + 1)
+    return counts
 
 
 def padded_tokens(counts: npt.NDArray[np.integer], batch_size: int) -> float:
@@ -37,7 +49,7 @@ def saving(
     are the tokens of the packed samples, at least one."""
     num_samples, real = len(lengths), int(lengths.sum(dtype=np.int64))
     seq_length, in_packs = packs.info.seq_length, packs.info.num_tokens
-    in_batches = padded_tokens(np.bincount(lengths, minlength=seq_length + 1), padded_batch_size)
+    in_batches = padded_tokens(count_values(lengths, seq_length), padded_batch_size)
     return {
         "tokens": real,
         "tokens_in_packs": in_packs,

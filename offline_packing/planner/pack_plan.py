@@ -11,16 +11,24 @@ plan/plan.json               everything else; written last, so its presence mean
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from offline_packing.errors import StageError
 from offline_packing.planner.context_parallel import ContextParallel, slot_offsets
-from offline_packing.storage.files import atomic_file, read_json, to_json, write_atomically
+from offline_packing.storage.files import (
+    atomic_file,
+    load_array,
+    read_json,
+    to_json,
+    write_atomically,
+)
+from offline_packing.storage.paths import open_path
 from task_encoders.notebook_html import html_table
 
 FORMAT_VERSION = 1
+_ENTRIES_AT_ONCE = 1 << 20
 _ARRAYS = ("sample_ids", "pack_offsets", "set_aside_ids", "set_aside_reasons")
 
 
@@ -176,21 +184,23 @@ class PackPlan:
             "packs_by_cp_size": dict(zip(map(str, sizes), counts.tolist(), strict=True)),
         }
 
-    def save(self, folder: str | Path) -> None:
-        """Write the plan as a folder of .npy files; an interrupted write is never loadable.
+    def save(self, folder: str | Path, *, id_type: np.dtype[Any] | type | None = None) -> None:
+        """Write the plan as a folder of .npy files, with ids of another type than in memory if one
+        is given; an interrupted write is never loadable.
 
         The old plan.json goes first and the new one comes last; each file is renamed into place.
         Raises StageError if the disk is full.
         """
-        folder = Path(folder)
+        folder = open_path(folder) if isinstance(folder, str) else folder
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "plan.json").unlink(missing_ok=True)
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         if self.cp_sizes is not None:
             arrays["cp_sizes"] = self.cp_sizes
         for name, array in arrays.items():
+            kind = id_type if id_type is not None and name.endswith("_ids") else array.dtype
             with atomic_file(folder / f"{name}.npy") as file:
-                np.save(file, array, allow_pickle=False)
+                _save_array(file, array, np.dtype(kind))
         shapes = {name: list(array.shape) for name, array in arrays.items()}
         document = {"format_version": FORMAT_VERSION, "shapes": shapes, **asdict(self.info)}
         if self.info.context_parallel is None:
@@ -206,7 +216,7 @@ class PackPlan:
         is damaged, ValueError if the plan is of another format version or an array does not have
         the recorded shape.
         """
-        folder = Path(folder)
+        folder = open_path(folder) if isinstance(folder, str) else folder
         document = read_json(folder / "plan.json")
         if document is None:
             raise FileNotFoundError(
@@ -230,9 +240,17 @@ class PackPlan:
         return cls(**arrays, info=info)
 
 
+def _save_array(file: BinaryIO, array: np.ndarray, kind: np.dtype[Any]) -> None:
+    """Write an array as `np.save` would write one of this type, some of it at a time."""
+    header = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False}
+    np.lib.format.write_array_header_1_0(file, {**header, "shape": array.shape})
+    for start in range(0, len(array), _ENTRIES_AT_ONCE):
+        file.write(array[start : start + _ENTRIES_AT_ONCE].astype(kind).data)
+
+
 def _load_array(path: Path, shape: list[int]) -> np.ndarray:
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = load_array(path)
     except (OSError, EOFError, ValueError) as error:
         raise StageError(f"{path} cannot be read: {error}; plan again") from error
     if list(array.shape) != shape:

@@ -133,7 +133,7 @@ def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:
 
 
 def split_by(config: PackingConfig, info: IndexInfo) -> str:
-    """What stays together in one split, as configured or by default; parts of a sample always."""
+    """Return the samples that one split keeps together: as configured, else the default."""
     if len(config.output.split) == 1:
         return "sample"
     by = config.output.split_by or ("media" if info.shared_media else "sample")
@@ -199,14 +199,15 @@ def key_prefix(run: Run, plan_hash: str) -> str:
 
 def shards_fingerprint(run: Run, plan_hash: str) -> Fingerprint:
     """Settings that the shards of a plan depend on besides index and source."""
-    prefix = key_prefix(run, plan_hash)
-    named = run.config.output.model_copy(update={"key_prefix": prefix})
+    named = run.config.output.model_copy(update={"key_prefix": key_prefix(run, plan_hash)})
     return layout_fingerprint(named, plan_hash)
 
 
 def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
     """The same of an output's configuration whose key prefix is known."""
     assert output.key_prefix is not None
+    added = {"output.shards_per_folder": output.shards_per_folder or 0}
+    added["output.pretokenize"] = int(output.pretokenize)
     return {
         "plan": plan_hash,
         "output.layout": output.layout,
@@ -214,7 +215,7 @@ def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
         "output.max_shard_bytes": output.max_shard_bytes or 0,
         "output.split": ", ".join(f"{name} {share:g}" for name, share in output.split.items()),
         "output.key_prefix": output.key_prefix,
-        **({"output.pretokenize": 1} if output.pretokenize else {}),
+        **{name: value for name, value in added.items() if value},  # as before there were such
     }
 
 
@@ -289,8 +290,7 @@ def _shown(name: str, fingerprint: Fingerprint) -> str:
 
 def library_versions() -> dict[str, str]:
     """Versions of the libraries involved, and of this package."""
-    names = ("offline-packing", *_LIBRARIES)
-    return {name: importlib.metadata.version(name) for name in names}
+    return {name: importlib.metadata.version(name) for name in ("offline-packing", *_LIBRARIES)}
 
 
 def warn_of_versions(found: Mapping[str, str], artifact: str) -> None:

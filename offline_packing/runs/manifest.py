@@ -25,7 +25,7 @@ from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.runs.artifacts import CP_SIZES, StoredPlan, key_prefix
 from offline_packing.runs.run import Run
-from offline_packing.storage.files import hash_bytes, to_json, write_atomically
+from offline_packing.storage.files import hash_bytes, load_array, to_json, write_atomically
 from task_encoders.families import model_cost
 from task_encoders.packs import manifest as stored
 from task_encoders.packs.manifest import (
@@ -203,7 +203,7 @@ def _describe_shards(run: Run, fragments: Sequence[Path]) -> tuple[ShardLine, ..
     """The shards' lines, with the ranks of their packs as planned, if packs differ in that."""
     cp_sizes = np.empty(0, np.int32)
     if run.config.pack.slots is not None:
-        cp_sizes = np.load(run.workspace.plan / CP_SIZES, allow_pickle=False)
+        cp_sizes = load_array(run.workspace.plan / CP_SIZES)
     lines, first = [], 0
     for fragment in map(ShardFragment.load, fragments):
         line = ShardLine(

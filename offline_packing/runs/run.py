@@ -11,7 +11,7 @@ OUT/_packing/unpacked/                                      while packs are writ
 
 import functools
 import io
-import shutil
+import logging
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,14 +23,18 @@ from tqdm import tqdm
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.engines import ENGINES, Engine
-from offline_packing.errors import ConfigError, StageError
+from offline_packing.errors import ConfigError, RemoteError, StageError
 from offline_packing.index.measured import MODIFICATION_TIME
 from offline_packing.layouts import LAYOUTS
 from offline_packing.sources import Source, open_source
 from offline_packing.sources.roots.remote import RemoteRoot
 from offline_packing.storage.files import hold_lock, read_json, remove_temporaries
+from offline_packing.storage.paths import as_remote, open_path, remove_folder, scratch_folder
+from offline_packing.storage.remote_requests import count_repeats
 from task_encoders.families import ModelOptions, build_sample_encoder
 from task_encoders.sample_encoder import SampleEncoder
+
+logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES: Final = 60
 #: measure: 120,000 of 600,000 samples, 20%, 03:10 left
@@ -58,6 +62,8 @@ class Workspace:
         self.nv_meta = root / ".nv-meta"
         #: everything that training does not read
         self.packing = root / "_packing"
+        #: the same; of an output in object storage, a local folder, which goes at the end
+        self.scratch = scratch_folder(self.packing)
         #: folder of the index parts
         self.index = self.packing / "index"
         #: folder of the parts with a row per record, until those that belong together are merged;
@@ -87,7 +93,7 @@ class Workspace:
         self.report = self.packing / "report"
         #: folder of copies of what has no random access: compressed files, and large row groups.
         #: Present while packs are written or compared with their source
-        self.unpacked = self.packing / "unpacked"
+        self.unpacked = self.scratch / "unpacked"
 
     def fragment(self, shard_name: str) -> Path:
         """The fragment of a shard, by its name with or without `.tar`."""
@@ -103,7 +109,31 @@ class Workspace:
                 "choose another folder"
             )
         with hold_lock(self.packing / "lock", f"output {str(self.root)!r}", shared=shared):
-            yield
+            if shared:
+                yield
+                return
+            self._remove_remains()
+            repeats = count_repeats()
+            try:
+                yield
+            finally:
+                self._remove_remains()
+                if count := count_repeats() - repeats:
+                    logger.info("%s: %d requests failed and were made again", self.root, count)
+
+    def _remove_remains(self) -> None:
+        """Remove uploads that killed runs left in object storage, and scratch files."""
+        remote = as_remote(self.root)
+        if remote is None:
+            return
+        remove_folder(self.scratch)
+        try:
+            count = remote.abort_uploads()
+        except RemoteError as error:
+            logger.warning("%s; uploads that were cut off may be left", error)
+            return
+        if count:
+            logger.info("%s: %d uploads that were cut off are removed", self.root, count)
 
     def remove_temporaries(self) -> None:
         """Remove incomplete files of killed runs."""
@@ -118,6 +148,9 @@ class Workspace:
         )
         for folder in (self.root, self.nv_meta, self.packing, *stages):
             remove_temporaries(folder)
+        for fragments in self.write.glob("*-*[0-9]"):  # output.shards_per_folder
+            remove_temporaries(fragments)
+            remove_temporaries(self.root / fragments.name)
 
 
 @dataclass(frozen=True)
@@ -134,7 +167,7 @@ class Run:
     @functools.cached_property
     def workspace(self) -> Workspace:
         """Paths of the artifacts."""
-        return Workspace(Path(self.config.output.path))
+        return Workspace(open_path(self.config.output.path))
 
     @property
     def accepted_fields(self) -> frozenset[str]:
@@ -149,7 +182,7 @@ class Run:
             yield
         finally:
             if self.workspace.manifest.exists() and not self.engine.IS_SHARED:
-                shutil.rmtree(self.workspace.unpacked, ignore_errors=True)
+                remove_folder(self.workspace.unpacked)
 
     def discard_index(self) -> None:
         """Remove the index and all that was made from it."""
@@ -159,12 +192,12 @@ class Run:
         # Unpacked copies go too: perhaps its files were replaced.
         made = (folder.index, folder.records, folder.set_aside, folder.files, folder.unpacked)
         for path in made:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_folder(path)
 
     def discard_plan(self) -> None:
         """Remove the plan and all that was made from it."""
         self.discard_shards()
-        shutil.rmtree(self.workspace.plan, ignore_errors=True)
+        remove_folder(self.workspace.plan)
 
     def discard_shards(self) -> None:
         """Remove the shards; the manifest, which says that they are complete, goes first."""
@@ -175,7 +208,7 @@ class Run:
             names = LAYOUTS if started is None else [started["output.layout"]]
             for name in names:
                 LAYOUTS[name].remove(self.workspace.root)
-            shutil.rmtree(self.workspace.write)
+            remove_folder(self.workspace.write)
 
     @contextmanager
     def bar(self, name: str, total: int | None, unit: str) -> Iterator["tqdm[None]"]:
@@ -201,12 +234,14 @@ class Run:
 
 def build_engine(config: PackingConfig) -> Engine:
     """The engine that the configuration names."""
-    return ENGINES[config.engine.name](config.engine.workers)
+    engine = config.engine
+    own = {"ray_remote_args": engine.ray_remote_args} if engine.ray_remote_args else {}
+    return ENGINES[engine.name](engine.workers, **own)
 
 
 def open_sources(config: PackingConfig) -> list[Source]:
     """The sources of a configuration; a source's id is its place in this list."""
-    unpack_folder = Workspace(Path(config.output.path).resolve()).unpacked
+    unpack_folder = Workspace(open_path(config.output.path).resolve()).unpacked
     sources = [
         open_source(source, key_prefix=prefix, unpack_folder=unpack_folder)
         for source, prefix in zip(config.source, config.key_prefixes(), strict=True)

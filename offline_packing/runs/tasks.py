@@ -6,18 +6,22 @@ with other ranks runs its share of the remaining ones and ends; a run that has t
 completes the stage.
 """
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 
+from offline_packing.engines.local import Advance
 from offline_packing.errors import ShareDoneError
 from offline_packing.index.measured import MODIFICATION_TIME
 from offline_packing.index.rows import SampleIds, name_copies, samples_of_shards
-from offline_packing.index.table import Index
+from offline_packing.index.table import INDEX_SCHEMA, Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import COLUMNS, ShardTask
 from offline_packing.layouts.shards import (
@@ -28,19 +32,55 @@ from offline_packing.layouts.shards import (
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.storage.files import read_json
+from offline_packing.storage.paths import is_remote
+from offline_packing.storage.remote_requests import add_repeats, count_repeats
 
 logger = logging.getLogger(__name__)
 
 Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 
 def unfinished(stage: str, tasks: Sequence[Task], marker: Callable[[Task], Path]) -> list[Task]:
     """The tasks that are not done, in order; `Engine.share` assigns them to ranks."""
-    left = [task for task in tasks if not marker(task).exists()]
+    finished = set(map(marker, done(tasks, marker)))
+    left = [task for task in tasks if marker(task) not in finished]
     if left and len(left) < len(tasks):
         num_done = len(tasks) - len(left)
         logger.info("%s: %d of %d tasks are done already", stage, num_done, len(tasks))
     return left
+
+
+def done(tasks: Sequence[Task], marker: Callable[[Task], Path]) -> list[Task]:
+    """The tasks that are done, in order, found by listing the folders of the markers: a question
+    for each would take hours on object storage."""
+    there: dict[Path, set[str]] = {}
+    for folder in {marker(task).parent for task in tasks}:
+        there[folder] = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return [task for task in tasks if marker(task).name in there[marker(task).parent]]
+
+
+def run_tasks(
+    run: Run,
+    function: Callable[[Task], Result],
+    tasks: Iterable[Task],
+    listener: Advance | None = None,
+) -> Iterator[Result]:
+    """Run tasks as `Engine.run` does, and count the requests that they repeat."""
+    if not is_remote(run.workspace.root):
+        yield from run.engine.run(function, tasks, listener)
+        return
+    for result, process, repeats in run.engine.run(partial(_counted, function), tasks, listener):
+        if process != os.getpid():
+            add_repeats(repeats)
+        yield result
+
+
+def _counted(function: Callable[[Task], Result], task: Task) -> tuple[Result, int, int]:
+    """The result of a task, its process, and how many requests it had to repeat."""
+    before = count_repeats()
+    result = function(task)
+    return result, os.getpid(), count_repeats() - before
 
 
 def check_all_done(
@@ -48,7 +88,7 @@ def check_all_done(
 ) -> None:
     """Raise ShareDoneError if ranks share the stage, which a separate run is to complete."""
     if run.engine.IS_SHARED:
-        left = sum(not marker(task).exists() for task in tasks)
+        left = len(tasks) - len(done(tasks, marker))
         raise ShareDoneError(
             f"this rank's share of {stage} is done, {left} of {len(tasks)} tasks are left to other "
             f"ranks; after them, run {stage} with engine.name=local to complete it"
@@ -63,7 +103,8 @@ def plan_shards(run: Run, samples: Index, plan: PackPlan) -> list[PlannedShard]:
     else:
         pack_bytes = LAYOUTS[output.layout].pack_bytes(samples, plan)
     splits = splits_of_plan(plan, output.split)
-    return lay_out_shards(pack_bytes, splits, output.packs_per_shard, output.max_shard_bytes)
+    limits = output.packs_per_shard, output.max_shard_bytes, output.shards_per_folder
+    return lay_out_shards(pack_bytes, splits, *limits)
 
 
 def iterate_tasks(
@@ -73,17 +114,20 @@ def iterate_tasks(
     shards: Sequence[PlannedShard],
     *,
     with_sources: bool = True,
+    with_samples: bool = True,
 ) -> Iterator[ShardTask]:
     """The task of each shard, made when it is asked for; without sources, which need not exist
-    then, a task reads neither samples nor media."""
+    then, a task reads neither samples nor media; without samples it knows the shard only."""
     if not shards:
         return
     workspace, config = run.workspace, run.config
     sources = tuple(open_sources(config)) if with_sources else ()
     bounds = [plan.pack_offsets[s.first_pack : s.first_pack + s.num_packs + 1] for s in shards]
     ids = [plan.sample_ids[offsets[0] : offsets[-1]] for offsets in bounds]
-    tables = samples_of_shards(samples, COLUMNS, ids, workspace.write)
-    copies = plan.copy_numbers()
+    tables = _no_samples(len(shards))
+    if with_samples:
+        tables = samples_of_shards(samples, COLUMNS, ids, workspace.write)
+    copies = plan.copy_numbers() if with_samples else None
     output = config.output
     tokenizes = output.pretokenize or LAYOUTS[output.layout].TOKEN_IDS == "always"
     prefix = read_json(workspace.started)["output.key_prefix"]
@@ -105,10 +149,16 @@ def iterate_tasks(
         )
 
 
+def _no_samples(num_shards: int) -> Iterator[pa.Table]:
+    return itertools.repeat(INDEX_SCHEMA.empty_table().select(COLUMNS), num_shards)
+
+
 def _as_planned(
     table: pa.Table, plan: PackPlan, shard: PlannedShard, copies: SampleIds | None
 ) -> pa.Table:
     """A shard's samples with the keys of copies, and the ranks of their packs, if these differ."""
+    if not len(table):
+        return table
     packs = slice(shard.first_pack, shard.first_pack + shard.num_packs)
     offsets = plan.pack_offsets[packs.start : packs.stop + 1]
     if copies is not None:

@@ -27,12 +27,13 @@ from offline_packing.sources.reading.locators import (
     record_around,
 )
 from offline_packing.sources.roots.listing import walk
-from offline_packing.sources.roots.remote import Root, is_remote, open_root
+from offline_packing.sources.roots.remote import Root, open_root
 from offline_packing.storage.key_set import KeySet
 from task_encoders.limits import check_cost
 from task_encoders.records.inline_media import decode_inline, is_inline
 from task_encoders.records.record import check_prompts_are_shown, load_json, to_sample
 from task_encoders.samples import SampleError, SourceSample
+from task_encoders.storage_paths import is_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class Source(ABC):
         self.root, self.file_name = open_root(self.path)
         self.media = self.root
         if (folder := self.image_root) is not None:
-            if not is_remote(folder) and not Path(folder).is_dir():
+            if not is_url(folder) and not Path(folder).is_dir():
                 raise StageError(f"image_root {folder!r} is not a folder; set source.image_root")
             self.media, _ = open_root(folder)
 

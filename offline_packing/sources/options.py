@@ -28,7 +28,6 @@ from pydantic import (
 from task_encoders.field_types import (
     Count,
     LocalOrRemotePath,
-    LocalPath,
     NonNegative,
     added,
     not_bool,
@@ -184,7 +183,7 @@ class SourceOptions(BaseModel):
     #: put before every key (default: of several sources, the path's last part)
     name: str | None = None
     #: outputs whose samples, packed or set aside, are left out
-    skip: Annotated[tuple[LocalPath, ...], BeforeValidator(listed)] = ()
+    skip: Annotated[tuple[LocalOrRemotePath, ...], BeforeValidator(listed)] = ()
     #: how often each sample is used; a fraction uses part of the samples once more
     repeat: Annotated[float, BeforeValidator(not_bool), Field(gt=0, le=MAX_REPEAT)] = 1
     #: share of all tokens, in proportion to the other sources' weights

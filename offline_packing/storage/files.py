@@ -1,34 +1,46 @@
 """Files that are either complete or absent, and reads that notice a changed file."""
 
+import atexit
 import errno
 import fcntl
-import hashlib
+import functools
 import logging
 import os
+import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+import numpy as np
 import orjson
 import xxhash
 
 from offline_packing.errors import ChangedError, DamagedError, DiskFullError, StageError
+from offline_packing.storage.paths import as_remote, is_remote, local_copy
 
 logger = logging.getLogger(__name__)
 
 TEMPORARY_SUFFIX = ".tmp"
 #: A JSON's hash of everything else in it.
 _SEAL: Final = "xxh3_128_of_this"
+#: Bytes that are read at a time.
+_HASHED_BLOCK: Final = 8 << 20
 #: no space, quota used up, file larger than allowed
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that gets its name only if the block succeeds: written beside it, synced, renamed.
-    Raises StageError if the disk is full."""
+    """A file that gets its name only if the block succeeds: written beside it, synced, renamed; or
+    written to a local one, and uploaded. Raises StageError if the disk is full."""
+    remote = as_remote(path)
+    if remote is not None:
+        with translate_disk_full(Path(tempfile.gettempdir())), remote.uploaded() as file:
+            yield file
+        return
     with translate_disk_full(path):
         temporary, file = _open_temporary(path)
         try:
@@ -71,6 +83,10 @@ def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a whole file, as `atomic_file`."""
+    remote = as_remote(path)
+    if remote is not None:
+        remote.upload(data)
+        return
     with atomic_file(path) as file:
         file.write(data)
 
@@ -136,12 +152,28 @@ def hash_bytes(data: bytes) -> str:
 
 def hash_file(path: Path) -> str:
     """xxh3_128 of a file's content."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    digest = xxhash.xxh3_128()
+    with path.open("rb", _HASHED_BLOCK) as file:
+        while block := file.read(_HASHED_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def move_file(path: Path, target: Path) -> None:
+    """Give a file another name, or upload it; the target is complete or absent."""
+    if is_remote(path) or not is_remote(target):
+        path.replace(target)
+        return
+    with path.open("rb") as file, atomic_file(target) as copy:
+        shutil.copyfileobj(file, copy, _HASHED_BLOCK)
+    path.unlink()
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove what killed runs left half-written in a folder; what is being written stays."""
+    """Remove what killed runs left half-written in a folder; what is being written stays. Objects
+    are never half-written."""
+    if is_remote(folder):
+        return
     for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):
         with suppress(OSError), open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,7 +183,11 @@ def remove_temporaries(folder: Path) -> None:
 @contextmanager
 def hold_lock(path: Path, what: str, *, shared: bool = False) -> Iterator[None]:
     """Hold a lock file while the block runs, or share it; a read-only file is locked as it is.
-    Raises StageError: another holds it."""
+    Raises StageError: another holds it. Object storage has no locks."""
+    if is_remote(path):
+        logger.info("object storage has no locks: start no second run on %s", what)
+        yield
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with _open_lock(path) as file:
         try:
@@ -182,8 +218,38 @@ def wait_for_lock(path: Path) -> Iterator[None]:
         yield
 
 
+def kept_copy(path: Path, expected_hash: str) -> Path:
+    """The file itself; of an object a copy that this process makes once and keeps until it ends,
+    unless its hash is another one."""
+    if not is_remote(path):
+        return path
+    copy = _copies() / hash_bytes(f"{path} {expected_hash}".encode())
+    if not copy.exists():
+        with local_copy(path) as once:
+            if hash_file(once) != expected_hash:
+                return path
+            shutil.move(once, copy)
+    return copy
+
+
+@functools.cache
+def _copies() -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="offline-packing-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+def load_array(path: Path) -> np.ndarray:
+    """An array in a .npy file, which stays on disk and is paged in as needed."""
+    with local_copy(path) as copy:  # mapped, it outlives its name
+        array: np.ndarray = np.load(copy, mmap_mode="r", allow_pickle=False)
+    return array
+
+
 def sync_folder(folder: Path) -> None:
     """Make the renames in a folder durable."""
+    if is_remote(folder):
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

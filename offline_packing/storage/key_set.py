@@ -14,6 +14,8 @@ import numpy.typing as npt
 import xxhash
 
 from offline_packing.storage.files import atomic_file
+from offline_packing.storage.paths import as_remote, scratch_folder
+from offline_packing.storage.streams import unpacked_copy
 
 _HASH: Final = np.dtype("S16")
 
@@ -52,12 +54,20 @@ class KeySet:
     def find(self, keys: Sequence[str]) -> npt.NDArray[np.bool_]:
         """(num_keys,): which of the keys are in the set."""
         if self._hashes is None:
-            self._hashes = np.load(self._path, mmap_mode="r")
+            self._hashes = np.load(self._local_path(), mmap_mode="r")
         hashes, wanted = self._hashes, hash_keys(keys)
         if not len(hashes):
             return np.zeros(len(wanted), bool)
         places = np.minimum(hashes.searchsorted(wanted), len(hashes) - 1)
         return np.asarray(hashes[places] == wanted)
+
+    def _local_path(self) -> Path:
+        """The file; of an object, a copy that the processes of a machine share."""
+        remote = as_remote(self._path)
+        if remote is None:
+            return self._path
+        folder, what = scratch_folder(self._path.parent), "the keys of source.skip"
+        return unpacked_copy(str(self._path), what, folder, remote.download)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_path": self._path, "_hashes": None}

@@ -142,7 +142,7 @@ def scan_tar(path: Path) -> Iterator[PackEntry]:
     """The packs of a tar, in order, by its headers. Raises StageError if it is damaged, or cut."""
     key, start, end, parts = "", 0, 0, list[Part]()
     try:
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             for member in TarReader(file):
                 match = _MEMBER.fullmatch(member.name)
                 if not member.is_file or match is None:

@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from offline_packing.errors import ConfigError
+from task_encoders.field_types import KEYS_IN_URL
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -136,6 +137,8 @@ def _explain(model: type[BaseModel], problem: Mapping[str, Any]) -> str:
         return f"{field}={problem['input']!r} is not a mapping; write {{name: value}}{valid}"
     message = problem["msg"].removeprefix("Value error, ")
     value = problem["input"]
+    if isinstance(value, str):
+        value = KEYS_IN_URL.sub("…", value)
     shown = f"={value!r}" if isinstance(value, str | int | float | None) else ""
     text = f"{message[:1].lower()}{message[1:]}"
     return f"{field}{shown}: {text}" if field else text

@@ -31,6 +31,7 @@ from offline_packing.runs.warnings import Hashes, count_held, hashes_of
 from offline_packing.storage.files import read_json
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack_format import METADATASET
+from task_encoders.storage_paths import energon_url
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +66,8 @@ def blend(folders: Sequence[Path], *, epochs: bool = False) -> str:
     splits = {}
     for split in dict.fromkeys(split for one in outputs.values() for split in one.counts.packs):
         weights = {root: one.of_an_epoch("packs", split) for root, one in outputs.items()}
-        inside = METADATASET if layout == "references" else ""
         blended = [
-            {"path": str(root / inside), **({"repetitions": 1} if epochs else {"weight": n})}
+            {"path": _place(root, layout), **({"repetitions": 1} if epochs else {"weight": n})}
             for root, n in weights.items()
             if n
         ]
@@ -78,6 +78,11 @@ def blend(folders: Sequence[Path], *, epochs: bool = False) -> str:
     if epochs:
         about = "# Each pack comes as often per epoch as repetitions say.\n"
     return about + yaml.safe_dump(head, sort_keys=False)
+
+
+def _place(root: Path, layout: str) -> str:
+    """Path at which Energon finds an output."""
+    return energon_url(root / METADATASET if layout == "references" else root)
 
 
 def _warn_of_same_data(outputs: Mapping[Path, Manifest]) -> None:

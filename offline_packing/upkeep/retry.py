@@ -4,7 +4,6 @@ The result is used only if it equals what was there. What cannot be rebuilt is p
 damaged file may still be useful.
 """
 
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -31,8 +30,16 @@ from offline_packing.runs.manifest import (
 )
 from offline_packing.runs.run import Run
 from offline_packing.runs.set_aside import check_set_aside
-from offline_packing.runs.tasks import iterate_tasks, plan_shards
-from offline_packing.storage.files import hash_file, read_json, seal, to_json, write_atomically
+from offline_packing.runs.tasks import done, iterate_tasks, plan_shards, run_tasks
+from offline_packing.storage.files import (
+    hash_file,
+    move_file,
+    read_json,
+    seal,
+    to_json,
+    write_atomically,
+)
+from offline_packing.storage.paths import remove_folder, scratch_folder
 from offline_packing.upkeep.set_apart import put_back, set_apart
 from offline_packing.verify.damage import (
     Damage,
@@ -76,7 +83,7 @@ def _go_on(run: Run) -> str:
     workspace = run.workspace
     damage = find_stage_damage(run, None)
     started = _read_whole(workspace.started).get("plan")
-    unproved = [workspace.started, *workspace.write.glob("*-??????.json")]
+    unproved = [workspace.started, *workspace.write.rglob("*-??????.json")]
     with set_apart(workspace, () if started else unproved):
         _repair_stages(run, damage, started)
         samples = open_index(run)
@@ -104,7 +111,7 @@ def _read_whole(path: Path) -> Mapping[str, Any]:
 def _broken_fragments(run: Run, samples: Index, packs: PackPlan) -> list[Path]:
     """The fragments that are damaged, or whose shards are."""
     shards = plan_shards(run, samples, packs)
-    written = [shard for shard in shards if run.workspace.fragment(shard.name).exists()]
+    written = done(shards, lambda shard: run.workspace.fragment(shard.name))
     tasks = iterate_tasks(run, samples, packs, written, with_sources=False)
     return [path for path in run.engine.run(find_broken_fragment, tasks) if path is not None]
 
@@ -239,14 +246,14 @@ def _repair_metadata(
 def _repair_shards(run: Run, manifest: Manifest) -> list[str]:
     """Names of the shards that had to be written again."""
     samples, packs = open_index(run), open_plan(run).packs
-    for left_by_kill in run.workspace.write.glob("*.repair"):
-        shutil.rmtree(left_by_kill)
+    for left_by_kill in run.workspace.write.rglob("*.repair"):
+        remove_folder(left_by_kill)
     shards = plan_shards(run, samples, packs)
-    tasks = verify_tasks(run, samples, packs, manifest, shards, deep=False)
+    tasks = verify_tasks(run, samples, packs, manifest, shards, with_samples=False)
     numbers = {number for number, damaged in run.engine.run(is_damaged, tasks) if damaged}
     damaged = [shard for shard in shards if shard.number in numbers]
     tasks = verify_tasks(run, samples, packs, manifest, damaged, deep=True)
-    return list(run.engine.run(repair_shard, tasks))
+    return list(run_tasks(run, repair_shard, tasks))
 
 
 def is_damaged(task: VerifyTask) -> tuple[int, bool]:
@@ -259,8 +266,9 @@ def repair_shard(task: VerifyTask) -> str:
     times of the source's files, decides whether it is the same: a JSONL file may have grown since,
     or the source may have moved. Raises StageError if the source no longer gives the same bytes."""
     shard = task.shard
-    scratch = shard.fragment_path.with_suffix(".repair")
-    scratch.mkdir()
+    name = shard.fragment_path.with_suffix(".repair").name
+    scratch = scratch_folder(shard.fragment_path.parent) / name
+    scratch.mkdir(parents=True)
     try:
         with shard.rows_at_hand():
             fragment = LAYOUTS[shard.layout].write(
@@ -276,8 +284,8 @@ def repair_shard(task: VerifyTask) -> str:
             if path.is_dir():
                 target.mkdir(exist_ok=True)
             else:
-                path.replace(target)
+                move_file(path, target)
         fragment.save(shard.fragment_path)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        remove_folder(scratch)
     return fragment.name

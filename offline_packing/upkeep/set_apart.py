@@ -3,12 +3,12 @@
 _packing/damaged/    they, in the same folders
 """
 
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from offline_packing.runs.run import Workspace
+from offline_packing.storage.paths import remove_folder
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def set_apart(
         for target in apart.values():
             target.unlink(missing_ok=True)
         if not any(path.is_file() for path in workspace.damaged.rglob("*")):
-            shutil.rmtree(workspace.damaged, ignore_errors=True)
+            remove_folder(workspace.damaged)
 
 
 def put_back(workspace: Workspace) -> None:
@@ -45,4 +45,4 @@ def put_back(workspace: Workspace) -> None:
         target = workspace.root / path.relative_to(workspace.damaged)
         if not target.exists():
             path.replace(target)
-    shutil.rmtree(workspace.damaged, ignore_errors=True)
+    remove_folder(workspace.damaged)

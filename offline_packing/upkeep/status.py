@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from offline_packing.errors import StageError
 from offline_packing.index.info import IndexInfo
+from offline_packing.index.table import count_rows
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.report.report import report_status
 from offline_packing.runs.artifacts import check_index, check_layout, check_plan
@@ -60,13 +59,13 @@ def _status_of(workspace: Workspace) -> list[str]:
         return [*lines, "plan      not done"]
     packs = plan_document["statistics"]["num_packs"]
     lines.append(f"plan      done: {packs:,} packs")
-    failed = sorted(workspace.write.glob("*.failed"))
+    failed = sorted(workspace.write.rglob("*.failed"))
     lines.append(f"write     {_write_status(workspace, packs)}, {len(failed):,} shards failed")
     return [*lines, *(f"  {path.stem}: {path.read_text()}" for path in failed)]
 
 
 def _write_status(workspace: Workspace, num_packs: int) -> str:
-    fragments = map(ShardFragment.load, sorted(workspace.write.glob("*-??????.json")))
+    fragments = map(ShardFragment.load, sorted(workspace.write.rglob("*-??????.json")))
     written = [(fragment.num_packs, fragment.num_tokens) for fragment in fragments]
     packs, tokens = map(sum, zip(*written, strict=True)) if written else (0, 0)
     return f"{_of(packs, num_packs)} packs, {tokens:,} tokens in {len(written):,} shards"
@@ -87,5 +86,5 @@ def _measure_status(workspace: Workspace, info: IndexInfo | None) -> str:
     folder = workspace.records if workspace.records.exists() else workspace.index
     finished = list(folder.glob("part-*.parquet"))
     tables = [path for part in finished for path in (part, workspace.set_aside / part.name)]
-    records = sum(pq.read_metadata(path).num_rows for path in tables)
+    records = sum(map(count_rows, tables))
     return f"{_of(records, total['records'])} records, {_of(len(finished), total['parts'])} parts"

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from offline_packing.engines.local import advance
 from offline_packing.errors import StageError, as_sample_error
 from offline_packing.index.table import Index, key_hash
 from offline_packing.layouts import LAYOUTS
@@ -104,6 +105,8 @@ class VerifyTask:
     slots: ContextParallel | None
     model: ModelOptions
     deep: bool
+    #: whether these are some packs of their shard, which is not checked as a whole
+    is_part: bool = False
 
 
 def verify_tasks(
@@ -113,22 +116,26 @@ def verify_tasks(
     manifest: Manifest,
     shards: Sequence[PlannedShard],
     *,
-    deep: bool,
+    deep: bool = False,
+    is_part: bool = False,
+    with_samples: bool = True,
 ) -> Iterator[VerifyTask]:
-    """The tasks of the shards that the manifest lists; only deep ones need the source."""
+    """The tasks of the shards that the manifest lists; only deep ones need the source. Without
+    samples they can find damage only."""
     config = run.config
     layout = LAYOUTS[config.output.layout]
     lines = {line.name: line for line in manifest.shards}
     listed = [shard for shard in shards if layout.shard_file(shard.name) in lines]
-    for task in iterate_tasks(run, samples, plan, listed, with_sources=deep):
+    tasks = iterate_tasks(run, samples, plan, listed, with_sources=deep, with_samples=with_samples)
+    for task in tasks:
         line = lines[layout.shard_file(task.shard.name)]
         pack = config.pack
-        yield VerifyTask(task, line, pack.padding, pack.slots, config.model, deep)
+        yield VerifyTask(task, line, pack.padding, pack.slots, config.model, deep, is_part)
 
 
 def verify_shard(task: VerifyTask) -> VerifyResult:
     """Re-read one shard."""
-    report, damage = VerifyResult(), find_damage(task)
+    report, damage = VerifyResult(), [] if task.is_part else find_damage(task)
     for problem in damage:
         report.problem(problem)
     _verify_packs(task, report)
@@ -137,6 +144,15 @@ def verify_shard(task: VerifyTask) -> VerifyResult:
     if report.media_hashes:
         hashes = np.unique(np.concatenate([own for _, own in report.media_hashes]))
         report.media_hashes = [(task.shard.shard.split, hashes)]
+    return report
+
+
+def verify_hashes(task: VerifyTask) -> VerifyResult:
+    """Compare the bytes of a shard with their hash, whatever they are."""
+    report = VerifyResult(num_packs=task.expected.packs, num_samples=task.expected.samples)
+    for problem in find_damage(task):
+        report.problem(problem, repairable=True)
+    advance(report.num_packs)
     return report
 
 
@@ -158,12 +174,12 @@ def find_damage(task: VerifyTask) -> list[str]:
 
 def _verify_packs(task: VerifyTask, report: VerifyResult) -> None:
     """Compare the packs of a shard with the plan."""
-    layout, name = LAYOUTS[task.shard.layout], task.expected.name
+    name = task.expected.name
     keys = task.shard.keys()
     planned = task.shard.packs()
     try:
         with task.shard.rows_at_hand() if task.deep else nullcontext():
-            for pack in layout.read_packs(task.shard):
+            for pack in _read_packs(task):
                 planned_key, samples = next(planned, ("", []))
                 if pack.key != planned_key:
                     report.problem(f"{name} does not hold the packs {keys[0]} to {keys[-1]}")
@@ -177,6 +193,14 @@ def _verify_packs(task: VerifyTask, report: VerifyResult) -> None:
         return
     if next(planned, None) is not None:
         report.problem(f"{name} does not hold all packs up to {keys[-1]}")
+
+
+def _read_packs(task: VerifyTask) -> Iterator[Pack]:
+    layout, shard = LAYOUTS[task.shard.layout], task.shard
+    if not task.is_part:
+        return layout.read_packs(shard)
+    keys = shard.keys()
+    return (layout.read_pack(shard.folder, task.expected.name, key) for key in keys)
 
 
 def _pack_problems(

@@ -27,18 +27,27 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
 from offline_packing.runs.manifest import has_columns, require_manifest
 from offline_packing.runs.run import Run, open_sources
-from offline_packing.runs.tasks import plan_shards
+from offline_packing.runs.tasks import plan_shards, run_tasks
 from offline_packing.runs.warnings import hashes_of
 from offline_packing.verify.damage import find_metadata_damage, find_stage_damage
-from offline_packing.verify.shard import VerifyResult, verify_shard, verify_tasks
+from offline_packing.verify.part import Drawn, verify_part
+from offline_packing.verify.shard import (
+    VerifyResult,
+    verify_shard,
+    verify_tasks,
+)
 from task_encoders.families import model_cost
 from task_encoders.packs.manifest import Manifest, PackColumns
 
 
-def verify(run: Run, *, deep: bool = False) -> VerifyResult:
+def verify(
+    run: Run, *, deep: bool = False, hash_only: bool = False, drawn: Drawn | None = None
+) -> VerifyResult:
     """Check the packed dataset; `deep`: also compare it with the source, and encode every sample
-    again. It opens its artifacts itself, since it must not open damaged ones. Raises StageError if
-    there is no complete dataset to check, or the source, which only `deep` needs, cannot be read.
+    again. `hash_only`: the bytes of all files, not what they say; `drawn`: the files beside the
+    shards, and packs drawn at random. It opens its artifacts itself, since it must not open damaged
+    ones. Raises StageError if there is no complete dataset to check, or the source, which only
+    `deep` needs, cannot be read.
     """
     total = VerifyResult()
     try:
@@ -62,7 +71,10 @@ def verify(run: Run, *, deep: bool = False) -> VerifyResult:
         total.problem(text, repairable=True)
         return total
     with run.unpacked_files():
-        _verify_shards(run, manifest, deep, total)
+        if hash_only or drawn is not None:
+            verify_part(run, manifest, deep, drawn, total)
+        else:
+            _verify_shards(run, manifest, deep, total)
     _check_manifest(run, manifest, total)
     return total
 
@@ -80,7 +92,7 @@ def _verify_shards(run: Run, manifest: Manifest, deep: bool, total: VerifyResult
     _check_slots(manifest, stored.packs, total)
     with run.bar("verify", sum(shard.num_packs for shard in own), "pack") as bar:
         tasks = verify_tasks(run, samples, stored.packs, manifest, own, deep=deep)
-        for report in run.engine.run(verify_shard, tasks, bar.update):
+        for report in run_tasks(run, verify_shard, tasks, bar.update):
             total.add(report)
     _check_each_once(samples, stored.packs, own, total)
     total.pictures = count_pictures(samples, stored.packs)
@@ -225,44 +237,6 @@ def _require_complete(run: Run) -> Manifest:
     return require_manifest(run.workspace.root)
 
 
-def render_result(result: VerifyResult, *, deep: bool) -> str:
-    """The result as a table, problems below."""
-    deep_lines = [
-        f"{'images':<16}{result.num_images:,}, bytes compared with the source",
-        *([f"{'videos':<16}{result.num_videos:,}, likewise"] if result.num_videos else []),
-        f"{'tokens':<16}{result.num_tokens:,}, encoded again",
-    ]
-    lines = [
-        f"{'shards':<16}{result.num_shards:,}, bytes compared with their hash",
-        f"{'packs':<16}{result.num_packs:,}",
-        f"{'samples':<16}{result.num_samples:,} packed, {result.num_set_aside:,} set aside",
-        *(
-            ["{:<16}{:,} = {:,} in packs + {:,} set aside".format("records", *result.records)]
-            if result.records
-            else []
-        ),
-        *([f"{'pictures':<16}{result.pictures}"] if result.pictures else []),
-        *([f"{'splits':<16}{result.apart}"] if result.apart else []),
-        *([f"{'steps':<16}{result.num_steps:,}, each of one kind"] if result.num_steps else []),
-        *(deep_lines if deep else []),
-        f"{'problems':<16}{result.num_problems:,}",
-        *(f"  {problem}" for problem in result.problems),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def render_verdict(result: VerifyResult) -> str:
-    """Number of problems, and whether `retry` repairs them."""
-    left = result.num_problems - result.num_repairable
-    if left == 0:
-        return f"{result.num_problems:,} problems; retry repairs what is damaged"
-    repaired = f"retry repairs {result.num_repairable:,} of them; " if result.num_repairable else ""
-    return (
-        f"{result.num_problems:,} problems; {repaired}if a problem names no remedy, the shards "
-        "are as they were written: pack again with another output.path or output.overwrite=true"
-    )
-
-
 def _check_each_once(
     samples: Index, plan: PackPlan, shards: Sequence[PlannedShard], total: VerifyResult
 ) -> None:
@@ -275,13 +249,19 @@ def _check_each_once(
     chosen = np.concatenate([plan.sample_ids[some] for some in places])
     expected = np.sort(hash_keys(samples, chosen, numbers))
     found = np.sort(np.concatenate([*total.key_hashes, np.empty(0, np.uint64)]))
-    if len(plan.sample_ids) - len(np.unique(plan.sample_ids)) != plan.info.num_copies:
+    is_packed = np.zeros(samples.info.num_samples, bool)
+    is_packed[plan.sample_ids] = True
+    if len(plan.sample_ids) - int(is_packed.sum()) != plan.info.num_copies:
         total.problem("the plan holds a sample twice")
-    lost = len(np.setdiff1d(expected, found))
     # A sample is in several epochs.
-    repeated = len(found) - len(np.unique(found)) - len(expected) + len(np.unique(expected))
+    repeated = _num_repeated(found) - _num_repeated(expected)
     if repeated or not np.array_equal(expected, found):
+        lost = len(np.setdiff1d(expected, found))
         total.problem(
             f"{lost:,} samples are in no pack, {repeated:,} in more than one",
             repairable=total.num_repairable > 0,  # of damaged shards
         )
+
+
+def _num_repeated(ordered: npt.NDArray[np.uint64]) -> int:
+    return int(np.count_nonzero(ordered[1:] == ordered[:-1]))

@@ -31,10 +31,17 @@ from offline_packing.runs.artifacts import (
 )
 from offline_packing.runs.manifest import follow_media, read_manifest, write_manifest
 from offline_packing.runs.run import Run, open_sources
-from offline_packing.runs.tasks import check_all_done, iterate_tasks, plan_shards, unfinished
+from offline_packing.runs.tasks import (
+    check_all_done,
+    iterate_tasks,
+    plan_shards,
+    run_tasks,
+    unfinished,
+)
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.reading.row_reader import WANTED_SHARE
 from offline_packing.storage.files import read_json, seal, to_json, write_atomically
+from offline_packing.storage.paths import is_remote
 from task_encoders.packs.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -148,12 +155,14 @@ def _run_tasks(run: Run, samples: Index, plan: PackPlan, shards: list[PlannedSha
         return run.workspace.fragment(shard.name)
 
     left = unfinished("write", shards, marker)
+    for folder in {marker(shard).parent for shard in left}:
+        folder.mkdir(exist_ok=True)
     own = run.engine.share(left)
     failures: dict[str, str] = {}
     with run.bar("write", plan.num_packs, "pack") as bar:
         bar.update(plan.num_packs - sum(shard.num_packs for shard in left))
         tasks = iterate_tasks(run, samples, plan, own)
-        for name, failure in run.engine.run(write_shard, tasks, bar.update):
+        for name, failure in run_tasks(run, write_shard, tasks, bar.update):
             if failure is not None:
                 logger.error("write: %s failed: %s", name, failure)
                 failures[name] = failure
@@ -192,9 +201,8 @@ def write_shard(task: ShardTask) -> tuple[str, str | None]:
 def _check_in_place(task: ShardTask) -> None:
     """Check that the output is still there, before a part of another is made in its place."""
     folder = task.fragment_path.parent
-    if not folder.is_dir():
-        root = folder.parent.parent
+    if not is_remote(folder) and not folder.is_dir():  # folders of objects come and go with them
         raise StageError(
-            f"output {str(root)!r} was moved or removed while it was written; move it back and "
-            "run again, or run again to begin anew"
+            f"output {str(task.folder)!r} was moved or removed while it was written; move it back "
+            "and run again, or run again to begin anew"
         )

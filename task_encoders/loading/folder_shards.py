@@ -14,6 +14,7 @@ import numpy.typing as npt
 import yaml
 
 from task_encoders.packs.pack_format import METADATASET
+from task_encoders.storage_paths import check_reachable, energon_url, path_of
 from task_encoders.versions import require_supported
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,10 @@ class PackedFolderError(ValueError):
 class ShardRange(NamedTuple):
     """The packs [start, end) of one tar, or of one file of references."""
 
-    #: a local path, or Energon's of a remote one
+    #: of `path_of`
     path: Any
+    #: the folder with the manifest, as path
+    root: Any
     subflavors: Mapping[str, Any]
     start: int
     end: int
@@ -52,9 +55,10 @@ class ShardRange(NamedTuple):
 def find_shards(path: str | Path, split: str) -> tuple[list[ShardRange], Numbers]:
     """The shards of a split, and the packs of an epoch, by their places in them, (num_packs,).
 
-    Raises PackedFolderError if there are none to be found.
+    Raises PackedFolderError if there are none to be found, StorageError if a URL leads nowhere.
     """
     root = path_of(path)
+    check_reachable(root)
     if (root / ".nv-meta").is_dir():
         shards, order = _shards_of_folder(root, split)
     else:
@@ -71,25 +75,11 @@ def no_packs(path: str | Path, split: str) -> PackedFolderError:
     return PackedFolderError(f"{path} has no packs in its {split} split; {remedy}")
 
 
-def path_of(path: str | Path) -> Any:
-    """A local path, or Energon's of a remote one, which opens and joins alike."""
-    if "://" not in str(path):
-        return Path(path)
-    if not str(path).startswith("msc://"):
-        raise PackedFolderError(
-            f"{path} cannot be read; name it msc://PROFILE/PATH (multi-storage-client)"
-        )
-    from megatron.energon.epathlib import EPath
-
-    return EPath(path)
-
-
 def read_index(shard: ShardRange) -> Numbers:
     """Offsets of a shard's packs and the end of the last."""
     path = shard.path.parent / f"{shard.path.name}.idx"
     try:
-        with path.open("rb") as file:
-            data = file.read()
+        data = path.read_bytes()
     except FileNotFoundError:
         raise PackedFolderError(f"{path} is missing; {_REMEDY}") from None
     offsets = np.frombuffer(data, "<u8", len(data) // 8).astype(np.int64)
@@ -130,7 +120,7 @@ def _shards_of_folder(path: Any, split: str) -> tuple[list[ShardRange], Numbers]
     if exclude or not counts.keys() >= set(names[split]):  # a name with braces is several
         return _shards_of_metadataset(path, split)
     flavors = dataset.get("subflavors") or {}
-    shards = [ShardRange(path / name, flavors, 0, counts[name]) for name in names[split]]
+    shards = [ShardRange(path / name, path, flavors, 0, counts[name]) for name in names[split]]
     return shards, np.arange(sum(shard.num_packs for shard in shards))
 
 
@@ -161,7 +151,7 @@ def _load_datasets(path: Any, split: str) -> list[Any]:
     if not path.is_file() and not (path / ".nv-meta").is_dir():
         from task_encoders.packs.indexed_file import find_prefix
 
-        if find_prefix(str(path)) is not None:
+        if find_prefix(path) is not None:
             raise PackedFolderError(f"{path} has packs as token ids; open it by IndexedPackDataset")
         raise PackedFolderError(
             f"{path} is neither a packed folder nor a metadataset YAML; offline-packing retry "
@@ -176,7 +166,7 @@ def _load_datasets(path: Any, split: str) -> list[Any]:
         raise PackedFolderError(f"{path} is no plain folder of packs: install Energon") from error
 
     try:
-        loaded = load_dataset(str(path)).get_datasets(
+        loaded = load_dataset(energon_url(path)).get_datasets(
             training=split == "train",
             split_part=split,
             worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
@@ -217,17 +207,17 @@ def _shards_of_dataset(entry: Any) -> list[ShardRange]:
     start, end = (0, size) if dataset.subset is None else dataset.subset.compute_subset(size)
     flavors = getattr(dataset, "subflavors", None) or {}
     if not hasattr(dataset, "shards"):  # a JSONL dataset
-        path = path_of(str(dataset.path))
-        return [ShardRange(path, flavors, start, end, entry.aux or {})]
+        path = path_of(dataset.path)
+        return [ShardRange(path, path.parent, flavors, start, end, entry.aux or {})]
     if dataset.sample_excludes:
         raise PackedFolderError(
             f"{dataset.path}: split.yaml excludes single packs; a map-style dataset would read "
             "them: pack again without these samples"
         )
-    shards, first = [], 0
+    shards, root, first = [], path_of(dataset.path), 0
     for shard in dataset.shards:
         own = max(0, start - first), min(shard.count, end - first)
         if own[0] < own[1]:
-            shards.append(ShardRange(path_of(str(shard.path)), flavors, *own))
+            shards.append(ShardRange(path_of(shard.path), root, flavors, *own))
         first += shard.count
     return shards

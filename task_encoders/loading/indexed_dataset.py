@@ -5,6 +5,7 @@ Works with torch's DataLoader and any number of its workers; Energon's loader is
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from task_encoders.packs.manifest import PackColumns, read_manifest
 from task_encoders.packs.pack import PackFormatError
 from task_encoders.packs.pack_format import PREFIX
 from task_encoders.packs.tokenized import fingerprint_digest
+from task_encoders.storage_paths import path_of
 
 
 class IndexedPackDataset(Dataset[PackedBatch]):
@@ -48,12 +50,12 @@ class IndexedPackDataset(Dataset[PackedBatch]):
     ) -> None:
         self._file = IndexedFile(prefix)
         self._micro_batch_size = micro_batch_size
-        folder = Path(prefix).parent
+        self.path = path_of(prefix)
+        folder = self.path.parent
         self.task_encoder = task_encoder or _task_encoder_of(folder)
         self.task_encoder.check_manifest(folder)
-        self.path = Path(prefix)
         _, _, split = self.path.name.partition(f"{PREFIX}_")
-        self._shards = [ShardRange(self.path, {}, 0, len(self._file))]
+        self._shards = [ShardRange(self.path, self.path.parent, {}, 0, len(self._file))]
         written = np.arange(len(self._file))
         #: as those of a `PackedFolder`
         self.order, self.uniform_ranks = order_of_steps(self._shards, written, split or "train")
@@ -103,7 +105,7 @@ class IndexedPackDataset(Dataset[PackedBatch]):
         return encoded
 
 
-def _task_encoder_of(folder: Path) -> PackedTaskEncoder:
+def _task_encoder_of(folder: Any) -> PackedTaskEncoder:
     """The task encoder that packs were measured with."""
     manifest = read_manifest(folder)
     if manifest is None:

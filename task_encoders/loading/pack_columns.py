@@ -16,7 +16,7 @@ def read_columns(shards: Sequence[ShardRange], order: Numbers) -> PackColumns | 
     """Columns of the shards' packs, in the given order. None: a manifest is missing, or is of a
     version that did not record them. Raises ManifestError."""
     parts: dict[Any, tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]] = {}
-    for root in {shard.path.parent for shard in shards}:
+    for root in {shard.root for shard in shards}:
         manifest = read_manifest(root)
         if manifest is None or not all(line.media for line in manifest.shards):
             return None
@@ -41,7 +41,7 @@ def order_of_steps(shards: Sequence[ShardRange], order: Numbers, split: str) -> 
 
     Any divisor of these ranks that reads the packs in turn has packs of one kind at each step.
     """
-    roots = list(dict.fromkeys(shard.path.parent for shard in shards))
+    roots = list(dict.fromkeys(shard.root for shard in shards))
     manifests = [read_manifest(root) for root in roots]
     ranks = {manifest.uniform_ranks if manifest else 0 for manifest in manifests}
     if len(ranks) != 1 or not (num_ranks := ranks.pop()):
@@ -49,7 +49,7 @@ def order_of_steps(shards: Sequence[ShardRange], order: Numbers, split: str) -> 
     tables, draws, first = [], [], 0
     for root, manifest in zip(roots, manifests, strict=True):
         assert manifest is not None
-        size = sum(shard.num_packs for shard in shards if shard.path.parent == root)
+        size = sum(shard.num_packs for shard in shards if shard.root == root)
         table = _steps(manifest, split, size)
         if table is None:
             return order, 0

@@ -29,13 +29,13 @@ from task_encoders.loading.folder_shards import (
     PackedFolderError,
     ShardRange,
     find_shards,
-    path_of,
     read_index,
 )
 from task_encoders.loading.pack_columns import order_of_steps, read_columns
 from task_encoders.packs.manifest import PackColumns
 from task_encoders.packs.pack import Pack
 from task_encoders.settings import refuse_slots
+from task_encoders.storage_paths import path_of, read_range
 
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedBatch, PackedRowSample
@@ -69,8 +69,8 @@ class PackedFolder:
     packs that come more often are warned of. Of other splits than train, they follow each other.
 
     Args:
-        path: a folder or a metadataset YAML, remote ones as msc://PROFILE/PATH. All but local
-            folders of packs that hold their media need Energon.
+        path: a folder or a metadataset YAML, here or s3://bucket/packs, gs://, msc://PROFILE/packs.
+            All but folders of packs that hold their media need Energon.
         task_encoder: for rows and batches; its settings are compared with the folder's.
         split: train, val or test.
 
@@ -117,9 +117,7 @@ class PackedFolder:
         shard = self.shards[shard_number]
         where = f"{shard.path}, bytes {start} to {end}"
         try:
-            with shard.path.open("rb") as file:
-                file.seek(start)
-                data = file.read(end - start)
+            data = read_range(shard.path, start, end)
         except OSError as error:
             raise PackedFolderError(
                 f"{where}: {error.strerror or error}; offline-packing retry restores it"
@@ -167,7 +165,7 @@ class PackedFolder:
         PackingSettingsError for packs that go over several ranks in slots, see `SlotRows`."""
         rows = [self._encode(pack) for pack in packs]
         if any(row.cp_size is not None for row in rows):
-            refuse_slots(self.shards[0].path.parent, "a batch of a PackedFolder is for one rank")
+            refuse_slots(self.shards[0].root, "a batch of a PackedFolder is for one rank")
         return self._task_encoder.batch(rows)
 
     @property
@@ -191,7 +189,7 @@ def _refuse_collation(packs: Sequence[RawPack], **_: object) -> None:
 
 def _check(shards: Sequence[ShardRange], task_encoder: "PackedTaskEncoder") -> None:
     """Check the folders as the task encoder checks the datasets that Energon gives it."""
-    flavors_of = {shard.path.parent: shard.subflavors for shard in shards}
+    flavors_of = {shard.root: shard.subflavors for shard in shards}
     task_encoder.is_blend = task_encoder.is_blend or len(flavors_of) > 1
     for folder, flavors in flavors_of.items():
         task = flavors.get("offline_packing")

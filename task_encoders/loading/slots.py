@@ -76,7 +76,7 @@ class SlotRows(Dataset["PackedBatch"]):
 
 def _manifest_of(folder: PackedFolder) -> Manifest:
     """The manifest of a folder whose packs fill slots."""
-    roots = {shard.path.parent for shard in folder.shards}
+    roots = {shard.root for shard in folder.shards}
     manifest = read_manifest(next(iter(roots))) if len(roots) == 1 else None
     if manifest is None or manifest.context_parallel is None:
         what = "a blend" if len(roots) > 1 else "packed without pack.context_parallel.ranks"

@@ -40,6 +40,7 @@ from task_encoders.packs.pack_format import PREFIX, is_video_name, media_part_na
 from task_encoders.packs.stored_media import StoredMedium
 from task_encoders.packs.tokenized import ExpandedText, TokenizedPack, TokenizedText, collapse
 from task_encoders.sample_encoder import labels_of
+from task_encoders.storage_paths import check_reachable, is_url, path_of, read_range
 
 #: Beside them: the folders, or URLs, that `media` names.
 MEDIA_ROOTS: Final = "media_roots.json"
@@ -55,10 +56,10 @@ _ITEM: Final = np.dtype("<i4")
 Sequence32 = npt.NDArray[np.int32]
 
 
-def find_prefix(path: str | Path) -> Path | None:
+def find_prefix(path: str | Path) -> Any:
     """The prefix that a path is, or that a folder holds; None: it is something else."""
-    found = (Path(path), Path(path) / PREFIX)
-    return next((one for one in found if Path(f"{one}.idx").is_file()), None)
+    found = (path_of(path), path_of(path) / PREFIX)
+    return next((one for one in found if path_of(f"{one}.idx").is_file()), None)
 
 
 class IndexedSubSample(NamedTuple):
@@ -121,7 +122,7 @@ def index_file(sizes: Sequence[npt.NDArray[np.integer]]) -> bytes:
     return b"".join([_HEADER, counts, lengths.tobytes(), offsets.tobytes(), ends.tobytes()])
 
 
-def read_media_roots(folder: Path) -> Mapping[str, str]:
+def read_media_roots(folder: Any) -> Mapping[str, str]:
     """The folders, or URLs, that packs in a folder name; empty if there is no such file. Raises
     PackFormatError if it is damaged."""
     path = folder / MEDIA_ROOTS
@@ -136,18 +137,23 @@ def read_media_roots(folder: Path) -> Mapping[str, str]:
 
 
 class IndexedFile:
-    """The documents of a prefix; cheap to send to another process.
+    """The documents of a prefix; cheap to send to another process. A local file is mapped into
+    memory; of a URL each document is a request.
 
     Raises:
         PackFormatError: there are no such files, they are damaged, or their documents are no packs.
+        StorageError: a URL leads nowhere.
     """
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
-        self._roots = read_media_roots(Path(prefix).parent)
+        idx, bin_ = path_of(f"{prefix}.idx"), path_of(f"{prefix}.bin")
+        check_reachable(idx)
+        self._roots = read_media_roots(idx.parent)
         try:
-            index = np.fromfile(f"{prefix}.idx", dtype=np.uint8)
-            self._items = np.memmap(f"{prefix}.bin", dtype=_ITEM, mode="r")
+            index = np.frombuffer(idx.read_bytes(), np.uint8)
+            self._items = None if is_url(prefix) else np.memmap(bin_, dtype=_ITEM, mode="r")
+            size = bin_.stat().st_size
         except (OSError, ValueError) as error:
             raise PackFormatError(f"{prefix}.idx and .bin cannot be read: {error}") from error
         start = len(_HEADER) + 16
@@ -163,7 +169,7 @@ class IndexedFile:
             raise PackFormatError(
                 f"{prefix} holds documents that are no packs of {', '.join(SEQUENCES)}"
             )
-        if int(self._lengths.sum(dtype=np.int64)) != len(self._items):
+        if int(self._lengths.sum(dtype=np.int64)) * _ITEM.itemsize != size:
             raise PackFormatError(f"{prefix}.bin is damaged: it is not as long as .idx says")
 
     def __reduce__(self) -> tuple[type["IndexedFile"], tuple[str]]:
@@ -177,8 +183,22 @@ class IndexedFile:
         first = int(self._documents[number])
         some = slice(first, first + len(SEQUENCES))
         starts = self._offsets[some] // _ITEM.itemsize
-        bounds = zip(starts.tolist(), self._lengths[some].tolist(), strict=True)
-        return IndexedPack([self._items[start : start + n] for start, n in bounds], self._roots)
+        ends = starts + self._lengths[some]
+        begin, end = int(starts.min()), int(ends.max())
+        document = self._read(begin, end)
+        bounds = zip((starts - begin).tolist(), (ends - begin).tolist(), strict=True)
+        return IndexedPack([document[slice(*one)] for one in bounds], self._roots)
+
+    def _read(self, begin: int, end: int) -> Sequence32:
+        """Items of the .bin. Raises PackFormatError."""
+        if self._items is not None:
+            return self._items[begin:end]
+        path = path_of(f"{self.prefix}.bin")
+        try:
+            data = read_range(path, begin * _ITEM.itemsize, end * _ITEM.itemsize)
+            return np.frombuffer(data, _ITEM, end - begin)
+        except (OSError, ValueError) as error:
+            raise PackFormatError(f"{path} cannot be read: {error}") from error
 
 
 class IndexedPack:

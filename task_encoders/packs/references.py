@@ -21,13 +21,15 @@ from megatron.energon.errors import FatalSampleError
 
 from task_encoders.packs.pack_format import JSON_PART, METADATASET
 from task_encoders.packs.stored_media import MovedMediumError
+from task_encoders.storage_paths import energon_path
 
 Stores = Mapping[str, FileStore[bytes]]
 
 
 def metadataset_of(path: str | Path | EPath) -> EPath:
-    """Path that Energon reads of an output: its folder, or the metadataset beside references."""
-    folder = EPath(path)
+    """Path that Energon reads of an output: its folder, or the metadataset beside references.
+    Raises StorageError for a URL that leads nowhere."""
+    folder = energon_path(path)
     inside = folder / METADATASET
     has_shards = (folder / ".nv-meta" / "dataset.yaml").is_file()
     return inside if inside.is_file() and not has_shards else folder

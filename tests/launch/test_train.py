@@ -47,7 +47,8 @@ def test_the_package_that_stops_an_import_is_named(capsys: pytest.CaptureFixture
         raise error
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "'PreTrainedModel'. RuntimeError: operator torchvision::nms does not exist" in said
+    assert "'PreTrainedModel'. RuntimeError: operator torchvision::nms does not exist; " in said
+    assert said.endswith("that fits your PyTorch, or remove it\n")
 
 
 def test_names_that_libraries_will_replace_are_not_told() -> None:

@@ -4,7 +4,8 @@ in bfloat16; and what it refuses."""
 import os
 import shutil
 import signal
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,19 @@ from tests.helpers.transformers_runs import (
 )
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Output of a family's training with some options in one process; each is trained once."""
+
+    @cache
+    def trained(family: str, *options: str) -> Path:
+        output = tmp_path_factory.mktemp("undisturbed")
+        train(command(case(family), output, *options, family=family))
+        return output
+
+    return trained
 
 
 @pytest.mark.parametrize(
@@ -116,17 +130,16 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     how: str,
     at: int,
     case: Case,
+    undisturbed: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The order holds in the second epoch, too."""
-    folder = case(family)
-    options = ["train.iterations=12"]
-    train(command(folder, tmp_path / "whole", *options, family=family))
-    arguments = command(folder, tmp_path / "stopped", *options, family=family)
+    whole = undisturbed(family, "train.iterations=12")
+    arguments = command(case(family), tmp_path, "train.iterations=12", family=family)
     stop(arguments, how, at, monkeypatch)
     train(arguments)
-    assert_equal_runs(tmp_path / "whole", tmp_path / "stopped", steps=12)
+    assert_equal_runs(whole, tmp_path, steps=12)
 
 
 def _run_here(arguments: list[str]) -> int:
@@ -145,17 +158,21 @@ def _run_here(arguments: list[str]) -> int:
     ],
 )
 def test_ranks_change_no_loss(
-    family: str, ranks: int, fsdp: bool, case: Case, tmp_path: Path
+    family: str,
+    ranks: int,
+    fsdp: bool,
+    case: Case,
+    undisturbed: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
     """They train alike although some ranks lack images in a step, and validate fewer rows."""
     options = ["validation.every=3", "train.iterations=10", "schedule.learning_rate=1e-4"]
-    folder = case(family)
-    train(command(folder, tmp_path / "one", *options, family=family))
+    one = undisturbed(family, *options)
     options.append(f"model.fsdp={str(fsdp).lower()}")
-    arguments = command(folder, tmp_path / "several", *options, family=family)
+    arguments = command(case(family), tmp_path / "several", *options, family=family)
     assert run_ranks(ranks, tmp_path / "ranks", _run_here, arguments) == [0] * ranks
-    assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
-    ours, theirs = weights(tmp_path / "one"), weights(tmp_path / "several")
+    assert losses(tmp_path / "several") == pytest.approx(losses(one), abs=1e-5)
+    ours, theirs = weights(one), weights(tmp_path / "several")
     assert max(float((ours[n] - theirs[n]).abs().max()) for n in ours) < 1e-4
 
 
@@ -285,6 +302,10 @@ def _run_in_transformers(arguments: list[str], stops: bool) -> int:
         (["model.lora={}", "model.freeze=[vision]"], "lora freezes all weights but its own"),
         (["model.lora.targets=[nothing]"], "name no matrix of the language model"),
         (["model.lora.targets=[q_proj, vproj]"], "['vproj'] name no matrix of the language model;"),
+        (
+            ["model.lora.dropout=0.95"],
+            "model.lora.dropout=0.95: input should be less than or equal",
+        ),
         (
             ["model.lora.rank=9999"],
             "rank 9999 > the smaller side of every matrix (the widest: model.",

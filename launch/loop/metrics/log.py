@@ -14,12 +14,12 @@ from offline_packing.storage.files import hash_bytes, write_atomically
 
 
 class Tracker(Protocol):
-    """Shows the values of a run somewhere else."""
+    """A run shown somewhere else, as Weights & Biases and SwanLab have it."""
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
+    def log(self, values: dict[str, float], step: int) -> None:
         """Add the values of a step."""
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Write what is pending."""
 
 
@@ -38,9 +38,9 @@ class MetricsLog:
         if config.tensorboard:
             self._trackers.append(TensorBoard(folder, iteration))
         if config.wandb:
-            self._trackers.append(WeightsAndBiases(folder, config.wandb))
+            self._trackers.append(wandb_run(folder, config.wandb))
         if config.swanlab:
-            self._trackers.append(SwanLab(folder, config.swanlab))
+            self._trackers.append(swanlab_run(folder, config.swanlab))
         self._samples_seen = 0
         if self._path.exists():
             kept = [line for line in read_metrics(self._path) if line["iteration"] <= iteration]
@@ -56,12 +56,12 @@ class MetricsLog:
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"iteration": iteration, **metrics}) + "\n")
         for tracker in self._trackers:
-            tracker.log(metrics, iteration)
+            tracker.log(dict(metrics), step=iteration)
 
     def close(self) -> None:
         """Let trackers write what is pending."""
         for tracker in self._trackers:
-            tracker.close()
+            tracker.finish()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -81,62 +81,39 @@ class TensorBoard:
             raise _missing("tensorboard", "false") from error
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=iteration + 1)
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
+    def log(self, values: dict[str, float], step: int) -> None:
         """Add the values of a step."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Write what is pending."""
         self._writer.close()
 
 
-class WeightsAndBiases:
-    """A run in Weights & Biases, which WANDB_MODE=offline keeps in the folder."""
-
-    def __init__(self, folder: Path, project: str) -> None:
-        """Start it, or go on with the one of this folder. Raises ValueError without the package."""
-        try:
-            import wandb
-        except ImportError as error:
-            raise _missing("wandb", "null") from error
-        self._run: Any = wandb.init(
-            project=project, dir=folder, id=_run_id(folder), name=folder.name, resume="allow"
-        )
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add the values of a step."""
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Write what is pending."""
-        self._run.finish()
+def wandb_run(folder: Path, project: str) -> Tracker:
+    """The folder's run in Weights & Biases, begun or continued; WANDB_MODE=offline keeps it there.
+    Raises ValueError without the package."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise _missing("wandb", "null") from error
+    run_id = _run_id(folder)
+    run: Any = wandb.init(project=project, dir=folder, id=run_id, name=folder.name, resume="allow")
+    return run
 
 
-class SwanLab:
-    """A run in SwanLab, which SWANLAB_MODE=offline keeps in the folder's `swanlog`."""
-
-    def __init__(self, folder: Path, project: str) -> None:
-        """Start it, or go on with the one of this folder. Raises ValueError without the package."""
-        try:
-            import swanlab
-        except ImportError as error:
-            raise _missing("swanlab", "null") from error
-        self._run: Any = swanlab.init(
-            project=project,
-            log_dir=str(folder / "swanlog"),
-            id=_run_id(folder),
-            name=folder.name,
-            resume="allow",
-        )
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add the values of a step."""
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Write what is pending."""
-        self._run.finish()
+def swanlab_run(folder: Path, project: str) -> Tracker:
+    """The same in SwanLab; SWANLAB_MODE=offline keeps it in the folder's `swanlog`."""
+    try:
+        import swanlab
+    except ImportError as error:
+        raise _missing("swanlab", "null") from error
+    run_id, log_dir = _run_id(folder), str(folder / "swanlog")
+    run: Any = swanlab.init(
+        project=project, log_dir=log_dir, id=run_id, name=folder.name, resume="allow"
+    )
+    return run
 
 
 def _run_id(folder: Path) -> str:

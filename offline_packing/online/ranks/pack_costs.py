@@ -14,6 +14,7 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.manifest import hash_plan, read_manifest
 from offline_packing.runs.run import Workspace
 from offline_packing.storage.files import hash_file, read_json
+from offline_packing.storage.paths import open_path
 from task_encoders.families import model_cost, model_options
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.loading.packed_folder import PackedFolder
@@ -50,7 +51,7 @@ def _planned(folder: PackedFolder, model: ModelCost | None) -> tuple[npt.NDArray
     """Tokens, media, tower and language operations of each pack, in the folder's order."""
     places: dict[Path, int] = {}  # the number of each shard's first pack in its plan
     outputs = {}
-    for root in {shard.path.parent for shard in folder.shards}:
+    for root in {shard.root for shard in folder.shards}:
         manifest = read_manifest(root)
         outputs[root] = _of_output(root, manifest, model)
         first = 0
@@ -61,7 +62,7 @@ def _planned(folder: PackedFolder, model: ModelCost | None) -> tuple[npt.NDArray
     columns: tuple[list[Any], ...] = tuple([np.empty(0)] for _ in range(4))
     for shard in folder.shards:
         first = places[shard.path]
-        for column, values in zip(columns, outputs[shard.path.parent], strict=True):
+        for column, values in zip(columns, outputs[shard.root], strict=True):
             column.append(values[first + shard.start : first + shard.end])
     return tuple(np.concatenate(column)[folder.order] for column in columns)
 
@@ -89,7 +90,7 @@ def _of_output(
 
 def _artifacts(root: Path, manifest: Manifest | None) -> tuple[Index, PackPlan]:
     """The index and the plan that an output's packs were written from."""
-    workspace = Workspace(root)
+    workspace = Workspace(open_path(str(root)))
     stage, info = read_json(workspace.plan_info), IndexInfo.load(workspace.index_info)
     if manifest is None or stage is None or info is None:
         raise StageError(

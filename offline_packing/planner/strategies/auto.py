@@ -9,7 +9,7 @@ from offline_packing.planner.strategies.composition import (
     join_compositions,
     select_patterns,
 )
-from offline_packing.planner.strategies.even_fill import even_fill
+from offline_packing.planner.strategies.even_fill import Budget, even_fill
 from offline_packing.planner.strategies.exact_fill import exact_fill
 from offline_packing.planner.strategies.histogram import best_fit_decreasing, lower_bound
 from offline_packing.planner.strategies.linear_program.pattern_lp import MAX_SIZES, pattern_lp
@@ -69,11 +69,11 @@ def auto(counts: np.ndarray, *, seed: int = 0) -> Composition:
 
 def _evenly(counts: np.ndarray, bound: int, best: Composition, seed: int) -> Composition:
     """Even packs if fewer than the best are found: as many as the bound, or, where the best is far
-    from it, few more."""
+    from it, few more; all attempts share a budget."""
     tolerated = _tolerated(bound, int(np.count_nonzero(counts)))
-    above = 0
+    above, budget = 0, Budget()
     while bound + above < best.num_packs and (above == 0 or best.num_packs > tolerated):
-        if found := even_fill(counts, bound + above, seed=seed):
+        if found := even_fill(counts, bound + above, seed=seed, budget=budget):
             return found
         above = max(1, 2 * above)
     return best

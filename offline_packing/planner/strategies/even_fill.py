@@ -6,6 +6,8 @@ is above. Other methods fill packs exactly and leave what does not fit; here all
 room that there is, so the number of packs that the bound allows is often met, in milliseconds.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 from numba import njit
 
@@ -14,47 +16,64 @@ from offline_packing.planner.strategies.histogram import fold
 from offline_packing.planner.strategies.kernels import random_below, random_state
 
 _SORTED_ROUNDS = 16
-_WORK = 500_000_000  # pairs of samples looked at: 5 s at most, usually a hundredth of it
+#: pairs of samples looked at in all attempts: 5 s at most, usually a hundredth of it
+WORK = 500_000_000
 #: tries for each pack in which the tokens above seq_length must fall by a tenth
 _PATIENCE = 10
 
 
-def even_fill(counts: np.ndarray, num_packs: int, *, seed: int = 0) -> Composition | None:
-    """Pack all samples into ``num_packs`` packs; None if that is not found, or they are too many.
+@dataclass
+class Budget:
+    """Pairs of samples that attempts may still look at, all together."""
+
+    left: int = WORK
+
+
+def even_fill(
+    counts: np.ndarray, num_packs: int, *, seed: int = 0, budget: Budget | None = None
+) -> Composition | None:
+    """Pack all samples into ``num_packs`` packs; None if that is not found, or they are too many
+    for what is left of the budget, from which the attempt is taken.
 
     ``counts`` int64 (seq_length + 1,). Each pack is a pattern of its own.
     """
+    budget = budget or Budget()
     # Lengths 0 stand for places without a sample, so that a sample can also move alone.
     places = -(-int(counts.sum()) // num_packs) + 1
-    if _SORTED_ROUNDS * num_packs // 2 * places**2 > _WORK:
+    if _SORTED_ROUNDS * num_packs // 2 * places**2 > budget.left:
         return None
     lengths = np.repeat(np.arange(len(counts)), counts)[::-1]
     packs = fold(lengths, num_packs, places).astype(np.int32)  # half the memory, a fifth faster
     tokens = packs.sum(axis=1)
     for _ in range(_SORTED_ROUNDS):
-        _exchange_sorted(packs, tokens, len(counts) - 1, np.argsort(tokens, kind="stable"))
-    is_found = _exchange_random(packs, tokens, len(counts) - 1, random_state(seed))
+        order = np.argsort(tokens, kind="stable")
+        budget.left -= places**2 * _exchange_sorted(packs, tokens, len(counts) - 1, order)
+    most = budget.left // places**2
+    tries, is_found = _exchange_random(packs, tokens, len(counts) - 1, random_state(seed), most)
+    budget.left -= places**2 * tries
     return from_packs(packs, 1) if is_found else None
 
 
 @njit(cache=True)
 def _exchange_sorted(
     packs: np.ndarray, tokens: np.ndarray, capacity: int, order: np.ndarray
-) -> None:
-    """One exchange of each pack above the capacity, the fullest with the emptiest, and so on.
-    ``order``: packs by ascending tokens."""
+) -> int:
+    """One exchange of each pack above the capacity, the fullest with the emptiest, and so on; how
+    many there were. ``order``: packs by ascending tokens."""
     for pair in range(order.shape[0] // 2):
         if tokens[order[-1 - pair]] <= capacity:
-            break
+            return pair
         _exchange(packs, tokens, capacity, order[-1 - pair], order[pair])
+    return order.shape[0] // 2
 
 
 @njit(cache=True)
 def _exchange_random(
-    packs: np.ndarray, tokens: np.ndarray, capacity: int, state: np.ndarray
-) -> bool:
-    """Exchange samples until no pack is above the capacity; whether that succeeded. ``packs`` int32
-    (num_packs, places) and ``tokens`` int64 (num_packs,) are changed in place."""
+    packs: np.ndarray, tokens: np.ndarray, capacity: int, state: np.ndarray, most: int
+) -> tuple[int, bool]:
+    """Exchange samples until no pack is above the capacity, or ``most`` were tried; tries, and
+    whether that succeeded. ``packs`` int32 (num_packs, places) and ``tokens`` int64 (num_packs,)
+    are changed in place."""
     num_packs = packs.shape[0]
     # Those that no longer are above or below the capacity go when they are drawn.
     above = [pack for pack in range(num_packs) if tokens[pack] > capacity]
@@ -62,12 +81,12 @@ def _exchange_random(
     is_listed = tokens < capacity
     excess = np.maximum(tokens - capacity, 0).sum()
     tries = 0
-    while len(above) > 0 and tries < _WORK // packs.shape[1] ** 2:
+    while len(above) > 0 and tries < most:
         tries += 1
         if tries % (_PATIENCE * num_packs) == 0:
             now = np.maximum(tokens - capacity, 0).sum()
             if now > 0.9 * excess:
-                return False
+                return tries, False
             excess = now
         place = random_below(state, len(above))
         pack = above[place]
@@ -85,7 +104,7 @@ def _exchange_random(
         if tokens[pack] < capacity and not is_listed[pack]:
             is_listed[pack] = True
             below.append(pack)
-    return len(above) == 0
+    return tries, len(above) == 0
 
 
 @njit(cache=True)

@@ -11,9 +11,9 @@ from typing import Final
 
 from offline_packing.errors import StageError
 from offline_packing.sources.options import MediaOptions, SourceOptions
-from offline_packing.sources.roots.remote import is_remote
 from offline_packing.storage.streams import DamagedStreamError, open_unpacked
 from offline_packing.storage.tars import TarReader
+from task_encoders.storage_paths import is_url
 
 #: Suffix of a file, and the value of source.format that reads it.
 _FORMATS: Final = {
@@ -90,7 +90,7 @@ def nothing_found(path: str, wanted: str) -> StageError:
 def describe_others(path: str, wanted: str) -> str:
     """The files at a path and below that another format reads than the one whose files, '*.jsonl',
     were wanted: '2 *.tar here: source.format=webdataset'. Empty: none, or the path is remote."""
-    if is_remote(path):
+    if is_url(path):
         return ""
     longest = (
         max((end for end in _FORMATS if name.lower().endswith(end)), key=len, default="")
@@ -108,7 +108,7 @@ def find_image_root(path: str, name: str) -> str | None:
     """A folder at, below or above a source from which a missing image can be reached by its name in
     the record: the value of source.image_root; or None. Where a link leads out of such a folder, it
     is the one that the name is relative to after the link."""
-    if is_remote(path) or name.startswith("/"):
+    if is_url(path) or name.startswith("/"):
         return None
     start = Path(path) if Path(path).is_dir() else Path(path).parent
     near = (  # the folder, the two above it, and the folders in each

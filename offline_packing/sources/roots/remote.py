@@ -14,16 +14,12 @@ from offline_packing.errors import ChangedError, ConfigError, StageError
 from offline_packing.sources.roots.local import MediaRoot, check_name
 from offline_packing.storage.streams import RangeFile
 from task_encoders.samples import SampleError
+from task_encoders.storage_paths import is_url
 
 #: Bytes per request: image headers are in the first kilobytes, so more would be wasted.
 _BLOCK: Final = 1 << 14
 #: The same for a file that is read sequentially.
 _SEQUENTIAL_BLOCK: Final = 1 << 19
-
-
-def is_remote(path: str) -> bool:
-    """Whether a path names a storage of fsspec."""
-    return "://" in path
 
 
 class RemoteRoot:
@@ -176,7 +172,7 @@ Root = MediaRoot | RemoteRoot
 
 def open_root(path: str) -> tuple[Root, str | None]:
     """The root at a path or URL; of a file, its folder and name. Raises as `RemoteRoot.at`."""
-    if is_remote(path):
+    if is_url(path):
         return RemoteRoot.at(path)
     given = Path(path)
     if not given.exists():

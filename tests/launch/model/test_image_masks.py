@@ -88,7 +88,7 @@ def test_packed_equals_alone(attention: str) -> None:
 @pytest.mark.parametrize("shows", [True, False])
 @torch.no_grad()
 def test_a_later_token_of_an_image_changes_earlier_ones(shows: bool) -> None:
-    """Of this image alone, and nothing outside its segment; not where attention is causal."""
+    """The image sees all of itself, and nothing beyond; less where attention is causal."""
     whole = model(use_bidirectional_attention="vision" if shows else None)
     isolate_segments(whole)
     tokens, media = rows()
@@ -96,7 +96,7 @@ def test_a_later_token_of_an_image_changes_earlier_ones(shows: bool) -> None:
     start, end = STARTS[2] + 130, STARTS[2] + 155  # the second image of the third segment
 
     def change(module: Any, given: Any, features: torch.Tensor) -> torch.Tensor:
-        """The last of this image's, not its pixels: the vision tower shows all of them to each."""
+        """Change its last feature, not its pixels, which the vision tower shows to each other."""
         features[12 + 120 + 25 - 1] += 1
         return features
 

@@ -1,17 +1,22 @@
-"""A local Ray cluster gives what local processes give, and a worker's death loses nothing."""
+"""A local Ray cluster gives what local processes give; the death of a worker, or of the counter of
+progress, loses nothing."""
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from offline_packing.engines.local import advance
 from offline_packing.engines.ray_cluster import RayEngine
+from offline_packing.errors import ConfigError
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError
 from tests.helpers.datasets import captioning_pairs, make_config, make_run, pack_all
+from tests.helpers.ray_clusters import kill_processes
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.55'")
 
@@ -21,7 +26,7 @@ def engine() -> Iterator[RayEngine]:
     """One cluster for all tests: a start takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
-        engine = RayEngine(2)
+        engine = RayEngine(1, {"num_cpus": 0.5, "memory": 1_000_000})  # two tasks at a time
         yield engine
         engine.close()
 
@@ -52,6 +57,34 @@ def test_killed_worker(engine: RayEngine, tmp_path: Path) -> None:
     found = list(engine.run(die_once, markers))
     assert len(found) == 3
     assert all(marker.exists() for marker in markers)
+
+
+def step(number: int) -> int:
+    for _ in range(4):
+        time.sleep(0.2)
+        advance()
+    return number
+
+
+def test_killed_counter(engine: RayEngine) -> None:
+    """Progress goes on, and ends where it should."""
+    told: list[int] = []
+
+    def listen(count: int) -> None:
+        if not told:
+            kill_processes("ray::_Counter")
+        told.append(count)
+
+    assert sorted(engine.run(step, range(8), listen)) == list(range(8))
+    assert sum(told) == 4 * 8
+
+
+def test_an_option_that_ray_lacks() -> None:
+    with (
+        RayEngine(1, {"num_cpu": 2}) as engine,
+        pytest.raises(ConfigError, match=r"ray_remote_args=\{'num_cpu': 2\}: Invalid option"),
+    ):
+        list(engine.run(square, [1]))
 
 
 def test_equal_to_local_processes(engine: RayEngine, tmp_path: Path) -> None:

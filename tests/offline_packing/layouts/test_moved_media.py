@@ -10,7 +10,8 @@ import torch
 from megatron.energon import WorkerConfig
 
 from offline_packing.runs.run import Run
-from offline_packing.verify.verify import render_verdict, verify
+from offline_packing.verify.render import render_verdict
+from offline_packing.verify.verify import verify
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset

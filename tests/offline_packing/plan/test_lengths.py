@@ -60,8 +60,9 @@ def write_config(folder: Path, **pack: Any) -> Path:
 def test_the_plan_is_that_of_the_index(
     measured: Run, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offline_packing.plan.lengths._BLOCK_BYTES", 500)  # in several blocks
-    monkeypatch.setattr("offline_packing.plan.lengths._ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("offline_packing.plan.length_files._BLOCK_BYTES", 500)  # in several blocks
+    for module in ("lengths", "length_files"):
+        monkeypatch.setattr(f"offline_packing.plan.{module}._ROWS_AT_ONCE", 7)
     samples = open_index(measured)
     FILES[name](samples.table("key", "num_tokens"), tmp_path / name)
     config, output = write_config(tmp_path, seq_length=256), tmp_path / "out.parquet"

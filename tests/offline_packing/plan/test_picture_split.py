@@ -16,7 +16,8 @@ from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
-from offline_packing.verify.verify import render_result, verify
+from offline_packing.verify.render import render_result
+from offline_packing.verify.verify import verify
 from task_encoders import PackedTaskEncoder, required_pad_multiple
 from task_encoders.families import model_cost
 from tests.helpers.datasets import make_config, make_run, mixed_pairs, pack_all, plan_summary
@@ -90,7 +91,7 @@ def test_artifacts_say_what_was_planned(run: Run) -> None:
 
 
 def test_pictures_of_rows_divide_evenly(source: dict[str, str], run: Run, tmp_path: Path) -> None:
-    """Of every layout and epoch; cut by count from the rows themselves."""
+    """Every layout and epoch, cut by count from the rows themselves."""
     idle = {}
     for name, pack in {"plain": {"pad_multiple": 2 * SIZE}, "even": PACK}.items():
         for layout in ("energon", "indexed"):

@@ -24,8 +24,9 @@ from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_plan
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import read_json
+from offline_packing.verify.render import render_result
 from offline_packing.verify.shard import VerifyResult
-from offline_packing.verify.verify import _check_apart, render_result, verify
+from offline_packing.verify.verify import _check_apart, verify
 from tests.helpers.datasets import image_bytes, make_run, pack_all, plan_index, plan_summary
 from tests.helpers.formats import lines, write_file
 from tests.helpers.outputs import samples_of
@@ -170,7 +171,7 @@ def test_packs_of_every_kind_are_proved_by_hash(tmp_path: Path) -> None:
 
 
 def test_pictures_here_and_in_remote_storage_are_the_same(tmp_path: Path) -> None:
-    """Of remote ones less is read."""
+    """Local pictures beside remote ones are hashed by as few bytes as those."""
     rng = np.random.default_rng(0)
     for i in range(24):
         picture = io.BytesIO()

@@ -64,7 +64,7 @@ def test_interrupted_save_is_not_loadable(tmp_path, monkeypatch) -> None:
     def fail(*args, **kwargs) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(np, "save", fail)
+    monkeypatch.setattr(np.lib.format, "write_array_header_1_0", fail)
     with pytest.raises(OSError, match="disk full"):
         plan.save(tmp_path)
     with pytest.raises(FileNotFoundError, match="run the plan stage again"):

@@ -147,6 +147,7 @@ def test_page(run: Run) -> None:
     page = render_packs(packs, run.config.task)
     assert page == render_packs(list(preview(run, num_packs=2)), run.config.task)
     elements = Elements(page.decode())
+    assert ("data-name", "prompt") in elements.attributes  # for narrow screens
     images = [image for pack in packs for sub in pack.sub_samples for image in sub.images]
     assert elements.names["img"] == len(images) > 0
     sources = [value or "" for name, value in elements.attributes if name == "src"]

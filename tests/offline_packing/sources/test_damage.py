@@ -165,7 +165,7 @@ def test_odd_members(tmp_path: Path, name: str, packed: bool) -> None:
 def test_members_that_take_too_much_memory_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool, outcome: str
 ) -> None:
-    """Of a compressed tar they are read on the way; each alone would be little enough."""
+    """Those of a compressed tar are read on the way; each alone would be little enough."""
     monkeypatch.setattr(webdataset, "_MOST_KEPT", 2 * len(JPEG) - 1)
     question = ASK.replace(b"{", b'{"image": ["k.a.jpg", "k.b.jpg"], ', 1)
     question = question.replace(b"<image>", b"<image><image>")

@@ -16,8 +16,9 @@ from offline_packing.measure.measure import measure
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run
 from offline_packing.upkeep.retry import retry
+from offline_packing.verify.render import render_verdict
 from offline_packing.verify.shard import VerifyResult
-from offline_packing.verify.verify import render_verdict, verify
+from offline_packing.verify.verify import verify
 from tests.helpers.datasets import (
     captioning_pairs,
     make_run,

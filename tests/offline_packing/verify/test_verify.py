@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
+from offline_packing.errors import ConfigError
+from offline_packing.runs.artifacts import open_plan
 from offline_packing.storage.tars import scan_tar
+from offline_packing.verify.part import Drawn
 from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import verify
 from task_encoders.families.base.encoder import FamilyEncoder
 from task_encoders.sample_encoder import SampleLength
 from task_encoders.samples import SourceSample
+from tests.helpers.command import invoke
 from tests.helpers.datasets import (
     captioning_pairs,
     index_rows,
@@ -128,3 +132,46 @@ def test_verify_counts(captions: Path, tmp_path: Path) -> None:
         num_videos=0,
         num_tokens=tokens,
     )
+
+
+def test_hashes_alone(captions: Path, tmp_path: Path) -> None:
+    run = make_run(captions, tmp_path / "out", output={"packs_per_shard": 2})
+    counts = pack_all(run).counts
+    found = verify(run, hash_only=True)
+    assert (found.problems, found.num_samples) == ([], counts.packed)
+    flip_bit(run.workspace.root)
+    assert "its hash differs" in verify(run, hash_only=True).problems[0]
+    assert verify(run, drawn=Drawn(0.01)).num_packs == 1
+
+
+@pytest.mark.parametrize("layout", ["energon", "references", "indexed", "raw_packing"])
+def test_samples_drawn_at_random(captions: Path, tmp_path: Path, layout: str) -> None:
+    output = {"packs_per_shard": 2, "layout": layout}
+    run = make_run(captions, tmp_path / "out", output=output, pack={"seq_length": 256})
+    packs = sum(pack_all(run).counts.packs.values())
+    some = verify(run, drawn=Drawn(12), deep=True)
+    assert some.problems == []
+    assert 12 <= some.num_samples == some.num_images < 40
+    assert some.num_packs < packs
+    assert verify(run, drawn=Drawn(12)).num_samples == some.num_samples
+    assert verify(run, drawn=Drawn(0.999)).num_packs == packs
+    seeds = {tuple(Drawn(12, seed).packs(open_plan(run).packs)) for seed in range(5)}
+    assert len(seeds) > 1
+
+
+def test_drawn_packs_are_compared(captions: Path, tmp_path: Path) -> None:
+    run = make_run(captions, tmp_path / "out", output={"packs_per_shard": 2})
+    pack_all(run)
+    swap_shards(run.workspace.root)
+    assert not verify(run, drawn=Drawn(0.999)).ok
+
+
+def test_options_of_parts(captions: Path, tmp_path: Path) -> None:
+    config = tmp_path / "pack.yaml"
+    run = make_run(captions, tmp_path / "out")
+    config.write_text(run.config.model_dump_json(exclude_unset=True))
+    invoke("run", config)
+    assert "drawn with seed 3" in invoke("verify", config, "--samples=2", "--seed=3").output
+    assert "not opened" in invoke("verify", config, "--hash-only").output
+    with pytest.raises(ConfigError, match="leave out --deep and --samples"):
+        invoke("verify", config, "--hash-only", "--deep")

@@ -175,7 +175,7 @@ def test_copies_are_made_by_one_and_survive_a_kill(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     first = context.Process(target=_slow_copy, args=(folder, content, str(started), 600.0))
     first.start()
-    while not started.exists():
+    while not (started.exists() and started.read_bytes()):
         assert first.is_alive()
         time.sleep(0.01)
     assert first.pid is not None

@@ -89,8 +89,6 @@ def test_remote_folders(folders: Path) -> None:
     path = blend(folders, "blend", f"path: '{url}', weight: 3", "path: b, weight: 6")
     assert keys(url) == ["a0", "a1", "a2"]
     assert keys(path)[:3] == ["b0", "a0", "b1"]
-    with pytest.raises(PackedFolderError, match="s3://there/packed cannot be read; name it msc://"):
-        PackedFolder("s3://there/packed")
 
 
 def test_what_is_no_folder_is_named(folders: Path, tmp_path: Path) -> None:

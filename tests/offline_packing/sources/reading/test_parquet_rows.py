@@ -46,7 +46,7 @@ def draw(kind: pa.DataType, rng: random.Random) -> Any:
 
 
 def own_bytes(value: Any, size: int) -> int:
-    """What a row takes: 16 bytes for each level, and the values' own."""
+    """The bytes of a row: 16 for each level, and the values' own."""
     if isinstance(value, dict):
         return own_bytes(value["bytes"], size)
     if isinstance(value, list) and value:
@@ -59,7 +59,7 @@ def own_bytes(value: Any, size: int) -> int:
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 @pytest.mark.parametrize("form", sorted(TYPES))
 def test_largest_row_equals_the_values(form: str, version: str, dictionary: bool) -> None:
-    """Of pages of both versions, packed and not, with dictionaries that end after some pages."""
+    """Pages of both versions, packed and not, with dictionaries that end after some pages."""
     rng = random.Random(f"{form} {version} {dictionary}")
     size = 7 if form == "fixed" else 0
     for codec in ("none", "snappy", "zstd", "gzip", "brotli", "lz4"):

@@ -1,0 +1,88 @@
+"""Requests to an object storage: they are repeated after growing waits while they fail, and
+counted; those that are refused are not repeated."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
+
+from offline_packing.errors import RemoteError
+
+logger = logging.getLogger(__name__)
+
+#: Seconds before a request is made again, after the storage's own package has repeated it.
+WAITS: Final = (1, 2, 5, 15, 45)
+#: Stands for no default: the request is for an object that exists.
+MUST_EXIST: Final = object()
+
+#: Packages whose errors are those of a request, beside OSError.
+_STORAGES: Final = frozenset(
+    "aiobotocore aiohttp azure botocore gcsfs google multistorageclient requests urllib3".split()
+)
+#: What no repetition changes.
+_REFUSED: Final = ("Credential", "Forbidden", "Unauthorized", "AccessDenied", "InvalidAccessKey")
+_REPEATS: Final = Counter[str]()
+
+
+def make_request(
+    path: str, done: str, request: Callable[[], Any], default: Any = MUST_EXIST
+) -> Any:
+    """The answer to a request; or the default, if there is one and no such object. `done` says in
+    errors what could not be done to the object. Raises RemoteError if the storage refuses the
+    request, or goes on failing it; FileNotFoundError."""
+    for wait in (*WAITS, None):
+        try:
+            return request()
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) and not _lacks_bucket(error):
+                if default is not MUST_EXIST:
+                    return default
+                if done != "written":  # else it was completed, and the answer lost
+                    raise
+            if not _is_of_storage(error):
+                raise
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            if wait is None or _is_refused(error):
+                remedy = "run again"
+                if wait is not None:
+                    remedy = (
+                        "check that the bucket exists, and that the credentials in the environment "
+                        "may list, read, write and delete there"
+                    )
+                raise RemoteError(f"{path} cannot be {done}: {why}; {remedy}") from error
+            _REPEATS["requests"] += 1
+            logger.warning("%s: a request failed (%s), again in %d s", path, why, wait)
+        time.sleep(wait)
+    raise AssertionError
+
+
+def count_repeats() -> int:
+    """Requests that this process has repeated so far."""
+    return _REPEATS["requests"]
+
+
+def add_repeats(count: int) -> None:
+    """Count requests that another process repeated for this one."""
+    _REPEATS["requests"] += count
+
+
+def count_attempt(attempts: int, **event: Any) -> None:
+    """Count an attempt that botocore made, which calls this after each."""
+    _REPEATS["requests"] += attempts > 1
+
+
+def _is_of_storage(error: Exception) -> bool:
+    """Whether a request failed, rather than our code."""
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _STORAGES
+
+
+def _is_refused(error: Exception) -> bool:
+    """Whether a request would fail again."""
+    text = f"{type(error).__name__} {error}"
+    known = isinstance(error, PermissionError) or _lacks_bucket(error)
+    return known or any(name in text for name in _REFUSED)
+
+
+def _lacks_bucket(error: Exception) -> bool:
+    return "NoSuchBucket" in f"{error} {error.__cause__!r}" or "bucket does not" in str(error)

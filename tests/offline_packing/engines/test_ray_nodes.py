@@ -1,0 +1,92 @@
+"""Nodes of a Ray cluster come and die while tasks run on them; a lost cluster is said."""
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offline_packing.engines.local import advance
+from offline_packing.engines.ray_cluster import RayEngine
+from tests.helpers.ray_clusters import kill_processes
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.55'")
+
+TASKS = 8
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A head that runs no tasks, and one node with one CPU."""
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
+    try:
+        cluster.add_node(num_cpus=1)
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def attempt(task: tuple[Path, int]) -> int:
+    """Leave a file per attempt, named by task and node. None ends before a node was killed, nor on
+    that node: its workers outlive it by moments."""
+    import ray
+
+    folder, number = task
+    advance()
+    node = ray.get_runtime_context().get_node_id()
+    (folder / f"{number} {node}").touch()
+    deadline = time.monotonic() + 120
+    while not [path for path in folder.glob("killed *") if node not in path.name]:
+        assert time.monotonic() < deadline, "no node was killed"
+        time.sleep(0.05)
+    advance()
+    return number
+
+
+@pytest.mark.exhaustive
+def test_a_node_joins_and_another_dies(cluster: Any, tmp_path: Path) -> None:
+    (first,) = cluster.worker_nodes
+    told: list[int] = []
+
+    def listen(count: int) -> None:
+        told.append(count)
+        nodes = {path.name.split()[1] for path in tmp_path.glob("[0-9] *")}
+        if len(nodes) == 1 and len(cluster.worker_nodes) == 1:
+            cluster.add_node(num_cpus=1)
+        elif len(nodes) == 2 and first in cluster.worker_nodes:
+            cluster.remove_node(first, allow_graceful=False)
+            (tmp_path / f"killed {first.node_id}").touch()
+
+    with RayEngine(1) as engine:
+        results = list(engine.run(attempt, [(tmp_path, i) for i in range(TASKS)], listen))
+    assert sorted(results) == list(range(TASKS))
+    assert sum(told) == 2 * TASKS, "an attempt that was lost does not count"
+    assert len(list(tmp_path.glob("[0-9] *"))) == TASKS + 1, "only the dead node's task ran again"
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet/raylet"])
+@pytest.mark.exhaustive
+def test_a_cluster_that_is_lost(name: str, cluster: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.helpers.ray_clusters", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as driver:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "begun").exists():
+            assert time.monotonic() < deadline, "no task began"
+            time.sleep(0.1)
+        kill_processes(name)
+        _, errors = driver.communicate(timeout=180)
+    said = [line for line in errors.splitlines() if line.startswith("StageError: ")]
+    assert len(said) == 1, errors
+    assert re.match(r"StageError: the Ray cluster is lost: .*run again", said[0])
+    assert driver.returncode == 1

@@ -1,0 +1,214 @@
+"""Objects appear whole or not at all; requests that fail are repeated, refused ones are not."""
+
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from s3fs import S3FileSystem
+
+from offline_packing.errors import ConfigError, RemoteError
+from offline_packing.storage import remote_requests
+from offline_packing.storage.files import (
+    atomic_file,
+    hash_bytes,
+    hash_file,
+    load_array,
+    move_file,
+    write_atomically,
+)
+from offline_packing.storage.key_set import KeySet, hash_keys, sort_hashes
+from offline_packing.storage.paths import (
+    as_remote,
+    open_path,
+    remove_folder,
+    scratch_folder,
+)
+from tests.helpers.object_store import PART_BYTES, Faults, ObjectStore
+
+#: Bytes that are sent in several parts.
+LARGE = bytes(range(256)) * (5 * PART_BYTES // 256) + b"end"
+
+
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_requests, "WAITS", (0.01,) * 5)
+
+
+@pytest.fixture(params=["s3", "memory", "msc"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """An empty folder of a storage."""
+    if request.param == "s3":
+        return open_path(f"{request.getfixturevalue('bucket')}/a")
+    if request.param == "msc":
+        return open_path(f"msc://__filesystem__{tmp_path}/a")
+    return open_path(f"memory://{tmp_path.name}/a")
+
+
+def test_paths_are_read_and_written_as_local_ones(folder: Path) -> None:
+    assert not folder.exists()
+    assert list(folder.iterdir()) == []
+    assert not (folder / "x.bin").is_file()
+    with pytest.raises(FileNotFoundError):
+        (folder / "x.bin").read_bytes()
+    with atomic_file(folder / "x.bin") as file:
+        file.write(b"abc")
+        file.seek(0)
+        file.write(LARGE)
+    write_atomically(folder / "b/y.json", b"small")
+    assert folder.is_dir()
+    assert [path.name for path in folder.iterdir()] == ["b", "x.bin"]
+    assert [str(path) for path in folder.glob("*.bin")] == [f"{folder}/x.bin"]
+    assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == ["x.bin", "y.json"]
+    assert (folder / "b/y.json").read_text() == "small"
+    assert str((folder / "b/y.json").relative_to(folder)) == "b/y.json"
+    assert (folder / "x.bin").stat().st_size == len(LARGE)
+    assert hash_file(folder / "x.bin") == hash_bytes(LARGE)
+    assert list((folder / "nothing").rglob("*")) == []
+    with (folder / "x.bin").open("rb") as file:
+        assert file.seek(-3, 2) == len(LARGE) - 3
+        assert file.read() == b"end"
+        file.seek(100)
+        assert file.read(1000) == LARGE[100:1100]
+    write_atomically(folder / "b/y.json", b"other")
+    assert pickle.loads(pickle.dumps(folder / "b/y.json")).read_bytes() == b"other"
+    move_file(folder / "b/y.json", folder / "z.json")
+    assert sorted(path.name for path in folder.iterdir() if path.is_file()) == ["x.bin", "z.json"]
+    (folder / "z.json").unlink()
+    (folder / "z.json").unlink(missing_ok=True)
+    remove_folder(folder)
+    remove_folder(folder)
+    assert not folder.exists()
+
+
+def test_arrays_and_key_sets_are_mapped(folder: Path) -> None:
+    with atomic_file(folder / "a.npy") as file:
+        np.save(file, np.arange(7))
+    assert load_array(folder / "a.npy").tolist() == list(range(7))
+    keys = KeySet(folder / "skip/keys.npy")
+    keys.save(sort_hashes([hash_keys(["a", "b"])]))
+    assert pickle.loads(pickle.dumps(keys)).find(["b", "c"]).tolist() == [True, False]
+    scratch = scratch_folder(folder / "skip")
+    assert any(scratch.iterdir())
+    remove_folder(scratch)
+
+
+def test_an_interrupted_upload_leaves_nothing(object_store: ObjectStore, bucket: str) -> None:
+    def interrupted() -> None:
+        with atomic_file(open_path(f"{bucket}/a")) as file:
+            file.write(LARGE)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert object_store.keys(bucket) == []
+    assert object_store.counts().get("PUT", 0) == 0
+
+
+def test_large_objects_are_sent_in_parts(object_store: ObjectStore, bucket: str) -> None:
+    with atomic_file(open_path(f"{bucket}/a")) as file:
+        file.write(LARGE)
+    assert object_store.counts()["PUT"] == len(LARGE) // PART_BYTES + 1
+    assert object_store.objects(bucket) == {"a": LARGE}
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_failed_requests_are_repeated_and_counted(object_store: ObjectStore, bucket: str) -> None:
+    folder, before = open_path(f"{bucket}/a"), remote_requests.count_repeats()
+    object_store.fail(0.15)
+    for i in range(6):
+        with atomic_file(folder / f"{i}.bin") as file:
+            file.write(LARGE[i:])
+        assert (folder / f"{i}.bin").read_bytes() == LARGE[i:]
+    assert object_store.counts()["failed"] > 3
+    assert remote_requests.count_repeats() > before
+    assert len(list(folder.iterdir())) == 6
+    object_store.set_faults()
+    remote = as_remote(folder)
+    assert remote is not None
+    remote.abort_uploads()
+    assert object_store.unfinished_uploads(bucket.removeprefix("s3://")) == []
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_storage_that_goes_on_failing_ends_the_run(
+    object_store: ObjectStore, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = open_path(f"{bucket}/a")
+    remote = as_remote(path)
+    assert remote is not None
+    calls: list[Any] = []
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        calls.append(arguments)
+        raise ConnectionResetError("told to")
+
+    monkeypatch.setattr(remote.fs, "pipe_file", fail)
+    with pytest.raises(RemoteError, match=r"s3://.*/a cannot be written: .*told to; run again"):
+        write_atomically(path, b"x")
+    assert len(calls) == 6
+
+
+def test_a_refused_write_is_one_line(object_store: ObjectStore, bucket: str) -> None:
+    object_store.set_faults(Faults(writes_allowed=2))
+    with (
+        pytest.raises(RemoteError, match=r"cannot be written: .*; check that the bucket exists"),
+        atomic_file(open_path(f"{bucket}/a")) as file,
+    ):
+        file.write(LARGE)
+    assert object_store.counts()["denied"] <= len(LARGE) // PART_BYTES + 1
+    assert object_store.keys(bucket) == []
+    assert object_store.unfinished_uploads(bucket.removeprefix("s3://")) == []
+    object_store.set_faults()
+    with pytest.raises(RemoteError, match=r"s3://no-such-bucket/a cannot be written: .*check that"):
+        write_atomically(open_path("s3://no-such-bucket/a"), b"x")
+
+
+def test_uploads_that_kills_left_are_aborted(object_store: ObjectStore, bucket: str) -> None:
+    name = bucket.removeprefix("s3://")
+    for key in (*(f"mine/{i}" for i in range(3)), "mine-too/a"):
+        object_store.client.create_multipart_upload(Bucket=name, Key=key)
+    remote = as_remote(open_path(f"{bucket}/mine"))
+    assert remote is not None
+    assert remote.abort_uploads() == 3
+    assert object_store.unfinished_uploads(name) == ["mine-too/a"]
+    assert remote.abort_uploads() == 0
+
+
+def test_other_processes_writes_are_seen(object_store: ObjectStore, bucket: str) -> None:
+    folder = open_path(f"{bucket}/a")
+    write_atomically(folder / "x", b"1")
+    assert [path.name for path in folder.iterdir()] == ["x"]
+    name = bucket.removeprefix("s3://")
+    object_store.client.put_object(Bucket=name, Key="a/y", Body=b"2")
+    object_store.client.delete_object(Bucket=name, Key="a/x")
+    assert [path.name for path in folder.iterdir()] == ["y"]
+    assert not (folder / "x").exists()
+
+
+def test_threads_share_a_path(object_store: ObjectStore, bucket: str) -> None:
+    path, found = open_path(f"{bucket}/a"), []
+    write_atomically(path, LARGE)
+    threads = [threading.Thread(target=lambda: found.append(path.read_bytes())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [LARGE] * 4
+
+
+def test_half_a_key_is_one_line(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    S3FileSystem.clear_instance_cache()
+    with pytest.raises(RemoteError, match=r"AWS_SECRET_ACCESS_KEY; check that the bucket exists"):
+        open_path(f"{bucket}/a").exists()
+
+
+def test_unknown_storages_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'nowhere://a' cannot be opened: .*install the package"):
+        open_path("nowhere://a")
+    with pytest.raises(ConfigError, match=r"'s3:/b/x' lacks a slash; write s3://b/x"):
+        open_path("s3:/b/x")
+    assert open_path("C:\\packs") == Path("C:\\packs")

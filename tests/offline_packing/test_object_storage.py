@@ -1,0 +1,148 @@
+"""An output in object storage holds the bytes of a local one."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offline_packing.report.preview import preview
+from offline_packing.report.report import report
+from offline_packing.runs.run import Run
+from offline_packing.storage.files import to_json
+from offline_packing.storage.paths import open_path
+from offline_packing.upkeep.blend import blend
+from offline_packing.upkeep.retry import retry
+from offline_packing.upkeep.status import status
+from offline_packing.verify.verify import verify
+from tests.helpers.command import main
+from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all, vqa_pairs
+from tests.helpers.object_store import Faults, ObjectStore
+
+#: Formats of the sources; and the layouts with what else they need.
+SOURCES = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "energon": {"split": {"train": 0.7, "val": 0.3}, "shards_per_folder": 2},
+    "references": {"split": {"train": 0.7, "val": 0.3}},
+    "indexed": {},
+    "raw_packing": {},
+    "loongforge": {},
+}
+
+
+def pack_and_check(run: Run) -> None:
+    with run.workspace.lock(shared=False):
+        pack_all(run)
+        assert verify(run, deep=True).ok
+        report(run)
+
+
+def run_of(root: Path, task: str, path: str, layout: str, **sections: Any) -> Run:
+    source = {"format": "pairs", "path": str(root / "data"), "task": task}
+    output = {"path": path, "layout": layout, **LAYOUTS[layout]}
+    return make_run(source, Path(), output=output, **sections)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
+
+
+def check_same(root: Path, task: str, layout: str, store: ObjectStore, bucket: str) -> None:
+    SOURCES[task](root / "data", 16)
+    pack_and_check(run_of(root, task, str(root / "out"), layout))
+    pack_and_check(run_of(root, task, f"{bucket}/out", layout))
+    assert len(list(preview(run_of(root, task, f"{bucket}/out", layout), packs=["0"]))) == 1
+    assert store.objects(f"{bucket}/out") == files_of(root / "out")
+    assert store.keys(bucket) == [f"out/{name}" for name in store.keys(f"{bucket}/out")]
+    assert store.unfinished_uploads(bucket.removeprefix("s3://")) == []
+
+
+@pytest.mark.parametrize(
+    ("task", "layout"), [("captioning", "energon"), ("bmr", "references"), ("vqa", "indexed")]
+)
+def test_the_same_bytes(
+    tmp_path: Path, object_store: ObjectStore, bucket: str, task: str, layout: str
+) -> None:
+    check_same(tmp_path, task, layout, object_store, bucket)
+    assert not list(Path().glob("*:"))  # no folder ./s3:
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("task", sorted(SOURCES))
+def test_the_same_bytes_everywhere(
+    tmp_path: Path, object_store: ObjectStore, bucket: str, task: str, layout: str
+) -> None:
+    check_same(tmp_path, task, layout, object_store, bucket)
+
+
+def test_upkeep(tmp_path: Path, object_store: ObjectStore, bucket: str) -> None:
+    captioning_pairs(tmp_path / "data", 16)
+    run = run_of(tmp_path, "captioning", f"{bucket}/out", "energon")
+    assert "measure   not begun" in status(run)
+    pack_and_check(run)
+    before = object_store.objects(f"{bucket}/out")
+    assert "complete: 16 samples" in status(run)
+    assert f"report    {bucket}/out/_packing/report/report.html" in status(run)
+    shown = list(preview(run, packs=["0"]))
+    assert len(shown) == 1
+    name = bucket.removeprefix("s3://")
+    assert f"{name}/out" in blend([open_path(f"{bucket}/out")])  # as msc://, which Energon reads
+    tar = next(key for key in before if key.endswith("train-000000.tar"))
+    for key in (tar, "_packing/index/part-00000.parquet", "_packing/plan/plan.json"):
+        object_store.client.put_object(Bucket=name, Key=f"out/{key}", Body=before[key][:-100])
+    object_store.client.delete_object(Bucket=name, Key="out/val-000000.tar.idx")
+    assert not verify(run).ok
+    with run.workspace.lock():
+        assert tar in retry(run)
+    assert object_store.objects(f"{bucket}/out") == before
+
+
+def test_failing_requests(
+    tmp_path: Path, object_store: ObjectStore, bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tenth of the requests fail: the same objects, and a line with how many were repeated."""
+    captioning_pairs(tmp_path / "data", 16)
+    pack_all(run_of(tmp_path, "captioning", str(tmp_path / "out"), "energon"))
+    run = run_of(tmp_path, "captioning", f"{bucket}/out", "energon")
+    object_store.fail(0.1)
+    with caplog.at_level("INFO"), run.workspace.lock():
+        pack_all(run)
+    assert object_store.counts()["failed"] > 3
+    object_store.set_faults()
+    assert re.search(r"s3://.*/out: \d+ requests failed and were made again", caplog.text)
+    assert object_store.objects(f"{bucket}/out") == files_of(tmp_path / "out")
+    assert object_store.unfinished_uploads(bucket.removeprefix("s3://")) == []
+
+
+def test_denied_writes(
+    tmp_path: Path,
+    object_store: ObjectStore,
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A bucket that denies writes half-way: one line, and a run that goes on when it may."""
+    captioning_pairs(tmp_path / "data", 16)
+    run = run_of(tmp_path, "captioning", f"{bucket}/out", "energon")
+    config = tmp_path / "pack.yaml"
+    config.write_bytes(to_json(run.config.model_dump(mode="json")))
+    for writes in (2, 9, 16):
+        object_store.set_faults(Faults(writes_allowed=writes))
+        code, said = main(monkeypatch, capsys, "run", "--quiet", config)
+        object_store.set_faults()
+        assert code == 1
+        assert re.fullmatch(
+            rf"error: {bucket}/out/\S+ cannot be written: .*; check that the bucket exists, .*\n",
+            said.splitlines(keepends=True)[-1],
+        )
+        assert "test-secret" not in said
+        assert object_store.unfinished_uploads(bucket.removeprefix("s3://")) == []
+    with run.workspace.lock():
+        pack_all(run)
+    pack_all(run_of(tmp_path, "captioning", str(tmp_path / "out"), "energon"))
+    assert object_store.objects(f"{bucket}/out") == files_of(tmp_path / "out")

@@ -1,0 +1,205 @@
+"""Packs in object storage: the same batches as from a local folder, by every reader."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.energon import WorkerConfig
+from megatron.energon.epathlib import EPath
+from torch.utils.data import DataLoader
+
+from task_encoders.loading.indexed_dataset import IndexedPackDataset
+from task_encoders.loading.packed_dataset import (
+    get_packed_loader,
+    get_packed_train_dataset,
+    get_packed_val_dataset,
+)
+from task_encoders.loading.packed_folder import PackedFolder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
+from task_encoders.packs.pack_format import PREFIX
+from task_encoders.settings import PackingSettings
+from task_encoders.storage_paths import StorageError, energon_url, path_of
+from tests.helpers.datasets import make_run, mixed_pairs, pack_all
+from tests.helpers.object_store import ObjectStore
+from tests.helpers.packed_runs import SEQ_LENGTH, captioning_folder
+
+SETTINGS = PackingSettings(packed=True, bmr=True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The same dialogues in each layout."""
+    root = tmp_path_factory.mktemp("layouts")
+    source = {"format": "pairs", "path": str(mixed_pairs(root / "source", 40)), "task": "bmr"}
+
+    def made(layout: str) -> Path:
+        if not (root / layout).exists():
+            output = {"layout": layout, "packs_per_shard": 8}
+            pack = {"seq_length": SEQ_LENGTH}
+            pack_all(make_run(source, root / layout, pack=pack, output=output))
+        return root / layout
+
+    return made
+
+
+@pytest.fixture
+def store(
+    object_store: ObjectStore, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Path, str], str]:
+    """Stores a folder; its URL, of the storage or of a profile of multi-storage-client."""
+    options = {"base_path": bucket.removeprefix("s3://"), "endpoint_url": object_store.endpoint}
+    provider = {"type": "s3", "options": {**options, "region_name": "us-east-1"}}
+    config = {"profiles": {bucket[5:]: {"storage_provider": provider}}}
+    (tmp_path / "msc.json").write_text(json.dumps(config))
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+
+    def stored(folder: Path, protocol: str) -> str:
+        object_store.put_folder(folder, f"{bucket}/out/packs")
+        return f"{protocol}://{bucket[5:]}/out/packs"
+
+    return stored
+
+
+def make_encoder(settings: PackingSettings = SETTINGS) -> PackedTaskEncoder:
+    return PackedTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=50176, settings=settings)
+
+
+def loaded(path: Any, workers: int, stop: int | None = None, state: Any = None) -> Any:
+    """Batches of one pass, all or the first ones, and the loader's state after them."""
+    config = WorkerConfig(rank=0, world_size=1, num_workers=workers)
+    dataset = get_packed_train_dataset(path, make_encoder(), worker_config=config, repeat=False)
+    loader = get_packed_loader(dataset)
+    loader.restore_state_rank(state)
+    batches: list[Any] = []
+    for batch in loader:
+        batches.append(batch)
+        if len(batches) == stop:
+            break
+    state = loader.save_state_rank()
+    loader.close()
+    return batches, state
+
+
+def assert_equal(batches: Any, others: Any) -> None:
+    assert len(batches) == len(others) > 3
+    for one, other in zip(batches, others, strict=True):
+        for field in dataclasses.fields(one):
+            if field.name not in ("__sources__", "__restore_key__"):
+                mine, theirs = getattr(one, field.name), getattr(other, field.name)
+                is_equal = torch.equal if isinstance(mine, torch.Tensor) else lambda a, b: a == b
+                assert is_equal(mine, theirs), field.name
+
+
+@pytest.mark.parametrize(
+    ("layout", "protocol", "workers"),
+    [
+        ("energon", "s3", 2),
+        ("references", "msc", 0),
+        pytest.param("energon", "msc", 2, marks=pytest.mark.exhaustive),
+        pytest.param("references", "s3", 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_energons_loader_saved_in_the_middle(
+    layout: str, protocol: str, workers: int, folders: Any, store: Any
+) -> None:
+    url = store(folders(layout), protocol)
+    local, _ = loaded(folders(layout), workers)
+    first, state = loaded(url, workers, stop=5)
+    rest, _ = loaded(url, workers, state=state)
+    assert_equal([*first, *rest], local)
+    assert not any(secret in repr(vars(state)) for secret in ("test-key", "test-secret"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "protocol"),
+    [
+        ("energon", "s3"),
+        ("indexed", "s3"),
+        pytest.param("energon", "msc", marks=pytest.mark.exhaustive),
+        pytest.param("indexed", "msc", marks=pytest.mark.exhaustive),
+        pytest.param("references", "s3", marks=pytest.mark.exhaustive),
+        pytest.param("references", "msc", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_packs_by_number(layout: str, protocol: str, folders: Any, store: Any) -> None:
+    """In this process and in forked ones, which have connections of their own."""
+
+    def rows(path: str, workers: int) -> Iterator[Any]:
+        if layout == "indexed":
+            encoder = make_encoder()
+            packs = IndexedPackDataset(f"{path}/{PREFIX}", encoder)
+            return iter(DataLoader(packs, batch_size=None, num_workers=workers))
+        folder = PackedFolder(path, make_encoder())
+        return iter(DataLoader(folder, collate_fn=folder.collate, num_workers=workers))
+
+    url = store(folders(layout), protocol)
+    local = list(rows(str(folders(layout)), 0))
+    for workers in (0, 2):
+        assert_equal(list(rows(url, workers)), local)
+
+
+def test_a_blend_of_here_and_there(folders: Any, store: Any, tmp_path: Path) -> None:
+    captions = captioning_folder(tmp_path / "captions")
+    url = energon_url(store(folders("energon"), "s3"))
+    found = []
+    for number, other in enumerate((url, folders("energon"))):
+        blend = tmp_path / f"{number}.yaml"
+        blend.write_text(
+            "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
+            f"    blend_epochized:\n      - {{path: {captions}, repetitions: 1}}\n"
+            f"      - {{path: '{other}', repetitions: 2}}\n"
+        )
+        encoder = make_encoder(PackingSettings(packed=True))
+        config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+        options: dict[str, Any] = {"worker_config": config, "repeat": False}
+        batches = list(get_packed_loader(get_packed_train_dataset(blend, encoder, **options)))
+        assert len(PackedFolder(blend, encoder)) == len(batches)
+        found.append([dataclasses.replace(one, __key__=[]) for one in batches])
+    assert_equal(*found)
+
+
+def test_forked_workers_have_connections_of_their_own(bucket: str) -> None:
+    path = EPath(energon_url(bucket))
+    inherited = path.fs.delegate  # what holds the connections
+    child = os.fork()
+    if not child:
+        os._exit(int(path.fs.delegate is inherited))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert path.fs.delegate is inherited
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("s3://no-such-bucket/packs", "does not exist (FileNotFoundError: "),
+        ("{}/nothing", "does not exist (FileNotFoundError: "),
+        ("msc://no-such-profile/packs", 'cannot be reached (ValueError: Profile "no-such-profile"'),
+        ("gopher://packs", "cannot be "),
+    ],
+)
+def test_a_url_that_leads_nowhere(url: str, why: str, bucket: str) -> None:
+    url, encoder = url.format(bucket), make_encoder()
+    for read in (
+        PackedFolder,
+        lambda path: IndexedPackDataset(f"{path}/{PREFIX}"),
+        lambda path: get_packed_train_dataset(path, encoder),
+        lambda path: get_packed_val_dataset(path, encoder),
+    ):
+        with pytest.raises(StorageError) as caught:
+            read(url)
+        text = str(caught.value)
+        assert text.startswith(url)
+        assert text.count("\n") == 0
+        assert why in text
+
+
+def test_one_name_for_one_place() -> None:
+    assert str(path_of("msc://_s3-packs/out")) == "s3://packs/out"
+    assert energon_url("s3://packs/out") == "msc://_s3-packs/out"
+    assert path_of("out/packed") == Path("out/packed")
+    assert energon_url("out/packed") == "out/packed"
