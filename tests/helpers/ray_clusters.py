@@ -18,7 +18,15 @@ from offline_packing.errors import StageError
 
 
 def kill_processes(name: str) -> None:
-    """Kill the processes that this one started, or their children, whose command has a name."""
+    """Kill the processes that this one started, or their children, whose command has a name. Waits
+    for one: Ray starts them when it can."""
+    while not (found := _find_processes(name)):
+        time.sleep(0.1)
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _find_processes(name: str) -> list[int]:
     listed = subprocess.run(
         ["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
     )
@@ -26,10 +34,7 @@ def kill_processes(name: str) -> None:
     ours = {os.getpid()}
     for _ in range(4):
         ours |= {int(pid) for pid, parent, _ in lines if int(parent) in ours}
-    found = [int(pid) for pid, _, command in lines if int(pid) in ours and name in command]
-    assert found, name
-    for pid in found:
-        os.kill(pid, signal.SIGKILL)
+    return [int(pid) for pid, _, command in lines if int(pid) in ours and name in command]
 
 
 def linger(folder: Path) -> None:
