@@ -98,7 +98,7 @@ class IndexedLayout(Layout):
         encoder = encoder_of(task.tokenizes)
         digest, packs, size = xxhash.xxh3_128(), [], 0
         with atomic_file(task.folder / _piece(task.shard.name)) as file:
-            for key, samples in task.packs():
+            for key, samples in task.packs(with_media=False):
                 subs = [_sub_sample(task, sample, encoder) for sample in samples]
                 document = make_document(
                     key, task.task, subs, fingerprint_digest(encoder.fingerprint)

@@ -74,7 +74,7 @@ class ReferencesLayout(Layout):
         entries: list[PackEntry] = []
         digest, size = xxhash.xxh3_128(), 0
         with atomic_file(_shard_path(task.folder, task.shard.name)) as file:
-            for key, samples in task.packs():
+            for key, samples in task.packs(with_media=False):
                 line = _line(key, self.record(task, samples), task, samples)
                 file.write(line)
                 digest.update(line)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -19,8 +20,10 @@ from offline_packing.layouts.shards import PlannedShard
 from offline_packing.sources import Locator, Source
 from offline_packing.sources.dialogues import RecordPart, TurnRange, read_dialogue
 from offline_packing.sources.formats.tables import HuggingFaceSource, ParquetSource
+from offline_packing.sources.reading.read_ahead import read_ahead
 from offline_packing.sources.reading.row_files import record_columns
 from offline_packing.sources.reading.row_reader import WantedRows, rows_at_hand
+from offline_packing.sources.roots.remote import Root
 from offline_packing.storage.paths import scratch_folder
 from task_encoders.families import ModelOptions
 from task_encoders.packs.pack_format import is_video_name, pack_key
@@ -63,6 +66,10 @@ class PlannedSample:
         return sum(map(is_video_name, self.extensions))
 
 
+#: Key and samples of a pack.
+PlannedPack = tuple[str, list[PlannedSample]]
+
+
 @dataclass(frozen=True)
 class ShardTask:
     """One shard: its samples in the order of the packs, as rows of the index, and how many each
@@ -97,17 +104,32 @@ class ShardTask:
         first = self.shard.first_pack
         return [pack_key(first + i, self.key_prefix) for i in range(len(self.pack_sizes))]
 
-    def packs(self) -> Iterator[tuple[str, list[PlannedSample]]]:
-        """Key and samples of each pack; the task advances by one when it asks for the next."""
+    def packs(self, *, with_media: bool = True) -> Iterator[PlannedPack]:
+        """Key and samples of each pack; the task advances by one when it asks for the next. What is
+        remote of them is read ahead; of their media only `with_media`."""
         keys, start = self.keys(), 0
         for first in range(0, len(keys), _PACKS_AT_ONCE):
             some = slice(first, first + _PACKS_AT_ONCE)
             sizes = self.pack_sizes[some].tolist()
             samples = read_planned(self.samples.slice(start, sum(sizes)))
             start += sum(sizes)
-            for key, size in zip(keys[some], sizes, strict=True):
-                yield key, list(islice(samples, size))
+            packs: Iterator[PlannedPack] = (
+                (key, list(islice(samples, size)))
+                for key, size in zip(keys[some], sizes, strict=True)
+            )
+            if any(source.beside_remote for source in self.sources):
+                packs = read_ahead(packs, partial(self._places, with_media))
+            for pack in packs:
+                yield pack
                 advance()
+
+    def _places(self, with_media: bool, pack: PlannedPack) -> Iterator[tuple[Root, Locator]]:
+        """Where the records of a pack lie, and perhaps its media."""
+        for sample in pack[1]:
+            source = self.sources[sample.source_id]
+            yield from ((source.root, at) for at in sample.records)
+            if with_media:
+                yield from ((source.media_root(at), at) for at in sample.media)
 
     @contextmanager
     def rows_at_hand(self) -> Iterator[None]:

@@ -45,6 +45,8 @@ class Faults:
     writes_allowed: int | None = None
     #: before each write is done
     write_seconds: float = 0.0
+    #: before each request is answered
+    request_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -195,8 +197,7 @@ class _FailingServer:
             if self._dice.random() < faults.failing_share:
                 self._counts["failed"] += 1
                 failure = self._dice.choice(_FAILURES)
-        if writes and faults.write_seconds:
-            time.sleep(faults.write_seconds)
+        time.sleep(faults.request_seconds + writes * faults.write_seconds)
         return failure
 
     def _be_told(

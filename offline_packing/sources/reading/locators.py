@@ -64,10 +64,8 @@ def hash_text(text: str) -> str:
 def read_locator(root: Root, at: Locator, unpack_folder: Path | None = None) -> bytes:
     """The bytes at a locator. A compressed container is unpacked to `unpack_folder`, once, to be
     read at any place. Raises StageError if the bytes no longer exist, or not all of them."""
-    if at.kind == "file":
-        return root.read_range(at.container, 0, at.size, whole=True)
-    if at.kind == "bytes":
-        return root.read_range(at.container, at.offset, at.size, whole=False)
+    if at.kind in ("file", "bytes"):
+        return root.read_range(at.container, at.offset, at.size, whole=at.kind == "file")
     if at.kind == "stream":
         return _read_stream(root, at, unpack_folder)
     if at.kind in ("parquet_row", "arrow_row"):

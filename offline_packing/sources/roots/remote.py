@@ -2,13 +2,17 @@
 
 The packages of the storage (s3fs, gcsfs, ...) and its credentials are left to fsspec. A `Root` is
 a folder here or there: both offer the same.
+
+A request takes some 30 ms however little it asks for, in which a connection brings megabytes.
+Ranges that are known to be needed are therefore read ahead, in few requests, several at a time.
 """
 
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, NamedTuple
 
 from offline_packing.errors import ChangedError, ConfigError, StageError
 from offline_packing.sources.roots.local import MediaRoot, check_name
@@ -20,6 +24,27 @@ from task_encoders.storage_paths import is_url
 _BLOCK: Final = 1 << 14
 #: The same for a file that is read sequentially.
 _SEQUENTIAL_BLOCK: Final = 1 << 19
+#: Bytes between two ranges up to which one request reads both: with all workers of a node reading,
+#: a connection brings them in less time than another request takes.
+_MAX_GAP: Final = 1 << 18
+#: Bytes that one request reads, unless one range has more.
+_MAX_REQUEST: Final = 4 << 20
+#: Requests at a time: botocore keeps as many connections.
+_AT_ONCE: Final = 10
+
+
+class FileRange(NamedTuple):
+    """`size` bytes at `offset` of a file; with `whole`, the file must have exactly that size."""
+
+    container: str
+    offset: int
+    size: int
+    whole: bool
+
+    @property
+    def end(self) -> int:
+        """End of what is asked for: one byte more tells whether the file has grown."""
+        return self.offset + self.size + self.whole
 
 
 class RemoteRoot:
@@ -33,10 +58,12 @@ class RemoteRoot:
         self._stamps: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
         self._open_file: tuple[str, BinaryIO] | None = None
+        #: what was read ahead
+        self._held: dict[FileRange, bytes] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process opens its own connections."""
-        return {**self.__dict__, "_stamps": {}, "_sizes": {}, "_open_file": None}
+        return {**self.__dict__, "_stamps": {}, "_sizes": {}, "_open_file": None, "_held": {}}
 
     @classmethod
     def at(cls, url: str) -> tuple["RemoteRoot", str | None]:
@@ -119,10 +146,11 @@ class RemoteRoot:
 
     def read_range(self, container: str, offset: int, size: int, *, whole: bool) -> bytes:
         """`size` bytes at `offset`. Raises StageError as MediaRoot.read_range does."""
+        wanted = FileRange(container, offset, size, whole)
+        if (held := self._held.get(wanted)) is not None:
+            return held
         try:
-            # One byte more tells whether the file has grown, without asking for its size.
-            end = offset + size + whole
-            data: bytes = self._filesystem.cat_file(self._path(container), start=offset, end=end)
+            data = self._fetch(container, offset, wanted.end)
         except OSError as error:
             raise StageError(
                 f"{self.path(container)} cannot be read: {error}; restore it, or measure again "
@@ -130,6 +158,30 @@ class RemoteRoot:
             ) from error
         if len(data) != size:
             raise ChangedError(self.path(container))
+        return data
+
+    def read_ahead(self, ranges: Iterable[FileRange]) -> None:
+        """Read ranges for `read_range`, and hold them in place of those of the last call. Where one
+        cannot be read, or is not whole, `read_range` reads it again and says so."""
+        self._held = {}
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            for found in pool.map(self._fetch_group, neighbors(ranges)):
+                self._held.update(found)
+
+    def _fetch_group(self, group: list[FileRange]) -> Mapping[FileRange, bytes]:
+        """Those of some neighbors that are whole, by one request."""
+        container, start, end = group[0].container, group[0].offset, max(one.end for one in group)
+        try:
+            data = self._fetch(container, start, end)
+        except Exception:  # noqa: BLE001 - of each storage its own; `read_range` will meet it
+            return {}
+        if len(data) > end - start:  # the whole file, from a web server that knows no ranges
+            return {}
+        parts = {one: data[one.offset - start : one.end - start] for one in group}
+        return {one: part for one, part in parts.items() if len(part) == one.size}
+
+    def _fetch(self, container: str, start: int, end: int) -> bytes:
+        data: bytes = self._filesystem.cat_file(self._path(container), start=start, end=end)
         return data
 
     def list_folder(self, folder: bytes) -> Iterator[tuple[bytes, int | None, int]]:
@@ -168,6 +220,25 @@ class RemoteRoot:
 
 
 Root = MediaRoot | RemoteRoot
+
+
+def neighbors(ranges: Iterable[FileRange]) -> list[list[FileRange]]:
+    """Ranges in groups for one request each: of a file, with small gaps, and not too many bytes."""
+    groups: list[list[FileRange]] = []
+    end = 0
+    for one in sorted(set(ranges)):
+        if (
+            groups
+            and one.container == groups[-1][0].container
+            and one.offset <= end + _MAX_GAP
+            and one.end <= groups[-1][0].offset + _MAX_REQUEST
+        ):
+            groups[-1].append(one)
+            end = max(end, one.end)
+        else:
+            groups.append([one])
+            end = one.end
+    return groups
 
 
 def open_root(path: str) -> tuple[Root, str | None]:
