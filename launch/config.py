@@ -16,7 +16,7 @@ from task_encoders.families import AnyModelOptions, model_options
 from task_encoders.field_types import Count, LocalOrRemotePath, NonNegative, Number, not_bool
 from task_encoders.media.patches import PixelTransport
 from task_encoders.packs.indexed_file import find_prefix
-from task_encoders.storage_paths import path_of
+from task_encoders.storage.paths import path_of
 
 #: Weights are near .02; a greater rate, probably a typing error, would undo them in one step.
 MAX_RATE: Final = 0.1

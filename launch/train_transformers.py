@@ -20,7 +20,7 @@ from launch.model.config import TransformersModelConfig
 from launch.train import ACCEPT, CONFIG, DEBUG, OVERRIDES, failing_in_one_line, start_logging
 from offline_packing.storage.yaml_file import read_config
 from task_encoders.settings import refuse_slots
-from task_encoders.storage_paths import path_of
+from task_encoders.storage.paths import path_of
 
 
 class TransformersDataConfig(DataConfig):

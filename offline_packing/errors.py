@@ -1,6 +1,7 @@
 """Errors that end a stage. Their text is one line: the thing, its value, the limit, the remedy."""
 
 from task_encoders.samples import SampleError
+from task_encoders.storage.remote_requests import RemoteError
 
 
 class StageError(RuntimeError):
@@ -31,11 +32,6 @@ class DamagedError(StageError):
 
 class DiskFullError(StageError):
     """The disk is full: every other task would fail, too."""
-
-
-class RemoteError(RuntimeError):
-    """Object storage refuses a request, or goes on failing it. Not a StageError: that a file cannot
-    be read now does not make it damaged."""
 
 
 class ShareDoneError(StageError):

@@ -16,7 +16,7 @@ from offline_packing.planner.windows import WindowOptions
 from offline_packing.storage.files import hash_bytes
 from task_encoders.families import model_options
 from task_encoders.samples import SampleError
-from task_encoders.storage_paths import check_reachable, path_of
+from task_encoders.storage.paths import check_exists, path_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def _estimate(config: DataConfig) -> PackedData:
 
 def _check_prepared(data_path: str | Path) -> None:
     path = path_of(data_path)
-    check_reachable(path)
+    check_exists(path)
     if not path.is_file() and not (path / ".nv-meta").is_dir():
         raise StageError(
             f"{path} is neither a folder that Energon prepared nor a metadataset; of tars: energon "

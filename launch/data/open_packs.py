@@ -10,7 +10,7 @@ from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.indexed_file import find_prefix
-from task_encoders.storage_paths import path_of
+from task_encoders.storage.paths import path_of
 
 
 def settings_of_packs(path: str | Path, **options: Any) -> tuple[ModelOptions, int]:

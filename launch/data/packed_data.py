@@ -18,7 +18,8 @@ from offline_packing.storage.files import hash_bytes
 from task_encoders.families import ModelOptions, model_options
 from task_encoders.packs.manifest import Manifest, ManifestError, Slots, read_manifest
 from task_encoders.packs.pack_format import METADATASET
-from task_encoders.storage_paths import check_reachable, energon_url, path_of
+from task_encoders.storage.energon_paths import energon_url, explain
+from task_encoders.storage.paths import check_exists, path_of
 
 logger = logging.getLogger(__name__)
 
@@ -216,13 +217,13 @@ def check_validation(path: str | Path) -> None:
             "output.split={train: 0.99, val: 0.01}"
         )
     if shared:
-        folder, shard = min(shared)
+        where, shard = min(shared)
         logger.warning(
-            "%s validates on what it trains on: %s of %s is in both splits", path, shard, folder
+            "%s validates on what it trains on: %s of %s is in both splits", path, shard, where
         )
 
 
-def _read_manifest(folder: Any) -> Manifest:
+def _read_manifest(folder: Path) -> Manifest:
     try:
         manifest = read_manifest(folder)
     except ManifestError as error:
@@ -246,20 +247,22 @@ def _common_hash(hashes: Sequence[str]) -> str:
     return hashes[0] if len(hashes) == 1 else hash_bytes("".join(hashes).encode())
 
 
-def _folders(path: str | Path) -> list[tuple[Any, float]]:
+def _folders(path: str | Path) -> list[tuple[Path, float]]:
     """(folder, weight per pack): the folder itself, or those of a metadataset, as Energon resolves
     it. Raises StageError."""
-    check_reachable(folder := path_of(path))
+    check_exists(folder := path_of(path))
     if folder.is_dir():
         return [(folder, 1.0)]
+    if not path_of(path).is_file():
+        raise StageError(
+            f"{path} is neither a packed folder nor a metadataset YAML; set data.path to one"
+        )
     try:
         loaded = _load_blend(path, "train")
-    except StageError:
-        raise
     except Exception as error:  # Energon's parsers have many
         raise StageError(
-            f"{path} cannot be read as a metadataset: {type(error).__name__}: {error}; a path in "
-            f"it is a folder with .nv-meta, or of references the {METADATASET} inside"
+            f"{path} cannot be read as a metadataset: {explain(error)}; a path in it is a folder "
+            f"with .nv-meta, or of references the {METADATASET} inside"
         ) from error
     paths = [path_of(entry.dataset.path) for entry in loaded.datasets]
     folders = [path.parent if path.name.endswith(".jsonl") else path for path in paths]
@@ -277,10 +280,6 @@ def _load_blend(path: str | Path, split: str) -> Any:
     from megatron.energon import WorkerConfig
     from megatron.energon.metadataset import load_dataset
 
-    if not path_of(path).is_file():
-        raise StageError(
-            f"{path} is neither a packed folder nor a metadataset YAML; set data.path to one"
-        )
     return load_dataset(energon_url(path)).get_datasets(
         training=split == "train",
         split_part=split,

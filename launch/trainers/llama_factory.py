@@ -20,7 +20,7 @@ from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 from launch.data.open_packs import open_as_measured
 from launch.trainers.transformers_trainer import TrainsPacks
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.storage_paths import path_of
+from task_encoders.storage.paths import path_of
 
 #: Options that choose, cut or encode samples, which is done; by the arguments that they belong to.
 _DONE_BEFORE = {

@@ -24,7 +24,7 @@ from task_encoders.concatenate import PackedRow, split_row
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import token_types
 from task_encoders.sample_encoder import SampleEncoder
-from task_encoders.storage_paths import path_of
+from task_encoders.storage.paths import path_of
 
 
 class SwiftPacks(Dataset[list[dict[str, Any]]]):

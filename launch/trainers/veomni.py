@@ -25,7 +25,7 @@ from launch.trainers.uniform import warn_of_mixed_steps
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs, token_types
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.storage_paths import path_of
+from task_encoders.storage.paths import path_of
 
 
 class VeOmniPacks(Dataset[list[dict[str, torch.Tensor]]]):

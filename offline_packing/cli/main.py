@@ -95,7 +95,9 @@ def _run(arguments: Sequence[str]) -> None:
     import click
 
     from offline_packing.cli.commands import cli
-    from offline_packing.errors import ConfigError, RemoteError, ShareDoneError, StageError
+    from offline_packing.errors import ConfigError, ShareDoneError, StageError
+    from task_encoders.storage.paths import StorageError
+    from task_encoders.storage.remote_requests import RemoteError
     from task_encoders.versions import UnsupportedVersionError
 
     try:
@@ -111,8 +113,11 @@ def _run(arguments: Sequence[str]) -> None:
     except Exception as error:
         if "--debug" in arguments:
             raise
-        known = isinstance(error, StageError | RemoteError | OSError | UnsupportedVersionError)
+        is_usage = isinstance(error, ConfigError | StorageError)
+        is_known = is_usage or isinstance(
+            error, StageError | RemoteError | OSError | UnsupportedVersionError
+        )
         cause = error.__cause__ if isinstance(error, click.Abort) else error  # of an EOFError
-        text = str(error) if known else f"{type(cause).__name__}: {cause} (--debug shows where)"
+        text = str(error) if is_known else f"{type(cause).__name__}: {cause} (--debug shows where)"
         click.echo(f"error: {' '.join(text.split())}", err=True)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        sys.exit(2 if is_usage else 1)

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from offline_packing.errors import ConfigError
-from offline_packing.storage.paths import open_path
-from task_encoders.storage_paths import is_url
+from task_encoders.storage.paths import is_url, path_of
 
 if TYPE_CHECKING:
     from offline_packing.runs.run import Run
@@ -36,7 +35,7 @@ class FileOrUrl(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and is_url(value):
-            return open_path(value)
+            return path_of(value)
         return super().convert(value, param, ctx)
 
 

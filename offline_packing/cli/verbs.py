@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from offline_packing.cli.verb import FileOrUrl, HelpList, Verb, verb
-from offline_packing.errors import ConfigError, RemoteError, StageError
+from offline_packing.errors import ConfigError, StageError
 from task_encoders.samples import REASONS
+from task_encoders.storage.remote_requests import RemoteError
 
 if TYPE_CHECKING:
     from offline_packing.runs.run import Run

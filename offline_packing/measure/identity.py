@@ -43,9 +43,9 @@ from offline_packing.runs.set_aside import aside_while_measuring
 from offline_packing.sources import Source, SourceOptions, SourcePart, SourceRecord
 from offline_packing.storage.files import hash_bytes, hash_file
 from offline_packing.storage.key_set import Hashes, KeySet, hash_keys, sort_hashes
-from offline_packing.storage.paths import open_path
 from task_encoders.records.record import to_sample
 from task_encoders.samples import SampleError
+from task_encoders.storage.paths import path_of
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ def is_known(source: Source, record: SourceRecord) -> bool:
 
 def _complete_output(path: str) -> tuple[Workspace, IndexInfo, Sequence[Mapping[str, Any]]]:
     """A skipped output, its index, and the sources of its configuration."""
-    workspace = Workspace(open_path(path))
+    workspace = Workspace(path_of(path))
     manifest, info = read_manifest(workspace.root), IndexInfo.load(workspace.index_info)
     if manifest is None or info is None:
         lacks = workspace.manifest if manifest is None else workspace.index_info

@@ -33,7 +33,7 @@ from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.rows.encoded_rows import SetAside
 from task_encoders.rows.row_encoder import measure
 from task_encoders.samples import SampleError
-from task_encoders.storage_paths import energon_path
+from task_encoders.storage.energon_paths import energon_path
 
 RestoreKey = tuple[Any, ...]
 #: Budgets that a pack may have beside tokens.

@@ -24,8 +24,8 @@ from offline_packing.storage.files import (
     to_json,
     write_atomically,
 )
-from offline_packing.storage.paths import open_path
 from task_encoders.notebook_html import html_table
+from task_encoders.storage.paths import path_of
 
 FORMAT_VERSION = 1
 _ENTRIES_AT_ONCE = 1 << 20
@@ -191,7 +191,7 @@ class PackPlan:
         The old plan.json goes first and the new one comes last; each file is renamed into place.
         Raises StageError if the disk is full.
         """
-        folder = open_path(folder) if isinstance(folder, str) else folder
+        folder = path_of(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "plan.json").unlink(missing_ok=True)
         arrays = {name: getattr(self, name) for name in _ARRAYS}
@@ -216,7 +216,7 @@ class PackPlan:
         is damaged, ValueError if the plan is of another format version or an array does not have
         the recorded shape.
         """
-        folder = open_path(folder) if isinstance(folder, str) else folder
+        folder = path_of(folder)
         document = read_json(folder / "plan.json")
         if document is None:
             raise FileNotFoundError(

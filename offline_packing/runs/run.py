@@ -23,16 +23,17 @@ from tqdm import tqdm
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.engines import ENGINES, Engine
-from offline_packing.errors import ConfigError, RemoteError, StageError
+from offline_packing.errors import ConfigError, StageError
 from offline_packing.index.measured import MODIFICATION_TIME
 from offline_packing.layouts import LAYOUTS
 from offline_packing.sources import Source, open_source
 from offline_packing.sources.roots.remote import RemoteRoot
 from offline_packing.storage.files import hold_lock, read_json, remove_temporaries
-from offline_packing.storage.paths import as_remote, open_path, remove_folder, scratch_folder
-from offline_packing.storage.remote_requests import count_repeats
+from offline_packing.storage.paths import remove_folder, scratch_folder
 from task_encoders.families import ModelOptions, build_sample_encoder
 from task_encoders.sample_encoder import SampleEncoder
+from task_encoders.storage.paths import as_remote, path_of
+from task_encoders.storage.remote_requests import RemoteError, count_repeats
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ class Run:
     @functools.cached_property
     def workspace(self) -> Workspace:
         """Paths of the artifacts."""
-        return Workspace(open_path(self.config.output.path))
+        return Workspace(path_of(self.config.output.path))
 
     @property
     def accepted_fields(self) -> frozenset[str]:
@@ -241,7 +242,7 @@ def build_engine(config: PackingConfig) -> Engine:
 
 def open_sources(config: PackingConfig) -> list[Source]:
     """The sources of a configuration; a source's id is its place in this list."""
-    unpack_folder = Workspace(open_path(config.output.path).resolve()).unpacked
+    unpack_folder = Workspace(path_of(config.output.path).resolve()).unpacked
     sources = [
         open_source(source, key_prefix=prefix, unpack_folder=unpack_folder)
         for source, prefix in zip(config.source, config.key_prefixes(), strict=True)

@@ -33,7 +33,7 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.storage.files import read_json
 from offline_packing.storage.paths import is_remote
-from offline_packing.storage.remote_requests import add_repeats, count_repeats
+from task_encoders.storage.remote_requests import add_repeats, count_repeats
 
 logger = logging.getLogger(__name__)
 

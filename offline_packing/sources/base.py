@@ -33,7 +33,7 @@ from task_encoders.limits import check_cost
 from task_encoders.records.inline_media import decode_inline, is_inline
 from task_encoders.records.record import check_prompts_are_shown, load_json, to_sample
 from task_encoders.samples import SampleError, SourceSample
-from task_encoders.storage_paths import is_url
+from task_encoders.storage.paths import is_url
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ import orjson
 import xxhash
 
 from offline_packing.errors import ChangedError, DamagedError, DiskFullError, StageError
-from offline_packing.storage.paths import as_remote, is_remote, local_copy
+from offline_packing.storage.paths import is_remote, local_copy
+from task_encoders.storage.paths import as_remote
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import xxhash
 
 from offline_packing.storage.files import atomic_file
-from offline_packing.storage.paths import as_remote, scratch_folder
+from offline_packing.storage.paths import scratch_folder
 from offline_packing.storage.streams import unpacked_copy
+from task_encoders.storage.paths import as_remote
 
 _HASH: Final = np.dtype("S16")
 

@@ -7,7 +7,6 @@ that, and then raises `DamagedStreamError`.
 
 import contextlib
 import io
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import xxhash
 
 from offline_packing.errors import DiskFullError
 from offline_packing.storage.files import atomic_file, remove_temporaries, wait_for_lock
+from task_encoders.storage.ranges import SeekableFile
 
 #: Suffixes of compressed files, and pyarrow's names of the codecs.
 CODECS: Final = {"gz": "gzip", "tgz": "gzip", "zst": "zstd"}
@@ -34,29 +34,17 @@ class DamagedStreamError(ValueError):
     """The rest of a compressed file or of a tar cannot be read."""
 
 
-class RangeFile(io.RawIOBase):
+class RangeFile(SeekableFile):
     """Bytes begin to begin + size of a file, as a file that closes it too, unless `keep_open`."""
 
     def __init__(self, file: BinaryIO, begin: int, size: int, *, keep_open: bool = False) -> None:
-        self._file, self._begin, self._size = file, begin, size
-        self._keep_open = keep_open
-        self._position = 0
+        super().__init__(size)
+        self._file, self._begin, self._keep_open = file, begin, keep_open
 
     @classmethod
     def open(cls, file: BinaryIO, begin: int, size: int, *, keep_open: bool = False) -> BinaryIO:
         """A buffered file of the range; image headers are read in many small pieces."""
         return io.BufferedReader(cls(file, begin, size, keep_open=keep_open), 4096)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        self._position = max(0, base + offset)
-        return self._position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         count = min(len(buffer), max(0, self._size - self._position))

@@ -31,7 +31,7 @@ from offline_packing.runs.warnings import Hashes, count_held, hashes_of
 from offline_packing.storage.files import read_json
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack_format import METADATASET
-from task_encoders.storage_paths import energon_url
+from task_encoders.storage.energon_paths import energon_url
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,9 @@ import numpy.typing as npt
 import yaml
 
 from task_encoders.packs.pack_format import METADATASET
-from task_encoders.storage_paths import check_reachable, energon_url, path_of
+from task_encoders.storage.energon_paths import energon_url, explain
+from task_encoders.storage.paths import check_exists, path_of
+from task_encoders.storage.remote_requests import in_a_line
 from task_encoders.versions import require_supported
 
 logger = logging.getLogger(__name__)
@@ -37,10 +39,9 @@ class PackedFolderError(ValueError):
 class ShardRange(NamedTuple):
     """The packs [start, end) of one tar, or of one file of references."""
 
-    #: of `path_of`
-    path: Any
-    #: the folder with the manifest, as path
-    root: Any
+    path: Path
+    #: the folder with the manifest
+    root: Path
     subflavors: Mapping[str, Any]
     start: int
     end: int
@@ -58,7 +59,7 @@ def find_shards(path: str | Path, split: str) -> tuple[list[ShardRange], Numbers
     Raises PackedFolderError if there are none to be found, StorageError if a URL leads nowhere.
     """
     root = path_of(path)
-    check_reachable(root)
+    check_exists(root)
     if (root / ".nv-meta").is_dir():
         shards, order = _shards_of_folder(root, split)
     else:
@@ -104,7 +105,7 @@ def spread(sizes: Sequence[int], draws: Sequence[int]) -> Numbers:
     return np.concatenate(places)[np.argsort(np.concatenate(times), kind="stable")]
 
 
-def _shards_of_folder(path: Any, split: str) -> tuple[list[ShardRange], Numbers]:
+def _shards_of_folder(path: Path, split: str) -> tuple[list[ShardRange], Numbers]:
     meta = path / ".nv-meta"
     try:
         splits = yaml.load((meta / "split.yaml").read_bytes(), _YAML_LOADER)  # safe loaders, both
@@ -112,9 +113,7 @@ def _shards_of_folder(path: Any, split: str) -> tuple[list[ShardRange], Numbers]
         counts = json.loads((meta / ".info.json").read_bytes())["shard_counts"]
         names, exclude = splits["split_parts"], splits.get("exclude")
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise PackedFolderError(
-            f"{meta} cannot be read ({_in_a_line(error)}); {_REMEDY}"
-        ) from error
+        raise PackedFolderError(f"{meta} cannot be read ({in_a_line(error)}); {_REMEDY}") from error
     if split not in names:
         raise PackedFolderError(f"{path} has no split {split!r}, only {', '.join(names)}")
     if exclude or not counts.keys() >= set(names[split]):  # a name with braces is several
@@ -124,7 +123,7 @@ def _shards_of_folder(path: Any, split: str) -> tuple[list[ShardRange], Numbers]
     return shards, np.arange(sum(shard.num_packs for shard in shards))
 
 
-def _shards_of_metadataset(path: Any, split: str) -> tuple[list[ShardRange], Numbers]:
+def _shards_of_metadataset(path: Path, split: str) -> tuple[list[ShardRange], Numbers]:
     """The shards as Energon resolves them. In training, datasets are spread over an epoch by their
     weights or repetitions; otherwise they follow each other, each pack once."""
     entries = _load_datasets(path, split)
@@ -147,7 +146,7 @@ def _shards_of_metadataset(path: Any, split: str) -> tuple[list[ShardRange], Num
     return shards, spread(sizes, draws)
 
 
-def _load_datasets(path: Any, split: str) -> list[Any]:
+def _load_datasets(path: Path, split: str) -> list[Any]:
     if not path.is_file() and not (path / ".nv-meta").is_dir():
         from task_encoders.packs.indexed_file import find_prefix
 
@@ -179,13 +178,9 @@ def _load_datasets(path: Any, split: str) -> list[Any]:
         if isinstance(error, KeyError | AssertionError) and repr(split) in str(error):
             raise no_packs(path, split) from error
         raise PackedFolderError(
-            f"{path}, split {split!r}: Energon cannot read it ({_in_a_line(error)})"
+            f"{path}, split {split!r}: Energon cannot read it ({explain(error)})"
         ) from error
     return list(loaded.datasets)
-
-
-def _in_a_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _draws(entries: Sequence[Any], sizes: Sequence[int]) -> list[int]:

@@ -5,7 +5,6 @@ Works with torch's DataLoader and any number of its workers; Energon's loader is
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from task_encoders.packs.manifest import PackColumns, read_manifest
 from task_encoders.packs.pack import PackFormatError
 from task_encoders.packs.pack_format import PREFIX
 from task_encoders.packs.tokenized import fingerprint_digest
-from task_encoders.storage_paths import path_of
+from task_encoders.storage.paths import path_of
 
 
 class IndexedPackDataset(Dataset[PackedBatch]):
@@ -105,7 +104,7 @@ class IndexedPackDataset(Dataset[PackedBatch]):
         return encoded
 
 
-def _task_encoder_of(folder: Any) -> PackedTaskEncoder:
+def _task_encoder_of(folder: Path) -> PackedTaskEncoder:
     """The task encoder that packs were measured with."""
     manifest = read_manifest(folder)
     if manifest is None:

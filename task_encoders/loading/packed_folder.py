@@ -35,7 +35,7 @@ from task_encoders.loading.pack_columns import order_of_steps, read_columns
 from task_encoders.packs.manifest import PackColumns
 from task_encoders.packs.pack import Pack
 from task_encoders.settings import refuse_slots
-from task_encoders.storage_paths import path_of, read_range
+from task_encoders.storage.paths import path_of, read_range
 
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedBatch, PackedRowSample

@@ -40,7 +40,7 @@ from task_encoders.packs.pack_format import PREFIX, is_video_name, media_part_na
 from task_encoders.packs.stored_media import StoredMedium
 from task_encoders.packs.tokenized import ExpandedText, TokenizedPack, TokenizedText, collapse
 from task_encoders.sample_encoder import labels_of
-from task_encoders.storage_paths import check_reachable, is_url, path_of, read_range
+from task_encoders.storage.paths import check_exists, is_url, path_of, read_range
 
 #: Beside them: the folders, or URLs, that `media` names.
 MEDIA_ROOTS: Final = "media_roots.json"
@@ -56,7 +56,7 @@ _ITEM: Final = np.dtype("<i4")
 Sequence32 = npt.NDArray[np.int32]
 
 
-def find_prefix(path: str | Path) -> Any:
+def find_prefix(path: str | Path) -> Path | None:
     """The prefix that a path is, or that a folder holds; None: it is something else."""
     found = (path_of(path), path_of(path) / PREFIX)
     return next((one for one in found if path_of(f"{one}.idx").is_file()), None)
@@ -122,7 +122,7 @@ def index_file(sizes: Sequence[npt.NDArray[np.integer]]) -> bytes:
     return b"".join([_HEADER, counts, lengths.tobytes(), offsets.tobytes(), ends.tobytes()])
 
 
-def read_media_roots(folder: Any) -> Mapping[str, str]:
+def read_media_roots(folder: Path) -> Mapping[str, str]:
     """The folders, or URLs, that packs in a folder name; empty if there is no such file. Raises
     PackFormatError if it is damaged."""
     path = folder / MEDIA_ROOTS
@@ -148,7 +148,7 @@ class IndexedFile:
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
         idx, bin_ = path_of(f"{prefix}.idx"), path_of(f"{prefix}.bin")
-        check_reachable(idx)
+        check_exists(idx)
         self._roots = read_media_roots(idx.parent)
         try:
             index = np.frombuffer(idx.read_bytes(), np.uint8)

@@ -10,11 +10,11 @@ from offline_packing.report.preview import preview
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import to_json
-from offline_packing.storage.paths import open_path
 from offline_packing.upkeep.blend import blend
 from offline_packing.upkeep.retry import retry
 from offline_packing.upkeep.status import status
 from offline_packing.verify.verify import verify
+from task_encoders.storage.paths import path_of
 from tests.helpers.command import main
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all, vqa_pairs
 from tests.helpers.object_store import Faults, ObjectStore
@@ -91,7 +91,7 @@ def test_upkeep(tmp_path: Path, object_store: ObjectStore, bucket: str) -> None:
     shown = list(preview(run, packs=["0"]))
     assert len(shown) == 1
     name = bucket.removeprefix("s3://")
-    assert f"{name}/out" in blend([open_path(f"{bucket}/out")])  # as msc://, which Energon reads
+    assert f"{name}/out" in blend([path_of(f"{bucket}/out")])  # as msc://, which Energon reads
     tar = next(key for key in before if key.endswith("train-000000.tar"))
     for key in (tar, "_packing/index/part-00000.parquet", "_packing/plan/plan.json"):
         object_store.client.put_object(Bucket=name, Key=f"out/{key}", Body=before[key][:-100])

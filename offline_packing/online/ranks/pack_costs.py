@@ -14,11 +14,11 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.manifest import hash_plan, read_manifest
 from offline_packing.runs.run import Workspace
 from offline_packing.storage.files import hash_file, read_json
-from offline_packing.storage.paths import open_path
 from task_encoders.families import model_cost, model_options
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packs.manifest import Manifest, PackColumns
+from task_encoders.storage.paths import path_of
 
 
 def pack_costs(
@@ -90,7 +90,7 @@ def _of_output(
 
 def _artifacts(root: Path, manifest: Manifest | None) -> tuple[Index, PackPlan]:
     """The index and the plan that an output's packs were written from."""
-    workspace = Workspace(open_path(str(root)))
+    workspace = Workspace(path_of(root))
     stage, info = read_json(workspace.plan_info), IndexInfo.load(workspace.index_info)
     if manifest is None or stage is None or info is None:
         raise StageError(

@@ -18,7 +18,7 @@ from offline_packing.errors import ChangedError, ConfigError, StageError
 from offline_packing.sources.roots.local import MediaRoot, check_name
 from offline_packing.storage.streams import RangeFile
 from task_encoders.samples import SampleError
-from task_encoders.storage_paths import is_url
+from task_encoders.storage.paths import is_url
 
 #: Bytes per request: image headers are in the first kilobytes, so more would be wasted.
 _BLOCK: Final = 1 << 14

@@ -6,6 +6,7 @@ are repeated after growing waits, and counted; those that are refused are not.
 """
 
 import errno
+import functools
 import io
 import os
 import shutil
@@ -16,25 +17,17 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
-from weakref import WeakSet
 
-from offline_packing.errors import ConfigError
-from offline_packing.storage.remote_requests import MUST_EXIST, count_attempt, make_request
+import fsspec
+from upath.extensions import ProxyUPath
 
-try:
-    from upath.extensions import ProxyUPath
-except ImportError as error:
-    raise ConfigError(
-        "to write to a URL, fsspec and universal_pathlib are needed, and the package of the "
-        "storage; pip install fsspec universal_pathlib s3fs (or gcsfs, adlfs, ...)"
-    ) from error
+from task_encoders.storage.ranges import SeekableFile
+from task_encoders.storage.remote_requests import MUST_EXIST, count_attempt, make_request
 
 #: Bytes of a request, unless more are asked for at once.
 _BLOCK: Final = 1 << 20
 _COPIED: Final = 8 << 20
 _S3: Final = ("s3", "s3a")
-#: File systems whose repetitions are counted.
-_COUNTED: Final = WeakSet[Any]()
 
 
 class RemotePath(ProxyUPath):
@@ -44,11 +37,7 @@ class RemotePath(ProxyUPath):
 
     @property
     def fs(self) -> Any:
-        filesystem = self.__wrapped__.fs
-        if self.protocol in _S3 and filesystem not in _COUNTED:
-            _COUNTED.add(filesystem)
-            filesystem.s3.meta.events.register("needs-retry.s3", count_attempt)
-        return filesystem
+        return _filesystem(self.protocol, os.getpid())
 
     def exists(self, **options: Any) -> bool:
         return self._info() is not None
@@ -100,7 +89,7 @@ class RemotePath(ProxyUPath):
         return self.read_bytes().decode()
 
     def read_range(self, begin: int, end: int) -> bytes:
-        """Bytes begin to end, which exist."""
+        """Bytes begin to end, fewer if the object ends before."""
         fetched = self._request("read", lambda: self.fs.cat_file(self.path, start=begin, end=end))
         return bytes(fetched)
 
@@ -181,22 +170,12 @@ class RemotePath(ProxyUPath):
         return make_request(str(self), done, request, default)
 
 
-class _RemoteFile(io.RawIOBase):
+class _RemoteFile(SeekableFile):
     """An object, read by ranges."""
 
     def __init__(self, path: RemotePath, size: int) -> None:
-        self._path, self._size, self._position = path, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        self._position = max(0, base + offset)
-        return self._position
+        super().__init__(size)
+        self._path = path
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         data = self._take(len(buffer))
@@ -216,21 +195,27 @@ class _RemoteFile(io.RawIOBase):
 
 
 def open_remote(url: str) -> Path:
-    """The path of a URL. Raises ConfigError if there is no such storage, or its package is
-    missing; RemoteError if credentials are."""
+    """The path of a URL. Raises ImportError or ValueError if there is no such storage, or its
+    package is missing; RemoteError if credentials are."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it does not know msc, whose paths are plain
-        try:
-            # Listings that are kept would hide what other processes write.
-            path = RemotePath(url.rstrip("/"), use_listings_cache=False)
-            make_request(url, "opened", lambda: path.fs)
-        except (ImportError, ValueError) as error:
-            raise ConfigError(
-                f"{url!r} cannot be opened: {error}; install the package of this storage (s3fs, "
-                "gcsfs, adlfs, multi-storage-client, ...)"
-            ) from error
+        path = RemotePath(url.rstrip("/"))
+    filesystem = make_request(url, "opened", lambda: path.fs)
+    if path.protocol == "msc":
+        filesystem.resolve_path_and_storage_client(url)  # there may be no such profile
     # Annotations say Path everywhere: what is used of either are its methods.
     return cast(Path, path)
+
+
+@functools.cache
+def _filesystem(protocol: str, process: int) -> Any:
+    """A process's own connections. Those that a worker inherits are kept as well: it would close
+    them, and complain."""
+    # Listings that are kept would hide what other processes write.
+    filesystem = fsspec.filesystem(protocol, use_listings_cache=False)
+    if protocol in _S3:
+        filesystem.s3.meta.events.register("needs-retry.s3", count_attempt)
+    return filesystem
 
 
 def _upload_options(filesystem: Any, protocol: str, size: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,6 @@ import numpy as np
 import pytest
 from s3fs import S3FileSystem
 
-from offline_packing.errors import ConfigError, RemoteError
-from offline_packing.storage import remote_requests
 from offline_packing.storage.files import (
     atomic_file,
     hash_bytes,
@@ -20,12 +19,10 @@ from offline_packing.storage.files import (
     write_atomically,
 )
 from offline_packing.storage.key_set import KeySet, hash_keys, sort_hashes
-from offline_packing.storage.paths import (
-    as_remote,
-    open_path,
-    remove_folder,
-    scratch_folder,
-)
+from offline_packing.storage.paths import remove_folder, scratch_folder
+from task_encoders.storage import remote_paths, remote_requests
+from task_encoders.storage.paths import StorageError, as_remote, path_of, read_range
+from task_encoders.storage.remote_requests import RemoteError
 from tests.helpers.object_store import PART_BYTES, Faults, ObjectStore
 
 #: Bytes that are sent in several parts.
@@ -41,10 +38,10 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """An empty folder of a storage."""
     if request.param == "s3":
-        return open_path(f"{request.getfixturevalue('bucket')}/a")
+        return path_of(f"{request.getfixturevalue('bucket')}/a")
     if request.param == "msc":
-        return open_path(f"msc://__filesystem__{tmp_path}/a")
-    return open_path(f"memory://{tmp_path.name}/a")
+        return path_of(f"msc://__filesystem__{tmp_path}/a")
+    return path_of(f"memory://{tmp_path.name}/a")
 
 
 def test_paths_are_read_and_written_as_local_ones(folder: Path) -> None:
@@ -97,7 +94,7 @@ def test_arrays_and_key_sets_are_mapped(folder: Path) -> None:
 
 def test_an_interrupted_upload_leaves_nothing(object_store: ObjectStore, bucket: str) -> None:
     def interrupted() -> None:
-        with atomic_file(open_path(f"{bucket}/a")) as file:
+        with atomic_file(path_of(f"{bucket}/a")) as file:
             file.write(LARGE)
             raise KeyboardInterrupt
 
@@ -108,7 +105,7 @@ def test_an_interrupted_upload_leaves_nothing(object_store: ObjectStore, bucket:
 
 
 def test_large_objects_are_sent_in_parts(object_store: ObjectStore, bucket: str) -> None:
-    with atomic_file(open_path(f"{bucket}/a")) as file:
+    with atomic_file(path_of(f"{bucket}/a")) as file:
         file.write(LARGE)
     assert object_store.counts()["PUT"] == len(LARGE) // PART_BYTES + 1
     assert object_store.objects(bucket) == {"a": LARGE}
@@ -116,7 +113,7 @@ def test_large_objects_are_sent_in_parts(object_store: ObjectStore, bucket: str)
 
 @pytest.mark.usefixtures("no_waiting")
 def test_failed_requests_are_repeated_and_counted(object_store: ObjectStore, bucket: str) -> None:
-    folder, before = open_path(f"{bucket}/a"), remote_requests.count_repeats()
+    folder, before = path_of(f"{bucket}/a"), remote_requests.count_repeats()
     object_store.fail(0.15)
     for i in range(6):
         with atomic_file(folder / f"{i}.bin") as file:
@@ -136,7 +133,7 @@ def test_failed_requests_are_repeated_and_counted(object_store: ObjectStore, buc
 def test_a_storage_that_goes_on_failing_ends_the_run(
     object_store: ObjectStore, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = open_path(f"{bucket}/a")
+    path = path_of(f"{bucket}/a")
     remote = as_remote(path)
     assert remote is not None
     calls: list[Any] = []
@@ -155,7 +152,7 @@ def test_a_refused_write_is_one_line(object_store: ObjectStore, bucket: str) -> 
     object_store.set_faults(Faults(writes_allowed=2))
     with (
         pytest.raises(RemoteError, match=r"cannot be written: .*; check that the bucket exists"),
-        atomic_file(open_path(f"{bucket}/a")) as file,
+        atomic_file(path_of(f"{bucket}/a")) as file,
     ):
         file.write(LARGE)
     assert object_store.counts()["denied"] <= len(LARGE) // PART_BYTES + 1
@@ -163,14 +160,14 @@ def test_a_refused_write_is_one_line(object_store: ObjectStore, bucket: str) -> 
     assert object_store.unfinished_uploads(bucket.removeprefix("s3://")) == []
     object_store.set_faults()
     with pytest.raises(RemoteError, match=r"s3://no-such-bucket/a cannot be written: .*check that"):
-        write_atomically(open_path("s3://no-such-bucket/a"), b"x")
+        write_atomically(path_of("s3://no-such-bucket/a"), b"x")
 
 
 def test_uploads_that_kills_left_are_aborted(object_store: ObjectStore, bucket: str) -> None:
     name = bucket.removeprefix("s3://")
     for key in (*(f"mine/{i}" for i in range(3)), "mine-too/a"):
         object_store.client.create_multipart_upload(Bucket=name, Key=key)
-    remote = as_remote(open_path(f"{bucket}/mine"))
+    remote = as_remote(path_of(f"{bucket}/mine"))
     assert remote is not None
     assert remote.abort_uploads() == 3
     assert object_store.unfinished_uploads(name) == ["mine-too/a"]
@@ -178,7 +175,7 @@ def test_uploads_that_kills_left_are_aborted(object_store: ObjectStore, bucket: 
 
 
 def test_other_processes_writes_are_seen(object_store: ObjectStore, bucket: str) -> None:
-    folder = open_path(f"{bucket}/a")
+    folder = path_of(f"{bucket}/a")
     write_atomically(folder / "x", b"1")
     assert [path.name for path in folder.iterdir()] == ["x"]
     name = bucket.removeprefix("s3://")
@@ -189,7 +186,7 @@ def test_other_processes_writes_are_seen(object_store: ObjectStore, bucket: str)
 
 
 def test_threads_share_a_path(object_store: ObjectStore, bucket: str) -> None:
-    path, found = open_path(f"{bucket}/a"), []
+    path, found = path_of(f"{bucket}/a"), []
     write_atomically(path, LARGE)
     threads = [threading.Thread(target=lambda: found.append(path.read_bytes())) for _ in range(4)]
     for thread in threads:
@@ -201,14 +198,29 @@ def test_threads_share_a_path(object_store: ObjectStore, bucket: str) -> None:
 
 def test_half_a_key_is_one_line(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setattr(remote_paths, "_filesystem", remote_paths._filesystem.__wrapped__)
     S3FileSystem.clear_instance_cache()
     with pytest.raises(RemoteError, match=r"AWS_SECRET_ACCESS_KEY; check that the bucket exists"):
-        open_path(f"{bucket}/a").exists()
+        path_of(f"{bucket}/a").exists()
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_ranges(folder: Path) -> None:
+    """Bytes after the end are not there; no request for them is repeated."""
+    write_atomically(folder / "a", b"0123456789")
+    before = remote_requests.count_repeats()
+    assert read_range(folder / "a", 2, 5) == b"234"
+    assert read_range(folder / "a", 8, 15) == b"89"
+    with suppress(OSError):  # so S3
+        assert read_range(folder / "a", 20, 25) == b""
+    with pytest.raises(FileNotFoundError):
+        read_range(folder / "b", 0, 1)
+    assert remote_requests.count_repeats() == before
 
 
 def test_unknown_storages_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'nowhere://a' cannot be opened: .*install the package"):
-        open_path("nowhere://a")
-    with pytest.raises(ConfigError, match=r"'s3:/b/x' lacks a slash; write s3://b/x"):
-        open_path("s3:/b/x")
-    assert open_path("C:\\packs") == Path("C:\\packs")
+    with pytest.raises(StorageError, match=r"'nowhere://a' cannot be opened: .*pip install"):
+        path_of("nowhere://a")
+    with pytest.raises(StorageError, match=r"'s3:/b/x' lacks a slash; write s3://b/x"):
+        path_of("s3:/b/x")
+    assert path_of("C:\\packs") == Path("C:\\packs")

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
-from offline_packing.errors import RemoteError
-
 logger = logging.getLogger(__name__)
 
 #: Seconds before a request is made again, after the storage's own package has repeated it.
@@ -23,6 +21,11 @@ _STORAGES: Final = frozenset(
 #: What no repetition changes.
 _REFUSED: Final = ("Credential", "Forbidden", "Unauthorized", "AccessDenied", "InvalidAccessKey")
 _REPEATS: Final = Counter[str]()
+
+
+class RemoteError(RuntimeError):
+    """Object storage refuses a request, or goes on failing it. No OSError, nor a fault of what is
+    read: that a file cannot be read now does not make it damaged."""
 
 
 def make_request(
@@ -40,15 +43,15 @@ def make_request(
                     return default
                 if done != "written":  # else it was completed, and the answer lost
                     raise
-            if not _is_of_storage(error):
+            if not _is_of_storage(error) or _is_beyond_end(error):
                 raise
-            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            why = in_a_line(error)[:300]
             if wait is None or _is_refused(error):
                 remedy = "run again"
                 if wait is not None:
                     remedy = (
                         "check that the bucket exists, and that the credentials in the environment "
-                        "may list, read, write and delete there"
+                        "may do so there"
                     )
                 raise RemoteError(f"{path} cannot be {done}: {why}; {remedy}") from error
             _REPEATS["requests"] += 1
@@ -72,9 +75,19 @@ def count_attempt(attempts: int, **event: Any) -> None:
     _REPEATS["requests"] += attempts > 1
 
 
+def in_a_line(error: BaseException) -> str:
+    """Type and text of an error."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def _is_of_storage(error: Exception) -> bool:
     """Whether a request failed, rather than our code."""
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _STORAGES
+
+
+def _is_beyond_end(error: Exception) -> bool:
+    """Whether a range begins after the end of its object."""
+    return "InvalidRange" in f"{error} {error.__cause__!r}"
 
 
 def _is_refused(error: Exception) -> bool:

@@ -1,0 +1,83 @@
+"""Paths as Energon takes them, which reads object storage through multi-storage-client alone."""
+
+import copy
+import functools
+import os
+from typing import TYPE_CHECKING, Any
+
+from task_encoders.storage.paths import BUCKET_PROFILE, PROFILED, StorageError, is_url
+from task_encoders.storage.remote_requests import in_a_line
+
+if TYPE_CHECKING:
+    from megatron.energon.epathlib import EPath
+
+
+def energon_url(path: object) -> str:
+    """A path as Energon takes it: s3://bucket/packs is msc://_s3-bucket/packs. Raises StorageError
+    for a storage that needs a profile."""
+    protocol, _, rest = str(path).partition("://")
+    if protocol in PROFILED:
+        return f"{BUCKET_PROFILE.format(protocol)}{rest}"
+    if is_url(path) and protocol != "msc":
+        raise StorageError(
+            f"Energon reads {protocol}:// by a profile of multi-storage-client: write {path} as "
+            "msc://PROFILE/..., with PROFILE in the file that MSC_CONFIG names"
+        )
+    return str(path)
+
+
+def energon_path(path: object) -> "EPath":
+    """Energon's path. Raises StorageError for a URL that leads nowhere."""
+    from megatron.energon.epathlib import EPath
+
+    if not is_url(path):
+        return EPath(str(path))
+    try:
+        found = EPath(energon_url(path))
+        found.fs.info(f"{found.internal_path}")
+    except StorageError:
+        raise
+    except Exception as error:  # AssertionError, RuntimeError and those of the storages
+        raise _unreachable(path, error) from error
+    return found
+
+
+def explain(error: Exception) -> str:
+    """An error of Energon in a line; of a URL that a metadataset names, with the remedy."""
+    text = in_a_line(error)
+    if "Unknown protocol" in text or "s3:/" in text:  # to Energon, a folder below the metadataset
+        text += "; Energon reads s3://BUCKET/... as msc://_s3-BUCKET/..."
+    return text
+
+
+@functools.cache
+def renew_clients_after_fork() -> None:
+    """Give forked workers connections of their own: Energon's paths keep their parent's, and
+    workers would read each other's answers."""
+    from multistorageclient import shortcuts
+
+    clients: list[Any] = []
+    cache = vars(shortcuts)["_STORAGE_CLIENT_CACHE"]  # emptied in the child, without public name
+
+    def remember() -> None:
+        clients[:] = [one for one in cache.values() if not one.is_default_profile()]
+
+    def renew() -> None:
+        for client in clients:
+            client.__setstate__(copy.deepcopy(client.__getstate__()))
+
+    os.register_at_fork(before=remember, after_in_child=renew)
+
+
+def _unreachable(path: object, error: Exception) -> StorageError:
+    if isinstance(error, FileNotFoundError):
+        return StorageError(f"{path} does not exist; check the address")
+    if isinstance(error, ImportError):
+        remedy = "pip install the package of the storage (multi-storage-client[boto3], ...)"
+    else:
+        remedy = (
+            "check the address, and that the credentials may list and read there (of S3 "
+            "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL in the environment; of "
+            "msc:// the profile in the file that MSC_CONFIG names)"
+        )
+    return StorageError(f"{path} cannot be reached: {in_a_line(error)}; {remedy}")

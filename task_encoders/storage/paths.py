@@ -1,0 +1,74 @@
+"""Paths that may be URLs of object storage: s3://bucket/packs, gs://bucket/packs, msc://PROFILE/packs.
+
+Credentials are found where the storage's own tools find them. No package of a storage is imported
+before there is a URL.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from task_encoders.storage.remote_paths import RemotePath
+
+#: The profile that multi-storage-client has for each bucket without being configured.
+BUCKET_PROFILE: Final = "msc://_{}-"
+#: Storages that have such profiles.
+PROFILED: Final = ("s3", "gs")
+
+#: A URL that lacks a slash, which would be a folder here.
+_HALF_URL: Final = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)")
+
+
+class StorageError(ValueError):
+    """A URL that cannot be used, or leads nowhere."""
+
+
+def is_url(path: object) -> bool:
+    """Whether a path is a URL."""
+    return "://" in str(path)
+
+
+def path_of(path: object) -> Path:
+    """A local path; of a URL one with pathlib's methods, see remote_paths.py. Energon's paths are
+    taken as well. Raises StorageError if there is no such storage, a package is missing, or the URL
+    lacks a slash."""
+    text = str(path)
+    half = _HALF_URL.match(text)
+    if half:
+        raise StorageError(f"{text!r} lacks a slash; write {half[1]}://{text[half.end() :]}")
+    if not is_url(text):
+        return Path(text)
+    for protocol in PROFILED:
+        text = text.replace(BUCKET_PROFILE.format(protocol), f"{protocol}://")
+    try:
+        from task_encoders.storage.remote_paths import open_remote
+
+        return open_remote(text)
+    except (ImportError, ValueError) as error:
+        raise StorageError(
+            f"{text!r} cannot be opened: {error}; correct it, or pip install fsspec "
+            "universal_pathlib and its package (s3fs, gcsfs, adlfs, multi-storage-client, ...)"
+        ) from error
+
+
+def as_remote(path: Path) -> "RemotePath | None":
+    """The path, if it is one of an object storage."""
+    return None if isinstance(path, Path) else path
+
+
+def check_exists(path: Path) -> None:
+    """Raise StorageError if a URL leads nowhere: neither to a file nor to a folder."""
+    if as_remote(path) is not None and not path.exists():
+        raise StorageError(f"{path} does not exist; check the address")
+
+
+def read_range(path: Path, start: int, end: int) -> bytes:
+    """The bytes [start, end) of a file, fewer if it ends before: of a URL in one request. Raises
+    OSError."""
+    remote = as_remote(path)
+    if remote is not None:
+        return remote.read_range(start, end)
+    with open(path, "rb", buffering=0) as file:
+        return os.pread(file.fileno(), end - start, start)
