@@ -92,7 +92,7 @@ class JsonlSource(Source):
         `content`."""
         cuts, num_records, num_lines, offset, is_open = [(0, 0)], 0, 0, 0, False
         cutter = self._cutter(0)
-        with self.open_container(container) as file:
+        with self.open_container(container, sequential=True) as file:
             while block := file.read(_BLOCK):
                 content.update(block)
                 if codec_of(container):

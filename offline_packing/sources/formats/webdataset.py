@@ -118,8 +118,7 @@ class WebDatasetSource(Source):
         container: str = part.items
         ending = next((end for end in self.ENDINGS if container.lower().endswith(end)), "")
         stem = container[: len(container) - len(ending)]
-        sequential = codec_of(container) is not None
-        with self.open_container(container, sequential=sequential) as packed:
+        with self.open_container(container, sequential=True) as packed:
             file = open_unpacked(packed, container, self.root.size(packed))
             keep_data = not file.seekable()
             for sample in group_members(container, file, keep_data=keep_data, most=_MOST_KEPT):

@@ -22,8 +22,13 @@ from task_encoders.storage.paths import is_url
 
 #: Bytes per request: image headers are in the first kilobytes, so more would be wasted.
 _BLOCK: Final = 1 << 14
-#: The same for a file that is read sequentially.
-_SEQUENTIAL_BLOCK: Final = 1 << 19
+#: The same for a file that is read sequentially; two blocks are kept, as members of tars are read
+#: again after the next one's header.
+_SEQUENTIAL: Final = {
+    "block_size": 4 << 20,
+    "cache_type": "blockcache",
+    "cache_options": {"maxblocks": 2},
+}
 #: Bytes between two ranges up to which one request reads both: with all workers of a node reading,
 #: a connection brings them in less time than another request takes.
 _MAX_GAP: Final = 1 << 18
@@ -110,11 +115,16 @@ class RemoteRoot:
         return path
 
     def open(self, container: str, *, sequential: bool = False) -> BinaryIO:
-        """Open a file for reading. Raises SampleError (missing_image) if there is none."""
-        block = _SEQUENTIAL_BLOCK if sequential else _BLOCK
-        options = {} if self._is_msc else {"block_size": block}
+        """Open a file for reading. One that is read sequentially is kept open for `open_range`.
+        Raises SampleError (missing_image) if there is none."""
+        options = _SEQUENTIAL if sequential else {"block_size": _BLOCK}
         with _missing(container):
-            return self._filesystem.open(self._path(container), "rb", **options)
+            path = self._path(container)
+            file = self._filesystem.open(path, "rb", **({} if self._is_msc else options))
+        if not sequential:
+            return file
+        self._open_file = (container, file)
+        return self.open_range(container, 0, self.size(file))
 
     def open_range(self, container: str, offset: int, size: int) -> BinaryIO:
         """A file of `size` bytes at `offset` of a file, which is opened once for its ranges in
