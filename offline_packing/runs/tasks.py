@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import TypeVar
 
@@ -70,7 +70,8 @@ def run_tasks(
     if not is_remote(run.workspace.root):
         yield from run.engine.run(function, tasks, listener)
         return
-    for result, process, repeats in run.engine.run(partial(_counted, function), tasks, listener):
+    counted = update_wrapper(partial(_counted, function), function)  # Ray's dashboard names it
+    for result, process, repeats in run.engine.run(counted, tasks, listener):
         if process != os.getpid():
             add_repeats(repeats)
         yield result

@@ -96,10 +96,13 @@ class ObjectStore:
         """Content of all objects under s3://bucket/folder, by their names relative to it."""
         bucket, _, folder = url.removeprefix("s3://").partition("/")
         prefix = f"{folder.rstrip('/')}/" if folder else ""
-        return {
-            key: self.client.get_object(Bucket=bucket, Key=prefix + key)["Body"].read()
-            for key in self.keys(url)
-        }
+        return {key: self.read(f"s3://{bucket}/{prefix}{key}") for key in self.keys(url)}
+
+    def read(self, url: str) -> bytes:
+        """Content of an object."""
+        bucket, _, key = url.removeprefix("s3://").partition("/")
+        data: bytes = self.client.get_object(Bucket=bucket, Key=key)["Body"].read()
+        return data
 
     def put_folder(self, folder: Path, url: str) -> None:
         """Store all files of a folder under s3://bucket/folder."""

@@ -10,8 +10,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 from offline_packing.engines.ray_cluster import RayEngine
 from offline_packing.errors import StageError
@@ -35,6 +41,46 @@ def _find_processes(name: str) -> list[int]:
     for _ in range(4):
         ours |= {int(pid) for pid, parent, _ in lines if int(parent) in ours}
     return [int(pid) for pid, _, command in lines if int(pid) in ours and name in command]
+
+
+@contextmanager
+def nodes_apart(folder: Path, count: int) -> Iterator[Any]:
+    """A cluster that drivers find while the block runs: `count` nodes of one CPU, each with a
+    scratch folder of its own under `folder`, beside a head without any."""
+    from ray.cluster_utils import Cluster
+
+    settings = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    with patch.dict(os.environ, settings):
+        head = {"num_cpus": 0, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            for _ in range(count):
+                add_node(cluster, folder)
+            with patch.dict(os.environ, {"RAY_ADDRESS": cluster.address}):
+                yield cluster
+        finally:
+            cluster.shutdown()
+
+
+def add_node(cluster: Any, folder: Path) -> None:
+    """Add a node of one CPU with a scratch folder of its own under `folder`."""
+    folder.mkdir(exist_ok=True)
+    with patch.dict(os.environ, {"TMPDIR": tempfile.mkdtemp(dir=folder)}):
+        cluster.add_node(num_cpus=1)
+
+
+def kill_node_when(cluster: Any, *moments: Callable[[], bool]) -> threading.Thread:
+    """Kill a node as soon as each of some moments has come, one after another."""
+
+    def watch() -> None:
+        for has_come in moments:
+            while not has_come():
+                time.sleep(0.1)
+            cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
 
 
 def linger(folder: Path) -> None:

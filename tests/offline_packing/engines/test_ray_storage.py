@@ -1,8 +1,7 @@
 """A Ray cluster whose nodes share no folder: sources and output lie in object storage."""
 
-import threading
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +14,25 @@ from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from tests.helpers.datasets import make_config, pack_all, vqa_pairs
 from tests.helpers.object_store import ObjectStore
+from tests.helpers.ray_clusters import kill_node_when, nodes_apart
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.55'")
 
-#: What lies in the output once a stage has begun.
-STAGES = ("_packing/index/part-", "_packing/write/")
+#: Folders of what the tasks of a stage write.
+STAGES = ("_packing/index", "_packing/write")
 NODES = 3
 
 
 @pytest.fixture
-def cluster(
-    object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Any]:
-    """A cluster of nodes of one CPU, each with a scratch folder of its own."""
-    from ray.cluster_utils import Cluster
-
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
-    )
-    try:
-        for number in range(NODES):
-            (tmp_path / f"node{number}").mkdir()
-            monkeypatch.setenv("TMPDIR", str(tmp_path / f"node{number}"))
-            cluster.add_node(num_cpus=1)
-        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+def cluster(object_store: ObjectStore, tmp_path: Path) -> Iterator[Any]:
+    """Three nodes, whose tasks know the object storage."""
+    with nodes_apart(tmp_path / "nodes", NODES) as cluster:
         yield cluster
-    finally:
-        cluster.shutdown()
 
 
-def kill_in_each_stage(cluster: Any, store: ObjectStore, output: str) -> threading.Thread:
-    """Kill a node as soon as a stage's first object is there."""
-
-    def watch() -> None:
-        for begun in STAGES:
-            while not any(key.startswith(begun) for key in store.keys(output)):
-                time.sleep(0.1)
-            cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    return thread
+def has_begun(store: ObjectStore, stage: str) -> bool:
+    """Whether a stage has written anything."""
+    return any(not key.startswith("_") for key in store.keys(stage))
 
 
 @pytest.mark.exhaustive
@@ -74,7 +49,8 @@ def test_nodes_without_a_common_folder(
         return Run(make_config(source, Path(), output=output, **sections), engine)
 
     pack_all(run_to("local", LocalEngine(0)))
-    killer = kill_in_each_stage(cluster, object_store, f"{bucket}/ray")
+    begun = (partial(has_begun, object_store, f"{bucket}/ray/{stage}") for stage in STAGES)
+    killer = kill_node_when(cluster, *begun)
     with RayEngine(1) as engine:
         pack_all(run_to("ray", engine))
         assert verify(run_to("ray", engine)).ok
