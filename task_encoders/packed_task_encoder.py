@@ -35,7 +35,7 @@ from task_encoders.energon_samples import (
 from task_encoders.families import ModelOptions, build_sample_encoder, model_options
 from task_encoders.field_types import Count, checked
 from task_encoders.media.patches import PixelTransport
-from task_encoders.packs.pack import Pack, SubSample, cp_size_of, parse_json, sub_samples_of_pack
+from task_encoders.packs.pack import Pack, SubSample, parse_json, sub_samples_of_pack
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.packs.tokenized import fingerprint_digest
 from task_encoders.rows.encoded_rows import EncodedRows
@@ -120,8 +120,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
 
     @stateless
     def encode_sample(self, sample: Sample) -> PackedRowSample:
-        """Encode a pack, or a plain sample, as one row. Bad sub-samples are dropped and listed, not
-        their pack.
+        """Encode a pack, or a plain sample, as one row. Bad sub-samples are left out and listed.
 
         Raises:
             FatalSampleError: the environment contradicts the sample, or lengths differ from those
@@ -159,7 +158,8 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
     def encode_row(self, sample: Sample, sub_samples: Sequence[SubSample]) -> PackedRowSample:
         """One row of all sub-samples that can be used; `sample` is the pack, for key and source.
         Raises SampleError: there is none; FatalSampleError: see encode_sample."""
-        cp_size = cp_size_of(sample.record) if isinstance(sample, PackedSample) else None
+        meta = (sample.record.get("meta") or {}) if isinstance(sample, PackedSample) else {}
+        cp_size = meta.get("cp_size")
         row, keys, dropped = self._rows.encode(sub_samples, cp_size)
         if self._trainer and ((row.loss_weights > 0) & (row.loss_weights != 1)).any():
             raise FatalSampleError(FRACTIONS.format(sample.__key__, self._trainer))

@@ -157,12 +157,7 @@ def restore_pack(
         meta = {"loss_weights": [[]] * count, **meta}
         texts = (_column(meta, name, key, count) for name in ("token_ids", "loss", "loss_weights"))
         tokenized = TokenizedPack(tuple(map(TokenizedText, *texts)), meta["tokenized_with"])
-    return RestoredPack(subs, keys, meta.get("task"), num_tokens, tokenized, cp_size_of(record))
-
-
-def cp_size_of(record: Mapping[str, Any]) -> int | None:
-    """The context-parallel ranks that a pack goes over, by its JSON; None: as its reader has it."""
-    return (record.get("meta") or {}).get("cp_size")
+    return RestoredPack(subs, keys, meta.get("task"), num_tokens, tokenized, meta.get("cp_size"))
 
 
 def sub_samples_of_pack(pack: Pack, task: str, made_with: str) -> list[SubSample]:

@@ -4,11 +4,12 @@ import io
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 from megatron.energon.errors import FatalSampleError
 from PIL import Image
@@ -19,7 +20,7 @@ from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.packs.pack import SubSample
 from task_encoders.packs.pack_format import cut_multiple
 from task_encoders.sample_encoder import EncodedSample, SampleEncoder, SampleLength
-from task_encoders.samples import SampleError, SourceSample
+from task_encoders.samples import SampleError
 
 logger = logging.getLogger(__name__)
 
@@ -57,24 +58,24 @@ class RowEncoder:
         self, sub_samples: Sequence[SubSample], cp_size: int | None = None
     ) -> tuple[PackedRow, list[str], list[str]]:
         """The row of all sub-samples that can be used, their keys, and "key: reason: detail" of
-        each of the others. `cp_size`: ranks that the pack goes over, if packs differ in that; then
-        each sub-sample is padded to what these can cut.
+        each of the others. `cp_size`: ranks that the pack goes over, if packs differ in that.
 
         Raises:
             SampleError: none can be used.
             FatalSampleError: see `_encode_one`; or a pack over ranks is to be padded as all others.
         """
+        pool = _threads(self.encode_threads) if self.encode_threads > 1 else None
+        each = self._in_threads(sub_samples, pool) if pool else map(self._encode_one, sub_samples)
         multiple = self._multiple(cp_size)
-        pool = _pool(self.encode_threads)
         encoded: list[EncodedSample] = []
         dropped: list[str] = []
         room = self.seq_length
-        for sub_sample, result in zip(sub_samples, self._encode(sub_samples, pool), strict=True):
+        for sub_sample, result in zip(sub_samples, each, strict=True):
             if not isinstance(result, SampleError):
                 padded = -(-len(result.tokens) // multiple) * multiple
                 if padded <= room:
-                    room -= padded
                     encoded.append(result)
+                    room -= padded
                     continue
                 result = SampleError("overlong", f"{padded} tokens do not fit the {room} left")
             if len(sub_samples) == 1:
@@ -90,7 +91,7 @@ class RowEncoder:
             pad_to_length=self.seq_length if self.pad_to_seq_length else None,
             cross_sample_attention=self.cross_sample_attention,
             pixel_transport=self.pixel_transport,
-            map_=pool.map,
+            map_=pool.map if pool else map,
         )
         return row, [one.key for one in encoded], dropped
 
@@ -105,43 +106,48 @@ class RowEncoder:
             )
         return cut_multiple(cp_size, self.pad_multiple)
 
-    def _encode(
-        self, sub_samples: Sequence[SubSample], pool: Executor
-    ) -> list[EncodedSample | SampleError]:
+    def _in_threads(
+        self, sub_samples: Sequence[SubSample], pool: ThreadPoolExecutor
+    ) -> Iterator[EncodedSample | SampleError]:
         """Encode each in two tasks, neither of which waits: the steps after decoding an image queue
         after the images that are still to be decoded, and the largest begin first, so that threads
         end closer together."""
 
-        def begin(sub_sample: SubSample) -> Future[EncodedSample]:
-            if isinstance(sub_sample.sample, SampleError):
-                raise sub_sample.sample
-            first = list(map(self.encoder.decode_image, sub_sample.images[:1]))
+        def begin(sub_sample: SubSample) -> Future[EncodedSample | SampleError]:
+            first: list[Image.Image] = []
+            with suppress(SampleError):  # encoding it raises the same
+                first += map(self.encoder.decode_image, sub_sample.images[:1])
             return pool.submit(self._encode_one, sub_sample, first)
 
         sizes = [-sum(map(len, one.images + one.videos)) for one in sub_samples]
         order = sorted(range(len(sub_samples)), key=sizes.__getitem__)
-        begun: deque[Future[Future[EncodedSample]]] = deque()
+        begun: deque[Future[Future[EncodedSample | SampleError]]] = deque()
         ended: list[EncodedSample | SampleError] = []
         for number in order:
             if len(begun) == _BEGUN_PER_THREAD * self.encode_threads:
-                ended.append(_end(begun.popleft()))
+                ended.append(begun.popleft().result().result())
             begun.append(pool.submit(begin, sub_samples[number]))
-        ended += map(_end, begun)
+        ended += (one.result().result() for one in begun)
         results = dict(zip(order, ended, strict=True))
-        return [results[number] for number in range(len(order))]
+        return (results[number] for number in range(len(order)))
 
-    def _encode_one(self, sub_sample: SubSample, decoded: Sequence[Image.Image]) -> EncodedSample:
-        """The arrays of a sub-sample whose first images are decoded.
+    def _encode_one(
+        self, sub_sample: SubSample, decoded: Sequence[Image.Image] = ()
+    ) -> EncodedSample | SampleError:
+        """The arrays of a sub-sample, whose first images may be decoded already; or why it cannot
+        be used.
 
         Raises:
-            SampleError: it cannot be used.
             FatalSampleError: PyAV is missing; or its length is not the one stored in its pack.
         """
         key, sample, images, videos, tokenized, measured = sub_sample
-        assert isinstance(sample, SourceSample)
+        if isinstance(sample, SampleError):
+            return sample
+        pictures: tuple[bytes | Image.Image, ...] = (*decoded, *images[len(decoded) :])
         try:
-            pictures: tuple[bytes | Image.Image, ...] = (*decoded, *images[len(decoded) :])
             encoded = self.encoder.encode(sample, pictures, videos, tokenized)
+        except SampleError as error:
+            return error
         except MissingPyAVError as error:
             raise FatalSampleError(str(error)) from error
         if self.check_lengths and measured not in (None, len(encoded.tokens)):
@@ -166,30 +172,11 @@ def measure(sub_sample: SubSample, encoder: SampleEncoder) -> SampleLength:
     return encoder.measure(sub_sample.sample, sizes, videos)
 
 
-def _end(begun: Future[Future[EncodedSample]]) -> EncodedSample | SampleError:
-    try:
-        return begun.result().result()
-    except SampleError as error:
-        return error
-
-
-class _Here(Executor):
-    """Runs what it is given at once."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - raised by result()
-            future.set_exception(error)
-        return future
-
-
 @cache
-def _pool(num_threads: int) -> Executor:
+def _threads(number: int) -> ThreadPoolExecutor:
     """The thread pool, kept from row to row: new threads wait for page faults of new memory."""
-    return ThreadPoolExecutor(num_threads) if num_threads > 1 else _Here()
+    return ThreadPoolExecutor(number)
 
 
 # Threads do not survive a fork, by which a loader starts its workers.
-os.register_at_fork(after_in_child=_pool.cache_clear)
+os.register_at_fork(after_in_child=_threads.cache_clear)
